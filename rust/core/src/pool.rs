@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pool_has_the_threads_asked_for() {
+    fn the_pool_has_the_requested_threads() {
         set_threads(3).unwrap();
         assert_eq!(current().unwrap().current_num_threads(), 3);
         assert!(set_threads(0).is_err());

@@ -181,7 +181,7 @@ mod tests {
 
     /// Tests run concurrently and share the pool: a call that finds it busy computes alone.
     #[test]
-    fn the_caller_works_and_so_may_helpers() {
+    fn the_caller_and_possibly_helpers_work() {
         for helpers in [0, 1, 4] {
             let done = AtomicUsize::new(0);
             for _ in 0..200 {
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_passed_on_and_the_pool_keeps_working() {
+    fn a_panic_is_propagated_and_the_pool_keeps_working() {
         for _ in 0..20 {
             let broken = || run(2, true, &|| panic!("of this test"));
             assert!(catch_unwind(broken).is_err());

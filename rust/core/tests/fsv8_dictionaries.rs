@@ -25,7 +25,7 @@ fn malformed_json_is_refused() {
 }
 
 #[test]
-fn the_embedded_dictionaries_are_those_of_the_search() {
+fn the_embedded_dictionaries_match_the_search() {
     let Some(path) = std::env::var_os(VARIABLE) else {
         eprintln!("skipped: {VARIABLE} is not set");
         return;

@@ -124,7 +124,7 @@ fn wide_rows_survive_on_both_sides_of_the_wide_tail() {
 }
 
 #[test]
-fn no_row_takes_more_than_two_bits_a_weight() {
+fn no_row_takes_more_than_two_bits_per_weight() {
     for (p0, columns) in [(0.0, 1001), (0.2, 64), (0.45, 7), (0.4, 3)] {
         let codes = iid(100 * columns, p0, 0.5, 9);
         let blob = round_trip(matrix(100, columns), &codes, &[(-1.0, 1.0); 100], Code::Fsv8);
@@ -135,7 +135,7 @@ fn no_row_takes_more_than_two_bits_a_weight() {
 }
 
 #[test]
-fn rows_of_a_group_are_the_rows_asked_for_one_by_one() {
+fn rows_of_a_group_match_single_rows() {
     let codes = iid(2 * 130 * 50, 0.8, 0.3, 5);
     let shape = Shape {
         experts: 2,

@@ -209,7 +209,7 @@ fn near(found: &[f32], expected: &[f64]) {
 }
 
 #[test]
-fn a_registered_format_goes_the_way_of_every_tensor() {
+fn a_registered_format_supports_everything() {
     let (pool, shape) = (pool::current().unwrap(), shape(24, 40));
     let values = numbers(3 * 24 * 40, 1);
     let data = write(shape, &values);

@@ -36,7 +36,10 @@ pub fn optional<'a, T: Element, D: Dimension>(
 
 /// The lengths of the axes of an array with `N` axes.
 pub fn lengths<'py, T: PyUntypedArrayMethods<'py>, const N: usize>(array: &T) -> [usize; N] {
-    array.shape().try_into().expect("the type fixes the number of axes")
+    array
+        .shape()
+        .try_into()
+        .expect("the type fixes the number of axes")
 }
 
 /// Numbers that must not be negative.

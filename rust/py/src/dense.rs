@@ -42,7 +42,11 @@ impl DenseMatrix {
         let kind = match dtype {
             "float32" => Kind::F32,
             "bfloat16" => Kind::Bf16,
-            _ => return invalid(format!("dtype must be \"float32\" or \"bfloat16\", not {dtype:?}")),
+            _ => {
+                return invalid(format!(
+                    "dtype must be \"float32\" or \"bfloat16\", not {dtype:?}"
+                ));
+            }
         };
         let borrowed = data.try_readonly()?;
         let bytes = contiguous(borrowed.as_slice(), "data")?;

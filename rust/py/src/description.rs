@@ -283,7 +283,11 @@ impl<'a> Reader<'a> {
                 "halves" => Order::Halves,
                 "pairs" => Order::Pairs,
                 "pairs to halves" => Order::PairsToHalves,
-                other => return Err(PyValueError::new_err(format!("unknown order of pairs: {other:?}"))),
+                other => {
+                    return Err(PyValueError::new_err(format!(
+                        "unknown order of pairs: {other:?}"
+                    )));
+                }
             },
         })
     }

@@ -34,13 +34,13 @@ pub fn packed<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn Packed> {
 ///     gate, up: packed tensors of experts x hidden x columns, of any format.
 ///     down: experts x columns x hidden.
 ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
-///     experts: int64 [tokens, top_k], C-contiguous; a number that is no expert's is skipped.
+///     experts: int64 [tokens, top_k], C-contiguous; numbers that are not valid experts are skipped.
 ///     weights: float32 [tokens, top_k], C-contiguous.
-///     modes: those of gate, up and down, as their `matmul_grouped` take them; None is the format's default.
+///     modes: the modes of gate, up and down, as in `matmul_grouped`; None is the format's default.
 ///     isa: the instruction set, by default the active one.
 ///
 /// Raises:
-///     TypeError: a projection is no packed tensor.
+///     TypeError: a projection is not a packed tensor.
 ///     ValueError: sizes do not match, a format has no such mode, or the processor lacks the set.
 #[pyfunction]
 #[pyo3(signature = (gate, up, down, x, experts, weights, modes=[None, None, None], isa=None))]

@@ -135,7 +135,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_goes_in_comes_out(codes in prop::collection::vec(any::<u8>(), 0..5 * UNIT), width in 0..4usize) {
+        fn codes_round_trip(codes in prop::collection::vec(any::<u8>(), 0..5 * UNIT), width in 0..4usize) {
             let bits = WIDTHS[width];
             let whole = codes.len() / UNIT * UNIT;
             let codes: Vec<u8> = codes[..whole].iter().map(|code| code & ((1u16 << bits) - 1) as u8).collect();
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn three_bits_lie_where_the_documentation_says() {
+    fn three_bits_have_the_documented_layout() {
         let mut codes = [0u8; UNIT];
         codes[1] = 0b101; // quad 0, byte 1
         codes[6] = 0b011; // quad 1, byte 2

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pairs_lie_where_the_order_says() {
+    fn pairs_follow_their_order() {
         let frequencies = [std::f32::consts::FRAC_PI_2, 0.0];
         let rotated = |order| {
             let (rotary, mut head) = (

@@ -94,7 +94,10 @@ impl Router<'_> {
         let within = self.groups.map_or(experts, |groups| groups.experts(experts));
         let fits = shape.experts == 1 && shape.columns == hidden && (1..=within).contains(&self.top_k);
         require(fits && each(self.bias) && each(self.correction), || {
-            format!("a router of shape {shape:?} for {} of {within} experts", self.top_k)
+            format!(
+                "a router of shape {shape:?} for {} of {within} experts",
+                self.top_k
+            )
         })
     }
 }
@@ -186,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn corrections_choose_and_do_not_count() {
+    fn corrections_affect_the_selection_but_not_the_weights() {
         let odds = |odds: f32| (odds / (1.0 - odds)).ln();
         let logits = [0.9, 0.8, 0.5, 0.4].map(odds);
         let corrected = Router {
@@ -221,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn no_number_is_an_expert_too() {
+    fn nan_scores_still_select_experts() {
         let Choice { experts, weights } = router::<3>(2, true).choose(&[1.0, f32::NAN, 2.0]);
         assert_eq!(experts.len(), 2);
         assert!(experts.iter().all(|&expert| (0..3).contains(&expert)) && weights[0].is_nan());

@@ -350,7 +350,7 @@ fn assert_near(found: &[f32], expected: &[f64], bound: f64, what: &str) {
 }
 
 #[test]
-fn steps_are_the_formulas() {
+fn steps_match_the_formulas() {
     let pool = pool::current().unwrap();
     for settings in [
         PLAIN,
@@ -399,7 +399,7 @@ fn steps_are_the_formulas() {
 /// Several runs of tokens, and a bf16 cache: errors of 2^-9 of each key and value must not change the selected
 /// experts.
 #[test]
-fn many_tokens_are_seen() {
+fn many_tokens_are_visible() {
     let (pool, active) = (pool::current().unwrap(), crate::simd::active().unwrap());
     for (cache, bound) in [(Kind::F32, 2e-6), (Kind::Bf16, 2e-2)] {
         let tensors = Tensors::new(Settings {

@@ -38,9 +38,7 @@ pub(super) fn dimension(header: &[u8], at: usize, limit: u64, what: &str) -> Res
     word.copy_from_slice(&header[at..at + 8]);
     let size = u64::from_le_bytes(word);
     if size > limit {
-        return Err(Error::Corruption(format!(
-            "{what}: size {size} exceeds {limit}"
-        )));
+        return Err(Error::Corruption(format!("{what}: size {size} exceeds {limit}")));
     }
     let too_large = |_| Error::Corruption(format!("{what}: too large for this machine"));
     usize::try_from(size).map_err(too_large)

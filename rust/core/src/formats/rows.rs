@@ -28,7 +28,9 @@ pub(crate) fn look_up<T: Send>(
     }
     if rows.len().checked_mul(shape.columns) != Some(out.len()) {
         let (places, count) = (out.len(), rows.len());
-        return invalid(format!("the output has {places} values for {count} rows of {shape:?}"));
+        return invalid(format!(
+            "the output has {places} values for {count} rows of {shape:?}"
+        ));
     }
     let places = out.chunks_exact_mut(shape.columns.max(1));
     let mut named: Vec<Named<T>> = rows.iter().copied().zip(places).collect();

@@ -83,7 +83,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn what_is_read_has_the_bytes_of_the_file(
+    fn loaded_records_have_the_bytes_of_the_file(
         calls in prop::collection::vec(prop::collection::btree_set(0_usize..120, 0..60), 1..5),
         threads in 1_usize..5,
     ) {
@@ -105,7 +105,7 @@ proptest! {
 }
 
 #[test]
-fn neighbours_come_in_one_read_up_to_the_gap_and_the_length() {
+fn neighbours_are_loaded_by_one_read_up_to_the_gap_and_the_length() {
     let fixture = Fixture::new(800, Width::Int8);
     let (records, record) = (fixture.open(), fixture.record());
     let near = GAP / record;
@@ -121,7 +121,7 @@ fn neighbours_come_in_one_read_up_to_the_gap_and_the_length() {
 }
 
 #[test]
-fn memory_of_records_that_went_is_used_again() {
+fn memory_of_dropped_records_is_reused() {
     let fixture = Fixture::new(40, Width::Bf16);
     let records = fixture.open();
     let address = |number: usize| {
@@ -137,7 +137,7 @@ fn memory_of_records_that_went_is_used_again() {
 }
 
 #[test]
-fn files_that_end_or_are_not_there_are_said_and_bring_nothing() {
+fn truncated_and_missing_files_are_reported_and_load_nothing() {
     let fixture = Fixture::new(60, Width::Int8);
     let records = fixture.open();
     let end = (BEFORE + fixture.tensor.len() / 2) as u64;
@@ -191,7 +191,7 @@ fn heads_and_numbers_are_checked() {
 }
 
 #[test]
-fn products_are_those_of_the_whole_tensor_and_refuse_what_is_not_there() {
+fn products_match_the_whole_tensor_and_refuse_missing_records() {
     for width in Width::ALL {
         let fixture = Fixture::new(70, width);
         let (records, pool) = (fixture.open(), pool::current().unwrap());

@@ -8,10 +8,10 @@
 //!  0 8s magic "MOEPCHNL"   10 u8 bits 4, 8, 16 (bf16)   16 u64 experts E       32 u64 columns of a half H
 //!  8 u16 version 1         11 5 zeros                   24 u64 channels of one  40 88 zeros
 //! thresholds  E f32, not negative, infinity included; zeros to the next multiple of 64
-//! records     of each expert's channels, one after the other:
-//!   values    of the gate's row, then of the down column, each filled up to a multiple of 64 columns: bf16; signed bytes; or
-//!             for each 64 columns 32 bytes, byte i of which is 8 + the code of column i and, 4 bits higher, of column 32 + i
-//!   scales    unless bf16: ceil(H / 64) bf16 of the gate's row, as many of the down column; zeros to a multiple of 64
+//! records     of each expert's channels, in order:
+//!   values    of the gate row, then of the down column, each padded to a multiple of 64 columns: bf16; signed bytes; or
+//!             for each 64 columns 32 bytes, byte i being 8 + the code of column i and, 4 bits higher, of column 32 + i
+//!   scales    unless bf16: ceil(H / 64) bf16 of the gate row, as many of the down column; zeros to a multiple of 64
 //! ```
 //!
 //! Records are contiguous and 64-byte aligned, so that each is a single read from a drive, copy to a GPU or stream

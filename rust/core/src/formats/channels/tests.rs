@@ -109,7 +109,7 @@ fn every_truncation_and_every_header_byte_is_noticed() {
 }
 
 #[test]
-fn verifying_finds_what_is_no_number_and_what_lies_in_the_padding() {
+fn verify_finds_invalid_numbers_and_padding() {
     let pool = pool::current().unwrap();
     for width in Width::ALL {
         let case = case(shape(2, 3, 70), width, 0.5);
@@ -141,7 +141,7 @@ fn verifying_finds_what_is_no_number_and_what_lies_in_the_padding() {
 }
 
 #[test]
-fn what_cannot_be_packed_is_refused() {
+fn invalid_content_is_refused() {
     let pool = pool::current().unwrap();
     let stack = shape(1, 1, 2);
     let integers = |bits, codes, scales| {

@@ -83,7 +83,11 @@ fn check(layout: &Layout, content: &Content) -> Result<()> {
         .iter()
         .position(|&code| usize::from(code) >= layout.clusters())
     {
-        return invalid(format!("code {} in row {} is out of range", codes[at], at / shape.columns));
+        return invalid(format!(
+            "code {} in row {} is out of range",
+            codes[at],
+            at / shape.columns
+        ));
     }
     let one_byte = layout.planes() == 1;
     if let Some(c) = centroids
@@ -91,7 +95,9 @@ fn check(layout: &Layout, content: &Content) -> Result<()> {
         .find(|&&c| c.unsigned_abs() > MAX_CENTROID.unsigned_abs() || one_byte && c % 256 != 0)
     {
         let which = if one_byte { "multiples of 256, " } else { "" };
-        return invalid(format!("centroid {c} is out of range: centroids are {which}at most {MAX_CENTROID}"));
+        return invalid(format!(
+            "centroid {c} is out of range: centroids are {which}at most {MAX_CENTROID} in magnitude"
+        ));
     }
     let largest = layout.largest_scale();
     if let Some(scale) = scales

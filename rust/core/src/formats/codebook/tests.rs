@@ -80,7 +80,7 @@ impl Case {
 }
 
 #[test]
-fn bytes_of_a_centroid_give_it_back() {
+fn centroids_round_trip_through_their_bytes() {
     for centroid in -MAX_CENTROID..=MAX_CENTROID {
         let (high, low) = split(centroid);
         assert_eq!(join(high, low), i32::from(centroid));
@@ -94,7 +94,7 @@ fn bytes_of_a_centroid_give_it_back() {
 
 proptest! {
     #[test]
-    fn what_goes_in_comes_out(
+    fn codes_round_trip(
         bits in 2u8..5, experts in 0usize..3, rows in 0usize..35, columns in 0usize..300, units in 1usize..4,
         centroid_bytes in 1usize..3,
     ) {
@@ -151,7 +151,7 @@ fn every_truncation_and_extension_is_refused() {
 }
 
 #[test]
-fn what_an_older_version_wrote_is_refused_as_such() {
+fn tensors_of_older_versions_are_refused_as_such() {
     let refusal = |blob: &[u8]| View::parse(blob).unwrap_err().to_string();
     for bits in 2..=4 {
         let [mut old, new] = Case::both(bits, [2, 17, 130], 128).map(|case| case.blob());
@@ -164,7 +164,7 @@ fn what_an_older_version_wrote_is_refused_as_such() {
 }
 
 #[test]
-fn one_byte_a_centroid_saves_16_clusters_and_a_sum_a_block() {
+fn one_byte_centroids_save_16_clusters_and_a_sum_per_block() {
     for bits in 2..=4 {
         let [two, one] = Case::both(bits, [1, 16, 256], 128).map(|case| case.blob().len());
         assert_eq!(two - one, 2 * 16 * ((1 << bits) + 4));
@@ -207,7 +207,7 @@ fn hostile_headers_are_refused_before_anything_is_computed() {
 }
 
 #[test]
-fn verify_names_what_is_wrong() {
+fn verify_names_the_fault() {
     let case = Case::new(4, [1, 3, 40], 128);
     let blob = case.blob();
     let clusters = 16;
@@ -225,7 +225,7 @@ fn verify_names_what_is_wrong() {
 }
 
 #[test]
-fn verify_names_what_is_wrong_with_centroids_of_one_byte() {
+fn verify_names_the_fault_with_one_byte_centroids() {
     let blob = Case::new(4, [1, 3, 40], 128).of_one_byte().blob();
     let scales = HEADER_BYTES + 16 * 16;
     let spoil = |at: usize, bytes: &[u8]| {

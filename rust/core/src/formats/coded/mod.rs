@@ -30,16 +30,16 @@
 //! 10 u8 ndim 2 or 3            16 u64 experts E                  56 u8 bytes of an index entry, 4 or 8
 //! 11 u8 row blocks of a        24 u64 rows R                     57 u8 bytes of an exception, 4 or 8
 //!       stream, 1 or 4         32 u64 columns C                  58 u8 low bits r: 1 to 3 in version 2, else 0
-//!                                                                59 u8 1 of dependent codes, version 3, else 0
-//! 12 u8 a scale a row 0 or 1                                     60 u8 scales of columns: 0 none, 1 C, 2 E x C
+//!                                                                59 u8 1 for dependent codes, version 3, else 0
+//! 12 u8 row scales, 0 or 1                                       60 u8 column scales: 0 none, 1 C, 2 E x C
 //! 13 u8 type of scales: 0 bf16, 1 f32                            61 3 zeros
 //! tables     T times: the lowest integer, i8, and K frequencies, u8, which add up to 256; in version 4 K first and K
 //!            second digits, u8
 //! scales     one, or E x R
 //! columns    none, or C, or E x C
-//! index      an entry a stream: its renormalization bytes (16 bits, or 32), its table (8), its exceptions (8, or 24)
-//! exceptions what a code is above its symbol's integer (8 bits, or 32, signed), below the weight's place in the stream
-//! payload    a stream: 64 high bytes, 64 low bytes, renormalization bytes, the r bit planes of each register
+//! index      per stream: its renormalization bytes (16 bits, or 32), its table (8), its exceptions (8, or 24)
+//! exceptions the difference of a code to its symbol's integer (8 or 32 bits, signed); below it the position in the stream
+//! payload    per stream: 64 high bytes, 64 low bytes, renormalization bytes, the r bit planes of each register
 //! ```
 //!
 //! Sections start at multiples of 64; the tensor ends at a multiple of 64 with at least 64 zeros after the payload,

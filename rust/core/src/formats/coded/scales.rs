@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn scales_come_back_in_the_narrowest_type_of_all() {
+    fn scales_round_trip_in_the_narrowest_common_type() {
         for (row, step, name) in [
             (0.5, 0.25, "bfloat16"),
             (0.1, 0.25, "float32"),

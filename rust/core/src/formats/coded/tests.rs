@@ -133,7 +133,7 @@ fn round_trip(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8
 }
 
 #[test]
-fn all_shapes_come_back() {
+fn all_shapes_round_trip() {
     for (experts, rows, columns) in [
         (1, 1, 1),
         (1, 15, 3),
@@ -156,7 +156,7 @@ fn all_shapes_come_back() {
 }
 
 #[test]
-fn empty_tensors_come_back() {
+fn empty_tensors_round_trip() {
     for (experts, rows, columns) in [(0, 3, 4), (2, 0, 4), (2, 3, 0)] {
         let shape = Shape {
             experts,
@@ -171,7 +171,7 @@ fn empty_tensors_come_back() {
 }
 
 #[test]
-fn any_spread_comes_back() {
+fn any_spread_round_trips() {
     let shape = matrix(40, 300);
     for deviation in [0.0, 0.01, 0.1, 0.4, 1.0, 2.0, 4.0, 8.0, 20.0, 60.0, 3000.0, 1e8] {
         round_trip(&gaussian(shape, deviation, 7), shape, Some(16));
@@ -201,7 +201,7 @@ fn types_of_codes_give_the_same_bytes() {
 }
 
 #[test]
-fn scales_come_back_in_the_narrowest_type() {
+fn scales_round_trip_in_the_narrowest_type() {
     let (shape, pool) = (
         Shape {
             experts: 2,
@@ -291,7 +291,7 @@ fn many_bits_are_near_the_entropy() {
 }
 
 #[test]
-fn low_bits_of_no_weight_are_found() {
+fn low_bits_in_padding_are_found() {
     let shape = matrix(17, 5);
     let data = encoded_with_low_bits(&gaussian(shape, 90.0, 2), shape, Some(64));
     let coded = Coded::parse(&data).unwrap();
@@ -305,14 +305,14 @@ fn low_bits_of_no_weight_are_found() {
 }
 
 #[test]
-fn rows_of_different_spread_get_tables_of_their_own() {
+fn rows_of_different_spread_get_different_tables() {
     let shape = matrix(256, 1024);
     let data = encoded(&gaussian(shape, 3.0, 1), shape, Some(16));
     assert!(Coded::parse(&data).unwrap().layout().tables() > 1);
 }
 
 #[test]
-fn rows_that_are_looked_up_are_those_of_the_whole() {
+fn looked_up_rows_match_the_whole_tensor() {
     let shape = Shape {
         experts: 2,
         rows: 100,
@@ -464,7 +464,7 @@ fn hostile_headers_are_refused() {
 }
 
 #[test]
-fn pairs_are_chosen_where_they_are_as_small() {
+fn pairs_are_chosen_if_they_are_as_small() {
     let shape = matrix(1024, 1024);
     let (mut random, pool) = (Random(9), pool::current().unwrap());
     let codes: Vec<i32> = (0..1024 * 1024)
@@ -568,7 +568,7 @@ fn golden_files_with_scales_of_columns_are_read() {
 
 proptest! {
     #[test]
-    fn any_codes_come_back(
+    fn any_codes_round_trip(
         rows in 1usize..70,
         columns in 1usize..40,
         stream_rows in prop_oneof![Just(16usize), Just(64)],

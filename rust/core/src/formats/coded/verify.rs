@@ -20,12 +20,18 @@ impl CodedView<'_> {
         let layout = self.layout();
         let scales = (0..layout.scales()).find(|&row| !self.scale(row).is_finite());
         if let Some(row) = scales {
-            return corrupt(format!("scale {} of row {row}, counted over all experts, is not finite", self.scale(row)));
+            return corrupt(format!(
+                "scale {} of row {row}, counted over all experts, is not finite",
+                self.scale(row)
+            ));
         }
         let columns = self.column_scales();
         if let Some(place) = columns.iter().position(|scale| !scale.is_finite()) {
             let column = place % layout.shape().columns;
-            return corrupt(format!("scale {} of column {column} is not finite", columns[place]));
+            return corrupt(format!(
+                "scale {} of column {column} is not finite",
+                columns[place]
+            ));
         }
         let streams = layout.streams();
         let check = |number: usize| {

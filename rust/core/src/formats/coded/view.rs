@@ -260,7 +260,10 @@ impl<'a> CodedView<'a> {
     ) -> Result<()> {
         let (layout, shape) = (self.coded.layout, self.coded.layout.shape);
         if shape.weights() != Some(out.len()) {
-            return invalid(format!("the output has {} values for the weights of {shape:?}", out.len()));
+            return invalid(format!(
+                "the output has {} values for the weights of {shape:?}",
+                out.len()
+            ));
         }
         let columns = shape.columns.max(1);
         let experts = out.par_chunks_mut((shape.rows * columns).max(1)).enumerate();

@@ -4,8 +4,8 @@
 //! | bits | bytes | content |
 //! |---|---|---|
 //! | 3 | 24 | bytes A, B, C of each of eight lanes: plane 0 in A bits 0-2, 1 in A 3-5, 2 and 3 in B, 4 and 5 in C; the low two bits of plane 6 in A 6-7 and of plane 7 in B 6-7, their high bits in C 6 and C 7 |
-//! | 8 | 64 | a byte a value |
-//! | 16 | 128 | an f16 a value |
+//! | 8 | 64 | one byte per value |
+//! | 16 | 128 | one f16 per value |
 //!
 //! Value `8 p + l` is lane l of plane p. Integer codes are unsigned; the value is `scale * (code - 2^(bits - 1))`.
 

@@ -35,7 +35,10 @@ pub fn encode(base: &[u8], ranks: &[usize], right: Factor, left: Factor, width: 
     }
     let most = shape.rows.min(shape.columns);
     if let Some(rank) = ranks.iter().find(|&&rank| rank > most) {
-        return invalid(format!("rank {rank} is too large for {} x {}", shape.rows, shape.columns));
+        return invalid(format!(
+            "rank {rank} is too large for {} x {}",
+            shape.rows, shape.columns
+        ));
     }
     let total_rank = ranks.iter().try_fold(0usize, |sum, &rank| sum.checked_add(rank));
     let Some(layout) = total_rank.and_then(|total| Layout::of(layout, width, total)) else {
@@ -85,7 +88,7 @@ fn stored(value: f32) -> Result<half::f16> {
     let half = half::f16::from_f32(value);
     match half.to_f32() == value && value.is_finite() {
         true => Ok(half),
-        false => invalid(format!("{value} is no finite f16")),
+        false => invalid(format!("{value} is not a finite f16")),
     }
 }
 

@@ -42,7 +42,11 @@ impl Layout {
     pub fn new(base: groupwise::Layout, bits: u8, total_rank: usize) -> Result<Layout> {
         let layout = Width::from_bits(bits).and_then(|width| Layout::of(base, width, total_rank));
         layout.map_or_else(
-            || invalid(format!("factors of {bits} bits and total rank {total_rank} are not possible")),
+            || {
+                invalid(format!(
+                    "factors of {bits} bits and total rank {total_rank} are not possible"
+                ))
+            },
             Ok,
         )
     }
@@ -200,7 +204,10 @@ impl Layout {
         }
         match sum == self.total_rank {
             true => Ok(starts),
-            false => corrupt(format!("the ranks add up to {sum} instead of {}", self.total_rank)),
+            false => corrupt(format!(
+                "the ranks add up to {sum} instead of {}",
+                self.total_rank
+            )),
         }
     }
 

@@ -9,7 +9,7 @@
 //!  8 u16 version 1           11 5 zeros                             24 u64 sum of the ranks T, 32 96 zeros
 //! base         a group-wise tensor of E x R x C
 //! ranks        E u32, each at most min(R, C)
-//! right        T rows of V: scales (f16, one a chunk; none at 16 bits), then chunks, all rows' scales first
+//! right        T rows of V: scales (f16, one per chunk; none at 16 bits), then chunks, all rows' scales first
 //! left         T rows of U^T, likewise
 //! ```
 //!

@@ -193,7 +193,7 @@ fn every_truncation_is_refused() {
 }
 
 #[test]
-fn damage_is_refused_or_survived() {
+fn damage_is_refused_or_harmless() {
     let pool = pool::current().unwrap();
     for width in Width::ALL {
         let blob = case(&[2, 5], 20, 70, width).blob;
@@ -257,7 +257,7 @@ fn ranks_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn writers_are_refused_what_cannot_be_read() {
+fn writers_refuse_content_that_cannot_be_read() {
     let base = base(1, 4, 6);
     let codes = |codes, scales| Factor::Codes { codes, scales };
     let good = (codes(&[4; 6], &[0.5]), codes(&[4; 4], &[0.5]));

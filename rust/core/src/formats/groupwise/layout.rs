@@ -119,7 +119,10 @@ impl Layout {
             ));
         }
         if !shape.has_valid_ndim() {
-            return invalid(format!("ndim {} does not fit {} experts", shape.ndim, shape.experts));
+            return invalid(format!(
+                "ndim {} does not fit {} experts",
+                shape.ndim, shape.experts
+            ));
         }
         let sizes = [shape.experts, shape.rows, shape.columns];
         let limits = [limits::MAX_ROWS, limits::MAX_ROWS, limits::MAX_COLUMNS];
@@ -286,7 +289,10 @@ fn read_shape(header: &[u8]) -> Result<Shape> {
     };
     match shape.has_valid_ndim() {
         true => Ok(shape),
-        false => corrupt(format!("ndim {} does not fit {} experts", shape.ndim, shape.experts)),
+        false => corrupt(format!(
+            "ndim {} does not fit {} experts",
+            shape.ndim, shape.experts
+        )),
     }
 }
 

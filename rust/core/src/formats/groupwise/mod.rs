@@ -9,10 +9,10 @@
 //!  8 u16 version 1         13 u8 symmetric 0 or 1  24 u64 rows R          or 0 for the whole row
 //! 10 u8 bits               14 2 zeros              32 u64 columns C    48 80 zeros
 //! 11 u8 parameter type: 0 bf16, 1 f16
-//! blocks     for each expert, ceil(R / 16) blocks of 16 rows, each of which is a run of records
+//! blocks     for each expert, ceil(R / 16) blocks of 16 rows, each a run of records
 //! a record   parameters: for each of its groups 16 scales, then (unless symmetric) 16 offsets; zeros to the next multiple
 //!              of 64. Two groups share a record if the tensor is symmetric or a group has 16 columns.
-//!            codes: for each 32 columns of its groups `bits` registers of 64 bytes: of each of the 16 rows a 32-bit word
+//!            codes: for each 32 columns of its groups `bits` registers of 64 bytes: a 32-bit word for each of the 16 rows
 //!              (crate::bits); the last record ends with the row
 //! ```
 //!

@@ -186,7 +186,7 @@ fn huge_claims_are_refused_before_anything_is_computed() {
 }
 
 #[test]
-fn verify_finds_what_must_be_finite_or_zero() {
+fn verify_finds_infinite_parameters_and_non_zero_padding() {
     let pool = pool::current().unwrap();
     let good = case(2, 17, 130, spec(3, 64, false)).blob;
     let block = 3 * 64 + 5 * 192;

@@ -29,7 +29,9 @@ impl View<'_> {
         for (number, (parameters, _)) in layout.records(block).enumerate() {
             let groups = record.groups.min(layout.groups() - number * record.groups);
             if parameters[groups * record.group_bytes..].iter().any(|&b| b != 0) {
-                return corrupt(format!("expert {expert}: padding after the parameters is not zero"));
+                return corrupt(format!(
+                    "expert {expert}: padding after the parameters is not zero"
+                ));
             }
         }
         let rows = layout.shape().rows - number * BLOCK_ROWS;

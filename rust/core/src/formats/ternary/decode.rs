@@ -208,7 +208,7 @@ fn visit_fsv8(
             return fault(i, "a code after the row's end");
         }
         if !lut.possible(index) {
-            return fault(i, "no such code in this state");
+            return fault(i, "the code does not exist in this state");
         }
         let entry = lut.entries[index];
         for (position, symbol) in fsv8::lut::nonzeros(entry, lut.three_slots) {

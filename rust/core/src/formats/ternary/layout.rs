@@ -6,9 +6,9 @@
 //!                            12 u8 ndim 2 or 3                       24 u64 experts E        64 64 zeros
 //!                            13 u8 number of dictionaries            32 u64 rows R
 //!                            14 8 x u8 dictionary ids, ascending     40 u64 columns C
-//! levels   E*R pairs (negative, positive), or the positive ones alone if symmetric
-//! index    fsv8: a tail a row, length | dictionary << k: u16, k = 12 if a raw row has at most 4095 bytes, else u32, k = 28
-//!          dict16: u32 a row, its start in codes from its expert's start
+//! levels   E*R pairs (negative, positive), or only the positive ones if symmetric
+//! index    fsv8: a tail per row, length | dictionary << k: u16, k = 12 if a raw row has at most 4095 bytes, else u32, k = 28
+//!          dict16: u32 per row, its start in codes from its expert's start
 //! starts   u64; fsv8: of every group of 64 rows in bytes, and the end; dict16: of every expert in codes, and the end
 //! payload  the codes of the rows back to back
 //! ```

@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_is_judged_as_a_code_at_every_place() {
+    fn every_byte_is_checked_as_a_code_at_every_position() {
         for place in 0..19 {
             for byte in i8::MIN..=i8::MAX {
                 let mut row = [0; 19];

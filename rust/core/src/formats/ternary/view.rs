@@ -368,7 +368,10 @@ impl<'a> TernaryView<'a> {
     fn check_levels(&self) -> Result<()> {
         let rows = self.experts() * self.rows();
         match (0..rows).find(|&row| !levels::valid(self.levels(row))) {
-            Some(row) => self.corrupt_row(row, "its levels are not finite with negative <= 0 <= positive".into()),
+            Some(row) => self.corrupt_row(
+                row,
+                "its levels are not finite with negative <= 0 <= positive".into(),
+            ),
             None => Ok(()),
         }
     }
@@ -445,7 +448,8 @@ impl<'a> TernaryView<'a> {
             for row in 0..self.rows() {
                 let at = self.index_entry(expert, row) as usize;
                 if at < before || at > end - start || (row == 0 && at != 0) {
-                    return self.corrupt_row(expert * self.rows() + row, format!("invalid start at code {at}"));
+                    return self
+                        .corrupt_row(expert * self.rows() + row, format!("invalid start at code {at}"));
                 }
                 self.check_dict16_length(expert, row, at - before)?;
                 before = at;

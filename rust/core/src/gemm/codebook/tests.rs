@@ -336,7 +336,7 @@ fn bf16_activations_are_their_values_and_threads_change_nothing() {
 }
 
 #[test]
-fn tokens_that_are_no_numbers_stay_alone_and_zeros_give_zeros() {
+fn nan_affects_only_its_token_and_zeros_give_zeros() {
     let blob = Case::new(3, [1, 20, 200], 128).blob();
     let view = View::parse(&blob).unwrap();
     let mut x = activations(5 * 200);
@@ -439,7 +439,7 @@ fn rotated_tensors_rotate_their_activations() {
 }
 
 #[test]
-fn modes_are_resolved_by_what_a_tensor_was_made_for() {
+fn modes_are_resolved_by_the_bits_of_activations() {
     let layout = |activation_bits| {
         let case = Case {
             activation_bits,

@@ -243,7 +243,7 @@ fn products_are_those_of_the_codes() {
 }
 
 #[test]
-fn sums_of_the_largest_bytes_overflow_nowhere() {
+fn sums_of_the_largest_bytes_do_not_overflow() {
     for most in [2, 16, 17, 32, 33, 64, 65, 128] {
         let symbols = [Register([most as u8 - 1; LANES]); 7];
         for byte in [-127, 127] {
@@ -262,7 +262,7 @@ fn sums_of_the_largest_bytes_overflow_nowhere() {
 }
 
 #[test]
-fn a_token_gets_the_same_alone_and_among_others() {
+fn a_token_gives_the_same_alone_and_with_others() {
     let shape = Shape {
         experts: 1,
         rows: 150,
@@ -285,7 +285,7 @@ fn a_token_gets_the_same_alone_and_among_others() {
 }
 
 #[test]
-fn what_is_not_finite_stays_with_its_token() {
+fn nan_and_infinity_affect_only_their_token() {
     let shape = Shape {
         experts: 1,
         rows: 40,

@@ -97,7 +97,7 @@ fn products_are_within_their_bound_on_every_set() {
 }
 
 #[test]
-fn few_tokens_are_exact_and_many_alike_whatever_their_company() {
+fn few_tokens_are_exact_and_many_do_not_affect_each_other() {
     for bits in [4, 8] {
         let blob = case(3, 40, 192, spec(bits, 64, false)).blob;
         let view = View::parse(&blob).unwrap();
@@ -138,7 +138,7 @@ fn bf16_activations_are_their_values_and_threads_change_nothing() {
 }
 
 #[test]
-fn what_is_no_number_stays_with_its_token() {
+fn nan_and_infinity_affect_only_their_token() {
     for bits in [4, 8] {
         let blob = case(1, 20, 64, spec(bits, 32, false)).blob;
         let view = View::parse(&blob).unwrap();

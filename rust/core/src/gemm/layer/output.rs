@@ -91,7 +91,11 @@ impl<'a> Output<'a> {
     /// # Panics
     /// If a unit has not been filled.
     pub fn values(&self) -> &[f32] {
-        assert_eq!(self.left.load(Ordering::Acquire), 0, "some units have not been filled");
+        assert_eq!(
+            self.left.load(Ordering::Acquire),
+            0,
+            "some units have not been filled"
+        );
         let cells = self.cells();
         // SAFETY: cells have the layout of their values; all units have been filled, so no cell is written from now
         // on.

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn each_thread_prefetches_what_it_will_read() {
+    fn each_thread_prefetches_its_own_memory() {
         let memory = vec![0; 3 * CHUNK];
         let prefetch = Prefetch::new(3, 2, |unit| vec![&memory[unit * CHUNK..][..CHUNK]]);
         let starts = [0, 1].map(|thread: usize| prefetch.0[thread].runs[0].as_ptr());

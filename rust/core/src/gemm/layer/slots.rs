@@ -29,6 +29,8 @@ impl<T> Slots<T> {
     /// If the value has not been created.
     #[inline]
     pub fn get(&self, index: usize) -> &T {
-        self.0[index].get().expect("an earlier phase has created the value")
+        self.0[index]
+            .get()
+            .expect("an earlier phase has created the value")
     }
 }

@@ -298,7 +298,7 @@ fn activations_are_rounded_to_nearest() {
 }
 
 #[test]
-fn what_is_no_number_stays_with_its_token() {
+fn nan_and_infinity_affect_only_their_token() {
     let weights = Plain::new(1, 20, 64);
     let mut x = numbers(20 * 64, 3);
     x[5 * 64 + 7] = f32::NAN;

@@ -170,7 +170,10 @@ impl Layer<'_> {
                 };
                 let count = routing.experts.len().checked_mul(records.rows);
                 let fits = count == Some(values.len()) && gates == values.len();
-                (fits, format!("{} outputs of up and {gates} of gates", values.len()))
+                (
+                    fits,
+                    format!("{} outputs of up and {gates} of gates", values.len()),
+                )
             }
         };
         match fits {

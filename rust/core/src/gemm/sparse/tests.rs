@@ -182,7 +182,7 @@ fn thresholds_of_zero_and_infinity_compute_everything_and_nothing() {
 }
 
 #[test]
-fn given_outputs_are_computed_where_they_are_not_zero() {
+fn channels_of_non_zero_given_outputs_are_computed() {
     let pool = pool::current().unwrap();
     for (rows, columns, tokens) in [(1, 1, 1), (200, 100, 1), (150, 130, 7)] {
         let setting = Setting::new(Width::Int8, rows, columns, tokens, 2.0);
@@ -214,7 +214,7 @@ fn given_outputs_are_computed_where_they_are_not_zero() {
 }
 
 #[test]
-fn records_refine_coarse_gates_and_tell_what_coarse_columns_multiply() {
+fn records_refine_coarse_gates_and_return_the_inner_values() {
     let setting = Setting::new(Width::Int4, 150, 130, 7, 0.0);
     let count = setting.experts.len() * setting.rows;
     let ups: Vec<f32> = numbers(count, 4)
@@ -289,7 +289,7 @@ fn records_refine_coarse_gates_and_tell_what_coarse_columns_multiply() {
 }
 
 #[test]
-fn what_is_no_number_reaches_the_output() {
+fn nan_reaches_the_output() {
     let mut setting = Setting::new(Width::Bf16, 20, 64, 1, 1e30);
     setting.experts = vec![1, 2];
     setting.x[3] = f32::NAN;

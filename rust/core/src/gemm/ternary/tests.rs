@@ -328,7 +328,7 @@ fn every_instruction_set_names_a_kernel_that_it_runs() {
 }
 
 #[test]
-fn samples_hold_what_they_say() {
+fn samples_match_their_codes_and_levels() {
     let shape = matrix(80, 403);
     for code in Code::ALL {
         let sample = sample(shape, code, 0.885, 3);

@@ -188,7 +188,7 @@ mod tests {
                 .collect();
             let b: Vec<u8> = (0..count * 16 * depth).map(|i| (i * 101 % 256) as u8).collect();
             let mut c = [[0i32; 16]; 16];
-            // SAFETY: the sizes are those asked for.
+            // SAFETY: the buffers have the required sizes.
             unsafe {
                 registers.multiply(
                     depth,

@@ -89,7 +89,10 @@ fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
 fn check(problem: &Problem, grid: &Grid, solution: &Solution) -> Result<()> {
     let columns = problem.columns;
     if !(1..=8).contains(&grid.bits) || grid.group_size == 0 {
-        return invalid(format!("{} bits in groups of {} are not possible", grid.bits, grid.group_size));
+        return invalid(format!(
+            "{} bits in groups of {} are not possible",
+            grid.bits, grid.group_size
+        ));
     }
     if columns == 0 || !problem.weights.len().is_multiple_of(columns) {
         return invalid(format!(
@@ -113,7 +116,9 @@ fn check(problem: &Problem, grid: &Grid, solution: &Solution) -> Result<()> {
         solution.squares.len(),
     ];
     if !starts || !compensation || sizes != [rows * columns, cells, cells, rows] {
-        return invalid(format!("the sizes of the arguments do not fit {rows} rows of {columns} columns"));
+        return invalid(format!(
+            "the sizes of the arguments do not fit {rows} rows of {columns} columns"
+        ));
     }
     Ok(())
 }

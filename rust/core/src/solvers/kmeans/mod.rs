@@ -60,7 +60,9 @@ impl Problem<'_> {
             columns, clusters, ..
         } = *self;
         if !(1..=MAX_CLUSTERS).contains(&clusters) {
-            return invalid(format!("clusters must be between 1 and {MAX_CLUSTERS}, not {clusters}"));
+            return invalid(format!(
+                "clusters must be between 1 and {MAX_CLUSTERS}, not {clusters}"
+            ));
         }
         if columns == 0 || !self.values.len().is_multiple_of(columns) {
             return invalid(format!(

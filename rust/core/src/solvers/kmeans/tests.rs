@@ -140,7 +140,7 @@ fn threads_do_not_change_a_bit() {
 }
 
 #[test]
-fn senseless_arguments_are_refused() {
+fn invalid_arguments_are_refused() {
     for (values, weights, columns, clusters) in [
         (vec![1.0, f32::NAN], vec![], 2, 2),
         (vec![1.0, f32::INFINITY], vec![], 2, 2),

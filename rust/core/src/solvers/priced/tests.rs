@@ -146,7 +146,7 @@ fn bf16_and_f32_are_rounded_alike() {
 }
 
 #[test]
-fn the_largest_magnitude_is_told_and_narrow_types_keep_low_bits() {
+fn the_largest_magnitude_is_returned_and_narrow_types_keep_low_bits() {
     let weights = [-127.4, 2.5, 128.0, -32767.0, 1e6, -f32::MAX];
     let (isa, pool) = (crate::simd::active().unwrap(), pool::current().unwrap());
     for (count, largest) in [(2, 127), (4, 32767), (5, 1_000_000), (6, 1 << 30), (0, 0)] {

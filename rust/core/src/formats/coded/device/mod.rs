@@ -14,16 +14,16 @@
 //! ```text
 //! header       magic "MOEPRDEV"; experts, rows, columns, tables; chunks of a segment; bytes of the longest record;
 //!              whether each row has a scale; where each section starts, and its bytes
-//! head         the packed tensor up to its payload, as it is
+//! head         the packed tensor up to its payload, unchanged
 //! scales       f32: one, or E x R
-//! columns      f32, scales of columns: none, or one row of C, or E, each with zeros up to a multiple of 16
+//! columns      f32, column scales: none, or one row of C, or E, each with zeros up to a multiple of 16
 //! tables       256 words for each: {0, frequency, slot - start, symbol} of each slot, from the lowest byte
 //! blocks       a word for each row block: its table, in the second byte the integer of symbol 0
 //! starts       a word for each chunk, and the end: where its record starts in the records, in units of 16 bytes
 //! firsts       a word for each segment, and the end: its first correction
 //! corrections  the exceptions of the segments: f16 of the difference / 2^24 (16 bits), row (4), column in the segment
-//!              (12); differences beyond 2^11 are several
-//! records      row block by row block, of each its chunks: if it begins a segment the states of all lanes, 16 bits
+//!              (12); differences beyond 2^11 take several
+//! records      row block by row block, chunk by chunk: if it begins a segment, the states of all lanes, 16 bits
 //!              each; the number of bytes of each lane, 8 bits; the bytes of each lane; zeros
 //! ```
 //!

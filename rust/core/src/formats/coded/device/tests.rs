@@ -63,7 +63,7 @@ fn layouts_hold_scales_of_columns_in_f32() {
 }
 
 #[test]
-fn layouts_come_back() {
+fn layouts_round_trip() {
     for (experts, rows, columns) in [
         (1, 1, 1),
         (2, 17, 130),
@@ -94,7 +94,7 @@ fn layouts_come_back() {
 }
 
 #[test]
-fn records_say_in_which_quads_lanes_are_in_odd_states() {
+fn records_tell_in_which_quads_lanes_are_in_odd_states() {
     // From state 5, even indices lead to 4, 2, 1; from state 6, to 3, 6, 3.
     assert_eq!(path_byte([5, 0]), 0b0100_0001);
     assert_eq!(path_byte([0, 6]), 0b1000_1000);

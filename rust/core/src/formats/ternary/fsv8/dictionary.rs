@@ -4,7 +4,7 @@
 //! probabilities, so every machine reads the same words. The bytes of one dictionary are, little-endian:
 //!
 //! ```text
-//! u16 p0 in thousandths, u16 share of symbol 1 among the non-zeros in thousandths, u32 expected weights a code in 1/10000,
+//! u16 p0 in thousandths, u16 share of symbol 1 among the non-zeros in thousandths, u32 expected weights per code in 1/10000,
 //! u8 most non-zeros of a word, u8 class bits, u8 states, u8 zero, u8 promise of each state (0 = none), u16 codes of each class,
 //! then for each state the words of the codes 0 to 255:
 //!     u8 length (0: no such word), u8 number of non-zeros << 6 | symbol of the i-th << 2i, u8 position of each non-zero
@@ -76,7 +76,7 @@ impl Word {
     }
 }
 
-/// One finite-state code. Probabilities and the expected length are integers, as they are stored.
+/// One finite-state code. Probabilities and the expected length are stored integers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dictionary {
     /// The share of zeros that it was searched for, in thousandths.
@@ -279,7 +279,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_embedded_data_is_what_it_was() {
+    fn the_embedded_data_has_not_changed() {
         // FNV-1a, 64 bits. Every packed tensor depends on these bytes: they never change.
         let hash = EMBEDDED.iter().fold(0xcbf2_9ce4_8422_2325_u64, |h, &b| {
             (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)

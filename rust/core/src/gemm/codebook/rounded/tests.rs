@@ -84,7 +84,7 @@ fn rotated_tensors_rotate_their_activations() {
 }
 
 #[test]
-fn what_is_no_number_stays_with_its_token() {
+fn nan_and_infinity_affect_only_their_token() {
     for bits in 2..=4 {
         let blob = Case::new(bits, [1, 20, 64], 128).blob();
         let view = View::parse(&blob).unwrap();

@@ -88,7 +88,7 @@ pub(super) fn avx2(
         unsafe { kernel::compute::<Avx2>(block, centroid_bytes, first, prepared, tokens, pieces, out) }
     }
     let pieces = &mut buffers.pieces;
-    // SAFETY: `isa.require()` in `Codebook::new` checked that the processor runs AVX2 and FMA.
+    // SAFETY: `isa.require()` in `Codebook::new` checked that the processor has AVX2 and FMA.
     unsafe {
         match precision {
             Precision::Exact => exact(block, first, prepared, tokens, buffers, out),

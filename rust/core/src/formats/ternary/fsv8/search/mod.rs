@@ -87,7 +87,8 @@ pub fn search(goal: &Goal) -> Result<Dictionary> {
         .into_iter()
         .map(|states| (Search::new(goal, source, &states).run(brief).gain, states));
     let best = tried.max_by(|a, b| a.0.total_cmp(&b.0));
-    let (_, states) = best.ok_or_else(|| Error::InvalidArgument("no set of states suits this share of zeros".into()))?;
+    let (_, states) =
+        best.ok_or_else(|| Error::InvalidArgument("no set of states suits this share of zeros".into()))?;
     let found = Search::new(goal, source, &states).run(goal.effort);
     Ok(assemble(goal, &states, &found))
 }
