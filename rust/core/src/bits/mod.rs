@@ -1,7 +1,7 @@
 //! Packing of small unsigned codes into 32-bit words without padding bits: 2, 3, 4 and 8 bits per code.
 //!
-//! The unit is 32 codes in as many words as a code has bits. The 32 codes are 8 *quads* of four neighbours; code `4 j
-//! + i` is byte i of quad j. A quad is the operand of an integer dot product in a 32-bit lane. A word's byte i only
+//! The unit is 32 codes in as many words as a code has bits. The 32 codes are 8 *quads* of four neighbours: byte i of
+//! quad j is code `4 j + i`. A quad is the operand of an integer dot product in a 32-bit lane. A word's byte i only
 //! holds codes with that i, so a shift and a mask of the whole word extract four neighbours into its four bytes.
 //!
 //! ```text

@@ -4,8 +4,8 @@
 //! zero. The promise of a word is the state of the code after it, and the words of each state form a complete parse
 //! of the rows that keep the state's promise, so that exactly one word fits. A decoder finds the state in the top
 //! bits of the previous code (its *class*), so it needs one table lookup per code and no bit pointer. A row starts in
-//! state 0, which promises nothing. It is parsed as if infinitely many zeros followed: the last word may extend
-//! beyond the row's end and always leads to state 0.
+//! state 0, which promises nothing, regardless of the previous byte. It is parsed as if infinitely many zeros
+//! followed: the last word may extend beyond the row's end and always leads to state 0.
 //!
 //! With 256 words, promises bring the code within 1-2 % of the entropy: a single weight is zero or not with
 //! probabilities .885/.115, but a promise can be chosen to hold with a probability near one half.

@@ -266,8 +266,8 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
     /// Computes `count` rounds of a row.
     ///
     /// # Safety
-    /// `count` is at most the number of rounds left of those that [`Walker::start`] returned, and the tile has ROUND
-    /// + 1 words after the columns: the position is limited to the last column before each round.
+    /// `count` is at most the number of rounds left of those that [`Walker::start`] returned, and the tile has
+    /// ROUND + 1 words after the columns: the position is limited to the last column before each round.
     #[inline(always)]
     unsafe fn rounds(&self, walk: &mut Walk, count: usize) {
         // SAFETY: as above; SSE is part of x86-64.
