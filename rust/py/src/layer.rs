@@ -24,7 +24,9 @@ pub fn packed<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn Packed> {
         return Ok(matrix.get());
     }
     let kind = object.get_type();
-    Err(PyTypeError::new_err(format!("{kind} takes no part in layers")))
+    Err(PyTypeError::new_err(format!(
+        "{kind} is not a tensor that layers can use"
+    )))
 }
 
 /// Compute a layer of gated experts in one call: for each token the sum over its experts of weight * down(silu(gate

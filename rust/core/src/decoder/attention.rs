@@ -98,7 +98,10 @@ impl Attention<'_> {
         let width = self.width.max(1);
         let fits = self.width > 0 && few > 0 && few % width == 0 && columns > 0 && columns % few == 0;
         require(fits && rotated <= width, || {
-            format!("{columns} outputs and {few} rows of keys for heads of width {width}, {rotated} rotated")
+            format!(
+                "the sizes of attention do not match: {columns} outputs and {few} rows of keys \
+                 for heads of width {width}, {rotated} rotated"
+            )
         })?;
         let rows = if self.gated { 2 * columns } else { columns };
         self.query.check(rows, hidden, "the query projection")?;
@@ -108,11 +111,16 @@ impl Attention<'_> {
         for (norm, rows) in [(&self.query_norm, columns), (&self.key_norm, few)] {
             let fits = |len| len == width || len == rows;
             require(norm.is_none_or(|norm| fits(norm.weight.len())), || {
-                format!("a norm of heads is neither {width} nor {rows} long")
+                format!("a norm of heads must have {width} or {rows} weights")
             })?;
         }
         let sinks = self.sinks.is_none_or(|sinks| sinks.len() == columns / width);
-        require(sinks, || format!("sinks for {} heads", columns / width))
+        require(sinks, || {
+            format!(
+                "the number of sinks must be that of the {} heads",
+                columns / width
+            )
+        })
     }
 
     pub(super) fn check_past(&self, past: &Past) -> Result<()> {

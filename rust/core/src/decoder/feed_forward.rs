@@ -136,7 +136,7 @@ impl Experts<'_> {
         let shape = self.gate.shape();
         let fits = (shape.experts, shape.columns) == (experts, hidden) && shape.rows > 0;
         require(fits, || {
-            format!("experts of {shape:?}, not {experts} of {hidden} columns")
+            format!("experts have the shape {shape:?} instead of {experts} experts with {hidden} columns")
         })
     }
 }

@@ -135,7 +135,7 @@ impl Latent<'_> {
                 rank, rotated: found, ..
             } = sizes;
             format!(
-                "{heads} heads of latents of {rank} values, {found} of {rotated} rotated, or their expansion"
+                "the sizes of latent attention or its expansion do not match: {heads} heads, latents of {rank} values, {found} of {rotated} rotated"
             )
         })?;
         let mut columns = hidden;

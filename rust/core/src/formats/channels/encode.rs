@@ -82,7 +82,7 @@ fn check(content: Content, thresholds: &[f32], layout: &Layout) -> Result<()> {
         .position(|threshold| threshold.is_nan() || *threshold < 0.0)
     {
         Some(expert) => invalid(format!(
-            "the threshold of expert {expert} is {}",
+            "the threshold of expert {expert} is invalid: {}",
             thresholds[expert]
         )),
         None => Ok(()),

@@ -162,7 +162,7 @@ impl Layout {
             return corrupt("reserved header bytes are not zero");
         }
         let Ok(width) = Width::from_bits(header[10]) else {
-            return corrupt(format!("values of {} bits", header[10]));
+            return corrupt(format!("values cannot have {} bits", header[10]));
         };
         let experts = size(header, 16, limits::MAX_ROWS)?;
         let channels = size(header, 24, limits::MAX_ROWS)?;

@@ -120,7 +120,7 @@ impl<'a> View<'a> {
         for expert in 0..experts {
             let threshold = self.threshold(expert);
             if threshold.is_nan() || threshold < 0.0 {
-                return corrupt(format!("the threshold of expert {expert} is {threshold}"));
+                return corrupt(format!("invalid threshold {threshold} of expert {expert}"));
             }
         }
         if self.data[HEADER_BYTES + 4 * experts..self.layout.record_at(0)]

@@ -55,7 +55,7 @@ fn check(codes: &[u8], scales: &[f32], offsets: Option<&[f32]>, layout: &Layout)
         && offsets.is_none_or(|offsets| offsets.len() == parameters);
     if !counted {
         return invalid(format!(
-            "{} codes, {} scales and {:?} offsets for {shape:?} with {} groups a row",
+            "{} codes, {} scales and {:?} offsets for {shape:?} with {} groups per row",
             codes.len(),
             scales.len(),
             offsets.map(<[f32]>::len),

@@ -140,7 +140,7 @@ impl Header {
             Code::Dict16 => count == 0,
         };
         if !counted {
-            return corrupt(format!("{count} dictionaries"));
+            return corrupt(format!("invalid number of dictionaries: {count}"));
         }
         let (used, unused) = self.dictionary_ids.split_at(count);
         let ascending = used.is_sorted_by(|a, b| a < b);

@@ -465,7 +465,7 @@ impl<'a> TernaryView<'a> {
         if codes > 0 && codes.saturating_mul(2 * MAX_PAIRS) < self.columns() {
             return self.corrupt_row(
                 expert * self.rows() + row.saturating_sub(1),
-                format!("has {codes} codes for {} columns", self.columns()),
+                format!("its {codes} codes are too few for {} columns", self.columns()),
             );
         }
         Ok(())

@@ -30,7 +30,7 @@ impl Routing<'_> {
         match fits {
             true => Ok(()),
             false => Err(Error::InvalidArgument(format!(
-                "{} activations, {} outputs, {} experts, {} weights, {} experts a token",
+                "{} activations, {} outputs, {} experts, {} weights, {} experts per token",
                 x.len(),
                 y.len(),
                 self.experts.len(),

@@ -82,7 +82,10 @@ impl Problem<'_> {
     fn check(&self, state: &State) -> Result<()> {
         let [experts, rows, columns] = self.shape;
         if self.block == 0 || !(1..=MAX_CLUSTERS).contains(&self.clusters) {
-            let message = format!("blocks of {} columns, {} clusters", self.block, self.clusters);
+            let message = format!(
+                "blocks of {} columns with {} clusters are not possible",
+                self.block, self.clusters
+            );
             return Err(Error::InvalidArgument(message));
         }
         let product = |sizes: &[usize]| sizes.iter().try_fold(1usize, |a, &b| a.checked_mul(b));

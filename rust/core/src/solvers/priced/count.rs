@@ -61,7 +61,7 @@ pub fn integers<T: Integer>(
 ) -> Result<Counts> {
     if integers.len() != rows.values.len() {
         return invalid(format!(
-            "{} integers of {} weights",
+            "{} integers for {} weights",
             integers.len(),
             rows.values.len()
         ));
@@ -94,7 +94,7 @@ fn count(
     {
         let weights = values.len();
         return invalid(format!(
-            "{weights} weights in rows of {columns} columns, {classes} classes"
+            "{weights} weights do not form rows of {columns} columns, or {classes} classes are too few"
         ));
     }
     let size = (BLOCK_ROWS * columns).max(1);

@@ -139,7 +139,9 @@ impl<'a, Q: Quantizer> Rounding<'a, Q> {
         }
         let (lengths, integers) = (problem.lengths.len(), problem.integers);
         if integers % 2 == 0 || integers > MAX_INTEGERS || lengths == 0 || !lengths.is_multiple_of(integers) {
-            return invalid(format!("{lengths} lengths of {integers} integers"));
+            return invalid(format!(
+                "{lengths} lengths do not form lists of {integers} integers"
+            ));
         }
         let inverse = (1.0 / problem.step) as f32;
         if !(inverse.is_normal() && inverse > 0.0 && problem.width.is_normal() && problem.width > 0.0) {

@@ -110,7 +110,10 @@ fn check(matrices: &Matrices) -> Result<Vec<[f32; 2]>> {
         return invalid(format!("{found} {name} instead of {wanted}"));
     }
     if indices < 5 || indices % 2 == 0 || lengths.is_empty() || !lengths.len().is_multiple_of(indices) {
-        return invalid(format!("{} lengths in lists of {indices}", lengths.len()));
+        return invalid(format!(
+            "{} lengths do not form lists of {indices}",
+            lengths.len()
+        ));
     }
     if runs
         .iter()

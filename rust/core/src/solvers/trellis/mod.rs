@@ -61,7 +61,10 @@ type Costs = [[f32; SEQUENCES]; STATES];
 /// As [`super::priced::round`].
 pub fn round<T: Integer>(problem: Problem, out: &mut [T], isa: Isa, pool: &ThreadPool) -> Result<i32> {
     if !(3..=63).contains(&problem.integers) {
-        return invalid(format!("lengths of {} indices", problem.integers));
+        return invalid(format!(
+            "{} indices with lengths: there must be 3 to 63",
+            problem.integers
+        ));
     }
     round_by::<Cells, T>(problem, out, isa, pool)
 }
