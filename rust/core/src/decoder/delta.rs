@@ -159,7 +159,8 @@ impl Delta<'_> {
             && self.decay_bias.len() == heads;
         require(fits, || {
             format!(
-                "the sizes of a delta rule do not match: {} heads of {width} keys and {heads} of {value} values: {shapes:?}",
+                "the sizes of a delta rule do not match: {} heads of {width} keys and {heads} of {value} values: \
+                 {shapes:?}",
                 self.key_heads
             )
         })?;

@@ -135,7 +135,8 @@ impl Latent<'_> {
                 rank, rotated: found, ..
             } = sizes;
             format!(
-                "the sizes of latent attention or its expansion do not match: {heads} heads, latents of {rank} values, {found} of {rotated} rotated"
+                "the sizes of latent attention or its expansion do not match: {heads} heads, \
+                 latents of {rank} values, {found} of {rotated} rotated"
             )
         })?;
         let mut columns = hidden;

@@ -121,7 +121,8 @@ impl Past<'_> {
                 size > 0 && len % size == 0 && first <= length && length < len / size,
                 || {
                     format!(
-                        "a cache of {len} values has no room for {groups} x {width} of token {length}, visible from {first} on"
+                        "a cache of {len} values has no room for {groups} x {width} of token {length}, \
+                         visible from {first} on"
                     )
                 },
             )?;
