@@ -424,7 +424,7 @@ def test_the_core_refuses_what_does_not_fit(model):
     caches = [(*pair, 0, 0) for pair in buffers]
     with pytest.raises(ValueError, match="no room"):
         plan.decoder.step(x, 4, [(*pair, 0, 4) for pair in buffers])
-    with pytest.raises(ValueError, match="seen from 1"):
+    with pytest.raises(ValueError, match="visible from 1"):
         plan.decoder.step(x, 4, [(*pair, 1, 0) for pair in buffers])
     with pytest.raises(ValueError, match="caches of 2 layers"):
         plan.decoder.step(x, 0, caches[:1])
@@ -436,7 +436,7 @@ def test_the_core_refuses_what_does_not_fit(model):
         plan.decoder.step(np.zeros((1, 31), np.float32), 0, caches)
     with pytest.raises(ValueError, match="dtype"):
         _core.DenseMatrix(np.zeros(8, np.uint8), "float16", 2, 2)
-    with pytest.raises(ValueError, match="no matrix"):
+    with pytest.raises(ValueError, match="do not hold"):
         _core.DenseMatrix(np.zeros(8, np.uint8), "float32", 2, 2)
 
 

@@ -1,7 +1,7 @@
-"""The Rust core: packed tensors of every format, their solvers, decoding, threads and instruction sets.
+"""The Rust core: packed tensors of every format, solvers, decoding, threads and instruction sets.
 
-Arrays are C-contiguous. What packs or solves raises ValueError where a value, size or setting is out of range; the
-message says which. `isa` is an instruction set of `available_isas`, by default the active one.
+Arrays are C-contiguous. Packing functions and solvers raise a ValueError that names the value, size or setting that is
+out of range. `isa` is an instruction set of `available_isas`, by default the active one.
 """
 
 from collections.abc import Sequence
@@ -30,44 +30,44 @@ _Integers: TypeAlias = NDArray[np.int8] | NDArray[np.int16] | NDArray[np.int32]
 _Indices: TypeAlias = NDArray[np.int64]
 _Channels: TypeAlias = PackedTensor | StreamedChannels
 _Vector: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
-"""float32, or bfloat16 as its bits."""
+"""float32, or bfloat16 as bits."""
 
 class CorruptionError(ValueError):
     """Bytes of a packed tensor contradict its format or end too early."""
 
 class UnknownFormatError(CorruptionError):
-    """Bytes begin with the magic of no packed format."""
+    """Bytes do not begin with the magic of a known packed format."""
 
 def set_threads(threads: int) -> None:
-    """Set the number of threads of all later calls, 1 to 1024; ValueError for any other number."""
+    """Set the number of threads for all later calls, 1 to 1024; ValueError for any other number."""
 
 def threads() -> int:
     """Return the number of threads that calls use."""
 
 def isa() -> str:
-    """Return the set in use: scalar, neon, avx2, avx512 or amx; ValueError if MOEPACK_ISA forces a wrong one."""
+    """Return the set in use: scalar, neon, avx2, avx512 or amx; ValueError if MOEPACK_ISA forces an unsupported one."""
 
 def available_isas() -> list[str]:
-    """Return the instruction sets that the processor runs, the most general first."""
+    """Return the instruction sets that the processor supports, the most general first."""
 
 def kernels() -> dict[str, str]:
-    """Return the kernel that matrix products of every packed format run on this machine, by the format's name."""
+    """Return the matrix product kernel of every packed format on this machine, by the format's name."""
 
 def formats() -> list[tuple[str, bytes, int]]:
     """Return the packed formats: kind, magic and version of each."""
 
 def packed_bytes(kind: str, shape: tuple[int, int, int], **specification: bool | int | str) -> int:
-    """Return the size in bytes of a packed tensor of experts x rows x columns, everything counted.
+    """Return the size in bytes of a packed tensor of experts x rows x columns, everything included.
 
     Args:
         kind: groupwise, codebook or compensated.
         shape: experts, rows, columns.
-        specification: as `PackedTensor.details` has it: bits, group_size, symmetric (and of a compensated tensor
-            rank_bits, total_rank); of codebooks bits, block_size, activation_bits.
+        specification: as in `PackedTensor.details`: bits, group_size, symmetric (for a compensated tensor also
+            rank_bits, total_rank); for codebooks bits, block_size, activation_bits.
 
     Raises:
-        ValueError: there is no such kind or tensor, or its size depends on its codes.
-        TypeError: a value is neither a bool, a number nor a string.
+        ValueError: the kind or the tensor does not exist, or its size depends on its codes.
+        TypeError: a value is not a bool, a number or a string.
     """
 
 @final
@@ -75,60 +75,60 @@ class PackedTensor:
     """A packed tensor of experts x rows x columns, of any format, opened by its first eight bytes and read in place.
 
     Args:
-        data: uint8 [bytes], exactly one packed tensor; it is kept and not copied, and must not change afterwards.
+        data: uint8 [bytes], exactly one packed tensor; it is referenced and not copied, and must not change afterwards.
 
     Raises:
-        CorruptionError: header, offsets and size contradict the format. Codes are checked where they are used.
-        UnknownFormatError: no format begins with these bytes.
+        CorruptionError: the header, offsets or size contradict the format. Codes are checked on use.
+        UnknownFormatError: the bytes do not begin with the magic of a known format.
     """
 
     def __new__(cls, data: _Bytes) -> PackedTensor: ...
     @property
     def kind(self) -> str:
-        """The format as manifests name it: "groupwise"."""
+        """The format's name in manifests: "groupwise"."""
     @property
     def format(self) -> str:
-        """The format with what matters most of its specification: "groupwise-4bit"."""
+        """The format with the main part of its specification: "groupwise-4bit"."""
     @property
     def shape(self) -> tuple[int, int, int]:
         """Experts (1 for a matrix), rows and columns."""
     @property
     def ndim(self) -> int:
-        """Axes of the tensor as its user sees it: 2 or 3."""
+        """The number of axes that the user sees: 2 or 3."""
     @property
     def nbytes(self) -> int:
-        """The size of the packed tensor in bytes, everything counted."""
+        """The size of the packed tensor in bytes, everything included."""
     @property
     def modes(self) -> list[str]:
-        """The modes that products have, the default first."""
+        """The supported compute modes, the default first."""
     def details(self) -> dict[str, Any]:
-        """Return what the format says of the tensor beside its shape, JSON values in a fixed order."""
+        """Return the tensor's specification besides its shape, JSON values in a fixed order."""
     def sections(self) -> dict[str, tuple[int, int]]:
-        """Return where the parts of the format lie, name -> (offset, bytes), in order, without the header.
+        """Return the parts of the format, name -> (offset, bytes), in order, without the header.
 
         Group-wise tensors have "blocks", codebooks "panels", ternary ones "levels", "index", "starts", "payload",
         compensated ones "base", "ranks", "right_scales", "right", "left_scales", "left" (docs/format.md).
         """
     def payloads(self) -> _Indices:
-        """Return where the bytes of each expert's codes lie, [experts, 2]; other experts' products do not read them."""
+        """Return the byte range of each expert's codes, [experts, 2]; products of other experts do not read it."""
     def decode(self) -> NDArray[Any]:
         """Return the codes [experts, rows, columns], int8 (ternary, coded) or uint8; CorruptionError, ValueError."""
     def dequantize(self, dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:
-        """Return the values [experts, rows, columns], bfloat16 as its bits in uint16; ValueError, CorruptionError."""
+        """Return the values [experts, rows, columns], bfloat16 as bits in uint16; ValueError, CorruptionError."""
     def look_up(self, rows: _Indices, dtype: Literal["float32", "bfloat16"] = "float32") -> NDArray[Any]:
-        """Return the values [n, columns] of rows [n] of all experts' rows without decoding the others; ValueError."""
+        """Return the values [n, columns] of rows [n], counted over all experts, without decoding others; ValueError."""
     def parameters(self, name: str) -> NDArray[Any]:
         """Return the stored parameters of a name, float32 or (ranks) int64; ValueError if the tensor has none.
 
         Args:
             name: "levels" [experts, rows, 2] of ternary tensors; "scales" and, unless symmetric, "offsets" [experts,
-                rows, groups] of group-wise ones, and of compensated ones "ranks" [experts], "right" [sum, columns] and
-                "left" [sum, rows]; "scales" [experts, rows, blocks] and "centroids" [..., 2^bits] of codebooks;
-                "scales" [experts, rows] or [1, 1] of coded ones and, where columns have scales, "columns" [experts,
-                columns] or [1, columns].
+                rows, groups] of group-wise ones; in addition "ranks" [experts], "right" [sum of ranks, columns] and
+                "left" [sum of ranks, rows] of compensated ones; "scales" [experts, rows, blocks] and "centroids" [...,
+                2^bits] of codebooks; "scales" [experts, rows] or [1, 1] of coded ones and, if columns have scales,
+                "columns" [experts, columns] or [1, columns].
         """
     def verify(self) -> None:
-        """Check every byte: codes, parameters, offsets, padding; CorruptionError says where."""
+        """Check every byte: codes, parameters, offsets, padding; CorruptionError names the position."""
     def matmul(
         self,
         x: _Vector,
@@ -141,13 +141,13 @@ class PackedTensor:
 
         Args:
             x: [tokens, columns].
-            expert: whose weights.
-            mode: one of `modes`, by default "exact", or what a codebook tensor asks for.
+            expert: the expert's index.
+            mode: one of `modes`, by default "exact", or the mode that a codebook tensor is designed for.
             isa: the instruction set.
-            activation_bits: to how many bits codebooks round activations, 4 or 8; by default the tensor's, or 8.
+            activation_bits: bits of rounded activations for codebook tensors, 4 or 8; by default the tensor's, or 8.
 
         Raises:
-            ValueError: sizes do not match, there is no such expert or mode, or the processor lacks the set.
+            ValueError: sizes do not match, the expert or mode does not exist, or the processor lacks the set.
         """
     def matmul_grouped(
         self,
@@ -166,7 +166,7 @@ class PackedTensor:
             mode, isa, activation_bits: as in `matmul`.
 
         Raises:
-            ValueError: sizes or offsets do not match, there is no such mode, or the processor lacks the set.
+            ValueError: sizes or offsets do not match, the mode does not exist, or the processor lacks the set.
         """
     def matmul_transposed(self, y: _Vector, offsets: _Indices, isa: str | None = None) -> _Floats:
         """Return W^T y with each expert's own tokens, float32 [tokens, columns]; W is decoded 64 rows at a time.
@@ -186,7 +186,7 @@ def encode_ternary(codes: NDArray[np.int8], levels: _Floats, *, ndim: int, code:
     Args:
         codes: int8 [experts, rows, columns], each -1, 0 or 1.
         levels: float32 [experts, rows, 2]: the negative (<= 0) and the positive (>= 0) value of a row.
-        ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
+        ndim: the number of axes that the user sees: 2 (a matrix, one expert) or 3.
         code: "fsv8" or "dict16" (the dictionary of the QMoE paper, section 4.3).
     """
 
@@ -204,21 +204,21 @@ def encode_groupwise(
 
     Args:
         codes: uint8 [experts, rows, columns], below 2^bits.
-        scales: float32 [experts, rows, groups], finite, exactly what `dtype` holds.
+        scales: float32 [experts, rows, groups], finite and exactly representable in `dtype`.
         offsets: the same, or None for a symmetric tensor, whose weights are scale * (code - 2^(bits - 1)).
         bits: 2, 3, 4 or 8.
-        group_size: columns a group: 16, 32, 64, 128, 256, or at least the columns, which means one group a row.
-        ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
-        dtype: of the stored parameters, "float16" or "bfloat16".
+        group_size: columns per group: 16, 32, 64, 128, 256, or at least the columns, which means one group per row.
+        ndim: the number of axes that the user sees: 2 (a matrix, one expert) or 3.
+        dtype: the storage type of parameters, "float16" or "bfloat16".
     """
 
 def encode_channels(records: tuple[_Bytes, _Floats] | NDArray[np.uint16], thresholds: _Floats, *, bits: int) -> _Bytes:
-    """Pack experts by channels, uint8 [bytes]: of each the gate's row, then the down projection's column.
+    """Pack experts by channels, uint8 [bytes]: for each channel the gate row, then the down projection's column.
 
     Args:
         records: the bits of finite bfloat16 values, [experts, channels, 2 columns]; or codes of the same shape, below
-            2^bits, with scales [experts, channels, 2 ceil(columns / 64)], exactly what bfloat16 holds: a value is
-            scale * (code - 2^(bits - 1)).
+            2^bits, with scales [experts, channels, 2 ceil(columns / 64)], exactly representable in bfloat16: a value
+            is scale * (code - 2^(bits - 1)).
         thresholds: float32 [experts], not negative; infinity skips every channel.
         bits: 4 or 8, or 16 for bfloat16.
     """
@@ -237,27 +237,29 @@ def encode_coded(
     """Entropy code integers, uint8 [bytes]; a weight is `scale * code`, or `(scale * code) * column`, in float32.
 
     Args:
-        codes: int8, int16 or int32 [experts, rows, columns], none beyond 2^30 in magnitude.
+        codes: int8, int16 or int32 [experts, rows, columns], at most 2^30 in magnitude.
         scales: float32 [experts, rows], or [1, 1] for the whole tensor; finite.
-        ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
-        columns: scales of columns, float32 [experts, columns], or [1, columns] for all experts; finite.
-        stream_rows: rows that are coded together, 16 or 64; by default what suits the columns.
-        low_bits: low bits of codes that may be kept apart, 0 to 3; as many are as leave the fewest bytes.
+        ndim: the number of axes that the user sees: 2 (a matrix, one expert) or 3.
+        columns: column scales, float32 [experts, columns], or [1, columns] for all experts; finite.
+        stream_rows: rows coded together, 16 or 64; the default depends on the columns.
+        low_bits: the maximum number of uncompressed low bits per code, 0 to 3; the number that gives the
+            smallest size is used.
         dependent: codes are odd and follow paths of states (docs/format.md, section 9); ValueError otherwise.
-        pairs: symbols stand for two weights, which low rates decode faster, unless they take more bits by this share.
+        pairs: use symbols of two weights, which decode faster at low rates, unless they increase the size by more
+            than this share.
     """
 
 def decode_coded(data: _Bytes) -> NDArray[np.int32]:
     """Return the codes of a coded tensor, int32 [experts, rows, columns], however large; CorruptionError."""
 
 def coded_to_device(data: _Bytes, segment_chunks: int | None = None) -> _Bytes:
-    """Return the layout of a coded tensor for GPUs, in segments of 1 to 16 chunks of 256 columns; CorruptionError."""
+    """Return the GPU layout of a coded tensor, in segments of 1 to 16 chunks of 256 columns; CorruptionError."""
 
 def coded_frame(data: _Bytes) -> tuple[_Bytes, NDArray[np.uint64]]:
-    """Return the layout for GPUs without records, and where streams start and end, uint64; CorruptionError."""
+    """Return the GPU layout without records, and the start of each stream and the last end, uint64; CorruptionError."""
 
 def coded_without_pairs(data: _Bytes) -> _Bytes:
-    """Return a coded tensor that has symbols of two weights with symbols of one; CorruptionError."""
+    """Convert a coded tensor from symbols of two weights to symbols of one; CorruptionError."""
 
 def coded_from_device(data: _Bytes) -> _Bytes:
     """Undo `coded_to_device`; CorruptionError."""
@@ -278,14 +280,14 @@ def encode_codebook(
     Args:
         codes: uint8 [experts, rows, columns], below 2^bits.
         centroids: int16 [experts, rows, blocks, 2^bits], -32639 to 32639; multiples of 256 unless
-            activation_bits is 0, for then the high byte alone is stored.
+            activation_bits is 0, because then only the high byte is stored.
         scales: float32 [experts, rows, blocks], finite and not negative.
-        bits: of a code: 2, 3 or 4.
-        block: columns that share a codebook, a multiple of 128; at least the columns means one codebook a row.
-        ndim: axes that the user sees: 2 (a matrix, one expert) or 3.
-        activation_bits: to how many bits the runtime rounds activations: 4 or 8, or 0 for not at all.
-        hadamard: columns that products rotate together by Hadamard's matrix before they multiply, a power of two that
-            divides the columns, 1 for not at all; codes and centroids are those of the rotated weights.
+        bits: bits per code: 2, 3 or 4.
+        block: columns that share a codebook, a multiple of 128; at least the columns means one codebook per row.
+        ndim: the number of axes that the user sees: 2 (a matrix, one expert) or 3.
+        activation_bits: bits of rounded activations at run time: 4 or 8, or 0 for no rounding.
+        hadamard: the width of the Hadamard rotation that products apply to activations, a power of two that divides
+            the columns, or 1 for no rotation; codes and centroids are those of the rotated weights.
     """
 
 def encode_compensated(base: _Bytes, ranks: _Indices, right: _Factor, left: _Factor, *, bits: int) -> _Bytes:
@@ -294,48 +296,48 @@ def encode_compensated(base: _Bytes, ranks: _Indices, right: _Factor, left: _Fac
     Args:
         base: the packed group-wise tensor, uint8 [bytes].
         ranks: int64 [experts], each at most min(rows, columns); their sum is T.
-        right: the rows of V, expert by expert. Of 3 or 8 bits codes uint8 [T, columns] and scales float32
-            [T, ceil(columns / 64)]: a value is scale * (code - 2^(bits - 1)). Of 16 bits values, float32 [T, columns].
-            Scales and values are exactly what float16 holds.
+        right: the rows of V, expert by expert. For 3 or 8 bits, codes uint8 [T, columns] and scales float32
+            [T, ceil(columns / 64)]: a value is scale * (code - 2^(bits - 1)). For 16 bits, values float32 [T, columns].
+            Scales and values must be exactly representable in float16.
         left: likewise the rows of U^T, [T, rows].
         bits: 3, 8 or 16.
 
     Raises:
-        CorruptionError: `base` is no group-wise tensor.
+        CorruptionError: `base` is not a group-wise tensor.
     """
 
 def pack_int3(codes: _Bytes) -> NDArray[np.uint32]:
     """Pack 3-bit codes, uint8 [n] to uint32 [3 * n / 32]; ValueError if a code or n is out of range."""
 
 def unpack_int3(words: NDArray[np.uint32]) -> _Bytes:
-    """Undo `pack_int3`, uint32 [n] to uint8 [32 * n / 3]; ValueError if n is no multiple of 3."""
+    """Undo `pack_int3`, uint32 [n] to uint8 [32 * n / 3]; ValueError if n is not a multiple of 3."""
 
 def ternary_table(dictionary: int | None = None) -> tuple[NDArray[np.uint32], int, bool]:
     """Return the decoding table of a ternary code: entries, class bits, and whether entries have three slots.
 
-    The entry of a code is that of index `code << bits | previous code >> (8 - bits)`, of dict16 that of the code:
+    The index of an entry is `code << bits | previous code >> (8 - bits)`, or the code for dict16. Entries have:
 
     - two slots: positions of non-zeros in bits 0-7 and 8-15, their symbols (1, 2; 0 unused) in bits 16-17 and 18-19;
     - three slots: positions in bits 0-4, 5-9 and 10-14, symbols in bits 16-17, 18-19 and 20-21;
     - the word's length in bits 24-31.
 
     Args:
-        dictionary: the number of an FSV8 dictionary (docs/format.md, section 5.1), below 36; None for dict16.
+        dictionary: the index of an FSV8 dictionary (docs/format.md, section 5.1), below 36; None for dict16.
 
     Raises:
-        ValueError: there is no such dictionary.
+        ValueError: the dictionary does not exist.
     """
 
 def kmeans(
     values: _Floats, clusters: int, weights: _Floats | None = None
 ) -> tuple[_Floats, _Bytes, NDArray[np.float64]]:
-    """Cluster the values of each row so that the weighted sum of squared errors is least.
+    """Cluster the values of each row with the lowest weighted sum of squared errors.
 
     Args:
         values: float32 [rows, columns], finite.
         clusters: 1 to 16.
-        weights: float32 [groups, columns], finite, none negative: the importance of each column, for rows
-            / groups successive rows at a time; by default 1.
+        weights: float32 [groups, columns], finite and not negative: the importance of each column, shared by
+            rows / groups consecutive rows; by default 1.
 
     Returns:
         Centroids, float32 [rows, clusters], ascending; codes of the nearest centroid, uint8 [rows, columns]; errors,
@@ -352,23 +354,31 @@ def round_priced(
     width: float = 1.0,
     dependent: bool = False,
 ) -> int:
-    """Round weights w to the integers q of least `(w / step - q)^2 + price * bits(q)`; return their largest magnitude.
+    """Round weights w to integers q that minimize `(w / step - q)^2 + price * bits(q)`; return the largest magnitude.
 
     Args:
-        weights: float32, or bfloat16 as its bits in uint16; [rows, columns], finite.
+        weights: float32, or bfloat16 as bits in uint16; [rows, columns], finite.
         lengths: float32 [N, 2 L + 1], bits of the integers from -L to L (at most 1,023) in each class of row blocks
-            (16 rows) by root mean square: a quarter of an octave each from 2^-24 on, the last with all wider ones.
-        out: takes the integers, or their low bits where the largest does not fit; beyond L the nearest, at most 2^30.
-        step, price: what an integer is worth; squared steps that a bit is worth.
-        width: classes are those of the weights in units of it.
+            (16 rows) by root mean square: a quarter of an octave each from 2^-24 on; the last includes all wider ones.
+        out: receives the integers, or their low bits if the largest does not fit; weights beyond L become the nearest
+            integer, at most 2^30 in magnitude.
+        step: the value of an integer of one.
+        price: the cost of a bit in squared steps.
+        width: weights are divided by it to find their class.
         dependent: find the codes of the cheapest path (docs/format.md, section 9); lengths are of indices, L below 32.
     """
 
 def count_values(values: _Floats, *, classes: int, bins: int, reach: float) -> _Counts:
-    """Count weights [rows, columns] by class in [bins] from -`reach` to `reach` root mean squares, and all beyond."""
+    """Count weights [rows, columns] by class, [bins] each from -`reach` to `reach` root mean squares.
+
+    The first and the last bin include all weights beyond.
+    """
 
 def count_integers(values: _Floats, integers: _Integers, *, classes: int, largest: int) -> _Counts:
-    """Count the integers [1, rows, columns] of weights by class: each with [2 `largest` + 3], the ends all beyond."""
+    """Count the integers [1, rows, columns] of weights by class, [2 `largest` + 3] each.
+
+    The ends include all integers beyond.
+    """
 
 def solve_dependent(
     weights: NDArray[np.float32],
@@ -380,14 +390,15 @@ def solve_dependent(
     *,
     step: float,
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Find dependent codes with GPTQ along each path. Columns are visited lane after lane: 0, 4, 8, ..., 1, 5, ...
+    """Find dependent codes with GPTQ along each path. Columns are visited lane by lane: 0, 4, 8, ..., 1, 5, ...
 
     Args:
         weights: [E, R, C], finite.
-        upper, pivots: [E, C, C] and [E, C] of the factorised Hessians, rows and columns in the order of visits.
-        prices: [E], squared steps that a bit is worth where a pivot is 1.
-        lengths, runs: [N, 2 L + 3] bits of the indices from -L - 1 to L + 1, the ends for all beyond; [E, R], a row's.
-        step: what four codes are worth.
+        upper, pivots: [E, C, C] and [E, C] of the factorized Hessians, rows and columns in the order of visits.
+        prices: [E], the cost of a bit in squared steps for a pivot of 1.
+        lengths: [N, 2 L + 3], bits of the indices from -L - 1 to L + 1; the ends include all beyond.
+        runs: [E, R], the list of lengths of each row.
+        step: the value of four codes.
 
     Returns:
         Codes [E, R, C]; losses [E, C], sums over rows of (pivot * error in codes)^2, not finite after overflow.
@@ -412,10 +423,11 @@ def refine_codebooks(
         codes: uint8 [experts, rows, columns]: the start.
         centroids: float32 [experts, rows, blocks, clusters], ascending: the start.
         block: columns that share a codebook.
-        steps: how often assignments and centroids are improved.
-        factors: float32 [experts, columns, columns]: unit upper triangular factors of the Hessians, to
-            round with error feedback in the first step.
-        points: float32 as the targets: assign to the centroids nearest to these instead of column by column.
+        steps: the number of updates of assignments and centroids.
+        factors: float32 [experts, columns, columns]: unit upper triangular factors of the Hessians, for error feedback
+            in the first step.
+        points: float32, same shape as the targets: assign weights to the centroids nearest to these points instead of
+            column by column.
 
     Returns:
         Codes and centroids, flat; the objectives, float64 [experts, rows, steps + 1], which never rise.
@@ -437,44 +449,44 @@ def fit_groups(
 
     Args:
         weights: float32 [rows, columns].
-        bits: of a code, 1 to 8.
+        bits: bits per code, 1 to 8.
         group_size: columns that share parameters.
         symmetric: offsets are -2^(bits - 1) times the scales.
-        dtype: "float16" or "bfloat16", what parameters are rounded to.
-        iterations: most regressions.
+        dtype: "float16" or "bfloat16", the storage type of parameters.
+        iterations: the maximum number of regressions.
         start: scales and offsets, float32 [rows, groups], to start from instead of a search.
-        compensation: float32 [rows, columns], what something else adds to the codes' values; it is overwritten by the
-            weights less the codes' values.
+        compensation: float32 [rows, columns], the values of a compensator, which are added to those of the codes; they
+            are overwritten by the weights minus the codes' values.
         isa: the instruction set, by default the active one; the result does not depend on it.
 
     Returns:
-        Codes, uint8 [rows, columns]; scales and offsets, float32 [rows, groups]; the squared norms of the weights less
+        Codes, uint8 [rows, columns]; scales and offsets, float32 [rows, groups]; the squared norms of the weights minus
         the codes' values, float64 [rows].
     """
 
 @final
 class RecordMemory:
-    """Memory of records, which the tensors of a model share: what one gives up another takes."""
+    """Memory for records, shared by the tensors of a model: memory of dropped records is reused."""
 
     def __new__(cls) -> RecordMemory: ...
 
 @final
 class StreamedChannels:
-    """Packed channels whose records come from a file and go again.
+    """Packed channels whose records are loaded from a file on demand.
 
     Args:
-        memory: where records lie while they are there.
-        head: everything before the first record.
-        file, start: the file, and the tensor's first byte in it.
-        direct: read past the page cache; the file system must take such reads.
+        memory: the memory for loaded records.
+        head: the bytes before the first record.
+        file, start: the file, and the offset of the tensor in it.
+        direct: bypass the page cache; the file system must support it.
 
     Raises:
         CorruptionError: `head` contradicts the format.
         OSError: the file cannot be opened.
 
     Attributes:
-        format, shape: as of `PackedTensor`.
-        record_bytes, buffer_bytes: bytes of a record, and of the buffer of each thread that reads.
+        format, shape: as in `PackedTensor`.
+        record_bytes, buffer_bytes: the bytes of a record, and of the buffer of each reading thread.
     """
 
     format: str
@@ -486,24 +498,24 @@ class StreamedChannels:
         """Return the experts' thresholds, float32 [experts]."""
 
     def read(self, records: _Indices, threads: int) -> tuple[int, int]:
-        """Read records, ascending numbers over all experts; return how many reads that took, and their bytes.
+        """Load records, ascending numbers over all experts; return the number of reads, and their bytes.
 
         Raises:
-            EOFError: the file ends before, at the byte that is the argument; OSError: the drive reports an error.
+            EOFError: the file ends early; the argument is the byte where it ends.
+            OSError: the drive reports an error.
         """
 
     def drop(self, records: _Indices) -> None:
-        """Let records go, ascending; those that are not there are none."""
+        """Drop records, ascending; records that are not loaded are ignored."""
 
 @final
 class DenseMatrix:
     """A dense matrix of rows x columns, read in place.
 
     Args:
-        data: uint8 [bytes], contiguous: the values, row by row; it is kept and not copied.
+        data: uint8 [bytes], contiguous: the values, row by row; it is referenced and not copied.
         dtype: "float32" or "bfloat16".
-        rows: of the matrix.
-        columns: of the matrix.
+        rows, columns: the shape of the matrix.
     """
 
     def __new__(cls, data: _Bytes, dtype: str, rows: int, columns: int) -> DenseMatrix: ...
@@ -514,17 +526,17 @@ class DenseMatrix:
 class Decoder:
     """A decoder of packed and dense tensors, without embedding and head, that takes one token at a time.
 
-    A layer is h = x + mixer(norm x), y = h + experts(norm h). Tensors are kept, not copied; vectors are float32, or
-    bfloat16 as its bits in uint16; a matrix is a pair of a tensor and the mode of its products, or None.
+    A layer is h = x + mixer(norm x), y = h + experts(norm h). Tensors are referenced, not copied. Vectors are float32,
+    or bfloat16 as bits in uint16. A matrix is a pair of a tensor and the mode of its products, or None.
 
     Args:
-        layers: for each layer a mapping (`moepack.runtime.plan` writes them).
+        layers: a mapping for each layer (see `moepack.runtime.plan`).
         rotary: a mapping: `frequencies`, float32, the angle of each pair of a head's values at position 1; `scale`,
-            what rotated values are multiplied by; `order`, where pairs lie: "halves", "pairs" or "pairs to halves".
-        norm: of the output: weight, epsilon, and what is added to the weight.
+            the factor of rotated values; `order`, the order of pairs: "halves", "pairs" or "pairs to halves".
+        norm: the final norm: weight, epsilon, and an offset added to the weight.
 
     Raises:
-        TypeError, KeyError: a layer is described in another way.
+        TypeError, KeyError: the description of a layer is invalid.
     """
 
     def __new__(
@@ -537,20 +549,20 @@ class Decoder:
         caches: list[tuple[NDArray[Any], NDArray[Any], int, int]],
         isa: str | None = None,
     ) -> _Floats:
-        """Return what a token's hidden state becomes behind all layers, normed, float32 [1, hidden].
+        """Pass a token's hidden state through all layers and return the normed output, float32 [1, hidden].
 
         Args:
             x: [1, hidden].
-            position: of the token.
-            caches: for each layer keys and values, [groups, capacity, width], float32 or bfloat16 as its bits,
-                C-contiguous, the first token that is seen, and how many there are: the token's are written behind
-                them. Of a delta rule the last inputs of its convolution, [1, channels, tokens], and its state, float32
-                [heads, width of keys, width of values], both of which are changed; its numbers are not looked at.
+            position: the position of the token.
+            caches: for each layer keys and values, [groups, capacity, width], float32 or bfloat16 as bits,
+                C-contiguous, the first visible token, and the number of tokens; the token's keys and values are
+                appended. For a delta rule: the last inputs of its convolution, [1, channels, tokens], and its state,
+                float32 [heads, width of keys, width of values], both of which are updated; the numbers are ignored.
             isa: the instruction set.
 
         Raises:
-            TypeError: a matrix is no tensor, or a cache no array.
-            ValueError: sizes do not match, a cache is full, there is no such mode, or the processor lacks the set.
+            TypeError: a matrix is not a tensor, or a cache is not an array.
+            ValueError: sizes do not match, a cache is full, a mode does not exist, or the processor lacks the set.
         """
 
 def gated_experts(
@@ -563,20 +575,22 @@ def gated_experts(
     modes: Sequence[str | None] = ...,
     isa: str | None = None,
 ) -> _Floats:
-    """Return for each token the sum over its experts of weight * down(silu(gate x) * up x), float32 [tokens, columns].
+    """Return, for each token, the sum over its experts of weight * down(silu(gate x) * up x).
+
+    The result is float32 [tokens, columns].
 
     Args:
         gate: experts x hidden x columns.
         up: as `gate`; the three may be of different formats.
         down: experts x columns x hidden.
         x: [tokens, columns].
-        experts: int64 [tokens, top_k]; a number that is no expert's is skipped.
+        experts: int64 [tokens, top_k]; numbers that are not valid experts are skipped.
         weights: float32 [tokens, top_k].
-        modes: those of gate, up and down, as their `matmul_grouped` take them; None is the format's default.
+        modes: the modes of gate, up and down, as in `matmul_grouped`; None is the format's default.
         isa: the instruction set, by default the active one.
 
     Raises:
-        TypeError: a projection is no packed tensor.
+        TypeError: a projection is not a packed tensor.
         ValueError: sizes do not match, a format has no such mode, or the processor lacks the set.
     """
 
@@ -590,12 +604,12 @@ def refine_channels(
     inner: _Floats,
     isa: str | None = None,
 ) -> tuple[_Floats, int]:
-    """Compute what records add to coarse copies of a layer, where they hold the differences of finer weights.
+    """Compute the contributions of records to coarse copies of a layer; records hold the differences of finer weights.
 
     Args:
         channels, x, experts, weights, ups, isa: as for `sparse_channels`.
-        gates: g, as `ups`, the outputs of the coarse gates.
-        inner: [tokens, top_k, hidden]; where u_c is not zero it becomes h_c = silu(g_c + gate_c x) * u_c.
+        gates: g, same shape as `ups`, the outputs of the coarse gates.
+        inner: [tokens, top_k, hidden]; if u_c is not zero it becomes h_c = silu(g_c + gate_c x) * u_c.
 
     Returns:
         For each token the sum over its experts and those channels of weight * h_c * down_c, float32 [tokens, columns],
@@ -605,11 +619,11 @@ def refine_channels(
 def sparse_channels(
     channels: _Channels, x: _Vector, experts: _Indices, weights: _Floats, ups: _Floats, isa: str | None = None
 ) -> tuple[_Floats, int]:
-    """Compute a layer of experts of which each token takes the channels whose output of the up projection is given.
+    """Compute a layer of experts whose channels are selected by given outputs of the up projection.
 
     Args:
         channels, x, experts, weights, isa: as for `sparse_experts`.
-        ups: u, [tokens, top_k, hidden]; zero where a channel is skipped.
+        ups: u, [tokens, top_k, hidden]; zero for skipped channels.
 
     Returns:
         For each token the sum over its experts and their channels c with u_c not zero of
@@ -625,19 +639,19 @@ def sparse_experts(
     mode: str | None = None,
     isa: str | None = None,
 ) -> tuple[_Floats, int]:
-    """Compute a layer of experts of which each token takes the channels that pass the experts' thresholds.
+    """Compute a layer of experts whose channels are selected by the experts' thresholds.
 
     Args:
-        up: experts x hidden x columns, of any format; its outputs u decide.
-        channels: of the format `channels`, experts x hidden x 2 columns.
+        up: experts x hidden x columns, of any format; its outputs u select channels.
+        channels: experts x hidden x 2 columns, in the format `channels`.
         x, experts, weights, isa: as for `gated_experts`.
-        mode: of the products with `up`; None is the format's default.
+        mode: the mode of the products with `up`; None is the format's default.
 
     Returns:
         For each token the sum over its experts and their channels c with |u_c| >= threshold of
-        weight * silu(gate_c x) * u_c * down_c, float32 [tokens, columns]; and how many channels that were.
+        weight * silu(gate_c x) * u_c * down_c, float32 [tokens, columns]; and the number of these channels.
 
     Raises:
-        CorruptionError: `channels` is of another format.
+        CorruptionError: `channels` has another format.
         ValueError: sizes do not match, the format has no such mode, or the processor lacks the set.
     """

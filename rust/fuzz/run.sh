@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs every fuzz target for a while under AddressSanitizer and says how often each ran.
+# Runs every fuzz target under AddressSanitizer and prints the number of runs of each.
 # Usage: run.sh [SECONDS] [TARGET...]
 #
-# Needs a nightly compiler, and installs it if it is missing. Inputs that were found are kept in libfuzzer/corpus/, a
-# crash in libfuzzer/artifacts/; the exit code is 1 if there was one.
+# Installs the nightly compiler if it is missing. New inputs are kept in libfuzzer/corpus/, crashes in
+# libfuzzer/artifacts/; the exit code is 1 if there was a crash.
 set -euo pipefail
 cd "$(dirname "$0")/libfuzzer"
 seconds=${1:-60}
@@ -22,15 +22,15 @@ declare -A seeds=(
 )
 [ $# -gt 0 ] || set -- $(printf '%s\n' "${!seeds[@]}" | sort)
 
-# Little optimized and in many units: in one unit at -O3, kernels whose edges are counted did not compile in a quarter
-# of an hour.
+# Low optimization and many codegen units: in one unit at -O3, kernels with coverage counters did not compile within a
+# quarter of an hour.
 export CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARGO_PROFILE_RELEASE_LTO=false
 coverage="-sanitizer-coverage-level=3 -sanitizer-coverage-inline-8bit-counters -sanitizer-coverage-pc-table"
 coverage="$coverage -sanitizer-coverage-trace-compares"
 export RUSTFLAGS="-Cpasses=sancov-module$(printf ' -Cllvm-args=%s' $coverage) --cfg fuzzing -Zsanitizer=address"
 cargo +nightly build --quiet --release --target x86_64-unknown-linux-gnu --bins
 
-# The pool of the thread outlives the runs, so leaks are not looked for; ten seconds are a hang.
+# Leak detection is off, because the thread pool outlives the runs; a run of ten seconds counts as a hang.
 export ASAN_OPTIONS=detect_leaks=0
 failed=0
 for target in "$@"; do

@@ -1,7 +1,8 @@
-//! Ternary tensors: products by every kernel, encoding and decoding, in weights a second (divan's items).
+//! Benchmarks of ternary tensors: products by every kernel, encoding and decoding, in weights per second (divan's
+//! items).
 //!
-//! `cargo bench -p moepack-core --bench ternary -- [filter]`. Weights are cold: copies of the tensor that fill 600 MB
-//! together take turns. Rows are independent weights with P(0) = 0.885; one thread.
+//! `cargo bench -p moepack-core --bench ternary -- [filter]`. Weights are cold: products cycle through copies of the
+//! tensor that fill 600 MB together. Rows are independent weights with P(0) = 0.885; one thread.
 
 use std::fmt;
 use std::sync::Mutex;
@@ -19,10 +20,10 @@ fn main() {
     divan::main();
 }
 
-/// The bytes that the copies of a tensor fill.
+/// The total bytes of the copies of a tensor.
 const COLD: usize = 600_000_000;
 
-/// The shapes of the figures: rows x columns.
+/// The shapes of the published figures: rows x columns.
 const SHAPES: [(usize, usize); 3] = [(6144, 2080), (2080, 6144), (3072, 768)];
 
 #[derive(Clone, Copy)]
@@ -63,7 +64,7 @@ fn pool() -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(1).build().unwrap()
 }
 
-/// A generator of the benchmark's own: splitmix64.
+/// A random number generator: splitmix64.
 fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (*state ^ *state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -90,7 +91,7 @@ fn weights(rows: usize, columns: usize) -> (Vec<i8>, Vec<(f32, f32)>, Shape) {
     (codes, levels, shape)
 }
 
-/// Copies of a packed tensor, each at a multiple of 64 bytes.
+/// Copies of a packed tensor, each aligned to 64 bytes.
 struct Copies {
     key: (Code, usize, usize),
     bytes: Vec<u8>,
@@ -123,7 +124,7 @@ impl Copies {
     }
 }
 
-/// The copies of the case before, which most cases share.
+/// The copies of the previous case, which most cases share.
 static COPIES: Mutex<Option<Copies>> = Mutex::new(None);
 
 fn product(bencher: Bencher, case: &Case) {

@@ -14,10 +14,10 @@ use moepack_core::types::Shape;
 /// The shapes of the two matrices of an expert of SwitchTransformers c2048.
 const SHAPES: [(usize, usize); 2] = [(2080, 6144), (6144, 2080)];
 
-/// Speeds are those of the best of so many runs ...
+/// The number of runs; the fastest counts ...
 const RUNS: usize = 300;
 
-/// ... on so many rows: short runs find quiet moments even on a busy machine.
+/// ... and the number of rows: short runs find quiet moments even on a busy machine.
 const TIMED_ROWS: usize = 64;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -93,7 +93,7 @@ fn measure(codes: &[i8], shape: Shape, code: Code) -> Result<usize, Box<dyn Erro
     Ok(blob.len())
 }
 
-/// The speeds of some rows in text.
+/// The speeds for some rows, as text.
 fn speeds(codes: &[i8], shape: Shape, code: Code) -> Result<String, Box<dyn Error>> {
     let pool = pool::current()?;
     let levels = vec![(-0.5, 0.5); shape.rows];
@@ -106,11 +106,11 @@ fn speeds(codes: &[i8], shape: Shape, code: Code) -> Result<String, Box<dyn Erro
     let speed = |seconds: f64| format!("{:.3}", codes.len() as f64 / seconds / 1e9);
     let [encode, decode, verify] = [encoding, decoding, verifying].map(speed);
     Ok(format!(
-        "10^9 weights/s a thread: encode {encode}, decode {decode}, verify {verify}"
+        "10^9 weights/s per thread: encode {encode}, decode {decode}, verify {verify}"
     ))
 }
 
-/// The result of the last of some runs, and the least time of all in seconds.
+/// The result of the last of several runs, and the shortest time of all in seconds.
 fn best_of<T>(
     runs: usize,
     mut run: impl FnMut() -> moepack_core::Result<T>,

@@ -1,16 +1,16 @@
-//! What can go wrong in the core, sorted by whose fault it is.
+//! Errors of the core, classified by cause.
 //!
-//! * [`Error::InvalidArgument`]: the caller passed something that has no meaning (a shape, a level, a thread count).
-//! * [`Error::Corruption`]: bytes contradict the format; they were damaged or never were of this format.
-//! * [`Error::InsufficientData`]: bytes end before the format says they may.
-//! * [`Error::UnknownFormat`]: bytes begin with the magic of no format that this process knows.
+//! * [`Error::InvalidArgument`]: an argument is out of its domain (a shape, a level, a thread count).
+//! * [`Error::Corruption`]: bytes contradict the format, because they are damaged or of another kind.
+//! * [`Error::InsufficientData`]: bytes end before the format allows it.
+//! * [`Error::UnknownFormat`]: bytes begin with the magic number of no known format.
 
 use thiserror::Error;
 
 /// The error of every fallible function of this crate.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Error {
-    /// The caller's argument is out of its domain.
+    /// An argument is out of its domain.
     #[error("{0}")]
     InvalidArgument(String),
     /// The bytes contradict the format.

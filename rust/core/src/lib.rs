@@ -1,9 +1,9 @@
 //! The moepack core: bit packing, entropy coding and matrix products of compressed weights.
 //!
-//! Nothing here knows Python. Every decoder of bytes treats them as untrusted: it checks each length, offset and
-//! code before using it and reports an [`Error`] instead of panicking.
+//! The crate does not depend on Python. All decoders treat bytes as untrusted: they check each length, offset and
+//! code before using it, and return an [`Error`] instead of panicking.
 
-// What only the kernels of x86-64 use: matrix registers and panels of bytes. Marking each part would hide the code.
+// Matrix registers and byte panels are used only by x86-64 kernels. Marking each item would hide the code.
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 
 pub mod bits;

@@ -1,9 +1,10 @@
-//! The thread pool of the core, its own so that it never changes anybody else's.
+//! The thread pool of the core, which is independent of other pools of the process.
 //!
-//! Results never depend on the number of threads: work is cut at places that the data fixes, and no sum crosses a cut.
+//! Results never depend on the number of threads: work is divided at points determined by the data, and no sum
+//! crosses them.
 //!
-//! A forked process has none of its parent's threads. So each process has a pool of its own, found by the process's
-//! number, and touches no lock of its parent's, which a thread may have held that the fork left behind.
+//! A forked process has none of its parent's threads. Each process therefore has its own pool, found by the process
+//! id, and never touches a lock of its parent, which another thread may have held at the fork.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, RwLock};
@@ -12,16 +13,16 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::{Error, Result};
 
-/// More threads than any machine that this library is meant for.
+/// The maximum number of threads, above that of any supported machine.
 const MAX_THREADS: usize = 1024;
 
 /// The pool of a process.
 struct Process {
     id: u32,
-    /// How many threads were asked for; 0 for one on each core that the process may use.
+    /// The requested number of threads; 0 means one per core that the process may use.
     threads: AtomicUsize,
     pool: RwLock<Option<Arc<ThreadPool>>>,
-    /// The process that was forked from this one, in that process's copy of the memory.
+    /// The process forked from this one, in that process's copy of the memory.
     child: OnceLock<Box<Process>>,
 }
 
@@ -35,7 +36,7 @@ impl Process {
         }
     }
 
-    /// The process that runs.
+    /// The running process.
     fn current() -> &'static Process {
         static FIRST: OnceLock<Process> = OnceLock::new();
         let mut process = FIRST.get_or_init(|| Process::new(0));
@@ -60,7 +61,7 @@ impl Process {
     }
 }
 
-/// The pool in use; the first call starts it, with one thread for each core unless [`set_threads`] said otherwise.
+/// The pool in use. The first call starts it, with one thread per core unless [`set_threads`] was called.
 pub fn current() -> Result<Arc<ThreadPool>> {
     let process = Process::current();
     if let Some(pool) = process.pool.read().unwrap_or_else(|e| e.into_inner()).as_ref() {
@@ -73,11 +74,11 @@ pub fn current() -> Result<Arc<ThreadPool>> {
     Ok(guard.insert(process.build()?).clone())
 }
 
-/// Replaces the pool by one of `threads` threads (1 to 1024). Running calls finish on the pool that they started on.
+/// Replaces the pool by one of `threads` threads (1 to 1024). Running calls finish on the pool on which they started.
 pub fn set_threads(threads: usize) -> Result<()> {
     if !(1..=MAX_THREADS).contains(&threads) {
         return Err(Error::InvalidArgument(format!(
-            "threads must be 1 to {MAX_THREADS}, not {threads}"
+            "threads must be between 1 and {MAX_THREADS}, not {threads}"
         )));
     }
     let process = Process::current();
@@ -94,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pool_has_the_threads_asked_for() {
+    fn the_pool_has_the_requested_threads() {
         set_threads(3).unwrap();
         assert_eq!(current().unwrap().current_num_threads(), 3);
         assert!(set_threads(0).is_err());

@@ -1,26 +1,27 @@
-//! Which instruction set runs: detected once, forced through `MOEPACK_ISA`.
+//! Instruction sets: detected once, or forced by `MOEPACK_ISA`.
 //!
-//! Every kernel family exists in each set named here that is worth a kernel, the scalar one always; a caller passes
-//! the [`Isa`] to use, so that tests can run all of them on one machine. A forced set that the processor lacks is an
-//! error and never an illegal instruction. Matrix registers ([`Isa::Amx`]) come on top of AVX-512: kernels without a
-//! use for them run as on AVX-512, which is what [`Isa::require`] gives them.
+//! Every kernel family has a scalar version and versions for the sets that benefit from one. Callers pass the [`Isa`]
+//! to use, so that tests can run all versions on one machine. Forcing a set that the processor lacks is an error,
+//! never an illegal instruction. Matrix registers ([`Isa::Amx`]) extend AVX-512: kernels that do not use them run as
+//! on AVX-512, which is the result of [`Isa::require`].
 
 use std::sync::OnceLock;
 
 use crate::{Error, Result};
 
-/// An instruction set that kernels are written for, from the most general to the most special.
+/// An instruction set with kernels, from the most general to the most specific.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
     /// Portable Rust.
     Scalar,
-    /// 64-bit Arm with NEON, of which every such processor has the vectors and most have the dot products of bytes.
+    /// 64-bit Arm with NEON; most such processors also have dot products of bytes.
     Neon,
     /// x86-64 with AVX2, FMA, F16C, BMI1, BMI2 and POPCNT.
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ, VL, VBMI, VBMI2 and VNNI (Ice Lake, Zen 4 and later).
     Avx512,
-    /// [`Isa::Avx512`], and AMX tiles of bytes that the operating system lets the process use (Sapphire Rapids and later).
+    /// [`Isa::Avx512`] with AMX byte tiles that the operating system permits the process to use (Sapphire Rapids and
+    /// later).
     Amx,
 }
 
@@ -31,7 +32,7 @@ impl Isa {
     /// All sets, in ascending order.
     pub const ALL: [Isa; 5] = [Isa::Scalar, Isa::Neon, Isa::Avx2, Isa::Avx512, Isa::Amx];
 
-    /// The name that `MOEPACK_ISA` and the reports use.
+    /// The name in `MOEPACK_ISA` and in reports.
     pub fn name(self) -> &'static str {
         match self {
             Isa::Scalar => "scalar",
@@ -54,7 +55,7 @@ impl Isa {
             })
     }
 
-    /// Whether this processor (and its operating system) runs the set.
+    /// Returns whether this processor (and its operating system) supports the set.
     #[cfg(target_arch = "x86_64")]
     pub fn available(self) -> bool {
         match self {
@@ -82,33 +83,34 @@ impl Isa {
         }
     }
 
-    /// Whether this processor (and its operating system) runs the set.
+    /// Returns whether this processor (and its operating system) supports the set.
     #[cfg(not(target_arch = "x86_64"))]
     pub fn available(self) -> bool {
         match self {
             Isa::Scalar => true,
-            // Kernels load words as they are stored, the least significant byte first.
+            // Kernels load words as stored, the least significant byte first.
             #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
             Isa::Neon => std::arch::is_aarch64_feature_detected!("neon"),
             _ => false,
         }
     }
 
-    /// The set of the vectors, which is the set itself but for [`Isa::Amx`], if the processor runs the set; an error
-    /// that says so otherwise.
+    /// The instruction set for vector kernels: AVX-512 for [`Isa::Amx`], otherwise the set itself. Fails if the
+    /// processor does not support the set.
     pub fn require(self) -> Result<Isa> {
         match (self.available(), self) {
             (true, Isa::Amx) => Ok(Isa::Avx512),
             (true, isa) => Ok(isa),
             (false, isa) => Err(Error::InvalidArgument(format!(
-                "this processor does not run {}",
+                "this processor does not support {}",
                 isa.name()
             ))),
         }
     }
 }
 
-/// Whether the processor's vendor is AMD. Asked once: in virtual machines the instruction costs microseconds.
+/// Returns whether the processor's vendor is AMD. Cached, because in virtual machines the instruction costs
+/// microseconds.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn is_amd() -> bool {
     static AMD: OnceLock<bool> = OnceLock::new();
@@ -118,39 +120,40 @@ pub(crate) fn is_amd() -> bool {
     })
 }
 
-/// Whether the processor's vendor is AMD.
+/// Returns whether the processor's vendor is AMD.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn is_amd() -> bool {
     false
 }
 
-/// Whether NEON has dot products of bytes (Armv8.2 and later).
+/// Returns whether NEON has dot products of bytes (Armv8.2 and later).
 #[cfg(target_arch = "aarch64")]
 pub(crate) fn has_dot_products() -> bool {
     std::arch::is_aarch64_feature_detected!("dotprod")
 }
 
-/// Whether the processor reads ascending streams at full speed by itself, without being asked for what comes: AMD's
-/// from Zen 4 on. Zen 3 stops at the end of each page.
+/// Returns whether the processor reads ascending streams at full speed without software prefetching: AMD from Zen 4
+/// on. Zen 3 stalls at the end of each page.
 pub(crate) fn reads_ahead() -> bool {
     is_amd() && Isa::Avx512.available()
 }
 
-/// Asks for memory that is needed soon, into the second-level cache.
+/// Prefetches memory that is needed soon into the second-level cache.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn fetch(bytes: &[u8]) {
     use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
     for line in bytes.chunks(64) {
-        // SAFETY: a prefetch may name any address, and every processor of x86-64 has it.
+        // SAFETY: a prefetch may use any address, and every x86-64 processor supports it.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) }
     }
 }
 
-/// Asks for memory that is needed soon: nothing is known here of how.
+/// Prefetches nothing on other architectures.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn fetch(_: &[u8]) {}
 
-/// The set in use: the one `MOEPACK_ISA` forces, otherwise the most special one that the processor runs.
+/// The instruction set in use: the one forced by `MOEPACK_ISA`, otherwise the most specific one that the processor
+/// supports.
 ///
 /// The variable is read once in the life of the process.
 pub fn active() -> Result<Isa> {
@@ -170,8 +173,8 @@ pub fn active() -> Result<Isa> {
         .clone()
 }
 
-/// Defines a function whose first argument is an instruction set that the processor runs, and which calls `$body` (to be
-/// inlined always) compiled for it: loops that compilers turn into vector code need no more.
+/// Defines a function whose first argument is an instruction set, which the processor must support, and which calls
+/// `$body` (always inlined) compiled for it. This suffices for loops that compilers vectorize.
 macro_rules! vectorized {
     ($(#[$attribute:meta])* $visibility:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)?
         = $body:path;) => {
@@ -189,10 +192,10 @@ macro_rules! vectorized {
             }
             match isa {
                 $crate::simd::Isa::Scalar => $body($($argument),*),
-                // SAFETY: the caller's processor runs the set.
+                // SAFETY: the caller guarantees that the processor supports the set.
                 #[cfg(target_arch = "x86_64")]
                 $crate::simd::Isa::Avx2 => unsafe { avx2($($argument),*) },
-                // SAFETY: as above; the other sets have all of AVX-512 that is asked for here.
+                // SAFETY: as above; the other sets include the AVX-512 features used here.
                 #[cfg(target_arch = "x86_64")]
                 _ => unsafe { avx512($($argument),*) },
                 #[cfg(not(target_arch = "x86_64"))]

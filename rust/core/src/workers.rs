@@ -1,10 +1,11 @@
 //! The process's worker pool for parallel regions: threads that compute beside a calling one and sleep between calls.
 //!
-//! Waking threads of another pool and being woken by them again takes 0.3 ms of a decoding step; so the calling thread
-//! computes, too, and after a call that others follow soon, workers poll for the next one before they sleep.
+//! Waking the threads of another pool and being woken by them again takes 0.3 ms of a decoding step. The calling
+//! thread therefore computes, too, and after a call that others follow soon, workers poll for the next call before
+//! they sleep.
 //!
-//! A caller waits for the workers that have started its work, not for those that have not: when its own part is done, no
-//! further worker may start. While the pool works for one caller, others compute alone.
+//! A caller waits for workers that have started its work, but not for others: when its own part is done, no further
+//! worker may start. While the pool works for one caller, other callers compute alone.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -12,23 +13,23 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// How long workers poll for the next call: the time between the steps of a model that decodes.
+/// The time for which workers poll for the next call: that between the steps of a decoding model.
 const POLLING: Duration = Duration::from_millis(2);
-/// Rounds of polling before a thread yields its core: some 20 microseconds.
+/// The rounds of polling before a thread yields its core: some 20 microseconds.
 const SPINS: usize = 1 << 10;
 
-/// What a caller wants done; it outlives every worker's use of it.
+/// The work of a caller; it outlives every worker's use of it.
 #[derive(Clone, Copy)]
 struct Work(*const (dyn Fn() + Sync));
 
-// SAFETY: what is behind the pointer is `Sync`, and shared by nothing but calls.
+// SAFETY: the pointee is `Sync`, and workers only call it through a shared reference.
 unsafe impl Send for Work {}
 
 struct State {
-    /// What there is to do, and how many more workers may start it.
+    /// The current work, and the number of workers that may still start it.
     work: Option<Work>,
     room: usize,
-    /// Whether workers poll when they are done.
+    /// Whether workers poll after their work.
     awake: bool,
     workers: usize,
     asleep: usize,
@@ -40,9 +41,9 @@ struct WorkerPool {
     taken: AtomicBool,
     state: Mutex<State>,
     called: Condvar,
-    /// Calls so far, for workers that poll.
+    /// The number of calls so far, for polling workers.
     calls: AtomicUsize,
-    /// Workers at work: they start and end while they hold `state`.
+    /// The number of running workers; they start and end while they hold `state`.
     running: AtomicUsize,
 }
 
@@ -61,8 +62,8 @@ static POOL: WorkerPool = WorkerPool {
     running: AtomicUsize::new(0),
 };
 
-/// Does `work` on this thread and on up to `helpers` workers at the same time. Afterwards those poll for more work if
-/// `awake` is set. A worker's panic is passed on.
+/// Runs `work` on this thread and concurrently on up to `helpers` workers. Afterwards the workers poll for more work
+/// if `awake` is set. Panics of workers are propagated.
 pub(crate) fn run(helpers: usize, awake: bool, work: &(dyn Fn() + Sync)) {
     if POOL.taken.swap(true, Ordering::Acquire) {
         return work();
@@ -73,7 +74,7 @@ pub(crate) fn run(helpers: usize, awake: bool, work: &(dyn Fn() + Sync)) {
     drop(call);
 }
 
-/// A caller's hold on the pool; at its end no worker uses the work any more.
+/// A caller's claim on the pool; after its end no worker uses the work.
 struct Call;
 
 impl Drop for Call {
@@ -104,9 +105,9 @@ impl WorkerPool {
         while state.workers < helpers && self.grow(state.workers) {
             state.workers += 1;
         }
-        // SAFETY: only the lifetime changes. Workers take the pointer under the lock while `work` is set, and count as
-        // running from then on until they have done with it; the caller's `Call` ends, however the caller does, after
-        // `work` is none and no worker is running.
+        // SAFETY: only the lifetime changes. Workers take the pointer under the lock while `work` is set, and count
+        // as running from then until they have finished; the caller's `Call` ends, even if the caller panics, only
+        // after `work` is `None` and no worker is running.
         let work: Work = Work(unsafe {
             std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync + 'static)>(work)
         });
@@ -118,7 +119,7 @@ impl WorkerPool {
         }
     }
 
-    /// Starts another worker, which is asleep until it is called; false if the system has no thread left.
+    /// Starts another worker, which sleeps until called; returns false if the system cannot create a thread.
     fn grow(&'static self, number: usize) -> bool {
         let builder = std::thread::Builder::new().name(format!("moepack-worker-{number}"));
         builder.spawn(move || self.serve()).is_ok()
@@ -139,7 +140,7 @@ impl WorkerPool {
             state.room -= 1;
             self.running.fetch_add(1, Ordering::Relaxed);
             drop(state);
-            // SAFETY: the work is there as long as this worker is running (see `call`).
+            // SAFETY: the work exists as long as this worker is running (see `call`).
             let end = catch_unwind(AssertUnwindSafe(|| unsafe { (*work.0)() }));
             (state, until) = (self.state(), Instant::now() + polling);
             state.panic = state.panic.take().or(end.err());
@@ -154,7 +155,7 @@ impl WorkerPool {
         state
     }
 
-    /// Waits for the next call without sleep, `until` a time at most.
+    /// Waits for the next call without sleeping, at most until `until`.
     fn poll<'s>(&'s self, state: MutexGuard<'s, State>, until: Instant) -> MutexGuard<'s, State> {
         let (seen, mut rounds) = (self.calls.load(Ordering::Relaxed), 0);
         drop(state);
@@ -165,7 +166,7 @@ impl WorkerPool {
     }
 }
 
-/// A round of waiting, which yields the core when there have been many.
+/// A round of waiting; yields the core after many rounds.
 pub(crate) fn relax(rounds: &mut usize) {
     *rounds += 1;
     match *rounds < SPINS {
@@ -178,9 +179,9 @@ pub(crate) fn relax(rounds: &mut usize) {
 mod tests {
     use super::*;
 
-    /// Tests run side by side and share the pool: a call that finds it taken is done alone.
+    /// Tests run concurrently and share the pool: a call that finds it busy computes alone.
     #[test]
-    fn the_caller_works_and_so_may_helpers() {
+    fn the_caller_and_possibly_helpers_work() {
         for helpers in [0, 1, 4] {
             let done = AtomicUsize::new(0);
             for _ in 0..200 {
@@ -205,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_passed_on_and_the_pool_keeps_working() {
+    fn a_panic_is_propagated_and_the_pool_keeps_working() {
         for _ in 0..20 {
             let broken = || run(2, true, &|| panic!("of this test"));
             assert!(catch_unwind(broken).is_err());

@@ -1,4 +1,4 @@
-//! Tensors of channels that were written once are read for ever.
+//! Golden tensors of channels remain readable.
 
 use std::fs;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! Coded tensors that were written once are read for ever.
+//! Golden coded tensors remain readable.
 
 use std::fs;
 use std::path::PathBuf;

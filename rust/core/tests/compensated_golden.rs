@@ -1,4 +1,4 @@
-//! Compensated tensors that were written once are read for ever, and written the same again.
+//! Golden compensated tensors remain readable, and encoding gives the same bytes.
 
 use std::fs;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! The packed tensors of a golden directory, found through its shard's own header, decode to what was written.
+//! The packed tensors of a golden directory, located through its shard's own header, decode to the original values.
 
 use std::fs;
 use std::path::PathBuf;

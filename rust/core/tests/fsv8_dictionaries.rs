@@ -1,11 +1,11 @@
-//! The embedded dictionaries and their readable form say the same.
+//! The embedded dictionaries equal their readable form.
 
 #[path = "../examples/fsv8_dictionaries/json.rs"]
 mod json;
 
 use moepack_core::formats::ternary::fsv8::Dictionary;
 
-/// Names a JSON file to hold the embedded dictionaries against.
+/// Names a JSON file to compare with the embedded dictionaries.
 const VARIABLE: &str = "MOEPACK_FSV8_JSON";
 
 #[test]
@@ -25,7 +25,7 @@ fn malformed_json_is_refused() {
 }
 
 #[test]
-fn the_embedded_dictionaries_are_those_of_the_search() {
+fn the_embedded_dictionaries_match_the_search() {
     let Some(path) = std::env::var_os(VARIABLE) else {
         eprintln!("skipped: {VARIABLE} is not set");
         return;

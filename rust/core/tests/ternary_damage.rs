@@ -29,7 +29,7 @@ fn tensor(code: Code, pool: &ThreadPool) -> Vec<u8> {
     ternary::encode(&codes, &levels, shape, code, pool).unwrap()
 }
 
-/// Everything that reads untrusted bytes; whether all of it succeeded.
+/// Runs everything that reads untrusted bytes; fails if any of it fails.
 fn read_all(bytes: &[u8], pool: &ThreadPool) -> Result<()> {
     let view = TernaryView::parse(bytes)?;
     let Some(weights) = view.shape().weights().filter(|&weights| weights < 1 << 20) else {
@@ -85,7 +85,7 @@ fn flipped_bits_do_no_harm() {
             found += usize::from(read_all(&bytes, &pool).is_err());
             bytes[bit / 8] ^= 1 << (bit % 8);
         }
-        // What stays unseen are other valid codes and levels; checksums are there for those.
+        // Undetected damage gives other valid codes and levels, which only checksums detect.
         assert!(found > total / 3, "{}: {found} of {total}", code.name());
     }
 }
@@ -95,7 +95,7 @@ fn flipped_bits_of_metadata_are_found() {
     let pool = pool::current().unwrap();
     for code in Code::ALL {
         let mut bytes = tensor(code, &pool);
-        // Levels of another type of the same size, and other dictionaries in which the rows happen to exist, stay unseen.
+        // Levels of another type of the same size, and other dictionaries with the same codes, remain undetected.
         for byte in (0..11).chain(12..14).chain(22..128) {
             for bit in 0..8 {
                 bytes[byte] ^= 1 << bit;
@@ -119,7 +119,7 @@ fn errors_name_the_row() {
     assert_eq!(place.row, 64);
     let at = bytes.len() - view.padded_payload().len() + place.start;
     let mut damaged = bytes.clone();
-    // Code 127 or 255 instead of another changes the row's length or does not exist in the state.
+    // Changing another code to 127 or 255 changes the row's length or gives a code that does not exist in the state.
     damaged[at] ^= 0xff;
     let error = read_all(&damaged, &pool).unwrap_err().to_string();
     assert!(error.contains("expert 1, row 64"), "{error}");

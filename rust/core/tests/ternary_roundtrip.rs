@@ -1,11 +1,11 @@
-//! Encoding and decoding: whatever is encoded parses, verifies and decodes to the same codes and levels.
+//! Encoding and decoding: encoded tensors parse, verify and decode to the same codes and levels.
 
 use moepack_core::formats::ternary::{self, Code, Row, TernaryView, fsv8};
 use moepack_core::pool;
 use moepack_core::types::Shape;
 use proptest::prelude::*;
 
-/// A row of a kind that encoders treat differently.
+/// A row of one of the kinds that encoders treat differently.
 fn row(columns: usize) -> impl Strategy<Value = Vec<i8>> {
     let iid = (0.0..=1.0f64, 0.0..=1.0f64).prop_flat_map(move |(p0, share)| {
         prop::collection::vec(0.0..1.0f64, columns).prop_map(move |draws| {
@@ -124,7 +124,7 @@ fn wide_rows_survive_on_both_sides_of_the_wide_tail() {
 }
 
 #[test]
-fn no_row_takes_more_than_two_bits_a_weight() {
+fn no_row_takes_more_than_two_bits_per_weight() {
     for (p0, columns) in [(0.0, 1001), (0.2, 64), (0.45, 7), (0.4, 3)] {
         let codes = iid(100 * columns, p0, 0.5, 9);
         let blob = round_trip(matrix(100, columns), &codes, &[(-1.0, 1.0); 100], Code::Fsv8);
@@ -135,7 +135,7 @@ fn no_row_takes_more_than_two_bits_a_weight() {
 }
 
 #[test]
-fn rows_of_a_group_are_the_rows_asked_for_one_by_one() {
+fn rows_of_a_group_match_single_rows() {
     let codes = iid(2 * 130 * 50, 0.8, 0.3, 5);
     let shape = Shape {
         experts: 2,
@@ -216,7 +216,7 @@ fn every_embedded_dictionary_codes_every_row() {
     }
 }
 
-/// The plain loop over a look-up table.
+/// Decodes with a simple loop over a lookup table.
 fn decode(codes: &[u8], lut: &fsv8::Lut, columns: usize) -> Vec<i8> {
     let (mut row, mut at, mut previous) = (vec![0; columns], 0, 0);
     for &code in codes {

@@ -1,5 +1,5 @@
-//! A format of this test's own, registered in one place, goes the way of every packed tensor: size, opening, checks,
-//! values, products and a layer of experts beside formats of the core.
+//! A format defined by this test and registered in one place supports everything that packed tensors do: size,
+//! opening, checks, values, products and a layer of experts beside formats of the core.
 
 use moepack_core::formats::groupwise::{self, ParameterType, Spec};
 use moepack_core::gemm::dense::{Dense, Kind, View};
@@ -13,7 +13,7 @@ use rayon::ThreadPool;
 
 const HEADER: usize = 64;
 
-/// Rows of f32 behind a header: the magic, experts, rows, columns and axes as u64, zeros.
+/// Rows of f32 after a header: the magic, experts, rows, columns and axes as u64, zeros.
 struct Toy;
 
 /// An open tensor of the format.
@@ -161,7 +161,7 @@ fn compute() -> Compute {
     }
 }
 
-/// A group-wise tensor of one scale a row.
+/// A group-wise tensor with one scale per row.
 fn integers(shape: Shape) -> Vec<u8> {
     let rows = shape.all_rows().unwrap();
     let codes: Vec<u8> = (0..rows * shape.columns).map(|i| (i * 31 % 16) as u8).collect();
@@ -209,7 +209,7 @@ fn near(found: &[f32], expected: &[f64]) {
 }
 
 #[test]
-fn a_registered_format_goes_the_way_of_every_tensor() {
+fn a_registered_format_supports_everything() {
     let (pool, shape) = (pool::current().unwrap(), shape(24, 40));
     let values = numbers(3 * 24 * 40, 1);
     let data = write(shape, &values);
@@ -239,7 +239,7 @@ fn a_registered_format_goes_the_way_of_every_tensor() {
     check_layer(data, shape);
 }
 
-/// Products by each token's own expert are those of the values.
+/// Products by each token's own expert equal those of the values.
 fn check_products(data: &[u8], values: &[f32], shape: Shape) {
     let x = numbers(5 * shape.columns, 2);
     let mut y = vec![0.0; 5 * shape.rows];
@@ -254,7 +254,7 @@ fn check_products(data: &[u8], values: &[f32], shape: Shape) {
     near(&y, &expected);
 }
 
-/// A layer with a format of the core in two of its projections is what its values say.
+/// A layer with a format of the core in two of its projections equals the layer of its values.
 fn check_layer(gate: Vec<u8>, shape: Shape) {
     let back = Shape {
         rows: shape.columns,

@@ -1,5 +1,5 @@
-//! Arbitrary bytes as a coded tensor: all instruction sets decode the same, products do not leave it, and codes that
-//! are encoded again come back.
+//! Arbitrary bytes as a coded tensor: all instruction sets decode the same codes, products stay within bounds, and
+//! re-encoded codes round-trip.
 
 use moepack_core::Error;
 use moepack_core::formats::coded::{self, Coded, CodedView};
@@ -10,7 +10,7 @@ use moepack_core::simd::Isa;
 /// Larger tensors only cost time.
 const MAX_SIZE: usize = 1 << 16;
 
-/// Decodes, verifies and multiplies on all instruction sets; encodes again what verifies.
+/// Decodes, verifies and multiplies on all instruction sets; re-encodes valid tensors.
 pub fn run(data: &[u8]) {
     let _ = read(data);
 }

@@ -1,5 +1,5 @@
-//! Arbitrary bytes as the layout for GPUs of a coded tensor: what is read back is read safely, and what verifies
-//! makes a layout that comes back.
+//! Arbitrary bytes as the GPU layout of a coded tensor: restoring is memory-safe, and valid tensors round-trip
+//! through the layout.
 
 use moepack_core::Error;
 use moepack_core::formats::coded::{Coded, device};
@@ -8,7 +8,7 @@ use moepack_core::simd::Isa;
 /// Larger tensors only cost time.
 const MAX_SIZE: usize = 1 << 16;
 
-/// Reads the bytes as a layout, and as a tensor that gets one.
+/// Reads the bytes as a layout, and as a tensor to lay out.
 pub fn run(data: &[u8]) {
     let _ = read(data);
     let _ = round_trip(data);

@@ -1,5 +1,5 @@
-//! Arbitrary bytes as a tensor that verifies: the kernels of every instruction set multiply as the scalar ones do,
-//! which multiply as its numbers do.
+//! Arbitrary bytes as a valid tensor: the kernels of every instruction set agree with the scalar ones, which agree
+//! with the dequantized values.
 
 use moepack_core::Error;
 use moepack_core::simd::Isa;
@@ -9,18 +9,18 @@ use moepack_core::types::{Mode, Shape};
 /// Larger tensors only cost time.
 const MAX_SIZE: usize = 1 << 14;
 
-/// Larger numbers overflow sums, where orders of summation differ by more than rounding.
+/// Larger numbers overflow sums, for which orders of summation differ by more than rounding.
 const MAX_VALUE: f32 = 1e6;
 
-/// Multiplies by what verifies, in all modes and on all instruction sets.
+/// Multiplies by valid tensors, in all modes and on all instruction sets.
 pub fn run(data: &[u8]) {
     let _ = read(data);
 }
 
-/// What [`run`] does.
+/// The body of [`run`].
 ///
 /// # Errors
-/// The bytes are no tensor, or do not verify.
+/// The bytes are not a tensor, or verification fails.
 pub fn read(data: &[u8]) -> Result<(), Error> {
     let (pool, tensor) = (crate::pool(), tensor::open(data)?);
     let shape = tensor.shape();
@@ -33,7 +33,7 @@ pub fn read(data: &[u8]) -> Result<(), Error> {
     if shape.experts == 0 || values.iter().any(|value| value.abs() > MAX_VALUE) {
         return Ok(());
     }
-    // Products multiply activations by scales of columns, which must not overflow or vanish there.
+    // Products multiply activations by column scales, which must neither overflow nor vanish.
     if let Ok(Array {
         values: Numbers::F32(scales),
         ..
@@ -72,12 +72,12 @@ pub fn read(data: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Activations that all modes hold exactly or nearly so.
+/// Activations that all modes represent exactly or nearly so.
 fn activation(i: usize) -> f32 {
     (i * 37 % 17) as f32 / 8.0 - 1.0
 }
 
-/// How far two orders of summation may be apart, of the sum of all magnitudes.
+/// The tolerance between two orders of summation, relative to the sum of all magnitudes.
 fn tolerance(mode: Mode) -> f32 {
     match mode {
         Mode::Exact => 1e-4,
@@ -85,7 +85,7 @@ fn tolerance(mode: Mode) -> f32 {
     }
 }
 
-/// The products of an expert in f64, and the sums of the magnitudes of what is added.
+/// The products of an expert in f64, and the sums of the magnitudes of their terms.
 fn reference(values: &[f32], x: &[f32], tokens: usize, shape: Shape) -> (Vec<f32>, Vec<f32>) {
     let Shape { rows, columns, .. } = shape;
     let mut found = (Vec::new(), Vec::new());

@@ -1,6 +1,7 @@
-//! What holds of any bytes, one module a target, for libFuzzer (`../libfuzzer`) and for blind mutations (`../tests`).
+//! Properties that hold for arbitrary bytes, one module per target, for libFuzzer (`../libfuzzer`) and for blind
+//! mutations (`../tests`).
 //!
-//! A target returns, whatever its bytes are, and panics where something is broken.
+//! A target returns for any bytes, and panics if a property is violated.
 
 pub mod coded_integers;
 pub mod device_read;
@@ -18,7 +19,7 @@ use moepack_core::tensor::{Compute, Tensor};
 use moepack_core::types::Shape;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// A pool of the calling thread alone: handing work to another one would take longer than most runs.
+/// A pool with only the calling thread: passing work to another thread would take longer than most runs.
 pub fn pool() -> &'static ThreadPool {
     thread_local!(static POOL: OnceCell<&'static ThreadPool> = const { OnceCell::new() });
     let build = || {
@@ -32,8 +33,8 @@ pub fn pool() -> &'static ThreadPool {
     })
 }
 
-/// Whether a tensor has at most `limit` rows, columns, experts and weights. Larger ones only cost time: a row of zeros
-/// takes no bytes, so that a few bytes can stand for billions of weights.
+/// Returns whether a tensor has at most `limit` rows, columns, experts and weights. Larger ones only cost time: a row
+/// of zeros takes no bytes, so a few bytes can stand for billions of weights.
 pub fn is_small(shape: Shape, limit: usize) -> bool {
     let sizes = [
         shape.all_rows(),
@@ -44,10 +45,10 @@ pub fn is_small(shape: Shape, limit: usize) -> bool {
     sizes.iter().all(|size| size.is_some_and(|size| size <= limit))
 }
 
-/// The products of a tensor's last expert with tokens of `x`: tokens x rows.
+/// The products of a tensor's last expert with tokens of `x`: tokens x rows. There must be an expert.
 ///
 /// # Errors
-/// What the projection refuses. There must be an expert.
+/// The errors of the projection.
 pub fn product(
     tensor: &dyn Tensor,
     data: &[u8],

@@ -1,5 +1,5 @@
-//! A tensor whose bytes change after it was opened, as in a mapped file that somebody writes to: readers return, or
-//! stop by a panic, and never leave the bytes.
+//! A tensor whose bytes change after it was opened, as in a mapped file that is written to: readers return or panic,
+//! and never read out of bounds.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -10,7 +10,7 @@ use moepack_core::tensor::{self, Compute, Floats};
 /// Larger tensors only cost time.
 const MAX_SIZE: usize = 1 << 14;
 
-/// Reads a tensor whose bytes changed. The first eight bytes say how; the rest is the tensor.
+/// Reads a tensor whose bytes changed. The first eight bytes seed the change; the rest is the tensor.
 pub fn run(data: &[u8]) {
     let _ = read(data);
 }
@@ -48,7 +48,7 @@ fn read(data: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The bytes with an eighth of them, or one, overwritten.
+/// The bytes with an eighth of them, or a single one, overwritten.
 fn changed(data: &[u8], seed: u64) -> Vec<u8> {
     let (mut bytes, mut state) = (data.to_vec(), seed | 1);
     let count = if seed & 2 == 0 { 1 } else { bytes.len() / 8 };

@@ -1,10 +1,10 @@
-//! Arbitrary bytes as a packed tensor of whatever format they name: what opening checks, alone, so that it runs
-//! often. No kernel is linked in, whose edges coverage would count after each run.
+//! Arbitrary bytes as a packed tensor of any format: only the checks of opening, so that it runs often. No kernel is
+//! linked in, because coverage would count its edges after each run.
 
 use moepack_core::formats::{channels, codebook, coded, compensated, groupwise, ternary};
 use moepack_core::types::Shape;
 
-/// Opens the bytes as the format whose magic they begin with; a tensor that opens has a shape that its bytes can hold.
+/// Opens the bytes by their magic; a tensor that opens has a shape that its bytes can hold.
 pub fn run(data: &[u8]) {
     let Some(magic) = data.first_chunk() else { return };
     let shape = match magic {
@@ -24,8 +24,8 @@ pub fn run(data: &[u8]) {
     );
 }
 
-/// Whether so many bytes may hold a tensor: a row of weights has at least a bit. Of rows without weights there may be
-/// any number here: the registry bounds them.
+/// Returns whether `bytes` bytes can hold a tensor: a row of weights has at least one bit. The number of rows without
+/// weights is bounded by the registry instead.
 fn holds(bytes: usize, shape: Shape) -> bool {
     shape.columns == 0 || shape.all_rows().is_some_and(|rows| rows <= 8 * bytes)
 }

@@ -1,5 +1,4 @@
-//! Arbitrary bytes as a packed tensor of whatever format they name: everything that reads them returns, whatever they
-//! are.
+//! Arbitrary bytes as a packed tensor of any format: everything that reads them returns.
 
 use moepack_core::Error;
 use moepack_core::simd::Isa;
@@ -13,10 +12,10 @@ pub fn run(data: &[u8]) {
     let _ = read(data);
 }
 
-/// What [`run`] does.
+/// The body of [`run`].
 ///
 /// # Errors
-/// The bytes are no tensor, or do not verify.
+/// The bytes are not a tensor, or verification fails.
 pub fn read(data: &[u8]) -> Result<(), Error> {
     let tensor = tensor::open(data)?;
     let shape = tensor.shape();
@@ -32,7 +31,7 @@ pub fn read(data: &[u8]) -> Result<(), Error> {
     verified
 }
 
-/// What verifies also decodes, to codes of so many bits and to numbers.
+/// Valid tensors decode to codes in range and to finite numbers.
 fn decode(tensor: &dyn Tensor, data: &[u8], weights: usize, verified: bool) -> Result<(), Error> {
     let pool = crate::pool();
     let (mut codes, mut values, mut halves) = (vec![0; weights], vec![0.0; weights], vec![0; weights]);
@@ -40,7 +39,7 @@ fn decode(tensor: &dyn Tensor, data: &[u8], weights: usize, verified: bool) -> R
     let valued = tensor.dequantize(data, Floats::F32(&mut values), pool);
     let rounded = tensor.dequantize(data, Floats::Bf16(&mut halves), pool);
     assert!(valued.is_ok() == rounded.is_ok() && (valued.is_ok() || !verified));
-    // Codes of any width need not fit a byte, and bf16 has none.
+    // Codes of any width may not fit a byte, and bf16 has none.
     let any_width = ["coded", "channels"].contains(&tensor.format().kind());
     assert!(decoded.is_ok() == valued.is_ok() || any_width);
     decoded?;
@@ -76,7 +75,7 @@ fn parameters(tensor: &dyn Tensor, data: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// One token, a few, which share look-ups, and enough for panels, of the last expert.
+/// Multiplies by the last expert: one token, a few, which share lookups, and enough for panels.
 fn multiply(tensor: &dyn Tensor, data: &[u8]) -> Result<(), Error> {
     for tokens in [1, 7, 19] {
         let x = vec![1.0f32; tokens * tensor.shape().columns];

@@ -1,9 +1,9 @@
-//! Arbitrary codes survive encoding and decoding, by both codes, with nothing longer than it may be.
+//! Arbitrary codes survive encoding and decoding with both codes, within the size bounds.
 
 use moepack_core::formats::ternary::{self, Code, TernaryView};
 use moepack_core::types::Shape;
 
-/// Packs codes whose number of columns and share of zeros the first two bytes say.
+/// Packs codes; the first two bytes give their number of columns and share of zeros.
 pub fn run(data: &[u8]) {
     let Some((&[columns, sparsity], data)) = data.split_first_chunk() else {
         return;
@@ -15,7 +15,7 @@ pub fn run(data: &[u8]) {
         columns,
         ndim: 2,
     };
-    // The sparser the bytes are asked to be, the more of their values stand for zero.
+    // The sparser the codes are to be, the more byte values stand for zero.
     let code = |&byte: &u8| match byte {
         0 => 0,
         byte if byte <= sparsity => 0,

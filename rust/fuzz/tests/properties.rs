@@ -1,5 +1,5 @@
-//! Tensors of every format and of any shape: what is packed verifies, decodes, and is multiplied alike by the kernels
-//! of all instruction sets, which is what the targets hold of bytes that verify.
+//! Tensors of every format and shape verify and decode, and the kernels of all instruction sets agree, as the targets
+//! check for valid bytes.
 
 use moepack_core::Result;
 use moepack_core::formats::groupwise::{self, ParameterType, Spec};
@@ -31,7 +31,7 @@ fn many<T>(count: usize, make: impl FnMut() -> T) -> Vec<T> {
     std::iter::repeat_with(make).take(count).collect()
 }
 
-/// What every format of parameters holds exactly.
+/// A number that every parameter type represents exactly.
 fn parameter(next: &mut impl FnMut(u32) -> u32) -> f32 {
     next(64) as f32 / 256.0 - 0.125
 }

@@ -1,12 +1,12 @@
-//! Every target on the seeds, the golden files and blind mutations of them: it finds what breaks at once, and libFuzzer
-//! looks deeper. `MOEPACK_MUTATIONS` says how many mutations there are; the same number gives the same ones.
+//! Every target on the seeds, the golden files and blind mutations of them, which finds obvious faults at once;
+//! libFuzzer searches deeper. `MOEPACK_MUTATIONS` sets the number of mutations; the same number gives the same ones.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use moepack_fuzz as fuzz;
 
-/// Mutations of a target unless the environment says otherwise.
+/// Mutations per target unless the environment sets another number.
 const MUTATIONS: usize = 5000;
 
 /// Bytes of a seed: larger ones only cost time.
@@ -68,7 +68,7 @@ fn files(directory: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// A few bytes, bits or words of the header or of anything changed; now and then the end cut off.
+/// A few bytes, bits or words of the header or of any part changed; sometimes the end is cut off.
 fn mutated(mut data: Vec<u8>, chance: &mut Chance) -> Vec<u8> {
     for _ in 0..[1, 1, 2, 4, 16][chance.below(5)] {
         let reach = [data.len(), data.len().min(128)][chance.below(2)];

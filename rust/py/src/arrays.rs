@@ -1,5 +1,5 @@
-//! NumPy arrays on their way in and out: checks that every function makes, and results that Python allocates, so that
-//! too large a one is a MemoryError.
+//! NumPy arrays as inputs and outputs: checks shared by all functions, and results allocated by Python, so that a
+//! failed allocation is a MemoryError.
 
 use moepack_core::simd::{self, Isa};
 use moepack_core::types;
@@ -34,9 +34,12 @@ pub fn optional<'a, T: Element, D: Dimension>(
     array.as_ref().map(|array| values(array, name)).transpose()
 }
 
-/// The lengths of the axes of an array that has so many.
+/// The lengths of the axes of an array with `N` axes.
 pub fn lengths<'py, T: PyUntypedArrayMethods<'py>, const N: usize>(array: &T) -> [usize; N] {
-    array.shape().try_into().expect("the type has so many axes")
+    array
+        .shape()
+        .try_into()
+        .expect("the type fixes the number of axes")
 }
 
 /// Numbers that must not be negative.
@@ -53,7 +56,7 @@ pub fn zeros<'py, T: Element, D: Dimension, const N: usize>(
     allocated(py, "zeros", shape)
 }
 
-/// A new array from a function of NumPy's that takes a shape and a dtype.
+/// A new array from a NumPy function that takes a shape and a dtype.
 fn allocated<'py, T: Element, D: Dimension, const N: usize>(
     py: Python<'py>,
     function: &str,
@@ -65,14 +68,14 @@ fn allocated<'py, T: Element, D: Dimension, const N: usize>(
     Ok(array.cast_into()?)
 }
 
-/// The values of an array of [`zeros`], to be written.
+/// The writable values of an array of [`zeros`].
 pub fn places<'a, T: Element, D: Dimension>(
     array: &'a mut PyReadwriteArray<'_, T, D>,
 ) -> PyResult<&'a mut [T]> {
     contiguous(array.as_slice_mut(), "the result")
 }
 
-/// A new array that `fill` writes.
+/// A new array, written by `fill`.
 pub fn filled<'py, T: Element, D: Dimension, const N: usize>(
     py: Python<'py>,
     shape: [usize; N],
@@ -89,8 +92,8 @@ pub enum Activations<'py> {
     Bf16(PyReadonlyArray2<'py, u16>),
 }
 
-/// By hand, because the derived code words an error message for each variant that does not match: two calls into
-/// Python a dtype, 10 us of a decoding step.
+/// Implemented by hand, because the derived code formats an error message for each variant that does not match: two
+/// calls into Python per dtype, 10 us of a decoding step.
 impl<'a, 'py> FromPyObject<'a, 'py> for Activations<'py> {
     type Error = PyErr;
 
@@ -123,12 +126,12 @@ impl Activations<'_> {
     }
 }
 
-/// The instruction set of a name, or the active one.
+/// The instruction set with a name, or the active one.
 pub fn chosen_isa(name: Option<&str>) -> PyResult<Isa> {
     name.map_or_else(simd::active, Isa::from_name).map_err(raise)
 }
 
-/// A new array [tokens, rows] that `product` fills from activations of `columns` columns.
+/// A new array [tokens, rows], which `product` fills from activations of `columns` columns.
 pub fn products<'py>(
     py: Python<'py>,
     x: &Activations<'py>,
@@ -140,7 +143,7 @@ pub fn products<'py>(
     if width != columns {
         return invalid(format!("x has {width} columns instead of {columns}"));
     }
-    // Products write every output: zeroing them first took a tenth of a product with 256 tokens.
+    // Products write every output, and zeroing them first took a tenth of the time of a product with 256 tokens.
     let y = allocated(py, "empty", [tokens, rows])?;
     product(x.values()?, places(&mut y.try_readwrite()?)?)?;
     Ok(y)

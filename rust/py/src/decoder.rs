@@ -1,4 +1,4 @@
-//! Decoding steps: a decoder whose tensors are read in place.
+//! Decoding steps: a decoder over tensors that are read in place.
 
 use std::sync::{Arc, OnceLock};
 
@@ -14,7 +14,7 @@ use crate::description::{Description, LayerOf, NormOf, RotaryOf};
 use crate::error::detached;
 use crate::held::Held;
 
-/// A cache's keys or values.
+/// The keys or values of a cache.
 enum Cache<'py> {
     F32(PyReadwriteArray3<'py, f32>),
     Bf16(PyReadwriteArray3<'py, u16>),
@@ -45,25 +45,25 @@ impl Cache<'_> {
     }
 }
 
-/// A decoder of packed and dense tensors, without embedding and head, that takes one token at a time through all
+/// A decoder of packed and dense tensors, without embedding and head, that passes one token at a time through all
 /// layers.
 ///
-/// A layer is h = x + mixer(norm x), y = h + experts(norm h). Tensors are kept, not copied; vectors are float32, or
-/// bfloat16 as its bits in uint16; a matrix is a pair of a packed tensor or `DenseMatrix` and its products' mode or
-/// None.
+/// A layer is h = x + mixer(norm x), y = h + experts(norm h). Tensors are referenced, not copied. Vectors are
+/// float32, or bfloat16 as bits in uint16. A matrix is a pair of a packed tensor or `DenseMatrix` and the mode of its
+/// products or None.
 ///
 /// Args:
-///     layers: for each layer a mapping (`moepack.runtime.plan` writes them).
+///     layers: a mapping for each layer (see `moepack.runtime.plan`).
 ///     rotary: a mapping: `frequencies`, float32, the angle of each pair of a head's values at position 1; `scale`,
-///         what rotated values are multiplied by; `order`, where pairs lie: "halves", "pairs" or "pairs to halves".
-///     norm: of the output: weight, epsilon, and what is added to the weight.
+///         the factor of rotated values; `order`, the order of pairs: "halves", "pairs" or "pairs to halves".
+///     norm: the final norm: weight, epsilon, and an offset added to the weight.
 ///
 /// Raises:
-///     TypeError, KeyError: a layer is described in another way.
+///     TypeError, KeyError: the description of a layer is invalid.
 #[pyclass(frozen, module = "moepack._core")]
 pub struct Decoder {
     description: Arc<Description>,
-    /// The core's decoder of each instruction set, made at its first step.
+    /// The core's decoder for each instruction set, created at its first step.
     cores: [OnceLock<Held<Description>>; Isa::ALL.len()],
 }
 
@@ -78,20 +78,20 @@ impl Decoder {
         }
     }
 
-    /// Takes a token through all layers: float32 [1, hidden], normed.
+    /// Pass a token through all layers and return the normed output, float32 [1, hidden].
     ///
     /// Args:
-    ///     x: its hidden state, float32, or bfloat16 as its bits in uint16; [1, hidden], C-contiguous.
-    ///     position: of the token.
-    ///     caches: for each layer keys and values, [groups, capacity, width], float32 or bfloat16 as its bits,
-    ///         C-contiguous, the first token that is seen, and how many there are: the token's are written behind them.
-    ///         For a delta rule these are the last inputs of its convolution, [1, channels, tokens], and its state,
-    ///         float32 [heads, width of keys, width of values], both of which are changed; its numbers are not looked at.
+    ///     x: the hidden state, float32, or bfloat16 as bits in uint16; [1, hidden], C-contiguous.
+    ///     position: the position of the token.
+    ///     caches: for each layer keys and values, [groups, capacity, width], float32 or bfloat16 as bits,
+    ///         C-contiguous, the first visible token, and the number of tokens; the token's keys and values are appended.
+    ///         For a delta rule: the last inputs of its convolution, [1, channels, tokens], and its state, float32
+    ///         [heads, width of keys, width of values], both of which are updated; the two numbers are ignored.
     ///     isa: the instruction set, by default the active one.
     ///
     /// Raises:
-    ///     TypeError: a matrix is no tensor.
-    ///     ValueError: sizes do not match, a cache is full, there is no such mode, or the processor lacks the set.
+    ///     TypeError: a matrix is not a tensor.
+    ///     ValueError: sizes do not match, a cache is full, a mode does not exist, or the processor lacks the set.
     #[pyo3(signature = (x, position, caches, isa=None))]
     fn step<'py>(
         &self,
@@ -134,7 +134,7 @@ impl Decoder {
             let held = Held::new(py, &self.description, |py, description| {
                 description.decoder(py, isa)
             })?;
-            // Another thread may have set it meanwhile: one is as good as the other.
+            // Another thread may have set it meanwhile; either value is fine.
             let _ = slot.set(held);
         }
         Ok(slot.get().expect("it has just been set"))

@@ -1,5 +1,4 @@
-//! Dense matrices that take part in the core's parallel regions. A matrix keeps a reference to a NumPy array and reads
-//! it in place.
+//! Dense matrices for the core's parallel regions. A matrix keeps a reference to a NumPy array and reads it in place.
 
 use moepack_core::gemm::dense::{Dense, Kind, View};
 use moepack_core::gemm::layer::Projection;
@@ -17,12 +16,12 @@ use crate::packed::Packed;
 /// A dense matrix of rows x columns, read in place.
 ///
 /// Args:
-///     data: uint8 [bytes], contiguous: the values, row by row; it is kept and not copied.
+///     data: uint8 [bytes], contiguous: the values, row by row; it is referenced and not copied.
 ///     dtype: "float32" or "bfloat16".
 ///     rows, columns: the shape.
 ///
 /// Raises:
-///     ValueError: there is no such dtype, or the size is another one.
+///     ValueError: the dtype is unknown, or the size does not match.
 #[pyclass(frozen, module = "moepack._core")]
 pub struct DenseMatrix {
     data: Py<PyArray1<u8>>,
@@ -43,7 +42,11 @@ impl DenseMatrix {
         let kind = match dtype {
             "float32" => Kind::F32,
             "bfloat16" => Kind::Bf16,
-            _ => return invalid(format!("no dtype of matrices: {dtype:?}")),
+            _ => {
+                return invalid(format!(
+                    "dtype must be \"float32\" or \"bfloat16\", not {dtype:?}"
+                ));
+            }
         };
         let borrowed = data.try_readonly()?;
         let bytes = contiguous(borrowed.as_slice(), "data")?;
@@ -56,10 +59,10 @@ impl DenseMatrix {
         })
     }
 
-    /// y = W x: float32 [tokens, rows].
+    /// Return y = W x, float32 [tokens, rows].
     ///
     /// Args:
-    ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous. Each token reads the matrix.
+    ///     x: float32, or bfloat16 as bits in uint16; [tokens, columns], C-contiguous. Each token reads the matrix.
     ///     isa: the instruction set, by default the active one.
     ///
     /// Raises ValueError if sizes do not match or the processor lacks the set.

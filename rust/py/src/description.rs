@@ -1,4 +1,5 @@
-//! A decoder as Python describes it: mappings that name tensors and settings, and the core's decoder of them.
+//! Python's description of a decoder, mappings that name tensors and settings, and its conversion to the core's
+//! decoder.
 
 use moepack_core::decoder::{
     Attention, Block, Decoder as Core, Delta, Experts, FeedForward, Groups, Latent, Linear, Mixer, Norm,
@@ -13,7 +14,7 @@ use pyo3::prelude::*;
 
 use crate::held::{Matrix, Vector, values};
 
-/// All that a decoder is made of.
+/// The parts of a decoder.
 pub struct Description {
     pub layers: Vec<LayerOf>,
     pub rotary: RotaryOf,
@@ -95,7 +96,7 @@ struct ExpertsOf {
     down: Matrix,
     /// alpha and limit of a clamped gate.
     clamped: Option<(f32, f32)>,
-    /// Biases of gate and up in turns, and of down.
+    /// The biases of gate and up, interleaved, and of down.
     biases: Option<(Vector, Vector)>,
 }
 
@@ -106,14 +107,14 @@ struct RouterOf {
     bias: Option<Vector>,
     sigmoid: bool,
     correction: Option<Vector>,
-    /// How many groups, how many are kept, and how many scores of a group are summed.
+    /// The number of groups, of groups kept, and of scores in a group's sum.
     groups: Option<(usize, usize, usize)>,
     top_k: usize,
     normalized: bool,
     scale: f32,
 }
 
-/// A layer, as `Decoder` describes it.
+/// A layer in the form that `Decoder` documents.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub struct LayerOf {
@@ -125,7 +126,7 @@ pub struct LayerOf {
     shared: Option<(ExpertsOf, Option<Matrix>)>,
 }
 
-/// What reads a description: the interpreter, whose objects it names, and the instruction set of products.
+/// Reads a description, with the interpreter that owns its objects and the instruction set of products.
 #[derive(Clone, Copy)]
 struct Reader<'a> {
     py: Python<'a>,
@@ -133,10 +134,10 @@ struct Reader<'a> {
 }
 
 impl Description {
-    /// The core's decoder.
+    /// Builds the core's decoder.
     ///
     /// # Errors
-    /// TypeError and ValueError for tensors, arrays and settings that are not what they should be.
+    /// TypeError and ValueError for invalid tensors, arrays and settings.
     pub fn decoder<'a>(&'a self, py: Python<'a>, isa: Isa) -> PyResult<Core<'a>> {
         let reader = Reader { py, isa };
         Ok(Core {
@@ -282,7 +283,11 @@ impl<'a> Reader<'a> {
                 "halves" => Order::Halves,
                 "pairs" => Order::Pairs,
                 "pairs to halves" => Order::PairsToHalves,
-                other => return Err(PyValueError::new_err(format!("no order of pairs: {other:?}"))),
+                other => {
+                    return Err(PyValueError::new_err(format!(
+                        "unknown order of pairs: {other:?}"
+                    )));
+                }
             },
         })
     }

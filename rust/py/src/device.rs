@@ -1,4 +1,4 @@
-//! Layouts of packed tensors for GPUs.
+//! GPU layouts of packed tensors.
 
 use moepack_core::formats::coded::{Coded, device};
 use moepack_core::{pool, simd};
@@ -10,7 +10,7 @@ use crate::error::detached;
 
 type Array<'py, T> = Bound<'py, PyArray1<T>>;
 
-/// The layout for GPUs of a coded tensor.
+/// Return the GPU layout of a coded tensor.
 #[pyfunction]
 #[pyo3(signature = (data, segment_chunks=None))]
 pub fn coded_to_device<'py>(
@@ -27,7 +27,7 @@ pub fn coded_to_device<'py>(
     Ok(made.into_pyarray(py))
 }
 
-/// The layout for GPUs of a coded tensor but its records, and where each stream starts.
+/// Return the GPU layout of a coded tensor without records, and the start of each stream.
 #[pyfunction]
 pub fn coded_frame<'py>(
     py: Python<'py>,
@@ -40,7 +40,7 @@ pub fn coded_frame<'py>(
     Ok((frame.bytes.into_pyarray(py), frame.streams.into_pyarray(py)))
 }
 
-/// A coded tensor with symbols of one weight.
+/// Return a coded tensor with symbols of one weight.
 #[pyfunction]
 pub fn coded_without_pairs<'py>(
     py: Python<'py>,
@@ -55,7 +55,7 @@ pub fn coded_without_pairs<'py>(
     Ok(single.into_pyarray(py))
 }
 
-/// Undoes `coded_to_device`.
+/// Undo `coded_to_device`.
 #[pyfunction]
 pub fn coded_from_device<'py>(py: Python<'py>, data: PyReadonlyArray1<'py, u8>) -> PyResult<Array<'py, u8>> {
     let data = values(&data, "data")?;

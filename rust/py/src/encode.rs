@@ -1,4 +1,4 @@
-//! Packing: codes and parameters that a solver found become the bytes of a packed tensor, uint8 [bytes].
+//! Packing: functions that convert codes and parameters to the bytes of a packed tensor, uint8 [bytes].
 
 use moepack_core::formats::compensated::chunk::Width;
 use moepack_core::formats::compensated::{self, Factor};
@@ -17,7 +17,7 @@ use crate::error::{invalid, raise};
 
 type Bytes<'py> = PyResult<Bound<'py, PyArray1<u8>>>;
 
-/// What `work` packs without the interpreter lock.
+/// Runs `work` without the interpreter lock and returns the packed bytes.
 fn packed(py: Python<'_>, work: impl FnOnce() -> Result<Vec<u8>> + Send) -> Bytes<'_> {
     Ok(py.detach(work).map_err(raise)?.into_pyarray(py))
 }
@@ -32,7 +32,7 @@ fn shape<T: numpy::Element>(codes: &PyReadonlyArray3<'_, T>, ndim: u8) -> Shape 
     }
 }
 
-/// Encodes ternary codes.
+/// Encode ternary codes.
 #[pyfunction]
 #[pyo3(signature = (codes, levels, *, ndim, code="fsv8"))]
 pub fn encode_ternary<'py>(
@@ -63,7 +63,7 @@ pub fn encode_ternary<'py>(
     })
 }
 
-/// Packs group-wise codes.
+/// Pack group-wise codes.
 #[pyfunction]
 #[pyo3(signature = (codes, scales, offsets, *, bits, group_size, ndim, dtype="float16"))]
 #[allow(clippy::too_many_arguments)] // Python's signature
@@ -94,7 +94,7 @@ pub fn encode_groupwise<'py>(
     })
 }
 
-/// Packs codes and codebooks. A weight is `scale * centroid[code]`.
+/// Pack codes and codebooks. A weight is `scale * centroid[code]`.
 #[pyfunction]
 #[pyo3(signature = (codes, centroids, scales, *, bits, block, ndim, activation_bits=0, hadamard=1))]
 #[allow(clippy::too_many_arguments)] // Python's signature
@@ -113,7 +113,7 @@ pub fn encode_codebook<'py>(
     if given[0][..2] != given[1][..2] || given[1][..3] != *given[2] {
         let [codes, centroids, scales] = given;
         return invalid(format!(
-            "centroids {centroids:?} and scales {scales:?} do not belong to codes {codes:?}"
+            "centroids {centroids:?} and scales {scales:?} do not match codes {codes:?}"
         ));
     }
     let content = codebook::Content {
@@ -140,7 +140,8 @@ pub enum Integers<'py> {
     Words(PyReadonlyArray3<'py, i32>),
 }
 
-/// Rows of a stream, low bits, whether codes are dependent, and the share of bits that pairs may take more.
+/// The rows of a stream, low bits, whether codes are dependent, and the share of bits by which pairs may increase the
+/// size.
 type Form = (Option<usize>, usize, bool, Option<f64>);
 
 /// Scales of rows and of columns.
@@ -149,8 +150,8 @@ type GivenScales<'a, 'py> = (
     &'a Option<PyReadonlyArray2<'py, f32>>,
 );
 
-/// Entropy codes integers.
-#[allow(clippy::too_many_arguments)] // Python's are named.
+/// Entropy code integers.
+#[allow(clippy::too_many_arguments)] // the arguments are keywords in Python
 #[pyfunction]
 #[pyo3(signature = (codes, scales, *, ndim, columns=None, stream_rows=None, low_bits=0, dependent=false, pairs=None))]
 pub fn encode_coded<'py>(
@@ -225,7 +226,7 @@ fn encode_integers<'py, T: coded::Code + numpy::Element>(
     })
 }
 
-/// The codes of a coded tensor.
+/// Return the codes of a coded tensor.
 #[pyfunction]
 pub fn decode_coded<'py>(
     py: Python<'py>,
@@ -260,7 +261,7 @@ pub enum Records<'py> {
     Bf16(PyReadonlyArray3<'py, u16>),
 }
 
-/// Packs gate rows and down columns by channels.
+/// Pack gate rows and down columns by channels.
 #[pyfunction]
 #[pyo3(signature = (records, thresholds, *, bits))]
 pub fn encode_channels<'py>(
@@ -310,7 +311,7 @@ impl Rows<'_> {
     }
 }
 
-/// Adds low-rank compensators to a packed group-wise tensor: W = Wq + U V.
+/// Add low-rank compensators to a packed group-wise tensor: W = Wq + U V.
 #[pyfunction]
 #[pyo3(signature = (base, ranks, right, left, *, bits))]
 pub fn encode_compensated<'py>(
@@ -329,7 +330,7 @@ pub fn encode_compensated<'py>(
     packed(py, || compensated::encode(base, &ranks, right, left, width))
 }
 
-/// Packs 3-bit codes, 32 of them in three words.
+/// Pack 3-bit codes, 32 of them in three words.
 ///
 /// Args:
 ///     codes: uint8 [n], C-contiguous, 0 to 7; n is a multiple of 32.
@@ -351,10 +352,10 @@ pub fn pack_int3<'py>(
         .into_pyarray(py))
 }
 
-/// Undoes `pack_int3`: uint32 [n], C-contiguous, to uint8 [32 * n / 3].
+/// Undo `pack_int3`: uint32 [n], C-contiguous, to uint8 [32 * n / 3].
 ///
 /// Raises:
-///     ValueError: n is no multiple of 3.
+///     ValueError: n is not a multiple of 3.
 #[pyfunction]
 pub fn unpack_int3<'py>(py: Python<'py>, words: PyReadonlyArray1<'py, u32>) -> Bytes<'py> {
     let words = values(&words, "words")?;

@@ -1,4 +1,4 @@
-//! The core's errors as Python exceptions.
+//! Conversion of the core's errors to Python exceptions.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -17,10 +17,10 @@ pyo3::create_exception!(
     moepack._core,
     UnknownFormatError,
     CorruptionError,
-    "Bytes begin with the magic of no packed format."
+    "Bytes do not begin with the magic of a known packed format."
 );
 
-/// Converts an error of the core: the caller's fault is a `ValueError`, the bytes' fault a `CorruptionError`.
+/// Converts an error of the core: invalid arguments become a `ValueError`, invalid bytes a `CorruptionError`.
 pub fn raise(error: Error) -> PyErr {
     match error {
         Error::InvalidArgument(message) => PyValueError::new_err(message),
@@ -29,21 +29,21 @@ pub fn raise(error: Error) -> PyErr {
     }
 }
 
-/// A `ValueError`.
+/// Creates a `ValueError`.
 pub fn invalid<T>(message: impl Into<String>) -> PyResult<T> {
     Err(PyValueError::new_err(message.into()))
 }
 
 /// Runs `work`, which reads packed bytes, without the interpreter lock.
 ///
-/// Readers trust what was checked when the bytes were opened. If they are changed afterwards (a mapped file that somebody
-/// writes to), readers stop by a panic instead of leaving the bytes: that is a `CorruptionError` as well. What `work`
-/// was writing is given up with the error.
+/// Readers rely on the checks made when the bytes were opened. If the bytes change afterwards (a mapped file that is
+/// written to), readers panic instead of reading out of bounds, and the panic becomes a `CorruptionError`. The output
+/// of `work` is discarded with the error.
 pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
     match py.detach(|| catch_unwind(AssertUnwindSafe(work))) {
         Ok(done) => done.map_err(raise),
         Err(_) => Err(CorruptionError::new_err(
-            "the bytes are no longer those that were opened: somebody has written to them",
+            "the bytes have changed since they were opened",
         )),
     }
 }

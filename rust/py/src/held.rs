@@ -1,5 +1,5 @@
-//! A decoder of the core over Python's arrays, kept for as long as they are: views and projections are made once a
-//! model and not once a token.
+//! A decoder of the core over Python's arrays. It is kept as long as the arrays, so that views and projections are
+//! created once per model instead of once per token.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::layer::packed;
 #[derive(FromPyObject)]
 pub struct Matrix(Py<PyAny>, Option<String>);
 
-/// Values that are read in place: float32, or bfloat16 as its bits.
+/// Values read in place: float32, or bfloat16 as bits.
 pub enum Vector {
     F32(Py<PyArray1<f32>>),
     Bf16(Py<PyArray1<u16>>),
@@ -43,7 +43,7 @@ impl Matrix {
     /// The tensor with an instruction set, read in place.
     ///
     /// # Errors
-    /// TypeError for an object that is no tensor, ValueError for an array that is not contiguous or a mode that is not.
+    /// TypeError if the object is not a tensor, ValueError if an array is not contiguous or the mode does not exist.
     pub fn weights<'a>(&'a self, py: Python<'a>, isa: Isa) -> PyResult<Weights<'a>> {
         let tensor = packed(self.0.bind(py))?;
         let data = values(py, tensor.array())?;
@@ -55,7 +55,7 @@ impl Vector {
     /// The values, read in place.
     ///
     /// # Errors
-    /// ValueError for an array that is not contiguous.
+    /// ValueError if the array is not contiguous.
     pub fn values<'a>(&'a self, py: Python<'a>) -> PyResult<Activations<'a>> {
         Ok(match self {
             Vector::F32(array) => Activations::F32(values(py, array)?),
@@ -64,29 +64,30 @@ impl Vector {
     }
 }
 
-/// A decoder, and the description whose tensors and arrays it reads.
+/// A decoder, and the description that owns its tensors and arrays.
 pub struct Held<D> {
-    // Dropped before what it reads.
+    // Dropped before the data that it reads.
     decoder: Decoder<'static>,
     _description: Arc<D>,
 }
 
 impl<D> Held<D> {
-    /// The decoder that `build` makes of a description.
+    /// Creates a decoder from a description by `build`.
     ///
     /// # Errors
-    /// What `build` gives.
+    /// The errors of `build`.
     pub fn new(
         py: Python<'_>,
         description: &Arc<D>,
         build: impl for<'a> FnOnce(Python<'a>, &'a D) -> PyResult<Decoder<'a>>,
     ) -> PyResult<Held<D>> {
         let decoder = build(py, description)?;
-        // SAFETY: only the lifetime changes. `build` knows nothing of it, so that the decoder borrows from the
-        // description and from what its objects hold alone. The description is shared and never changed, does not move,
-        // and is kept here, where it is dropped after the decoder; its references keep tensors and arrays, which do not
-        // move either: a tensor is a frozen class in Python's heap, and NumPy does not move the values of an array that
-        // others refer to. `Held` gives the decoder away by reference only, with the lifetime of that reference.
+        // SAFETY: only the lifetime changes. `build` does not know it, so the decoder only borrows from the
+        // description and from data that its objects hold. The description is shared, never changes and does not
+        // move. It is kept here and dropped after the decoder; its references keep tensors and arrays alive, which do
+        // not move either: a tensor is a frozen class in Python's heap, and NumPy does not move the values of an
+        // array with other references. `Held` only returns references to the decoder, with the lifetime of the
+        // reference to itself.
         let decoder = unsafe { std::mem::transmute::<Decoder<'_>, Decoder<'static>>(decoder) };
         Ok(Held {
             decoder,
@@ -100,12 +101,12 @@ impl<D> Held<D> {
     }
 }
 
-/// The values of an array that is kept, for as long as the reference to it.
+/// The values of a kept array, with the lifetime of the reference to it.
 pub fn values<'a, T: numpy::Element>(py: Python<'a>, array: &'a Py<PyArray1<T>>) -> PyResult<&'a [T]> {
     let array = array.bind(py);
     contiguous(array.try_readonly()?.as_slice().map(|_| ()), "data")?;
-    // SAFETY: the array is contiguous and aligned, as was just found; the reference keeps it, and this module's classes
-    // ask their users not to change what tensors hold.
+    // SAFETY: the array is contiguous and aligned, as was just checked; the reference keeps it alive, and this
+    // module's classes require that users do not change the contents of tensors.
     let values: &[T] = unsafe { contiguous(array.as_slice(), "data")? };
     Ok(values)
 }

@@ -1,4 +1,4 @@
-//! A layer of gated experts, whatever format each of its projections is in.
+//! A layer of gated experts with projections of any format.
 
 use moepack_core::formats::channels::View;
 use moepack_core::gemm::layer::{Layer, Routing};
@@ -15,7 +15,7 @@ pub use crate::packed::Packed;
 use crate::streaming::Channels;
 use crate::tensor::PackedTensor;
 
-/// The tensor that an object is: a `PackedTensor` or a `DenseMatrix`.
+/// Converts an object to a tensor: a `PackedTensor` or a `DenseMatrix`.
 pub fn packed<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn Packed> {
     if let Ok(tensor) = object.cast::<PackedTensor>() {
         return Ok(tensor.get());
@@ -24,23 +24,25 @@ pub fn packed<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a dyn Packed> {
         return Ok(matrix.get());
     }
     let kind = object.get_type();
-    Err(PyTypeError::new_err(format!("{kind} takes no part in layers")))
+    Err(PyTypeError::new_err(format!(
+        "{kind} is not a tensor that layers can use"
+    )))
 }
 
-/// A layer of gated experts in one call: for each token the sum over its experts of
-/// weight * down(silu(gate x) * up x), float32 [tokens, columns].
+/// Compute a layer of gated experts in one call: for each token the sum over its experts of weight * down(silu(gate
+/// x) * up x), float32 [tokens, columns].
 ///
 /// Args:
 ///     gate, up: packed tensors of experts x hidden x columns, of any format.
 ///     down: experts x columns x hidden.
 ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
-///     experts: int64 [tokens, top_k], C-contiguous; a number that is no expert's is skipped.
+///     experts: int64 [tokens, top_k], C-contiguous; numbers that are not valid experts are skipped.
 ///     weights: float32 [tokens, top_k], C-contiguous.
-///     modes: those of gate, up and down, as their `matmul_grouped` take them; None is the format's default.
+///     modes: the modes of gate, up and down, as in `matmul_grouped`; None is the format's default.
 ///     isa: the instruction set, by default the active one.
 ///
 /// Raises:
-///     TypeError: a projection is no packed tensor.
+///     TypeError: a projection is not a packed tensor.
 ///     ValueError: sizes do not match, a format has no such mode, or the processor lacks the set.
 #[pyfunction]
 #[pyo3(signature = (gate, up, down, x, experts, weights, modes=[None, None, None], isa=None))]
@@ -74,20 +76,20 @@ pub fn gated_experts<'py>(
     })
 }
 
-/// A layer of experts of which each token computes some channels, in one call: for each token the sum over its experts and
-/// their channels c with |u_c| >= threshold of weight * silu(gate_c x) * u_c * down_c, where u = up x.
+/// Compute a layer of experts whose channels are selected by thresholds, in one call: for each token the sum over its
+/// experts and their channels c with |u_c| >= threshold of weight * silu(gate_c x) * u_c * down_c, where u = up x.
 ///
 /// Args:
 ///     up: packed tensor of experts x hidden x columns, of any format.
 ///     channels: packed channels of experts x hidden x 2 columns.
 ///     x, experts, weights, isa: as for `gated_experts`.
-///     mode: that of the up projection.
+///     mode: the mode of the up projection.
 ///
 /// Returns:
-///     The sums, float32 [tokens, columns], and how many channels were computed, over all tokens and their experts.
+///     The sums, float32 [tokens, columns], and the number of computed channels, over all tokens and their experts.
 ///
 /// Raises:
-///     CorruptionError: `channels` is another format's.
+///     CorruptionError: `channels` has another format.
 ///     ValueError: sizes do not match, a format has no such mode, or the processor lacks the set.
 #[pyfunction]
 #[pyo3(signature = (up, channels, x, experts, weights, mode=None, isa=None))]
@@ -122,15 +124,15 @@ pub fn sparse_experts<'py>(
     Ok((y, computed))
 }
 
-/// A layer of experts of which each token computes some channels, by outputs of the up projection that the caller has: for
-/// each token the sum over its experts and their channels c with u_c not zero of weight * silu(gate_c x) * u_c * down_c.
+/// Compute a layer of experts whose channels are selected by given outputs of the up projection: for each token the
+/// sum over its experts and their channels c with u_c not zero of weight * silu(gate_c x) * u_c * down_c.
 ///
 /// Args:
-///     channels: packed or streamed; of the latter what is wanted must be there.
+///     channels: packed or streamed; the selected records of streamed channels must be in memory.
 ///     x, experts, weights, isa: as for `sparse_experts`.
-///     ups: u, float32 [tokens, top_k, hidden], C-contiguous; zero where a channel is skipped.
+///     ups: u, float32 [tokens, top_k, hidden], C-contiguous; zero for skipped channels.
 ///
-/// Returns and raises: as `sparse_experts`; ValueError, too, where a record is not there.
+/// Returns and raises: as `sparse_experts`; also ValueError if a record is not in memory.
 #[pyfunction]
 #[pyo3(signature = (channels, x, experts, weights, ups, isa=None))]
 pub fn sparse_channels<'py>(
@@ -157,14 +159,15 @@ pub fn sparse_channels<'py>(
     Ok((y, computed))
 }
 
-/// What records add to coarse copies of a layer, where they hold the differences of finer gates and down projections.
+/// Compute the contributions of records to coarse copies of a layer; records hold the differences of finer gates and
+/// down projections.
 ///
 /// Args:
 ///     channels, x, experts, weights, ups, isa: as for `sparse_channels`.
 ///     gates: g, float32 [tokens, top_k, hidden], the outputs of the coarse gates.
-///     inner: float32 [tokens, top_k, hidden], C-contiguous; where u_c is not zero it becomes h_c = silu(g_c + gate_c x) * u_c.
+///     inner: float32 [tokens, top_k, hidden], C-contiguous; if u_c is not zero it becomes h_c = silu(g_c + gate_c x) * u_c.
 ///
-/// Returns: for each token the sum over its experts and those channels of weight * h_c * down_c, and how many they were.
+/// Returns: for each token the sum over its experts and those channels of weight * h_c * down_c, and their number.
 ///
 /// Raises: as `sparse_experts`.
 #[pyfunction]

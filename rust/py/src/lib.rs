@@ -1,5 +1,5 @@
-//! `moepack._core`: converts Python's arguments, releases the interpreter lock, calls the core. No logic lives here.
-//! Arguments, shapes, dtypes and errors of each function are said once, in python/moepack/_core.pyi.
+//! `moepack._core`: converts Python's arguments, releases the interpreter lock and calls the core. It contains no
+//! logic. python/moepack/_core.pyi documents the arguments, shapes, dtypes and errors of each function.
 
 mod arrays;
 mod decoder;

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::error::raise;
 
-/// Sets the number of threads of all later calls, 1 to 1024. Other libraries' threads are not touched.
+/// Set the number of threads for all later calls, 1 to 1024. Threads of other libraries are not affected.
 ///
 /// Raises ValueError for any other number.
 #[pyfunction]
@@ -16,21 +16,22 @@ pub fn set_threads(threads: usize) -> PyResult<()> {
     pool::set_threads(threads).map_err(raise)
 }
 
-/// The number of threads that calls use.
+/// Return the number of threads that calls use.
 #[pyfunction]
 pub fn threads() -> PyResult<usize> {
     Ok(pool::current().map_err(raise)?.current_num_threads())
 }
 
-/// The instruction set in use: the one that MOEPACK_ISA forces, otherwise the best that the processor runs.
+/// Return the instruction set in use: the one forced by MOEPACK_ISA, otherwise the best one that the processor
+/// supports.
 ///
-/// Raises ValueError if the forced set is unknown or the processor does not run it.
+/// Raises ValueError if the forced set is unknown or not supported.
 #[pyfunction]
 pub fn isa() -> PyResult<&'static str> {
     simd::active().map(simd::Isa::name).map_err(raise)
 }
 
-/// The instruction sets that the processor runs, the most general first.
+/// Return the instruction sets that the processor supports, the most general first.
 #[pyfunction]
 pub fn available_isas() -> Vec<&'static str> {
     simd::Isa::ALL
@@ -40,7 +41,7 @@ pub fn available_isas() -> Vec<&'static str> {
         .collect()
 }
 
-/// The kernel that matrix products of every packed format run on this machine, by the format's name.
+/// Return the matrix product kernel of every packed format on this machine, by the format's name.
 ///
 /// Raises ValueError as `isa`.
 #[pyfunction]

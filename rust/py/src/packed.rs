@@ -1,4 +1,4 @@
-//! What takes part in products: packed tensors and dense matrices.
+//! The operands of products: packed tensors and dense matrices.
 
 use moepack_core::Result;
 use moepack_core::gemm::layer::Projection;
@@ -6,12 +6,12 @@ use moepack_core::simd::Isa;
 use numpy::PyArray1;
 use pyo3::Py;
 
-/// A tensor, packed or dense, that takes part in layers.
+/// A tensor, packed or dense, that can be an operand of layers.
 pub trait Packed: Sync {
     /// Its bytes.
     fn array(&self) -> &Py<PyArray1<u8>>;
 
-    /// The tensor, of `data`, with the mode of a name (by default the format's own) and an instruction set.
+    /// The tensor over `data`, with a named mode (by default the format's own) and an instruction set.
     fn projection<'a>(
         &'a self,
         data: &'a [u8],

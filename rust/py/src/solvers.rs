@@ -1,4 +1,4 @@
-//! Solvers that are written in Rust: clustering, refinement of codebooks, least-squares grids.
+//! Solvers written in Rust: clustering, refinement of codebooks, least-squares grids.
 
 use moepack_core::simd::Isa;
 use moepack_core::solvers::{clustering, fitting, kmeans as clusters_of_rows, priced, trellis};
@@ -19,7 +19,7 @@ type Counts<'py> = PyResult<Vec<(usize, Bound<'py, PyArray1<u64>>)>>;
 type Codes<'py> = Bound<'py, PyArray2<u8>>;
 type Sums<'py> = Bound<'py, PyArray1<f64>>;
 
-/// Clusters the values of each row so that the weighted sum of squared errors is least.
+/// Cluster the values of each row with the lowest weighted sum of squared errors.
 #[pyfunction]
 #[pyo3(signature = (values, clusters, weights=None))]
 pub fn kmeans<'py>(
@@ -54,7 +54,7 @@ pub fn kmeans<'py>(
     Ok(found)
 }
 
-/// Refines codes and centroids of rows on their output error (q - t) H (q - t)^T.
+/// Refine codes and centroids of rows on their output error (q - t) H (q - t)^T.
 #[pyfunction]
 #[pyo3(signature = (targets, hessians, codes, centroids, *, block, steps, factors=None, points=None))]
 #[allow(clippy::too_many_arguments)] // Python's signature
@@ -78,7 +78,7 @@ pub fn refine_codebooks<'py>(
     let assignment = match (optional(&factors, "factors")?, optional(&points, "points")?) {
         (factors, None) => clustering::Assignment::Coordinate(factors.unwrap_or_default()),
         (None, Some(points)) => clustering::Assignment::Diagonal(points),
-        _ => return invalid("either factors or points"),
+        _ => return invalid("pass either factors or points, not both"),
     };
     let problem = clustering::Problem {
         targets: values(&targets, "targets")?,
@@ -110,7 +110,7 @@ pub fn refine_codebooks<'py>(
     ))
 }
 
-/// Finds codes, scales and offsets of least squared error: `scale * code + offset` for each row and group of columns.
+/// Find codes, scales and offsets of least squared error: `scale * code + offset` for each row and group of columns.
 #[pyfunction]
 #[pyo3(signature = (weights, bits, group_size, *, symmetric=false, dtype="float16", iterations=8, start=None, compensation=None, isa=None))]
 #[allow(clippy::too_many_arguments)] // Python's signature
@@ -170,7 +170,7 @@ pub fn fit_groups<'py>(
     Ok(found)
 }
 
-/// Integers of any width that are written.
+/// Output integers of any width.
 #[derive(FromPyObject)]
 pub enum Places<'py> {
     #[pyo3(transparent)]
@@ -181,7 +181,7 @@ pub enum Places<'py> {
     Words(PyReadwriteArray2<'py, i32>),
 }
 
-/// Rounds weights to integers with the length of their code in mind.
+/// Round weights to integers, with the lengths of their codes taken into account.
 #[pyfunction]
 #[pyo3(signature = (weights, lengths, out, *, step, price, width=1.0, dependent=false))]
 #[allow(clippy::too_many_arguments)] // Python's signature
@@ -224,7 +224,7 @@ fn rounded<T: priced::Integer>(
         .map_err(raise)
 }
 
-/// Counts weights by their root mean squares' class and where they lie in it.
+/// Count weights by the class of their root mean square and by value.
 #[pyfunction]
 #[pyo3(signature = (values, *, classes, bins, reach))]
 pub fn count_values<'py>(
@@ -239,7 +239,7 @@ pub fn count_values<'py>(
     })
 }
 
-/// Counts the integers that weights were rounded to by the weights' class.
+/// Count the integers of rounded weights by the weights' class.
 #[pyfunction]
 #[pyo3(signature = (values, integers, *, classes, largest))]
 pub fn count_integers<'py>(
@@ -292,7 +292,7 @@ fn counted<'py>(
         .collect())
 }
 
-/// Finds dependent codes whose errors are compensated.
+/// Find dependent codes with error compensation.
 #[pyfunction]
 #[pyo3(signature = (weights, upper, pivots, prices, lengths, runs, *, step))]
 #[allow(clippy::too_many_arguments)] // Python's signature

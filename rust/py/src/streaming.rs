@@ -1,4 +1,4 @@
-//! Records of channels that come from a file and go again.
+//! Channel records that are loaded from a file on demand.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::arrays::{counts, filled, values};
 use crate::error::{detached, raise};
 use crate::tensor::PackedTensor;
 
-/// Memory of records, which the tensors of a model share: what one gives up another takes.
+/// Memory for records, shared by the tensors of a model: memory of dropped records is reused.
 #[pyclass(frozen, module = "moepack._core")]
 pub struct RecordMemory(Arc<Slots>);
 
@@ -26,14 +26,14 @@ impl RecordMemory {
     }
 }
 
-/// Packed channels whose records come from a file and go again.
+/// Packed channels whose records are loaded from a file on demand.
 ///
 /// Args:
-///     memory: where records lie while they are there.
-///     head: uint8, contiguous: everything before the first record.
+///     memory: the memory for loaded records.
+///     head: uint8, contiguous: the bytes before the first record.
 ///     file: the file.
-///     start: the tensor's first byte in it.
-///     direct: read past the page cache; the file system must take such reads.
+///     start: the offset of the tensor in the file.
+///     direct: bypass the page cache; the file system must support it.
 ///
 /// Raises:
 ///     CorruptionError: `head` contradicts the format.
@@ -62,7 +62,7 @@ impl StreamedChannels {
         found.map(StreamedChannels).map_err(failed)
     }
 
-    /// The format with what matters most of its specification: "channels-8bit".
+    /// The format with the main part of its specification: "channels-8bit".
     #[getter]
     fn format(&self) -> String {
         format!("channels-{}bit", self.0.layout().width().bits())
@@ -75,19 +75,19 @@ impl StreamedChannels {
         (shape.experts, shape.rows, shape.columns)
     }
 
-    /// Bytes of a record.
+    /// The bytes of a record.
     #[getter]
     fn record_bytes(&self) -> usize {
         self.0.layout().record_bytes()
     }
 
-    /// Bytes of the buffer of each thread that reads.
+    /// The bytes of the buffer of each reading thread.
     #[getter]
     fn buffer_bytes(&self) -> usize {
         self.0.buffer_bytes()
     }
 
-    /// The experts' thresholds, float32 [experts].
+    /// Return the experts' thresholds, float32 [experts].
     fn thresholds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<f32>>> {
         filled(py, [self.shape().0], |out: &mut [f32]| {
             let write = |view: View| {
@@ -100,19 +100,19 @@ impl StreamedChannels {
         })
     }
 
-    /// Reads records.
+    /// Load records.
     ///
     /// Args:
-    ///     records: int64, ascending: their numbers over all experts.
-    ///     threads: how many read at a time, at most.
+    ///     records: int64, ascending: their numbers, counted over all experts.
+    ///     threads: the maximum number of reading threads.
     ///
     /// Returns:
-    ///     How many reads it took, and their bytes.
+    ///     The number of reads, and their bytes.
     ///
     /// Raises:
-    ///     EOFError: the file ends before; its argument is the byte.
+    ///     EOFError: the file ends early; the argument is the byte where it ends.
     ///     OSError: the drive reports an error.
-    ///     ValueError: there are no such records.
+    ///     ValueError: a record does not exist.
     fn read(
         &self,
         py: Python<'_>,
@@ -124,7 +124,7 @@ impl StreamedChannels {
         Ok((count.reads, count.bytes))
     }
 
-    /// Lets records go, int64, ascending; those that are not there are none.
+    /// Drop records, int64, ascending; records that are not loaded are ignored.
     fn drop(&self, py: Python<'_>, records: PyReadonlyArray1<'_, i64>) -> PyResult<()> {
         let numbers = counts(&records, "records")?;
         detached(py, || self.0.drop(&numbers))
@@ -145,17 +145,17 @@ fn failed(failure: Failure) -> PyErr {
 
 /// Channels that take part in products.
 pub enum Channels<'a, 'py> {
-    /// A packed tensor, all of whose bytes are there.
+    /// A packed tensor, completely in memory.
     Packed(PyReadonlyArray1<'py, u8>),
-    /// A tensor whose records come and go.
+    /// A tensor whose records are loaded on demand.
     Streamed(&'a StreamedChannels),
 }
 
 impl<'a, 'py> Channels<'a, 'py> {
-    /// The channels that an object is.
+    /// Converts an object to channels.
     ///
     /// # Errors
-    /// TypeError: it is no `PackedTensor` or `StreamedChannels`.
+    /// TypeError if it is neither a `PackedTensor` nor a `StreamedChannels`.
     pub fn of(object: &'a Bound<'py, PyAny>) -> PyResult<Channels<'a, 'py>> {
         if let Ok(tensor) = object.cast::<PackedTensor>() {
             return Ok(Channels::Packed(tensor.get().bytes(object.py())?));
@@ -169,10 +169,10 @@ impl<'a, 'py> Channels<'a, 'py> {
         }
     }
 
-    /// What of it is read in place.
+    /// The part that is read in place.
     ///
     /// # Errors
-    /// ValueError: the bytes are not contiguous.
+    /// ValueError if the bytes are not contiguous.
     pub fn source(&self) -> PyResult<Source<'_>> {
         Ok(match self {
             Channels::Packed(data) => Source::Packed(values(data, "data")?),
@@ -185,7 +185,7 @@ impl<'a, 'py> Channels<'a, 'py> {
 pub enum Source<'a> {
     /// The bytes of a whole tensor.
     Packed(&'a [u8]),
-    /// The tensor of which some records are there.
+    /// A tensor with some records loaded.
     Streamed(&'a Records),
 }
 
@@ -193,7 +193,7 @@ impl Source<'_> {
     /// Calls `work` with the tensor.
     ///
     /// # Errors
-    /// [`moepack_core::Error::Corruption`]: the bytes are of another format; what `work` gives.
+    /// [`moepack_core::Error::Corruption`] if the bytes have another format; errors of `work`.
     pub fn view<T>(&self, work: impl FnOnce(View<'_>) -> Result<T>) -> Result<T> {
         match self {
             Source::Packed(data) => work(View::parse(data)?),

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use crate::error::invalid;
 
-/// The decoding table of an FSV8 dictionary, or of dict16.
+/// Return the decoding table of an FSV8 dictionary, or of dict16.
 #[pyfunction]
 #[pyo3(signature = (dictionary=None))]
 pub fn ternary_table(

@@ -17,12 +17,12 @@ use crate::packed::Packed;
 /// A packed tensor of experts x rows x columns, of any format, opened by its first eight bytes and read in place.
 ///
 /// Args:
-///     data: uint8 [bytes], contiguous, exactly one packed tensor; it is kept and not copied, and may be a read-only
-///         memory map. It must not change afterwards.
+///     data: uint8 [bytes], contiguous, exactly one packed tensor; it is referenced and not copied, and may be a
+///         read-only memory map. It must not change afterwards.
 ///
 /// Raises:
-///     CorruptionError: header, offsets and size contradict the format. Codes are checked where they are used.
-///     UnknownFormatError: no format begins with these bytes.
+///     CorruptionError: the header, offsets or size contradict the format. Codes are checked on use.
+///     UnknownFormatError: the bytes do not begin with the magic of a known format.
 #[pyclass(frozen, weakref, module = "moepack._core")]
 pub struct PackedTensor {
     data: Py<PyArray1<u8>>,
@@ -41,10 +41,10 @@ impl PackedTensor {
         detached(py, || work(&*self.tensor, data, &*pool::current()?))
     }
 
-    /// The bytes, for whoever keeps the tensor.
+    /// The bytes, for owners that keep the tensor.
     ///
     /// # Errors
-    /// BufferError: somebody writes to them.
+    /// BufferError if the array is being written to.
     pub fn bytes<'py>(&self, py: Python<'py>) -> PyResult<PyReadonlyArray1<'py, u8>> {
         Ok(self.data.bind(py).try_readonly()?)
     }
@@ -78,12 +78,12 @@ impl PackedTensor {
     }
 }
 
-/// The error of a name that is no type of values.
+/// The error for an unknown dtype of values.
 fn no_dtype<T>(dtype: &str) -> PyResult<T> {
     invalid(format!("dtype {dtype:?} is neither \"float32\" nor \"bfloat16\""))
 }
 
-/// The mode of a name, or the tensor's default.
+/// The mode with a name, or the tensor's default.
 fn chosen_mode(tensor: &dyn Tensor, name: Option<&str>) -> Result<Mode> {
     name.map_or_else(|| Ok(tensor.modes()[0]), Mode::from_name)
 }
@@ -101,13 +101,13 @@ impl PackedTensor {
         })
     }
 
-    /// The format as manifests name it: "groupwise".
+    /// The format's name in manifests: "groupwise".
     #[getter]
     fn kind(&self) -> &'static str {
         self.tensor.format().kind()
     }
 
-    /// The format with what matters most of its specification: "groupwise-4bit".
+    /// The format with the main part of its specification: "groupwise-4bit".
     #[getter]
     fn format(&self) -> String {
         self.tensor.name()
@@ -119,25 +119,25 @@ impl PackedTensor {
         self.dimensions().into()
     }
 
-    /// Axes of the tensor as its user sees it: 2 or 3.
+    /// The number of axes that the user sees: 2 or 3.
     #[getter]
     fn ndim(&self) -> u8 {
         self.tensor.shape().ndim
     }
 
-    /// The size of the packed tensor in bytes, everything counted.
+    /// The size of the packed tensor in bytes, everything included.
     #[getter]
     fn nbytes(&self) -> usize {
         self.tensor.bytes()
     }
 
-    /// The modes that products have, the default first.
+    /// The supported compute modes, the default first.
     #[getter]
     fn modes(&self) -> Vec<&'static str> {
         self.tensor.modes().iter().map(|mode| mode.name()).collect()
     }
 
-    /// What the format says of the tensor beside its shape: values that JSON has, by name, in a fixed order.
+    /// Return the tensor's specification besides its shape: JSON values by name, in a fixed order.
     fn details<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let details = PyDict::new(py);
         for (name, value) in self.tensor.details().iter() {
@@ -150,7 +150,7 @@ impl PackedTensor {
         Ok(details)
     }
 
-    /// Where the parts of the format lie: name -> (offset, bytes), in order, without the header.
+    /// Return the parts of the format: name -> (offset, bytes), in order, without the header.
     fn sections<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let sections = PyDict::new(py);
         for (name, place) in self.tensor.sections() {
@@ -159,8 +159,8 @@ impl PackedTensor {
         Ok(sections)
     }
 
-    /// Where the bytes of each expert's codes lie: int64 [experts, 2], the first and the one behind the last. Opening
-    /// the tensor and products with other experts do not read them.
+    /// Return the byte range of each expert's codes: int64 [experts, 2], start and end. Opening the tensor and
+    /// products with other experts do not read it.
     fn payloads<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let runs = self.reading(py, |tensor, data, _| tensor::payloads(tensor, data))?;
         let ends: Vec<i64> = runs
@@ -172,9 +172,9 @@ impl PackedTensor {
             .call_method1("reshape", ((runs.len(), 2),))
     }
 
-    /// The codes [experts, rows, columns]: int8 of ternary and coded tensors, uint8 of others.
+    /// Return the codes [experts, rows, columns]: int8 for ternary and coded tensors, uint8 for others.
     ///
-    /// Raises CorruptionError that says where, ValueError if a byte does not hold a code.
+    /// Raises CorruptionError that names the position, ValueError if a byte does not hold a code.
     fn decode<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let codes: Bound<'py, PyArray3<u8>> = filled(py, self.dimensions(), |out| {
             self.reading(py, |tensor, data, pool| tensor.decode(data, out, pool))
@@ -185,9 +185,9 @@ impl PackedTensor {
         }
     }
 
-    /// The values [experts, rows, columns]: float32, or bfloat16 (rounded to nearest even) as its bits in uint16.
+    /// Return the values [experts, rows, columns]: float32, or bfloat16 (rounded to nearest even) as bits in uint16.
     ///
-    /// Raises ValueError for another dtype, CorruptionError that says where.
+    /// Raises ValueError for another dtype, CorruptionError that names the position.
     #[pyo3(signature = (dtype="float32"))]
     fn dequantize<'py>(&self, py: Python<'py>, dtype: &str) -> PyResult<Bound<'py, PyAny>> {
         let shape = self.dimensions();
@@ -205,13 +205,13 @@ impl PackedTensor {
         }
     }
 
-    /// The values of some rows, [n, columns], without decoding the others: embeddings of tokens.
+    /// Return the values of some rows, [n, columns], without decoding the others, for embeddings of tokens.
     ///
     /// Args:
-    ///     rows: [n] int64, numbers among all experts' rows, in any order and more than once.
-    ///     dtype: "float32" or "bfloat16", whose bits come as uint16.
+    ///     rows: [n] int64, counted over all experts, in any order and with repetitions.
+    ///     dtype: "float32", or "bfloat16" as bits in uint16.
     ///
-    /// Raises ValueError: there is no such row, for another dtype, or where the format has no rows to look up.
+    /// Raises ValueError if a row does not exist, the dtype is unknown, or the format does not support it.
     #[pyo3(signature = (rows, dtype="float32"))]
     fn look_up<'py>(&self, rows: PyReadonlyArray1<'py, i64>, dtype: &str) -> PyResult<Bound<'py, PyAny>> {
         let py = rows.py();
@@ -232,16 +232,16 @@ impl PackedTensor {
         }
     }
 
-    /// The stored parameters of a name: float32, or int64 of ranks.
+    /// Return the stored parameters of a name: float32, or int64 for ranks.
     ///
     /// Args:
     ///     name: "levels" [experts, rows, 2], negative and positive, of ternary tensors; "scales" and, unless they are
-    ///         symmetric, "offsets" [experts, rows, groups] of group-wise ones; beside these "ranks" [experts] and, with
+    ///         symmetric, "offsets" [experts, rows, groups] of group-wise ones; in addition "ranks" [experts] and, with
     ///         T for the sum of the ranks, "right" [T, columns] and "left" [T, rows] of compensated ones; "scales"
     ///         [experts, rows, blocks] and "centroids" [experts, rows, blocks, 2^bits] of codebooks; "scales"
     ///         [experts, rows] or [1, 1] of coded ones.
     ///
-    /// Raises ValueError: the tensor has no such parameters.
+    /// Raises ValueError if the tensor has no such parameters.
     fn parameters<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
         let found = self.reading(py, |tensor, data, pool| tensor.parameters(data, name, pool))?;
         let flat = match found.values {
@@ -251,23 +251,23 @@ impl PackedTensor {
         flat.call_method1("reshape", (found.shape,))
     }
 
-    /// Checks every byte: codes, parameters, offsets, padding.
+    /// Check every byte: codes, parameters, offsets, padding.
     ///
-    /// Raises CorruptionError that says where.
+    /// Raises CorruptionError that names the position.
     fn verify(&self, py: Python<'_>) -> PyResult<()> {
         self.reading(py, |tensor, data, pool| tensor.verify(data, pool))
     }
 
-    /// y = W x for one expert, without unpacking W: float32 [tokens, rows].
+    /// Return y = W x for one expert, without unpacking W: float32 [tokens, rows].
     ///
     /// Args:
-    ///     x: float32, or bfloat16 as its bits in uint16; [tokens, columns], C-contiguous.
-    ///     expert: whose weights.
-    ///     mode: one of `modes`, by default "exact", or what a codebook tensor asks for.
+    ///     x: float32, or bfloat16 as bits in uint16; [tokens, columns], C-contiguous.
+    ///     expert: the expert's index.
+    ///     mode: one of `modes`, by default "exact", or the mode that a codebook tensor is designed for.
     ///     isa: the instruction set, by default the active one.
-    ///     activation_bits: to how many bits codebook tensors round activations, 4 or 8; by default the tensor's, or 8.
+    ///     activation_bits: bits of rounded activations for codebook tensors, 4 or 8; by default the tensor's, or 8.
     ///
-    /// Raises ValueError if sizes do not match, there is no such expert or mode, or the processor lacks the set.
+    /// Raises ValueError if sizes do not match, the expert or mode does not exist, or the processor lacks the set.
     #[pyo3(signature = (x, expert=0, mode=None, isa=None, activation_bits=None))]
     fn matmul<'py>(
         &self,
@@ -280,7 +280,7 @@ impl PackedTensor {
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let ([experts, ..], [tokens, _]) = (self.dimensions(), x.shape());
         if expert >= experts {
-            return invalid(format!("no expert {expert} of {experts}"));
+            return invalid(format!("there is no expert {expert} of {experts}"));
         }
         let offsets: Vec<_> = (0..=experts)
             .map(|e| if e > expert { tokens } else { 0 })
@@ -288,15 +288,15 @@ impl PackedTensor {
         self.product(py, &x, &offsets, (mode, isa, activation_bits))
     }
 
-    /// y = W x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
+    /// Return y = W x with each expert's own tokens, in one parallel region: float32 [tokens, rows].
     ///
     /// Args:
-    ///     x: as in `matmul`, its tokens sorted by expert.
+    ///     x: as in `matmul`, with tokens sorted by expert.
     ///     offsets: int64 [experts + 1], ascending from 0 to the number of tokens: expert e takes the tokens
     ///         `offsets[e]` to `offsets[e + 1]`.
     ///     mode, isa, activation_bits: as in `matmul`.
     ///
-    /// Raises ValueError if sizes or offsets do not match, there is no such mode, or the processor lacks the set.
+    /// Raises ValueError if sizes or offsets do not match, the mode does not exist, or the processor lacks the set.
     #[pyo3(signature = (x, offsets, mode=None, isa=None, activation_bits=None))]
     fn matmul_grouped<'py>(
         &self,
@@ -315,15 +315,15 @@ impl PackedTensor {
         )
     }
 
-    /// x' = W^T y with each expert's own tokens: float32 [tokens, columns]. Weights are decoded 64 rows at a time, and sums
-    /// run in f32 over the rows in ascending order.
+    /// Return x' = W^T y with each expert's own tokens: float32 [tokens, columns]. Weights are decoded 64 rows at a
+    /// time, and sums run in f32 over the rows in ascending order.
     ///
     /// Args:
-    ///     y: float32, or bfloat16 as its bits in uint16; [tokens, rows], C-contiguous, its tokens sorted by expert.
+    ///     y: float32, or bfloat16 as bits in uint16; [tokens, rows], C-contiguous, with tokens sorted by expert.
     ///     offsets: as in `matmul_grouped`.
     ///     isa: the instruction set, by default the active one.
     ///
-    /// Raises ValueError if sizes or offsets do not match, or the processor lacks the set; CorruptionError where codes
+    /// Raises ValueError if sizes or offsets do not match, or the processor lacks the set; CorruptionError if codes
     /// contradict the format.
     #[pyo3(signature = (y, offsets, isa=None))]
     fn matmul_transposed<'py>(
@@ -375,7 +375,7 @@ impl Packed for PackedTensor {
     }
 }
 
-/// The packed formats: kind, magic and version of each.
+/// Return the packed formats: kind, magic and version of each.
 #[pyfunction]
 pub fn formats(py: Python<'_>) -> Vec<(&'static str, Bound<'_, PyBytes>, u16)> {
     let formats = tensor::formats().into_iter();
@@ -384,15 +384,16 @@ pub fn formats(py: Python<'_>) -> Vec<(&'static str, Bound<'_, PyBytes>, u16)> {
         .collect()
 }
 
-/// The size in bytes of a packed tensor, everything counted.
+/// Return the size in bytes of a packed tensor, everything included.
 ///
 /// Args:
-///     kind: of the tensor, as `formats` names it; not one whose size depends on its codes.
+///     kind: the kind, as in `formats`; not one whose size depends on its codes.
 ///     shape: experts, rows, columns.
-///     specification: what `PackedTensor.details` says of such a tensor: bits, group_size, symmetric; and of a
-///         compensated one rank_bits and total_rank; of codebooks bits, block_size, activation_bits.
+///     specification: as in `PackedTensor.details`: bits, group_size, symmetric; for a compensated tensor also
+///         rank_bits and total_rank; for codebooks bits, block_size, activation_bits.
 ///
-/// Raises ValueError: there is no such kind or tensor. TypeError: a value is neither a bool, a number nor a string.
+/// Raises ValueError if the kind or the tensor does not exist, TypeError if a value is not a bool, a number or a
+/// string.
 #[pyfunction]
 #[pyo3(signature = (kind, shape, **specification))]
 pub fn packed_bytes(

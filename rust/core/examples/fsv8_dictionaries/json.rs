@@ -1,4 +1,4 @@
-//! Dictionaries as JSON: readable, and what the search prints.
+//! Dictionaries as readable JSON, the output of the search.
 
 use moepack_core::formats::ternary::fsv8::dictionary::{CODES, Dictionary, Word};
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ pub fn write(dictionaries: &[Dictionary]) -> String {
     json!({ "note": NOTE, "dictionaries": list }).to_string()
 }
 
-/// Reads dictionaries; `None` if the text is something else.
+/// Reads dictionaries; `None` if the text does not hold any.
 pub fn read(text: &str) -> Option<Vec<Dictionary>> {
     let value: Value = serde_json::from_str(text).ok()?;
     value["dictionaries"].as_array()?.iter().map(from_value).collect()

@@ -1,4 +1,4 @@
-//! Makes dictionaries of FSV8 and the compact file that the library embeds.
+//! Creates FSV8 dictionaries and the compact file that the library embeds.
 //!
 //! ```text
 //! cargo run --release -p moepack-core --example fsv8_dictionaries -- search 0.885 0.5       # JSON on standard output
@@ -6,8 +6,8 @@
 //! cargo run --release -p moepack-core --example fsv8_dictionaries -- pack all.json dictionaries.bin
 //! ```
 //!
-//! The embedded file is rust/core/src/formats/ternary/fsv8/dictionaries.bin. Packed tensors name its dictionaries by number,
-//! so dictionaries may be added at its end and never changed.
+//! The embedded file is rust/core/src/formats/ternary/fsv8/dictionaries.bin. Packed tensors refer to its dictionaries
+//! by index, so dictionaries may be appended but never changed.
 
 mod json;
 
@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn find(p0: &str, share: &str, effort: &str) -> Result<(), Box<dyn Error>> {
     let thousandths = |text: &str| text.parse().map(|x: f64| (x * 1e3).round() as u16);
     let p0_thousandths = thousandths(p0)?;
-    // Words of three non-zeros need shorter positions, which fit below this share of zeros.
+    // Words of three non-zeros need shorter positions, which suffice below this share of zeros.
     let max_nonzeros = if p0_thousandths < 810 { 3 } else { 2 };
     let goal = Goal {
         p0_thousandths,
@@ -56,7 +56,7 @@ fn find(p0: &str, share: &str, effort: &str) -> Result<(), Box<dyn Error>> {
     let entropy: f64 = found.probabilities().iter().map(|p| -p * p.log2()).sum();
     let expected = f64::from(found.expected_length) / 1e4;
     eprintln!(
-        "{expected:.4} weights a code, {:.3} % of the Shannon limit, in {:.1} s",
+        "{expected:.4} weights per code, {:.3} % of the Shannon limit, in {:.1} s",
         100.0 * expected * entropy / 8.0,
         start.elapsed().as_secs_f64()
     );

@@ -1,8 +1,8 @@
-//! Packing of small unsigned codes into 32-bit words, without a wasted bit: 2, 3, 4 and 8 bits a code.
+//! Packing of small unsigned codes into 32-bit words without padding bits: 2, 3, 4 and 8 bits per code.
 //!
-//! The unit is 32 codes in as many words as a code has bits. The 32 codes are 8 *quads* of four neighbours, code
-//! `4 j + i` being byte i of quad j: a quad is what an integer dot product takes for a 32-bit lane. A word's byte i
-//! holds codes with that i only, so a shift and a mask of the whole word put four neighbours into its four bytes.
+//! The unit is 32 codes in as many words as a code has bits. The 32 codes are 8 *quads* of four neighbours: byte i of
+//! quad j is code `4 j + i`. A quad is the operand of an integer dot product in a 32-bit lane. A word's byte i only
+//! holds codes with that i, so a shift and a mask of the whole word extract four neighbours into its four bytes.
 //!
 //! ```text
 //! bits  byte i of a word, low bits first
@@ -13,17 +13,18 @@
 //!       word 2 the high bit of quad 6 and the high bit of quad 7
 //! ```
 //!
-//! Three bits follow the idea of the MiLo paper (figure 6): each of three words holds eight whole codes, and what is
-//! left of the words holds the last eight.
+//! Three bits follow the idea of the MiLo paper (figure 6): each of three words holds eight whole codes, and the
+//! remaining bits hold the last eight.
 
 use crate::{Error, Result};
 
-/// Codes that are packed together.
+/// The number of codes packed together.
 pub const UNIT: usize = 32;
-/// The bits a code may have.
+/// The supported bits per code.
 pub const WIDTHS: [u8; 4] = [2, 3, 4, 8];
 
-/// The word and the shift at which the low bits of a quad lie in each byte; of quads 6 and 7 of three bits, two bits.
+/// The word and the shift of the low bits of a quad in each byte; for quads 6 and 7 of three bits, of their two low
+/// bits.
 #[inline(always)]
 pub const fn place(bits: usize, quad: usize) -> (usize, u32) {
     match (bits, quad) {
@@ -52,7 +53,7 @@ pub fn pack(bits: u8, codes: &[u8; UNIT], words: &mut [u32; 8]) {
     }
 }
 
-/// The inverse of [`pack`]; total.
+/// The inverse of [`pack`]; accepts any words.
 pub fn unpack(bits: u8, words: &[u32; 8], codes: &mut [u8; UNIT]) {
     let mask = 0x0101_0101 * ((1u32 << bits) - 1);
     for (quad, codes) in codes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
@@ -65,10 +66,10 @@ pub fn unpack(bits: u8, words: &[u32; 8], codes: &mut [u8; UNIT]) {
     }
 }
 
-/// Packs codes of `bits` bits, 32 at a time: `bits` words for each 32 codes.
+/// Packs codes of `bits` bits, 32 at a time: `bits` words per 32 codes.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`]: their number is no multiple of 32, or a code or `bits` is out of range.
+/// [`Error::InvalidArgument`] if the number of codes is not a multiple of 32, or a code or `bits` is out of range.
 pub fn pack_all(bits: u8, codes: &[u8]) -> Result<Vec<u32>> {
     check(bits)?;
     let (units, rest) = codes.as_chunks::<UNIT>();
@@ -91,10 +92,10 @@ pub fn pack_all(bits: u8, codes: &[u8]) -> Result<Vec<u32>> {
     Ok(packed)
 }
 
-/// The inverse of [`pack_all`]: 32 codes for each `bits` words.
+/// The inverse of [`pack_all`]: 32 codes per `bits` words.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`]: the number of words is no multiple of `bits`, or `bits` is out of range.
+/// [`Error::InvalidArgument`] if the number of words is not a multiple of `bits`, or `bits` is out of range.
 pub fn unpack_all(bits: u8, words: &[u32]) -> Result<Vec<u8>> {
     check(bits)?;
     let width = usize::from(bits);
@@ -134,7 +135,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_goes_in_comes_out(codes in prop::collection::vec(any::<u8>(), 0..5 * UNIT), width in 0..4usize) {
+        fn codes_round_trip(codes in prop::collection::vec(any::<u8>(), 0..5 * UNIT), width in 0..4usize) {
             let bits = WIDTHS[width];
             let whole = codes.len() / UNIT * UNIT;
             let codes: Vec<u8> = codes[..whole].iter().map(|code| code & ((1u16 << bits) - 1) as u8).collect();
@@ -152,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn three_bits_lie_where_the_documentation_says() {
+    fn three_bits_have_the_documented_layout() {
         let mut codes = [0u8; UNIT];
         codes[1] = 0b101; // quad 0, byte 1
         codes[6] = 0b011; // quad 1, byte 2

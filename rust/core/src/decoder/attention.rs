@@ -1,4 +1,4 @@
-//! Attention of heads that share keys and values in groups.
+//! Grouped-query attention.
 
 use std::sync::OnceLock;
 
@@ -17,27 +17,27 @@ use crate::gemm::layer::{Job, Projection, sigmoid};
 use crate::simd::Isa;
 use crate::types::Activations;
 
-/// Attention of heads that share keys and values in groups.
+/// Attention with heads that share keys and values in groups.
 pub struct Attention<'a> {
-    /// Queries: heads * width rows, or twice as many if outputs are gated: of each head the query, then the gate.
+    /// Queries: heads * width rows, or twice as many for gated outputs: for each head the query, then the gate.
     pub query: Linear<'a>,
-    /// Keys: groups * width rows, where groups divide heads.
+    /// Keys: groups * width rows; groups divide heads.
     pub key: Linear<'a>,
     /// Values: as many rows as keys.
     pub value: Linear<'a>,
-    /// Applied to the heads' outputs: heads * width columns.
+    /// The output projection: heads * width columns.
     pub output: Linear<'a>,
-    /// The norm of queries: of each head, or of all together, as its length says.
+    /// The norm of queries, per head or over all heads, depending on its length.
     pub query_norm: Option<Norm<'a>>,
-    /// The norm of keys, in the same way.
+    /// The norm of keys, likewise.
     pub key_norm: Option<Norm<'a>>,
-    /// For each head a score that no token has, and that takes part in the softmax.
+    /// For each head, a score that belongs to no token but takes part in the softmax.
     pub sinks: Option<Activations<'a>>,
-    /// Outputs are multiplied by the sigmoid of a gate.
+    /// Whether outputs are multiplied by the sigmoid of a gate.
     pub gated: bool,
-    /// Values of a head, of which the first are rotated.
+    /// The number of values of a head; the first ones are rotated.
     pub width: usize,
-    /// What products of queries and keys count.
+    /// The factor of products of queries and keys.
     pub scale: f32,
 }
 
@@ -45,21 +45,21 @@ pub struct Attention<'a> {
 struct Heads {
     /// heads x width.
     queries: Vec<f32>,
-    /// heads x width; empty where nothing is gated.
+    /// heads x width; empty without gates.
     gates: Vec<f32>,
-    /// groups x width, as the cache holds them.
+    /// groups x width, in the precision of the cache.
     keys: Vec<f32>,
-    /// groups x width, as the cache holds them.
+    /// groups x width, in the precision of the cache.
     values: Vec<f32>,
 }
 
-/// Attention at a step.
+/// The attention of a step.
 struct Step<'a> {
     weights: &'a Attention<'a>,
     past: Past<'a>,
     inputs: Matrices<'a>,
     output: Output<'a>,
-    /// The memory that inputs read first.
+    /// The memory that the inputs read first.
     prefetch: Prefetch<'a>,
     heads: OnceLock<Heads>,
     softmax: Softmax,
@@ -98,7 +98,10 @@ impl Attention<'_> {
         let width = self.width.max(1);
         let fits = self.width > 0 && few > 0 && few % width == 0 && columns > 0 && columns % few == 0;
         require(fits && rotated <= width, || {
-            format!("{columns} outputs and {few} rows of keys for heads of width {width}, {rotated} rotated")
+            format!(
+                "the sizes of attention do not match: {columns} outputs and {few} rows of keys \
+                 for heads of width {width}, {rotated} rotated"
+            )
         })?;
         let rows = if self.gated { 2 * columns } else { columns };
         self.query.check(rows, hidden, "the query projection")?;
@@ -108,11 +111,16 @@ impl Attention<'_> {
         for (norm, rows) in [(&self.query_norm, columns), (&self.key_norm, few)] {
             let fits = |len| len == width || len == rows;
             require(norm.is_none_or(|norm| fits(norm.weight.len())), || {
-                format!("a norm of heads is neither {width} nor {rows} long")
+                format!("a norm of heads must have {width} or {rows} weights")
             })?;
         }
         let sinks = self.sinks.is_none_or(|sinks| sinks.len() == columns / width);
-        require(sinks, || format!("sinks for {} heads", columns / width))
+        require(sinks, || {
+            format!(
+                "the number of sinks must be that of the {} heads",
+                columns / width
+            )
+        })
     }
 
     pub(super) fn check_past(&self, past: &Past) -> Result<()> {
@@ -153,7 +161,7 @@ impl Step<'_> {
         }
     }
 
-    /// What the heads have read, heads x width, gated.
+    /// The outputs of the heads, heads x width, after gates.
     fn outputs(&self, gates: &[f32]) -> Vec<f32> {
         let mut outputs = vec![0.0; self.weights.output.weights.shape().columns];
         let mut sinks = vec![0.0; self.weights.heads()];
@@ -210,7 +218,7 @@ impl Mixing for Step<'_> {
     }
 }
 
-/// Values that lie in turns, so many of each at a time.
+/// Separates interleaved values into runs of `width`.
 fn unzipped(values: &[f32], width: usize) -> (Vec<f32>, Vec<f32>) {
     let every = |first: usize| {
         let runs = values.chunks_exact(width).skip(first).step_by(2);

@@ -1,9 +1,10 @@
-//! The gated delta rule behind a short convolution (arXiv 2412.06464), as the layers of Qwen3-Next and Qwen3.5 that are
-//! no attention compute it.
+//! The gated delta rule after a short convolution (arXiv 2412.06464), for the linear attention layers of Qwen3-Next
+//! and Qwen3.5.
 //!
-//! Each head of values keeps a state S, keys x values, instead of all tokens. With rows q, k and v of a token, S
-//! becomes d S + k^T b (v - k d S), and the output is q S. The decay d = exp(-exp(a) softplus(s + bias)) and the rate b
-//! = sigmoid(t) are the token's, too. Queries, keys and values have passed a convolution over the last tokens.
+//! Each value head keeps a state S, keys x values, instead of all tokens. With rows q, k and v of a token, S becomes
+//! d S + k^T b (v - k d S), and the output is q S. The decay d = exp(-exp(a) softplus(s + bias)) and the rate b =
+//! sigmoid(t) also depend on the token. Queries, keys and values first pass through a convolution over the last
+//! tokens.
 
 use std::sync::{Mutex, OnceLock};
 
@@ -22,70 +23,70 @@ use crate::gemm::layer::{Job, Projection, sigmoid};
 use crate::simd::{Isa, vectorized};
 use crate::types::Activations;
 
-/// Added to the sum of squares by which queries and keys are made as long as 1.
+/// Added to the sum of squares that normalizes queries and keys to length 1.
 const EPSILON: f32 = 1e-6;
 
 /// The gated delta rule.
 pub struct Delta<'a> {
-    /// Queries and keys (of all heads of keys), values, gates, rates and decays (of all heads of values): two matrices,
-    /// which hold them head of keys by head of keys (q, k, v, gate; rate, decay), or four (q k v; gate; rate; decay).
+    /// Queries and keys (of all key heads), values, gates, rates and decays (of all value heads): two matrices,
+    /// ordered by key head (q, k, v, gate; rate, decay), or four (q k v; gate; rate; decay).
     pub inputs: Vec<Weights<'a>>,
-    /// Weights of the convolution, channels x tokens, where channels are queries, keys, values.
+    /// The weights of the convolution, channels x tokens; channels are queries, keys, values.
     pub convolution: Activations<'a>,
-    /// The factor a of the decay, of each head of values.
+    /// The factor a of the decay, per value head.
     pub decay: Activations<'a>,
-    /// Added to the token's part s of the decay, of each head of values.
+    /// The bias of the token's part s of the decay, per value head.
     pub decay_bias: Activations<'a>,
     /// The norm of a head's output.
     pub norm: Norm<'a>,
-    /// Applied to the heads' outputs, heads of values * their width columns.
+    /// The output projection, with value heads * value width columns.
     pub output: Linear<'a>,
-    /// Heads of keys, which divide those of values.
+    /// The number of key heads, which divides that of value heads.
     pub key_heads: usize,
-    /// Values of a key.
+    /// The width of a key.
     pub width: usize,
 }
 
-/// Sizes of a delta rule.
+/// The sizes of a delta rule.
 #[derive(Clone, Copy)]
 struct Sizes {
-    /// Heads of values.
+    /// The number of value heads.
     heads: usize,
-    /// Heads of values that share a key.
+    /// The number of value heads that share a key.
     sharing: usize,
-    /// Values of all queries, and of all keys.
+    /// The total width of all queries, and of all keys.
     keys: usize,
-    /// Values of a key, and of a value.
+    /// The width of a key, and of a value.
     width: [usize; 2],
-    /// Inputs of the convolution.
+    /// The inputs of the convolution.
     channels: usize,
 }
 
-/// A token's way into the state.
+/// The contribution of a token to the state.
 struct Token {
-    /// Queries of each head of keys.
+    /// The queries of each key head.
     queries: Vec<f32>,
-    /// Keys of each head of keys.
+    /// The keys of each key head.
     keys: Vec<f32>,
-    /// Values of each head of values.
+    /// The values of each value head.
     values: Vec<f32>,
-    /// Gates of each head of values.
+    /// The gates of each value head.
     gates: Vec<f32>,
-    /// For each head of values how much of the state stays, and how much of what it lacks is added.
+    /// For each value head, the decay of the state and the rate of its update.
     rates: Vec<[f32; 2]>,
-    /// The last inputs of the convolution, with the token's.
+    /// The last inputs of the convolution, including the token's.
     window: Vec<f32>,
 }
 
-/// A delta rule at a step.
+/// The delta rule of a step.
 struct Step<'a> {
     weights: &'a Delta<'a>,
     window: Lane<'a>,
-    /// For each head its state, which one unit of work changes.
+    /// The state of each head; one unit of work changes it.
     states: Vec<Mutex<&'a mut [f32]>>,
     inputs: Matrices<'a>,
     output: Output<'a>,
-    /// The memory that inputs read first.
+    /// The memory that the inputs read first.
     prefetch: Prefetch<'a>,
     token: OnceLock<Token>,
     outputs: Vec<OnceLock<Vec<f32>>>,
@@ -158,7 +159,8 @@ impl Delta<'_> {
             && self.decay_bias.len() == heads;
         require(fits, || {
             format!(
-                "{} heads of {width} keys and {heads} of {value} values: {shapes:?}",
+                "the sizes of a delta rule do not match: {} heads of {width} keys and {heads} of {value} values: \
+                 {shapes:?}",
                 self.key_heads
             )
         })?;
@@ -177,7 +179,7 @@ impl Delta<'_> {
 }
 
 impl Step<'_> {
-    /// What the token puts into the convolution, gates, rates and decays.
+    /// The token's inputs of the convolution, gates, rates and decays.
     fn parts(&self) -> [Vec<f32>; 4] {
         let Sizes {
             heads,
@@ -243,7 +245,7 @@ impl Step<'_> {
             .collect()
     }
 
-    /// A head's output, normed and gated; its state is changed.
+    /// Computes a head's output, normed and gated; updates its state.
     fn head(&self, head: usize, token: &Token) -> Vec<f32> {
         let Sizes {
             sharing,
@@ -253,7 +255,7 @@ impl Step<'_> {
         let key = head / sharing * width..(head / sharing + 1) * width;
         let own = head * value..(head + 1) * value;
         let mut output = token.values[own.clone()].to_vec();
-        let mut state = self.states[head].lock().expect("a unit has a state for itself");
+        let mut state = self.states[head].lock().expect("each state belongs to one unit");
         update(
             self.isa,
             &mut state,
@@ -268,7 +270,7 @@ impl Step<'_> {
     }
 }
 
-/// Deals runs of some lengths out to as many parts, again and again.
+/// Distributes runs of the given lengths to as many parts, cyclically.
 fn split(values: &[f32], lengths: &[usize], parts: &mut [Vec<f32>]) {
     for mut run in values.chunks_exact(lengths.iter().sum()) {
         for (&length, part) in lengths.iter().zip(&mut *parts) {
@@ -280,7 +282,7 @@ fn split(values: &[f32], lengths: &[usize], parts: &mut [Vec<f32>]) {
 }
 
 vectorized! {
-    /// Makes a vector as long as 1 / `factor`.
+    /// Scales a vector to length 1 / `factor`.
     fn shorten(x: &mut [f32], factor: f32) = shorten_loop;
 }
 
@@ -291,7 +293,7 @@ fn shorten_loop(x: &mut [f32], factor: f32) {
 }
 
 vectorized! {
-    /// Takes a state by a token: `output` holds the token's values, and then what its query reads.
+    /// Updates a state by a token: `output` holds the token's values, and afterwards the result of its query.
     fn update(state: &mut [f32], vectors: [&[f32]; 2], rates: [f32; 2], output: &mut [f32]) = update_loop;
 }
 

@@ -1,4 +1,4 @@
-//! The second half of a layer: which experts a token goes through, and what they give.
+//! The second half of a layer: routing and experts.
 
 use std::sync::OnceLock;
 
@@ -13,10 +13,10 @@ use crate::gemm::layer::{Job, Routing};
 use crate::simd::Isa;
 use crate::types::Activations;
 
-/// The experts of a layer at a step.
+/// The experts of a layer in a step.
 pub(super) struct Routed<'a> {
     weights: &'a FeedForward<'a>,
-    /// The router and the gate of the shared expert, where there are any.
+    /// The router and the gate of the shared expert, if there are any.
     scores: Matrices<'a>,
     experts: OnceLock<Pass<'a>>,
     shared: OnceLock<Pass<'a>>,
@@ -44,7 +44,7 @@ impl<'a> Routed<'a> {
         self.scores.prefetch(self.threads)
     }
 
-    /// Runs the experts of `x`, on a thread of a region. What is in `next` is read afterwards.
+    /// Computes the experts of `x` on a thread of a region. The memory of `next` is read afterwards.
     pub fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: &[f32], next: Option<&'s Prefetch<'s>>) {
         self.scores.multiply(thread, Activations::F32(x), None);
         let pass = thread.once(&self.experts, || self.pass(&self.weights.experts, self.choice()));
@@ -123,7 +123,7 @@ impl FeedForward<'_> {
             let fits =
                 |shape: crate::types::Shape| (shape.experts, shape.rows, shape.columns) == (1, 1, hidden);
             require(gate.is_none_or(fits), || {
-                format!("a shared expert's gate is {gate:?}")
+                format!("a shared expert's gate has the shape {gate:?}")
             })?;
         }
         Ok(())
@@ -136,7 +136,7 @@ impl Experts<'_> {
         let shape = self.gate.shape();
         let fits = (shape.experts, shape.columns) == (experts, hidden) && shape.rows > 0;
         require(fits, || {
-            format!("experts of {shape:?}, not {experts} of {hidden} columns")
+            format!("experts have the shape {shape:?} instead of {experts} experts with {hidden} columns")
         })
     }
 }

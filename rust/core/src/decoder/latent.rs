@@ -1,8 +1,8 @@
 //! Attention to latents (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434, section 2.1).
 //!
-//! The cache holds a latent and a rotated key of each token, which all heads share. A head's keys and values are
-//! products of the latent: k = K c, v = V c. They are never made: q k = (K^T q) c, and the sum of values is V times the
-//! sum of latents, so that a step reads K and V once and not once a token.
+//! The cache holds a latent and a rotated key per token, which all heads share. A head's keys and values are products
+//! of the latent: k = K c, v = V c. They are never computed: q k = (K^T q) c, and the sum of values is V times the
+//! sum of latents, so a step reads K and V once instead of once per token.
 
 use std::sync::OnceLock;
 
@@ -24,19 +24,19 @@ use crate::types::{Activations, from_bf16};
 
 /// Attention to latents.
 pub struct Latent<'a> {
-    /// What queries are made of, and its norm; the hidden state without it.
+    /// The low-rank projection of queries and its norm; without it, queries are projections of the hidden state.
     pub query_latent: Option<(Linear<'a>, Norm<'a>)>,
-    /// Queries, heads * (plain + rotated) rows: of each head values that are not rotated, then those that are.
+    /// Queries, heads * (plain + rotated) rows: for each head the plain values, then the rotated ones.
     pub query: Linear<'a>,
     /// The latent, then the rotated key: rank + rotated rows.
     pub latent: Linear<'a>,
     /// The norm of the latent, rank values.
     pub norm: Norm<'a>,
-    /// What expands the latent: for each head K, plain x rank, then V, width x rank.
+    /// The expansion of the latent: for each head K, plain x rank, then V, width x rank.
     pub expansion: Activations<'a>,
-    /// Applied to the heads' outputs: heads * width columns.
+    /// The output projection: heads * width columns.
     pub output: Linear<'a>,
-    /// Heads.
+    /// The number of heads.
     pub heads: usize,
     /// The factor of products of queries and keys.
     pub scale: f32,
@@ -46,44 +46,44 @@ pub struct Latent<'a> {
 struct Token {
     /// Queries, heads x (plain + rotated).
     queries: Vec<f32>,
-    /// The latent as the cache holds it.
+    /// The latent in the precision of the cache.
     latent: Vec<f32>,
-    /// The rotated key as the cache holds it.
+    /// The rotated key in the precision of the cache.
     key: Vec<f32>,
 }
 
-/// Attention at a step.
+/// The attention of a step.
 struct Step<'a> {
     weights: &'a Latent<'a>,
     past: Past<'a>,
-    /// The latent with the rotated key, and queries or what they are made of.
+    /// The projections of the latent with the rotated key, and of queries or their latent.
     inputs: Matrices<'a>,
-    /// What queries are made of, normalised.
+    /// The latent of queries after its norm.
     query_latent: OnceLock<Vec<f32>>,
     queries: Option<Matrices<'a>>,
     output: Output<'a>,
-    /// The memory that inputs read first.
+    /// The memory that the inputs read first.
     prefetch: Prefetch<'a>,
     token: OnceLock<Token>,
-    /// For each head K^T q.
+    /// K^T q of each head.
     absorbed: Vec<OnceLock<Vec<f32>>>,
     joined: OnceLock<Vec<f32>>,
     softmax: Softmax,
-    /// For each head its output.
+    /// The output of each head.
     expanded: Vec<OnceLock<Vec<f32>>>,
     mixed: OnceLock<Vec<f32>>,
     isa: Isa,
 }
 
-/// Sizes of latent attention.
+/// The sizes of latent attention.
 #[derive(Clone, Copy)]
 struct Sizes {
     rank: usize,
-    /// Values of a head's query that are not rotated.
+    /// The number of plain values of a head's query.
     plain: usize,
-    /// Values of a head's query that are rotated.
+    /// The number of rotated values of a head's query.
     rotated: usize,
-    /// Values of a head's output.
+    /// The width of a head's output.
     width: usize,
 }
 
@@ -135,7 +135,8 @@ impl Latent<'_> {
                 rank, rotated: found, ..
             } = sizes;
             format!(
-                "{heads} heads of latents of {rank} values, {found} of {rotated} rotated, or their expansion"
+                "the sizes of latent attention or its expansion do not match: {heads} heads, \
+                 latents of {rank} values, {found} of {rotated} rotated"
             )
         })?;
         let mut columns = hidden;
@@ -159,14 +160,14 @@ impl Latent<'_> {
 }
 
 impl Step<'_> {
-    /// The products of the inputs with a bias.
+    /// The products of an input, with its bias.
     fn input(&self, index: usize, linear: &Linear) -> Vec<f32> {
         let mut sums = self.inputs.values(index).to_vec();
         linear.add_bias(&mut sums);
         sums
     }
 
-    /// The queries' products, without their rotation.
+    /// The queries before rotation.
     fn queries<'s>(&'s self, thread: &mut Thread<'_, 's>) -> &'s [f32] {
         let (Some(queries), Some((linear, norm))) = (&self.queries, &self.weights.query_latent) else {
             return self.inputs.values(1);
@@ -194,7 +195,7 @@ impl Step<'_> {
         Token { queries, latent, key }
     }
 
-    /// K^T q of a head, then the part of its query that is rotated.
+    /// K^T q of a head, followed by the rotated part of its query.
     fn absorb(&self, head: usize, token: &Token) -> Vec<f32> {
         let Sizes {
             rank,
@@ -216,7 +217,7 @@ impl Step<'_> {
         sums
     }
 
-    /// V times the sum of latents that a head has read.
+    /// V times the weighted sum of latents of a head.
     fn expand(&self, head: usize) -> Vec<f32> {
         let Sizes {
             rank, plain, width, ..
@@ -230,7 +231,7 @@ impl Step<'_> {
 }
 
 vectorized! {
-    /// The sum of rows from value `first` on, each times its weight.
+    /// The weighted sum of rows, starting at value `first`.
     fn weighted(matrix: Activations, first: usize, weights: &[f32], sums: &mut [f32]) = weighted_loop;
 }
 
@@ -253,7 +254,7 @@ fn weighted_loop(matrix: Activations, first: usize, weights: &[f32], sums: &mut 
 }
 
 vectorized! {
-    /// The products of rows from value `first` on.
+    /// The products of rows, starting at value `first`.
     fn products(matrix: Activations, first: usize, x: &[f32], y: &mut [f32]) = products_loop;
 }
 
@@ -264,7 +265,7 @@ fn products_loop(matrix: Activations, first: usize, x: &[f32], y: &mut [f32]) {
     }
 }
 
-/// What several units have made, one after the other.
+/// Concatenates the results of several units.
 fn join(slots: &[OnceLock<Vec<f32>>]) -> Vec<f32> {
     let made = slots
         .iter()

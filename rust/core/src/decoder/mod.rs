@@ -1,17 +1,17 @@
 //! A decoding step: one token through all layers of a decoder in one parallel region.
 //!
-//! A layer is a mixer of tokens and experts, each behind a norm and added to what came in, as in Llama and its
-//! descendants: `h = x + mixer(norm x)`, `y = h + experts(norm h)`. A mixer is attention of heads ([`Attention`]: Mixtral,
-//! Qwen-MoE, OLMoE, GLM-4, gpt-oss), attention to latents ([`Latent`]: DeepSeek) or the gated delta rule ([`Delta`]: most
-//! layers of Qwen3-Next); which norms, biases, gates, windows and routers there are is data.
+//! A layer consists of a token mixer and experts, each after a norm and with a residual connection, as in Llama and
+//! its descendants: `h = x + mixer(norm x)`, `y = h + experts(norm h)`. A mixer is multi-head attention
+//! ([`Attention`]: Mixtral, Qwen-MoE, OLMoE, GLM-4, gpt-oss), latent attention ([`Latent`]: DeepSeek) or the gated
+//! delta rule ([`Delta`]: most layers of Qwen3-Next). Norms, biases, gates, windows and routers are optional data.
 //!
-//! Matrices are [`Projection`]s of any format; the engine of [`crate::gemm::layer`] multiplies them. What is beside the
-//! matrices costs little, so that most phases of it are one unit of work and other threads wait: waking them once a
-//! layer, let alone once an operation, costs more.
+//! Matrices are [`Projection`]s of any format, multiplied by the engine of [`crate::gemm::layer`]. Operations besides
+//! the matrices are cheap, so most of their phases are one unit of work while other threads wait: waking threads once
+//! per layer, or even once per operation, would cost more.
 //!
-//! Everything between the matrices is computed in f32; keys and values are rounded to what the cache holds. Sums are
-//! cut where the data says, so that neither the number of threads nor the instruction set changes a bit of what is
-//! computed here.
+//! Everything between the matrices is computed in f32; keys and values are rounded to the type of the cache. Sums are
+//! divided at points determined by the data, so neither the number of threads nor the instruction set changes a bit
+//! of these results.
 
 mod attention;
 mod delta;
@@ -39,7 +39,7 @@ pub use self::past::{Lane, Past};
 pub use self::rotary::{Order, Rotary};
 pub use self::router::{Groups, Router};
 
-/// A packed or dense tensor, as [`crate::gemm::layer`] multiplies it.
+/// A packed or dense tensor for the engine of [`crate::gemm::layer`].
 pub type Weights<'a> = Box<dyn Projection + 'a>;
 
 /// A linear layer: W x + b.
@@ -50,11 +50,11 @@ pub struct Linear<'a> {
     pub bias: Option<Activations<'a>>,
 }
 
-/// What mixes tokens in a layer.
+/// The token mixer of a layer.
 pub enum Mixer<'a> {
-    /// Attention of heads.
+    /// Multi-head attention.
     Attention(Attention<'a>),
-    /// Attention to latents.
+    /// Latent attention.
     Latent(Latent<'a>),
     /// The gated delta rule.
     Delta(Delta<'a>),
@@ -68,17 +68,17 @@ pub struct Experts<'a> {
     pub up: Weights<'a>,
     /// Down projections.
     pub down: Weights<'a>,
-    /// What down takes of gate and up.
+    /// The gate, which combines the products of gate and up.
     pub act: Gate,
-    /// What is added to the products.
+    /// The biases of the products.
     pub biases: Option<Biases<'a>>,
 }
 
-/// An expert that every token goes through.
+/// An expert that every token uses.
 pub struct Shared<'a> {
-    /// One expert.
+    /// The single expert.
     pub experts: Experts<'a>,
-    /// 1 x H: the sigmoid of its product is the expert's weight, which is 1 without it.
+    /// 1 x H: the sigmoid of its product is the expert's weight; the weight is 1 without it.
     pub gate: Option<Weights<'a>>,
 }
 
@@ -86,11 +86,11 @@ pub struct Shared<'a> {
 pub struct FeedForward<'a> {
     /// The norm of its input.
     pub norm: Norm<'a>,
-    /// Without a router there is one expert, of weight 1.
+    /// The router; without it there is one expert, of weight 1.
     pub router: Option<Router<'a>>,
-    /// The router's experts.
+    /// The routed experts.
     pub experts: Experts<'a>,
-    /// Beside them.
+    /// The shared expert.
     pub shared: Option<Shared<'a>>,
 }
 
@@ -98,9 +98,9 @@ pub struct FeedForward<'a> {
 pub struct Block<'a> {
     /// The norm of its input.
     pub norm: Norm<'a>,
-    /// The first half.
+    /// The token mixer.
     pub mixer: Mixer<'a>,
-    /// The second half.
+    /// The experts.
     pub feed_forward: FeedForward<'a>,
 }
 
@@ -108,7 +108,7 @@ pub struct Block<'a> {
 pub struct Decoder<'a> {
     /// Its layers.
     pub blocks: Vec<Block<'a>>,
-    /// The positions of all layers.
+    /// The rotary positions of all layers.
     pub rotary: Rotary<'a>,
     /// The norm of the output.
     pub norm: Norm<'a>,
@@ -126,7 +126,7 @@ impl Experts<'_> {
     }
 }
 
-/// That `fits`, or an error that says `what` does not.
+/// Returns an error with the message `what` unless `fits`.
 fn require(fits: bool, what: impl FnOnce() -> String) -> Result<()> {
     match fits {
         true => Ok(()),
@@ -135,7 +135,7 @@ fn require(fits: bool, what: impl FnOnce() -> String) -> Result<()> {
 }
 
 impl Decoder<'_> {
-    /// Sizes fit together, and to a hidden state of `hidden` values.
+    /// Checks that sizes match each other and a hidden state of `hidden` values.
     fn check(&self, hidden: usize) -> Result<()> {
         self.norm.check(hidden, "the last norm")?;
         let rotated = 2 * self.rotary.frequencies.len();

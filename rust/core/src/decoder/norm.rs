@@ -9,7 +9,7 @@ use crate::types::Activations;
 /// A norm.
 #[derive(Debug, Clone, Copy)]
 pub struct Norm<'a> {
-    /// What each value is multiplied by, less the offset.
+    /// The weight, without the offset.
     pub weight: Activations<'a>,
     /// Added to the mean of squares.
     pub epsilon: f32,
@@ -18,7 +18,7 @@ pub struct Norm<'a> {
 }
 
 impl Norm<'_> {
-    /// The norm of `x` in its place, run by run where `x` is several times the weight's length.
+    /// Normalizes `x` in place, in runs of the weight's length.
     pub(super) fn apply(&self, isa: Isa, x: &mut [f32]) {
         let mut weight = vec![0.0; self.weight.len()];
         self.weight.widen(0, &mut weight);

@@ -1,4 +1,4 @@
-//! The output projection of a mixer, and adding what it gives to the hidden state.
+//! The output projection of a mixer, and its addition to the hidden state.
 
 use super::{Linear, add};
 use crate::gemm::layer::Job;
@@ -7,7 +7,7 @@ use crate::gemm::layer::prefetch::Prefetch;
 use crate::gemm::layer::region::Thread;
 use crate::types::Activations;
 
-/// The output projection of a mixer at a step.
+/// The output projection of a mixer in a step.
 pub(super) struct Output<'a> {
     linear: &'a Linear<'a>,
     matrix: Matrices<'a>,
@@ -25,7 +25,7 @@ impl<'a> Output<'a> {
         }
     }
 
-    /// Multiplies `x`, on a thread of a region. What is in `next` is read afterwards.
+    /// Multiplies `x` on a thread of a region. The memory of `next` is read afterwards.
     pub fn multiply<'s>(&self, thread: &mut Thread<'_, 's>, x: &[f32], next: &'s Prefetch<'s>) {
         self.matrix.multiply(thread, Activations::F32(x), Some(next));
     }

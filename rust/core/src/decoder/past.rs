@@ -1,4 +1,4 @@
-//! What layers keep of the tokens before: keys and values in buffers with room for more, or states.
+//! The state of past tokens that layers keep: growing buffers of keys and values, or recurrent states.
 
 use half::bf16;
 
@@ -6,7 +6,7 @@ use super::require;
 use crate::Result;
 use crate::types::Activations;
 
-/// Values of a cache.
+/// The values of a cache.
 pub enum Lane<'a> {
     /// Single precision.
     F32(&'a mut [f32]),
@@ -16,17 +16,17 @@ pub enum Lane<'a> {
 
 /// A layer's cache.
 pub struct Past<'a> {
-    /// Keys, groups x capacity x width; of a delta rule the last inputs of its convolution.
+    /// Keys, groups x capacity x width; for a delta rule, the last inputs of its convolution.
     pub keys: Lane<'a>,
-    /// Values in the same way, maybe of another width; of a delta rule its state.
+    /// Values, likewise, possibly of another width; for a delta rule, its state.
     pub values: Lane<'a>,
-    /// The first token that is seen; states have no tokens.
+    /// The first visible token; recurrent states ignore it.
     pub first: usize,
-    /// Tokens that there are.
+    /// The number of tokens in the cache.
     pub length: usize,
 }
 
-/// A lane that is read.
+/// A read-only lane.
 #[derive(Clone, Copy)]
 pub(super) struct Read<'a> {
     pub values: Activations<'a>,
@@ -42,7 +42,7 @@ impl Lane<'_> {
         }
     }
 
-    /// Rounds values to those that the lane holds.
+    /// Rounds values to the precision of the lane.
     pub(super) fn round(&self, values: &mut [f32]) {
         if let Lane::Bf16(_) = self {
             values
@@ -51,7 +51,7 @@ impl Lane<'_> {
         }
     }
 
-    /// The lane of `groups` groups of heads of width `width`.
+    /// The lane as `groups` groups of heads of width `width`.
     pub(super) fn read(&self, groups: usize, width: usize) -> Read<'_> {
         let values = self.values();
         Read {
@@ -61,7 +61,7 @@ impl Lane<'_> {
         }
     }
 
-    /// Writes values from a place on.
+    /// Writes values starting at an offset.
     pub(super) fn put(&mut self, place: usize, from: &[f32]) {
         match self {
             Lane::F32(values) => values[place..][..from.len()].copy_from_slice(from),
@@ -72,7 +72,7 @@ impl Lane<'_> {
         }
     }
 
-    /// Writes the values of the token at `place`, of each group as many.
+    /// Writes the values of the token at `place` to each group.
     fn push(&mut self, groups: usize, place: usize, token: &[f32]) {
         let (width, stride) = (token.len() / groups, self.values().len() / groups);
         for (group, from) in token.chunks_exact(width).enumerate() {
@@ -89,7 +89,7 @@ impl Lane<'_> {
 }
 
 impl Read<'_> {
-    /// Where a group's values of a token start.
+    /// The offset of a group's values of a token.
     #[inline(always)]
     pub fn at(&self, group: usize, token: usize) -> usize {
         (group * self.capacity + token) * self.width
@@ -97,7 +97,7 @@ impl Read<'_> {
 }
 
 impl Past<'_> {
-    /// Borrows the cache for a shorter time.
+    /// Reborrows the cache.
     pub(super) fn reborrow(&mut self) -> Past<'_> {
         Past {
             keys: self.keys.reborrow(),
@@ -106,13 +106,13 @@ impl Past<'_> {
         }
     }
 
-    /// Puts a token's keys and values, of each group as many, behind the others.
+    /// Appends a token's keys and values to each group.
     pub(super) fn push(&mut self, groups: usize, keys: &[f32], values: &[f32]) {
         self.keys.push(groups, self.length, keys);
         self.values.push(groups, self.length, values);
     }
 
-    /// There is room for one token more, whose keys and values have so many groups and these widths.
+    /// Checks that there is room for one more token, with the given number of groups and widths of keys and values.
     pub(super) fn check(&self, groups: usize, widths: [usize; 2]) -> Result<()> {
         let (first, length) = (self.first, self.length);
         for (lane, width) in [&self.keys, &self.values].into_iter().zip(widths) {
@@ -121,7 +121,8 @@ impl Past<'_> {
                 size > 0 && len % size == 0 && first <= length && length < len / size,
                 || {
                     format!(
-                        "{len} values have no room for {groups} x {width} of token {length}, seen from {first} on"
+                        "a cache of {len} values has no room for {groups} x {width} of token {length}, \
+                         visible from {first} on"
                     )
                 },
             )?;

@@ -1,24 +1,24 @@
-//! Rotary positions: pairs of a head's values are rotated by angles that grow with the position.
+//! Rotary position embeddings: pairs of a head's values are rotated by angles proportional to the position.
 
-/// How heads are rotated.
+/// The rotation of heads.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotary<'a> {
-    /// The angle of each pair at position 1: half as many as values of a head that are rotated.
+    /// The angle of each pair at position 1; a head has twice as many rotated values.
     pub frequencies: &'a [f32],
-    /// What rotated values are multiplied by.
+    /// The factor of rotated values.
     pub scale: f32,
-    /// Where pairs lie.
+    /// The order of pairs.
     pub order: Order,
 }
 
-/// Where the two values of a pair lie among those that are rotated.
+/// The positions of a pair's two values among the rotated ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// Half of them apart.
+    /// Half of the rotated values apart.
     Halves,
-    /// Side by side.
+    /// Adjacent.
     Pairs,
-    /// Side by side before they are rotated, half of them apart afterwards.
+    /// Adjacent before the rotation, half of the rotated values apart afterwards.
     PairsToHalves,
 }
 
@@ -47,7 +47,7 @@ impl Rotary<'_> {
 }
 
 impl Rotation {
-    /// Rotates heads of some width in their place: the values from `start` on, two for each frequency.
+    /// Rotates heads of a width in place: the values from `start` on, two per frequency.
     pub fn apply(&self, heads: &mut [f32], width: usize, start: usize) {
         let half = self.cosines.len();
         let (apart, side) = ((1, half), (2, 1));
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pairs_lie_where_the_order_says() {
+    fn pairs_follow_their_order() {
         let frequencies = [std::f32::consts::FRAC_PI_2, 0.0];
         let rotated = |order| {
             let (rotary, mut head) = (

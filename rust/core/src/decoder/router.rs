@@ -1,42 +1,42 @@
-//! Which experts a token goes through, and how much each counts.
+//! The selection and the weights of a token's experts.
 //!
-//! An expert's score is the softmax or the sigmoid of its logit. Those of the largest scores are chosen; where experts
-//! come in groups, of the best groups alone (DeepSeek-V2, arXiv 2405.04434, section 2.1.3; V3, arXiv 2412.19437,
-//! 2.1.2).
+//! An expert's score is the softmax or the sigmoid of its logit. The experts with the largest scores are selected; if
+//! experts are in groups, only from the best groups (DeepSeek-V2, arXiv 2405.04434, section 2.1.3; V3, arXiv
+//! 2412.19437, 2.1.2).
 
 use super::{Weights, add, require};
 use crate::Result;
 use crate::gemm::layer::sigmoid;
 use crate::types::Activations;
 
-/// How experts are chosen.
+/// A router.
 pub struct Router<'a> {
-    /// experts x H: their products are the logits.
+    /// experts x H: its products are the logits.
     pub weights: Weights<'a>,
     /// Added to the logits, experts.
     pub bias: Option<Activations<'a>>,
-    /// Scores are sigmoids of the logits; else their softmax.
+    /// Whether scores are sigmoids of the logits instead of their softmax.
     pub sigmoid: bool,
-    /// Added to the scores that experts are chosen by, not to those that they count with; experts.
+    /// Added to the scores for selection, but not to the weights; experts.
     pub correction: Option<Activations<'a>>,
-    /// Groups of experts.
+    /// Groups of experts, if any.
     pub groups: Option<Groups>,
-    /// How many experts a token gets.
+    /// The number of experts per token.
     pub top_k: usize,
-    /// Their weights are made to sum to one.
+    /// Whether the weights are normalized to sum to one.
     pub normalized: bool,
-    /// What the weights are multiplied by then.
+    /// The factor of the weights, applied last.
     pub scale: f32,
 }
 
-/// Groups of as many experts each, neighbours.
+/// Consecutive groups of equally many experts.
 #[derive(Debug, Clone, Copy)]
 pub struct Groups {
-    /// How many there are.
+    /// The number of groups.
     pub count: usize,
-    /// From how many experts are chosen: those of the largest sums.
+    /// The number of groups to select from: those with the largest sums.
     pub kept: usize,
-    /// How many of a group's largest scores are summed.
+    /// The number of largest scores in a group's sum.
     pub summed: usize,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct Choice {
 }
 
 impl Router<'_> {
-    /// The experts of a token by the products of the weights with it; of equals the first.
+    /// Selects the experts of a token from the products of the weights with it; of equal scores, the first.
     pub(super) fn choose(&self, products: &[f32]) -> Choice {
         let mut logits = products.to_vec();
         if let Some(bias) = self.bias {
@@ -94,13 +94,16 @@ impl Router<'_> {
         let within = self.groups.map_or(experts, |groups| groups.experts(experts));
         let fits = shape.experts == 1 && shape.columns == hidden && (1..=within).contains(&self.top_k);
         require(fits && each(self.bias) && each(self.correction), || {
-            format!("a router of {shape:?} for {} of {within} experts", self.top_k)
+            format!(
+                "a router of shape {shape:?} for {} of {within} experts",
+                self.top_k
+            )
         })
     }
 }
 
 impl Groups {
-    /// Experts that a token chooses among; none where the groups do not fit.
+    /// The number of experts that a token can select from; 0 if the groups do not match.
     fn experts(&self, experts: usize) -> usize {
         let fits = self.count > 0 && experts.is_multiple_of(self.count) && self.kept <= self.count;
         let size = experts / self.count.max(1);
@@ -111,7 +114,7 @@ impl Groups {
         }
     }
 
-    /// Ranks the experts of other groups last.
+    /// Ranks the experts of unselected groups last.
     fn hide(&self, ranks: &mut [f32]) {
         let size = ranks.len() / self.count;
         let sum = |group: &[f32]| {
@@ -127,7 +130,7 @@ impl Groups {
     }
 }
 
-/// The order of values from the largest on; of equals the first comes first.
+/// The indices of values in descending order; of equal values, the first comes first.
 fn largest(values: &[f32]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| values[b].total_cmp(&values[a]));
@@ -141,7 +144,7 @@ mod tests {
     use crate::simd::Isa;
     use crate::types::Mode;
 
-    /// A router of as many experts as `N`; what it multiplies is not looked at.
+    /// A router of `N` experts with arbitrary weights.
     fn router<const N: usize>(top_k: usize, normalized: bool) -> Router<'static> {
         let view = View::new(vec![0; 4 * N].leak(), Kind::F32, N, 1).unwrap();
         Router {
@@ -186,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn corrections_choose_and_do_not_count() {
+    fn corrections_affect_the_selection_but_not_the_weights() {
         let odds = |odds: f32| (odds / (1.0 - odds)).ln();
         let logits = [0.9, 0.8, 0.5, 0.4].map(odds);
         let corrected = Router {
@@ -221,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn no_number_is_an_expert_too() {
+    fn nan_scores_still_select_experts() {
         let Choice { experts, weights } = router::<3>(2, true).choose(&[1.0, f32::NAN, 2.0]);
         assert_eq!(experts.len(), 2);
         assert!(experts.iter().all(|&expert| (0..3).contains(&expert)) && weights[0].is_nan());

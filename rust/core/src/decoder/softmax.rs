@@ -1,8 +1,8 @@
-//! The softmax of queries times keys, and the sums of values that it weights, over the tokens of a cache.
+//! Softmax attention over the tokens of a cache: the softmax of queries times keys, and the weighted sums of values.
 //!
-//! The tokens are cut into runs of [`RUN`], heads that share keys into bundles of [`BUNDLE`]. A unit of work is a run
-//! of a bundle: it reads keys and values once for all its heads, and keeps the softmax relative to its own largest
-//! score; runs are put together afterwards.
+//! The tokens are divided into runs of [`RUN`], and heads that share keys into bundles of [`BUNDLE`]. A unit of work
+//! is a run of a bundle: it reads keys and values once for all its heads, and keeps the softmax relative to its own
+//! largest score; runs are combined afterwards.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -13,33 +13,33 @@ use crate::gemm::layer::exp;
 use crate::simd::{Isa, vectorized};
 use crate::types::{Activations, from_bf16};
 
-/// Tokens of a unit of work.
+/// The number of tokens of a unit of work.
 const RUN: usize = 256;
-/// Most heads of a unit of work.
+/// The maximum number of heads of a unit of work.
 const BUNDLE: usize = 8;
-/// Columns of values that are summed up in registers: four of 16.
+/// The number of value columns summed in registers: four of 16.
 const LANES: usize = 64;
 
-/// Rows of the cache and that of the token at hand, of each group as wide.
+/// The rows of the cache and that of the current token, which have the same width in each group.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'a> {
     pub past: Read<'a>,
     pub own: &'a [f32],
 }
 
-/// What heads read.
+/// The inputs of heads.
 #[derive(Clone, Copy)]
 pub(super) struct Reading<'a> {
     /// heads x the width of keys.
     pub queries: &'a [f32],
-    /// Parts of the keys, which lie one behind the other.
+    /// The parts of the keys, which are concatenated.
     pub keys: &'a [Rows<'a>],
     pub values: Rows<'a>,
-    /// What products of queries and keys count.
+    /// The factor of products of queries and keys.
     pub scale: f32,
 }
 
-/// What a run of tokens gives to a bundle of heads.
+/// The result of a run of tokens for a bundle of heads.
 struct Part {
     /// For each head, its largest score and the sum of exp(score - largest).
     heads: Vec<(f32, f32)>,
@@ -47,14 +47,14 @@ struct Part {
     values: Vec<f32>,
 }
 
-/// The units of work of a layer's heads at a step.
+/// The units of work of a layer's heads in a step.
 pub(super) struct Softmax {
-    /// Tokens that are seen; the last is the one at hand.
+    /// The visible tokens; the last is the current one.
     tokens: Range<usize>,
     heads: usize,
-    /// Heads of a group.
+    /// The number of heads of a group.
     sharing: usize,
-    /// Bundles of a group.
+    /// The number of bundles of a group.
     bundles: usize,
     parts: Vec<OnceLock<Part>>,
 }
@@ -74,17 +74,17 @@ impl Softmax {
         }
     }
 
-    /// Units of work.
+    /// The number of units of work.
     pub fn units(&self) -> usize {
         self.parts.len()
     }
 
-    /// Bundles of all groups.
+    /// The number of bundles of all groups.
     fn columns(&self) -> usize {
         self.heads / self.sharing * self.bundles
     }
 
-    /// Does a unit.
+    /// Computes a unit.
     pub fn compute(&self, isa: Isa, unit: usize, reading: Reading) {
         let (bundle, run) = (unit % self.columns(), unit / self.columns());
         let (group, number) = (bundle / self.bundles, bundle % self.bundles);
@@ -96,7 +96,7 @@ impl Softmax {
         self.parts[unit].get_or_init(|| part);
     }
 
-    /// What a head has read, once all units are done; a sink takes part in the softmax and has no values.
+    /// The output of a head after all units are done; a sink takes part in the softmax but has no values.
     pub fn read(&self, head: usize, sink: Option<f32>, output: &mut [f32]) {
         let (group, within) = (head / self.sharing, head % self.sharing);
         let (column, number) = (group * self.bundles + within / BUNDLE, within % BUNDLE);
@@ -127,7 +127,7 @@ vectorized! {
         = part_loop;
 }
 
-/// Heads over some tokens, where token `last` is the one at hand.
+/// Computes heads over some tokens; token `last` is the current one.
 #[inline(always)]
 fn part_loop(reading: Reading, group: usize, heads: Range<usize>, tokens: Range<usize>, last: usize) -> Part {
     let width = reading.keys.iter().map(|keys| keys.past.width).sum();
@@ -177,7 +177,7 @@ fn part_loop(reading: Reading, group: usize, heads: Range<usize>, tokens: Range<
 }
 
 impl Rows<'_> {
-    /// A token's row of a group, where token `last` is the one at hand.
+    /// A token's row of a group; token `last` is the current one.
     #[inline(always)]
     fn widen(&self, group: usize, token: usize, last: usize, out: &mut [f32]) {
         match token < last {
@@ -187,7 +187,7 @@ impl Rows<'_> {
     }
 }
 
-/// Adds rows, each times its weight, to `sums`, one after the other, and some columns at a time in registers.
+/// Adds weighted rows to `sums` in order, some columns at a time in registers.
 #[inline(always)]
 pub(super) fn add_rows<'v, T: Copy + 'v>(
     sums: &mut [f32],

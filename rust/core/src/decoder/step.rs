@@ -1,4 +1,4 @@
-//! One token's way through a decoder.
+//! One token's pass through a decoder.
 
 use std::sync::OnceLock;
 
@@ -16,30 +16,30 @@ use crate::gemm::layer::region::{self, Thread, Threads};
 use crate::simd::Isa;
 use crate::types::Activations;
 
-/// What goes from half a layer to the next.
+/// The hidden state between halves of layers.
 struct Hidden {
-    /// The sum of all that has been added.
+    /// The residual stream.
     sum: Vec<f32>,
-    /// The next norm of it.
+    /// Its value after the next norm.
     normed: Vec<f32>,
 }
 
-/// A mixer at a step.
+/// A mixer in a step.
 pub(super) trait Mixing: Sync {
     /// The memory that is read first.
     fn prefetch(&self) -> &Prefetch<'_>;
 
-    /// Goes through the mixer for `x`, on a thread of a region. What is in `next` is read afterwards.
+    /// Computes the mixer for `x` on a thread of a region. The memory of `next` is read afterwards.
     fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: &[f32], rotation: &Rotation, next: &'s Prefetch<'s>);
 
-    /// The output projection, which [`Mixing::run`] has multiplied.
+    /// The output projection, which [`Mixing::run`] has computed.
     fn output(&self) -> &Output<'_>;
 
-    /// Puts the token into the cache.
+    /// Appends the token to the cache.
     fn finish(self: Box<Self>);
 }
 
-/// A layer at a step.
+/// A layer in a step.
 struct State<'a> {
     block: &'a Block<'a>,
     mixing: Box<dyn Mixing + 'a>,
@@ -77,12 +77,13 @@ impl Mixer<'_> {
 }
 
 impl Decoder<'_> {
-    /// Takes a token through all layers: its hidden state `x` becomes `y`, normed, and each layer's cache gets its keys
-    /// and values. Tokens see all tokens of the caches from the first on.
+    /// Passes a token through all layers: `x` is its hidden state, `y` takes the normed output, and each layer's
+    /// cache is extended by its keys and values. The token sees all tokens of the caches from the first visible one
+    /// on.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): sizes do not match, a cache is full, or the processor lacks the
-    /// instruction set. Nothing has been changed then.
+    /// [`Error::InvalidArgument`](crate::Error) if sizes do not match, a cache is full, or the processor lacks the
+    /// instruction set. Nothing has been changed in this case.
     pub fn step(
         &self,
         x: Activations,
@@ -110,7 +111,7 @@ impl Decoder<'_> {
         Ok(())
     }
 
-    /// Computes a step whose sizes have been checked.
+    /// Computes a step; sizes must have been checked.
     fn run(
         &self,
         x: Activations,
@@ -146,7 +147,7 @@ impl Decoder<'_> {
         states.into_iter().for_each(|state| state.mixing.finish());
     }
 
-    /// The norm that a layer starts with, or that behind the last.
+    /// The norm before a layer, or the final norm after the last one.
     fn norm_before(&self, layer: usize) -> &Norm<'_> {
         self.blocks.get(layer).map_or(&self.norm, |block| &block.norm)
     }
@@ -170,7 +171,7 @@ impl<'a> State<'a> {
         self.mixing.prefetch()
     }
 
-    /// Goes through the layer, on a thread of a region; `next` is the norm behind it, and the memory that is read then.
+    /// Computes the layer on a thread of a region; `next` is the norm after it, and the memory that is read next.
     fn run<'s>(
         &'s self,
         thread: &mut Thread<'_, 's>,

@@ -21,19 +21,19 @@ const EXPERTS: usize = 5;
 const CAPACITY: usize = 700;
 const EPSILON: f32 = 1e-5;
 
-/// What a decoder under test has beside the least.
+/// The optional parts of a decoder under test.
 #[derive(Clone, Copy)]
 struct Settings {
     layers: usize,
     bias: bool,
-    /// Length of the norms of queries and of keys.
+    /// The lengths of the norms of queries and of keys.
     head_norms: Option<[usize; 2]>,
     router: bool,
     shared: bool,
     sinks: bool,
     gated: bool,
     window: Option<usize>,
-    /// Pairs of a head's values that are rotated.
+    /// The number of rotated pairs of a head.
     rotated: usize,
     cache: Kind,
 }
@@ -51,7 +51,7 @@ const PLAIN: Settings = Settings {
     cache: Kind::F32,
 };
 
-/// Numbers of a name: what weights, caches and inputs are made of.
+/// Numbers derived from a name, for weights, caches and inputs.
 fn numbers(name: &str, count: usize, size: f32) -> Vec<f32> {
     let seed = name
         .bytes()
@@ -275,7 +275,7 @@ impl Tensors {
     }
 }
 
-/// Buffers of keys and values, either kind of number.
+/// Buffers of keys and values, of either type.
 struct Buffers {
     kind: Kind,
     window: Option<usize>,
@@ -322,7 +322,7 @@ fn token(number: usize) -> Vec<f32> {
     numbers(&format!("token {number}"), HIDDEN, 1.5)
 }
 
-/// The outputs of `count` tokens, one after the other.
+/// The outputs of `count` tokens in sequence.
 fn steps(tensors: &Tensors, count: usize, isa: Isa, pool: &ThreadPool) -> Vec<Vec<f32>> {
     let (decoder, mut buffers) = (tensors.decoder(isa), Buffers::new(&tensors.settings));
     let step = |number: usize| {
@@ -341,7 +341,7 @@ fn sets() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.available())
 }
 
-/// Rounding errors of f32 stay small beside outputs of about 1: measured at most 2e-6.
+/// Rounding errors of f32 are small relative to outputs of about 1: measured at most 2e-6.
 fn assert_near(found: &[f32], expected: &[f64], bound: f64, what: &str) {
     for (found, expected) in found.iter().zip(expected) {
         let error = (f64::from(*found) - expected).abs();
@@ -350,7 +350,7 @@ fn assert_near(found: &[f32], expected: &[f64], bound: f64, what: &str) {
 }
 
 #[test]
-fn steps_are_the_formulas() {
+fn steps_match_the_formulas() {
     let pool = pool::current().unwrap();
     for settings in [
         PLAIN,
@@ -396,9 +396,10 @@ fn steps_are_the_formulas() {
     }
 }
 
-/// Several runs of tokens, and a cache of bf16: errors of 2^-9 of each key and value, which must not choose experts.
+/// Several runs of tokens, and a bf16 cache: errors of 2^-9 of each key and value must not change the selected
+/// experts.
 #[test]
-fn many_tokens_are_seen() {
+fn many_tokens_are_visible() {
     let (pool, active) = (pool::current().unwrap(), crate::simd::active().unwrap());
     for (cache, bound) in [(Kind::F32, 2e-6), (Kind::Bf16, 2e-2)] {
         let tensors = Tensors::new(Settings {

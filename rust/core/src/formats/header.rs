@@ -1,11 +1,12 @@
-//! The start of a packed tensor, which most formats have in common: a magic number, a version, and fields of the format's own.
+//! The header fields that most formats share: a magic number and a version, followed by fields of each format.
 
 use crate::{Error, Result};
 
-/// The header of a tensor, `N` bytes, after its magic number and version were checked; errors name the tensor as `what`.
+/// Reads an `N`-byte header and checks its magic number and version; errors name the tensor as `what`.
 ///
 /// # Errors
-/// [`Error::InsufficientData`]: there is no whole header. [`Error::Corruption`]: it is another format's, or has another version.
+/// [`Error::InsufficientData`] if the header is incomplete, [`Error::Corruption`] if the magic number or the version
+/// differs.
 pub(super) fn read<'a, const N: usize>(
     data: &'a [u8],
     what: &str,
@@ -13,7 +14,7 @@ pub(super) fn read<'a, const N: usize>(
     version: u16,
 ) -> Result<&'a [u8; N]> {
     let Some(header) = data.first_chunk::<N>() else {
-        let message = format!("{what}: {} bytes hold no header", data.len());
+        let message = format!("{what}: {} bytes are too few for a header", data.len());
         return Err(Error::InsufficientData(message));
     };
     if header[..8] != magic {
@@ -28,18 +29,16 @@ pub(super) fn read<'a, const N: usize>(
     }
 }
 
-/// A size in eight bytes of a header, at most `limit`; errors name the tensor as `what`.
+/// Reads an eight-byte size from a header; it must be at most `limit`. Errors name the tensor as `what`.
 ///
 /// # Errors
-/// [`Error::Corruption`]: it is larger, or too large for this machine.
+/// [`Error::Corruption`] if the size exceeds `limit` or does not fit a `usize`.
 pub(super) fn dimension(header: &[u8], at: usize, limit: u64, what: &str) -> Result<usize> {
     let mut word = [0; 8];
     word.copy_from_slice(&header[at..at + 8]);
     let size = u64::from_le_bytes(word);
     if size > limit {
-        return Err(Error::Corruption(format!(
-            "{what}: the size {size} is beyond {limit}"
-        )));
+        return Err(Error::Corruption(format!("{what}: size {size} exceeds {limit}")));
     }
     let too_large = |_| Error::Corruption(format!("{what}: too large for this machine"));
     usize::try_from(size).map_err(too_large)

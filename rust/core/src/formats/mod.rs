@@ -1,4 +1,4 @@
-//! The packed formats, one room each: how a tensor lies in bytes, how it is packed, opened and checked.
+//! The packed formats, one module each: the byte layout, packing, checked reading and verification.
 
 pub mod channels;
 pub mod codebook;

@@ -1,4 +1,4 @@
-//! Reading single rows of a tensor: what embeddings ask for, and products by the transposed weights.
+//! Reads single rows of a tensor, for embeddings and for products with the transposed weights.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -6,14 +6,15 @@ use rayon::prelude::*;
 use crate::types::Shape;
 use crate::{Error, Result};
 
-/// A row's number among all experts' rows, and the place of its values.
+/// The index of a row, counted over all experts, and the destination of its values.
 pub(crate) type Named<'a, T> = (usize, &'a mut [T]);
 
-/// Fills `out`, n x C places, with the n named rows, in any order and more than once. Rows with the same `group`, which is
-/// ascending, come together, so that what they share is decoded once: `decode` gets them in ascending order.
+/// Fills `out`, n x C values, with the n named rows, in any order and with repetitions. Rows of the same `group` are
+/// decoded by one call of `decode`, in ascending order, so that work they share is done once; `group` must be
+/// ascending in the row.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`]: there is no such row, or `out` has another length; and the errors of `decode`.
+/// [`Error::InvalidArgument`] if a row does not exist or `out` has another length; errors of `decode`.
 pub(crate) fn look_up<T: Send>(
     shape: Shape,
     rows: &[usize],
@@ -27,7 +28,9 @@ pub(crate) fn look_up<T: Send>(
     }
     if rows.len().checked_mul(shape.columns) != Some(out.len()) {
         let (places, count) = (out.len(), rows.len());
-        return invalid(format!("{places} places for {count} rows of {shape:?}"));
+        return invalid(format!(
+            "the output has {places} values for {count} rows of {shape:?}"
+        ));
     }
     let places = out.chunks_exact_mut(shape.columns.max(1));
     let mut named: Vec<Named<T>> = rows.iter().copied().zip(places).collect();

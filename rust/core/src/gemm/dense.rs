@@ -1,9 +1,10 @@
-//! Dense matrices, f32 or bf16, as [`crate::gemm::layer`] multiplies them: what a model keeps unpacked takes part in the
-//! same parallel regions, read where it lies, as bytes of any alignment.
+//! Dense matrices, f32 or bf16, for [`crate::gemm::layer`]. A model's unpacked weights take part in the same parallel
+//! regions. They are read in place, from bytes of any alignment.
 //!
-//! y = W x in f32, for few tokens: each token reads the matrix anew (from the cache, where a unit's rows fit there). With
-//! u = 2^-24, n columns and S = sum of |w x|, the error is at most (n / 64 + 8) u S. Nothing is fused and the order of
-//! the sum is fixed, so every instruction set gives the same bits; memory bounds the speed of one token, not arithmetic.
+//! y = W x in f32, for few tokens: each token reads the matrix again (from the cache if a unit's rows fit). With u =
+//! 2^-24, n columns and S = sum of |w x|, the error is at most (n / 64 + 8) u S. The order of the sum is fixed and
+//! operations are not fused, so every instruction set gives the same bits. For one token, speed is bound by memory,
+//! not by arithmetic.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,12 +15,12 @@ use crate::simd::{Isa, vectorized};
 use crate::types::{Activations, Mode, Shape, from_bf16};
 use crate::{Error, Result};
 
-/// Sums that a matrix's product keeps side by side: four registers of 16, or eight of 8.
+/// The number of parallel sums in a matrix's product: four registers of 16, or eight of 8.
 const LANES: usize = 64;
-/// Sums that the product of a head's width keeps side by side: fewer to be added up at the end.
+/// The number of parallel sums in a product of a head's width: fewer to add up at the end.
 const FEW_LANES: usize = 16;
 
-/// What a value is, little-endian.
+/// The type of values, little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Single precision.
@@ -37,7 +38,7 @@ impl Kind {
     }
 }
 
-/// A matrix, or a stack of one an expert, read in place.
+/// A matrix, or a stack of one matrix per expert, read in place.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
     bytes: &'a [u8],
@@ -46,10 +47,10 @@ pub struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    /// The matrix rows x columns of `bytes`, row by row.
+    /// A rows x columns matrix over `bytes`, row by row.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: there are not rows x columns values.
+    /// [`Error::InvalidArgument`] if there are not rows x columns values.
     pub fn new(bytes: &'a [u8], kind: Kind, rows: usize, columns: usize) -> Result<View<'a>> {
         let shape = Shape {
             experts: 1,
@@ -60,10 +61,10 @@ impl<'a> View<'a> {
         View::of_experts(bytes, kind, shape)
     }
 
-    /// The matrices of `bytes`, expert by expert.
+    /// The matrices over `bytes`, expert by expert.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: there are not as many values as the shape has weights.
+    /// [`Error::InvalidArgument`] if the number of values does not match the shape.
     pub fn of_experts(bytes: &'a [u8], kind: Kind, shape: Shape) -> Result<View<'a>> {
         let size = shape.weights().and_then(|size| size.checked_mul(kind.bytes()));
         match size == Some(bytes.len()) {
@@ -76,24 +77,24 @@ impl<'a> View<'a> {
                     ..
                 } = shape;
                 Err(Error::InvalidArgument(format!(
-                    "{} bytes are no matrix of {experts} x {rows} x {columns} {kind:?}",
+                    "{} bytes do not hold {experts} x {rows} x {columns} values of {kind:?}",
                     bytes.len()
                 )))
             }
         }
     }
 
-    /// The bytes of some rows of an expert.
+    /// The bytes of a range of rows of an expert.
     fn rows(&self, expert: usize, rows: Range<usize>) -> &'a [u8] {
         let (first, bytes) = (expert * self.shape.rows, self.shape.columns * self.kind.bytes());
         &self.bytes[(first + rows.start) * bytes..(first + rows.end) * bytes]
     }
 }
 
-/// The modes that dense matrices have.
+/// The compute modes of dense matrices.
 pub const MODES: [Mode; 2] = [Mode::Auto, Mode::Exact];
 
-/// A matrix, with the instruction set of its products.
+/// A matrix with the instruction set of its products.
 #[derive(Debug, Clone, Copy)]
 pub struct Dense<'a> {
     view: View<'a>,
@@ -104,7 +105,7 @@ impl<'a> Dense<'a> {
     /// Products with `isa`; both modes of dense matrices are exact.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: there is no such mode, or the processor lacks the instruction set.
+    /// [`Error::InvalidArgument`] if the mode does not exist or the processor lacks the instruction set.
     pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Dense<'a>> {
         require_mode(mode, &MODES, "a dense matrix")?;
         Ok(Dense {
@@ -136,7 +137,7 @@ impl Projection for Dense<'_> {
     }
 }
 
-/// Each token of a job in f32.
+/// The tokens of a job in f32.
 static TOKENS: Cache<usize, Slots<Vec<f32>>> = Cache::new();
 
 impl Kernel for Dense<'_> {
@@ -171,7 +172,7 @@ impl Kernel for Dense<'_> {
 }
 
 vectorized! {
-    /// Products of rows with a token.
+    /// The products of rows with a token.
     fn products(bytes: &[u8], kind: Kind, x: &[f32], out: &mut [f32]) = products_loop;
 }
 
@@ -185,7 +186,7 @@ fn products_loop(bytes: &[u8], kind: Kind, x: &[f32], out: &mut [f32]) {
     }
 }
 
-/// The product of `x` and as many values from `start` on; inlined, so that it has the caller's instruction set.
+/// The product of `x` with as many values from `start` on; inlined, to be compiled for the caller's instruction set.
 #[inline(always)]
 pub(crate) fn dot(values: Activations, start: usize, x: &[f32]) -> f32 {
     match values {
@@ -210,7 +211,7 @@ fn sum<const LANES: usize, T: Copy>(values: &[T], x: &[f32], wide: impl Fn(T) ->
     fold(lanes)
 }
 
-/// The sum of all lanes, by halves.
+/// The sum of all lanes, by repeated halving.
 #[inline(always)]
 pub(crate) fn fold<const LANES: usize>(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES;

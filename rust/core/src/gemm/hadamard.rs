@@ -1,17 +1,18 @@
-//! Hadamard's rotation of activations: it spreads an outlier over all columns of its block before they are rounded.
+//! The Hadamard rotation of activations, which spreads outliers over all columns of a block before rounding.
 //!
-//! Sylvester's matrix of n = 2^k columns, `H[i][j] = (-1)^popcount(i & j) / sqrt(n)`, is symmetric and its own inverse,
-//! so `W x = (W H)(H x)`: a tensor stores W H, and products turn x. A row of several times n columns is turned block by
-//! block. k rounds of additions and one multiplication a value, in the same order on every instruction set and never
-//! fused: the same bits everywhere.
+//! Sylvester's matrix of n = 2^k columns, `H[i][j] = (-1)^popcount(i & j) / sqrt(n)`, is symmetric and its own
+//! inverse, so `W x = (W H)(H x)`: a tensor stores W H, and products rotate x. Longer rows are rotated in blocks of n
+//! columns. The rotation takes k rounds of additions and one multiplication per value, in the same order and not
+//! fused on every instruction set, so results have the same bits everywhere.
 
 use crate::simd::Isa;
 
-/// Turns each block of `width` values, a power of two that divides `values.len()`. `isa` must have been found available.
+/// Rotates each block of `width` values, a power of two that divides `values.len()`. The processor must support
+/// `isa`.
 pub fn rotate(isa: Isa, values: &mut [f32], width: usize) {
     match isa {
         Isa::Scalar => blocks(values, width),
-        // SAFETY: every set but the scalar one has AVX2; the caller has found the set available.
+        // SAFETY: every set but the scalar one includes AVX2; the caller checked that the set is available.
         #[cfg(target_arch = "x86_64")]
         _ => unsafe { blocks_avx2(values, width) },
         #[cfg(not(target_arch = "x86_64"))]

@@ -1,4 +1,4 @@
-//! Products of one tensor of any format, with all arguments checked.
+//! Products of a tensor of any format, with all arguments checked.
 
 use rayon::ThreadPool;
 
@@ -6,10 +6,10 @@ use super::layer::{Job, Projection, Task, multiply};
 use crate::types::Activations;
 use crate::{Error, Result};
 
-/// y = W x for the tokens of one expert: `x` is tokens x columns, `y` is tokens x rows.
+/// Computes y = W x for the tokens of one expert: `x` is tokens x columns, `y` is tokens x rows.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`]: there is no such expert, or the sizes do not match.
+/// [`Error::InvalidArgument`] if the expert does not exist or the sizes do not match.
 pub fn matmul<'a>(
     weights: &dyn Projection,
     expert: usize,
@@ -32,14 +32,14 @@ pub fn matmul<'a>(
     Ok(())
 }
 
-/// y = W x with each expert's own tokens, in one parallel region.
+/// Computes y = W x with each expert's own tokens, in one parallel region.
 ///
-/// `x` is tokens x columns and `y` tokens x rows, tokens sorted by expert: `offsets[e]..offsets[e + 1]` belong to expert
-/// e, so that there is one offset more than experts, ascending from 0 to the number of tokens. Experts without tokens
-/// are not read.
+/// `x` is tokens x columns and `y` tokens x rows, with tokens sorted by expert: expert e takes tokens
+/// `offsets[e]..offsets[e + 1]`. There is one more offset than experts, ascending from 0 to the number of tokens.
+/// Experts without tokens are not read.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`]: the offsets do not ascend so, or the sizes do not match.
+/// [`Error::InvalidArgument`] if the offsets are invalid or the sizes do not match.
 pub fn matmul_grouped<'a>(
     weights: &dyn Projection,
     x: impl Into<Activations<'a>>,
@@ -55,14 +55,14 @@ pub fn matmul_grouped<'a>(
     Ok(())
 }
 
-/// Refuses offsets that are not one more than the experts and ascend from 0.
+/// Checks that there is one more offset than experts and that offsets ascend from 0.
 pub(super) fn check_offsets(offsets: &[usize], experts: usize) -> Result<()> {
     if offsets.len() == experts + 1 && offsets[0] == 0 && offsets.is_sorted() {
         return Ok(());
     }
     let count = offsets.len();
     invalid(format!(
-        "{count} offsets for {experts} experts: they must ascend from 0"
+        "{count} offsets for {experts} experts: there must be one more offset than experts, ascending from 0"
     ))
 }
 

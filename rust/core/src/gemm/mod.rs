@@ -1,8 +1,8 @@
-//! Matrix products by packed weights: y = W x without unpacking W.
+//! Matrix products with packed weights: y = W x without unpacking W.
 //!
-//! A format takes part by a [`layer::Projection`], which its room here makes of a view, a [`Mode`] and an instruction
-//! set; [`matmul`] and [`matmul_grouped`] multiply by any of them, and [`matmul_transposed`] by the transposed weights of
-//! any tensor.
+//! Each format's module makes a [`layer::Projection`] from a view, a [`Mode`] and an instruction set. [`matmul`] and
+//! [`matmul_grouped`] multiply by any projection; [`matmul_transposed`] multiplies by the transposed weights of any
+//! tensor.
 
 pub mod codebook;
 pub mod coded;
@@ -27,7 +27,7 @@ pub use self::transposed::matmul_transposed;
 use crate::types::Mode;
 use crate::{Error, Result};
 
-/// Refuses a mode that a format, whose name is for the message, does not have.
+/// Checks that a format has a mode; `format` names the format in the error message.
 pub(crate) fn require_mode(mode: Mode, modes: &[Mode], format: &str) -> Result<()> {
     if modes.contains(&mode) {
         return Ok(());

@@ -1,19 +1,20 @@
-//! What NEON kernels of several formats share: dot products of bytes, with the instructions of Armv8.2 or without.
+//! Helpers shared by the NEON kernels of several formats: dot products of bytes, with or without the Armv8.2
+//! instructions.
 
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-/// `sum` + the dot product of each four unsigned bytes of codes with the four signed bytes of `x` beside them. Codes are
-/// below 128, and `x` is at most 127 in magnitude.
+/// Adds to `sum` the dot products of each four unsigned bytes of codes with the corresponding four signed bytes of
+/// `x`. Codes are below 128, and `x` is at most 127 in magnitude.
 ///
 /// # Safety
-/// The processor has dot products of bytes if `DOT_PRODUCTS` says so.
+/// If `DOT_PRODUCTS` is true, the processor must have dot products of bytes.
 #[inline]
 #[target_feature(enable = "neon")]
 pub unsafe fn dot<const DOT_PRODUCTS: bool>(sum: int32x4_t, codes: uint8x16_t, x: int8x16_t) -> int32x4_t {
     let codes = vreinterpretq_s8_u8(codes);
     if DOT_PRODUCTS {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         return unsafe { sdot(sum, codes, x) };
     }
     // Two products are at most 2 * 127 * 127 in magnitude: they fit 16 bits.
@@ -21,7 +22,7 @@ pub unsafe fn dot<const DOT_PRODUCTS: bool>(sum: int32x4_t, codes: uint8x16_t, x
     vpadalq_s16(sum, vpaddq_s16(low, vmull_high_s8(codes, x)))
 }
 
-/// The instruction SDOT, whose intrinsic stable compilers lack.
+/// The SDOT instruction, which has no intrinsic in stable compilers.
 ///
 /// # Safety
 /// The processor has dot products of bytes.
@@ -29,7 +30,7 @@ pub unsafe fn dot<const DOT_PRODUCTS: bool>(sum: int32x4_t, codes: uint8x16_t, x
 #[target_feature(enable = "neon,dotprod")]
 unsafe fn sdot(sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
     let mut sum = sum;
-    // SAFETY: the processor has the instruction, which touches registers alone.
+    // SAFETY: the processor has the instruction, which only touches registers.
     unsafe {
         asm!(
             "sdot {sum:v}.4s, {a:v}.16b, {b:v}.16b",
@@ -40,12 +41,13 @@ unsafe fn sdot(sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
     sum
 }
 
-/// Four f16 values as f32. The instruction is of every 64-bit Arm, its intrinsic of recent compilers.
+/// Converts four f16 values to f32. Every 64-bit Arm processor has the instruction; only recent compilers have its
+/// intrinsic.
 #[inline]
 #[target_feature(enable = "neon")]
 pub fn widen_f16(values: uint16x4_t) -> float32x4_t {
     let wide: float32x4_t;
-    // SAFETY: the instruction is there, and touches registers alone.
+    // SAFETY: the instruction exists and only touches registers.
     unsafe {
         asm!(
             "fcvtl {wide:v}.4s, {values:v}.4h",
@@ -56,9 +58,9 @@ pub fn widen_f16(values: uint16x4_t) -> float32x4_t {
     wide
 }
 
-/// Asks for the cache line at an address, which need not be one, into the first-level cache.
+/// Prefetches the cache line at an address, which may be invalid, into the first-level cache.
 #[inline(always)]
 pub fn prefetch(at: *const u8) {
-    // SAFETY: a prefetch never faults and changes nothing that a program sees.
+    // SAFETY: a prefetch never faults and has no visible effect.
     unsafe { asm!("prfm pldl1keep, [{at}]", at = in(reg) at, options(readonly, nostack, preserves_flags)) }
 }

@@ -1,12 +1,13 @@
-//! Products by the transposed weights of any format, x' = W^T y: what carries a gradient from the outputs of a layer to
-//! its activations.
+//! Products by the transposed weights of any format, x' = W^T y, which carry gradients from a layer's outputs to its
+//! activations.
 //!
-//! W is never held: rows are decoded a panel of [`PANEL`] at a time ([`Tensor::look_up`]), and each panel is multiplied by
-//! the outputs of its expert's tokens. Weights are what [`Tensor::dequantize`] gives, in f32, whatever a product rounds
-//! them to in its compute mode: the gradient passes through the rounding as if it were none.
+//! W is never unpacked as a whole: a panel of [`PANEL`] rows is decoded at a time ([`Tensor::look_up`]) and
+//! multiplied by the outputs of its expert's tokens. Weights are those of [`Tensor::dequantize`] in f32, whatever
+//! rounding the compute mode of a product applies: gradients pass straight through the rounding.
 //!
-//! A sum runs over the rows in ascending order and nothing is fused: the same bits on every instruction set, and with any
-//! number of threads. With u = 2^-24, R rows and S = sum of |w y|, the error is at most R u S.
+//! A sum runs over the rows in ascending order without fused operations, so results have the same bits on every
+//! instruction set and with any number of threads. With u = 2^-24, R rows and S = sum of |w y|, the error is at most
+//! R u S.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -17,21 +18,21 @@ use crate::tensor::{Floats, Tensor};
 use crate::types::Activations;
 use crate::{Error, Result};
 
-/// Rows that are decoded at a time: whole streams of every coded format.
+/// Rows decoded at a time: whole streams of every coded format.
 const PANEL: usize = 64;
-/// Columns that are summed in registers.
+/// Columns summed in registers.
 const LANES: usize = 16;
-/// Tokens whose sums are in registers at a time.
+/// Tokens summed in registers at a time.
 const TOKENS: usize = 4;
-/// Tokens of a thread's unit of work, which share a copy of [`PANEL`] x [`LANES`] weights in the first-level cache.
+/// Tokens of a unit of work, which share a copy of [`PANEL`] x [`LANES`] weights in the first-level cache.
 const UNIT: usize = 32;
 
-/// x' = W^T y with each expert's own tokens: `y` is tokens x rows, `x` tokens x columns, and `offsets` are those of
-/// [`super::matmul_grouped`]. Experts without tokens are not read.
+/// Computes x' = W^T y with each expert's own tokens: `y` is tokens x rows, `x` tokens x columns, and `offsets` are
+/// as in [`super::matmul_grouped`]. Experts without tokens are not read.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`]: the offsets do not ascend, the sizes do not match, the processor lacks the instruction set,
-/// or the format decodes no single rows. [`Error::Corruption`]: codes contradict the format.
+/// [`Error::InvalidArgument`] if the offsets or sizes do not match, the processor lacks the instruction set, or the
+/// format cannot decode single rows. [`Error::Corruption`] if codes contradict the format.
 pub fn matmul_transposed<'a>(
     weights: (&dyn Tensor, &[u8]),
     y: impl Into<Activations<'a>>,
@@ -75,14 +76,14 @@ pub fn matmul_transposed<'a>(
 /// The outputs of an expert's tokens at the rows of a panel.
 struct Outputs<'a> {
     values: Activations<'a>,
-    /// Where those of the first token start, and how far the next token's are from there.
+    /// The start of the first token's outputs, and the stride between tokens.
     start: usize,
     stride: usize,
-    /// The rows of the panel.
+    /// The number of rows in the panel.
     count: usize,
 }
 
-/// Adds the products of a panel and its outputs to `x`, units of tokens in parallel.
+/// Adds the products of a panel with its outputs to `x`, units of tokens in parallel.
 fn add_panel(isa: Isa, panel: &[f32], outputs: &Outputs, x: &mut [f32], pool: &ThreadPool) {
     let columns = panel.len() / outputs.count;
     if columns == 0 {
@@ -102,14 +103,14 @@ fn add_panel(isa: Isa, panel: &[f32], outputs: &Outputs, x: &mut [f32], pool: &T
 }
 
 vectorized! {
-    /// Adds the products of a panel, rows x `columns`, and `y`, tokens x rows, to `x`, tokens x `columns`.
+    /// Adds the products of a panel, rows x `columns`, with `y`, tokens x rows, to `x`, tokens x `columns`.
     fn add_unit(panel: &[f32], columns: usize, y: &[f32], x: &mut [f32]) = add_unit_loop;
 }
 
 #[inline(always)]
 fn add_unit_loop(panel: &[f32], columns: usize, y: &[f32], x: &mut [f32]) {
     let rows = panel.len() / columns;
-    // Rows that are a power of two apart share few lines of a cache; their copies follow each other.
+    // Rows with a power-of-two stride share few cache lines; their copies are contiguous.
     let mut copy = [[0.0; LANES]; PANEL];
     for column in (0..columns).step_by(LANES) {
         let width = LANES.min(columns - column);
@@ -129,7 +130,7 @@ fn add_unit_loop(panel: &[f32], columns: usize, y: &[f32], x: &mut [f32]) {
     }
 }
 
-/// Adds the products of some columns for `N` tokens, whose sums stay in registers.
+/// Adds the products of some columns for `N` tokens with sums in registers.
 #[inline(always)]
 fn add_tokens<const N: usize>(
     weights: &[[f32; LANES]],

@@ -1,4 +1,4 @@
-//! Quantizers whose inner loops need Rust: values to codes, scales and centroids.
+//! Quantizers with inner loops that need Rust: they map values to codes, scales and centroids.
 
 pub mod clustering;
 pub mod fitting;

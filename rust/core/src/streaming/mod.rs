@@ -1,16 +1,17 @@
-//! Records of channels that come from a file as products want them, and go again.
+//! Channel records that are loaded from a file on demand and dropped again.
 //!
-//! A record that is there has memory of its own. When it goes, that memory is kept for the next one, so that the system
-//! never takes pages back only to fill them with zeros again: on drives whose reads cost little that took as long as the
-//! reads. Records that are near each other in the file come in one read, into a buffer, from which those that are wanted
-//! are copied: so records need no alignment in the file, and memory holds nothing that nobody wanted.
+//! Each loaded record has its own memory. When a record is dropped, its memory is kept for the next one, because
+//! otherwise the system takes pages back and fills them with zeros again, which took as long as the reads on drives
+//! with cheap reads. Records that are close together in the file are loaded by one read into a buffer, and the
+//! requested ones are copied from it. Records therefore need no alignment in the file, and memory holds no
+//! unrequested data.
 //!
-//! Which records are there is the caller's choice, and so is the memory that they take.
+//! The caller decides which records are loaded, and thereby the memory that they take.
 //!
 //! Invariants:
-//! - A record that is there has the bytes that the file had when it was read.
-//! - Memory never exceeds the most records that were there, or on their way, at a time, and a buffer for each thread that
-//!   reads.
+//! - A loaded record has the bytes that the file had when it was read.
+//! - Memory never exceeds the maximum number of records that were loaded or in flight at a time, plus one buffer per
+//!   reading thread.
 
 mod records;
 mod slots;
@@ -20,9 +21,10 @@ mod tests;
 pub use records::{Count, Failure, Place, Records};
 pub use slots::{Slot, Slots};
 
-/// Most bytes between two records that are read along: a drive reads them in about the time of another read.
+/// The maximum gap in bytes between two records of one read: a drive reads the gap in about the time of another read.
 pub const GAP: usize = 48 << 10;
-/// Most bytes of a read, or one record and the pages that it touches: drives reach their full rate at this.
+/// The maximum bytes of a read, or one record with the pages that it touches: drives reach their full rate at this
+/// size.
 pub const READ: usize = 512 << 10;
-/// What places and lengths of reads past the page cache are multiples of, and memory that they fill.
+/// The alignment of offsets, lengths and memory of reads past the page cache.
 const PAGE: usize = 4096;

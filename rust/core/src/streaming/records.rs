@@ -1,4 +1,4 @@
-//! A tensor of channels whose records come and go.
+//! A tensor of channels with records that are loaded on demand.
 
 use std::fs::File;
 use std::io;
@@ -13,37 +13,37 @@ use crate::formats::channels::{Layout, View};
 use crate::types::Shape;
 use crate::{Error, Result};
 
-/// Where a tensor lies.
+/// The location of a tensor.
 pub struct Place<'a> {
     /// The file.
     pub file: &'a Path,
-    /// The tensor's first byte in it.
+    /// The offset of the tensor in the file.
     pub start: u64,
-    /// Whether reads go past the page cache; the file system must take them.
+    /// Whether reads bypass the page cache; the file system must support it.
     pub direct: bool,
 }
 
-/// Why records could not be read.
+/// The reasons why records could not be read.
 #[derive(Debug)]
 pub enum Failure {
-    /// The caller's fault.
+    /// An invalid argument.
     Argument(Error),
     /// The file ends at this byte.
     Ends(u64),
-    /// The system's error of a read at this byte.
+    /// An operating system error of a read at this byte.
     System(u64, io::Error),
 }
 
-/// What a call read.
+/// The reads of a call.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Count {
-    /// Reads.
+    /// The number of reads.
     pub reads: usize,
-    /// Their bytes.
+    /// The bytes read.
     pub bytes: usize,
 }
 
-/// A tensor of channels of which some records are there.
+/// A tensor of channels with some records loaded.
 pub struct Records {
     slots: Arc<Slots>,
     head: Vec<u8>,
@@ -53,27 +53,27 @@ pub struct Records {
     there: RwLock<Vec<Option<Slot>>>,
 }
 
-/// Records that are read together: some of a list, ascending, and the bytes of the file that hold them.
+/// Records loaded by one read: a range of a list, ascending, and the bytes of the file that hold them.
 struct Read {
     part: Range<usize>,
     bytes: Range<u64>,
 }
 
 impl Records {
-    /// Opens a tensor, none of whose records is there.
+    /// Opens a tensor with no records loaded.
     ///
-    /// `head` is everything before its first record; what stands in the file there is not looked at.
+    /// `head` holds the bytes before its first record; the same bytes of the file are not read.
     ///
     /// # Errors
-    /// [`Failure::Argument`]: `head` is no start of such a tensor. [`Failure::Ends`]: the file is shorter than the tensor.
-    /// [`Failure::System`]: the file cannot be opened.
+    /// [`Failure::Argument`] if `head` is not the start of such a tensor, [`Failure::Ends`] if the file is shorter
+    /// than the tensor, [`Failure::System`] if the file cannot be opened.
     pub fn open(slots: Arc<Slots>, head: &[u8], place: &Place) -> std::result::Result<Records, Failure> {
         let layout = Layout::of_head(head).map_err(Failure::Argument)?;
         let Shape { experts, rows, .. } = layout.shape();
         let system = |error| Failure::System(0, error);
         let file = open(place).map_err(system)?;
         let length = file.metadata().map_err(system)?.len();
-        // A short file has not earned the table of records that a header asks for.
+        // Checked before allocating the table of records, whose size comes from the header.
         if length.saturating_sub(place.start) < layout.total_bytes() as u64 {
             return Err(Failure::Ends(length));
         }
@@ -87,27 +87,27 @@ impl Records {
         })
     }
 
-    /// Shape, width and sizes.
+    /// The shape, width and sizes.
     pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    /// Bytes of the buffer of each thread that reads.
+    /// The bytes of the buffer of each reading thread.
     pub fn buffer_bytes(&self) -> usize {
         READ.max(self.layout.record_bytes().next_multiple_of(PAGE) + PAGE)
     }
 
-    /// Calls `work` with the tensor as it is; records neither come nor go meanwhile.
+    /// Calls `work` with the tensor; no records are loaded or dropped meanwhile.
     pub fn view<T>(&self, work: impl FnOnce(View<'_>) -> Result<T>) -> Result<T> {
         let there = self.there.read().unwrap_or_else(PoisonError::into_inner);
         work(View::apart(&self.head, self.layout, &there))
     }
 
-    /// Reads records of all experts' by so many threads at most; `numbers` ascend. Those that are there already are read
-    /// again.
+    /// Loads records, counted over all experts, with at most `threads` threads; `numbers` must ascend. Records that
+    /// are already loaded are read again.
     ///
     /// # Errors
-    /// [`Failure`]: none of them came.
+    /// [`Failure`]; no records have been loaded in this case.
     pub fn read(&self, numbers: &[usize], threads: usize) -> std::result::Result<Count, Failure> {
         self.check(numbers).map_err(Failure::Argument)?;
         let (reads, next) = (self.reads(numbers), AtomicUsize::new(0));
@@ -145,10 +145,10 @@ impl Records {
         })
     }
 
-    /// Lets records go; `numbers` ascend, and may be of records that are not there.
+    /// Drops records; `numbers` must ascend. Records that are not loaded are ignored.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: there is no such record.
+    /// [`Error::InvalidArgument`] if a record does not exist.
     pub fn drop(&self, numbers: &[usize]) -> Result<()> {
         self.check(numbers)?;
         let mut there = self.there.write().unwrap_or_else(PoisonError::into_inner);
@@ -163,11 +163,11 @@ impl Records {
         if ascending && numbers.last().is_none_or(|&last| last < experts * rows) {
             return Ok(());
         }
-        let message = format!("numbers of records must ascend below {}", experts * rows);
+        let message = format!("record numbers must ascend and be below {}", experts * rows);
         Err(Error::InvalidArgument(message))
     }
 
-    /// The reads that bring records, in whole pages of the file.
+    /// The reads that load records, in whole pages of the file.
     fn reads(&self, numbers: &[usize]) -> Vec<Read> {
         let (page, length) = (PAGE as u64, self.layout.record_bytes() as u64);
         let mut reads: Vec<Read> = Vec::new();
@@ -190,7 +190,7 @@ impl Records {
         reads
     }
 
-    /// Takes reads, one after the other, until none is left or one fails: the records that came.
+    /// Performs reads until none is left or one fails; returns the loaded records.
     fn follow(
         &self,
         numbers: &[usize],
@@ -225,7 +225,7 @@ fn bytes(range: &Range<u64>) -> usize {
     (range.end - range.start) as usize
 }
 
-/// Reads a file's bytes from `place` on until at least the first `used` ones are there: a file may end in a page's middle.
+/// Reads a file's bytes at offset `place` until at least the first `used` are read: a file may end within a page.
 fn fill(file: &File, into: &mut [u8], place: u64, used: usize) -> std::result::Result<(), Failure> {
     let mut there = 0;
     while there < used {

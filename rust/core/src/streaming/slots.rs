@@ -1,13 +1,13 @@
-//! Memory of records that went, for those that come, and buffers of reads.
+//! Reused memory for records, and buffers for reads.
 
 use std::sync::{Mutex, MutexGuard};
 
 use super::PAGE;
 
-/// Where the bytes of a record start: at a multiple of this, as in a tensor.
+/// The alignment of a record's bytes, as in a tensor.
 const ALIGNMENT: usize = 64;
 
-/// Memory that the tensors of a model share.
+/// Memory shared by the tensors of a model.
 #[derive(Default)]
 pub struct Slots {
     spare: Mutex<Vec<Slot>>,
@@ -15,7 +15,7 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Memory for a record of so many bytes: that of one that went, if it had as many.
+    /// Takes memory for a record of `length` bytes: that of a dropped record of the same size, if there is one.
     pub(super) fn take(&self, length: usize) -> Slot {
         let spare = lock(&self.spare).pop();
         spare
@@ -23,12 +23,12 @@ impl Slots {
             .unwrap_or_else(|| Slot::new(length, ALIGNMENT))
     }
 
-    /// Keeps the memory of records that went.
+    /// Keeps the memory of dropped records.
     pub(super) fn give_back(&self, slots: impl IntoIterator<Item = Slot>) {
         lock(&self.spare).extend(slots);
     }
 
-    /// Calls `work` with a buffer of at least so many bytes, aligned for reads past the page cache.
+    /// Calls `work` with a buffer of at least `length` bytes, aligned for reads past the page cache.
     pub(super) fn with_buffer<T>(&self, length: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
         let spare = lock(&self.buffers).pop();
         let mut buffer = spare
@@ -40,7 +40,7 @@ impl Slots {
     }
 }
 
-/// What a panic left behind is whole: slots are pushed and popped, and no more.
+/// Panics leave the list intact: slots are only pushed and popped.
 fn lock(slots: &Mutex<Vec<Slot>>) -> MutexGuard<'_, Vec<Slot>> {
     slots.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
@@ -69,7 +69,7 @@ impl Slot {
         &self.memory[self.start..][..self.length]
     }
 
-    /// The bytes, to be written.
+    /// The bytes, for writing.
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.memory[self.start..][..self.length]
     }

@@ -15,11 +15,11 @@ use crate::gemm::sparse::{Layer, Ups};
 use crate::pool;
 use crate::simd::Isa;
 
-/// Bytes before the tensor in its file: no multiple of a page.
+/// The bytes before the tensor in its file: not a multiple of a page.
 const BEFORE: usize = 1000;
 const HALF: usize = 1024;
 
-/// A file that holds a tensor of two experts, and the tensor's bytes.
+/// A file with a tensor of two experts, and the tensor's bytes.
 struct Fixture {
     file: PathBuf,
     tensor: Vec<u8>,
@@ -55,7 +55,7 @@ impl Fixture {
         View::parse(&self.tensor).unwrap().layout().record_bytes()
     }
 
-    /// Asserts that exactly these records are there, with the bytes of the tensor.
+    /// Asserts that exactly these records are loaded, with the bytes of the tensor.
     fn assert_there(&self, records: &Records, numbers: &[usize]) {
         let whole = View::parse(&self.tensor).unwrap();
         let compare = |view: View| {
@@ -83,7 +83,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn what_is_read_has_the_bytes_of_the_file(
+    fn loaded_records_have_the_bytes_of_the_file(
         calls in prop::collection::vec(prop::collection::btree_set(0_usize..120, 0..60), 1..5),
         threads in 1_usize..5,
     ) {
@@ -105,7 +105,7 @@ proptest! {
 }
 
 #[test]
-fn neighbours_come_in_one_read_up_to_the_gap_and_the_length() {
+fn neighbours_are_loaded_by_one_read_up_to_the_gap_and_the_length() {
     let fixture = Fixture::new(800, Width::Int8);
     let (records, record) = (fixture.open(), fixture.record());
     let near = GAP / record;
@@ -114,14 +114,14 @@ fn neighbours_come_in_one_read_up_to_the_gap_and_the_length() {
     let (all, long) = ((0..1000).collect::<Vec<_>>(), READ / record);
     let count = records.read(&all, 3).unwrap();
     assert!((1000 / long..=1000 / (long - 2) + 1).contains(&count.reads));
-    // A read takes the pages of its records, the first and the last of them perhaps with its neighbours.
+    // A read covers the pages of its records; neighbours may share the first and the last page.
     assert!((1000 * record..1000 * record + 2 * PAGE * count.reads).contains(&count.bytes));
     assert_eq!(records.read(&[], 2).unwrap(), Count::default());
     fixture.assert_there(&records, &all);
 }
 
 #[test]
-fn memory_of_records_that_went_is_used_again() {
+fn memory_of_dropped_records_is_reused() {
     let fixture = Fixture::new(40, Width::Bf16);
     let records = fixture.open();
     let address = |number: usize| {
@@ -137,7 +137,7 @@ fn memory_of_records_that_went_is_used_again() {
 }
 
 #[test]
-fn files_that_end_or_are_not_there_are_said_and_bring_nothing() {
+fn truncated_and_missing_files_are_reported_and_load_nothing() {
     let fixture = Fixture::new(60, Width::Int8);
     let records = fixture.open();
     let end = (BEFORE + fixture.tensor.len() / 2) as u64;
@@ -191,7 +191,7 @@ fn heads_and_numbers_are_checked() {
 }
 
 #[test]
-fn products_are_those_of_the_whole_tensor_and_refuse_what_is_not_there() {
+fn products_match_the_whole_tensor_and_refuse_missing_records() {
     for width in Width::ALL {
         let fixture = Fixture::new(70, width);
         let (records, pool) = (fixture.open(), pool::current().unwrap());

@@ -73,10 +73,10 @@ impl Tensor for Layout {
         View::parse(data)?.verify(pool)
     }
 
-    /// Writes the codes, `2^(bits - 1)` more than what scales are multiplied by.
+    /// Writes the codes, whose values before scaling are `code - 2^(bits - 1)`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: values are bf16, or `out` has another length.
+    /// [`Error::InvalidArgument`] if values are bf16 or `out` has another length.
     fn decode(&self, data: &[u8], out: &mut [u8], pool: &ThreadPool) -> Result<()> {
         if self.width() == Width::Bf16 {
             return Err(Error::InvalidArgument(

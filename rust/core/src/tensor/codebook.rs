@@ -1,4 +1,4 @@
-//! Codes into codebooks.
+//! Codebook tensors.
 
 use rayon::ThreadPool;
 
@@ -32,7 +32,7 @@ impl Format for Codebook {
             specification.integer("block_size")?,
         );
         let activation_bits = specification.integer("activation_bits")?;
-        // Turning columns changes what is stored, not how much.
+        // The rotation of columns does not affect the size.
         Ok(Layout::new(shape, bits, activation_bits, block, 1)?.total_bytes())
     }
 
@@ -88,7 +88,7 @@ impl Tensor for Layout {
         })
     }
 
-    /// Writes the values, turned back where products turn activations.
+    /// Writes the values, rotated back if products rotate activations.
     fn dequantize(&self, data: &[u8], out: Floats, pool: &ThreadPool) -> Result<()> {
         let (view, rows) = (View::parse(data)?, self.shape().rows);
         fill_floats(self.shape(), out, pool, |row, values| {

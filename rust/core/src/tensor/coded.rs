@@ -89,13 +89,13 @@ impl Tensor for Coded {
     /// Writes the codes as signed bytes.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: there is a code that a signed byte does not hold, or `out` has another length.
+    /// [`Error::InvalidArgument`] if a code does not fit a signed byte or `out` has another length.
     fn decode(&self, data: &[u8], out: &mut [u8], pool: &ThreadPool) -> Result<()> {
         let put = |row: usize, codes: &[i32], out: &mut [u8]| {
             for (out, &code) in out.iter_mut().zip(codes) {
                 let byte = i8::try_from(code).map_err(|_| {
                     Error::InvalidArgument(format!(
-                        "code {code} in row {row} of all experts' is no signed byte"
+                        "code {code} in row {row}, counted over all experts, does not fit a signed byte"
                     ))
                 })?;
                 *out = byte as u8;
@@ -166,7 +166,7 @@ impl Tensor for Coded {
     }
 }
 
-/// Writes what the codes of a row, whose number among all experts' rows is given, stand for.
+/// Writes the values of a row's codes; `row` is counted over all experts.
 fn values<T>(view: &CodedView, row: usize, codes: &[i32], out: &mut [T], round: impl Fn(f32) -> T) {
     let (scale, rows) = (view.scale(row), view.layout().shape().rows);
     let pairs = out.iter_mut().zip(codes);

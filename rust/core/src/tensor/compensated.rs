@@ -134,7 +134,7 @@ fn ranks(view: &View) -> Array {
     }
 }
 
-/// The rows of a factor of all experts, T x `length`.
+/// The rows of a factor for all experts, T x `length`.
 fn factors<'a>(
     view: &View<'a>,
     length: usize,

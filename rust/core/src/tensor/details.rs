@@ -1,4 +1,4 @@
-//! What a format says of a tensor beside its shape: named values in a fixed order, as a manifest holds them.
+//! The specification of a tensor besides its shape: named values in a fixed order, as stored in manifests.
 
 use crate::{Error, Result};
 
@@ -48,7 +48,7 @@ impl From<&str> for Value {
 pub struct Details(Vec<(String, Value)>);
 
 impl Details {
-    /// These details and one more.
+    /// Appends a value.
     pub fn with(mut self, name: &str, value: impl Into<Value>) -> Details {
         self.0.push((name.into(), value.into()));
         self
@@ -66,10 +66,10 @@ impl Details {
             .map(|(_, value)| value)
     }
 
-    /// The number of a name, in any type that holds it.
+    /// The number with a name, in any type that can represent it.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: it is missing, no number, or too large.
+    /// [`Error::InvalidArgument`] if it is missing, not a number, or too large.
     pub fn integer<T: TryFrom<u64>>(&self, name: &str) -> Result<T> {
         match self.get(name) {
             Some(&Value::Integer(number)) => T::try_from(number).or_else(|_| wrong(name, "is too large")),
@@ -78,10 +78,10 @@ impl Details {
         }
     }
 
-    /// The truth value of a name.
+    /// The truth value with a name.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: it is missing, or neither true nor false.
+    /// [`Error::InvalidArgument`] if it is missing or not a truth value.
     pub fn flag(&self, name: &str) -> Result<bool> {
         match self.get(name) {
             Some(&Value::Flag(flag)) => Ok(flag),

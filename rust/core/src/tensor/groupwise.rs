@@ -123,7 +123,7 @@ pub(super) fn details(layout: &Layout) -> Details {
         .with("dtype", layout.spec().parameters.name())
 }
 
-/// The names that [`parameters`] knows.
+/// The names accepted by [`parameters`].
 pub(super) fn parameter_names(layout: &Layout) -> &'static [&'static str] {
     match layout.spec().symmetric {
         true => &["scales"],

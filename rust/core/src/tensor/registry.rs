@@ -1,4 +1,4 @@
-//! The formats that this process knows.
+//! The formats known to this process.
 
 use std::sync::RwLock;
 
@@ -17,10 +17,10 @@ static FORMATS: [&dyn Format; 6] = [
     &channels::Channels,
 ];
 
-/// Formats that others have registered.
+/// Formats registered from outside of this crate.
 static REGISTERED: RwLock<Vec<&dyn Format>> = RwLock::new(Vec::new());
 
-/// All formats: this crate's, then those that were registered, in that order.
+/// All formats: this crate's, then registered ones in order of registration.
 pub fn formats() -> Vec<&'static dyn Format> {
     let registered = REGISTERED.read().unwrap_or_else(|error| error.into_inner());
     FORMATS.iter().chain(registered.iter()).copied().collect()
@@ -29,7 +29,7 @@ pub fn formats() -> Vec<&'static dyn Format> {
 /// Adds a format for the rest of the process: [`open`] and [`format`] find it from now on.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`]: another format has its magic or kind.
+/// [`Error::InvalidArgument`] if another format has its magic or kind.
 pub fn register(format: &'static dyn Format) -> Result<()> {
     let mut registered = REGISTERED.write().unwrap_or_else(|error| error.into_inner());
     let mut known = FORMATS.iter().chain(registered.iter());
@@ -46,20 +46,21 @@ pub fn register(format: &'static dyn Format) -> Result<()> {
 /// The format of a kind.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`]: there is none.
+/// [`Error::InvalidArgument`] if there is none.
 pub fn format(kind: &str) -> Result<&'static dyn Format> {
     let found = formats().into_iter().find(|format| format.kind() == kind);
     found.map_or_else(|| invalid(format!("unknown kind of packed tensor {kind:?}")), Ok)
 }
 
-/// The most matrices and rows of a tensor without weights, which take no bytes and so could be any number.
+/// The maximum number of matrices and rows of a tensor without weights. They take no bytes, so any number could be
+/// claimed.
 const MOST_EMPTY: usize = 1 << 16;
 
 /// Opens a packed tensor by its magic.
 ///
 /// # Errors
-/// [`Error::InsufficientData`]: the bytes are too short to have a magic. [`Error::UnknownFormat`]: no format has it.
-/// [`Error::Corruption`]: there are more than 65,536 rows without columns, or matrices without rows. Otherwise as
+/// [`Error::InsufficientData`] if the bytes are too short for a magic, [`Error::UnknownFormat`] if no format has it,
+/// [`Error::Corruption`] if there are more than 65,536 rows without columns or matrices without rows. Otherwise as
 /// [`Format::open`].
 pub fn open(data: &[u8]) -> Result<Box<dyn Tensor>> {
     let tensor = find(data)?.open(data)?;
@@ -77,7 +78,7 @@ pub fn open(data: &[u8]) -> Result<Box<dyn Tensor>> {
 /// The format of a packed tensor by its magic.
 fn find(data: &[u8]) -> Result<&'static dyn Format> {
     let Some(magic) = data.first_chunk::<MAGIC_BYTES>() else {
-        let message = format!("{} bytes cannot be a packed tensor", data.len());
+        let message = format!("{} bytes are too few for a packed tensor", data.len());
         return Err(Error::InsufficientData(message));
     };
     let formats = formats();

@@ -1,4 +1,4 @@
-//! Numbers on their way out of a packed tensor.
+//! The numeric outputs of packed tensors.
 
 use half::bf16;
 use rayon::ThreadPool;
@@ -8,7 +8,7 @@ use crate::formats::rows::{self, Named};
 use crate::types::Shape;
 use crate::{Error, Result};
 
-/// Where dequantized values go.
+/// The destination of dequantized values.
 pub enum Floats<'a> {
     /// Single precision.
     F32(&'a mut [f32]),
@@ -30,7 +30,7 @@ pub enum Numbers {
 pub struct Array {
     /// The length of each axis.
     pub shape: Vec<usize>,
-    /// As many values as the shape has places.
+    /// The values; their number is the product of the shape.
     pub values: Numbers,
 }
 
@@ -44,7 +44,7 @@ impl Array {
     }
 }
 
-/// Fills `out`, E x R x C values, row by row in parallel: `fill` gets the row's number among all experts' rows.
+/// Fills `out`, E x R x C values, row by row in parallel: `fill` gets the row's number, counted over all experts.
 pub(super) fn fill_rows<T: Send>(
     shape: Shape,
     out: &mut [T],
@@ -53,7 +53,7 @@ pub(super) fn fill_rows<T: Send>(
 ) -> Result<()> {
     if shape.weights() != Some(out.len()) {
         return Err(Error::InvalidArgument(format!(
-            "{} places for the weights of {shape:?}",
+            "the output has {} values for the weights of {shape:?}",
             out.len()
         )));
     }
@@ -62,7 +62,7 @@ pub(super) fn fill_rows<T: Send>(
     Ok(())
 }
 
-/// Fills `out` by rows of f32 values, as [`fill_rows`] does.
+/// Fills `out` with rows of f32 values, like [`fill_rows`].
 pub(super) fn fill_floats(
     shape: Shape,
     out: Floats,
@@ -81,7 +81,7 @@ pub(super) fn fill_floats(
     }
 }
 
-/// Writes the values of some of all experts' rows, n x C of them: `fill` gets the row's number among them.
+/// Writes the values of some rows, counted over all experts, n x C of them: `fill` gets the row's number.
 pub(super) fn look_up_rows(
     shape: Shape,
     rows: &[usize],

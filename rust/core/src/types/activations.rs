@@ -1,4 +1,4 @@
-//! What a product multiplies the weights by.
+//! The activations of a product.
 
 /// The value of bf16 bits.
 #[inline(always)]
@@ -6,7 +6,7 @@ pub(crate) fn from_bf16(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-/// Activations, one token after the other.
+/// Activations, token by token.
 #[derive(Debug, Clone, Copy)]
 pub enum Activations<'a> {
     /// Single precision.
@@ -28,8 +28,8 @@ impl<'a> From<&'a [u16]> for Activations<'a> {
 }
 
 impl Activations<'_> {
-    /// How many values there are.
-    #[allow(clippy::len_without_is_empty)] // No caller asks.
+    /// The number of values.
+    #[allow(clippy::len_without_is_empty)] // No caller needs it.
     pub fn len(&self) -> usize {
         match self {
             Activations::F32(x) => x.len(),
@@ -37,7 +37,7 @@ impl Activations<'_> {
         }
     }
 
-    /// Copies values from `start` on, as many as `out` takes, in f32.
+    /// Copies values from `start` on in f32, as many as `out` has.
     #[inline(always)]
     pub(crate) fn widen(&self, start: usize, out: &mut [f32]) {
         match self {

@@ -1,4 +1,4 @@
-//! Types that every part of the core shares: the shape of a tensor, activations, and how a product computes.
+//! Types shared by all parts of the core: the shape of a tensor, activations, and compute modes.
 
 mod activations;
 mod mode;

@@ -1,20 +1,21 @@
-//! How a product computes.
+//! Compute modes of products.
 
 use crate::{Error, Result};
 
-/// How a product computes. Every format has [`Mode::Auto`] and [`Mode::Exact`]; which others it has is its own.
+/// The compute mode of a product. Every format has [`Mode::Auto`] and [`Mode::Exact`]; other modes depend on the
+/// format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// [`Mode::Exact`] for few tokens, [`Mode::Bf16`] for many; a tensor that was made for rounded activations rounds
-    /// them. What an unpacked bf16 model computes is no more precise.
+    /// [`Mode::Exact`] for few tokens, [`Mode::Bf16`] for many; tensors designed for rounded activations round them.
+    /// This is at least as precise as an unpacked bf16 model.
     Auto,
-    /// With the precision of single-precision arithmetic.
+    /// The precision of single-precision arithmetic.
     Exact,
     /// Weights and activations rounded to bf16; experts with few tokens as in [`Mode::Exact`].
     Bf16,
-    /// Activations rounded to 8 bits, weights to what integer dot products take.
+    /// Activations rounded to 8 bits, weights to the operands of integer dot products.
     Int8,
-    /// Activations rounded to 8 bits, weights as they are (centroids of two bytes).
+    /// Activations rounded to 8 bits, weights not rounded (two-byte centroids).
     Int16,
 }
 
@@ -22,7 +23,7 @@ impl Mode {
     /// All modes.
     pub const ALL: [Mode; 5] = [Mode::Auto, Mode::Exact, Mode::Bf16, Mode::Int8, Mode::Int16];
 
-    /// The name that Python and the command line use.
+    /// The name in Python and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Mode::Auto => "auto",
@@ -36,7 +37,7 @@ impl Mode {
     /// Parses [`Mode::name`].
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: there is no such mode.
+    /// [`Error::InvalidArgument`] if the mode is unknown.
     pub fn from_name(name: &str) -> Result<Mode> {
         let found = Mode::ALL.into_iter().find(|mode| mode.name() == name);
         found.ok_or_else(|| {

@@ -1,6 +1,6 @@
 //! The shape of a tensor of experts.
 
-/// The shape of a packed or dense tensor: a matrix, or a stack of one matrix an expert.
+/// The shape of a packed or dense tensor: a matrix, or a stack of one matrix per expert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shape {
     /// E, 1 for a matrix.
@@ -9,22 +9,22 @@ pub struct Shape {
     pub rows: usize,
     /// C, the columns (input channels).
     pub columns: usize,
-    /// Axes that the user sees: 2 for a matrix, 3 for a stack of experts.
+    /// The number of axes that the user sees: 2 for a matrix, 3 for a stack of experts.
     pub ndim: u8,
 }
 
 impl Shape {
-    /// The rows of all experts, or `None` if there are too many to count.
+    /// The number of rows of all experts; `None` on overflow.
     pub fn all_rows(&self) -> Option<usize> {
         self.experts.checked_mul(self.rows)
     }
 
-    /// The weights of all experts, or `None` if there are too many to count.
+    /// The number of weights of all experts; `None` on overflow.
     pub fn weights(&self) -> Option<usize> {
         self.all_rows()?.checked_mul(self.columns)
     }
 
-    /// Whether the number of axes fits the experts: a matrix has one expert, a stack any number.
+    /// Returns whether the number of axes fits the experts: a matrix has one expert, a stack any number.
     pub fn has_valid_ndim(&self) -> bool {
         matches!((self.ndim, self.experts), (2, 1) | (3, _))
     }

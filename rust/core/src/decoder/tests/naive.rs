@@ -1,8 +1,8 @@
-//! Naive twins of what a step computes.
+//! Naive implementations of the computations of a step.
 
 use super::*;
 
-/// The formulas, one after the other in f64.
+/// The formulas, evaluated sequentially in f64.
 pub struct Naive<'a> {
     pub tensors: &'a Tensors,
     /// For each layer, keys and values of each token, groups x width.

@@ -1,4 +1,4 @@
-//! Writing a tensor.
+//! Packs a tensor.
 
 use half::bf16;
 use rayon::ThreadPool;
@@ -8,26 +8,28 @@ use super::{GROUP, HEADER_BYTES, Layout, Width, invalid};
 use crate::Result;
 use crate::types::Shape;
 
-/// The values of records, E x I x 2 H: of each channel the gate's row, then the down column.
+/// The values of records, E x I x 2 H: for each channel the gate row, then the down column.
 #[derive(Debug, Clone, Copy)]
 pub enum Content<'a> {
     /// The bits of bf16 values, all finite.
     Bf16(&'a [u16]),
-    /// Integers: a value is `scale * (code - 2^(bits - 1))`.
+    /// Integer codes: a value is `scale * (code - 2^(bits - 1))`.
     Integers {
         /// 4 or 8.
         bits: u8,
         /// E x I x 2 H, below `2^bits`.
         codes: &'a [u8],
-        /// E x I x 2 G, exactly what bf16 holds: a scale for each 64 columns of the gate's row, then of the down column.
+        /// E x I x 2 G, exactly representable in bf16: one scale per 64 columns of the gate row, then of the down
+        /// column.
         scales: &'a [f32],
     },
 }
 
-/// Packs records; `shape` is E x I x 2 H, and `thresholds` are those of the experts.
+/// Packs records; `shape` is E x I x 2 H, and `thresholds` holds one value per expert.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error): a size, code, scale or threshold is out of range; the message names the channel.
+/// [`Error::InvalidArgument`](crate::Error) if a size, code, scale or threshold is out of range; the message names
+/// the channel.
 pub fn encode(content: Content, thresholds: &[f32], shape: Shape, pool: &ThreadPool) -> Result<Vec<u8>> {
     let width = match content {
         Content::Bf16(_) => Width::Bf16,
@@ -80,7 +82,7 @@ fn check(content: Content, thresholds: &[f32], layout: &Layout) -> Result<()> {
         .position(|threshold| threshold.is_nan() || *threshold < 0.0)
     {
         Some(expert) => invalid(format!(
-            "the threshold of expert {expert} is {}",
+            "the threshold of expert {expert} is invalid: {}",
             thresholds[expert]
         )),
         None => Ok(()),
@@ -130,7 +132,7 @@ fn pack(content: Content, layout: &Layout, number: usize, record: &mut [u8]) -> 
             for (out, &scale) in out.iter_mut().zip(scales) {
                 let stored = bf16::from_f32(scale);
                 if !scale.is_finite() || stored.to_f32() != scale {
-                    return place(format!("the scale {scale} is no finite bfloat16"));
+                    return place(format!("the scale {scale} is not a finite bfloat16"));
                 }
                 *out = stored.to_bits().to_le_bytes();
             }
@@ -139,7 +141,7 @@ fn pack(content: Content, layout: &Layout, number: usize, record: &mut [u8]) -> 
     }
 }
 
-/// Packs the codes of a half; codes behind the last column stand for zero.
+/// Packs the codes of a half; the padding after the last column gets codes of zero.
 fn pack_codes(width: Width, codes: &[u8], out: &mut [u8]) {
     match width {
         Width::Int4 => {

@@ -1,4 +1,4 @@
-//! The header of a tensor, and the places that follow from it.
+//! The header of a tensor and the offsets that follow from it.
 
 use std::cmp::Ordering;
 
@@ -7,12 +7,12 @@ use crate::formats::header;
 use crate::types::Shape;
 use crate::{Error, Result, limits};
 
-/// How a value is stored.
+/// The storage type of values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Width {
-    /// A symmetric integer of four bits.
+    /// A symmetric 4-bit integer.
     Int4,
-    /// A symmetric integer of eight bits.
+    /// A symmetric 8-bit integer.
     Int8,
     /// bfloat16.
     Bf16,
@@ -22,7 +22,7 @@ impl Width {
     /// All widths.
     pub const ALL: [Width; 3] = [Width::Int4, Width::Int8, Width::Bf16];
 
-    /// Bits of a value.
+    /// The bits per value.
     pub fn bits(self) -> usize {
         match self {
             Width::Int4 => 4,
@@ -31,10 +31,10 @@ impl Width {
         }
     }
 
-    /// The width of so many bits.
+    /// The width with `bits` bits.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: there is none.
+    /// [`Error::InvalidArgument`] if no width has this number of bits.
     pub fn from_bits(bits: u8) -> Result<Width> {
         let found = Width::ALL
             .into_iter()
@@ -43,7 +43,7 @@ impl Width {
     }
 }
 
-/// Shape, width and places of a tensor, everything derived from the header.
+/// The shape, width and offsets of a tensor, all derived from the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     experts: usize,
@@ -56,7 +56,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of a tensor of `channels` channels an expert, whose halves have `half` columns.
+    /// The layout of a tensor with `channels` channels per expert and halves of `half` columns.
     fn of(experts: usize, channels: usize, half: usize, width: Width) -> Option<Layout> {
         let groups = half.div_ceil(GROUP);
         let values = groups.checked_mul(2 * GROUP / 8 * width.bits())?;
@@ -78,10 +78,11 @@ impl Layout {
         })
     }
 
-    /// The layout that a writer asks for: a row is a record.
+    /// The layout for a writer: each row is a record.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: the columns are no two halves, it is no stack, or it is too large.
+    /// [`Error::InvalidArgument`] if the columns do not form two halves, the tensor is not a stack, or it is too
+    /// large.
     pub fn new(shape: Shape, width: Width) -> Result<Layout> {
         let Shape {
             experts,
@@ -91,7 +92,7 @@ impl Layout {
         } = shape;
         if ndim != 3 || columns % 2 != 0 {
             return invalid(format!(
-                "{shape:?}: a stack of records with two halves each is needed"
+                "{shape:?}: expected a stack of records with two halves each"
             ));
         }
         let fits = [
@@ -106,7 +107,7 @@ impl Layout {
         }
     }
 
-    /// Experts, channels and the columns of both halves.
+    /// Experts, channels, and the columns of both halves.
     pub fn shape(&self) -> Shape {
         Shape {
             experts: self.experts,
@@ -116,17 +117,17 @@ impl Layout {
         }
     }
 
-    /// How values are stored.
+    /// The storage type of values.
     pub fn width(&self) -> Width {
         self.width
     }
 
-    /// Columns of a half.
+    /// The columns of a half.
     pub fn half(&self) -> usize {
         self.half
     }
 
-    /// Scales of a half.
+    /// The scales of a half.
     pub fn groups(&self) -> usize {
         match self.width {
             Width::Bf16 => 0,
@@ -134,17 +135,17 @@ impl Layout {
         }
     }
 
-    /// Bytes of a record.
+    /// The bytes of a record.
     pub fn record_bytes(&self) -> usize {
         self.record
     }
 
-    /// Bytes of the values of a half, filled up.
+    /// The bytes of a half's values, padding included.
     pub(super) fn half_bytes(&self) -> usize {
         self.half.div_ceil(GROUP) * GROUP / 8 * self.width.bits()
     }
 
-    /// Where a record of all experts' starts.
+    /// The offset of a record, counted over all experts.
     pub(super) fn record_at(&self, record: usize) -> usize {
         self.start + record * self.record
     }
@@ -154,14 +155,14 @@ impl Layout {
         self.total
     }
 
-    /// The layout of a tensor by its header.
+    /// Reads the layout from a tensor's header.
     fn of_header(data: &[u8]) -> Result<Layout> {
         let header: &[u8; HEADER_BYTES] = header::read(data, "channels", MAGIC, VERSION)?;
         if header[11..16].iter().chain(&header[40..]).any(|&b| b != 0) {
             return corrupt("reserved header bytes are not zero");
         }
         let Ok(width) = Width::from_bits(header[10]) else {
-            return corrupt(format!("values of {} bits", header[10]));
+            return corrupt(format!("values cannot have {} bits", header[10]));
         };
         let experts = size(header, 16, limits::MAX_ROWS)?;
         let channels = size(header, 24, limits::MAX_ROWS)?;
@@ -174,10 +175,10 @@ impl Layout {
         }
     }
 
-    /// The layout of a tensor of which everything before the first record is at hand, and no more.
+    /// Reads the layout from the bytes before the first record; `head` must hold exactly those.
     ///
     /// # Errors
-    /// [`Error::Corruption`] or [`Error::InsufficientData`]: the bytes are no start of such a tensor.
+    /// [`Error::Corruption`] or [`Error::InsufficientData`] if the bytes are not the start of such a tensor.
     pub fn of_head(head: &[u8]) -> Result<Layout> {
         let layout = Layout::of_header(head)?;
         layout.check(head, layout.start)?;
@@ -190,7 +191,7 @@ impl Layout {
         Ok(layout)
     }
 
-    /// Says whether so many bytes are there.
+    /// Checks that `data` has `bytes` bytes.
     fn check(&self, data: &[u8], bytes: usize) -> Result<()> {
         match bytes.cmp(&data.len()) {
             Ordering::Equal => Ok(()),

@@ -5,7 +5,7 @@ use super::*;
 use crate::pool;
 use crate::types::Shape;
 
-/// A tensor and what it was made of: values as f32, E x I x 2 H.
+/// A tensor and its source values as f32, E x I x 2 H.
 pub(crate) struct Case {
     pub values: Vec<f32>,
     pub thresholds: Vec<f32>,
@@ -100,7 +100,7 @@ fn every_truncation_and_every_header_byte_is_noticed() {
     for length in 0..case.blob.len() {
         assert!(View::parse(&case.blob[..length]).is_err());
     }
-    // Columns may be more or less within the last group: nothing else depends on them.
+    // The number of columns may change within the last group: nothing else depends on it.
     for byte in (0..HEADER_BYTES).filter(|&byte| byte != 32) {
         let mut blob = case.blob.clone();
         blob[byte] ^= 0x10;
@@ -109,7 +109,7 @@ fn every_truncation_and_every_header_byte_is_noticed() {
 }
 
 #[test]
-fn verifying_finds_what_is_no_number_and_what_lies_in_the_padding() {
+fn verify_finds_invalid_numbers_and_padding() {
     let pool = pool::current().unwrap();
     for width in Width::ALL {
         let case = case(shape(2, 3, 70), width, 0.5);
@@ -141,7 +141,7 @@ fn verifying_finds_what_is_no_number_and_what_lies_in_the_padding() {
 }
 
 #[test]
-fn what_cannot_be_packed_is_refused() {
+fn invalid_content_is_refused() {
     let pool = pool::current().unwrap();
     let stack = shape(1, 1, 2);
     let integers = |bits, codes, scales| {

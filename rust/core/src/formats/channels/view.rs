@@ -1,4 +1,4 @@
-//! Reading a tensor in place.
+//! Reads a tensor in place.
 
 use std::ops::Range;
 
@@ -11,30 +11,30 @@ use crate::Result;
 use crate::streaming::Slot;
 use crate::types::{Shape, from_bf16};
 
-/// A tensor read in place.
+/// A tensor over borrowed bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
-    /// All of it, or what is before the first record.
+    /// The whole tensor, or only the bytes before the first record.
     data: &'a [u8],
     layout: Layout,
-    /// Records that lie apart, and not behind the others: each in memory of its own, if it is there.
+    /// Records held in separate memory; `None` for records that are not loaded.
     apart: Option<&'a [Option<Slot>]>,
 }
 
-/// A gate's row or a down column: its values, filled up to whole groups of 64, and their scales.
+/// A gate row or a down column: its values, padded to whole groups of 64, and their scales.
 #[derive(Debug, Clone, Copy)]
 pub struct Half<'a> {
-    /// As the width stores them.
+    /// The bytes in the storage type of the tensor's width.
     pub values: &'a [u8],
-    /// bf16, one for each group; empty where values need none.
+    /// bf16, one per group; empty for bf16 values.
     pub scales: &'a [[u8; 2]],
 }
 
 impl<'a> View<'a> {
-    /// Checks header and size.
+    /// Checks the header and the size.
     ///
     /// # Errors
-    /// [`Error::Corruption`](crate::Error) or `InsufficientData`: the bytes are no such tensor.
+    /// [`Error::Corruption`](crate::Error) or `InsufficientData` if the bytes are not such a tensor.
     pub fn parse(data: &'a [u8]) -> Result<View<'a>> {
         let layout = Layout::read(data)?;
         Ok(View {
@@ -44,7 +44,7 @@ impl<'a> View<'a> {
         })
     }
 
-    /// A tensor of which some records are there, each in memory of its own; `head` is everything before the first.
+    /// A tensor with some records loaded, each in its own memory; `head` holds the bytes before the first record.
     pub(crate) fn apart(head: &'a [u8], layout: Layout, records: &'a [Option<Slot>]) -> View<'a> {
         View {
             data: head,
@@ -53,29 +53,29 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Whether a record of all experts' is there; only then it may be read.
+    /// Returns whether a record, counted over all experts, is loaded; other records must not be read.
     #[inline(always)]
     pub(crate) fn is_there(&self, record: usize) -> bool {
         self.apart.is_none_or(|records| records[record].is_some())
     }
 
-    /// Shape, width and sizes.
+    /// The shape, width and sizes.
     pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    /// The threshold of an expert: channels whose output of the up projection is smaller are skipped.
+    /// The threshold of an expert: channels with a smaller up projection output are skipped.
     pub fn threshold(&self, expert: usize) -> f32 {
         let bytes = &self.data[HEADER_BYTES..].as_chunks::<4>().0[expert];
         f32::from_le_bytes(*bytes)
     }
 
-    /// The bytes of some of all experts' records, which do not lie apart.
+    /// The bytes of a range of records, counted over all experts; the records must not be held separately.
     pub fn records(&self, records: Range<usize>) -> &'a [u8] {
         &self.data[self.layout.record_at(records.start)..self.layout.record_at(records.end)]
     }
 
-    /// The gate's row and the down column of a record of all experts'.
+    /// The gate row and the down column of a record, counted over all experts.
     #[inline(always)]
     pub fn halves(&self, record: usize) -> [Half<'a>; 2] {
         let (bytes, groups) = (self.layout.half_bytes(), self.layout.groups());
@@ -91,7 +91,7 @@ impl<'a> View<'a> {
         [half(0), half(1)]
     }
 
-    /// The codes of a record of all experts', `[2 H]`, below `2^bits`; not of bf16.
+    /// Decodes the codes of a record, `[2 H]`, below `2^bits`; not for bf16. Records are counted over all experts.
     pub fn decode_row(&self, record: usize, codes: &mut [u8]) {
         let middle = 1 << (self.layout.width().bits() - 1);
         let halves = codes.chunks_exact_mut(self.layout.half().max(1));
@@ -101,7 +101,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The values of a record of all experts', `[2 H]`: bf16, or `scale * code` in f32.
+    /// Decodes the values of a record, `[2 H]`: bf16, or `scale * code` in f32. Records are counted over all experts.
     pub fn decode_values(&self, record: usize, values: &mut [f32]) {
         let halves = values.chunks_exact_mut(self.layout.half().max(1));
         for (values, half) in halves.zip(self.halves(record)) {
@@ -111,23 +111,23 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Checks that thresholds and values are numbers and that everything behind the last columns stands for zero.
+    /// Checks that thresholds and values are valid numbers and that all padding is zero.
     ///
     /// # Errors
-    /// [`Error::Corruption`](crate::Error) that names expert and channel.
+    /// [`Error::Corruption`](crate::Error) that names the expert and the channel.
     pub fn verify(&self, pool: &ThreadPool) -> Result<()> {
         let Shape { experts, rows, .. } = self.layout.shape();
         for expert in 0..experts {
             let threshold = self.threshold(expert);
             if threshold.is_nan() || threshold < 0.0 {
-                return corrupt(format!("the threshold of expert {expert} is {threshold}"));
+                return corrupt(format!("invalid threshold {threshold} of expert {expert}"));
             }
         }
         if self.data[HEADER_BYTES + 4 * experts..self.layout.record_at(0)]
             .iter()
             .any(|&byte| byte != 0)
         {
-            return corrupt("bytes behind the thresholds");
+            return corrupt("the padding after the thresholds is not zero");
         }
         let check = |record: usize| match self.fault(record) {
             Some(what) => corrupt(format!(
@@ -140,7 +140,7 @@ impl<'a> View<'a> {
         pool.install(|| (0..experts * rows).into_par_iter().try_for_each(check))
     }
 
-    /// What is wrong with a record.
+    /// Returns the first fault of a record.
     fn fault(&self, record: usize) -> Option<&'static str> {
         let (layout, halves) = (self.layout, self.halves(record));
         let padded = layout.half().next_multiple_of(GROUP);
@@ -154,7 +154,7 @@ impl<'a> View<'a> {
                 return Some("a value or a scale is not finite");
             }
             if (layout.half()..padded).any(|column| half.code(layout.width(), column) != 0) {
-                return Some("values behind the last column");
+                return Some("values after the last column are not zero");
             }
         }
         let used = 2 * layout.half_bytes() + 4 * layout.groups();
@@ -162,7 +162,7 @@ impl<'a> View<'a> {
         behind
             .iter()
             .any(|&byte| byte != 0)
-            .then_some("bytes behind the scales")
+            .then_some("the padding after the scales is not zero")
     }
 }
 

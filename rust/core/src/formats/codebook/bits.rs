@@ -1,20 +1,21 @@
-//! Where the codes of the 16 rows of a row block lie in a step of columns.
+//! The placement of the codes of a row block's 16 rows in a step of columns.
 //!
-//! 3 and 4 bits: *quads* of 4 rows, in lanes of 16 bytes, and some groups of 16 columns. Byte b of a lane belongs to column
-//! b of every group. 4 bits: two groups, the low and the high half of the byte. 3 bits: eight groups in three registers
-//! A, B, C of 64 bytes; bits 0-2 and 3-5 of each are the codes of groups 0 to 5; the low two bits of group 6 are bits 6-7
-//! of A and its high bit is bit 6 of C; the low two bits of group 7 are bits 6-7 of B and its high bit is bit 7 of C.
+//! With 3 and 4 bits, codes form *quads* of 4 rows, in lanes of 16 bytes and several groups of 16 columns. Byte b of
+//! a lane belongs to column b of every group. With 4 bits there are two groups, in the low and the high half of the
+//! byte. With 3 bits there are eight groups in three registers A, B, C of 64 bytes: bits 0-2 and 3-5 of each are the
+//! codes of groups 0 to 5; the low two bits of group 6 are bits 6-7 of A and its high bit is bit 6 of C; the low two
+//! bits of group 7 are bits 6-7 of B and its high bit is bit 7 of C.
 //!
-//! 2 bits: *lines* of 16 rows and 16 columns, in two bit planes. Byte r of lane k belongs to row r; bit c of its low half
-//! is the low bit of the code of column 4c + k, bit c of its high half the high bit. So for the kernels of AVX2 a half is
-//! an index into a table of the sums of four activations; for those of AVX-512 a permutation of a line's bytes and a shift
-//! give the indices of centroids.
+//! With 2 bits, codes form *lines* of 16 rows and 16 columns, in two bit planes. Byte r of lane k belongs to row r;
+//! bit c of its low half is the low bit of the code of column 4c + k, and bit c of its high half is the high bit.
+//! AVX2 kernels use a half as an index into a table of the sums of four activations; AVX-512 kernels get centroid
+//! indices by a permutation of the line's bytes and a shift.
 
 /// The bytes of a lane, and the columns of a group.
 pub const LANE: usize = 16;
 /// The rows of a quad, whose codes of 3 or 4 bits share registers.
 pub const QUAD: usize = 4;
-/// The quads of a row block; with 2 bits the lines of a step.
+/// The quads of a row block, or, with 2 bits, the lines of a step.
 pub const QUADS: usize = super::PANEL / QUAD;
 /// The bytes of a register or a line.
 pub const REGISTER: usize = LANE * QUAD;
@@ -33,7 +34,7 @@ pub const fn step_registers(bits: u8) -> usize {
     if bits == 3 { 3 } else { 1 }
 }
 
-/// Unpacks a row's codes, [`step_columns`], from the registers of a step.
+/// Unpacks a row's codes, [`step_columns`] of them, from the registers of a step.
 #[inline(always)]
 pub fn unpack(bits: u8, step: &[[u8; REGISTER]], row: usize, codes: &mut [u8]) {
     if bits == 2 {
@@ -58,7 +59,7 @@ pub fn unpack(bits: u8, step: &[[u8; REGISTER]], row: usize, codes: &mut [u8]) {
     }
 }
 
-/// Unpacks a row's codes of 2 bits: four columns at a time, a byte each.
+/// Unpacks a row's 2-bit codes, four columns at a time, one byte each.
 #[inline(always)]
 fn unpack_lines(step: &[[u8; REGISTER]], row: usize, codes: &mut [u8]) {
     for (line, codes) in step.iter().zip(codes.as_chunks_mut::<LANE>().0) {
@@ -69,7 +70,7 @@ fn unpack_lines(step: &[[u8; REGISTER]], row: usize, codes: &mut [u8]) {
     }
 }
 
-/// Packs a row's codes of a step, the inverse of [`unpack`]; the row's bits of `step` must be zeros.
+/// Packs a row's codes of a step, the inverse of [`unpack`]; the row's bits in `step` must be zero.
 pub fn pack(bits: u8, codes: &[u8], row: usize, step: &mut [[u8; REGISTER]]) {
     if bits == 2 {
         for (line, codes) in step.iter_mut().zip(codes.as_chunks::<LANE>().0) {

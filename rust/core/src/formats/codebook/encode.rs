@@ -1,4 +1,4 @@
-//! Packing codes and codebooks.
+//! Packs codes and codebooks.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -8,23 +8,24 @@ use super::{HEADER_BYTES, Layout, MAX_CENTROID, PANEL, invalid, split};
 use crate::Result;
 use crate::types::Shape;
 
-/// The contents of a tensor to be packed.
+/// The contents of a tensor to pack.
 #[derive(Debug, Clone, Copy)]
 pub struct Content<'a> {
     /// Experts, rows, columns, ndim.
     pub shape: Shape,
-    /// Bits of a code: 2, 3 or 4.
+    /// Bits per code: 2, 3 or 4.
     pub bits: u8,
-    /// Bits of the activations in products: 4 or 8, or 0 where they are not rounded.
+    /// Bits of the activations in products: 4 or 8, or 0 if they are not rounded.
     pub activation_bits: u8,
-    /// Columns that share a codebook, a multiple of 128; a block larger than the row means the row.
+    /// The number of columns that share a codebook, a multiple of 128; a block larger than the row means the whole
+    /// row.
     pub block: usize,
-    /// The width of the Hadamard rotation of weights and activations, a power of two that divides the columns; 1 for
-    /// none. Codes and centroids are those of the rotated weights.
+    /// The width of the Hadamard rotation of weights and activations, a power of two that divides the columns; 1
+    /// means no rotation. Codes and centroids are those of the rotated weights.
     pub hadamard: usize,
     /// E x R x C codes below 2^bits.
     pub codes: &'a [u8],
-    /// E x R x B x K centroids, -32639 to 32639; where products round activations, multiples of 256.
+    /// E x R x B x K centroids, -32639 to 32639; multiples of 256 if products round activations.
     pub centroids: &'a [i16],
     /// E x R x B scales, finite and not negative.
     pub scales: &'a [f32],
@@ -55,7 +56,7 @@ pub fn encode(content: Content, pool: &ThreadPool) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// Checks the sizes of the content, and every code, centroid and scale.
+/// Checks the sizes of the content and every code, centroid and scale.
 fn check(layout: &Layout, content: &Content) -> Result<()> {
     let Content {
         shape,
@@ -82,7 +83,11 @@ fn check(layout: &Layout, content: &Content) -> Result<()> {
         .iter()
         .position(|&code| usize::from(code) >= layout.clusters())
     {
-        return invalid(format!("code {} in row {}", codes[at], at / shape.columns));
+        return invalid(format!(
+            "code {} in row {} is out of range",
+            codes[at],
+            at / shape.columns
+        ));
     }
     let one_byte = layout.planes() == 1;
     if let Some(c) = centroids
@@ -90,19 +95,21 @@ fn check(layout: &Layout, content: &Content) -> Result<()> {
         .find(|&&c| c.unsigned_abs() > MAX_CENTROID.unsigned_abs() || one_byte && c % 256 != 0)
     {
         let which = if one_byte { "multiples of 256, " } else { "" };
-        return invalid(format!("centroid {c}; they are {which}at most {MAX_CENTROID}"));
+        return invalid(format!(
+            "centroid {c} is out of range: centroids are {which}at most {MAX_CENTROID} in magnitude"
+        ));
     }
     let largest = layout.largest_scale();
     if let Some(scale) = scales
         .iter()
         .find(|s| s.is_sign_negative() || !(0.0..=largest).contains(*s))
     {
-        return invalid(format!("scale {scale}"));
+        return invalid(format!("scale {scale} is out of range"));
     }
     Ok(())
 }
 
-/// Writes row block `index`, counted through all experts.
+/// Writes row block `index`, counted over all experts.
 fn write_row_block(layout: &Layout, content: &Content, index: usize, out: &mut [u8]) {
     let Shape { rows, columns, .. } = layout.shape();
     let (expert, first) = (index / layout.panels(), index % layout.panels() * PANEL);
@@ -129,7 +136,7 @@ fn write_row_block(layout: &Layout, content: &Content, index: usize, out: &mut [
     }
 }
 
-/// Writes centroids of `centroid_bytes` bytes, scale and sums of a row of a row block.
+/// Writes the centroids of `centroid_bytes` bytes, the scale and the sums of a row of a row block.
 fn write_parameters(
     (row, centroid_bytes): (usize, usize),
     codes: &[u8],

@@ -6,10 +6,10 @@ use crate::formats::header;
 use crate::types::Shape;
 use crate::{Error, Result, limits};
 
-/// The most columns: 255 * 127 * 2^16 < 2^31, so that an integer product of a whole row fits 32 bits.
+/// The maximum number of columns: 255 * 127 * 2^16 < 2^31, so that an integer product of a whole row fits 32 bits.
 pub const MAX_COLUMNS: usize = 1 << 16;
 
-/// Shape, bits and block size, and where everything lies.
+/// The shape, bits, block size and offsets of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     shape: Shape,
@@ -21,10 +21,10 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout that a writer asks for; a block larger than the row means the row.
+    /// The layout for a writer; a block larger than the row means the whole row.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if something is out of range or the tensor is too large.
+    /// [`Error::InvalidArgument`] if a value is out of range or the tensor is too large.
     pub fn new(shape: Shape, bits: u8, activation_bits: u8, block: usize, hadamard: usize) -> Result<Layout> {
         let whole = shape.columns.max(1).next_multiple_of(BLOCK_UNIT);
         match Layout::of(shape, bits, activation_bits, block.min(whole), hadamard) {
@@ -36,7 +36,7 @@ impl Layout {
         }
     }
 
-    /// The layout of a tensor; `None` where something is out of range or the size overflows.
+    /// The layout of a tensor; `None` if a value is out of range or the size overflows.
     pub(super) fn of(
         shape: Shape,
         bits: u8,
@@ -78,84 +78,85 @@ impl Layout {
         self.shape
     }
 
-    /// Bits of a code.
+    /// The bits per code.
     pub fn bits(&self) -> u8 {
         self.bits
     }
 
-    /// Bits of the activations in products: 4 or 8, or 0 where they are not rounded.
+    /// The bits of the activations in products: 4 or 8, or 0 if they are not rounded.
     pub fn activation_bits(&self) -> u8 {
         self.activation_bits
     }
 
-    /// Centroids of a codebook.
+    /// The centroids of a codebook.
     pub fn clusters(&self) -> usize {
         1 << self.bits
     }
 
-    /// The largest scale with which every weight is finite, sums of the Hadamard rotation included.
+    /// The largest scale for which every weight is finite, including sums of the Hadamard rotation.
     pub fn largest_scale(&self) -> f32 {
         f32::MAX / f32::from(super::MAX_CENTROID) / self.hadamard as f32
     }
 
     /// The width of the Hadamard rotation of weights and activations ([`crate::gemm::hadamard`]), a power of two that
-    /// divides the columns; 1 for none.
+    /// divides the columns; 1 means no rotation.
     pub fn hadamard(&self) -> usize {
         self.hadamard
     }
 
-    /// Columns that share a codebook.
+    /// The number of columns that share a codebook.
     pub fn block_size(&self) -> usize {
         self.block
     }
 
-    /// Column blocks of a row.
+    /// The column blocks of a row.
     pub fn blocks(&self) -> usize {
         self.shape.columns.div_ceil(self.block)
     }
 
-    /// Row blocks of an expert.
+    /// The row blocks of an expert.
     pub fn panels(&self) -> usize {
         self.shape.rows.div_ceil(PANEL)
     }
 
-    /// Columns of column block `block`, without padding.
+    /// The columns of column block `block`, without padding.
     pub fn block_columns(&self, block: usize) -> usize {
         self.block.min(self.shape.columns - block * self.block)
     }
 
-    /// Columns of a row, padded to whole steps.
+    /// The columns of a row, padded to whole steps.
     pub fn padded_columns(&self) -> usize {
         self.shape.columns.next_multiple_of(step_columns(self.bits))
     }
 
-    /// Steps of column block `block`.
+    /// The steps of column block `block`.
     pub fn steps(&self, block: usize) -> usize {
         self.block_columns(block).div_ceil(step_columns(self.bits))
     }
 
-    /// Bytes of a step of a row block.
+    /// The bytes of a step of a row block.
     pub fn step_bytes(&self) -> usize {
         QUADS * REGISTER * step_registers(self.bits)
     }
 
-    /// Bytes of a stored centroid: 2, or where products round activations 1, for the low byte is zero.
+    /// The bytes of a stored centroid: 2, or 1 if products round activations, because the low byte is then zero.
     pub fn planes(&self) -> usize {
         if self.activation_bits == 0 { 2 } else { 1 }
     }
 
-    /// Bytes of the parameters of a [`super::Block`]: centroids, scales, and a sum for each stored byte of a centroid.
+    /// The bytes of the parameters of a [`super::Block`]: centroids, scales, and one sum per stored byte of a
+    /// centroid.
     pub fn parameter_bytes(&self) -> usize {
         PANEL * (4 + self.planes() * (self.clusters() + 4))
     }
 
-    /// Where column block `block` starts in its row block.
+    /// The offset of column block `block` in its row block.
     pub(super) fn block_at(&self, block: usize) -> usize {
         let whole = self.block / step_columns(self.bits) * self.step_bytes();
         block * (self.parameter_bytes() + whole)
     }
 
-    /// Bytes of a row block.
+    /// The bytes of a row block.
     pub fn panel_bytes(&self) -> usize {
         let steps = self.shape.columns.div_ceil(step_columns(self.bits));
         self.blocks() * self.parameter_bytes() + steps * self.step_bytes()
@@ -166,7 +167,8 @@ impl Layout {
         self.total
     }
 
-    /// The size of the tensor with low bytes and second sums, which were once stored wherever activations are rounded.
+    /// The size of the tensor with low bytes and second sums, which older versions stored for rounded activations,
+    /// too.
     fn with_low_bytes(&self) -> Option<usize> {
         if self.activation_bits == 0 {
             return None;
@@ -208,7 +210,7 @@ impl Layout {
             }
             Some(layout) => corrupt(format!("{} bytes instead of {}", data.len(), layout.total)),
             None => corrupt(format!(
-                "{shape:?} of {} bits, activations of {}, blocks of {} is no shape",
+                "{shape:?} of {} bits, activations of {}, blocks of {} is not a valid layout",
                 header[10],
                 header[11],
                 size(40)

@@ -47,7 +47,7 @@ impl Case {
         }
     }
 
-    /// The tensor whose products round activations to 8 bits: centroids are rounded to one byte.
+    /// The same tensor with activations rounded to 8 bits: centroids are rounded to one byte.
     pub fn of_one_byte(mut self) -> Case {
         self.activation_bits = 8;
         let round = |centroid: &mut i16| *centroid = 256 * i16::from(split(*centroid).0);
@@ -55,7 +55,7 @@ impl Case {
         self
     }
 
-    /// Both kinds of a tensor: centroids of two bytes, and of one.
+    /// Both variants of a tensor: two-byte and one-byte centroids.
     pub fn both(bits: u8, shape: [usize; 3], block: usize) -> [Case; 2] {
         let new = || Case::new(bits, shape, block);
         [new(), new().of_one_byte()]
@@ -80,7 +80,7 @@ impl Case {
 }
 
 #[test]
-fn bytes_of_a_centroid_give_it_back() {
+fn centroids_round_trip_through_their_bytes() {
     for centroid in -MAX_CENTROID..=MAX_CENTROID {
         let (high, low) = split(centroid);
         assert_eq!(join(high, low), i32::from(centroid));
@@ -94,7 +94,7 @@ fn bytes_of_a_centroid_give_it_back() {
 
 proptest! {
     #[test]
-    fn what_goes_in_comes_out(
+    fn codes_round_trip(
         bits in 2u8..5, experts in 0usize..3, rows in 0usize..35, columns in 0usize..300, units in 1usize..4,
         centroid_bytes in 1usize..3,
     ) {
@@ -144,14 +144,14 @@ fn every_truncation_and_extension_is_refused() {
         }
         let longer = [&blob[..], &[0; 64]].concat();
         assert!(View::parse(&longer).is_err());
-        // Whether centroids have one byte or two follows from the bits of activations.
+        // The bits of activations determine whether centroids have one byte or two.
         blob[11] ^= 8;
         assert!(View::parse(&blob).is_err());
     }
 }
 
 #[test]
-fn what_an_older_version_wrote_is_refused_as_such() {
+fn tensors_of_older_versions_are_refused_as_such() {
     let refusal = |blob: &[u8]| View::parse(blob).unwrap_err().to_string();
     for bits in 2..=4 {
         let [mut old, new] = Case::both(bits, [2, 17, 130], 128).map(|case| case.blob());
@@ -164,12 +164,12 @@ fn what_an_older_version_wrote_is_refused_as_such() {
 }
 
 #[test]
-fn one_byte_a_centroid_saves_16_clusters_and_a_sum_a_block() {
+fn one_byte_centroids_save_16_clusters_and_a_sum_per_block() {
     for bits in 2..=4 {
         let [two, one] = Case::both(bits, [1, 16, 256], 128).map(|case| case.blob().len());
         assert_eq!(two - one, 2 * 16 * ((1 << bits) + 4));
     }
-    // 16 rows of 256 columns by 4 bits, 16 bytes, a scale and a sum.
+    // 16 rows of 256 columns at 4 bits, with 16 bytes of centroids, a scale and a sum each.
     let one = Case::new(4, [1, 16, 256], 256).of_one_byte().blob();
     assert_eq!(one.len(), HEADER_BYTES + 16 * (128 + 16 + 4 + 4));
 }
@@ -207,7 +207,7 @@ fn hostile_headers_are_refused_before_anything_is_computed() {
 }
 
 #[test]
-fn verify_names_what_is_wrong() {
+fn verify_names_the_fault() {
     let case = Case::new(4, [1, 3, 40], 128);
     let blob = case.blob();
     let clusters = 16;
@@ -220,12 +220,12 @@ fn verify_names_what_is_wrong() {
     assert!(spoil(scales, &f32::NAN.to_le_bytes()).contains("row 0 block 0: scale NaN"));
     assert!(spoil(scales + 4, &(-1f32).to_le_bytes()).contains("row 1 block 0: scale -1"));
     assert!(spoil(scales + 64, &[0xff, 0xff]).contains("sums"));
-    assert!(spoil(scales + 12, &1f32.to_le_bytes()).contains("row 3 block 0: a row of padding"));
-    assert!(spoil(blob.len() - 256 + 8, &[0x10]).contains("behind the last column"));
+    assert!(spoil(scales + 12, &1f32.to_le_bytes()).contains("row 3 block 0: a padding row"));
+    assert!(spoil(blob.len() - 256 + 8, &[0x10]).contains("after the last column"));
 }
 
 #[test]
-fn verify_names_what_is_wrong_with_centroids_of_one_byte() {
+fn verify_names_the_fault_with_one_byte_centroids() {
     let blob = Case::new(4, [1, 3, 40], 128).of_one_byte().blob();
     let scales = HEADER_BYTES + 16 * 16;
     let spoil = |at: usize, bytes: &[u8]| {
@@ -235,9 +235,9 @@ fn verify_names_what_is_wrong_with_centroids_of_one_byte() {
     };
     assert!(spoil(scales + 8, &f32::NAN.to_le_bytes()).contains("row 2 block 0: scale NaN"));
     assert!(spoil(scales + 64, &[0xff, 0xff]).contains("row 0 block 0: wrong sums"));
-    assert!(spoil(scales + 12, &1f32.to_le_bytes()).contains("row 3 block 0: a row of padding"));
+    assert!(spoil(scales + 12, &1f32.to_le_bytes()).contains("row 3 block 0: a padding row"));
     assert!(spoil(HEADER_BYTES, &[!blob[HEADER_BYTES]]).contains("row 0 block 0: wrong sums"));
-    assert!(spoil(HEADER_BYTES + 3 * 16 + 1, &[1]).contains("row 3 block 0: a row of padding"));
+    assert!(spoil(HEADER_BYTES + 3 * 16 + 1, &[1]).contains("row 3 block 0: a padding row"));
 }
 
 #[test]
@@ -250,7 +250,7 @@ fn content_out_of_range_is_refused() {
     };
     let (codes, scales) = (vec![4; case.codes.len()], vec![f32::INFINITY; case.scales.len()]);
     let centroids = vec![i16::MIN; case.centroids.len()];
-    let large = vec![1e36; case.scales.len()]; // finite, but not its products with centroids
+    let large = vec![1e36; case.scales.len()]; // finite, but its products with centroids are not
     let valid = case.content();
     for content in [
         Content { bits: 5, ..valid },
@@ -263,7 +263,7 @@ fn content_out_of_range_is_refused() {
             activation_bits: 16,
             ..valid
         },
-        // Centroids of one byte would lose their low ones.
+        // One-byte centroids would lose their low bytes.
         Content {
             activation_bits: 8,
             ..valid

@@ -1,4 +1,4 @@
-//! Reading a codebook tensor in place.
+//! Reads a codebook tensor in place.
 
 use super::bits::{LANE, QUADS, REGISTER, step_columns, step_registers, unpack};
 use super::{HEADER_BYTES, Layout, PANEL, corrupt, join};
@@ -13,7 +13,7 @@ pub struct View<'a> {
     layout: Layout,
 }
 
-/// A column block of a row block: parameters and codes of 16 rows.
+/// A column block of a row block: the parameters and codes of 16 rows.
 #[derive(Debug, Clone, Copy)]
 pub struct Block<'a> {
     bits: u8,
@@ -24,21 +24,22 @@ pub struct Block<'a> {
 }
 
 impl<'a> View<'a> {
-    /// Checks header and size and borrows the tensor.
+    /// Checks the header and the size and borrows the tensor.
     ///
     /// # Errors
-    /// [`crate::Error::InsufficientData`] if the bytes end early, [`crate::Error::Corruption`] if they contradict the format.
+    /// [`crate::Error::InsufficientData`] if the bytes end early, [`crate::Error::Corruption`] if they contradict the
+    /// format.
     pub fn parse(data: &'a [u8]) -> Result<View<'a>> {
         let layout = Layout::read(data)?;
         Ok(View { data, layout })
     }
 
-    /// The shape, bits and block size, and where everything lies.
+    /// The shape, bits, block size and offsets.
     pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    /// The bytes of an expert: its row blocks, one after the other.
+    /// The bytes of an expert: its row blocks in order.
     pub fn expert(&self, expert: usize) -> &'a [u8] {
         let size = self.layout.panels() * self.layout.panel_bytes();
         &self.data[HEADER_BYTES + expert * size..][..size]
@@ -70,8 +71,8 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Dequantizes a row of an expert, `[C]`: the product of scale and centroid, rounded to f32 once; rotated back in a
-    /// tensor of rotated weights.
+    /// Dequantizes a row of an expert, `[C]`: the product of scale and centroid, rounded to f32 once. Rows of rotated
+    /// weights are rotated back.
     pub fn decode_values(&self, expert: usize, row: usize, values: &mut [f32]) {
         let mut codes = vec![0; values.len()];
         self.decode_row(expert, row, &mut codes);
@@ -88,10 +89,11 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Checks that scales are finite and not negative, centroids in range, sums right, and all padding zero.
+    /// Checks that scales are finite and not negative, centroids are in range, sums are correct and all padding is
+    /// zero.
     ///
     /// # Errors
-    /// [`crate::Error::Corruption`] that names expert, row and column block.
+    /// [`crate::Error::Corruption`] that names the expert, the row and the column block.
     pub fn verify(&self) -> Result<()> {
         let layout = self.layout;
         for expert in 0..layout.shape().experts {
@@ -117,19 +119,19 @@ impl<'a> View<'a> {
 }
 
 impl<'a> Block<'a> {
-    /// Bits of a code.
+    /// The bits per code.
     #[inline(always)]
     pub fn bits(&self) -> u8 {
         self.bits
     }
 
-    /// Centroids of a codebook.
+    /// The centroids of a codebook.
     #[inline(always)]
     pub fn clusters(&self) -> usize {
         1 << self.bits
     }
 
-    /// Columns of the block, padded to whole steps.
+    /// The columns of the block, padded to whole steps.
     #[inline]
     pub fn columns(&self) -> usize {
         let step = QUADS * REGISTER * step_registers(self.bits);
@@ -142,8 +144,8 @@ impl<'a> Block<'a> {
         self.centroid_bytes
     }
 
-    /// The shuffle table of a row: its centroids' high bytes (`byte` 0) or low ones (1), repeated to 16 entries; zeros
-    /// where the low bytes are not stored.
+    /// The shuffle table of a row: the high bytes of its centroids (`byte` 0) or the low bytes (1), repeated to 16
+    /// entries; zeros if the low bytes are not stored.
     #[inline(always)]
     pub fn table(&self, byte: usize, row: usize) -> [u8; LANE] {
         let clusters = self.clusters();
@@ -161,7 +163,7 @@ impl<'a> Block<'a> {
         join(byte(0), if self.centroid_bytes > 1 { byte(1) } else { 0 })
     }
 
-    /// Section `section` of the parameters after the centroids: the scales, then the sums, a word for each row.
+    /// Section `section` of the parameters after the centroids, one word per row: the scales, then the sums.
     #[inline(always)]
     fn words(&self, section: usize) -> [[u8; 4]; PANEL] {
         let at = self.centroid_bytes * PANEL * self.clusters() + 4 * PANEL * section;
@@ -175,13 +177,14 @@ impl<'a> Block<'a> {
         self.words(0).map(f32::from_le_bytes)
     }
 
-    /// For each row the sum over the columns of high bytes (`which` 0) or, if both are stored, of whole centroids (1).
+    /// The sums over the columns for each row: of high bytes (`which` 0) or, if both bytes are stored, of whole
+    /// centroids (1).
     #[inline(always)]
     pub fn sums(&self, which: usize) -> [i32; PANEL] {
         self.words(1 + which).map(i32::from_le_bytes)
     }
 
-    /// The centroids' high bytes (`byte` 0) or, where both are stored, low bytes (1), row by row.
+    /// The high bytes of the centroids (`byte` 0) or, if both are stored, the low bytes (1), row by row.
     #[inline(always)]
     pub fn plane(&self, byte: usize) -> &'a [u8] {
         let size = PANEL * self.clusters();
@@ -194,13 +197,13 @@ impl<'a> Block<'a> {
         self.parameters.as_ptr()
     }
 
-    /// The size of the parameters, which the codes follow, in bytes.
+    /// The size of the parameters in bytes; the codes follow.
     #[inline(always)]
     pub fn parameter_bytes(&self) -> usize {
         self.parameters.len()
     }
 
-    /// The packed codes: for each step of columns the registers of each quad, or lines ([`super::bits`]).
+    /// The packed codes: for each step of columns, the registers of each quad or the lines ([`super::bits`]).
     #[inline(always)]
     pub fn registers(&self) -> &'a [[u8; REGISTER]] {
         self.codes.as_chunks().0
@@ -215,16 +218,16 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// Checks a row of `columns` columns without padding, none for a row of padding; its scale is at most `largest`.
+    /// Checks a row of `columns` columns without padding, 0 for a padding row; its scale must be at most `largest`.
     fn check(&self, row: usize, columns: usize, largest: f32) -> std::result::Result<(), String> {
         let mut codes = vec![0; self.columns()];
         self.decode_row(row, &mut codes);
         if codes[columns..].iter().any(|&code| code != 0) {
-            return Err("codes behind the last column".into());
+            return Err("codes after the last column are not zero".into());
         }
         let scale = self.scales()[row];
         if !(0.0..=largest).contains(&scale) {
-            return Err(format!("scale {scale}"));
+            return Err(format!("scale {scale} is out of range"));
         }
         let mut sums = [0i32; 2];
         for &code in &codes[..columns] {
@@ -241,7 +244,7 @@ impl<'a> Block<'a> {
         if columns == 0
             && (scale.to_bits() != 0 || centroids.sum::<i32>() != 0 || self.table(0, row) != [0; LANE])
         {
-            return Err("a row of padding is not zero".into());
+            return Err("a padding row is not zero".into());
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Codes to symbols by a table, and symbols to the bytes of a stream.
+//! Maps codes to symbols by a table, and encodes symbols into the bytes of a stream.
 
 use super::decode::Register;
 use super::encode::Code;
@@ -10,18 +10,18 @@ use super::table::Table;
 use super::{LANES, QUAD};
 use crate::simd::{Isa, vectorized};
 
-/// What no symbol is.
+/// Marks integers without a symbol.
 pub(super) const NONE: u8 = u8::MAX;
 
-/// A table as encoding needs it.
+/// A table in the form that encoding needs.
 pub(super) struct Coder {
     pub table: Table,
-    /// How pairs of digits find symbols, where these stand for two weights.
+    /// The lookup of symbols by pairs of digits, for symbols of two weights.
     pub pairing: Option<Pairing>,
-    /// The symbol of each integer from -128 on, or its digit in symbols of two weights, or [`NONE`], which follows for
-    /// all others.
+    /// The symbol of each integer from -128 on, or its digit for symbols of two weights; [`NONE`] for integers
+    /// without one. The last entry stands for all integers outside of this range.
     symbols: [u8; INTEGERS + 1],
-    /// All integers from the lowest to the highest have slots.
+    /// True if every integer from the lowest to the highest has slots.
     gapless: bool,
     steps: [Step; LANES],
 }
@@ -45,7 +45,7 @@ impl Coder {
         coder
     }
 
-    /// The symbols that stand in the place of exceptions whose integers are even, and odd.
+    /// The placeholder symbols of exceptions, for even and for odd integers.
     pub fn favourites(&self, dependent: bool) -> [u8; 2] {
         match dependent {
             true => [0, 1].map(|parity| self.table.favourite(parity, 2)),
@@ -53,7 +53,7 @@ impl Coder {
         }
     }
 
-    /// The symbol, or digit, that stands behind the last column.
+    /// The symbol or digit that pads rows after the last column.
     pub fn padding(&self) -> u8 {
         let favourite = self.table.favourite(0, 1);
         match self.table.pairs {
@@ -62,7 +62,7 @@ impl Coder {
         }
     }
 
-    /// Looks up the symbols, or digits, of codes; returns whether there are codes without one, which get [`NONE`].
+    /// Looks up the symbols or digits of codes. Returns true if some code has none; such codes get [`NONE`].
     pub fn look_up<T: Code>(&self, codes: &[T], symbols: &mut [u8]) -> bool {
         if self.gapless {
             return self.subtract(codes, symbols);
@@ -76,7 +76,7 @@ impl Coder {
         highest == NONE
     }
 
-    /// Does the same by subtracting the lowest integer.
+    /// Like [`look_up`](Self::look_up) for gapless tables, by subtracting the lowest integer.
     fn subtract<T: Code>(&self, codes: &[T], symbols: &mut [u8]) -> bool {
         let lowest = self.table.lowest();
         let highest = (i32::from(lowest) + self.table.levels as i32 - 1) as i8;
@@ -94,7 +94,7 @@ impl Coder {
         outside
     }
 
-    /// Encodes symbols from the last to the first; lanes of rows that do not exist stay at zero.
+    /// Encodes symbols from the last to the first; lanes without a row stay at zero.
     pub fn encode(
         &self,
         isa: Isa,
@@ -129,8 +129,8 @@ impl Coder {
     }
 }
 
-/// How a state takes up a symbol: from the low bits up its frequency (8 bits), its first slot (8) and the reciprocal of
-/// the frequency, 2^16 / frequency rounded down (16, which 2^16 is clamped to).
+/// An encoding step of a symbol. From the low bits up: its frequency (8 bits), its first slot (8) and the reciprocal
+/// of the frequency, 2^16 / frequency rounded down (16, clamped from 2^16).
 #[derive(Clone, Copy)]
 struct Step(u32);
 
@@ -140,13 +140,13 @@ impl Step {
         Step(u32::from(frequency) | u32::from(start) << 8 | reciprocal.min(0xffff) << 16)
     }
 
-    /// The next state, and whether the low byte of this one is given off first.
+    /// Returns the next state, and whether the low byte of the current state is emitted first.
     #[inline(always)]
     fn next(self, state: u32) -> (u32, bool) {
         let (frequency, start, reciprocal) = (self.0 & 255, self.0 >> 8 & 255, self.0 >> 16);
         let full = state >= frequency << 8;
         let kept = if full { state >> 8 } else { state };
-        // The reciprocal is short by less than one, or by one where it is clamped, and the state is below 2^16: the
+        // The reciprocal is short by less than one, or by one if it is clamped, and the state is below 2^16: the
         // quotient is exact or one too small.
         let quotient = (kept * reciprocal) >> 16;
         let rest = kept - quotient * frequency;
@@ -159,8 +159,9 @@ impl Step {
 }
 
 vectorized! {
-    /// The states of `lanes` lanes take up registers of symbols from the last to the first, and give off bytes from the
-    /// end of `buffer` on, which has a place for each and 64 more; returns where these start.
+    /// Encodes registers of symbols from the last to the first into the states of `lanes` lanes. Bytes are emitted
+    /// from the end of `buffer` towards its start; it has room for one byte per symbol and 64 more. Returns the
+    /// offset of the first byte.
     fn take_up(
         steps: &[Step; LANES],
         symbols: &[Register],
@@ -182,7 +183,7 @@ fn take_up_portable(
 ) -> usize {
     let mut at = buffer.len();
     for register in symbols.iter().rev() {
-        // Steps are looked up one by one; all else is done to all lanes at once.
+        // Steps are looked up one by one; everything else is done for all lanes at once.
         let steps: [Step; LANES] = std::array::from_fn(|lane| steps[usize::from(register.0[lane]) % LANES]);
         let (mut bytes, mut marks) = ([0u8; LANES], [0u8; LANES]);
         for lane in 0..LANES {
@@ -193,7 +194,7 @@ fn take_up_portable(
         states[lanes..].fill(0);
         marks[lanes..].fill(0);
         let Some((_, room)) = buffer[..at].split_last_chunk_mut::<LANES>() else {
-            unreachable!("there is room for all symbols and a register more");
+            unreachable!("there is room for all symbols and one more register");
         };
         at -= give_off(&bytes, &marks, room);
     }

@@ -1,4 +1,4 @@
-//! Writing a tensor.
+//! Encodes a tensor.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -12,18 +12,18 @@ use crate::Result;
 use crate::simd::{self, Isa};
 use crate::types::Shape;
 
-/// Streams that tables are fitted to, at most.
+/// The maximum number of streams that tables are fitted to.
 const SAMPLE: usize = 256;
-/// Bits a weight from which on low bits are tried, and the share of the bits that they must save.
+/// The bits per weight above which low bits are tried, and the share of the bits that they must save.
 const DENSE: (f64, f64) = (4.0, 0.002);
-/// Codes of a larger magnitude are refused.
+/// The largest magnitude of a code.
 const LARGEST: i32 = 1 << 30;
 
-/// The type of the codes that are given.
+/// The integer type of input codes.
 pub trait Code: Copy + Default + Send + Sync + PartialOrd + Into<i32> + From<i8> {
     /// The low byte.
     fn low(self) -> u8;
-    /// The code without so many of its low bits.
+    /// The code without its `bits` lowest bits.
     fn high(self, bits: usize) -> Self;
     /// The index of a dependent code ([`super::trellis`]).
     fn index(self) -> Self;
@@ -41,7 +41,8 @@ macro_rules! code {
             }
 
             fn index(self) -> Self {
-                // Bit 1 of a dependent code says whether it is mirrored. No branch: every other one would be mispredicted.
+                // Bit 1 of a dependent code tells whether it is mirrored. A branch would be mispredicted half of the
+                // time.
                 let mirror = -(self >> 1 & 1);
                 ((self ^ mirror) - mirror) >> 2
             }
@@ -53,11 +54,11 @@ code!(i8);
 code!(i16);
 code!(i32);
 
-/// Encodes `codes`, E x R x C, none beyond 2^30 in magnitude. A slice of scales is those of rows. Streams code 16 or 64
-/// rows, by default what suits the columns. Codes have no low bits.
+/// Encodes `codes`, E x R x C, of magnitude at most 2^30. A plain slice of scales holds row scales. Streams code 16
+/// or 64 rows; the default depends on the number of columns. Codes have no low bits.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error): a size, code or scale is out of range; the message names the row.
+/// [`Error::InvalidArgument`](crate::Error) if a size, code or scale is out of range; the message names the row.
 pub fn encode<'a, T: Code>(
     codes: &[T],
     scales: impl Into<Scales<'a>>,
@@ -68,10 +69,10 @@ pub fn encode<'a, T: Code>(
     encode_with_low_bits(codes, scales, shape, stream_rows, 0, pool)
 }
 
-/// As [`encode`], with as many low bits of codes, at most `low_bits`, as leave the fewest bytes.
+/// Like [`encode`], with the number of low bits, at most `low_bits`, that gives the smallest size.
 ///
 /// # Errors
-/// As [`encode`]; more than [`MAX_LOW_BITS`].
+/// As [`encode`], and if `low_bits` exceeds [`MAX_LOW_BITS`].
 pub fn encode_with_low_bits<'a, T: Code>(
     codes: &[T],
     scales: impl Into<Scales<'a>>,
@@ -94,8 +95,8 @@ pub fn encode_with_low_bits<'a, T: Code>(
     )
 }
 
-/// As [`encode`], with symbols of two weights ([`super::pairs`]) unless they take more bits than those of one by a larger
-/// share than `more`.
+/// Like [`encode`], with symbols of two weights ([`super::pairs`]) unless they increase the size by a larger share
+/// than `more`.
 ///
 /// # Errors
 /// As [`encode`].
@@ -111,10 +112,10 @@ pub fn encode_pairs<'a, T: Code>(
     encode_as(codes, scales.into(), layout, (0, Some(more)), pool)
 }
 
-/// As [`encode`], of dependent codes ([`super::trellis`]).
+/// Like [`encode`] for dependent codes ([`super::trellis`]).
 ///
 /// # Errors
-/// As [`encode`]; codes of a row that follow no path of states.
+/// As [`encode`], and if the codes of a row follow no path of states.
 pub fn encode_dependent<'a, T: Code>(
     codes: &[T],
     scales: impl Into<Scales<'a>>,
@@ -127,7 +128,8 @@ pub fn encode_dependent<'a, T: Code>(
     encode_as(codes, scales.into(), layout, (0, None), pool)
 }
 
-/// Encodes with at most so many low bits, and with symbols of two weights if they take more bits by at most a given share.
+/// Encodes with at most `low_bits` low bits, and with symbols of two weights if they increase the size by at most a
+/// given share.
 fn encode_as<T: Code>(
     codes: &[T],
     scales: Scales,
@@ -160,7 +162,7 @@ pub(super) struct Stream {
     /// Bit planes.
     pub planes: Vec<u8>,
     pub table: usize,
-    /// Places, ascending, and differences.
+    /// Positions, ascending, and differences.
     pub exceptions: Vec<(u32, i32)>,
 }
 
@@ -175,7 +177,7 @@ impl<'a, T: Code> Source<'a, T> {
         self.layout.shape.experts * self.layout.streams()
     }
 
-    /// The first row, among all experts' rows, of a row block of a stream, whose number among all streams is given.
+    /// The first row, counted over all experts, of a row block of a stream, which is counted over all experts, too.
     fn first_row(&self, stream: usize, block: usize) -> usize {
         let (expert, stream) = (stream / self.layout.streams(), stream % self.layout.streams());
         expert * self.layout.shape.rows + (stream * self.layout.blocks + block) * BLOCK_ROWS
@@ -190,7 +192,7 @@ impl<'a, T: Code> Source<'a, T> {
         }
     }
 
-    /// The codes of a stream, counted without so many low bits.
+    /// The histogram of a stream's codes without their `low_bits` lowest bits.
     fn histogram(&self, stream: usize, low_bits: usize) -> Histogram {
         let blocks = (0..self.layout.blocks).map(|block| self.block(stream, block));
         match self.layout.dependent {
@@ -199,21 +201,21 @@ impl<'a, T: Code> Source<'a, T> {
         }
     }
 
-    /// The streams that tables are fitted to: some that are spread evenly over the tensor.
+    /// The streams that tables are fitted to, spread evenly over the tensor.
     fn sampled(&self) -> impl IndexedParallelIterator<Item = usize> {
         let streams = self.streams();
         let count = streams.min(SAMPLE);
         (0..count).into_par_iter().map(move |i| i * streams / count)
     }
 
-    /// Their histograms.
+    /// The histograms of the sampled streams.
     fn sample(&self, low_bits: usize) -> Vec<Histogram> {
         self.sampled()
             .map(|stream| self.histogram(stream, low_bits))
             .collect()
     }
 
-    /// The low bits, at most so many, that leave the fewest bits; none where a table holds nearly all codes.
+    /// The number of low bits, at most `most`, that gives the smallest size; zero if a table holds nearly all codes.
     fn best_low_bits(&self, most: usize) -> usize {
         if most == 0 {
             return 0;
@@ -228,17 +230,17 @@ impl<'a, T: Code> Source<'a, T> {
         tries.fold((0, none * (1.0 - worthwhile)), better).0
     }
 
-    /// Streams for each of the sample.
+    /// The number of streams that each sampled stream represents.
     fn weight(&self, sample: &[Histogram]) -> f64 {
         self.streams() as f64 / sample.len().max(1) as f64
     }
 
-    /// Tables fitted to a sample.
+    /// Fits tables to a sample.
     fn tables(&self, sample: &[Histogram]) -> Vec<Frequencies> {
         fit::tables(sample, self.weight(sample), self.layout.dependent)
     }
 
-    /// Tables of symbols of two weights, unless they take more bits than those of one by a larger share than `more`.
+    /// Tables of symbols of two weights, unless they increase the size by a larger share than `more`.
     fn pair_tables(
         &self,
         sample: &[Histogram],
@@ -255,11 +257,12 @@ impl<'a, T: Code> Source<'a, T> {
         })
     }
 
-    /// Encodes all streams by tables; those of symbols of one weight say which of them is cheapest for a stream.
+    /// Encodes all streams by `tables`; `plain`, their tables of symbols of one weight, decides which is cheapest for
+    /// a stream.
     fn encode_all(&self, tables: &[Frequencies], plain: &[Frequencies]) -> Result<Vec<Stream>> {
         let coders: Option<Vec<Coder>> = tables.iter().map(|table| table.table().map(Coder::new)).collect();
         let Some(coders) = coders else {
-            return invalid("no table fits");
+            return invalid("no table fits the codes");
         };
         let costs: Vec<_> = plain.iter().map(Frequencies::costs).collect();
         let encoded =
@@ -305,7 +308,8 @@ impl<'a, T: Code> Source<'a, T> {
         planes
     }
 
-    /// What streams code of a row's codes; `None` of dependent ones that follow no path of states.
+    /// The integers that streams code for a row: codes without low bits, or indices. `None` if dependent codes follow
+    /// no path.
     fn integers<'c>(&self, codes: &'c [T], buffer: &'c mut Vec<T>) -> Option<&'c [T]> {
         match (self.layout.dependent, self.layout.low_bits) {
             (true, _) => trellis::indices(codes, buffer)?,
@@ -318,7 +322,7 @@ impl<'a, T: Code> Source<'a, T> {
         Some(buffer)
     }
 
-    /// Writes the symbols of a stream in the order of decoding; returns its exceptions.
+    /// Writes the symbols of a stream in decoding order; returns its exceptions.
     fn symbols(&self, stream: usize, coder: &Coder, buffers: &mut Buffers<T>) -> Result<Vec<(u32, i32)>> {
         let (quads, columns) = (self.layout.quads(), self.layout.shape.columns);
         let (favourites, padding) = (coder.favourites(self.layout.dependent), coder.padding());
@@ -340,7 +344,7 @@ impl<'a, T: Code> Source<'a, T> {
             for (number, codes) in self.block(stream, block).chunks_exact(columns).enumerate() {
                 let wrong = |what: &str| {
                     let row = self.first_row(stream, block) + number;
-                    invalid(format!("{what} in row {row} of all experts'"))
+                    invalid(format!("{what} in row {row}, counted over all experts"))
                 };
                 let Some(integers) = self.integers(codes, high) else {
                     return wrong("dependent codes follow no path of states");
@@ -390,9 +394,9 @@ fn differing<T: Code>(integers: &[T], digits: &[u8], lowest: i8) -> Vec<(usize, 
     found.map(|(column, (integer, _))| (column, integer)).collect()
 }
 
-/// Replaces what is no symbol by the favourite of the integer's parity; gives the columns and integers of these places.
+/// Replaces entries without a symbol by the placeholder of the integer's parity; returns their columns and integers.
 fn take_out<T: Code>(integers: &[T], symbols: &mut [u8], favourites: [u8; 2]) -> Vec<(usize, i32)> {
-    // They are few: most runs have none, which is found faster than places.
+    // Most runs have none; testing a run for any is faster than finding positions.
     let runs = symbols.chunks_mut(LANES).zip(integers.chunks(LANES)).enumerate();
     let runs = runs.filter(|(_, (symbols, _))| symbols.contains(&NONE));
     runs.flat_map(|(number, (symbols, integers))| {
@@ -406,20 +410,20 @@ fn take_out<T: Code>(integers: &[T], symbols: &mut [u8], favourites: [u8; 2]) ->
     .collect()
 }
 
-/// What a thread keeps from stream to stream.
+/// Buffers that a thread reuses for all streams.
 #[derive(Default)]
 struct Buffers<T> {
     symbols: Vec<Register>,
-    /// What streams code of a row's codes.
+    /// The integers that streams code for a row.
     high: Vec<T>,
-    /// The symbols of a row, or its digits.
+    /// The symbols or digits of a row.
     row: Vec<u8>,
     /// The symbols of a row's digits.
     joined: Vec<u8>,
     bytes: Vec<u8>,
 }
 
-/// Puts everything into its place.
+/// Assembles the sections of a tensor.
 pub(super) fn assemble(
     mut layout: Layout,
     given: Scales,
@@ -443,7 +447,7 @@ pub(super) fn assemble(
         4
     };
     let (Some(total), Some(sections)) = (layout.total(), layout.sections()) else {
-        unreachable!("what is in memory can be counted");
+        unreachable!("data in memory can be counted");
     };
     let mut out = vec![0; total];
     layout.write(&mut out);

@@ -1,13 +1,13 @@
-//! Fitting tables to a tensor: how often each integer occurs, stream by stream, and which streams share a table.
+//! Fits tables to a tensor: counts integers by stream and decides which streams share a table.
 
 use rayon::prelude::*;
 
 use super::table::{SLOTS, Table};
 use super::{LANES, layout::MAX_TABLES, trellis};
 
-/// About what an exception takes, in bits, beside the symbol in its place.
+/// The approximate cost of an exception in bits, besides its placeholder symbol.
 pub(super) const EXCEPTION_BITS: f64 = 32.0;
-/// An integer that occurs less often has no slots; each share is tried, and the cheapest is taken.
+/// Integers that occur less often get no slots; each of these shares is tried, and the cheapest is used.
 pub(super) const RAREST: [f64; 5] = [
     1.0 / 12000.0,
     1.0 / 6000.0,
@@ -15,18 +15,18 @@ pub(super) const RAREST: [f64; 5] = [
     1.0 / 1500.0,
     1.0 / 750.0,
 ];
-/// Integers of signed bytes.
+/// The number of integers of a signed byte.
 pub(super) const INTEGERS: usize = 256;
-/// Rounds of giving each stream its best table and fitting tables to their streams.
+/// Rounds of assigning each stream its best table and refitting tables to their streams.
 const ROUNDS: usize = 3;
-/// Twice as many tables must save such a share of the bits.
+/// The share of the bits that doubling the number of tables must save.
 const WORTHWHILE: f64 = 0.0005;
 
-/// How often each integer from -128 to 127 occurs.
+/// Counts of the integers from -128 to 127.
 #[derive(Debug, Clone)]
 pub(super) struct Histogram {
     counts: Box<[u32; INTEGERS]>,
-    /// How many others were met, all of which are exceptions.
+    /// The count of all other integers, which become exceptions.
     others: u32,
 }
 
@@ -36,7 +36,7 @@ impl Histogram {
         runs: impl Iterator<Item = impl AsRef<[T]>>,
         integer: impl Fn(T) -> i32,
     ) -> Histogram {
-        // Neighbours have counts of their own: to count the same integer again takes as long as to store and load.
+        // Neighbours have separate counters: incrementing the same counter twice in a row waits for the store.
         let mut counts = [[0u32; INTEGERS + 1]; 4];
         let mut add = |codes: &[T]| {
             for (counts, &code) in counts.iter_mut().zip(codes) {
@@ -56,7 +56,7 @@ impl Histogram {
         }
     }
 
-    /// How many weights were counted.
+    /// The number of weights counted.
     pub fn weights(&self) -> f64 {
         self.counts
             .iter()
@@ -65,7 +65,7 @@ impl Histogram {
             .sum()
     }
 
-    /// How often each integer occurs in all of some streams.
+    /// The counts of each integer, summed over streams.
     pub fn sum<'a>(all: impl Iterator<Item = &'a Histogram>) -> [f64; INTEGERS] {
         let mut sums = [0.0; INTEGERS];
         for histogram in all {
@@ -76,17 +76,17 @@ impl Histogram {
     }
 }
 
-/// The lowest integer of a table and its frequencies, as they are stored.
+/// The lowest integer of a table and its frequencies, in stored form.
 #[derive(Debug, Clone)]
 pub(super) struct Frequencies {
     pub lowest: i8,
     pub counts: Vec<u8>,
-    /// The digits of symbols of two weights ([`super::pairs`]); none of others.
+    /// The digits of symbols of two weights ([`super::pairs`]); empty otherwise.
     pub digits: [Vec<u8>; 2],
 }
 
 impl Frequencies {
-    /// The table.
+    /// Builds the decoding table.
     pub fn table(&self) -> Option<Table> {
         match &self.digits {
             [first, _] if first.is_empty() => Table::new(self.lowest, &self.counts),
@@ -94,12 +94,12 @@ impl Frequencies {
         }
     }
 
-    /// What it takes.
+    /// The stored size in bytes.
     pub fn bytes(&self) -> usize {
         1 + self.counts.len() + self.digits.iter().map(Vec::len).sum::<usize>()
     }
 
-    /// What each integer takes in bits, by a table of symbols of one weight.
+    /// The cost of each integer in bits, for a table of symbols of one weight.
     pub fn costs(&self) -> [f32; INTEGERS] {
         let bits = |frequency: u8| (SLOTS as f64 / f64::from(frequency)).log2();
         let most = self.counts.iter().copied().max().unwrap_or(1);
@@ -114,7 +114,7 @@ impl Frequencies {
     }
 }
 
-/// The number of the cheapest of some tables, and what a stream takes by it in bits.
+/// The index of the cheapest table, and the cost of a stream by it in bits.
 pub(super) fn cheapest(histogram: &Histogram, costs: &[[f32; INTEGERS]]) -> (usize, f64) {
     let costs = costs.iter().map(|costs| cost(histogram, costs));
     let better = |best: (usize, f64), next: (usize, f64)| if next.1 < best.1 { next } else { best };
@@ -131,7 +131,7 @@ fn cost(histogram: &Histogram, costs: &[f32; INTEGERS]) -> f64 {
     sums.iter().map(|&sum| f64::from(sum)).sum()
 }
 
-/// Bits a weight that all integers take by one table.
+/// The bits per weight of all integers by one table.
 pub(super) fn bits_by_one_table(sample: &[Histogram]) -> f64 {
     let counts = Histogram::sum(sample.iter());
     let others: f64 = sample.iter().map(|histogram| f64::from(histogram.others)).sum();
@@ -142,8 +142,8 @@ pub(super) fn bits_by_one_table(sample: &[Histogram]) -> f64 {
     bits / (counts.iter().sum::<f64>() + others).max(1.0)
 }
 
-/// Tables for streams, of dependent codes or others, of which some, with `weight` streams for each, were counted: as many
-/// as pay for themselves.
+/// Fits tables to sampled streams of plain or dependent codes, each of which represents `weight` streams. Tables are
+/// added while they save more than their size.
 pub(super) fn tables(sample: &[Histogram], weight: f64, dependent: bool) -> Vec<Frequencies> {
     let mut best = vec![fitted(&Histogram::sum(sample.iter()), dependent)];
     let costs = best[0].costs();
@@ -165,7 +165,8 @@ pub(super) fn tables(sample: &[Histogram], weight: f64, dependent: bool) -> Vec<
     best
 }
 
-/// Tables of so many groups of streams, which start as neighbours in the given order, and the bits of all streams.
+/// Fits tables to `count` groups of streams, which start as neighbours in the given order; returns the bits of all
+/// streams.
 fn clustered(
     sample: &[Histogram],
     order: &[(f64, usize)],
@@ -199,7 +200,7 @@ fn clustered(
     (tables, bits)
 }
 
-/// The cheapest frequencies for counts of integers, which may be the indices of dependent codes.
+/// The cheapest frequencies for counts of integers, or of indices of dependent codes.
 fn fitted(counts: &[f64; INTEGERS], dependent: bool) -> Frequencies {
     let first = match dependent {
         true => (i32::from(trellis::LOWEST) + 128) as usize,
@@ -223,11 +224,11 @@ fn fitted(counts: &[f64; INTEGERS], dependent: bool) -> Frequencies {
     let best = tries.into_iter().min_by(|a, b| a.0.total_cmp(&b.0));
     match best {
         Some((_, found)) => trimmed(found, if dependent { 2 } else { 1 }),
-        None => unreachable!("there are tries"),
+        None => unreachable!("at least one candidate was tried"),
     }
 }
 
-/// The start of so many neighbouring integers that occur most often together, as near to the middle as may be.
+/// The start of the `width` consecutive integers with the largest total count, as close to the middle as possible.
 pub(super) fn heaviest(counts: &[f64; INTEGERS], width: usize) -> usize {
     let starts = (0..=INTEGERS - width).map(|start| {
         let middle = INTEGERS / 2;
@@ -238,8 +239,9 @@ pub(super) fn heaviest(counts: &[f64; INTEGERS], width: usize) -> usize {
     best.map_or(0, |(_, _, start)| start)
 }
 
-/// 256 slots for integers that occur so often: one at least for each that occurs more often than `rarest`, then one after
-/// the other where it saves most. At least two integers get some, of dependent codes an even and an odd one.
+/// Distributes 256 slots by counts: at least one for each integer with a larger share than `rarest`, then one at a
+/// time to the integer for which it saves most. At least two integers get slots; for dependent codes, one even and
+/// one odd.
 pub(super) fn shared_out(counts: &[f64], rarest: f64, dependent: bool) -> Vec<u8> {
     let total = counts.iter().sum::<f64>().max(1.0);
     let mut slots: Vec<u8> = counts
@@ -284,7 +286,7 @@ pub(super) fn shared_out(counts: &[f64], rarest: f64, dependent: bool) -> Vec<u8
     }
 }
 
-/// Removes the integers without slots from both ends of a table, `step` of them at a time from its start.
+/// Removes integers without slots from both ends of a table; at its start, `step` at a time.
 fn trimmed(found: Frequencies, step: usize) -> Frequencies {
     let Frequencies {
         lowest,

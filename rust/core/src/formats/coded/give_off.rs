@@ -1,18 +1,18 @@
-//! Which bytes an encoder gives off: those of some lanes of a register, packed together.
+//! Compacts the bytes that an encoder emits: those of some lanes of a register.
 
 use super::LANES;
 use crate::simd::Isa;
 
-/// Packs the bytes of the lanes that are marked by 255 (others by 0) at the end of `room`, in order; returns how many
-/// they are. What lies before them is worthless.
+/// Packs the bytes of marked lanes (255; others are 0) at the end of `room`, in order; returns their number. Bytes
+/// before them are unspecified.
 pub(super) type GiveOff = fn(bytes: &[u8; LANES], marks: &[u8; LANES], room: &mut [u8; LANES]) -> usize;
 
-/// The fastest way on a set that the processor runs.
+/// The fastest implementation for an instruction set, which the processor must support.
 pub(super) fn fastest(isa: Isa) -> GiveOff {
     match isa {
         Isa::Scalar => portable,
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the processor runs the set, or one that contains it.
+        // SAFETY: the processor supports the set, or one that contains it.
         _ => |bytes, marks, room| unsafe { x86::give_off(bytes, marks, room) },
         #[cfg(not(target_arch = "x86_64"))]
         _ => portable,
@@ -34,10 +34,10 @@ mod x86 {
 
     use super::LANES;
 
-    /// Lanes that are packed at a time.
+    /// The number of lanes packed at a time.
     const GROUP: usize = 8;
 
-    /// For each mask of eight bytes, where those that it has come from if they are packed at the end.
+    /// For each mask of eight bytes, the source of each byte when marked bytes are packed at the end.
     static SOURCES: [[u8; GROUP]; 256] = {
         let mut sources = [[0x80; GROUP]; 256];
         let mut mask = 0;
@@ -63,8 +63,8 @@ mod x86 {
     pub(super) unsafe fn give_off(bytes: &[u8; LANES], marks: &[u8; LANES], room: &mut [u8; LANES]) -> usize {
         let mut left = LANES;
         for group in (0..LANES / GROUP).rev() {
-            // SAFETY: eight bytes of a register are read. Eight are written that end at `left`, which the groups behind
-            // this one have moved down by at most eight each, so at least `8 * (group + 1)` are left.
+            // SAFETY: eight bytes of a register are read. Eight bytes that end at `left` are written. Each later
+            // group has lowered `left` by at most eight, so it is at least `8 * (group + 1)`.
             unsafe {
                 let marks = _mm_loadl_epi64(marks.as_ptr().add(GROUP * group).cast());
                 let mask = _mm_movemask_epi8(marks) as usize & 255;

@@ -1,4 +1,4 @@
-//! The header, and where everything lies.
+//! The header, and the offsets of all sections.
 
 use std::ops::Range;
 
@@ -12,19 +12,19 @@ use crate::types::Shape;
 
 /// The length of the header in bytes.
 pub(super) const HEADER_BYTES: usize = 64;
-/// Where sections start at multiples.
+/// The alignment of sections in bytes.
 pub(super) const ALIGNMENT: usize = 64;
-/// Bytes of a stream's states.
+/// The bytes of a stream's states.
 pub(super) const STATE_BYTES: usize = 2 * LANES;
-/// Most tables.
+/// The maximum number of tables.
 pub(super) const MAX_TABLES: usize = 64;
-/// Bytes of a bit plane of a register.
+/// The bytes of a bit plane of a register.
 pub(super) const PLANE: usize = LANES / 8;
-/// Most columns of which a stream codes four row blocks: states take 48 bits a row more than they carry where it codes
-/// one, and 12 where it codes four, 0.3% of 2,048 columns of 2 bits.
+/// The maximum number of columns for which a stream codes four row blocks. The states' overhead is 48 bits per row if
+/// a stream codes one block and 12 if it codes four, 0.3% of 2,048 columns of 2 bits.
 const NARROW: usize = 2048;
 
-/// Where the sections of a tensor lie, in their order.
+/// The positions of the sections of a tensor, in order.
 #[derive(Debug, Clone)]
 pub(super) struct Sections {
     pub tables: Range<usize>,
@@ -36,7 +36,7 @@ pub(super) struct Sections {
 }
 
 impl Sections {
-    /// The end of each.
+    /// The end of each section.
     pub fn ends(&self) -> [usize; 6] {
         [
             &self.tables,
@@ -50,28 +50,28 @@ impl Sections {
     }
 }
 
-/// What the header says.
+/// The contents of the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     pub(super) shape: Shape,
-    /// Row blocks of a stream, 1 or 4.
+    /// The row blocks of a stream, 1 or 4.
     pub(super) blocks: usize,
     /// Whether each row has a scale.
     pub(super) row_scales: bool,
-    /// Which scales columns have.
+    /// The kind of column scales.
     pub(super) column_scales: ColumnScales,
-    /// Whether scales are f32, otherwise bf16.
+    /// Whether scales are f32; otherwise they are bf16.
     pub(super) wide_scales: bool,
     pub(super) tables: usize,
-    /// Symbols of a table.
+    /// The symbols of a table.
     pub(super) symbols: usize,
     pub(super) payload: usize,
     pub(super) exceptions: usize,
-    /// Bytes of an index entry, 4 or 8.
+    /// The bytes of an index entry, 4 or 8.
     pub(super) entry: usize,
-    /// Bytes of an exception, 4 or 8.
+    /// The bytes of an exception, 4 or 8.
     pub(super) exception: usize,
-    /// Bits of a code below its symbol's integer.
+    /// The number of low bits of a code, stored apart from its symbol.
     pub(super) low_bits: usize,
     /// Whether codes are dependent ([`super::trellis`]).
     pub(super) dependent: bool,
@@ -80,8 +80,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of a tensor whose content is not known yet: streams of a number of rows, by default what suits the
-    /// columns.
+    /// The layout of a tensor before its contents are known. Streams have `stream_rows` rows; the default depends on
+    /// the columns.
     pub(super) fn new(shape: Shape, stream_rows: Option<usize>) -> Result<Layout> {
         let blocks = match stream_rows {
             None if shape.columns <= NARROW => 4,
@@ -107,7 +107,7 @@ impl Layout {
         };
         match layout.is_valid() {
             true => Ok(layout),
-            false => invalid(format!("{shape:?} is no shape")),
+            false => invalid(format!("{shape:?} is not a valid shape")),
         }
     }
 
@@ -116,17 +116,17 @@ impl Layout {
         self.shape
     }
 
-    /// Rows of a stream, 16 or 64.
+    /// The rows of a stream, 16 or 64.
     pub fn stream_rows(&self) -> usize {
         self.blocks * BLOCK_ROWS
     }
 
-    /// Row blocks of a stream, 1 or 4.
+    /// The row blocks of a stream, 1 or 4.
     pub fn stream_blocks(&self) -> usize {
         self.blocks
     }
 
-    /// Streams of an expert.
+    /// The streams of an expert.
     pub fn streams(&self) -> usize {
         match self.shape.columns {
             0 => 0,
@@ -134,39 +134,39 @@ impl Layout {
         }
     }
 
-    /// Registers of a row block.
+    /// The registers of a row block.
     pub fn quads(&self) -> usize {
         self.shape.columns.div_ceil(QUAD)
     }
 
-    /// Registers of symbols of a row block.
+    /// The registers of symbols of a row block.
     pub(super) fn steps(&self) -> usize {
         self.shape.columns.div_ceil(self.step_columns())
     }
 
-    /// Columns of a register of symbols.
+    /// The columns of a register of symbols.
     pub(super) fn step_columns(&self) -> usize {
         if self.pairs { 2 * QUAD } else { QUAD }
     }
 
-    /// Rows of a row block of a stream of an expert, at most 16; none behind the last.
+    /// The rows of a row block in an expert's stream, at most 16; zero for blocks after the last row.
     pub fn rows_of(&self, stream: usize, block: usize) -> usize {
         let first = (stream * self.blocks + block) * BLOCK_ROWS;
         self.shape.rows.saturating_sub(first).min(BLOCK_ROWS)
     }
 
-    /// Symbols that the lanes of rows of a stream decode.
+    /// The number of symbols decoded by the lanes of a stream's rows.
     pub(super) fn symbols_of(&self, stream: usize) -> usize {
         let rows = (0..self.blocks).map(|block| self.rows_of(stream, block));
         rows.sum::<usize>() * self.steps() * QUAD
     }
 
-    /// Bits of a code that are stored as they are, below its symbol's integer.
+    /// The number of low bits of a code, stored apart from its symbol.
     pub fn low_bits(&self) -> usize {
         self.low_bits
     }
 
-    /// Whether codes follow paths of states ([`super::trellis`]), and streams code their indices.
+    /// Whether codes are dependent ([`super::trellis`]): they follow paths of states, and streams code their indices.
     pub fn is_dependent(&self) -> bool {
         self.dependent
     }
@@ -176,48 +176,48 @@ impl Layout {
         self.pairs
     }
 
-    /// Bytes of a table: the lowest integer, frequencies, and of symbols of two weights their digits.
+    /// The bytes of a table: the lowest integer, the frequencies, and the digits of symbols of two weights.
     pub(super) fn table_bytes(&self) -> usize {
         1 + if self.pairs { 3 } else { 1 } * self.symbols
     }
 
-    /// The factor of stored differences, in bits: what a code is of its symbol's integer, or of its index.
+    /// The scale of stored differences as a shift in bits: from a symbol's integer, or an index, to a code.
     pub(super) fn shift(&self) -> usize {
         if self.dependent { 2 } else { self.low_bits }
     }
 
-    /// Bytes of a stream's bit planes, behind its renormalization bytes: those of the registers of row blocks that exist.
+    /// The bytes of a stream's bit planes, after its renormalization bytes; only row blocks that exist have planes.
     pub(super) fn plane_bytes(&self, stream: usize) -> usize {
         let blocks = (0..self.blocks).filter(|&block| self.rows_of(stream, block) > 0);
         blocks.count() * self.quads() * self.low_bits * PLANE
     }
 
-    /// Whether each row has a scale; otherwise the tensor has one.
+    /// Whether each row has a scale; otherwise the tensor has a single one.
     pub fn has_row_scales(&self) -> bool {
         self.row_scales
     }
 
-    /// Which scales columns have.
+    /// The kind of column scales.
     pub fn column_scales(&self) -> ColumnScales {
         self.column_scales
     }
 
-    /// The name that torch and NumPy use for the type of the scales.
+    /// The torch and NumPy name of the scales' type.
     pub fn scale_type(&self) -> &'static str {
         if self.wide_scales { "float32" } else { "bfloat16" }
     }
 
-    /// Tables.
+    /// The number of tables.
     pub fn tables(&self) -> usize {
         self.tables
     }
 
-    /// Codes that differ from what their streams decode to.
+    /// The number of exceptions: codes that differ from their streams' decoded values.
     pub fn exceptions(&self) -> usize {
         self.exceptions
     }
 
-    /// Scales that are stored.
+    /// The number of stored row scales.
     pub(super) fn scales(&self) -> usize {
         match self.row_scales {
             true => self.shape.experts * self.shape.rows,
@@ -225,7 +225,7 @@ impl Layout {
         }
     }
 
-    /// Where the sections lie. `None` if there are more bytes than can be counted.
+    /// The positions of the sections; `None` if the size overflows.
     pub(super) fn sections(&self) -> Option<Sections> {
         let scales = match self.row_scales {
             true => self.shape.all_rows()?,
@@ -262,7 +262,7 @@ impl Layout {
         })
     }
 
-    /// The size of the tensor in bytes, with the zeros behind the payload.
+    /// The size of the tensor in bytes, including the zeros after the payload.
     pub(super) fn total(&self) -> Option<usize> {
         self.sections()?
             .payload
@@ -293,7 +293,7 @@ impl Layout {
             usize::try_from(word).unwrap_or(usize::MAX)
         };
         let Some(column_scales) = ColumnScales::from_byte(header[60]) else {
-            return corrupt(format!("columns have scales of no kind {}", header[60]));
+            return corrupt(format!("unknown kind of column scales {}", header[60]));
         };
         let layout = Layout {
             shape: Shape {
@@ -329,7 +329,7 @@ impl Layout {
             && header[61..].iter().all(|&byte| byte == 0);
         match known && layout.is_valid() {
             true => Ok(layout),
-            false => corrupt(format!("{layout:?} is no layout")),
+            false => corrupt(format!("{layout:?} is not a valid layout")),
         }
     }
 

@@ -1,27 +1,28 @@
-//! Integers at any rate: entropy-coded codes, each worth a step of its row or of the tensor.
+//! Entropy-coded integers at any rate; the step is per row or per tensor.
 //!
-//! A weight is `scale * code`, and, where columns have scales, `(scale * code) * column` ([`scales`]). Codes of one step for a whole tensor, rounded with their length in mind, lose less at the
-//! same bytes than any fixed width, if they are stored at their entropy; and this code decodes about as fast as memory
-//! gives. It is interleaved rANS whose whole state lives in bytes: 64 *lanes*, each a state x of two bytes, x = 256 high +
-//! low. A *table* shares 256 slots out to at most 64 symbols, neighbouring integers from `lowest` on: symbol s has
-//! `frequency[s]` slots from `start[s]` on. A lane decodes by
+//! A weight is `scale * code`, or `(scale * code) * column` if columns have scales ([`scales`]). Integers of one step
+//! for a whole tensor, rounded with their code lengths in mind and stored at their entropy, lose less at the same
+//! size than any fixed width. Decoding runs at about memory bandwidth. The entropy coder is interleaved rANS with
+//! byte-sized state: 64 *lanes*, each a state x of two bytes, x = 256 high + low. A *table* distributes 256 slots
+//! among at most 64 symbols, consecutive integers from `lowest` on: symbol s has `frequency[s]` slots from `start[s]`
+//! on. A lane decodes by
 //!
 //! ```text
 //! s = symbol of the slot `low`         x = frequency[s] * high + (low - start[s])
 //! if x < 256: x = 256 x + next byte of the stream (all lanes in turn, the lowest first)
 //! ```
 //!
-//! Lane 4 (row mod 16) + column mod 4 decodes a weight of a *row block* (16 rows), so that a *register* of 64 symbols is
-//! 16 rows by a *quad* of columns: an operand of `vpdpbusd` whose other operand is one broadcast word of activations. A
-//! *stream* is the states of all lanes and the bytes that follow: it codes one row block, or, of narrow rows, four, one
-//! after the other. Streams start at known places and are decoded alone.
+//! Lane 4 (row mod 16) + column mod 4 decodes a weight of a *row block* (16 rows), so that a *register* of 64 symbols
+//! is 16 rows by a *quad* of columns: an operand of `vpdpbusd` with one broadcast word of activations as the other
+//! operand. A *stream* consists of the states of all lanes and the bytes that follow; it codes one row block, or four
+//! consecutive ones if rows are narrow. Streams start at known offsets and are decoded independently.
 //!
-//! Codes of many bits spread over more integers than a table lists, and their low bits are as good as random. So a tensor
-//! may keep r *low bits* of each code apart, as they are: a code is 2^r times a symbol's integer plus its low bits. Bit p
-//! of a register's codes is a *bit plane* of 8 bytes.
+//! At high rates codes spread over more integers than a table lists, and their low bits are nearly random. A tensor
+//! may therefore store r *low bits* of each code uncompressed: a code is 2^r times a symbol's integer plus its low
+//! bits. Bit p of a register's codes is a *bit plane* of 8 bytes.
 //!
-//! Codes may be *dependent* ([`trellis`]): streams code their indices, and differences of exceptions count for four. Symbols
-//! of few bits may stand for two weights each ([`pairs`]): registers of symbols are half as many.
+//! Codes may be *dependent* ([`trellis`]): streams code their indices, and differences of exceptions are in units of
+//! four. At low rates symbols may stand for two weights each ([`pairs`]), which halves the registers of symbols.
 //!
 //! ```text
 //!  0 8s magic "MOEPRANS"       14 u8 tables T, at most 64        40 u64 bytes of the payload
@@ -29,26 +30,26 @@
 //! 10 u8 ndim 2 or 3            16 u64 experts E                  56 u8 bytes of an index entry, 4 or 8
 //! 11 u8 row blocks of a        24 u64 rows R                     57 u8 bytes of an exception, 4 or 8
 //!       stream, 1 or 4         32 u64 columns C                  58 u8 low bits r: 1 to 3 in version 2, else 0
-//!                                                                59 u8 1 of dependent codes, version 3, else 0
-//! 12 u8 a scale a row 0 or 1                                     60 u8 scales of columns: 0 none, 1 C, 2 E x C
+//!                                                                59 u8 1 for dependent codes, version 3, else 0
+//! 12 u8 row scales, 0 or 1                                       60 u8 column scales: 0 none, 1 C, 2 E x C
 //! 13 u8 type of scales: 0 bf16, 1 f32                            61 3 zeros
 //! tables     T times: the lowest integer, i8, and K frequencies, u8, which add up to 256; in version 4 K first and K
 //!            second digits, u8
 //! scales     one, or E x R
 //! columns    none, or C, or E x C
-//! index      an entry a stream: its renormalization bytes (16 bits, or 32), its table (8), its exceptions (8, or 24)
-//! exceptions what a code is above its symbol's integer (8 bits, or 32, signed), below the weight's place in the stream
-//! payload    a stream: 64 high bytes, 64 low bytes, renormalization bytes, the r bit planes of each register
+//! index      per stream: its renormalization bytes (16 bits, or 32), its table (8), its exceptions (8, or 24)
+//! exceptions the difference of a code to its symbol's integer (8 or 32 bits, signed); below it the position in the stream
+//! payload    per stream: 64 high bytes, 64 low bytes, renormalization bytes, the r bit planes of each register
 //! ```
 //!
-//! Sections start at multiples of 64; the tensor ends at a multiple of 64 with at least 64 zeros after the payload, so that
-//! a decoder may read whole vectors.
+//! Sections start at multiples of 64; the tensor ends at a multiple of 64 with at least 64 zeros after the payload,
+//! so that a decoder may read whole vectors.
 //!
-//! Invariants of [`Coded`]: frequencies of each table add up to 256, so any byte is the slot of a symbol; streams lie in
-//! the payload, and each has a table; a tensor has at most 1,424 symbols for each of its bytes. Decoders bound their place
-//! in a stream after every register, so whatever its bytes are, they read no further than 64 bytes behind its end, and all
-//! instruction sets decode the same. [`CodedView::verify`] decodes everything: a stream must end with its last byte and
-//! with all states at 256.
+//! Invariants of [`Coded`]: frequencies of each table add up to 256, so any byte is the slot of a symbol; streams lie
+//! in the payload, and each has a table; a tensor has at most 1,424 symbols per byte. Decoders clamp their position
+//! in a stream after every register. For arbitrary bytes they therefore read at most 64 bytes past its end, and all
+//! instruction sets give the same result. [`CodedView::verify`] decodes everything: a stream must end with its last
+//! byte and with all states at 256.
 
 mod coder;
 mod decode;
@@ -80,17 +81,17 @@ use crate::{Error, Result};
 
 /// The first eight bytes.
 pub const MAGIC: [u8; 8] = *b"MOEPRANS";
-/// The newest version: symbols of two weights. Version 3 has dependent codes, version 2 low bits, version 1 none of them.
+/// The newest version, with symbols of two weights. Version 3 adds dependent codes, version 2 low bits.
 pub const VERSION: u16 = 4;
-/// Most low bits of a code.
+/// The maximum number of low bits of a code.
 pub const MAX_LOW_BITS: usize = 3;
-/// Rows of a row block.
+/// The rows of a row block.
 pub const BLOCK_ROWS: usize = 16;
-/// Columns of a register.
+/// The columns of a register.
 pub const QUAD: usize = 4;
-/// Lanes of a stream, symbols of a register, readable bytes behind the payload.
+/// The lanes of a stream, the symbols of a register, and the readable bytes after the payload.
 pub const LANES: usize = BLOCK_ROWS * QUAD;
-/// Most columns: places in a stream have 24 bits, and sums of bytes by bytes over a row 32.
+/// The maximum number of columns: positions in a stream have 24 bits, and sums of byte products over a row have 32.
 pub const MAX_COLUMNS: usize = 1 << 18;
 
 fn corrupt<T>(what: impl std::fmt::Display) -> Result<T> {

@@ -1,14 +1,14 @@
-//! Symbols of two weights: codes of few bits, two at a time.
+//! Symbols of two weights, for low rates.
 //!
-//! A step of decoding takes as long for few bits as for many. So a symbol may stand for the integers of two weights of
-//! a lane, in one register and the next: columns c and c + 4 of a row. They are its *digits*, counted from the lowest
-//! integer of the table. Decoders take half as many steps and look digits up; all that comes after sees registers as
-//! ever. Where a row block has an odd number of registers, the second digits of the last belong to no weight.
+//! A decoding step takes the same time at any rate. A symbol may therefore stand for the integers of two weights of a
+//! lane, in consecutive registers: columns c and c + 4 of a row. They are its *digits*, counted from the lowest
+//! integer of the table. Decoders take half as many steps and look up digits; later stages see the same registers as
+//! without pairs. If a row block has an odd number of registers, the second digits of the last are unused.
 //!
-//! A table lists the pairs that are worth a slot, the most frequent in the middle, as [`super::table`] likes it.
-//! Another pair takes the symbol that costs least with an exception for each digit that differs. Rare pairs are what
-//! limits all this: they take a slot, 1/256, or exceptions. Of ternary codes of 0.6 to 1.2 bits there are few, and
-//! bytes are those of single symbols to 0.1 %; where there are two more integers, which are rare, up to 2 % more.
+//! A table lists the pairs that are worth a slot, with the most frequent in the middle, which suits [`super::table`].
+//! Any other pair takes the cheapest symbol plus an exception for each digit that differs. The limit of this scheme
+//! is rare pairs, which take a slot (1/256) or exceptions. Ternary codes of 0.6 to 1.2 bits have few of them: sizes
+//! are within 0.1 % of single symbols. With two more, rare integers sizes grow by up to 2 %.
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
@@ -25,21 +25,21 @@ use super::{CodedView, LANES, Layout, QUAD, Scales, corrupt};
 use crate::Result;
 use crate::simd::Isa;
 
-/// Integers that digits stand for, at most: of a Gaussian of 1.8 bits seven occur.
+/// The maximum number of distinct digits; a Gaussian of 1.8 bits has seven.
 const LEVELS: usize = 16;
-/// Digits, and one for all other integers.
+/// All digits, and one class for all other integers.
 const CLASSES: usize = LEVELS + 1;
-/// Bits a weight from which on pairs are not tried: a table would list too few of them.
+/// Pairs are not tried above this number of bits per weight: a table would list too few of them.
 const MOST_BITS: f64 = 2.0;
 
-/// How often each pair of digits occurs.
+/// Counts of each pair of digits.
 pub(super) struct Counts {
     lowest: i8,
     pairs: Box<[[u32; CLASSES]; CLASSES]>,
 }
 
 impl Counts {
-    /// None yet, of the integers that occur most often.
+    /// Empty counts for the most frequent integers.
     pub fn new<'a>(streams: impl Iterator<Item = &'a Histogram>) -> Counts {
         let first = fit::heaviest(&Histogram::sum(streams), LEVELS);
         Counts {
@@ -59,7 +59,7 @@ impl Counts {
         }
     }
 
-    /// The cheapest table, and what all pairs take by it in bits.
+    /// The cheapest table and the bits of all pairs by it.
     pub fn fitted(&self) -> (Frequencies, f64) {
         let mut listed: Vec<[usize; 2]> = (0..LEVELS * LEVELS)
             .map(|pair| [pair / LEVELS, pair % LEVELS])
@@ -91,7 +91,7 @@ impl Counts {
             |best: (Frequencies, f64), next: (Frequencies, f64)| if next.1 < best.1 { next } else { best };
         match tries.into_iter().reduce(better) {
             Some(best) => best,
-            None => unreachable!("there are tries"),
+            None => unreachable!("at least one candidate was tried"),
         }
     }
 
@@ -128,8 +128,8 @@ impl Counts {
     }
 }
 
-/// The number of the symbol that a pair takes, and what it takes in bits with exceptions. Given are the slots and
-/// digits of all symbols.
+/// The index of the symbol that represents a pair at the lowest cost, and its cost in bits, exceptions included.
+/// `symbols` gives the slots and digits of all symbols.
 fn cheapest(symbols: impl Iterator<Item = (u8, [u8; 2])>, pair: [usize; 2]) -> (usize, f64) {
     let costs = symbols
         .enumerate()
@@ -146,9 +146,9 @@ fn cheapest(symbols: impl Iterator<Item = (u8, [u8; 2])>, pair: [usize; 2]) -> (
     costs.fold((0, f64::INFINITY), better)
 }
 
-/// What encoding needs of a table of pairs.
+/// The lookup of symbols by pairs of digits that encoding needs.
 pub(super) struct Pairing {
-    /// The symbol of each pair of digits, or of others.
+    /// The symbol of each pair of classes.
     symbols: Box<[[u8; CLASSES]; CLASSES]>,
     digits: [[u8; LANES]; 2],
 }
@@ -172,8 +172,8 @@ impl Pairing {
         }
     }
 
-    /// Writes the symbols of a row's digits, those of two registers at a time, and puts the symbols' digits in their
-    /// place; returns whether any of them is another.
+    /// Writes the symbols of a row's digits, which come from two registers at a time, and replaces digits by those of
+    /// the symbols; returns whether any digit changed.
     pub fn join(&self, row: &mut [u8], symbols: &mut Vec<u8>) -> bool {
         let class = |digit: u8| usize::from(digit).min(LEVELS);
         let [first, second] = &self.digits;
@@ -194,8 +194,8 @@ impl Pairing {
     }
 }
 
-/// Tables of pairs in the place of others, unless they take more bits by a larger share than `more`. Given are some
-/// streams, each for `weight` of all; `count` counts the pairs of one.
+/// Fits tables of pairs, unless they increase the size by a larger share than `more`. Each sampled stream represents
+/// `weight` streams; `count` counts the pairs of one.
 pub(super) fn tables(
     plain: &[Frequencies],
     sample: &[Histogram],
@@ -223,7 +223,7 @@ pub(super) fn tables(
     (total <= (1.0 + more) * (bits * weight + stored(plain))).then_some(tables)
 }
 
-/// The frequencies of single weights.
+/// The frequencies of the single weights in a table of pairs.
 fn single(table: &Table) -> Frequencies {
     let mut counts = vec![0.0; table.levels.max(2)];
     for digits in &table.digits {
@@ -239,10 +239,11 @@ fn single(table: &Table) -> Frequencies {
 }
 
 impl CodedView<'_> {
-    /// The tensor with a symbol for each weight, for readers that know no others; `self` has symbols of two.
+    /// Re-encodes the tensor with one symbol per weight, for readers that support nothing else; `self` has symbols of
+    /// two.
     ///
     /// # Errors
-    /// [`Error::Corruption`](crate::Error): a table stands for one integer, the largest of all.
+    /// [`Error::Corruption`](crate::Error) if a table stands for a single integer, the largest of all.
     pub fn without_pairs(&self, isa: Isa, pool: &ThreadPool) -> Result<Vec<u8>> {
         let layout = Layout {
             pairs: false,
@@ -251,7 +252,7 @@ impl CodedView<'_> {
         let tables: Vec<_> = self.coded.tables.iter().map(single).collect();
         let coders: Option<Vec<Coder>> = tables.iter().map(|table| table.table().map(Coder::new)).collect();
         let Some(coders) = coders else {
-            return corrupt("a table of no use");
+            return corrupt("a table has no usable symbols");
         };
         let (rows, columns) = (self.row_scales(), self.column_scales());
         let scales = Scales {

@@ -1,4 +1,4 @@
-//! Bit planes: the low bits of codes, apart from the symbols and as they are.
+//! Bit planes: the low bits of codes, stored uncompressed apart from the symbols.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::simd::vectorized;
 const ONES: u64 = 0x0101_0101_0101_0101;
 
 impl<'a> CodedView<'a> {
-    /// The bit planes of some registers, counted from its first, of one of all experts' streams.
+    /// The bit planes of a range of registers of a stream, which is counted over all experts.
     pub fn planes(&self, stream: usize, registers: Range<usize>) -> &'a [u8] {
         let width = self.layout().low_bits() * PLANE;
         let planes = &self.memory(stream..stream + 1)[self.coded_bytes(stream)..];
@@ -20,7 +20,7 @@ impl<'a> CodedView<'a> {
 }
 
 vectorized! {
-    /// Writes the low bits of the codes of registers, whose bit planes are given. `isa` must have been found available.
+    /// Writes the low bits of the codes of registers from their bit planes. The processor must support `isa`.
     pub fn lows(planes: &[u8], out: &mut [Register]) = lows_portable;
 }
 
@@ -40,10 +40,10 @@ fn lows_portable(planes: &[u8], out: &mut [Register]) {
     }
 }
 
-/// The bits of a byte as bytes, the lowest first.
+/// Spreads the bits of a byte to bytes, the lowest first.
 #[inline(always)]
 fn spread(byte: u8) -> u64 {
-    // Each bit alone in its byte, where a carry into the highest bit says that it is set.
+    // Isolates each bit in its byte, such that a carry into the highest bit tells that it is set.
     let alone = (u64::from(byte) * ONES) & 0x8040_2010_0804_0201;
     ((alone + 0x7f * ONES) >> 7) & ONES
 }
@@ -59,7 +59,7 @@ pub(super) fn append(lows: &Register, bits: usize, out: &mut Vec<u8>) {
     }
 }
 
-/// Whether only lanes of so many rows and columns have low bits.
+/// Returns whether only lanes of the first `rows` rows and `columns` columns have low bits.
 pub(super) fn are_within(lows: &Register, rows: usize, columns: usize) -> bool {
     let quads = lows.0.as_chunks::<4>().0.iter().enumerate();
     quads

@@ -1,7 +1,7 @@
-//! Looking up single rows: what embeddings ask of a tensor.
+//! Looks up single rows, for embeddings.
 //!
-//! A row lies in a stream of 16 or 64, which is decoded from its start to the row's block: of 64 rows of 2,048 columns at
-//! most 131,072 weights, and the bytes of no other stream are touched.
+//! A row lies in a stream of 16 or 64 rows, which is decoded from its start to the row's block: for 64 rows of 2,048
+//! columns at most 131,072 weights. Bytes of other streams are not touched.
 
 use rayon::ThreadPool;
 
@@ -11,12 +11,12 @@ use crate::formats::rows;
 use crate::simd::Isa;
 
 impl CodedView<'_> {
-    /// Decodes the named rows, numbers among all experts' rows, in any order and more than once: `put` makes of the codes
-    /// of a row, whose number it gets, what belongs into its part of `out`, which has a place for each weight of a row.
-    /// Each stream is decoded once.
+    /// Decodes the named rows, which are counted over all experts, in any order and with repetitions. `put` gets the
+    /// number and the codes of a row and writes its part of `out`, which has one value per weight. Each stream is
+    /// decoded once.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): there is no such row, or `out` has another length.
+    /// [`Error::InvalidArgument`](crate::Error) if a row does not exist or `out` has another length.
     pub fn look_up<T: Send>(
         &self,
         isa: Isa,

@@ -1,8 +1,8 @@
-//! Scales of rows and of columns: a weight is `(scale * code) * column`, in f32 and in this order.
+//! Scales of rows and columns: a weight is `(scale * code) * column`, in f32 and in this order.
 //!
-//! A step for a whole tensor treats all input channels alike, and their sensitivities differ by orders of magnitude. Scales
-//! of columns give each channel a step of its own. An encoder divides by them before it rounds; products multiply the
-//! activations by them, so that inner loops do not know them.
+//! A single step for a whole tensor treats all input channels alike, although their sensitivities differ by orders of
+//! magnitude. Column scales give each channel its own step. An encoder divides by them before it rounds; products
+//! multiply the activations by them, so that inner loops do not depend on them.
 
 use std::ops::Range;
 
@@ -10,18 +10,18 @@ use super::{CodedView, Layout, invalid};
 use crate::Result;
 use crate::types::Shape;
 
-/// The scales that an encoder is given. They are finite, and stored in bf16 if it holds all of them exactly, otherwise in
+/// The scales for an encoder, all finite. They are stored in bf16 if it represents all of them exactly, otherwise in
 /// f32.
 #[derive(Debug, Clone, Copy)]
 pub struct Scales<'a> {
-    /// E x R, or one for the whole tensor.
+    /// E x R, or one value for the whole tensor.
     pub rows: &'a [f32],
-    /// E x C, or C for all experts; `None`: columns have no scales.
+    /// E x C, or C for all experts; `None` if columns have no scales.
     pub columns: Option<&'a [f32]>,
 }
 
 impl<'a, T: AsRef<[f32]> + ?Sized> From<&'a T> for Scales<'a> {
-    /// Scales of rows alone.
+    /// Row scales without column scales.
     fn from(rows: &'a T) -> Scales<'a> {
         Scales {
             rows: rows.as_ref(),
@@ -30,10 +30,10 @@ impl<'a, T: AsRef<[f32]> + ?Sized> From<&'a T> for Scales<'a> {
     }
 }
 
-/// Which scales the columns of a tensor have.
+/// The kind of a tensor's column scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ColumnScales {
-    /// None.
+    /// No column scales.
     None,
     /// One row of C for all experts.
     Shared,
@@ -42,15 +42,15 @@ pub enum ColumnScales {
 }
 
 impl ColumnScales {
-    /// All, in the order of the numbers that a header has for them.
+    /// All kinds, in the order of their numbers in the header.
     const ALL: [ColumnScales; 3] = [ColumnScales::None, ColumnScales::Shared, ColumnScales::OfExpert];
 
-    /// What a byte of the header says; `None` if it says nothing.
+    /// The kind for a byte of the header; `None` if the byte is invalid.
     pub(super) fn from_byte(byte: u8) -> Option<ColumnScales> {
         Self::ALL.get(usize::from(byte)).copied()
     }
 
-    /// Rows of scales that this number of experts has.
+    /// The rows of column scales for this number of experts.
     pub fn rows(self, experts: usize) -> usize {
         match self {
             ColumnScales::None => 0,
@@ -77,10 +77,10 @@ impl Scales<'_> {
         }
     }
 
-    /// Writes into a layout how scales are stored.
+    /// Sets the layout's fields for these scales.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): their number does not fit the shape, or one is not finite.
+    /// [`Error::InvalidArgument`](crate::Error) if their number does not fit the shape or one is not finite.
     pub(super) fn describe(&self, layout: &mut Layout) -> Result<()> {
         let shape = layout.shape;
         if self.rows.len() != 1 && shape.all_rows() != Some(self.rows.len()) {
@@ -88,7 +88,7 @@ impl Scales<'_> {
         }
         let Some(columns) = self.kind(shape) else {
             let count = self.columns.map_or(0, <[f32]>::len);
-            return invalid(format!("{count} scales of columns for {shape:?}"));
+            return invalid(format!("{count} column scales for {shape:?}"));
         };
         if let Some(row) = self.rows.iter().position(|scale| !scale.is_finite()) {
             return invalid(format!("scale {} of row {row} is not finite", self.rows[row]));
@@ -107,7 +107,7 @@ impl Scales<'_> {
     }
 }
 
-/// Writes scales as a layout says.
+/// Writes scales in the layout's type.
 pub(super) fn write(layout: &Layout, scales: &[f32], out: &mut [u8]) {
     let width = if layout.wide_scales { 4 } else { 2 };
     for (out, &scale) in out.chunks_exact_mut(width).zip(scales) {
@@ -118,7 +118,7 @@ pub(super) fn write(layout: &Layout, scales: &[f32], out: &mut [u8]) {
     }
 }
 
-/// The scales of an expert's columns, C of them, as they are stored.
+/// The stored scales of an expert's columns, C of them.
 #[derive(Debug, Clone, Copy)]
 pub enum Columns<'a> {
     /// In bf16.
@@ -128,7 +128,7 @@ pub enum Columns<'a> {
 }
 
 impl Columns<'_> {
-    /// Calls `put` with each item and the scale of its column, from the first column on.
+    /// Calls `put` with each item and the scale of its column, starting at the first column.
     #[inline(always)]
     pub fn each<T>(self, items: impl Iterator<Item = T>, mut put: impl FnMut(T, f32)) {
         match self {
@@ -141,14 +141,14 @@ impl Columns<'_> {
         }
     }
 
-    /// Multiplies values, from the first column on, by the scales of their columns.
+    /// Multiplies values by the scales of their columns, starting at the first column.
     pub fn multiply(self, values: &mut [f32]) {
         self.each(values.iter_mut(), |value, scale| *value *= scale);
     }
 }
 
 impl<'a> CodedView<'a> {
-    /// The scale of a row of all experts' rows.
+    /// The scale of a row, counted over all experts.
     #[inline]
     pub fn scale(&self, row: usize) -> f32 {
         let layout = &self.coded.layout;
@@ -160,7 +160,7 @@ impl<'a> CodedView<'a> {
         }
     }
 
-    /// The scales of an expert's columns, if there are any.
+    /// The scales of an expert's columns, if the tensor has any.
     #[inline]
     pub fn columns(&self, expert: usize) -> Option<Columns<'a>> {
         let layout = &self.coded.layout;
@@ -172,7 +172,7 @@ impl<'a> CodedView<'a> {
         Some(self.stored_columns(row * layout.shape.columns..(row + 1) * layout.shape.columns))
     }
 
-    /// Some of the scales of all columns, one row behind the other.
+    /// A range of all column scales, with rows concatenated.
     fn stored_columns(&self, places: Range<usize>) -> Columns<'a> {
         let scales = &self.data[self.coded.sections.columns.clone()];
         match self.coded.layout.wide_scales {
@@ -181,8 +181,8 @@ impl<'a> CodedView<'a> {
         }
     }
 
-    /// A number that tells the scales of columns from those of all other tensors in memory: their address, or 0 where there
-    /// are none.
+    /// A number that identifies the column scales among those of all tensors in memory: their address, or 0 without
+    /// scales.
     pub fn columns_identity(&self) -> usize {
         match self.coded.layout.column_scales {
             ColumnScales::None => 0,
@@ -190,14 +190,14 @@ impl<'a> CodedView<'a> {
         }
     }
 
-    /// All scales of rows, E x R or one.
+    /// All row scales, E x R or one.
     pub fn row_scales(&self) -> Vec<f32> {
         (0..self.coded.layout.scales())
             .map(|row| self.scale(row))
             .collect()
     }
 
-    /// All scales of columns, E x C or C; none where columns have none.
+    /// All column scales, E x C or C; empty without column scales.
     pub fn column_scales(&self) -> Vec<f32> {
         let width = if self.coded.layout.wide_scales { 4 } else { 2 };
         let count = self.coded.sections.columns.len() / width;
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn scales_come_back_in_the_narrowest_type_of_all() {
+    fn scales_round_trip_in_the_narrowest_common_type() {
         for (row, step, name) in [
             (0.5, 0.25, "bfloat16"),
             (0.1, 0.25, "float32"),
@@ -268,7 +268,7 @@ mod tests {
         let codes = gaussian(one, 1.0, 5);
         let plain = encode(&codes, &[0.5], one, None, &pool::current().unwrap()).unwrap();
         let scaled = packed(one, &[0.5], &numbers(8, 0.5)).unwrap();
-        // The only expert's row is one for all experts.
+        // With one expert, its row is shared by all experts.
         assert_eq!((plain[60], scaled[60]), (0, 1));
         assert_eq!(plain.len() + 64, scaled.len());
         let view = Coded::parse(&plain).unwrap();
@@ -281,8 +281,8 @@ mod tests {
     #[test]
     fn other_scales_are_refused() {
         for (columns, message) in [
-            (vec![1.0; 7], "7 scales of columns"),
-            (vec![1.0; 24], "24 scales of columns"),
+            (vec![1.0; 7], "7 column scales"),
+            (vec![1.0; 24], "24 column scales"),
             ([numbers(13, 1.0), vec![f32::NAN; 3]].concat(), "column 5"),
             ([numbers(7, 1.0), vec![f32::INFINITY]].concat(), "column 7"),
         ] {
@@ -306,7 +306,7 @@ mod tests {
             for (at, value) in [(60, 0), (60, 3), (60, 255), (61, 1), (63, 1), (columns.end, 1)] {
                 let mut bad = data.clone();
                 bad[at] = value;
-                // Behind 16 scales in f32 there is no padding.
+                // There is no padding after 16 scales in f32.
                 assert!(
                     at == columns.end && count == 16 || Coded::parse(&bad).is_err(),
                     "{value} at {at}"

@@ -1,13 +1,13 @@
-//! A frequency table, in the forms that decoders look things up in.
+//! A frequency table, in the forms that decoders look up.
 
 use super::LANES;
 
-/// What the frequencies of a table add up to.
+/// The sum of the frequencies of a table.
 pub(super) const SLOTS: usize = 256;
-/// Slots of a bucket.
+/// The slots of a bucket.
 pub(super) const BUCKET: usize = 16;
 
-/// A table. Symbols of no slots are never decoded.
+/// A table. Symbols without slots are never decoded.
 #[derive(Debug, Clone)]
 #[repr(C, align(64))]
 pub struct Table {
@@ -17,31 +17,31 @@ pub struct Table {
     /// Each symbol's first slot.
     pub(super) starts: [u8; LANES],
     pub(super) buckets: Buckets,
-    /// Symbols, those of no slots counted.
+    /// The number of symbols, including those without slots.
     pub(super) count: usize,
-    /// The integer of symbol 0, or of digit 0.
+    /// The integer of symbol 0 or digit 0.
     pub(super) lowest: i8,
-    /// Integers from the lowest on, one of which each weight has.
+    /// The number of integers, from the lowest on, that weights can have.
     pub(super) levels: usize,
-    /// Symbols stand for two weights ([`super::pairs`]).
+    /// True if symbols stand for two weights ([`super::pairs`]).
     pub(super) pairs: bool,
-    /// How far the integer of each of these is above the lowest.
+    /// The first and second digits of symbols: their integers, counted from the lowest.
     pub(super) digits: [[u8; LANES]; 2],
-    /// A frequency is above 127: more than a signed byte.
+    /// True if a frequency is above 127 and does not fit a signed byte.
     pub(super) wide: bool,
 }
 
-/// What AVX2, whose look-ups have 16 entries, finds symbols by. Rare symbols are those at both ends, so the first and the
-/// last bucket have a table of their own. Of the others most have one edge, a slot where the symbol rises by one.
+/// The form for AVX2, whose lookups have 16 entries. Rare symbols lie at both ends, so the first and the last bucket
+/// have their own tables. Most other buckets have one edge, a slot where the symbol rises by one.
 #[derive(Debug, Clone)]
 pub(super) struct Buckets {
-    /// For each bucket the symbol of its first slot, less the edges in `edges` before it.
+    /// For each bucket, the symbol of its first slot, minus the number of edges in `edges` before it.
     pub bases: [u8; BUCKET],
-    /// For each bucket the slot before its first edge, as [`signed`]; the largest for none.
+    /// For each bucket, the slot before its first edge, as [`signed`]; the largest value if there is no edge.
     pub first_edges: [u8; BUCKET],
-    /// For each slot of the first and of the last bucket, how far its symbol is above that of the bucket's first slot.
+    /// For each slot of the first and the last bucket, its symbol minus that of the bucket's first slot.
     pub outer: [[u8; BUCKET]; 2],
-    /// The slots before all other edges, in the form of `first_edges`.
+    /// The slots before all other edges, encoded like `first_edges`.
     pub edges: Vec<[u8; 2 * BUCKET]>,
 }
 
@@ -76,14 +76,14 @@ impl Buckets {
     }
 }
 
-/// A byte for which signed comparison orders as unsigned comparison does the byte itself.
+/// Maps a byte such that signed comparison orders the results like unsigned comparison orders the bytes.
 fn signed(slot: usize) -> u8 {
     slot as u8 ^ 0x80
 }
 
 impl Table {
-    /// The table of neighbouring integers from `lowest` on, of which those behind the last with slots do not count; `None`
-    /// if the frequencies do not add up to 256 or there is an integer that a signed byte does not hold.
+    /// The table of consecutive integers from `lowest` on; trailing ones without slots do not count. `None` if the
+    /// frequencies do not add up to 256 or an integer does not fit a signed byte.
     pub(super) fn new(lowest: i8, frequencies: &[u8]) -> Option<Table> {
         let last = frequencies.iter().rposition(|&frequency| frequency > 0)?;
         let frequencies = &frequencies[..=last];
@@ -116,7 +116,8 @@ impl Table {
         Some(table)
     }
 
-    /// The table of symbols of two weights ([`super::pairs`]) with these digits; `None` also if one is not below 64.
+    /// The table of symbols of two weights ([`super::pairs`]) with these digits; `None` also if a digit is not below
+    /// 64.
     pub(super) fn of_pairs(lowest: i8, frequencies: &[u8], digits: [&[u8]; 2]) -> Option<Table> {
         let mut table = Table::new(0, frequencies)?;
         let highest = digits
@@ -136,12 +137,12 @@ impl Table {
         Some(table)
     }
 
-    /// The integer of symbol 0 or digit 0; that of others is so many above it.
+    /// The integer of symbol 0 or digit 0; symbol n stands for this integer plus n.
     pub fn lowest(&self) -> i8 {
         self.lowest
     }
 
-    /// The symbol of an integer that has slots; of symbols of two weights the digit of an integer.
+    /// The symbol of an integer that has slots; for symbols of two weights, the digit of an integer.
     #[inline(always)]
     pub(super) fn symbol(&self, code: i32) -> Option<u8> {
         let symbol = usize::try_from(code - i32::from(self.lowest)).ok()?;
@@ -149,7 +150,7 @@ impl Table {
         listed.then_some(symbol as u8)
     }
 
-    /// The most frequent symbol among every `step`-th from `first` on, the lowest of them.
+    /// The most frequent symbol among every `step`-th from `first` on; the lowest of equals.
     pub(super) fn favourite(&self, first: usize, step: usize) -> u8 {
         let symbols = (first..self.count).step_by(step);
         let better = |best: usize, next: usize| match self.frequencies[next] > self.frequencies[best] {

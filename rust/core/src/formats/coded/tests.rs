@@ -5,7 +5,7 @@ use crate::pool;
 use crate::simd::Isa;
 use crate::types::Shape;
 
-/// Bytes in the order of a linear congruential generator, by which all of these tests are repeatable.
+/// Bytes from a linear congruential generator, which makes all of these tests repeatable.
 pub(crate) struct Random(pub u64);
 
 impl Random {
@@ -17,7 +17,7 @@ impl Random {
         (self.0 >> 33) as u32
     }
 
-    /// About Gaussian, with so large a deviation.
+    /// Approximately Gaussian, with the given deviation.
     pub fn normal(&mut self, deviation: f32) -> f32 {
         let sum: f32 = (0..12).map(|_| self.next() as f32 / (1u64 << 31) as f32).sum();
         (sum - 6.0) * deviation
@@ -46,13 +46,13 @@ pub(crate) fn encoded(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -
     encode(codes, &[0.5], shape, stream_rows, &pool::current().unwrap()).unwrap()
 }
 
-/// Encoded with as many low bits as leave the fewest bytes.
+/// Encodes with the number of low bits that gives the smallest size.
 pub(crate) fn encoded_with_low_bits(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
     let pool = pool::current().unwrap();
     encode_with_low_bits(codes, &[0.5], shape, stream_rows, MAX_LOW_BITS, &pool).unwrap()
 }
 
-/// Encoded with symbols of two weights, however many bits they take.
+/// Encodes with symbols of two weights, whatever their size.
 pub(crate) fn encoded_pairs(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
     encode_pairs(
         codes,
@@ -65,7 +65,7 @@ pub(crate) fn encoded_pairs(codes: &[i32], shape: Shape, stream_rows: Option<usi
     .unwrap()
 }
 
-/// Encoded with scales of columns, in 16 rows one for all experts, in others one for each.
+/// Encodes with column scales: shared by all experts for 16 rows, otherwise per expert.
 fn encoded_with_columns(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
     let rows = if stream_rows == Some(16) { 1 } else { shape.experts };
     let columns: Vec<f32> = (0..rows * shape.columns).map(|i| 0.1 * i as f32).collect();
@@ -76,7 +76,7 @@ fn encoded_with_columns(codes: &[i32], shape: Shape, stream_rows: Option<usize>)
     encode(codes, scales, shape, stream_rows, &pool::current().unwrap()).unwrap()
 }
 
-/// Dependent codes that have given indices, of those beyond 2^27 the nearest.
+/// Dependent codes with given indices, clamped to 2^27.
 pub(crate) fn dependent(indices: &[i32], columns: usize) -> Vec<i32> {
     let rows = indices.chunks(columns.max(1));
     let codes = rows.flat_map(|row| {
@@ -112,7 +112,7 @@ fn decoded(view: &CodedView, isa: Isa) -> Vec<i32> {
     codes
 }
 
-/// Encodes codes, as indices, too, checks and decodes on every instruction set.
+/// Encodes codes, also as indices, checks them and decodes them on every instruction set.
 fn round_trip(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
     let data = encoded_with_low_bits(codes, shape, stream_rows);
     let paths = dependent(codes, shape.columns);
@@ -133,7 +133,7 @@ fn round_trip(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8
 }
 
 #[test]
-fn all_shapes_come_back() {
+fn all_shapes_round_trip() {
     for (experts, rows, columns) in [
         (1, 1, 1),
         (1, 15, 3),
@@ -156,7 +156,7 @@ fn all_shapes_come_back() {
 }
 
 #[test]
-fn empty_tensors_come_back() {
+fn empty_tensors_round_trip() {
     for (experts, rows, columns) in [(0, 3, 4), (2, 0, 4), (2, 3, 0)] {
         let shape = Shape {
             experts,
@@ -171,7 +171,7 @@ fn empty_tensors_come_back() {
 }
 
 #[test]
-fn any_spread_comes_back() {
+fn any_spread_round_trips() {
     let shape = matrix(40, 300);
     for deviation in [0.0, 0.01, 0.1, 0.4, 1.0, 2.0, 4.0, 8.0, 20.0, 60.0, 3000.0, 1e8] {
         round_trip(&gaussian(shape, deviation, 7), shape, Some(16));
@@ -201,7 +201,7 @@ fn types_of_codes_give_the_same_bytes() {
 }
 
 #[test]
-fn scales_come_back_in_the_narrowest_type() {
+fn scales_round_trip_in_the_narrowest_type() {
     let (shape, pool) = (
         Shape {
             experts: 2,
@@ -291,7 +291,7 @@ fn many_bits_are_near_the_entropy() {
 }
 
 #[test]
-fn low_bits_of_no_weight_are_found() {
+fn low_bits_in_padding_are_found() {
     let shape = matrix(17, 5);
     let data = encoded_with_low_bits(&gaussian(shape, 90.0, 2), shape, Some(64));
     let coded = Coded::parse(&data).unwrap();
@@ -305,14 +305,14 @@ fn low_bits_of_no_weight_are_found() {
 }
 
 #[test]
-fn rows_of_different_spread_get_tables_of_their_own() {
+fn rows_of_different_spread_get_different_tables() {
     let shape = matrix(256, 1024);
     let data = encoded(&gaussian(shape, 3.0, 1), shape, Some(16));
     assert!(Coded::parse(&data).unwrap().layout().tables() > 1);
 }
 
 #[test]
-fn rows_that_are_looked_up_are_those_of_the_whole() {
+fn looked_up_rows_match_the_whole_tensor() {
     let shape = Shape {
         experts: 2,
         rows: 100,
@@ -359,7 +359,7 @@ fn rows_that_are_looked_up_are_those_of_the_whole() {
     }
 }
 
-/// Damaged bytes that parse decode to the same symbols on all sets, whatever they are.
+/// Asserts that damaged bytes that parse decode to the same symbols on all instruction sets.
 fn read_damaged(data: &[u8]) -> bool {
     let Ok(coded) = Coded::parse(data) else {
         return false;
@@ -412,7 +412,7 @@ fn damaged_bytes_are_found_or_harmless() {
                 (flips, found) = (flips + 1, found + usize::from(!whole));
             }
         }
-        // Any low bits are those of some code; the manifest's checksums find what is wrong there.
+        // Any low bits are valid codes; only the manifest's checksums find damage there.
         assert!(deviation > 2.0 || found * 100 >= flips * 95, "{found} of {flips}");
         for end in 0..data.len() {
             assert!(Coded::parse(&data[..end]).is_err());
@@ -464,7 +464,7 @@ fn hostile_headers_are_refused() {
 }
 
 #[test]
-fn pairs_are_chosen_where_they_are_as_small() {
+fn pairs_are_chosen_if_they_are_as_small() {
     let shape = matrix(1024, 1024);
     let (mut random, pool) = (Random(9), pool::current().unwrap());
     let codes: Vec<i32> = (0..1024 * 1024)
@@ -568,7 +568,7 @@ fn golden_files_with_scales_of_columns_are_read() {
 
 proptest! {
     #[test]
-    fn any_codes_come_back(
+    fn any_codes_round_trip(
         rows in 1usize..70,
         columns in 1usize..40,
         stream_rows in prop_oneof![Just(16usize), Just(64)],

@@ -1,15 +1,15 @@
-//! Dependent codes: two mirrored quantizers, the values of one between those of the other, and a state that says which of
-//! them codes a weight.
+//! Dependent codes: two mirrored quantizers with interleaved values, and a state that selects the quantizer of a
+//! weight.
 //!
-//! Each lane has a state from 0 to 7, which is 0 at the start of each row. *Index* k stands for code `4 k + 1` in even
-//! states and for `-(4 k + 1)` in odd ones, and its parity leads to the next state ([`NEXT`]). So codes are odd, and their
-//! scale is a quarter of the quantizers' step; a code tells the parity of its state and its index. Indices of both
-//! quantizers have one distribution, so tables and streams are those of plain codes, of indices instead of integers, and
-//! states are a pass over what streams decode to. Tables lie within -32 to 31 and start at an even integer: a symbol has
-//! the parity of its index, and codes fit signed bytes.
+//! Each lane has a state from 0 to 7, which is 0 at the start of each row. *Index* k stands for code `4 k + 1` in
+//! even states and for `-(4 k + 1)` in odd ones, and its parity leads to the next state ([`NEXT`]). Codes are
+//! therefore odd, their scale is a quarter of the quantizers' step, and a code determines the parity of its state and
+//! its index. The indices of both quantizers have the same distribution, so tables and streams are those of plain
+//! codes with indices instead of integers, and states are applied in a pass over decoded indices. Tables lie within
+//! -32 to 31 and start at an even integer: a symbol has the parity of its index, and codes fit signed bytes.
 //!
-//! Source: trellis-coded quantization (Marcellin and Fischer, 1990); the trellis is that of dependent quantization with
-//! eight states in the models of video codecs after H.266 (Schwarz et al., 2019).
+//! Source: trellis-coded quantization (Marcellin and Fischer, 1990); the trellis is the eight-state one of dependent
+//! quantization in video codecs after H.266 (Schwarz et al., 2019).
 
 use super::decode::Register;
 use super::encode::Code;
@@ -17,14 +17,14 @@ use super::table::Table;
 use super::{LANES, QUAD};
 use crate::simd::{Isa, vectorized};
 
-/// The next state by twice the state plus the parity of the index.
+/// The next state, indexed by twice the state plus the parity of the index.
 pub const NEXT: [u8; 16] = [0, 2, 5, 7, 1, 3, 6, 4, 2, 0, 4, 6, 3, 1, 7, 5];
-/// The lowest index of a table; there are [`LANES`].
+/// The lowest index of a table, which has at most [`LANES`].
 pub(super) const LOWEST: i8 = -32;
-/// A code is twice a *half* plus this; halves, 0 to 127, are what integer dot products multiply.
+/// A code is twice a *half* plus this constant; halves, 0 to 127, are the operands of integer dot products.
 pub const OFFSET: i32 = -127;
 
-/// Whether a table can be one of dependent codes.
+/// Returns whether a table is valid for dependent codes.
 pub(super) fn holds(table: &Table) -> bool {
     let end = i32::from(LOWEST) + LANES as i32;
     let lowest = table.lowest();
@@ -45,12 +45,12 @@ pub(super) fn indices<T: Code>(codes: &[T], out: &mut Vec<T>) -> Option<()> {
     (wrong == 0).then_some(())
 }
 
-/// Registers until a mirror that has been read comes again.
+/// The period of mirrors in registers: a consumed mirror is reused after this many.
 const PERIOD: usize = 4;
 
-/// Whether the states of a stream's lanes are odd (all bits of a byte, or none): now, and at the next three registers so far
-/// as symbols tell. The states of [`NEXT`] are those of a shift register: the parity of an index turns over what is two and
-/// three registers ahead, and what is four ahead starts as what is now.
+/// Whether the states of a stream's lanes are odd (all bits of a byte, or none): now, and at the next three registers
+/// as far as past symbols determine it. The states of [`NEXT`] form a shift register: the parity of an index flips
+/// the values two and three registers ahead, and the value four ahead starts as the current one.
 #[derive(Debug, Clone)]
 pub(super) struct States([Register; PERIOD]);
 
@@ -58,8 +58,8 @@ impl States {
     /// The states at the start of a row block.
     pub const START: States = States([Register::ZERO; PERIOD]);
 
-    /// Makes of the symbols of registers that follow one another codes, signed bytes, or their halves. `isa` must have been
-    /// found available.
+    /// Converts the symbols of consecutive registers to codes as signed bytes, or to their halves. The processor must
+    /// support `isa`.
     pub fn pass<const HALVES: bool>(&mut self, isa: Isa, lowest: i8, registers: &mut [Register]) {
         match HALVES {
             true => halves(
@@ -72,12 +72,12 @@ impl States {
         }
     }
 
-    /// Makes codes or halves, of which symbol 0 is `lowest` in even states, of the symbols of a register, whose number among
-    /// those that follow one another is given.
+    /// Converts the symbols of register `number` of a consecutive run to codes or halves; symbol 0 is `lowest` in
+    /// even states.
     #[inline(always)]
     fn register<const HALVES: bool>(&mut self, number: usize, lowest: i8, register: &mut Register) {
         let [now, ahead_two, ahead_three] = [0, 2, 3].map(|ahead| (number + ahead) % PERIOD);
-        // Doubled and mirrored: half h becomes 127 - h, code c becomes -c.
+        // Doubled and mirrored: half h becomes 127 - h, and code c becomes -c.
         let (double, mirror) = if HALVES { (1, 127) } else { (2, 254) };
         for (lane, byte) in register.0.iter_mut().enumerate() {
             let turn = (*byte & 1).wrapping_neg();
@@ -89,7 +89,7 @@ impl States {
 
     #[inline(always)]
     fn registers<const HALVES: bool>(&mut self, lowest: i8, registers: &mut [Register]) {
-        // In a copy of their own compilers keep them in vectors.
+        // Compilers keep a local copy in vector registers.
         let mut states = self.clone();
         let (periods, rest) = registers.as_chunks_mut::<PERIOD>();
         for period in periods {
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
     use crate::formats::coded::tests::Random;
 
-    /// Any symbols.
+    /// Arbitrary symbols.
     fn symbols(count: usize) -> Vec<Register> {
         let mut random = Random(5);
         let mut symbol = || (random.next() % LANES as u32) as u8;
@@ -165,7 +165,7 @@ mod tests {
     fn codes_that_follow_no_path_are_refused() {
         let refused = |codes: &[i32]| indices(codes, &mut Vec::new()).is_none();
         assert!(refused(&[1, 1, 1, 1, 2, 1]));
-        // Index 1 leads from state 0 to 2, and 1 again to 7, which is mirrored.
+        // Index 1 leads from state 0 to 2; another 1 leads to 7, which is mirrored.
         assert!(!refused(&[5, 1, 1, 1, 5, 1]));
         assert!(refused(&[5, 5, 5, 5, 5, 7]));
         assert!(!refused(&[5, 5, 5, 5, 5, 5, 5, 5, -5, 3]));

@@ -1,4 +1,4 @@
-//! The full check of a tensor: everything that parsing leaves alone.
+//! The full check of a tensor, which parsing leaves out.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -10,21 +10,28 @@ use crate::Result;
 use crate::simd::Isa;
 
 impl CodedView<'_> {
-    /// Checks that scales of rows and columns are finite, that exceptions ascend, belong to weights and change them, and, by decoding
-    /// everything, that each stream ends with its last byte and each lane in the state in which encoding started.
+    /// Checks that row and column scales are finite, that exceptions ascend, belong to weights and change them, and,
+    /// by decoding everything, that each stream ends with its last byte and each lane in the initial state of
+    /// encoding.
     ///
     /// # Errors
-    /// [`Error::Corruption`](crate::Error) that names expert and row.
+    /// [`Error::Corruption`](crate::Error) that names the expert and the row.
     pub fn verify(&self, isa: Isa, pool: &ThreadPool) -> Result<()> {
         let layout = self.layout();
         let scales = (0..layout.scales()).find(|&row| !self.scale(row).is_finite());
         if let Some(row) = scales {
-            return corrupt(format!("scale {} of row {row} of all experts'", self.scale(row)));
+            return corrupt(format!(
+                "scale {} of row {row}, counted over all experts, is not finite",
+                self.scale(row)
+            ));
         }
         let columns = self.column_scales();
         if let Some(place) = columns.iter().position(|scale| !scale.is_finite()) {
             let column = place % layout.shape().columns;
-            return corrupt(format!("scale {} of column {column}", columns[place]));
+            return corrupt(format!(
+                "scale {} of column {column} is not finite",
+                columns[place]
+            ));
         }
         let streams = layout.streams();
         let check = |number: usize| {
@@ -67,7 +74,7 @@ impl CodedView<'_> {
             }
             lows(isa, self.planes(number, place..place + 1), &mut low_bits);
             if !are_within(&low_bits[0], rows, columns - quad * QUAD) {
-                return Err("low bits of no weight".into());
+                return Err("padding has low bits".into());
             }
         }
         Ok(())
@@ -78,7 +85,7 @@ impl CodedView<'_> {
         let mut chain = self.chain(number);
         let mut rows = layout.rows_of(stream, 0);
         if !chain.is_silent(rows..BLOCK_ROWS) {
-            return Err("lanes of no rows have states".into());
+            return Err("lanes without rows have states".into());
         }
         let mut registers = [Register::ZERO; LANES];
         for block in 0..layout.blocks {
@@ -92,7 +99,7 @@ impl CodedView<'_> {
                 false => 0,
             };
             if !chain.is_initial(next..rows) {
-                return Err("a lane does not end in the first state".into());
+                return Err("a lane does not end in the initial state".into());
             }
             rows = next;
         }

@@ -1,4 +1,4 @@
-//! Reading a tensor in place.
+//! Reads a tensor in place.
 
 use std::ops::Range;
 
@@ -12,48 +12,48 @@ use super::{BLOCK_ROWS, LANES, QUAD, corrupt, invalid, lows, trellis};
 use crate::simd::Isa;
 use crate::{Error, Result};
 
-/// Symbols that a byte can hold: one of 255 slots takes 1/177 of a bit.
+/// The maximum number of symbols per byte: a symbol with 255 slots takes 1/177 of a bit.
 const MOST_SYMBOLS: usize = 8 * 178;
 
-/// What opening a tensor finds: everything but scales, exceptions and streams.
+/// The parsed structure of a tensor: everything except scales, exceptions and streams.
 #[derive(Debug, Clone)]
 pub struct Coded {
     pub(super) layout: Layout,
     pub(super) tables: Vec<Table>,
-    /// All streams, and their end.
+    /// The start of each stream, and the end of the last.
     pub(super) starts: Vec<Start>,
     pub(super) sections: Sections,
     total: usize,
 }
 
-/// Where a stream starts.
+/// The start of a stream.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Start {
-    /// Its first byte in the tensor.
+    /// The offset of its first byte in the tensor.
     pub at: usize,
-    /// Its first exception.
+    /// The index of its first exception.
     pub exception: usize,
     pub table: usize,
 }
 
-/// A code that is not what its stream decodes to.
+/// A code that differs from its stream's decoded value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exception {
-    /// The number of the weight among those of the stream, in the order of decoding.
+    /// The index of the weight in its stream, in decoding order.
     pub place: usize,
-    /// What to add to the decoded code.
+    /// The value to add to the decoded code.
     pub difference: i32,
 }
 
 impl Coded {
-    /// Checks header, tables, index and padding.
+    /// Checks the header, tables, index and padding.
     ///
     /// # Errors
-    /// [`Error::Corruption`] or `InsufficientData`: the bytes are no such tensor.
+    /// [`Error::Corruption`] or `InsufficientData` if the bytes are not such a tensor.
     pub fn parse(data: &[u8]) -> Result<Coded> {
         let layout = Layout::read(data)?;
         let (Some(sections), Some(total)) = (layout.sections(), layout.total()) else {
-            return corrupt(format!("{layout:?} is no layout"));
+            return corrupt(format!("{layout:?} is not a valid layout"));
         };
         if data.len() < total {
             let message = format!("coded tensor: {} bytes instead of {total}", data.len());
@@ -66,7 +66,7 @@ impl Coded {
             .into_iter()
             .chain(std::iter::once(sections.payload.end..data.len()));
         if data.len() > total || unused.any(|range| data[range].iter().any(|&byte| byte != 0)) {
-            return corrupt("bytes that belong to nothing");
+            return corrupt("unused bytes");
         }
         let tables = data[sections.tables.clone()].chunks_exact(layout.table_bytes());
         let tables = tables.map(|table| {
@@ -81,10 +81,10 @@ impl Coded {
             }
         });
         let Some(tables) = tables.collect::<Option<Vec<_>>>() else {
-            return corrupt("frequencies do not add up, or stand for more than a signed byte");
+            return corrupt("frequencies do not add up to 256, or an integer does not fit a signed byte");
         };
         if layout.dependent && !tables.iter().all(trellis::holds) {
-            return corrupt("a table that dependent codes cannot have");
+            return corrupt("a table is not valid for dependent codes");
         }
         let starts = starts(&layout, &data[sections.index.clone()], sections.payload.start)?;
         Ok(Coded {
@@ -96,7 +96,7 @@ impl Coded {
         })
     }
 
-    /// What the header says.
+    /// The contents of the header.
     pub fn layout(&self) -> Layout {
         self.layout
     }
@@ -106,7 +106,7 @@ impl Coded {
         self.total
     }
 
-    /// The size in bits of a weight, everything counted; 0 of a tensor without weights.
+    /// The size in bits per weight, everything included; 0 for a tensor without weights.
     pub fn bits_per_weight(&self) -> f64 {
         match self.layout.shape.weights() {
             None | Some(0) => 0.0,
@@ -114,13 +114,13 @@ impl Coded {
         }
     }
 
-    /// The tensor over its bytes; `data` must be what was parsed, or at least as long.
+    /// A view of the tensor over its bytes; `data` must be the parsed bytes and may be longer.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: it is shorter.
+    /// [`Error::InvalidArgument`] if `data` is shorter.
     pub fn view<'a>(&'a self, data: &'a [u8]) -> Result<CodedView<'a>> {
         match data.len() < self.total {
-            true => invalid("the data are not those that were parsed"),
+            true => invalid("the bytes differ from the parsed ones"),
             false => Ok(CodedView {
                 coded: self,
                 data: &data[..self.total],
@@ -129,7 +129,7 @@ impl Coded {
     }
 }
 
-/// Where all streams start, and where they end: at the end of the payload and of the exceptions.
+/// The starts of all streams, and the end of the payload and the exceptions.
 fn starts(layout: &Layout, index: &[u8], payload: usize) -> Result<Vec<Start>> {
     let mut starts = Vec::with_capacity(index.len() / layout.entry + 1);
     let (mut at, mut exception) = (payload, 0);
@@ -169,7 +169,7 @@ fn split_entry(entry: &[u8]) -> [usize; 3] {
     }
 }
 
-/// A tensor that can be decoded.
+/// A tensor ready for decoding.
 #[derive(Debug, Clone, Copy)]
 pub struct CodedView<'a> {
     pub(super) coded: &'a Coded,
@@ -177,18 +177,18 @@ pub struct CodedView<'a> {
 }
 
 impl<'a> CodedView<'a> {
-    /// What the header says.
+    /// The contents of the header.
     pub fn layout(&self) -> Layout {
         self.coded.layout
     }
 
-    /// The bytes of some of all experts' streams.
+    /// The bytes of a range of streams, counted over all experts.
     pub fn memory(&self, streams: Range<usize>) -> &'a [u8] {
         let starts = &self.coded.starts;
         &self.data[starts[streams.start].at..starts[streams.end].at]
     }
 
-    /// A decoder at the start of a stream of all experts' streams.
+    /// A decoder at the start of a stream, counted over all experts.
     pub fn chain(&self, stream: usize) -> Chain<'a> {
         let start = self.coded.starts[stream];
         Chain::new(
@@ -199,13 +199,14 @@ impl<'a> CodedView<'a> {
         )
     }
 
-    /// The bytes of states and renormalization of one of all experts' streams: all but its bit planes.
+    /// The bytes of a stream's states and renormalization, without its bit planes; streams are counted over all
+    /// experts.
     pub(super) fn coded_bytes(&self, stream: usize) -> usize {
         let (layout, starts) = (&self.coded.layout, &self.coded.starts);
         starts[stream + 1].at - starts[stream].at - layout.plane_bytes(stream % layout.streams())
     }
 
-    /// The exceptions of a stream of all experts' streams. Places and differences are unchecked.
+    /// The exceptions of a stream, counted over all experts. Positions and differences are not checked.
     pub fn exceptions(&self, stream: usize) -> impl Iterator<Item = Exception> + use<'a> {
         let (width, factor) = (
             self.coded.layout.exception,
@@ -233,7 +234,7 @@ impl<'a> CodedView<'a> {
             })
     }
 
-    /// The row of an expert and the column of a place in one of its streams, if there is such a weight.
+    /// The row of an expert and the column of a position in a stream, or `None` for padding.
     #[inline]
     pub fn locate(&self, stream: usize, place: usize) -> Option<(usize, usize)> {
         let layout = &self.coded.layout;
@@ -245,11 +246,11 @@ impl<'a> CodedView<'a> {
             .then_some((row, column))
     }
 
-    /// Decodes everything: `put` makes of the codes of each row of all experts' rows, whose number it gets, what belongs
-    /// into its part of `out`, which has a place for each weight.
+    /// Decodes everything. `put` gets the number, counted over all experts, and the codes of each row, and writes its
+    /// part of `out`, which has one value per weight.
     ///
     /// # Errors
-    /// Errors of `put` are passed on; [`Error::InvalidArgument`]: `out` has another length.
+    /// [`Error::InvalidArgument`] if `out` has another length; errors of `put`.
     pub fn decode_rows<T: Send>(
         &self,
         isa: Isa,
@@ -259,7 +260,10 @@ impl<'a> CodedView<'a> {
     ) -> Result<()> {
         let (layout, shape) = (self.coded.layout, self.coded.layout.shape);
         if shape.weights() != Some(out.len()) {
-            return invalid(format!("{} places for the weights of {shape:?}", out.len()));
+            return invalid(format!(
+                "the output has {} values for the weights of {shape:?}",
+                out.len()
+            ));
         }
         let columns = shape.columns.max(1);
         let experts = out.par_chunks_mut((shape.rows * columns).max(1)).enumerate();
@@ -281,7 +285,7 @@ impl<'a> CodedView<'a> {
         })
     }
 
-    /// Decodes the first `count` rows of a stream of an expert: `put` gets the codes of each that exists, [C], in order.
+    /// Decodes the first `count` rows of an expert's stream: `put` gets the codes [C] of each existing row, in order.
     pub(super) fn decode_stream(
         &self,
         isa: Isa,

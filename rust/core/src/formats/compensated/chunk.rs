@@ -1,19 +1,20 @@
-//! Sixty-four values of a factor: eight *planes* of eight neighbours each, so that eight bytes widen to eight lanes.
+//! Chunks of 64 values of a factor: eight *planes* of eight consecutive values, so that eight bytes widen to eight
+//! lanes.
 //!
 //! | bits | bytes | content |
 //! |---|---|---|
 //! | 3 | 24 | bytes A, B, C of each of eight lanes: plane 0 in A bits 0-2, 1 in A 3-5, 2 and 3 in B, 4 and 5 in C; the low two bits of plane 6 in A 6-7 and of plane 7 in B 6-7, their high bits in C 6 and C 7 |
-//! | 8 | 64 | a byte a value |
-//! | 16 | 128 | an f16 a value |
+//! | 8 | 64 | one byte per value |
+//! | 16 | 128 | one f16 per value |
 //!
 //! Value `8 p + l` is lane l of plane p. Integer codes are unsigned; the value is `scale * (code - 2^(bits - 1))`.
 
-/// Values of a chunk.
+/// The values of a chunk.
 pub const CHUNK: usize = 64;
-/// Values of a plane.
+/// The values of a plane.
 pub const LANES: usize = 8;
 
-/// Codes less the middle, or f16 values, of a chunk.
+/// The values of a chunk: codes minus [`Width::middle`], or f16 values.
 pub type Values = [f32; CHUNK];
 
 /// The width of a factor's values.
@@ -31,7 +32,7 @@ impl Width {
     /// All widths.
     pub const ALL: [Width; 3] = [Width::Three, Width::Eight, Width::Half];
 
-    /// Bits of a value.
+    /// The bits per value.
     pub fn bits(self) -> u8 {
         match self {
             Width::Three => 3,
@@ -40,17 +41,17 @@ impl Width {
         }
     }
 
-    /// The width of so many bits.
+    /// The width with `bits` bits.
     pub fn from_bits(bits: u8) -> Option<Width> {
         Width::ALL.into_iter().find(|width| width.bits() == bits)
     }
 
-    /// Bytes of a chunk.
+    /// The bytes of a chunk.
     pub fn chunk_bytes(self) -> usize {
         usize::from(self.bits()) * CHUNK / 8
     }
 
-    /// The code that stands for zero.
+    /// The code of zero.
     pub fn middle(self) -> u8 {
         match self {
             Width::Three => 4,
@@ -59,7 +60,7 @@ impl Width {
         }
     }
 
-    /// Writes a chunk of codes below 2^bits. For [`Width::Half`] use [`pack_halves`].
+    /// Writes a chunk of codes below 2^bits. [`Width::Half`] uses [`pack_halves`] instead.
     pub fn pack(self, codes: &[u8; CHUNK], out: &mut [u8]) {
         if self == Width::Eight {
             return out.copy_from_slice(codes);
@@ -73,7 +74,7 @@ impl Width {
         }
     }
 
-    /// Reads a chunk: codes less [`Width::middle`], or f16 values.
+    /// Reads a chunk: codes minus [`Width::middle`], or f16 values.
     #[inline(always)]
     pub fn unpack(self, bytes: &[u8]) -> Values {
         match self {
@@ -121,7 +122,7 @@ fn unpack_three(bytes: &[u8]) -> Values {
     values
 }
 
-/// The value of an f16 without branches, so that it vectorises: finite ones exactly, others as large finite numbers.
+/// Converts an f16 without branches, so that loops vectorize: finite values exactly, others to large finite numbers.
 #[inline(always)]
 pub(super) fn half_value(bits: u16) -> f32 {
     let magnitude = f32::from_bits(u32::from(bits & 0x7fff) << 13) * f32::from_bits(0x7780_0000);

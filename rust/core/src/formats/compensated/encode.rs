@@ -1,4 +1,4 @@
-//! Packing a group-wise tensor and factors.
+//! Packs a group-wise tensor with its factors.
 
 use super::chunk::{CHUNK, Width, pack_halves};
 use super::layout::{Layout, Side};
@@ -6,28 +6,27 @@ use super::{HEADER_BYTES, invalid};
 use crate::Result;
 use crate::formats::groupwise;
 
-/// The rows of one factor of all experts, T rows of n values.
+/// The rows of one factor for all experts, T rows of n values.
 #[derive(Debug, Clone, Copy)]
 pub enum Factor<'a> {
-    /// Codes, T x n, and scales, T x ceil(n / 64), which must be f16 values.
+    /// Codes, T x n, and scales, T x ceil(n / 64), exactly representable in f16.
     Codes {
         /// Below 2^bits.
         codes: &'a [u8],
-        /// One a chunk of 64 codes.
+        /// One per chunk of 64 codes.
         scales: &'a [f32],
     },
-    /// f16 values, T x n, given as f32.
+    /// Values, T x n, exactly representable in f16.
     Values(&'a [f32]),
 }
 
 /// Packs the group-wise tensor `base` and each expert's factors.
 ///
-/// `ranks` has E entries; the rows of `right` (V, of C values) and `left` (U^T, of R values) follow in the order of the
-/// experts.
+/// `ranks` has E entries; the rows of `right` (V, of C values) and `left` (U^T, of R values) are ordered by expert.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error): a size, rank, code, scale or value is out of range; what
-/// [`groupwise::View::parse`] says of `base`.
+/// [`Error::InvalidArgument`](crate::Error) if a size, rank, code, scale or value is out of range; errors of
+/// [`groupwise::View::parse`] for `base`.
 pub fn encode(base: &[u8], ranks: &[usize], right: Factor, left: Factor, width: Width) -> Result<Vec<u8>> {
     let layout = groupwise::View::parse(base)?.layout();
     let shape = layout.shape();
@@ -36,7 +35,10 @@ pub fn encode(base: &[u8], ranks: &[usize], right: Factor, left: Factor, width: 
     }
     let most = shape.rows.min(shape.columns);
     if let Some(rank) = ranks.iter().find(|&&rank| rank > most) {
-        return invalid(format!("rank {rank} of {} x {}", shape.rows, shape.columns));
+        return invalid(format!(
+            "rank {rank} is too large for {} x {}",
+            shape.rows, shape.columns
+        ));
     }
     let total_rank = ranks.iter().try_fold(0usize, |sum, &rank| sum.checked_add(rank));
     let Some(layout) = total_rank.and_then(|total| Layout::of(layout, width, total)) else {
@@ -78,7 +80,7 @@ fn write_side(out: &mut [u8], side: Side, layout: Layout, factor: Factor) -> Res
             }
             write_values(&mut out[side.codes_at..side.end], values, side)
         }
-        _ => invalid("factors of 3 or 8 bits have codes, those of 16 values"),
+        _ => invalid("factors of 3 or 8 bits need codes, factors of 16 bits need values"),
     }
 }
 
@@ -86,7 +88,7 @@ fn stored(value: f32) -> Result<half::f16> {
     let half = half::f16::from_f32(value);
     match half.to_f32() == value && value.is_finite() {
         true => Ok(half),
-        false => invalid(format!("{value} is no finite f16")),
+        false => invalid(format!("{value} is not a finite f16")),
     }
 }
 
@@ -101,7 +103,7 @@ fn write_codes(out: &mut [u8], codes: &[u8], side: Side, width: Width) -> Result
     if width == Width::Three
         && let Some(code) = codes.iter().find(|&&code| code > 7)
     {
-        return invalid(format!("code {code}"));
+        return invalid(format!("code {code} is out of range"));
     }
     if side.length == 0 {
         return Ok(());

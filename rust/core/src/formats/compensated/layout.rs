@@ -1,4 +1,4 @@
-//! The header, the ranks, and the places that follow from them.
+//! The header, the ranks and the offsets that follow from them.
 
 use std::ops::Range;
 
@@ -8,22 +8,22 @@ use crate::formats::{groupwise, header};
 use crate::types::Shape;
 use crate::{Error, Result};
 
-/// Where the rows of one factor lie: T rows of `chunks` scales, then T rows of `chunks` chunks.
+/// The position of a factor's rows: T rows of `chunks` scales, then T rows of `chunks` chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Side {
-    /// Values of a row: C for V, R for U^T.
+    /// The values of a row: C for V, R for U^T.
     pub length: usize,
-    /// Chunks of a row.
+    /// The chunks of a row.
     pub chunks: usize,
-    /// Offset of the scales.
+    /// The offset of the scales.
     pub scales_at: usize,
-    /// Offset of the chunks.
+    /// The offset of the chunks.
     pub codes_at: usize,
-    /// End of the chunks.
+    /// The end of the chunks.
     pub end: usize,
 }
 
-/// Shape and places of a tensor; everything but the ranks, which are read from its bytes.
+/// The shape and offsets of a tensor; the ranks are not included, because they are read from its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     base: groupwise::Layout,
@@ -35,19 +35,23 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout that a writer asks for: factors of `bits` bits and `total_rank` rows beside a group-wise tensor.
+    /// The layout for a writer: factors of `bits` bits and `total_rank` rows beside a group-wise tensor.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: there are no such factors, or the tensor is too large.
+    /// [`Error::InvalidArgument`] if `bits` is not supported or the tensor is too large.
     pub fn new(base: groupwise::Layout, bits: u8, total_rank: usize) -> Result<Layout> {
         let layout = Width::from_bits(bits).and_then(|width| Layout::of(base, width, total_rank));
         layout.map_or_else(
-            || invalid(format!("no factors of {bits} bits and rank {total_rank} in all")),
+            || {
+                invalid(format!(
+                    "factors of {bits} bits and total rank {total_rank} are not possible"
+                ))
+            },
             Ok,
         )
     }
 
-    /// The layout of a group-wise tensor with factors of `total_rank` rows, or `None` where its size overflows.
+    /// The layout of a group-wise tensor with factors of `total_rank` rows; `None` if its size overflows.
     pub(super) fn of(base: groupwise::Layout, width: Width, total_rank: usize) -> Option<Layout> {
         let shape = base.shape();
         let base_end = HEADER_BYTES.checked_add(base.total_bytes())?;
@@ -122,7 +126,7 @@ impl Layout {
         self.sides[1]
     }
 
-    /// The sections by name, and where they lie.
+    /// The sections by name, with their positions.
     pub fn sections(&self) -> [(&'static str, Range<usize>); 6] {
         let [right, left] = self.sides;
         let scales = |side: Side| {
@@ -148,20 +152,20 @@ impl Layout {
         self.ranks_at
     }
 
-    /// Reads header, embedded header and ranks; the ranks as running sums, E + 1 of them.
+    /// Reads the header, the embedded header and the ranks; the ranks as running sums, E + 1 of them.
     pub(super) fn read(data: &[u8]) -> Result<(Layout, Vec<usize>)> {
         let header: &[u8; HEADER_BYTES] = header::read(data, "compensated tensor", MAGIC, VERSION)?;
         if header[11..16].iter().chain(&header[32..]).any(|&b| b != 0) {
             return corrupt("reserved header bytes are not zero");
         }
         let Some(width) = Width::from_bits(header[10]) else {
-            return corrupt(format!("factors of {} bits", header[10]));
+            return corrupt(format!("factors cannot have {} bits", header[10]));
         };
         let (base_bytes, total_rank) = (size_at(header, 16)?, size_at(header, 24)?);
         let end = HEADER_BYTES.checked_add(base_bytes);
         let Some(base) = end.and_then(|end| data.get(HEADER_BYTES..end)) else {
             let message = format!(
-                "compensated tensor: no room for {base_bytes} bytes in {}",
+                "compensated tensor: the group-wise tensor of {base_bytes} bytes exceeds the {} bytes",
                 data.len()
             );
             return Err(Error::InsufficientData(message));
@@ -181,8 +185,8 @@ impl Layout {
         }
     }
 
-    /// The ranks fit the matrices, and their sum is the header's. The E entries lie in the tensor, so the sums that are
-    /// allocated are at most twice their bytes.
+    /// Reads the ranks and checks that they fit the matrices and that their sum is the header's. The E entries lie in
+    /// the tensor, so the allocated sums take at most twice their bytes.
     fn read_ranks(&self, data: &[u8]) -> Result<Vec<usize>> {
         let shape = self.shape();
         let most = shape.rows.min(shape.columns);
@@ -193,14 +197,17 @@ impl Layout {
         for (expert, rank) in bytes.as_chunks::<4>().0.iter().enumerate() {
             let rank = u32::from_le_bytes(*rank) as usize;
             if rank > most || rank > self.total_rank - sum {
-                return corrupt(format!("rank {rank} of expert {expert}"));
+                return corrupt(format!("rank {rank} of expert {expert} is too large"));
             }
             sum += rank;
             starts.push(sum);
         }
         match sum == self.total_rank {
             true => Ok(starts),
-            false => corrupt(format!("ranks of {sum} in all instead of {}", self.total_rank)),
+            false => corrupt(format!(
+                "the ranks add up to {sum} instead of {}",
+                self.total_rank
+            )),
         }
     }
 

@@ -1,23 +1,23 @@
-//! Group-wise tensors with low-rank compensators: `W = Wq + U V`, each expert with a rank of its own.
+//! Group-wise tensors with low-rank compensators: `W = Wq + U V`, with a rank per expert.
 //!
-//! A tensor embeds a whole group-wise tensor and adds the factors of all experts: the r rows of V, of C values each, and
-//! the r columns of U, written as rows of R values. Both run along the long side of their factor, in chunks of 64 values
-//! with one scale, so a rank costs exactly its rows and nothing is padded between experts.
+//! A tensor embeds a complete group-wise tensor and adds the factors of all experts: the r rows of V, of C values
+//! each, and the r columns of U, stored as rows of R values. Rows are stored in chunks of 64 values with one scale.
+//! Each unit of rank costs exactly one row of each factor, without padding between experts.
 //!
 //! ```text
 //!  0 8s magic "MOEPCOMP"     10 u8 bits of the factors: 3, 8, 16    16 u64 bytes of the group-wise tensor
 //!  8 u16 version 1           11 5 zeros                             24 u64 sum of the ranks T, 32 96 zeros
 //! base         a group-wise tensor of E x R x C
 //! ranks        E u32, each at most min(R, C)
-//! right        T rows of V: scales (f16, one a chunk; none at 16 bits), then chunks, all rows' scales first
+//! right        T rows of V: scales (f16, one per chunk; none at 16 bits), then chunks, all rows' scales first
 //! left         T rows of U^T, likewise
 //! ```
 //!
-//! `ranks`, and of `right` and `left` the scales and the chunks, are five sections that each start at the next multiple
-//! of 64; the tensor ends at a multiple of 64. Chunks are described in [`chunk`].
+//! `ranks`, and the scales and the chunks of `right` and `left`, are five sections, each aligned to 64 bytes; the
+//! tensor ends at a multiple of 64. Chunks are described in [`chunk`].
 //!
-//! [`View::parse`] checks headers, ranks and the size, a few bytes an expert: no scale and no code can make a reader
-//! leave the tensor. [`View::verify`] checks scales and padding, and the embedded tensor.
+//! [`View::parse`] checks headers, ranks and the size, a few bytes per expert: no scale or code can cause an
+//! out-of-bounds read. [`View::verify`] checks scales and padding, and the embedded tensor.
 
 pub mod chunk;
 mod encode;

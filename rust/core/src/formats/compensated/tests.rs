@@ -1,4 +1,4 @@
-//! Round trips, and what readers refuse.
+//! Round trips and refused bytes.
 
 use super::chunk::{CHUNK, Width};
 use super::*;
@@ -6,7 +6,7 @@ use crate::formats::groupwise::{self, ParameterType, Spec};
 use crate::pool;
 use crate::types::Shape;
 
-/// A packed tensor with what it was made of; everything follows from the sizes.
+/// A packed tensor with its sources; all values follow from the sizes.
 pub(crate) struct Case {
     pub blob: Vec<u8>,
     pub ranks: Vec<usize>,
@@ -193,7 +193,7 @@ fn every_truncation_is_refused() {
 }
 
 #[test]
-fn damage_is_refused_or_survived() {
+fn damage_is_refused_or_harmless() {
     let pool = pool::current().unwrap();
     for width in Width::ALL {
         let blob = case(&[2, 5], 20, 70, width).blob;
@@ -234,7 +234,7 @@ fn padding_and_scales_are_verified() {
     assert!(spoil(right.scales_at, &0x7c00u16.to_le_bytes()).is_err());
     assert!(
         spoil(right.codes_at + 24 + 23, &[0]).is_err(),
-        "codes behind column 70"
+        "codes after column 70"
     );
     let half = case(&[2, 5], 20, 70, Width::Half).blob;
     let at = View::parse(&half).unwrap().layout().left().codes_at;
@@ -257,7 +257,7 @@ fn ranks_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn writers_are_refused_what_cannot_be_read() {
+fn writers_refuse_content_that_cannot_be_read() {
     let base = base(1, 4, 6);
     let codes = |codes, scales| Factor::Codes { codes, scales };
     let good = (codes(&[4; 6], &[0.5]), codes(&[4; 4], &[0.5]));

@@ -1,4 +1,4 @@
-//! Reading a tensor in place.
+//! Reads a tensor in place.
 
 use rayon::ThreadPool;
 
@@ -8,7 +8,7 @@ use super::{HEADER_BYTES, Layout, corrupt};
 use crate::Result;
 use crate::formats::groupwise;
 
-/// A tensor read in place.
+/// A tensor over borrowed bytes.
 #[derive(Debug, Clone)]
 pub struct View<'a> {
     data: &'a [u8],
@@ -26,7 +26,7 @@ pub struct FactorRow<'a> {
 }
 
 impl FactorRow<'_> {
-    /// The codes less their middle (or the values) of a chunk, and what to multiply them by.
+    /// The scale and the values of a chunk: codes minus their middle, or f16 values.
     #[inline(always)]
     pub fn chunk(&self, index: usize) -> (f32, Values) {
         let bytes = self.width.chunk_bytes();
@@ -70,10 +70,10 @@ impl FactorRow<'_> {
 }
 
 impl<'a> View<'a> {
-    /// Checks headers, ranks and size.
+    /// Checks the headers, the ranks and the size.
     ///
     /// # Errors
-    /// [`Error::Corruption`](crate::Error) or `InsufficientData`: the bytes are no such tensor.
+    /// [`Error::Corruption`](crate::Error) or `InsufficientData` if the bytes are not such a tensor.
     pub fn parse(data: &'a [u8]) -> Result<View<'a>> {
         let (layout, starts) = Layout::read(data)?;
         let base = groupwise::View::parse(&data[HEADER_BYTES..][..layout.base().total_bytes()])?;
@@ -85,7 +85,7 @@ impl<'a> View<'a> {
         })
     }
 
-    /// Shape, widths and sizes.
+    /// The shape, widths and sizes.
     pub fn layout(&self) -> Layout {
         self.layout
     }
@@ -100,13 +100,13 @@ impl<'a> View<'a> {
         self.starts[expert + 1] - self.starts[expert]
     }
 
-    /// Row `index` of V of an expert.
+    /// Row `index` of an expert's V.
     #[inline]
     pub fn right(&self, expert: usize, index: usize) -> FactorRow<'a> {
         self.row(self.layout.right(), self.starts[expert] + index)
     }
 
-    /// Row `index` of U^T of an expert.
+    /// Row `index` of an expert's U^T.
     #[inline]
     pub fn left(&self, expert: usize, index: usize) -> FactorRow<'a> {
         self.row(self.layout.left(), self.starts[expert] + index)
@@ -124,7 +124,8 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The values of a row of an expert: those of the group-wise tensor, plus its row of U times V, added rank by rank.
+    /// Decodes the values of an expert's row: those of the group-wise tensor, plus its row of U times V, added rank
+    /// by rank.
     pub fn decode_values(&self, expert: usize, row: usize, values: &mut [f32]) {
         let rows = self.layout.shape().rows;
         self.base.decode_values(expert * rows + row, values);
@@ -142,11 +143,11 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Checks the embedded tensor, that scales are finite, and that all padding is zero: of sections, and of the last
-    /// chunk of each row.
+    /// Checks the embedded tensor, that scales are finite, and that all padding is zero: between sections and in the
+    /// last chunk of each row.
     ///
     /// # Errors
-    /// [`Error::Corruption`](crate::Error) that names what is wrong.
+    /// [`Error::Corruption`](crate::Error) that names the fault.
     pub fn verify(&self, pool: &ThreadPool) -> Result<()> {
         self.base.verify(pool)?;
         let (right, left) = (self.layout.right(), self.layout.left());
@@ -184,11 +185,11 @@ impl<'a> View<'a> {
             }
         }
         if let Some(at) = (0..side.chunks).find(|&at| !row.scale(at).is_finite()) {
-            return Err(format!("scale {} of chunk {at}", row.scale(at)));
+            return Err(format!("scale {} of chunk {at} is not finite", row.scale(at)));
         }
         let used = side.length % CHUNK;
         if used > 0 && row.chunk(side.chunks - 1).1[used..].iter().any(|&v| v != 0.0) {
-            return Err("values behind the end".into());
+            return Err("values after the last column are not zero".into());
         }
         Ok(())
     }

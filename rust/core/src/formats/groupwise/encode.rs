@@ -1,4 +1,4 @@
-//! Writing a tensor.
+//! Packs a tensor.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -10,11 +10,11 @@ use crate::types::Shape;
 
 /// Packs codes and parameters.
 ///
-/// `codes` is E x R x C, each below `2^bits`; `scales` and `offsets` are E x R x G and exactly what the parameter type
-/// holds; without offsets the tensor is symmetric and `spec.symmetric` must say so.
+/// `codes` is E x R x C, each below `2^bits`; `scales` and `offsets` are E x R x G and exactly representable in the
+/// parameter type. A tensor without offsets is symmetric and needs `spec.symmetric`.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error): a size, code or parameter is out of range; the message names the row.
+/// [`Error::InvalidArgument`](crate::Error) if a size, code or parameter is out of range; the message names the row.
 pub fn encode(
     codes: &[u8],
     scales: &[f32],
@@ -55,7 +55,7 @@ fn check(codes: &[u8], scales: &[f32], offsets: Option<&[f32]>, layout: &Layout)
         && offsets.is_none_or(|offsets| offsets.len() == parameters);
     if !counted {
         return invalid(format!(
-            "{} codes, {} scales and {:?} offsets for {shape:?} with {} groups a row",
+            "{} codes, {} scales and {:?} offsets for {shape:?} with {} groups per row",
             codes.len(),
             scales.len(),
             offsets.map(<[f32]>::len),
@@ -63,7 +63,7 @@ fn check(codes: &[u8], scales: &[f32], offsets: Option<&[f32]>, layout: &Layout)
         ));
     }
     if offsets.is_none() != layout.spec().symmetric {
-        return invalid("offsets belong to asymmetric tensors and to no others");
+        return invalid("asymmetric tensors need offsets, symmetric ones must have none");
     }
     Ok(())
 }
@@ -97,7 +97,7 @@ impl Source<'_> {
                 let kept = self.layout.spec().parameters;
                 let Some(stored) = kept.stored(value) else {
                     return invalid(format!(
-                        "parameter {value} of group {group} in {} is no finite {}",
+                        "parameter {value} of group {group} in {} is not a finite {}",
                         self.place(row),
                         kept.name()
                     ));

@@ -1,4 +1,4 @@
-//! The header of a tensor, and the places that follow from it.
+//! The header of a tensor and the offsets that follow from it.
 
 use std::cmp::Ordering;
 
@@ -8,17 +8,17 @@ use crate::formats::header;
 use crate::types::Shape;
 use crate::{Error, Result, limits};
 
-/// The group sizes in columns that a tensor may have, besides the whole row.
+/// The group sizes in columns, besides the whole row.
 pub const GROUP_SIZES: [usize; 5] = [16, 32, 64, 128, 256];
 
-/// What a writer chooses.
+/// The specification of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Spec {
-    /// Bits of a code: 2, 3, 4 or 8.
+    /// Bits per code: 2, 3, 4 or 8.
     pub bits: u8,
-    /// Columns that share parameters: one of [`GROUP_SIZES`], or 0 for the whole row.
+    /// The columns that share parameters: one of [`GROUP_SIZES`], or 0 for the whole row.
     pub group: usize,
-    /// No offsets are stored; weights are `scale * (code - 2^(bits - 1))`.
+    /// If true, no offsets are stored; weights are `scale * (code - 2^(bits - 1))`.
     pub symmetric: bool,
     /// The type of scales and offsets.
     pub parameters: ParameterType,
@@ -30,26 +30,26 @@ impl Spec {
     }
 }
 
-/// How a block's bytes alternate between parameters and codes, so that a kernel reads one ascending stream.
+/// How a block alternates between parameters and codes, so that a kernel reads one ascending stream.
 ///
-/// A record is the parameters of one group, or of two where those of one fill no register or its codes no unit, and then
-/// its codes. The last record of a block may have fewer units.
+/// A record holds the parameters of one group and then its codes. It holds two groups if the parameters of one do not
+/// fill a register or its codes do not fill a unit. The last record of a block may have fewer units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Record {
-    /// Groups of a record: 1 or 2.
+    /// The groups of a record: 1 or 2.
     pub groups: usize,
-    /// Bytes of a group's parameters.
+    /// The bytes of a group's parameters.
     pub group_bytes: usize,
-    /// Bytes of its parameters: whole registers.
+    /// The bytes of a record's parameters: whole registers.
     pub parameter_bytes: usize,
-    /// Units of its codes, at least 1.
+    /// The units of a record's codes, at least 1.
     pub units: usize,
-    /// Bytes of a whole record.
+    /// The bytes of a whole record.
     pub bytes: usize,
 }
 
 impl Record {
-    /// The records of a spec that exists; a whole row is `units` units.
+    /// The records of a valid specification; a whole row is `units` units.
     fn of(spec: &Spec, units: usize) -> Option<Record> {
         let kinds = 2 - usize::from(spec.symmetric);
         let groups = match spec.group {
@@ -73,7 +73,7 @@ impl Record {
     }
 }
 
-/// Shape, spec and places of a tensor, everything derived from the header.
+/// The shape, specification and offsets of a tensor, all derived from the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     shape: Shape,
@@ -84,7 +84,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of a shape, or `None` where its size overflows. The spec exists.
+    /// The layout of a shape; `None` if its size overflows. The specification must be valid.
     fn of(shape: Shape, spec: Spec) -> Option<Layout> {
         let units = shape.columns.div_ceil(UNIT);
         let record = Record::of(&spec, units)?;
@@ -104,23 +104,25 @@ impl Layout {
         })
     }
 
-    /// The layout that a writer asks for. A group may be any number of columns that is not smaller than the row: then it
-    /// is the whole row.
+    /// The layout for a writer. A group size that is not smaller than the row means the whole row.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: there is no such format, or the shape is too large.
+    /// [`Error::InvalidArgument`] if the specification is not supported or the shape is too large.
     pub fn new(shape: Shape, mut spec: Spec) -> Result<Layout> {
         if !GROUP_SIZES.contains(&spec.group) && spec.group >= shape.columns {
             spec.group = 0;
         }
         if !spec.exists() {
             return invalid(format!(
-                "{} bits in groups of {} columns: bits must be 2, 3, 4 or 8, groups {GROUP_SIZES:?} or the whole row",
+                "{} bits in groups of {} columns: bits must be 2, 3, 4 or 8, and groups {GROUP_SIZES:?} or the whole row",
                 spec.bits, spec.group
             ));
         }
         if !shape.has_valid_ndim() {
-            return invalid(format!("ndim {} of {} experts", shape.ndim, shape.experts));
+            return invalid(format!(
+                "ndim {} does not fit {} experts",
+                shape.ndim, shape.experts
+            ));
         }
         let sizes = [shape.experts, shape.rows, shape.columns];
         let limits = [limits::MAX_ROWS, limits::MAX_ROWS, limits::MAX_COLUMNS];
@@ -144,12 +146,12 @@ impl Layout {
         self.spec
     }
 
-    /// Bits of a code.
+    /// The bits per code.
     pub fn bits(&self) -> usize {
         usize::from(self.spec.bits)
     }
 
-    /// Columns that share a scale; of a whole row, the columns, but at least 1.
+    /// The number of columns that share a scale; if groups are whole rows, the columns, but at least 1.
     pub fn group_size(&self) -> usize {
         match self.spec.group {
             0 => self.shape.columns.max(1),
@@ -157,22 +159,22 @@ impl Layout {
         }
     }
 
-    /// Groups of a row; none if there are no columns.
+    /// The groups of a row; zero if there are no columns.
     pub fn groups(&self) -> usize {
         groups(self.shape.columns, self.spec.group)
     }
 
-    /// Blocks of 16 rows of an expert.
+    /// The 16-row blocks of an expert.
     pub fn blocks(&self) -> usize {
         self.shape.rows.div_ceil(BLOCK_ROWS)
     }
 
-    /// Units of 32 columns.
+    /// The 32-column units of a row.
     pub fn units(&self) -> usize {
         self.shape.columns.div_ceil(UNIT)
     }
 
-    /// Bytes of a block.
+    /// The bytes of a block.
     pub fn block_bytes(&self) -> usize {
         self.block_bytes
     }
@@ -188,7 +190,7 @@ impl Layout {
         self.record
     }
 
-    /// Where in a block the parameters of a group start: 16 scales, then, unless the tensor is symmetric, 16 offsets.
+    /// The offset in a block of a group's parameters: 16 scales, then, unless the tensor is symmetric, 16 offsets.
     pub(crate) fn parameters_at(&self, group: usize) -> usize {
         let Record {
             groups,
@@ -199,7 +201,7 @@ impl Layout {
         group / groups * bytes + group % groups * group_bytes
     }
 
-    /// Where in a block the registers of a unit start.
+    /// The offset in a block of a unit's registers.
     pub(crate) fn unit_at(&self, unit: usize) -> usize {
         let Record {
             parameter_bytes,
@@ -235,7 +237,7 @@ impl Layout {
         }
     }
 
-    /// The layout that a header says, however many bytes follow it.
+    /// Reads the layout from a header, whatever the number of bytes after it.
     fn read_header(data: &[u8]) -> Result<Layout> {
         let header: &[u8; HEADER_BYTES] = header::read(data, "group-wise tensor", MAGIC, VERSION)?;
         if header[14..16].iter().chain(&header[48..]).any(|&b| b != 0) {
@@ -287,13 +289,16 @@ fn read_shape(header: &[u8]) -> Result<Shape> {
     };
     match shape.has_valid_ndim() {
         true => Ok(shape),
-        false => corrupt(format!("ndim {} of {} experts", shape.ndim, shape.experts)),
+        false => corrupt(format!(
+            "ndim {} does not fit {} experts",
+            shape.ndim, shape.experts
+        )),
     }
 }
 
 fn read_spec(header: &[u8]) -> Result<Spec> {
     let Some(&parameters) = ParameterType::ALL.get(usize::from(header[11])) else {
-        return corrupt(format!("parameter type {}", header[11]));
+        return corrupt(format!("unknown parameter type {}", header[11]));
     };
     let spec = Spec {
         bits: header[10],

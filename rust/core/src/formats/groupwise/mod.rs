@@ -1,27 +1,27 @@
-//! Group-wise integer tensors: codes of 2, 3, 4 or 8 bits, and a scale (and an offset) for each group of columns.
+//! Group-wise integer tensors: codes of 2, 3, 4 or 8 bits, and a scale and an optional offset per group of columns.
 //!
-//! A weight is `scale * code + offset`; a *symmetric* tensor stores no offsets, and its weights are
-//! `scale * (code - 2^(bits - 1))`. Few bits a weight leave an entropy coder little, so the format is fixed-width and
-//! read in place, in the layout that the kernels multiply from:
+//! A weight is `scale * code + offset`; a *symmetric* tensor stores no offsets, and its weights are `scale * (code -
+//! 2^(bits - 1))`. At low bit widths entropy coding would gain little, so codes have a fixed width. Kernels read them
+//! in place:
 //!
 //! ```text
 //!  0 8s magic "MOEPGRPW"   12 u8 ndim 2 or 3       16 u64 experts E    40 u64 group size: 16, 32, 64, 128, 256,
 //!  8 u16 version 1         13 u8 symmetric 0 or 1  24 u64 rows R          or 0 for the whole row
 //! 10 u8 bits               14 2 zeros              32 u64 columns C    48 80 zeros
 //! 11 u8 parameter type: 0 bf16, 1 f16
-//! blocks     for each expert, ceil(R / 16) blocks of 16 rows, each of which is a run of records
+//! blocks     for each expert, ceil(R / 16) blocks of 16 rows, each a run of records
 //! a record   parameters: for each of its groups 16 scales, then (unless symmetric) 16 offsets; zeros to the next multiple
 //!              of 64. Two groups share a record if the tensor is symmetric or a group has 16 columns.
-//!            codes: for each 32 columns of its groups `bits` registers of 64 bytes: of each of the 16 rows a 32-bit word
+//!            codes: for each 32 columns of its groups `bits` registers of 64 bytes: a 32-bit word for each of the 16 rows
 //!              (crate::bits); the last record ends with the row
 //! ```
 //!
-//! So a 512-bit register is 16 rows and one word of each: a shift and a mask give an operand of `vpdpbusd` whose other
-//! operand is one broadcast word of activations, and no sum ever crosses lanes. Rows are padded to 16 and columns to
-//! 32 with zeros, and everything starts at a multiple of 64.
+//! A 512-bit register thus holds one word of each of 16 rows: a shift and a mask give an operand of `vpdpbusd`, with
+//! one broadcast word of activations as the other operand, and sums never cross lanes. Rows are padded to 16 and
+//! columns to 32 with zeros, and all sections are aligned to 64 bytes.
 //!
-//! [`View::parse`] checks the header and the size and nothing else: it is cheap on a mapped file, and no code and no
-//! parameter can make a reader leave the tensor. [`View::verify`] checks parameters and padding.
+//! [`View::parse`] checks only the header and the size. It is cheap on a mapped file, and no code or parameter can
+//! cause an out-of-bounds read. [`View::verify`] checks parameters and padding.
 
 mod encode;
 mod layout;
@@ -42,9 +42,9 @@ pub const MAGIC: [u8; 8] = *b"MOEPGRPW";
 pub const VERSION: u16 = 1;
 /// The length of the header in bytes.
 pub const HEADER_BYTES: usize = 128;
-/// Rows of a block: the 32-bit lanes of a 512-bit register.
+/// The rows of a block: the 32-bit lanes of a 512-bit register.
 pub const BLOCK_ROWS: usize = 16;
-/// Bytes of a register: a word of each row of a block.
+/// The bytes of a register: one word per row of a block.
 pub const REGISTER_BYTES: usize = 4 * BLOCK_ROWS;
 
 /// The type of scales and offsets.
@@ -60,7 +60,7 @@ impl ParameterType {
     /// Both types, in the order of their numbers in the header.
     pub const ALL: [ParameterType; 2] = [ParameterType::Bf16, ParameterType::F16];
 
-    /// The name that torch and NumPy use.
+    /// The torch and NumPy name.
     pub fn name(self) -> &'static str {
         match self {
             ParameterType::Bf16 => "bfloat16",
@@ -71,7 +71,7 @@ impl ParameterType {
     /// Parses [`ParameterType::name`].
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: there is no such type.
+    /// [`Error::InvalidArgument`] if the type is unknown.
     pub fn from_name(name: &str) -> Result<ParameterType> {
         ParameterType::ALL
             .into_iter()
@@ -91,7 +91,7 @@ impl ParameterType {
         }
     }
 
-    /// The bits of a value, or `None` where the type does not hold it exactly or it is not finite.
+    /// The bits of a value; `None` if the type does not represent it exactly or it is not finite.
     pub fn stored(self, value: f32) -> Option<u16> {
         let bits = match self {
             ParameterType::Bf16 => half::bf16::from_f32(value).to_bits(),

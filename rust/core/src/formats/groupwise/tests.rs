@@ -11,7 +11,7 @@ pub(crate) struct Case {
     pub blob: Vec<u8>,
 }
 
-/// A tensor of pseudo-random codes; scales are -0.5 to 0.5 and offsets too.
+/// A tensor of pseudo-random codes; scales and offsets lie in -0.5 to 0.5.
 pub(crate) fn case(experts: usize, rows: usize, columns: usize, spec: Spec) -> Case {
     let mut state = (experts * 31 + rows * 7 + columns) as u32 + 1;
     let mut next = move || {
@@ -46,7 +46,7 @@ pub(crate) fn case(experts: usize, rows: usize, columns: usize, spec: Spec) -> C
     }
 }
 
-/// Every spec.
+/// All specifications.
 pub(crate) fn specs() -> Vec<Spec> {
     let mut specs = Vec::new();
     for bits in crate::bits::WIDTHS {
@@ -127,7 +127,7 @@ proptest! {
                 view.decode_row(shape.experts * shape.rows - 1, &mut vec![0; shape.columns]);
                 view.decode_values(0, &mut vec![0.0; shape.columns]);
             }
-            // A flip of padding is found; one of a code or of most parameters is another valid tensor.
+            // Verification finds flips of padding; flips of codes and of most parameters give other valid tensors.
             prop_assert!(verified.is_err() || at < HEADER_BYTES || blob[at] != 1 << bit || shape.rows > 0);
         }
     }
@@ -162,7 +162,8 @@ fn huge_claims_are_refused_before_anything_is_computed() {
         for claim in [u64::MAX, (1 << 31) - 64, 1 << 31, 48] {
             let mut damaged = blob.clone();
             damaged[at..at + 8].copy_from_slice(&claim.to_le_bytes());
-            // A tensor without padding rows: 48 rows or columns need other bytes, 48 columns a group do not exist.
+            // A tensor without padding rows: 48 rows or columns need another size, and groups of 48 columns are not
+            // supported.
             assert!(View::parse(&damaged).is_err() || (at == 32 && claim == 48));
         }
     }
@@ -185,7 +186,7 @@ fn huge_claims_are_refused_before_anything_is_computed() {
 }
 
 #[test]
-fn verify_finds_what_must_be_finite_or_zero() {
+fn verify_finds_infinite_parameters_and_non_zero_padding() {
     let pool = pool::current().unwrap();
     let good = case(2, 17, 130, spec(3, 64, false)).blob;
     let block = 3 * 64 + 5 * 192;
@@ -201,13 +202,13 @@ fn verify_finds_what_must_be_finite_or_zero() {
     // The high byte of the first offset of row 2 of expert 1: infinity.
     let message = fault(128 + 2 * block + 32 + 2 * 2 + 1, 0x7c | 3);
     assert!(message.contains("expert 1 row 2"), "{message}");
-    // Row 17 does not exist: a parameter and a code of it, of the second record.
+    // Row 17 does not exist: damage its parameter and its code in the second record.
     let record = 64 + 2 * 192;
     assert!(fault(128 + block + record + 2, 1).contains("expert 0 row 17"));
     assert!(fault(128 + block + record + 64 + 4, 1).contains("expert 0 row 17"));
-    // Column 130 is byte 2 of quad 0 of the last unit, the only one of its record.
+    // Column 130 is byte 2 of quad 0 in the last unit, which is the only one of its record.
     assert!(fault(128 + 2 * record + 64 + 2, 1).contains("expert 0 row 0"));
-    // The second record of symmetric scales is of one group.
+    // The second record of symmetric scales has one group.
     let mut padded = case(1, 16, 130, spec(3, 64, true)).blob;
     padded[128 + 64 + 4 * 192 + 32] = 1;
     assert!(View::parse(&padded).unwrap().verify(&pool).is_err());

@@ -1,4 +1,4 @@
-//! The full check of a tensor: everything that parsing leaves alone.
+//! The full check of a tensor, which parsing leaves out.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -8,10 +8,10 @@ use crate::Result;
 use crate::bits::UNIT;
 
 impl View<'_> {
-    /// Checks that parameters are finite and that all padding is zero: of rows, of columns and of parameters.
+    /// Checks that parameters are finite and that all padding of rows, columns and parameters is zero.
     ///
     /// # Errors
-    /// [`Error::Corruption`](crate::Error) that names expert and row.
+    /// [`Error::Corruption`](crate::Error) that names the expert and the row.
     pub fn verify(&self, pool: &ThreadPool) -> Result<()> {
         let layout = self.layout();
         let blocks = layout.blocks();
@@ -29,7 +29,9 @@ impl View<'_> {
         for (number, (parameters, _)) in layout.records(block).enumerate() {
             let groups = record.groups.min(layout.groups() - number * record.groups);
             if parameters[groups * record.group_bytes..].iter().any(|&b| b != 0) {
-                return corrupt(format!("expert {expert}: padding behind parameters is not zero"));
+                return corrupt(format!(
+                    "expert {expert}: padding after the parameters is not zero"
+                ));
             }
         }
         let rows = layout.shape().rows - number * BLOCK_ROWS;
@@ -50,7 +52,7 @@ impl View<'_> {
             if !scale.is_finite() || !(layout.spec().symmetric || offset.is_finite()) {
                 let place = place();
                 return corrupt(format!(
-                    "{place}: scale {scale}, offset {offset} of group {group}"
+                    "{place}: scale {scale} and offset {offset} of group {group} are not both finite"
                 ));
             }
         }
@@ -60,7 +62,7 @@ impl View<'_> {
                 .iter()
                 .any(|&code| code != 0);
         match padded {
-            true => corrupt(format!("{}: codes behind the last column", place())),
+            true => corrupt(format!("{}: codes after the last column are not zero", place())),
             false => Ok(()),
         }
     }
@@ -78,7 +80,7 @@ impl View<'_> {
         });
         match empty {
             true => Ok(()),
-            false => corrupt(format!("{}: bytes behind the last row", place())),
+            false => corrupt(format!("{}: bytes after the last row are not zero", place())),
         }
     }
 }

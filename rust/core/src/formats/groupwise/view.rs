@@ -1,4 +1,4 @@
-//! Reading a tensor in place.
+//! Reads a tensor in place.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use super::{BLOCK_ROWS, HEADER_BYTES, Layout, REGISTER_BYTES};
 use crate::Result;
 use crate::bits::{self, UNIT};
 
-/// A tensor read in place.
+/// A tensor over borrowed bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
     data: &'a [u8],
@@ -14,16 +14,16 @@ pub struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    /// Checks header and size.
+    /// Checks the header and the size.
     ///
     /// # Errors
-    /// [`Error::Corruption`](crate::Error) or `InsufficientData`: the bytes are no such tensor.
+    /// [`Error::Corruption`](crate::Error) or `InsufficientData` if the bytes are not such a tensor.
     pub fn parse(data: &'a [u8]) -> Result<View<'a>> {
         let layout = Layout::read(data)?;
         Ok(View { data, layout })
     }
 
-    /// Shape, spec and sizes.
+    /// The shape, specification and sizes.
     pub fn layout(&self) -> Layout {
         self.layout
     }
@@ -33,20 +33,20 @@ impl<'a> View<'a> {
         self.data
     }
 
-    /// Block `block` of all experts' blocks.
+    /// A block, counted over all experts.
     #[inline]
     pub fn block(&self, block: usize) -> &'a [u8] {
         let bytes = self.layout.block_bytes();
         &self.data[HEADER_BYTES + block * bytes..][..bytes]
     }
 
-    /// The bytes of some of all experts' blocks, to be prefetched.
+    /// The bytes of a range of blocks, counted over all experts, for prefetching.
     pub fn memory(&self, blocks: Range<usize>) -> &'a [u8] {
         let bytes = self.layout.block_bytes();
         &self.data[HEADER_BYTES + blocks.start * bytes..HEADER_BYTES + blocks.end * bytes]
     }
 
-    /// The block and the lane of a row of all experts' rows.
+    /// The block and the lane of a row, counted over all experts.
     fn locate(&self, row: usize) -> (&'a [u8], usize) {
         let rows = self.layout.shape().rows;
         let (expert, row) = (row / rows, row % rows);
@@ -54,13 +54,14 @@ impl<'a> View<'a> {
         (self.block(block), row % BLOCK_ROWS)
     }
 
-    /// Scale and stored offset (of a symmetric tensor, the one that follows) of a group of a row of all experts' rows.
+    /// The scale and the offset of a group; for a symmetric tensor, the implied offset. `row` is counted over all
+    /// experts.
     pub fn parameters(&self, row: usize, group: usize) -> (f32, f32) {
         let (block, lane) = self.locate(row);
         self.layout.block_parameters(block, lane, group)
     }
 
-    /// The codes of a row of all experts' rows, `[C]`.
+    /// Unpacks the codes of a row, counted over all experts, `[C]`.
     pub fn decode_row(&self, row: usize, codes: &mut [u8]) {
         let (block, lane) = self.locate(row);
         for (unit, codes) in codes.chunks_mut(UNIT).enumerate() {
@@ -68,7 +69,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The values of a row of all experts' rows, `[C]` ([`Layout::block_values`]).
+    /// Decodes the values of a row, counted over all experts, `[C]` ([`Layout::block_values`]).
     pub fn decode_values(&self, row: usize, values: &mut [f32]) {
         let (block, lane) = self.locate(row);
         self.layout.block_values(block, lane, values);
@@ -76,7 +77,7 @@ impl<'a> View<'a> {
 }
 
 impl Layout {
-    /// Scale and offset of a group of lane `lane` of a block.
+    /// The scale and the offset of a group of lane `lane` of a block.
     pub(super) fn block_parameters(&self, block: &[u8], lane: usize, group: usize) -> (f32, f32) {
         let spec = self.spec();
         let value = |kind: usize| {
@@ -105,12 +106,12 @@ impl Layout {
         codes
     }
 
-    /// The values of lane `lane` of a block, `[C]`: `scale * code + offset`, or `scale * (code - 2^(bits - 1))`, each
-    /// operation rounded to f32.
+    /// Decodes the values of lane `lane` of a block, `[C]`: `scale * code + offset`, or `scale * (code - 2^(bits -
+    /// 1))`, each operation rounded to f32.
     pub fn block_values(&self, block: &[u8], lane: usize, values: &mut [f32]) {
         let spec = self.spec();
         let middle = (1u32 << (spec.bits - 1)) as f32;
-        // A group has a multiple of 16 columns, or all; 16 columns of a unit share their parameters.
+        // A group has a multiple of 16 columns, or all; each 16 columns of a unit share parameters.
         for (unit, values) in values.chunks_mut(UNIT).enumerate() {
             let codes = self.unit(block, lane, unit);
             for (half, (values, codes)) in values

@@ -1,8 +1,8 @@
-//! Choosing dictionaries: up to eight for a tensor, then one of them for each row.
+//! Chooses dictionaries: up to eight for a tensor, then one of them for each row.
 //!
-//! The codes that a row takes with a dictionary are estimated by cross-entropy: a zero, a symbol 1 and a symbol 2 each
-//! cost their information at the probabilities that the dictionary was searched for, divided by the information that
-//! one of its codes holds there. Costs are integers, so that sums, and the choice, are the same on every machine.
+//! The number of codes of a row with a dictionary is estimated by cross-entropy: a zero, a symbol 1 and a symbol 2
+//! each cost their information at the dictionary's design probabilities, divided by the information of one of its
+//! codes. Costs are integers, so that sums and choices are the same on every machine.
 
 use std::sync::OnceLock;
 
@@ -13,17 +13,18 @@ use super::scan::Counts;
 /// The cost of one code.
 const CODE: u64 = 1 << 20;
 
-/// The number of rows that the dictionaries of a tensor are chosen by; more would not change the choice measurably.
+/// The number of sampled rows for choosing a tensor's dictionaries; more would not change the choice measurably.
 pub(super) const SAMPLE_ROWS: usize = 1024;
 
-/// A dictionary is added only if it saves more than 1/2000 of the cost: kernels lose time by every change of table.
-/// Independent weights then take a single one; letting each row try three would gain 0.2 % there and take twice as long.
+/// A dictionary is added only if it saves more than 1/2000 of the cost, because each change of table costs kernels
+/// time. Independent weights then take a single one; trying three dictionaries per row would gain 0.2 % and take
+/// twice as long.
 const LEAST_GAIN: u64 = 2000;
 
-/// Rows try every dictionary whose estimate exceeds the least one by at most 1/200.
+/// Rows try every dictionary with an estimate of at most 1/200 above the lowest.
 const NEAR: u64 = 200;
 
-/// The most dictionaries that a row tries.
+/// The maximum number of dictionaries that a row tries.
 const MAX_TRIES: usize = 3;
 
 /// The cost of each of the symbols 0, 1 and 2 with a dictionary.
@@ -52,8 +53,8 @@ fn raw_cost(columns: usize) -> u64 {
     columns.div_ceil(4) as u64 * CODE
 }
 
-/// Chooses the dictionaries of a tensor by its rows or a sample of them: greedily, always the one that saves most.
-/// Returns their ids in ascending order, at least one.
+/// Chooses the dictionaries of a tensor from its rows or a sample of them, greedily by the largest saving. Returns
+/// their ids in ascending order, at least one.
 pub(super) fn for_tensor(columns: usize, rows: &[Counts]) -> Vec<u8> {
     let costs = costs();
     let mut best = vec![raw_cost(columns); rows.len()];
@@ -83,8 +84,8 @@ pub(super) fn for_tensor(columns: usize, rows: &[Counts]) -> Vec<u8> {
     chosen
 }
 
-/// The dictionaries (by place among `chosen`) that a row should try, that of the least estimate first; none if even that
-/// one is clearly longer than a raw row.
+/// Lists the dictionaries (as indices into `chosen`) to try for a row, the lowest estimate first; none if even the
+/// best estimate is clearly longer than a raw row.
 pub(super) fn for_row(columns: usize, counts: Counts, chosen: &[u8], out: &mut Vec<usize>) {
     let costs = costs();
     let cost_of = |slot: usize| cost(&costs[usize::from(chosen[slot])], columns, counts);

@@ -1,4 +1,4 @@
-//! Decoding rows to ternary codes and to values. Every stored code is checked before it is used.
+//! Decodes rows to ternary codes and to values. Every stored code is checked before use.
 
 use half::bf16;
 use rayon::ThreadPool;
@@ -28,7 +28,7 @@ pub fn decode_row_values(view: &TernaryView, expert: usize, row: usize, out: &mu
         .map_err(|fault| fault.of_row(expert, row))
 }
 
-/// Decodes everything into `out` (E x R x C).
+/// Decodes the whole tensor into `out` (E x R x C).
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if `out` has another size, and the errors of [`decode_row`].
@@ -38,7 +38,7 @@ pub fn decode_codes(view: &TernaryView, out: &mut [i8], pool: &ThreadPool) -> Re
     })
 }
 
-/// Decodes everything into `out` (E x R x C) as [`decode_codes`] does: each byte is that of an `i8`.
+/// Decodes the whole tensor into `out` (E x R x C) like [`decode_codes`]; each byte is the bits of an `i8`.
 ///
 /// # Errors
 /// The errors of [`decode_codes`].
@@ -48,7 +48,7 @@ pub fn decode_bytes(view: &TernaryView, out: &mut [u8], pool: &ThreadPool) -> Re
     })
 }
 
-/// Decodes everything into values (E x R x C).
+/// Decodes the whole tensor into values (E x R x C).
 ///
 /// # Errors
 /// The errors of [`decode_codes`].
@@ -56,7 +56,7 @@ pub fn decode_values_f32(view: &TernaryView, out: &mut [f32], pool: &ThreadPool)
     decode_values(view, out, pool, |level| level)
 }
 
-/// Decodes everything into the bits of bf16 values (E x R x C), rounded to nearest even where levels are wider.
+/// Decodes the whole tensor into the bits of bf16 values (E x R x C), rounded to nearest even if levels are wider.
 ///
 /// # Errors
 /// The errors of [`decode_codes`].
@@ -76,7 +76,7 @@ fn decode_values<T: Copy + Send>(
     })
 }
 
-/// Calls `decode(number of the row through all experts, codes, slice of out)` for every row, in parallel by row groups.
+/// Calls `decode(row counted over all experts, codes, slice of out)` for every row, in parallel by row groups.
 fn for_rows<T: Send>(
     view: &TernaryView,
     out: &mut [T],
@@ -85,7 +85,7 @@ fn for_rows<T: Send>(
 ) -> Result<()> {
     if view.shape().weights() != Some(out.len()) {
         return Err(Error::InvalidArgument(format!(
-            "{} places for {} x {} x {} weights",
+            "the output has {} values for {} x {} x {} weights",
             out.len(),
             view.experts(),
             view.rows(),
@@ -115,7 +115,7 @@ fn for_rows<T: Send>(
     })
 }
 
-/// Decodes a row into `values`, those of a zero, a negative and a positive weight.
+/// Decodes a row with `values` for zero, negative and positive weights.
 fn decode_row_as<T: Copy>(
     view: &TernaryView,
     row: Row,
@@ -129,7 +129,7 @@ fn decode_row_as<T: Copy>(
     .map(|_| ())
 }
 
-/// A fault of a row's bytes: which byte, and what is wrong with it.
+/// A fault in a row's bytes: the offset of the byte and a description.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Fault {
     byte: usize,
@@ -151,7 +151,7 @@ fn fault<T>(byte: usize, what: &'static str) -> std::result::Result<T, Fault> {
 }
 
 /// Calls `found(column, 1 for negative or 2 for positive)` for every non-zero of a row, in order, and returns their
-/// number. Whatever the bytes are, columns are below `columns`.
+/// number. For arbitrary bytes, columns are below `columns`.
 pub(super) fn visit(
     view: &TernaryView,
     row: Row,
@@ -184,7 +184,7 @@ fn visit_raw(
             let column = 4 * i + place;
             match byte >> (2 * place) & 3 {
                 0 => continue,
-                3 => return fault(i, "no ternary weight has the bits 11"),
+                3 => return fault(i, "bits 11 are not a ternary weight"),
                 _ if column >= columns => return fault(i, "the padding is not zero"),
                 symbol => found(column, symbol),
             }
@@ -208,7 +208,7 @@ fn visit_fsv8(
             return fault(i, "a code after the row's end");
         }
         if !lut.possible(index) {
-            return fault(i, "no such code in this state");
+            return fault(i, "the code does not exist in this state");
         }
         let entry = lut.entries[index];
         for (position, symbol) in fsv8::lut::nonzeros(entry, lut.three_slots) {
@@ -225,7 +225,7 @@ fn visit_fsv8(
         return fault(codes.len(), "the codes end before the row");
     }
     if !lut.ends_row(previous) {
-        return fault(codes.len() - 1, "the last code leaves a promise");
+        return fault(codes.len() - 1, "the last code leaves a promise open");
     }
     Ok(nonzeros)
 }
@@ -253,7 +253,7 @@ fn visit_dict16(
     }
     match at {
         _ if at < columns => fault(bytes.len(), "the codes end before the row"),
-        // Words are pairs of weights, so an odd row ends in one zero of padding and no row in more.
+        // Words are pairs of weights, so an odd row ends in one zero of padding, and no row has more.
         _ if at > columns + columns % 2 => fault(bytes.len(), "the last code runs past the row's end"),
         _ => Ok(nonzeros),
     }

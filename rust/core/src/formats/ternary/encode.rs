@@ -1,7 +1,7 @@
-//! Encoding a whole tensor: row groups are encoded in parallel, each row by itself, and joined in order.
+//! Encodes a whole tensor: row groups are encoded in parallel, rows independently, and joined in order.
 //!
-//! The result does not depend on the number of threads: the shape fixes the groups, and what is chosen for a row depends
-//! on its own counts and on the tensor's dictionaries alone, which are chosen before.
+//! The result does not depend on the number of threads: groups are determined by the shape, and choices for a row
+//! depend only on its own counts and on the tensor's dictionaries, which are chosen first.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -75,7 +75,7 @@ struct Group {
     nonzeros: u64,
 }
 
-/// The error of a code that is not ternary, in a row that is counted through all experts.
+/// The error for a code that is not ternary; `row` is counted over all experts.
 fn invalid_code(shape: Shape, row: usize, column: usize) -> Error {
     let (expert, row) = (row / shape.rows, row % shape.rows);
     Error::InvalidArgument(format!(
@@ -83,7 +83,7 @@ fn invalid_code(shape: Shape, row: usize, column: usize) -> Error {
     ))
 }
 
-/// The codes of a row, counted through all experts.
+/// The codes of a row, counted over all experts.
 fn row_codes(codes: &[i8], shape: Shape, row: usize) -> &[i8] {
     &codes[row * shape.columns..][..shape.columns]
 }
@@ -108,7 +108,7 @@ fn groups(
         .collect()
 }
 
-/// A thread's buffers, reused for every row.
+/// The buffers of a thread, reused for every row.
 #[derive(Default)]
 struct Scratch {
     nonzeros: Vec<u32>,
@@ -157,8 +157,8 @@ fn sample(codes: &[i8], shape: Shape) -> Result<Vec<Counts>> {
         .collect()
 }
 
-/// Encodes the row whose non-zeros are in `scratch` with that dictionary of [`choose::for_row`] that makes it shortest,
-/// or raw.
+/// Encodes the row whose non-zeros are in `scratch` with the dictionary of [`choose::for_row`] that gives the fewest
+/// bytes, or raw.
 fn encode_fsv8_row(
     codes: &[i8],
     counts: Counts,

@@ -1,4 +1,4 @@
-//! The bytes of a packed ternary tensor: a header of 128 bytes and four sections whose places follow from it.
+//! The byte layout of a packed ternary tensor: a header of 128 bytes and four sections, whose offsets follow from it.
 //!
 //! ```text
 //!  0 8s magic "MOEPTERN"     10 u8 code (0 fsv8, 1 dict16)           22 u8 symmetric levels  48 u64 payload bytes
@@ -6,15 +6,15 @@
 //!                            12 u8 ndim 2 or 3                       24 u64 experts E        64 64 zeros
 //!                            13 u8 number of dictionaries            32 u64 rows R
 //!                            14 8 x u8 dictionary ids, ascending     40 u64 columns C
-//! levels   E*R pairs (negative, positive), or the positive ones alone if symmetric
-//! index    fsv8: a tail a row, length | dictionary << k: u16, k = 12 if a raw row has at most 4095 bytes, else u32, k = 28
-//!          dict16: u32 a row, its start in codes from its expert's start
+//! levels   E*R pairs (negative, positive), or only the positive ones if symmetric
+//! index    fsv8: a tail per row, length | dictionary << k: u16, k = 12 if a raw row has at most 4095 bytes, else u32, k = 28
+//!          dict16: u32 per row, its start in codes from its expert's start
 //! starts   u64; fsv8: of every group of 64 rows in bytes, and the end; dict16: of every expert in codes, and the end
 //! payload  the codes of the rows back to back
 //! ```
 //!
-//! Sections start at multiples of 64; the tensor ends at a multiple of 64 with at least 64 zeros after the payload, so
-//! that a kernel may read whole vectors. Offsets are derived, never stored: there is nothing to contradict.
+//! Sections start at multiples of 64; the tensor ends at a multiple of 64 with at least 64 zeros after the payload,
+//! so that a kernel may read whole vectors. Offsets are derived, not stored, so they cannot be inconsistent.
 
 use std::ops::Range;
 
@@ -32,16 +32,16 @@ pub const VERSION: u16 = 1;
 /// The length of the header in bytes.
 pub const HEADER_BYTES: usize = 128;
 
-/// The alignment of sections, and the least number of zeros after the payload.
+/// The alignment of sections, and the minimum number of zeros after the payload.
 pub const ALIGNMENT: usize = 64;
 
-/// The rows of a row group. The place of each group's first code is stored.
+/// The rows of a row group. The offset of each group's first code is stored.
 pub const GROUP_ROWS: usize = 64;
 
-/// The most dictionaries that one tensor uses.
+/// The maximum number of dictionaries of a tensor.
 pub const MAX_DICTIONARIES: usize = 8;
 
-/// The bit of a tail's dictionary field that says that the levels are swapped.
+/// The bit of a tail's dictionary field that marks swapped levels.
 pub(crate) const SWAPPED: u32 = 8;
 
 /// The number of row groups of an expert; the last one may have fewer than 64 rows.
@@ -49,7 +49,7 @@ pub(crate) fn row_groups(shape: &Shape) -> usize {
     shape.rows.div_ceil(GROUP_ROWS)
 }
 
-/// The size of a raw row, 2 bits a weight: no row takes more bytes.
+/// The size of a raw row, 2 bits per weight: no row takes more bytes.
 pub(crate) fn raw_bytes(columns: usize) -> usize {
     columns.div_ceil(4)
 }
@@ -81,7 +81,7 @@ impl Header {
     pub fn read(data: &[u8]) -> Result<Header> {
         let Some(bytes) = data.get(..HEADER_BYTES) else {
             return Err(Error::InsufficientData(format!(
-                "ternary tensor: {} bytes hold no header",
+                "ternary tensor: {} bytes are too few for a header",
                 data.len()
             )));
         };
@@ -123,7 +123,7 @@ impl Header {
     fn check(&self) -> Result<()> {
         if !self.shape.has_valid_ndim() {
             return corrupt(format!(
-                "ndim {} with {} experts",
+                "ndim {} does not fit {} experts",
                 self.shape.ndim, self.shape.experts
             ));
         }
@@ -140,13 +140,13 @@ impl Header {
             Code::Dict16 => count == 0,
         };
         if !counted {
-            return corrupt(format!("{count} dictionaries"));
+            return corrupt(format!("invalid number of dictionaries: {count}"));
         }
         let (used, unused) = self.dictionary_ids.split_at(count);
         let ascending = used.is_sorted_by(|a, b| a < b);
         let known = used.iter().all(|&id| usize::from(id) < super::fsv8::COUNT);
         if !ascending || !known || unused.iter().any(|&id| id != 0) {
-            return corrupt("dictionary ids");
+            return corrupt("invalid dictionary ids");
         }
         Ok(())
     }
@@ -184,12 +184,12 @@ impl Header {
 
 fn dimension(value: u64, limit: u64, name: &str) -> Result<usize> {
     if value > limit {
-        return corrupt(format!("{value} {name} are more than the limit of {limit}"));
+        return corrupt(format!("{value} {name} exceed the limit of {limit}"));
     }
     usize::try_from(value).or_else(|_| corrupt(format!("{value} {name} do not fit this machine")))
 }
 
-/// Where the sections of a tensor are.
+/// The positions of the sections of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Layout {
     pub levels: Range<usize>,
@@ -201,7 +201,7 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Derives the ranges of all sections; an error only if they do not fit the address space.
+    /// Derives the ranges of all sections; fails only if they do not fit the address space.
     pub fn new(header: &Header) -> Result<Layout> {
         let place = || {
             let rows = header.shape.all_rows()?;
@@ -239,7 +239,8 @@ fn section(after: usize, bytes: usize) -> Option<Range<usize>> {
     Some(start..start.checked_add(bytes)?)
 }
 
-/// How tails, the entries of the index, are stored: their width and, for FSV8, the bit where the dictionary field begins.
+/// The stored form of tails, the entries of the index: their width and, for FSV8, the bit where the dictionary field
+/// begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TailLayout {
     pub bytes: usize,
@@ -271,7 +272,7 @@ impl TailLayout {
 }
 
 impl Header {
-    /// How the entries of the index are stored.
+    /// The stored form of the index entries.
     pub fn tail(&self) -> TailLayout {
         match self.code {
             Code::Fsv8 if raw_bytes(self.shape.columns) <= 4095 => TailLayout { bytes: 2, shift: 12 },

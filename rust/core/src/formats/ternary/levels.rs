@@ -1,5 +1,5 @@
-//! The levels, the two non-zero values of every row: stored in the narrowest type that holds all of a tensor's exactly,
-//! and only the positive ones where those of each row are opposite.
+//! The levels, the two non-zero values of every row. They are stored in the narrowest type that represents all of a
+//! tensor's levels exactly; if the two levels of each row are opposite, only the positive ones are stored.
 
 use half::{bf16, f16};
 
@@ -44,7 +44,7 @@ impl LevelType {
         }
     }
 
-    /// The first type, in the order bf16, f16, f32, that holds every level exactly.
+    /// The first type, in the order bf16, f16, f32, that represents every level exactly.
     pub fn narrowest(levels: &[(f32, f32)]) -> LevelType {
         let all = |exact: fn(f32) -> bool| levels.iter().all(|&(low, high)| exact(low) && exact(high));
         if all(|x| bf16::from_f32(x).to_f32().to_bits() == x.to_bits()) {
@@ -76,16 +76,16 @@ impl LevelType {
     }
 }
 
-/// How the levels of a tensor are stored.
+/// The stored form of a tensor's levels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LevelStorage {
     pub level_type: LevelType,
-    /// Whether only the positive level of a row is stored, and the negative one is its opposite.
+    /// Whether only the positive level of a row is stored; the negative one is its opposite.
     pub symmetric: bool,
 }
 
 impl LevelStorage {
-    /// The smallest storage that holds all levels exactly.
+    /// The smallest storage that represents all levels exactly.
     pub fn smallest(levels: &[(f32, f32)]) -> LevelStorage {
         let zero = |pair: (f32, f32)| (pair.0.to_bits(), pair.1.to_bits()) == (0, 0);
         let opposite = |&pair: &(f32, f32)| (pair.1 > 0.0 && pair.0 == -pair.1) || zero(pair);
@@ -126,7 +126,7 @@ impl LevelStorage {
     }
 }
 
-/// Whether a pair of levels is what a ternary row may have: finite, negative <= 0 <= positive.
+/// Returns whether a pair of levels is valid: finite, negative <= 0 <= positive.
 #[inline]
 pub(super) fn valid((negative, positive): (f32, f32)) -> bool {
     negative.is_finite() && positive.is_finite() && negative <= 0.0 && positive >= 0.0

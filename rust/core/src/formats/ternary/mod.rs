@@ -1,11 +1,11 @@
-//! Ternary tensors: weights that are a row's negative level, zero or its positive level, entropy-coded.
+//! Entropy-coded ternary tensors: a weight is its row's negative level, zero, or its positive level.
 //!
-//! A packed tensor is one array of bytes ([`layout`]) that holds E experts of R rows of C columns. Rows are coded
-//! independently, by [`fsv8`] (the default: a byte stands for a string of weights) or by [`dict16`] (the dictionary of
-//! the QMoE paper, section 4.3). Codes are what a user sees: -1, 0 and 1. Symbols are what an entropy code sees: 0
-//! for zero, 1 and 2 for the levels, negative first unless a row swaps them.
+//! A packed tensor is one byte array ([`layout`]) of E experts x R rows x C columns. Rows are coded independently, by
+//! [`fsv8`] (the default, where a byte stands for a string of weights) or by [`dict16`] (the dictionary of the QMoE
+//! paper, section 4.3). Users see codes: -1, 0 and 1. Entropy coders see symbols: 0 for zero, and 1 and 2 for the
+//! levels, negative first unless a row swaps them.
 //!
-//! Bytes are read in place through [`TernaryView`], which never copies and never trusts them.
+//! Bytes are read in place through [`TernaryView`], which does not copy them and does not trust them.
 
 mod choose;
 mod decode;

@@ -1,7 +1,8 @@
-//! Finding the non-zeros of a row: the first step of every encoder, eight weights at a time.
+//! Finds the non-zeros of a row, the first step of every encoder, eight weights at a time.
 //!
-//! A code is a byte of value 0, 1 or 0xff, so its lowest bit says whether the weight is not zero and its highest
-//! whether it is negative. Eight codes are handled as one 64-bit word, which every 64-bit processor does well.
+//! A code is a byte of value 0, 1 or 0xff, so its lowest bit tells whether the weight is not zero, and its highest
+//! whether it is negative. Eight codes are processed as one 64-bit word, which is efficient on every 64-bit
+//! processor.
 
 use super::fsv8::SENTINEL;
 
@@ -44,7 +45,7 @@ fn gather(low_bits: u64) -> u64 {
     low_bits.wrapping_mul(0x0102_0408_1020_4080) >> 56
 }
 
-/// The flags of 64 codes, a bit each: which are not zero, and which are negative.
+/// The flags of 64 codes, one bit each: non-zero, and negative.
 #[inline(always)]
 fn masks(codes: &[i8; CHUNK]) -> Option<(u64, u64)> {
     let (mut nonzero, mut negative, mut valid) = (0, 0, true);
@@ -82,10 +83,10 @@ pub(super) fn count(row: &[i8]) -> Result<Counts, usize> {
     Ok(counts)
 }
 
-/// Lists the non-zeros of a row at the beginning of `out` as `position << 1 | positive`, then [`SENTINEL`] twice;
-/// `Err` holds the column of the first code that is not -1, 0 or 1.
+/// Lists the non-zeros of a row at the beginning of `out` as `position << 1 | positive`, followed by [`SENTINEL`]
+/// twice; `Err` holds the column of the first code that is not -1, 0 or 1.
 pub(super) fn list(row: &[i8], out: &mut Vec<u32>) -> Result<Counts, usize> {
-    // Entries are written four at a time, up to three more than there are non-zeros.
+    // Entries are written four at a time, up to three past the last non-zero.
     out.resize(out.len().max(row.len() + 5), 0);
     let mut counts = Counts::default();
     let mut n = 0;
@@ -120,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_is_judged_as_a_code_at_every_place() {
+    fn every_byte_is_checked_as_a_code_at_every_position() {
         for place in 0..19 {
             for byte in i8::MIN..=i8::MAX {
                 let mut row = [0; 19];

@@ -1,4 +1,4 @@
-//! The full check of a packed tensor: everything that [`TernaryView::parse`] leaves to the decoders.
+//! The full check of a packed tensor, which [`TernaryView::parse`] leaves to the decoders.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -7,8 +7,8 @@ use super::{TernaryView, decode};
 use crate::{Error, Result};
 
 impl TernaryView<'_> {
-    /// Decodes every row without storing it. After success every code exists in its state, every row covers exactly
-    /// its columns, padding is zero, and the number of non-zeros is the header's.
+    /// Decodes every row without storing it. On success every code exists in its state, every row covers exactly its
+    /// columns, padding is zero, and the number of non-zeros equals the header's.
     ///
     /// # Errors
     /// [`Error::Corruption`] that names expert, row and byte.

@@ -1,8 +1,8 @@
-//! Reading a packed tensor in place: a view borrows the bytes, checks the metadata once, and hands out rows.
+//! Reads a packed tensor in place: a view borrows the bytes, checks the metadata once, and gives access to rows.
 //!
-//! [`TernaryView::parse`] touches the header, levels, index and starts and nothing of the payload, so that it stays
-//! cheap on a mapped file. After it every row's codes are known to lie in the payload; whether they are valid is checked
-//! by [`TernaryView::verify`] and by the decoders.
+//! [`TernaryView::parse`] reads the header, levels, index and starts but nothing of the payload, so it is cheap on a
+//! mapped file. On success every row's codes lie within the payload; their validity is checked by
+//! [`TernaryView::verify`] and by the decoders.
 
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ pub struct TernaryView<'a> {
     layout: Layout,
 }
 
-/// The result of parsing without the bytes, for an owner of the bytes that cannot hold a borrow of them.
+/// The result of parsing without the bytes, for owners of the bytes that cannot also borrow them.
 #[derive(Debug, Clone)]
 pub struct Metadata {
     header: Header,
@@ -39,22 +39,22 @@ impl Metadata {
         self.header.shape
     }
 
-    /// The number of weights that are not zero, as the header says.
+    /// The number of non-zero weights according to the header.
     pub fn nonzeros(&self) -> u64 {
         self.header.nonzeros
     }
 
-    /// The type in which levels are stored.
+    /// The storage type of levels.
     pub fn level_type(&self) -> LevelType {
         self.header.levels.level_type
     }
 
-    /// The number of bytes of the whole tensor.
+    /// The size of the tensor in bytes.
     pub fn total_bytes(&self) -> usize {
         self.layout.total
     }
 
-    /// The sections by name, and where they lie.
+    /// The sections by name, with their positions.
     pub fn sections(&self) -> [(&'static str, Range<usize>); 4] {
         let Layout {
             levels,
@@ -77,13 +77,13 @@ impl Metadata {
 pub enum Row<'a> {
     /// All weights are zero; nothing is stored.
     Zero,
-    /// Two bits a weight, low bits first: 0 zero, 1 negative, 2 positive.
+    /// Two bits per weight, low bits first: 0 zero, 1 negative, 2 positive.
     Raw(&'a [u8]),
     /// FSV8 codes.
     Fsv8 {
-        /// The codes, a byte each.
+        /// The codes, one byte each.
         codes: &'a [u8],
-        /// The place of the dictionary in [`TernaryView::dictionaries`].
+        /// The index of the dictionary in [`TernaryView::dictionaries`].
         dictionary: usize,
         /// Whether symbol 1 stands for the positive level and 2 for the negative one, instead of the reverse.
         swapped: bool,
@@ -92,12 +92,12 @@ pub enum Row<'a> {
     Dict16(&'a [u8]),
 }
 
-/// A row and where it is.
+/// A row and its position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlacedRow<'a> {
-    /// The row's number in its expert.
+    /// The index of the row in its expert.
     pub row: usize,
-    /// The place of the row's first byte in [`TernaryView::padded_payload`].
+    /// The offset of the row's first byte in [`TernaryView::padded_payload`].
     pub start: usize,
     /// The codes of the row.
     pub codes: Row<'a>,
@@ -113,7 +113,7 @@ impl<'a> TernaryView<'a> {
         let layout = Layout::new(&header)?;
         if data.len() < layout.total {
             return Err(Error::InsufficientData(format!(
-                "ternary tensor: {} of {} bytes",
+                "ternary tensor: {} bytes of {}",
                 data.len(),
                 layout.total
             )));
@@ -134,7 +134,7 @@ impl<'a> TernaryView<'a> {
         Ok(view)
     }
 
-    /// The result of parsing, from which [`TernaryView::again`] makes a view.
+    /// The result of parsing, for [`TernaryView::again`].
     pub fn metadata(&self) -> Metadata {
         Metadata {
             header: self.header,
@@ -144,8 +144,8 @@ impl<'a> TernaryView<'a> {
 
     /// A view of bytes that have been parsed before, at no cost.
     ///
-    /// The bytes must be those that [`TernaryView::parse`] accepted. Other bytes make methods panic; they never make
-    /// them read outside `data`, because every access is checked against its length.
+    /// The bytes must be those that [`TernaryView::parse`] accepted. With other bytes methods may panic, but never
+    /// read outside `data`, because every access is checked against its length.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the number of bytes differs.
@@ -153,7 +153,7 @@ impl<'a> TernaryView<'a> {
         let Metadata { header, layout } = metadata.clone();
         if data.len() != layout.total {
             return Err(Error::InvalidArgument(
-                "ternary tensor: not the bytes that were parsed".into(),
+                "ternary tensor: the bytes differ from the parsed ones".into(),
             ));
         }
         Ok(TernaryView { data, header, layout })
@@ -184,12 +184,12 @@ impl<'a> TernaryView<'a> {
         self.header.shape.columns
     }
 
-    /// The number of weights that are not zero, as the header says.
+    /// The number of non-zero weights according to the header.
     pub fn nonzeros(&self) -> u64 {
         self.header.nonzeros
     }
 
-    /// The type in which levels are stored.
+    /// The storage type of levels.
     pub fn level_type(&self) -> LevelType {
         self.header.levels.level_type
     }
@@ -205,7 +205,7 @@ impl<'a> TernaryView<'a> {
         self.data
     }
 
-    /// The number of bytes of codes.
+    /// The size of the codes in bytes.
     pub fn payload_bytes(&self) -> usize {
         self.layout.payload.len()
     }
@@ -216,7 +216,7 @@ impl<'a> TernaryView<'a> {
         &self.data[self.layout.payload.start..]
     }
 
-    /// The levels (negative, positive) of a row, counted through all experts: `expert * rows() + row`.
+    /// The levels (negative, positive) of a row, counted over all experts: `expert * rows() + row`.
     #[inline(always)]
     pub fn levels(&self, row: usize) -> (f32, f32) {
         self.header
@@ -232,7 +232,7 @@ impl<'a> TernaryView<'a> {
     /// The codes of consecutive row groups of an expert.
     ///
     /// # Panics
-    /// If there is no such expert, or a group does not exist.
+    /// If the expert or a group does not exist.
     pub fn codes(&self, expert: usize, groups: Range<usize>) -> &'a [u8] {
         assert!(expert < self.experts() && groups.start <= groups.end && groups.end <= self.groups());
         let start = |group: usize| match self.header.code {
@@ -246,11 +246,11 @@ impl<'a> TernaryView<'a> {
         &self.payload()[start(groups.start)..start(groups.end)]
     }
 
-    /// The rows of a group in order. Cheaper than [`TernaryView::row`] for each of them, which adds up the lengths of all
-    /// rows before it in the group.
+    /// The rows of a group in order. Cheaper than calling [`TernaryView::row`] for each, which adds up the lengths of
+    /// all previous rows of the group.
     ///
     /// # Panics
-    /// If there is no such expert or group.
+    /// If the expert or the group does not exist.
     #[inline]
     pub fn group_rows(&self, expert: usize, group: usize) -> impl Iterator<Item = PlacedRow<'a>> + '_ {
         assert!(expert < self.experts() && group < self.groups());
@@ -271,11 +271,11 @@ impl<'a> TernaryView<'a> {
         })
     }
 
-    /// Where the first row of a group of FSV8 rows starts in [`TernaryView::padded_payload`], and the length in bytes
-    /// and dictionary field (0 for raw rows) of each: cheaper than [`TernaryView::group_rows`], for kernels.
+    /// The start of a group's first FSV8 row in [`TernaryView::padded_payload`], and the length in bytes and the
+    /// dictionary field (0 for raw rows) of each row. Cheaper than [`TernaryView::group_rows`], for kernels.
     ///
     /// # Panics
-    /// If there is no such expert or group, or the code is not FSV8.
+    /// If the expert or the group does not exist, or the code is not FSV8.
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn fsv8_tails(
         &self,
@@ -295,7 +295,7 @@ impl<'a> TernaryView<'a> {
     /// The codes of one row.
     ///
     /// # Panics
-    /// If there is no such expert or row.
+    /// If the expert or the row does not exist.
     pub fn row(&self, expert: usize, row: usize) -> Row<'a> {
         assert!(expert < self.experts() && row < self.rows());
         match self.header.code {
@@ -368,7 +368,10 @@ impl<'a> TernaryView<'a> {
     fn check_levels(&self) -> Result<()> {
         let rows = self.experts() * self.rows();
         match (0..rows).find(|&row| !levels::valid(self.levels(row))) {
-            Some(row) => self.corrupt_row(row, "its levels are not finite, negative and positive".into()),
+            Some(row) => self.corrupt_row(
+                row,
+                "its levels are not finite with negative <= 0 <= positive".into(),
+            ),
             None => Ok(()),
         }
     }
@@ -415,12 +418,12 @@ impl<'a> TernaryView<'a> {
         if length > raw_bytes {
             return self.corrupt_row(
                 all_row,
-                format!("{length} bytes are more than {raw_bytes} of a raw row"),
+                format!("its {length} bytes exceed the {raw_bytes} of a raw row"),
             );
         }
         let coded = length != 0 && length != raw_bytes;
         if (coded && (field & !SWAPPED) as usize >= self.dictionaries().len()) || (!coded && field != 0) {
-            return self.corrupt_row(all_row, format!("dictionary field {field}"));
+            return self.corrupt_row(all_row, format!("invalid dictionary field {field}"));
         }
         Ok(length)
     }
@@ -445,7 +448,8 @@ impl<'a> TernaryView<'a> {
             for row in 0..self.rows() {
                 let at = self.index_entry(expert, row) as usize;
                 if at < before || at > end - start || (row == 0 && at != 0) {
-                    return self.corrupt_row(expert * self.rows() + row, format!("starts at code {at}"));
+                    return self
+                        .corrupt_row(expert * self.rows() + row, format!("invalid start at code {at}"));
                 }
                 self.check_dict16_length(expert, row, at - before)?;
                 before = at;
@@ -455,13 +459,13 @@ impl<'a> TernaryView<'a> {
         Ok(())
     }
 
-    /// Checks that the `codes` of the row before `row` are enough for its columns, so that no small file claims many
-    /// columns. A row of zeros may have no codes.
+    /// Checks that the `codes` of the row before `row` suffice for its columns, so that a small file cannot claim
+    /// many columns. A row of zeros may have no codes.
     fn check_dict16_length(&self, expert: usize, row: usize, codes: usize) -> Result<()> {
         if codes > 0 && codes.saturating_mul(2 * MAX_PAIRS) < self.columns() {
             return self.corrupt_row(
                 expert * self.rows() + row.saturating_sub(1),
-                format!("has {codes} codes for {} columns", self.columns()),
+                format!("its {codes} codes are too few for {} columns", self.columns()),
             );
         }
         Ok(())

@@ -1,6 +1,6 @@
-//! The grid of integers that a token's activations are rounded to.
+//! The integer grid for rounding a token's activations.
 
-/// How a token is quantized: a value's code is `value * inverse + shift`, clamped to 0 and `top`, truncated.
+/// The quantization of a token: a value's code is `value * inverse + shift`, clamped to 0 and `top`, truncated.
 pub(super) struct Grid {
     pub step: f32,
     pub zero: i32,
@@ -10,8 +10,8 @@ pub(super) struct Grid {
 }
 
 impl Grid {
-    /// The grid of values between `low <= 0` and `high >= 0`; `None` if they are not finite. All codes are zero for a range
-    /// so small that its step has no finite inverse.
+    /// The grid of values between `low <= 0` and `high >= 0`; `None` if they are not finite. If the range is so small
+    /// that its step has no finite inverse, all codes are zero.
     pub fn of((low, high): (f32, f32), finite: bool, bits: u8) -> Option<Grid> {
         let top = f32::from((1u16 << bits) - 1);
         let step = (high - low) / top;

@@ -1,14 +1,15 @@
 //! The integer kernel for 3 and 4 bits: a block of 16 rows by N tokens, over any [`Lanes`].
 //!
-//! Codes become centroids by one byte shuffle a register (the row's codebook is its lane's table), and dot products
-//! multiply them by activations that all rows share. A step's codes of all quads lie side by side, so 16 activations are
-//! loaded once for 16 rows, the rows' sums are independent chains, and a row block is read in one ascending stream.
+//! One byte shuffle per register maps codes to centroids (the row's codebook is its lane's table), and dot products
+//! multiply them by activations that all rows share. The codes of a step are contiguous for all quads, so 16
+//! activations are loaded once for 16 rows, the rows' sums are independent chains, and a row block is read in one
+//! ascending stream.
 //!
-//! For 16 columns of 16 rows of 4 bits AVX-512 takes, besides the loads, 6 operations for indices, 4 shuffles for each
-//! byte of the centroids, and 4 dot products for each byte and token. The sums of more than four tokens do not fit the
-//! registers beside tables and weights; [`super::pieces`] is for those.
+//! For 16 columns of 16 rows at 4 bits, AVX-512 takes, besides the loads, 6 operations for indices, 4 shuffles per
+//! byte of the centroids, and 4 dot products per byte and token. The sums of more than four tokens do not fit the
+//! registers beside tables and weights; [`super::pieces`] handles those.
 
-// A closure that an iterator calls would be compiled without the instructions.
+// Closures called by iterators would be compiled without the vector instructions.
 #![allow(clippy::needless_range_loop)]
 
 use super::lanes::{AT_ONCE, Lanes};
@@ -21,11 +22,12 @@ use crate::formats::codebook::{Block, PANEL};
 
 /// The integer sums of 16 rows for `N` tokens and each byte of the centroids.
 ///
-/// Tables are loaded from the tensor itself: loads from a copy would wait for its stores, and these for earlier work.
+/// Tables are loaded from the tensor itself: loads from a copy would wait for its stores, which wait for earlier
+/// work.
 ///
 /// # Safety
-/// The processor runs the set of `V`, the block is of `BITS` bits, and each of `x` points to as many bytes as the block
-/// has columns.
+/// The processor supports the set of `V`, the block has `BITS` bits, and each of `x` points to as many bytes as the
+/// block has columns.
 #[inline(always)]
 unsafe fn sums<V: Lanes, const BITS: u8, const BYTES: usize, const N: usize>(
     block: &Block,
@@ -36,8 +38,8 @@ unsafe fn sums<V: Lanes, const BITS: u8, const BYTES: usize, const N: usize>(
     let mut out = [[[0; PANEL]; BYTES]; N];
     for pass in 0..V::HALVES {
         let first = pass * PANEL / V::HALVES;
-        // SAFETY: a pass takes its share of the rows, each of 2^BITS centroids, and of each step's registers; `x` is the
-        // caller's promise.
+        // SAFETY: a pass takes its share of the rows, each with 2^BITS centroids, and of each step's registers; the
+        // caller guarantees `x`.
         unsafe {
             let mut table = [[V::zero(); AT_ONCE]; BYTES];
             for byte in 0..BYTES {
@@ -88,7 +90,7 @@ unsafe fn sums<V: Lanes, const BITS: u8, const BYTES: usize, const N: usize>(
 /// Adds the products of a block, whose first column is `first`, with `tokens` to `out`.
 ///
 /// # Safety
-/// The processor runs the set of `V`, and the block is of `BITS` bits.
+/// The processor supports the set of `V`, and the block has `BITS` bits.
 #[inline(always)]
 unsafe fn multiply<V: Lanes, const BITS: u8, const BYTES: usize>(
     block: &Block,
@@ -99,11 +101,11 @@ unsafe fn multiply<V: Lanes, const BITS: u8, const BYTES: usize>(
     out: &mut Rows,
 ) {
     if tokens.len() >= pieces::FEWEST {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         return unsafe { pieces::multiply::<V, BITS, BYTES>(block, first, pieces, out) };
     }
     for line in (0..block.parameter_bytes()).step_by(REGISTER) {
-        // SAFETY: a prefetch may name any address.
+        // SAFETY: a prefetch may use any address.
         unsafe { V::prefetch(block.start().wrapping_add(AHEAD + line)) }
     }
     let epilogue = Epilogue::<BYTES>::new(block);
@@ -115,7 +117,7 @@ unsafe fn multiply<V: Lanes, const BITS: u8, const BYTES: usize>(
             for t in 0..$tokens {
                 x[t] = prepared.codes(tokens[done + t])[columns.clone()].as_ptr();
             }
-            // SAFETY: the slices have the block's columns; the rest is the caller's.
+            // SAFETY: the slices have the block's columns; the rest is guaranteed by the caller.
             let sums = unsafe { sums::<V, BITS, BYTES, $tokens>(block, x) };
             for t in 0..$tokens {
                 let products = epilogue.products(&sums[t], prepared.scale(tokens[done + t]));
@@ -133,10 +135,10 @@ unsafe fn multiply<V: Lanes, const BITS: u8, const BYTES: usize>(
     }
 }
 
-/// Adds the products of a block of 3 or 4 bits to `out` as [`multiply`] does, by 1 or 2 bytes of each centroid.
+/// Adds the products of a block of 3 or 4 bits to `out` like [`multiply`], with 1 or 2 bytes of each centroid.
 ///
 /// # Safety
-/// The processor runs the set of `V`.
+/// The processor supports the set of `V`.
 #[inline(always)]
 pub(super) unsafe fn compute<V: Lanes>(
     block: &Block,
@@ -147,7 +149,7 @@ pub(super) unsafe fn compute<V: Lanes>(
     pieces: &mut Pieces,
     out: &mut Rows,
 ) {
-    // SAFETY: the caller's; the bits are the block's.
+    // SAFETY: guaranteed by the caller; the bits are the block's.
     unsafe {
         match (block.bits(), centroid_bytes) {
             (3, 1) => multiply::<V, 3, 1>(block, first, prepared, tokens, pieces, out),

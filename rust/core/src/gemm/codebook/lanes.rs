@@ -1,18 +1,19 @@
-//! The operations of the integer kernels: on registers that hold some rows of 16 columns, a byte each.
+//! The operations of the integer kernels, on registers that hold several rows of 16 columns, one byte each.
 
-/// Registers whose sums a kernel keeps at a time: those of 16 rows, or of half of them.
+/// The number of registers whose sums a kernel keeps at a time: those of 16 rows, or of half of them.
 pub(super) const AT_ONCE: usize = 4;
 
-/// A set of vector instructions. Every function requires that the processor runs the set, and that pointers are valid for
-/// the bytes that are read or written.
+/// A set of vector instructions. Every function requires that the processor supports the set, and that pointers are
+/// valid for the bytes that are read or written.
 pub(super) trait Lanes {
-    /// The registers that hold a quad's rows: the passes over a row block.
+    /// The number of registers that hold a quad's rows, which is the number of passes over a row block.
     const HALVES: usize;
-    /// The most tokens whose sums, for one byte of the centroids, fit the registers beside look-ups and their tables.
+    /// The maximum number of tokens whose sums, for one byte of the centroids, fit the registers beside lookups and
+    /// tables.
     const WIDEST: usize;
-    /// The most tokens whose sums fit the registers of [`super::pieces`] while codes are looked up, at most 5.
+    /// The maximum number of tokens whose sums fit the registers of [`super::pieces`] during lookups, at most 5.
     const BESIDE: usize;
-    /// The most tokens whose sums fit the registers of [`super::pieces`] once codes are looked up, at most 6.
+    /// The maximum number of tokens whose sums fit the registers of [`super::pieces`] after lookups, at most 6.
     const MOST: usize;
     /// A register of bytes or of their sums.
     type Int: Copy;
@@ -23,33 +24,34 @@ pub(super) trait Lanes {
     unsafe fn zero() -> Self::Int;
     /// Loads a register of rows.
     unsafe fn load(from: *const u8) -> Self::Int;
-    /// Loads the shuffle tables of a register's rows from their 2^`BITS` centroids each (3 or 4 bits), a byte each.
+    /// Loads the shuffle tables of a register's rows from their 2^`BITS` centroids each (3 or 4 bits), one byte each.
     unsafe fn tables<const BITS: u8>(centroids: *const u8) -> Self::Int;
     /// Stores a register of rows.
     unsafe fn store(bytes: Self::Int, to: *mut u8);
-    /// The bits of each byte where `mask` has ones, otherwise zeros.
+    /// The bits of each byte selected by `mask`; other bits are zero.
     unsafe fn mask(bytes: Self::Int, mask: u8) -> Self::Int;
     /// Shifts 16-bit words to the right: bits of the high byte enter the low one.
     unsafe fn shift(words: Self::Int, count: i32) -> Self::Int;
-    /// The bits of `low` where `mask` has ones, otherwise of `high`.
+    /// The bits of `low` selected by `mask`, and of `high` elsewhere.
     unsafe fn blend(low: Self::Int, high: Self::Int, mask: u8) -> Self::Int;
     /// `table[index]` of each row, with indices below 16.
     unsafe fn look_up(table: Self::Int, index: Self::Int) -> Self::Int;
-    /// Interleaves the bytes of two registers within each lane: those of its first eight columns, and of its last.
+    /// Interleaves the bytes of two registers within each lane: those of its first eight columns, and those of its
+    /// last eight.
     unsafe fn interleave(even: Self::Int, odd: Self::Int) -> [Self::Int; 2];
     /// Transposes words within lanes: lane l of register w of the result holds word w of lane l of the four registers.
     unsafe fn transposed(registers: [Self::Int; AT_ONCE]) -> [Self::Int; AT_ONCE];
-    /// The centroids of a line of 2-bit codes, from those of 16 rows, four a row. Both are 64 bytes. Only for sets that
-    /// look up centroids of 2 bits ([`super::planes::by_tables`]).
+    /// The centroids of a line of 2-bit codes, from those of 16 rows, four per row. Both are 64 bytes. Only for sets
+    /// that look up 2-bit centroids ([`super::planes::by_tables`]).
     unsafe fn line(line: *const u8, centroids: *const u8) -> [Self::Int; AT_ONCE];
     /// Loads the unsigned activations of 16 columns, for every row.
     unsafe fn activations(from: *const u8) -> Self::X;
-    /// Adds dot products of signed bytes and activations, of four columns each, to `sums`.
+    /// Adds to `sums` the dot products of signed bytes with activations, over four columns each.
     unsafe fn dot(sums: Self::Int, weights: Self::Int, x: Self::X) -> Self::Int;
-    /// Stores the sums of each row of four registers of neighbouring rows, 16 / HALVES numbers.
+    /// Stores the sums of each row of four registers of consecutive rows, 16 / HALVES numbers.
     unsafe fn row_sums(sums: [Self::Int; AT_ONCE], to: *mut i32);
-    /// Prefetches the cache line of an address, which need not be valid, into the first-level cache.
+    /// Prefetches the cache line of an address, which may be invalid, into the first-level cache.
     unsafe fn prefetch(at: *const u8);
-    /// Prefetches the cache line of an address, which need not be valid, into the second-level cache.
+    /// Prefetches the cache line of an address, which may be invalid, into the second-level cache.
     unsafe fn prefetch_near(at: *const u8);
 }

@@ -1,19 +1,21 @@
-//! Looking up codes in the integer kernels for 3 and 4 bits: the rows' codebooks as tables, and codes as indices.
+//! Code lookup in the integer kernels for 3 and 4 bits: the rows' codebooks are tables, and codes are indices.
 
 use super::lanes::Lanes;
 use crate::formats::codebook::bits::{LANE, REGISTER};
 use crate::formats::codebook::{Block, PANEL};
 
-/// The prefetch distance in bytes: more than memory delivers within its latency, which is 4 KB at 30 GB/s a core and 130
-/// ns. Zen 5, 4 bits, one thread and token, cold: 1.5 KB 985 us, 3 KB 927, 6 KB 828.
+/// The prefetch distance in bytes: more than memory delivers within its latency, which is 4 KB at 30 GB/s per core
+/// and 130 ns. Zen 5, 4 bits, one thread and token, cold: 1.5 KB 985 us, 3 KB 927, 6 KB 828.
 pub(super) const AHEAD: usize = 6144;
 
-/// For each byte of the centroids the rows' codebooks, 16 entries each; those of 2 bits as stored, 64 entries together.
+/// The rows' codebooks for each byte of the centroids, 16 entries each; those of 2 bits as stored, 64 entries
+/// together.
 #[repr(align(64))]
 pub(super) struct Tables<const BYTES: usize>(pub [[[u8; LANE]; PANEL]; BYTES]);
 
 impl<const BYTES: usize> Tables<BYTES> {
-    /// The codebooks of a block of `BITS` bits, which is a constant because copies of unknown length would be calls.
+    /// The codebooks of a block with `BITS` bits, which is a constant because copies of unknown length would be
+    /// calls.
     #[inline(always)]
     pub fn new<const BITS: u8>(block: &Block) -> Self {
         let mut tables = [[[0; LANE]; PANEL]; BYTES];
@@ -34,10 +36,10 @@ impl<const BYTES: usize> Tables<BYTES> {
 /// The codes of a group of 16 columns as bytes, from a quad's registers of a step.
 ///
 /// # Safety
-/// The processor runs the set of `V`; `at` is valid for loads of a quad's registers.
+/// The processor supports the set of `V`; `at` is valid for loads of a quad's registers.
 #[inline(always)]
 pub(super) unsafe fn indices<V: Lanes, const BITS: u8>(at: *const u8, group: usize) -> V::Int {
-    // SAFETY: a quad has three registers of 3-bit codes, one of others; the loads are of these.
+    // SAFETY: a quad has three registers of 3-bit codes, or one of others; only these are loaded.
     unsafe {
         match (BITS, group) {
             (3, 6 | 7) => {

@@ -1,31 +1,33 @@
-//! Products by codebook weights: codes become centroids in registers, and no dequantized matrix is written to memory.
+//! Products by codebook weights: codes are mapped to centroids in registers, without writing a dequantized matrix to
+//! memory.
 //!
 //! Three modes:
 //!
-//! * exact: `y = sum of (scale * centroid) * x` in f32. With u = 2^-24, n columns in b blocks and
-//!   S = sum of |w x|, the error is at most (n / 16 + b + 7) u S.
-//! * int16: the activations of a token are rounded to unsigned numbers of 8 or 4 bits, `x ~ step * (q - zero)`, over the
-//!   range of the token and zero (CodeQuant, section 4, asymmetric min-max). Centroids have all their bits, sums are
-//!   exact integers within a column block. The error beyond that of the mode exact is at most step * 0.501 * sum of |w|.
-//! * int8: as int16 with centroids rounded to 8 bits: at most 128 * scale * sum of |x'| more, where x' are the
-//!   rounded activations and the scale is the row's (its largest centroid is 32,639 scales). For tensors that store one
-//!   byte a centroid this is exact, so that their mode int16 is int8.
+//! * exact: `y = sum of (scale * centroid) * x` in f32. With u = 2^-24, n columns in b blocks and S = sum of |w x|,
+//!   the error is at most (n / 16 + b + 7) u S.
+//! * int16: the activations of a token are rounded to unsigned numbers of 8 or 4 bits, `x ~ step * (q - zero)`, over
+//!   the range of the token and zero (CodeQuant, section 4, asymmetric min-max). Centroids keep all bits, and sums
+//!   are exact integers within a column block. The error in addition to that of exact is at most step * 0.501 * sum
+//!   of |w|.
+//! * int8: like int16, with centroids rounded to 8 bits: the additional error is at most 128 * scale * sum of |x'|,
+//!   with x' the rounded activations and the row's scale (its largest centroid is 32,639 scales). Tensors that store
+//!   one byte per centroid have no additional error, and their int16 is int8.
 //!
-//! The mode auto is int8 for tensors that were made for rounded activations. For others it is exact with few tokens, and
-//! with many it multiplies by panels of bf16 ([`rounded`]), as the mode bf16 does.
+//! The mode auto is int8 for tensors designed for rounded activations. For other tensors it is exact with few tokens,
+//! and with many it multiplies by panels of bf16 ([`rounded`]), like bf16.
 //!
-//! A tensor whose layout has a Hadamard width stores rotated weights; every mode rotates the activations first, and the
-//! bounds hold for rotated weights and activations, plus (log2 of the width + 2) u sqrt(n) |w| |x| for the rotation.
+//! A tensor whose layout has a Hadamard width stores rotated weights; every mode rotates the activations first. The
+//! bounds then apply to rotated weights and activations, plus (log2 of the width + 2) u sqrt(n) |w| |x| for the
+//! rotation.
 //!
 //! A token that holds NaN or infinity has NaN outputs. Integer modes give the same bits on every instruction set; the
 //! exact mode sums in the same order everywhere and may fuse multiplications and additions.
 //!
 //! In the mode int8, AMX registers multiply many tokens ([`panels`]).
 //!
-//! Activations are quantized once a call, for all rows. Results do not depend on the number of threads.
+//! Activations are quantized once per call, for all rows. Results do not depend on the number of threads.
 //!
-//! Codes, centroids and scales are unchecked bytes: any of them gives a number (perhaps NaN) and no access out of
-//! bounds.
+//! Codes, centroids and scales are not checked: any bytes give a number (possibly NaN) and no out-of-bounds access.
 
 mod grid;
 #[cfg(target_arch = "x86_64")]
@@ -53,20 +55,20 @@ use crate::simd::Isa;
 use crate::types::Mode;
 use crate::{Error, Result};
 
-/// How a product rounds its factors: the mode as resolved for a tensor.
+/// The rounding of a product's factors: the mode as resolved for a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Precision {
-    /// Floating point throughout.
+    /// No rounding: floating point.
     Exact,
-    /// Activations rounded to 4 or 8 bits, centroids as they are.
+    /// Activations rounded to 4 or 8 bits, centroids not rounded.
     Int16 { activation_bits: u8 },
     /// Activations rounded to 4 or 8 bits, centroids to 8.
     Int8 { activation_bits: u8 },
 }
 
 impl Precision {
-    /// The precision of a mode for a tensor. The bits of an activation are `activation_bits`, else those that the tensor
-    /// states, else 8.
+    /// The precision of a mode for a tensor. Activations have `activation_bits`, by default the bits stated by the
+    /// tensor, otherwise 8.
     fn resolve(mode: Mode, activation_bits: Option<u8>, layout: &Layout) -> Result<Precision> {
         let stored = layout.activation_bits();
         let activation_bits = activation_bits.unwrap_or(if stored == 0 { 8 } else { stored });
@@ -85,7 +87,7 @@ impl Precision {
         }
     }
 
-    /// The bits of an activation; `None` where they are not rounded.
+    /// The bits per activation; `None` if they are not rounded.
     fn activation_bits(self) -> Option<u8> {
         match self {
             Precision::Exact => None,
@@ -96,7 +98,7 @@ impl Precision {
     }
 }
 
-/// The name of the kernel that runs with an instruction set, which the processor has.
+/// The name of the kernel for an instruction set, which the processor must support.
 pub fn kernel_name(isa: Isa) -> &'static str {
     match isa {
         Isa::Neon => Isa::Scalar.name(),
@@ -105,7 +107,7 @@ pub fn kernel_name(isa: Isa) -> &'static str {
     }
 }
 
-/// The scales and sums of a block's 16 rows, which turn integer sums of `BYTES` bytes a centroid into products.
+/// The scales and sums of a block's 16 rows, which convert integer sums of `BYTES` bytes per centroid to products.
 struct Epilogue<const BYTES: usize> {
     scales: [f32; PANEL],
     sums: [i32; PANEL],
@@ -120,8 +122,8 @@ impl<const BYTES: usize> Epilogue<BYTES> {
         }
     }
 
-    /// The rows' products with a token of the given step and zero, from their integer sums of high and low bytes times
-    /// activations. No operations are fused, so that every instruction set gives the same bits.
+    /// The rows' products with a token of the given step and zero, from their integer sums of high and low bytes
+    /// times activations. Operations are not fused, so that every instruction set gives the same bits.
     #[inline(always)]
     fn products(&self, sums: &[[i32; PANEL]; BYTES], (step, zero): (f32, i32)) -> [f32; PANEL] {
         let mut out = [0.0; PANEL];

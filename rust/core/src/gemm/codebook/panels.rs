@@ -1,10 +1,11 @@
 //! Panels of bytes for AMX ([`crate::gemm::panel`]): the high bytes of centroids, for many tokens in the mode `int8`.
 //!
-//! A register of looked-up centroids is 4 rows x 16 columns; four of them, of the quads of a row block, become four lines
-//! of 16 rows x 4 columns by transposing words within lanes. So the rows of a panel and of its sums are in the order 0, 4,
-//! 8, 12, 1, 5, ... Sums are exact, and outputs have the same bits as those of the other kernels ([`super::Epilogue`]).
+//! A register of looked-up centroids is 4 rows x 16 columns; four of them, from the quads of a row block, become four
+//! lines of 16 rows x 4 columns by transposing words within lanes. The rows of a panel and of its sums are therefore
+//! in the order 0, 4, 8, 12, 1, 5, ... Sums are exact, and outputs have the same bits as those of the other kernels
+//! ([`super::Epilogue`]).
 
-#![allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
+#![allow(clippy::needless_range_loop)] // Indexing arrays of registers is clearest here.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -19,18 +20,19 @@ use crate::formats::codebook::{Block, View};
 use crate::gemm::panel::{Element, LANES, Line, Section, Source, Square, Tile, TokenForm};
 use crate::types::{Activations, Shape};
 
-/// The least number of tokens of an expert for which panels are faster, measured on 14336 x 4096 on a busy host: 12 take
-/// 3.7 ms by panels and 3.3 by [`super::pieces`], 16 take 4.06 and 4.18.
+/// The minimum number of tokens of an expert for which panels are faster, measured on 14336 x 4096 on a busy host: 12
+/// take 3.7 ms with panels and 3.3 with [`super::pieces`], 16 take 4.06 and 4.18.
 pub(super) const FEWEST: usize = 16;
 /// The columns of a chunk.
 const CHUNK: usize = 4 * LANES;
 
-/// A tensor whose centroids' high bytes are decoded into panels.
+/// A tensor whose high centroid bytes are decoded into panels.
 #[derive(Clone, Copy)]
 pub(super) struct Panels<'a> {
     view: View<'a>,
     form: Form,
-    /// Row blocks of an expert, and chunks of a column block: divisions in each [`Source::decode`] would take time.
+    /// The row blocks of an expert, and the chunks of a column block, stored because divisions in each
+    /// [`Source::decode`] take time.
     row_blocks: usize,
     section: usize,
 }
@@ -47,7 +49,7 @@ impl<'a> Panels<'a> {
         }
     }
 
-    /// Column block `index` of a row block, counted through all experts.
+    /// Column block `index` of a row block, counted over all experts.
     fn block(&self, row_block: usize, index: usize) -> Block<'a> {
         self.view
             .block(row_block / self.row_blocks, row_block % self.row_blocks, index)
@@ -113,10 +115,11 @@ impl Source for Panels<'_> {
     }
 }
 
-/// Looks up the columns of a block from column `first`, a multiple of a chunk, four columns a line; zeros after the last.
+/// Looks up the columns of a block from column `first`, a multiple of a chunk, four columns per line; zeros after the
+/// last.
 ///
 /// # Safety
-/// The processor has AVX-512, and the block is of `BITS` bits.
+/// The processor has AVX-512, and the block has `BITS` bits.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line]) {
     let quad = step_registers(BITS) * REGISTER;
@@ -141,7 +144,7 @@ unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line
                 *lines = [Line::ZERO; 4];
                 continue;
             }
-            // For 4 bits a constant once the loop is unrolled: shifts by a variable count take two operations.
+            // For 4 bits, a constant after the loop is unrolled: shifts by a variable count take two operations.
             let group = match BITS {
                 4 => half,
                 _ => column % step_columns(BITS) / LANE,
@@ -160,7 +163,7 @@ unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line
                     found[i] = _mm512_shuffle_epi8(tables[i], index);
                 }
             }
-            // SAFETY: the function has the features of the lanes; a line has 64 bytes, aligned.
+            // SAFETY: the function has the features of the lanes; a line has 64 bytes and is aligned.
             unsafe {
                 let words = Avx512::transposed(found);
                 for i in 0..QUADS {
@@ -171,7 +174,7 @@ unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line
     }
 }
 
-/// Turns a section's sums into products, as [`super::Epilogue`] does for one byte a centroid, and adds them to `out`.
+/// Converts a section's sums to products, like [`super::Epilogue`] for one byte per centroid, and adds them to `out`.
 ///
 /// # Safety
 /// The processor has AVX-512.
@@ -188,7 +191,7 @@ unsafe fn finish(block: &Block, tile: &Tile, sums: &Square<u32>, out: &mut Squar
     let scales = _mm512_mul_ps(scales, _mm512_set1_ps(256.0));
     let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (token, &(step, zero)) in tile.scales.iter().enumerate() {
-        // SAFETY: a row has 64 bytes, aligned.
+        // SAFETY: a row has 64 bytes and is aligned.
         unsafe {
             let sum = _mm512_permutexvar_epi32(order, _mm512_load_si512(sums.0[token].as_ptr().cast()));
             let total = _mm512_sub_epi32(sum, _mm512_mullo_epi32(zeros, _mm512_set1_epi32(zero)));

@@ -1,14 +1,15 @@
-//! The integer kernel for many tokens: a piece, up to 1024 columns of a block, is looked up once, into the first-level
-//! cache, and multiplied from there by all tokens, over any [`Lanes`].
+//! The integer kernel for many tokens, over any [`Lanes`]: a piece of up to 1024 columns of a block is looked up once
+//! into the first-level cache and multiplied there by all tokens.
 //!
-//! Zen 4 starts one dot product of 64 bytes a cycle, on two pipes, one of which byte shuffles and shifts need too; so
-//! looking codes up again for every four tokens, as [`super::kernel`] does, takes the time of a quarter of its products.
-//! Here the first tokens are multiplied while codes are looked up, all others by loads alone: 24 products for ten loads.
+//! Zen 4 starts one dot product of 64 bytes per cycle, on two pipes, one of which is shared with byte shuffles and
+//! shifts. Looking up codes again for every four tokens, as [`super::kernel`] does, therefore takes the time of a
+//! quarter of its products. Here the first tokens are multiplied during the lookup, and all others need only loads:
+//! 24 products for ten loads.
 //!
-//! While a piece is multiplied, the next one is prefetched into the second-level cache. Sums are exact, so that outputs
+//! While a piece is multiplied, the next one is prefetched into the second-level cache. Sums are exact, so outputs
 //! have the same bits as those of [`super::kernel`].
 
-// A closure that an iterator calls would be compiled without the instructions.
+// Closures called by iterators would be compiled without the vector instructions.
 #![allow(clippy::needless_range_loop)]
 
 use super::lanes::{AT_ONCE, Lanes};
@@ -18,17 +19,18 @@ use super::{Epilogue, Rows};
 use crate::formats::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
 use crate::formats::codebook::{Block, PANEL};
 
-/// The least number of tokens for which this kernel is faster; [`super::kernel`] would look codes up twice for them.
+/// The minimum number of tokens for which this kernel is faster; [`super::kernel`] would look up their codes twice.
 pub(super) const FEWEST: usize = 6;
-/// The most columns of a piece: 16 KB of centroids, half of a first-level cache.
+/// The maximum number of columns of a piece: 16 KB of centroids, half of a first-level cache.
 const COLUMNS: usize = 1024;
 
-/// 256 bytes, row by row: bytes of 16 rows x 16 columns, or four partial sums of each of 16 rows, or first their 16 sums.
+/// 256 bytes, row by row: bytes of 16 rows x 16 columns, or four partial sums of each of 16 rows, or their 16 sums at
+/// the start.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Square([i32; PANEL * LANE / 4]);
 
-/// A thread's buffers.
+/// The buffers of a thread.
 #[derive(Default)]
 pub(super) struct Pieces<'a> {
     tokens: Vec<Token<'a>>,
@@ -38,7 +40,7 @@ pub(super) struct Pieces<'a> {
 }
 
 impl<'a> Pieces<'a> {
-    /// Sets the tokens that the following blocks are multiplied by.
+    /// Sets the tokens for the following blocks.
     pub fn take(&mut self, prepared: &'a Prepared, tokens: &[usize]) {
         self.tokens.clear();
         let tokens = tokens.iter().map(|&token| prepared.token(token));
@@ -46,19 +48,20 @@ impl<'a> Pieces<'a> {
     }
 }
 
-/// Whether a piece is the first or the last one of its block, and the codes to prefetch while some tokens are multiplied.
+/// Whether a piece is the first or the last one of its block, and the codes to prefetch during the products of some
+/// tokens.
 #[derive(Clone, Copy)]
 struct Place {
     first: bool,
     last: bool,
     ahead: *const u8,
-    /// The bytes to prefetch for each square.
+    /// The bytes to prefetch per square.
     bytes: usize,
 }
 
 /// Some columns of a block.
 struct Piece {
-    /// The first column, counted from the block's.
+    /// The first column, counted from the block's first.
     start: usize,
     length: usize,
     /// Whether the piece is the block's last one.
@@ -68,7 +71,7 @@ struct Piece {
 /// Adds the products of a block, whose first column is `first`, with the tokens of [`Pieces::take`] to `out`.
 ///
 /// # Safety
-/// The processor runs the set of `V`, and the block is of `BITS` bits.
+/// The processor supports the set of `V`, and the block has `BITS` bits.
 #[inline(always)]
 pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const BYTES: usize>(
     block: &Block,
@@ -90,7 +93,7 @@ pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const BYTES: usize>(
             let length = COLUMNS.min(block.columns() - start);
             let last = start + length == block.columns();
             let piece = Piece { start, length, last };
-            // SAFETY: the caller's; the piece is of the block.
+            // SAFETY: guaranteed by the caller; the piece is part of the block.
             unsafe { add_piece::<V, BITS>(codes, table, first, piece, (tokens, centroids), sums) }
         }
     }
@@ -104,11 +107,11 @@ pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const BYTES: usize>(
     }
 }
 
-/// Adds the products of a piece, of a block whose codes and first column are given, to the sums of all tokens, for one
-/// byte of the centroids.
+/// Adds the products of a piece to the sums of all tokens, for one byte of the centroids. `codes` and `first` are the
+/// codes and the first column of the piece's block.
 ///
 /// # Safety
-/// The contract of [`multiply`], and the piece is of the block.
+/// The contract of [`multiply`], and the piece is part of the block.
 #[inline(always)]
 unsafe fn add_piece<V: Lanes, const BITS: u8>(
     codes: *const u8,
@@ -140,13 +143,13 @@ unsafe fn add_piece<V: Lanes, const BITS: u8>(
                 bytes: size / tiles / squares.len(),
             };
             let sums = &mut sums[done..done + $tokens];
-            // SAFETY: the caller's; the slices have the piece's columns, and the block has its codes.
+            // SAFETY: guaranteed by the caller; the slices have the piece's columns, and the block has its codes.
             unsafe { $kernel($($more,)* squares, x, place, sums) };
             tile += 1;
             done += $tokens;
         }};
     }
-    // Tiles of nearly equal size: dot products of few tokens wait for the sums of those before.
+    // Tiles of nearly equal size: dot products of few tokens wait for the previous sums.
     match tokens.len().div_ceil(tiles).min(beside) {
         5 if V::BESIDE >= 5 => next!(5, look_up::<V, BITS, 5>, codes, table),
         4 if V::BESIDE >= 4 => next!(4, look_up::<V, BITS, 4>, codes, table),
@@ -166,11 +169,12 @@ unsafe fn add_piece<V: Lanes, const BITS: u8>(
     }
 }
 
-/// Looks up a piece into `squares` from its codes and tables, and adds its dot products with `N` tokens to their sums.
+/// Looks up a piece into `squares` from its codes and tables, and adds its dot products with `N` tokens to their
+/// sums.
 ///
 /// # Safety
-/// The processor runs the set of `V`; `codes` are those of all squares, which are whole steps, and each of `x` points to
-/// their columns.
+/// The processor supports the set of `V`; `codes` are those of all squares, which are whole steps, and each of `x`
+/// points to their columns.
 #[inline(always)]
 unsafe fn look_up<V: Lanes, const BITS: u8, const N: usize>(
     codes: *const u8,
@@ -183,8 +187,8 @@ unsafe fn look_up<V: Lanes, const BITS: u8, const N: usize>(
     let (quad, size) = (step_registers(BITS) * REGISTER, size_of::<V::Int>());
     let groups = step_columns(BITS) / LANE;
     for pass in 0..V::HALVES {
-        // SAFETY: a pass takes its share of the tables' rows, of each step's registers and of each square; the rest is the
-        // caller's promise. A prefetch may name any address.
+        // SAFETY: a pass takes its share of the tables' rows, of each step's registers and of each square; the rest
+        // is guaranteed by the caller. A prefetch may use any address.
         unsafe {
             let mut table = [V::zero(); AT_ONCE];
             for i in 0..AT_ONCE {
@@ -217,10 +221,10 @@ unsafe fn look_up<V: Lanes, const BITS: u8, const N: usize>(
     }
 }
 
-/// Adds the dot products of `N` tokens with a piece that was looked up before to their sums.
+/// Adds the dot products of `N` tokens with a piece that has already been looked up to their sums.
 ///
 /// # Safety
-/// The processor runs the set of `V`, and each of `x` points to the columns of all squares.
+/// The processor supports the set of `V`, and each of `x` points to the columns of all squares.
 #[inline(always)]
 unsafe fn add<V: Lanes, const N: usize>(
     squares: &mut [Square],
@@ -250,7 +254,7 @@ unsafe fn add<V: Lanes, const N: usize>(
 /// Adds the dot products of one square, 16 columns, with `N` tokens to `totals`.
 ///
 /// # Safety
-/// The processor runs the set of `V`, and each of `x` points to the columns of the squares up to `square`.
+/// The processor supports the set of `V`, and each of `x` points to the columns of the squares up to `square`.
 #[inline(always)]
 unsafe fn dots<V: Lanes, const N: usize>(
     weights: [V::Int; AT_ONCE],
@@ -259,7 +263,7 @@ unsafe fn dots<V: Lanes, const N: usize>(
     totals: &mut [[V::Int; AT_ONCE]; N],
 ) {
     for t in 0..N {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let x = V::activations(x[t].add(square * LANE));
             for i in 0..AT_ONCE {
@@ -272,7 +276,7 @@ unsafe fn dots<V: Lanes, const N: usize>(
 /// The partial sums of a pass before a piece.
 ///
 /// # Safety
-/// The processor runs the set of `V`, and `sums` are those of `N` tokens.
+/// The processor supports the set of `V`, and `sums` are those of `N` tokens.
 #[inline(always)]
 unsafe fn begin<V: Lanes, const N: usize>(
     pass: usize,
@@ -294,8 +298,8 @@ unsafe fn begin<V: Lanes, const N: usize>(
     }
 }
 
-/// Stores the partial sums of a pass; after the last piece of a block the rows' sums instead, over partial sums that the
-/// passes up to this one have read.
+/// Stores the partial sums of a pass; after the last piece of a block stores the rows' sums instead, over partial
+/// sums that the passes up to this one have read.
 ///
 /// # Safety
 /// The contract of [`begin`].

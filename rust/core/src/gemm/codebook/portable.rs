@@ -1,28 +1,28 @@
-//! The kernel in portable Rust: the codes of one row are looked up into a buffer, which is multiplied by every token. The
-//! exact mode of AVX2 uses it too, with a [`Lookup`] that permutes registers.
+//! The kernel in portable Rust: the codes of one row are looked up into a buffer, which is multiplied by every token.
+//! The exact mode of AVX2 also uses it, with a [`Lookup`] that permutes registers.
 
 use super::tokens::Prepared;
 use super::{Epilogue, Precision, Rows};
 use crate::formats::codebook::bits::LANE;
 use crate::formats::codebook::{Block, PANEL};
 
-/// A thread's buffers: a row's codes, and their centroids as bytes or values.
+/// The buffers of a thread: a row's codes, and their centroids as bytes or values.
 #[derive(Default)]
 pub struct Buffers<'a> {
     codes: Vec<u8>,
     bytes: Vec<i8>,
     values: Vec<f32>,
-    /// Buffers of the kernels for many tokens.
+    /// The buffers of the kernels for many tokens.
     #[cfg(target_arch = "x86_64")]
     pub(super) pieces: super::pieces::Pieces<'a>,
     #[cfg(not(target_arch = "x86_64"))]
     pieces: std::marker::PhantomData<&'a ()>,
-    /// Codes of 2 bits as words of 16 columns, for 16 rows at a time.
+    /// 2-bit codes as words of 16 columns, for 16 rows at a time.
     #[cfg(target_arch = "x86_64")]
     pub(super) words: Vec<[u32; PANEL]>,
 }
 
-/// Looking up the values of codes, which are below 16; lengths are multiples of 16.
+/// Looks up the values of codes, which are below 16; lengths are multiples of 16.
 pub(super) trait Lookup {
     /// `out[i] = table[codes[i]]`.
     fn values(codes: &[u8], table: &[f32; LANE], out: &mut [f32]);
@@ -57,7 +57,7 @@ pub(super) fn block(
     }
 }
 
-/// Adds the products of a block in the exact mode, as [`block`] does.
+/// Adds the products of a block in the exact mode, like [`block`].
 #[inline(always)]
 pub(super) fn exact<L: Lookup>(
     block: &Block,
@@ -81,7 +81,7 @@ pub(super) fn exact<L: Lookup>(
     sums.iter().enumerate().for_each(|(i, sums)| out.add(i, sums));
 }
 
-/// The values that a row's codes stand for, repeated to 16.
+/// The values of a row's codebook, repeated to 16.
 #[inline(always)]
 pub(super) fn value_table(block: &Block, row: usize) -> [f32; LANE] {
     let (high, low, scale) = (block.table(0, row), block.table(1, row), block.scales()[row]);
@@ -148,6 +148,6 @@ fn integer_dot(weights: &[i8], codes: &[u8]) -> i32 {
         .iter()
         .zip(codes)
         .map(|(&w, &q)| i32::from(w) * i32::from(q));
-    // At most 2^16 products of less than 2^15 each: nothing wraps.
+    // At most 2^16 products below 2^15 each: nothing wraps.
     products.sum()
 }

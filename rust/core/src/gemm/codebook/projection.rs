@@ -1,4 +1,4 @@
-//! Codebook tensors as projections of [`crate::gemm::layer`].
+//! Codebook tensors as projections for [`crate::gemm::layer`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ pub struct Codebook<'a> {
     view: View<'a>,
     precision: Precision,
     isa: Isa,
-    /// The backend that multiplies experts with many tokens by panels: of bytes if activations are rounded, else of bf16.
+    /// The backend for experts with many tokens: panels of bytes if activations are rounded, otherwise of bf16.
     pub(super) panels: Option<Backend>,
 }
 
@@ -35,7 +35,8 @@ pub struct Codebook<'a> {
 pub const MODES: [Mode; 5] = Mode::ALL;
 
 impl<'a> Codebook<'a> {
-    /// Products in `mode` with `isa`. Where the mode rounds activations, they have the bits that the tensor states, or 8.
+    /// Products in `mode` with `isa`. If the mode rounds activations, they have the bits that the tensor states, or
+    /// 8.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error) if the processor lacks the instruction set.
@@ -110,7 +111,7 @@ impl Projection for Codebook<'_> {
 }
 
 impl Codebook<'_> {
-    /// How the activations of this projection are prepared.
+    /// The form of this projection's prepared activations.
     fn form(&self) -> Form {
         Form::of(&self.view.layout(), self.precision, self.isa)
     }
@@ -159,7 +160,7 @@ impl Kernel for Codebook<'_> {
                     2
                 },
             };
-            // SAFETY: tables are made for AVX2, which `isa.require()` in `Codebook::new` has found.
+            // SAFETY: only AVX2 uses tables, and `isa.require()` in `Codebook::new` has checked it.
             return unsafe { lookups.multiply(work.expert(), rows, tokens, out) };
         }
         #[cfg(target_arch = "x86_64")]

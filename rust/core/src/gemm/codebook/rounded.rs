@@ -1,15 +1,17 @@
-//! Panels of bf16 ([`crate::gemm::panel`]): for many tokens, and tensors whose activations are not rounded to integers.
+//! Panels of bf16 ([`crate::gemm::panel`]): for many tokens, and tensors whose activations are not rounded to
+//! integers.
 //!
 //! A weight is `scale * centroid` rounded to bf16, one of 2^bits values of its row and column block, so decoding is a
-//! look-up. The values of 16 rows are computed once a strip ([`Values`]).
+//! lookup. The values of 16 rows are computed once per strip ([`Values`]).
 //!
-//! *3 and 4 bits*: the low and the high bytes of values are two tables of 16 bytes a row, and two byte shuffles of the
-//! same codes give both for 16 columns of each row of a register. Interleaved they are words of two columns; words of the
-//! quads of a row block become lines by transposing within lanes, which leaves rows in the order 0, 4, 8, 12, 1, 5, ...;
-//! outputs are put into ascending order at the end of a section. Written once over [`Lanes`].
+//! *3 and 4 bits*: the low and the high bytes of values are two tables of 16 bytes per row, and two byte shuffles of
+//! the same codes give both for 16 columns of each row of a register. Interleaved, they form words of two columns;
+//! words of the quads of a row block become lines by transposing within lanes, which leaves rows in the order 0, 4,
+//! 8, 12, 1, 5, ...; outputs are put into ascending order at the end of a section. The code is generic over
+//! [`Lanes`].
 //!
-//! *2 bits*: codes are stored as bit planes, so a value is selected by logic on whole words:
-//! `v0 ^ low & (v0 ^ v1) ^ high & (v0 ^ v2) ^ low & high & (v0 ^ v1 ^ v2 ^ v3)`, for 16 rows in ascending order.
+//! *2 bits*: codes are stored as bit planes, so a value is selected by logic on whole words: `v0 ^ low & (v0 ^ v1) ^
+//! high & (v0 ^ v2) ^ low & high & (v0 ^ v1 ^ v2 ^ v3)`, for 16 rows in ascending order.
 
 use std::ops::Range;
 
@@ -25,13 +27,14 @@ use crate::types::{Activations, Shape};
 /// The columns of a chunk.
 const CHUNK: usize = 2 * LANES;
 
-/// The prefetch distance of codes of 2 bits, in lines: 6 KB.
+/// The prefetch distance of 2-bit codes, in lines: 6 KB.
 const AHEAD: usize = 96;
 
-/// The least number of tokens of an expert for which panels are faster.
+/// The minimum number of tokens of an expert for which panels are faster.
 ///
-/// AVX2, 14336 x 4096 of 4 bits on two busy cores of a Zen 3, milliseconds of exact products and by panels: 1 token 80
-/// and 20, 4 tokens 120 and 21, 16 tokens 426 and 72, 64 tokens 1880 and 271. AMX and AVX-512: as for group-wise integers.
+/// AVX2, 14336 x 4096 at 4 bits on two busy cores of a Zen 3, milliseconds of exact products and of panels: 1 token
+/// 80 and 20, 4 tokens 120 and 21, 16 tokens 426 and 72, 64 tokens 1880 and 271. AMX and AVX-512: as for group-wise
+/// integers.
 pub(super) fn fewest(backend: Backend) -> usize {
     match backend {
         Backend::Matrix => 5,
@@ -44,15 +47,16 @@ pub(super) fn fewest(backend: Backend) -> usize {
 #[derive(Clone, Copy)]
 pub(super) struct Rounded<'a> {
     view: View<'a>,
-    /// The instruction set that decodes the tensor.
+    /// The instruction set for decoding.
     isa: Isa,
-    /// Row blocks of an expert, and chunks of a column block: divisions in each [`Source::decode`] would take time.
+    /// The row blocks of an expert, and the chunks of a column block, stored because divisions in each
+    /// [`Source::decode`] take time.
     row_blocks: usize,
     section: usize,
 }
 
 impl<'a> Rounded<'a> {
-    /// Panels for a backend, which must have been found available.
+    /// Panels for a backend, which the processor must support.
     pub fn new(view: View<'a>, backend: Backend) -> Self {
         let layout = view.layout();
         Rounded {
@@ -63,7 +67,7 @@ impl<'a> Rounded<'a> {
         }
     }
 
-    /// Column block `index` of a row block, counted through all experts.
+    /// Column block `index` of a row block, counted over all experts.
     fn block(&self, row_block: usize, index: usize) -> Block<'a> {
         self.view
             .block(row_block / self.row_blocks, row_block % self.row_blocks, index)
@@ -148,9 +152,9 @@ const fn row(word: usize) -> usize {
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 pub(super) struct Values {
-    /// The low and high bytes of values of 3 and 4 bits, 16 of each row.
+    /// The low and high bytes of values of 3 and 4 bits, 16 per row.
     bytes: [[[u8; LANE]; PANEL]; 2],
-    /// The four XOR terms of values of 2 bits, for two columns in each row's word.
+    /// The four XOR terms of 2-bit values, for two columns in each row's word.
     terms: [[u32; PANEL]; 4],
 }
 
@@ -216,7 +220,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Decodes a block of 2 bits from column `first`, two columns a line.
+    /// Decodes a 2-bit block from column `first`, two columns per line.
     fn choose(block: &Block, values: &Values, first: usize, lines: &mut [Line]) = choose_all;
 }
 
@@ -254,11 +258,11 @@ fn choose_all(block: &Block, values: &Values, first: usize, lines: &mut [Line]) 
     }
 }
 
-/// Decodes a block of 3 or 4 bits from column `first`, two columns a line. `isa` was found available; the lines are whole
-/// chunks of columns that the block has.
+/// Decodes a block of 3 or 4 bits from column `first`, two columns per line. The processor must support `isa`; the
+/// lines are whole chunks of the block's columns.
 fn look_up(isa: Isa, block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
     match isa {
-        // SAFETY: the processor runs the set, and `decode` has checked the columns.
+        // SAFETY: the processor supports the set, and `decode` has checked the columns.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => unsafe { x86::avx512(block, values, first, lines) },
         // SAFETY: as above.
@@ -293,7 +297,7 @@ fn look_up_portable(block: &Block, values: &Values, first: usize, lines: &mut [L
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    // A closure that an iterator calls would be compiled without the instructions.
+    // Closures called by iterators would be compiled without the vector instructions.
     #![allow(clippy::needless_range_loop)]
 
     use super::*;
@@ -302,13 +306,13 @@ mod x86 {
     use crate::gemm::codebook::lanes::{AT_ONCE, Lanes};
     use crate::gemm::codebook::x86::{Avx2, Avx512};
 
-    /// Decodes lines as [`super::look_up`] does, with AVX-512.
+    /// Decodes lines like [`super::look_up`], with AVX-512.
     ///
     /// # Safety
     /// The processor has AVX-512, and the block has the columns of the lines.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     pub unsafe fn avx512(block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
-        // SAFETY: the caller's; the bits are the block's.
+        // SAFETY: guaranteed by the caller; the bits are the block's.
         unsafe {
             match block.bits() {
                 3 => look_up::<Avx512, 3>(block, values, first, lines),
@@ -317,13 +321,13 @@ mod x86 {
         }
     }
 
-    /// Decodes lines as [`super::look_up`] does, with AVX2.
+    /// Decodes lines like [`super::look_up`], with AVX2.
     ///
     /// # Safety
     /// The processor has AVX2, and the block has the columns of the lines.
     #[target_feature(enable = "avx2")]
     pub unsafe fn avx2(block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
-        // SAFETY: the caller's; the bits are the block's.
+        // SAFETY: guaranteed by the caller; the bits are the block's.
         unsafe {
             match block.bits() {
                 3 => look_up::<Avx2, 3>(block, values, first, lines),
@@ -332,10 +336,10 @@ mod x86 {
         }
     }
 
-    /// Decodes lines as [`super::look_up`] does, with the instructions of `V`.
+    /// Decodes lines like [`super::look_up`], with the instructions of `V`.
     ///
     /// # Safety
-    /// The processor runs the set of `V`, the block is of `BITS` bits, 3 or 4, and has the columns of the lines, and
+    /// The processor supports the set of `V`, the block has `BITS` bits, 3 or 4, and the columns of the lines, and
     /// `first` is a multiple of [`CHUNK`].
     #[inline(always)]
     unsafe fn look_up<V: Lanes, const BITS: u8>(
@@ -362,7 +366,8 @@ mod x86 {
                     let column = first + chunk * CHUNK;
                     let step = codes.add(column / step_columns(BITS) * QUADS * quad);
                     for half in 0..2 {
-                        // For 4 bits a constant once the loop is unrolled: shifts by a variable count take two operations.
+                        // For 4 bits, a constant after the loop is unrolled: shifts by a variable count take two
+                        // operations.
                         let group = match BITS {
                             4 => half,
                             _ => column % step_columns(BITS) / LANE + half,

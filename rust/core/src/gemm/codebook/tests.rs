@@ -42,7 +42,7 @@ fn product(view: &View, x: &[f32], offsets: &[usize], mode: Rounding, isa: Isa) 
     y
 }
 
-/// A token's activations as `mode` rounds them, and the step. Computed in f32, so that ties are broken as in kernels.
+/// A token's activations as rounded by `mode`, and the step. Computed in f32, so that ties are broken as in kernels.
 fn rounded_token(x: &[f32], mode: Rounding) -> (Vec<f64>, f64) {
     let Some(bits) = mode.1 else {
         return (x.iter().map(|&x| f64::from(x)).collect(), 0.0);
@@ -210,7 +210,7 @@ fn pieces_give_the_same_bits_for_any_number_of_tokens() {
 #[cfg(target_arch = "x86_64")]
 fn panels_of_bytes_give_the_same_bits() {
     if !Isa::Avx512.available() {
-        return eprintln!("skipped: panels are looked up with AVX-512");
+        return eprintln!("skipped: panels need AVX-512");
     }
     let pool = pool::current().unwrap();
     for bits in 2..=4 {
@@ -237,7 +237,7 @@ fn panels_of_bytes_give_the_same_bits() {
     }
 }
 
-/// The products of activations and centroids, rounded as the mode does, in f64.
+/// The products of activations and centroids, rounded like the mode, in f64.
 fn naive(view: &View, x: &[f32], offsets: &[usize], mode: Rounding) -> Vec<f64> {
     let layout = view.layout();
     let shape = layout.shape();
@@ -336,7 +336,7 @@ fn bf16_activations_are_their_values_and_threads_change_nothing() {
 }
 
 #[test]
-fn tokens_that_are_no_numbers_stay_alone_and_zeros_give_zeros() {
+fn nan_affects_only_its_token_and_zeros_give_zeros() {
     let blob = Case::new(3, [1, 20, 200], 128).blob();
     let view = View::parse(&blob).unwrap();
     let mut x = activations(5 * 200);
@@ -439,7 +439,7 @@ fn rotated_tensors_rotate_their_activations() {
 }
 
 #[test]
-fn modes_are_resolved_by_what_a_tensor_was_made_for() {
+fn modes_are_resolved_by_the_bits_of_activations() {
     let layout = |activation_bits| {
         let case = Case {
             activation_bits,

@@ -15,46 +15,47 @@ const UNIT: usize = 1 << 14;
 /// The bytes of a cache line.
 const LINE: usize = 64;
 
-/// A distance of neighbouring tokens, at least `columns`, at which they do not share sets of a first-level cache of 64
-/// sets, which six tokens and a piece of centroids would overflow: an odd number of lines, not near a multiple of 64.
+/// The stride between tokens, at least `columns`. It is an odd number of lines, not near a multiple of 64, so that
+/// tokens do not share sets of a first-level cache of 64 sets, which six tokens and a piece of centroids would
+/// overflow.
 fn stride(columns: usize) -> usize {
     let lines = columns.div_ceil(LINE) | 1;
     let near = matches!(lines % 64, ..8 | 57..) && lines > 8;
     LINE * (lines + if near { 16 } else { 0 })
 }
 
-/// The consecutive tokens that one unit of work prepares.
+/// The consecutive tokens of one unit of work.
 #[derive(Default)]
 struct Unit {
     /// The values in the exact mode, tokens x stride.
     values: Vec<f32>,
     /// The codes in the integer modes, tokens x stride.
     codes: Vec<u8>,
-    /// Step and zero point of each token in the integer modes; the step is NaN where an activation is not finite.
+    /// The step and zero point of each token in the integer modes; the step is NaN if an activation is not finite.
     scales: Vec<(f32, i32)>,
-    /// The tables of each token, where products look activations up.
+    /// The tables of each token, for products that look up activations.
     tables: Vec<Tables>,
 }
 
-/// How activations are prepared.
+/// The form of prepared activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Form {
     columns: usize,
     /// The columns, padded to whole steps.
     padded: usize,
-    /// The distance from a token to the next; columns after the last are zeros.
+    /// The distance between consecutive tokens; columns after the last are zeros.
     stride: usize,
-    /// The width of the Hadamard rotation; none if less than two.
+    /// The width of the Hadamard rotation; no rotation if less than two.
     hadamard: usize,
-    /// The bits that activations are rounded to; `None` in the exact mode.
+    /// The bits of rounded activations; `None` in the exact mode.
     bits: Option<u8>,
-    /// Whether tables of tokens are made.
+    /// Whether tokens have tables.
     tables: bool,
     isa: Isa,
 }
 
 impl Form {
-    /// What the kernels of a tensor read in a precision.
+    /// The form that the kernels of a tensor read in a precision.
     pub(super) fn of(layout: &Layout, precision: Precision, isa: Isa) -> Form {
         Form {
             columns: layout.shape().columns,
@@ -67,13 +68,13 @@ impl Form {
         }
     }
 
-    /// Whether tables of tokens are made.
+    /// Whether tokens have tables.
     #[cfg(target_arch = "x86_64")]
     pub fn tables(&self) -> bool {
         self.tables
     }
 
-    /// A number that differs for different forms of the same number of columns.
+    /// A number that is unique for each form with the same number of columns.
     #[cfg(target_arch = "x86_64")]
     pub fn variant(&self) -> usize {
         16 * self.hadamard + usize::from(self.bits.unwrap_or(0))
@@ -102,7 +103,7 @@ pub struct Token<'a> {
 /// The prepared activations of a job, filled unit by unit.
 pub struct Prepared {
     form: Form,
-    /// The tokens of a unit; the last may have fewer.
+    /// The number of tokens of a unit; the last unit may have fewer.
     size: usize,
     tokens: usize,
     units: Slots<Unit>,
@@ -120,7 +121,7 @@ impl Prepared {
         }
     }
 
-    /// How the activations are prepared.
+    /// The form of the activations.
     pub fn form(&self) -> Form {
         self.form
     }
@@ -187,7 +188,7 @@ impl Prepared {
         }
     }
 
-    /// A token's tables, where [`Form::tables`] says that they are made.
+    /// A token's tables, if [`Form::tables`] is true.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub fn tables(&self, token: usize) -> &Tables {
@@ -211,10 +212,10 @@ fn read(x: Activations, token: usize, out: &mut [f32], form: Form) {
     }
 }
 
-/// Quantizes a token: `x ~ step * (code - zero)`; returns step and zero. `isa` must have been found available.
+/// Quantizes a token: `x ~ step * (code - zero)`; returns step and zero. The processor must support `isa`.
 fn quantize(isa: Isa, x: &[f32], bits: u8, codes: &mut [u8]) -> (f32, i32) {
     match isa {
-        // SAFETY: `isa.require()` proved that the processor runs every feature of the set.
+        // SAFETY: `isa.require()` checked that the processor supports every feature of the set.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => unsafe { quantize_avx2(x, bits, codes) },
         // SAFETY: as above.
@@ -253,7 +254,7 @@ fn quantize_portable(x: &[f32], bits: u8, codes: &mut [u8]) -> (f32, i32) {
         return (f32::NAN, 0);
     };
     for (code, &value) in codes.iter_mut().zip(x) {
-        // Not negative, so that truncation, with the half in `shift`, rounds to nearest.
+        // The value is not negative, so truncation, with the half in `shift`, rounds to nearest.
         *code = (value * grid.inverse + grid.shift).clamp(0.0, grid.top) as i32 as u8;
     }
     (grid.step, grid.zero)

@@ -1,4 +1,4 @@
-//! The products of a piece by NEON: registers are converted or multiplied as they are.
+//! The products of a piece with NEON, which converts or multiplies registers directly.
 
 use std::arch::aarch64::*;
 
@@ -6,10 +6,10 @@ use crate::formats::coded::{BLOCK_ROWS, LANES, QUAD, Register};
 use crate::gemm::neon;
 use crate::simd;
 
-/// Vectors of a register's 64 bytes.
+/// The vectors of a register's 64 bytes.
 const PARTS: usize = LANES / 16;
 
-/// See [`super::products::exact`]; there are four activations a register.
+/// See [`super::products::exact`]; there are four activations per register.
 #[target_feature(enable = "neon")]
 pub(super) fn exact(codes: &[Register], x: &[f32], sums: &mut [f32; LANES]) {
     let mut parts: [float32x4_t; LANES / QUAD] = std::array::from_fn(|row| {
@@ -46,7 +46,7 @@ pub(super) fn bytes(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
     match simd::has_dot_products() {
         // SAFETY: the processor has dot products.
         true => unsafe { bytes_by_dot_products(symbols, x) },
-        // SAFETY: none are used.
+        // SAFETY: no dot products are used.
         false => unsafe { sums::<false>(symbols, x) },
     }
 }
@@ -55,12 +55,12 @@ pub(super) fn bytes(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
 /// The processor has NEON with dot products.
 #[target_feature(enable = "neon,dotprod")]
 unsafe fn bytes_by_dot_products(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { sums::<true>(symbols, x) }
 }
 
 /// # Safety
-/// The processor has dot products if `DOT_PRODUCTS` says so.
+/// If `DOT_PRODUCTS` is true, the processor must have dot products.
 #[inline]
 #[target_feature(enable = "neon")]
 unsafe fn sums<const DOT_PRODUCTS: bool>(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
@@ -68,7 +68,7 @@ unsafe fn sums<const DOT_PRODUCTS: bool>(symbols: &[Register], x: &[i8]) -> [i32
     for (symbols, x) in symbols.iter().zip(x.as_chunks::<QUAD>().0) {
         let x = vreinterpretq_s8_u32(vdupq_n_u32(u32::from_le_bytes(x.map(|byte| byte as u8))));
         for (sum, symbols) in sums.iter_mut().zip(symbols.0.as_chunks::<16>().0) {
-            // SAFETY: there are 16 bytes; the rest is the caller's.
+            // SAFETY: there are 16 bytes; the rest is guaranteed by the caller.
             *sum = unsafe { neon::dot::<DOT_PRODUCTS>(*sum, vld1q_u8(symbols.as_ptr()), x) };
         }
     }

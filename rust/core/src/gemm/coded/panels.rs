@@ -1,8 +1,8 @@
-//! Coded weights as [`crate::gemm::panel`] multiplies them in bf16: experts with many tokens.
+//! Panels of coded weights in bf16 for [`crate::gemm::panel`], for experts with many tokens.
 //!
-//! Streams are decoded from their start, so a strip's blocks are decoded when it is opened. Panels hold codes, which bf16
-//! holds exactly up to 256, and sums are scaled at the end. Tokens are multiplied by the scales of columns before they are
-//! rounded.
+//! Streams can only be decoded from their start, so a strip's blocks are decoded when it is opened. Panels hold
+//! codes, which are exact in bf16 up to 256, and sums are scaled at the end. Tokens are multiplied by the column
+//! scales before rounding.
 
 use std::ops::Range;
 
@@ -15,12 +15,12 @@ use crate::gemm::panel::{
 use crate::simd::{Isa, vectorized};
 use crate::types::{Activations, Shape};
 
-/// Registers of a chunk of columns, each of which becomes two lines.
+/// The registers of a chunk of columns; each becomes two lines.
 const CHUNK: usize = 8;
-/// Registers that are decoded at a time.
+/// Registers decoded at a time.
 const PIECE: usize = 32;
 
-/// The tokens of an expert from which on panels are faster.
+/// The minimum number of tokens of an expert for which panels are faster.
 pub(super) fn fewest(backend: Backend) -> usize {
     match backend {
         Backend::Matrix => 5,
@@ -30,26 +30,26 @@ pub(super) fn fewest(backend: Backend) -> usize {
     }
 }
 
-/// A tensor, and how its panels are made.
+/// A tensor and the settings of its panels.
 pub(super) struct Panels<'a> {
     view: CodedView<'a>,
-    /// The set that decodes it.
+    /// The instruction set for decoding.
     isa: Isa,
 }
 
-/// A row block.
+/// A decoded row block.
 #[derive(Default)]
 pub(super) struct Block {
-    /// Its codes, or what is above their low bits, signed bytes, and zeros up to a whole chunk.
+    /// Codes, or their part above the low bits, as signed bytes, padded with zeros to a whole chunk.
     codes: Vec<Register>,
-    /// The low bits, if there are any.
+    /// The low bits, if the tensor has any.
     lows: Vec<Register>,
-    /// Its exceptions, whose places are counted from its first weight.
+    /// Exceptions, with positions counted from the block's first weight.
     exceptions: Vec<Exception>,
 }
 
 impl<'a> Panels<'a> {
-    /// The panels that a backend, which was found available, multiplies.
+    /// Panels for a backend, which must be available.
     pub fn new(view: CodedView<'a>, backend: Backend) -> Self {
         Panels {
             view,
@@ -57,13 +57,13 @@ impl<'a> Panels<'a> {
         }
     }
 
-    /// Row blocks of an expert.
+    /// The row blocks of an expert.
     fn blocks(&self) -> usize {
         self.shape().rows.div_ceil(BLOCK_ROWS)
     }
 
-    /// Decodes the row blocks of some streams of an expert into those of `open`, whose first is block `first` of the
-    /// expert.
+    /// Decodes the row blocks of a range of an expert's streams into their entries in `open`, which starts at block
+    /// `first` of the expert.
     fn open_streams(&self, expert: usize, streams: Range<usize>, first: usize, open: &mut [Block]) {
         let layout = self.view.layout();
         let number = |stream: usize| expert * layout.streams() + stream;
@@ -217,7 +217,7 @@ impl Source for Panels<'_> {
 }
 
 vectorized! {
-    /// Writes two lines for each register of codes: of each row its columns 0 and 1, then 2 and 3.
+    /// Writes two lines per register of codes: for each row its columns 0 and 1, then 2 and 3.
     fn lines(codes: &[Register], to: &mut [Line]) = lines_portable;
 }
 
@@ -234,7 +234,7 @@ fn lines_portable(codes: &[Register], to: &mut [Line]) {
 }
 
 vectorized! {
-    /// As [`lines`], of codes that have so many low bits.
+    /// Like [`lines`], for codes with `bits` low bits.
     fn long_lines(codes: &[Register], lows: &[Register], bits: usize, to: &mut [Line]) = long_lines_portable;
 }
 

@@ -1,28 +1,28 @@
-//! Activations as products read them: multiplied by the scales of columns, if there are any, padded to whole quads, and as
-//! bytes where the mode says so.
+//! Prepared activations: multiplied by the column scales, if there are any, padded to whole quads, and rounded to
+//! bytes in int8.
 
 use super::{PIECE, Precision};
 use crate::formats::coded::{Columns, QUAD};
 use crate::simd::{Isa, vectorized};
 use crate::types::Activations;
 
-/// Columns of a piece.
+/// The columns of a piece.
 const COLUMNS: usize = PIECE * QUAD;
-/// The largest activation of a piece that counts as zero.
+/// Pieces whose largest activation is below this value count as zero.
 const TINY: f32 = 1.0 / (1u128 << 100) as f32;
 
-/// A token.
+/// A prepared token.
 pub struct Token {
-    /// The activations, or what the bytes stand for.
+    /// The activations, or the values of the bytes.
     pub values: Vec<f32>,
-    /// The bytes; none of exact products.
+    /// The bytes; empty for exact products.
     pub bytes: Vec<i8>,
     /// For each piece of columns, the scale of its bytes and their sum.
     pub units: Vec<(f32, i32)>,
 }
 
 impl Token {
-    /// Token `token` of `x`, of so many columns, whose scales `scales` are.
+    /// Prepares token `token` of `x`, of `columns` columns with the scales `scales`.
     pub(super) fn new(
         isa: Isa,
         precision: Precision,
@@ -48,13 +48,13 @@ impl Token {
 }
 
 vectorized! {
-    /// Rounds a piece to bytes, and to what they stand for; returns the worth of a unit, and the sum of the bytes.
+    /// Rounds a piece to bytes and sets the values to those of the bytes; returns the scale and the sum of the bytes.
     fn round(values: &mut [f32], bytes: &mut [i8]) -> (f32, i32) = round_portable;
 }
 
 #[inline(always)]
 fn round_portable(values: &mut [f32], bytes: &mut [i8]) -> (f32, i32) {
-    // Magnitudes are ordered as their bits are, NaN and infinity last.
+    // The bits of magnitudes are ordered like the magnitudes, with NaN and infinity last.
     let bits = values.iter().map(|value| value.abs().to_bits());
     let largest = f32::from_bits(bits.fold(0, u32::max));
     let unit = match largest.is_finite() {
@@ -64,7 +64,7 @@ fn round_portable(values: &mut [f32], bytes: &mut [i8]) -> (f32, i32) {
     };
     let inverse = if unit > 0.0 { 127.0 / largest } else { 0.0 };
     for (value, byte) in values.iter_mut().zip(&mut *bytes) {
-        // What is not finite becomes zero, and the unit is NaN.
+        // Values that are not finite become zero, and the scale becomes NaN.
         *byte = (*value * inverse).round_ties_even() as i8;
         *value = unit * f32::from(*byte);
     }

@@ -1,4 +1,4 @@
-//! The products of a piece of a stream's columns by those of a token.
+//! The products of a piece of a stream's columns with those of a token.
 
 #[cfg(target_arch = "aarch64")]
 use super::neon;
@@ -7,14 +7,14 @@ use super::x86;
 use crate::formats::coded::{Affine, BLOCK_ROWS, LANES, QUAD, Register};
 use crate::simd::{Isa, vectorized};
 
-/// Adds to the sum of each lane the products of its codes, signed bytes, by four activations a register. `isa` must have
-/// been found available.
+/// Adds to the sum of each lane the products of its codes, signed bytes, with four activations per register. The
+/// processor must support `isa`.
 #[inline]
 pub(super) fn exact(isa: Isa, codes: &[Register], x: &[f32], sums: &mut [f32; LANES]) {
-    // Kernels rely on it.
+    // Kernels rely on this bound.
     assert!(x.len() >= QUAD * codes.len());
     match isa {
-        // SAFETY: the processor runs the set.
+        // SAFETY: the processor supports the instruction set.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => unsafe { x86::exact_avx2(codes, x, sums) },
         // SAFETY: as above.
@@ -33,15 +33,15 @@ pub(super) fn exact(isa: Isa, codes: &[Register], x: &[f32], sums: &mut [f32; LA
     }
 }
 
-/// The sums of rows of four lanes each.
+/// The sums of rows, each over four lanes.
 #[inline]
 pub(super) fn of_rows(sums: &[f32; LANES]) -> [f32; BLOCK_ROWS] {
     let quads = sums.as_chunks::<QUAD>().0;
     std::array::from_fn(|row| (quads[row][0] + quads[row][1]) + (quads[row][2] + quads[row][3]))
 }
 
-/// For each token and row the products of the row's bytes, below `most`, which is at most 128, by the token's bytes, four a
-/// register, none of them -128. `isa` must have been found available.
+/// For each token and row, the dot product of the row's bytes, which are below `most` (at most 128), with the token's
+/// bytes, four per register, none of them -128. The processor must support `isa`.
 #[inline]
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(super) fn bytes<const N: usize>(
@@ -50,10 +50,10 @@ pub(super) fn bytes<const N: usize>(
     most: usize,
     x: [&[i8]; N],
 ) -> [[i32; BLOCK_ROWS]; N] {
-    // Kernels rely on it.
+    // Kernels rely on this bound.
     assert!(x.iter().all(|x| x.len() >= QUAD * symbols.len()));
     match isa {
-        // SAFETY: the processor runs the set.
+        // SAFETY: the processor supports the instruction set.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 if most <= 32 => unsafe { x86::bytes_avx2::<N, 4>(symbols, x) },
         // SAFETY: as above.
@@ -73,8 +73,8 @@ pub(super) fn bytes<const N: usize>(
 }
 
 vectorized! {
-    /// Adds to the sums of some tokens' rows what their products by bytes stand for. Of a token are given the worth of a
-    /// unit, and the sum of its bytes.
+    /// Adds the values of byte products to the sums of some tokens' rows. Each token comes with the scale and the sum
+    /// of its bytes.
     pub(super) fn add(
         products: &[[i32; BLOCK_ROWS]],
         units: &[(f32, i32)],

@@ -1,4 +1,4 @@
-//! Coded tensors as [`crate::gemm::layer`] multiplies them.
+//! Coded tensors as projections for [`crate::gemm::layer`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,13 +17,13 @@ use crate::gemm::require_mode;
 use crate::simd::Isa;
 use crate::types::{Activations, Mode, Shape};
 
-/// Tokens that share what is decoded, at most: their sums stay in the second-level cache.
+/// The maximum number of tokens that share decoded registers: their sums stay in the second-level cache.
 const TOKENS: usize = 128;
-/// Tokens that registers are read for at a time in int8: their sums fit the 16 vector registers of AVX2 (105 * 10^9 products
-/// a second of a Zen 3, 90 with four tokens, 75 with one).
+/// Tokens multiplied per read of a register in int8: their sums fit the 16 vector registers of AVX2 (105 * 10^9
+/// products per second on a Zen 3, 90 with four tokens, 75 with one).
 const TOGETHER: usize = 3;
 
-/// What low bits stand for: themselves. Exact products, whose registers hold codes, do not ask.
+/// The mapping of low bits to values: the identity. Exact products, whose registers hold codes, do not use it.
 const LOW: Affine = Affine {
     factor: 1,
     offset: 0,
@@ -36,7 +36,7 @@ pub struct Coded<'a> {
     view: CodedView<'a>,
     precision: Precision,
     isa: Isa,
-    /// What multiplies experts with many tokens by panels.
+    /// The backend for experts with many tokens, which are multiplied by panels.
     panels: Option<Backend>,
 }
 
@@ -44,7 +44,8 @@ impl<'a> Coded<'a> {
     /// Products in `mode` with `isa`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): there is no such mode ([`MODES`]), or the processor lacks the set.
+    /// [`Error::InvalidArgument`](crate::Error) if the mode does not exist ([`MODES`]) or the processor lacks the
+    /// set.
     pub fn new(view: CodedView<'a>, mode: Mode, isa: Isa) -> Result<Coded<'a>> {
         require_mode(mode, &MODES, "a coded tensor")?;
         Ok(Coded {
@@ -64,8 +65,8 @@ impl<'a> Coded<'a> {
 }
 
 impl Coded<'_> {
-    /// Whether activations are prepared for each place of a job, not for each token: experts multiply them by scales of
-    /// columns of their own.
+    /// Whether activations are prepared for each place of a job instead of each token, because experts have their own
+    /// column scales.
     fn by_place(&self) -> bool {
         self.view.layout().column_scales() == ColumnScales::OfExpert
     }
@@ -108,17 +109,17 @@ impl Projection for Coded<'_> {
     }
 }
 
-/// The tokens of a job, by precision, columns, and what tells the scales of columns apart.
+/// The prepared tokens of jobs, by precision, number of columns, and identity of the column scales.
 static TOKENS_OF: Cache<(Precision, usize, usize), Slots<Token>> = Cache::new();
 
-/// What a thread keeps from unit to unit.
+/// The buffers that a thread reuses for all units.
 #[derive(Default)]
 pub struct Buffers<'w> {
     chains: Vec<Chain<'w>>,
     registers: Vec<Register>,
     /// The low bits of a piece.
     lows: Vec<Register>,
-    /// For each chain and token, and then of low bits again, of a row block ([`Precision::sums`]).
+    /// The sums of a row block ([`Precision::sums`]) for each chain and token, followed by those of low bits.
     sums: Vec<f32>,
 }
 
@@ -144,7 +145,7 @@ impl Kernel for Coded<'_> {
     }
 
     fn prepare(&self, job: &Job, prepared: &Slots<Token>, _: usize, unit: usize, x: Activations) {
-        // A split job leaves places to others.
+        // A job that is part of a split leaves out some places.
         let Some((token, expert)) = (match self.by_place() {
             true => job.expert_at(unit).map(|expert| (job.list[unit], expert)),
             false => Some((unit, 0)),
@@ -194,7 +195,7 @@ impl Kernel for Coded<'_> {
     }
 }
 
-/// Some tokens by some rows of an expert.
+/// Some tokens multiplied by some rows of an expert.
 struct Part<'a> {
     tokens: &'a [&'a Token],
     rows: Range<usize>,
@@ -203,14 +204,14 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// The outputs of a token from a row of the expert on.
+    /// The outputs of a token, starting at a row of the expert.
     fn from(&mut self, token: usize, row: usize) -> &mut [f32] {
         &mut self.out[token * self.rows.len()..][row - self.rows.start..self.rows.len()]
     }
 }
 
 impl<'a> Coded<'a> {
-    /// Multiplies what streams hold, without scales.
+    /// Multiplies by the weights of streams, without scales.
     fn streams<'w>(&self, expert: usize, streams: Range<usize>, buffers: &mut Buffers<'w>, part: &mut Part)
     where
         'a: 'w,
@@ -279,7 +280,7 @@ impl<'a> Coded<'a> {
         }
     }
 
-    /// The sums of rows of a token.
+    /// The sums of a token's rows.
     fn of_rows(&self, sums: &[f32], token: usize) -> [f32; BLOCK_ROWS] {
         match self.precision {
             Precision::Exact => products::of_rows(&sums.as_chunks().0[token]),
@@ -287,8 +288,8 @@ impl<'a> Coded<'a> {
         }
     }
 
-    /// Adds the products of a piece, whose first register is given, to the sums of all tokens. Exact products take registers
-    /// of codes; int8 those that `affine` says what they stand for.
+    /// Adds the products of a piece, starting at a given register, to the sums of all tokens. Exact products take
+    /// registers of codes; int8 takes registers whose values `affine` gives.
     #[inline]
     fn piece(
         &self,
@@ -318,7 +319,7 @@ impl<'a> Coded<'a> {
         }
     }
 
-    /// Adds the products of a piece by some tokens' bytes to their sums.
+    /// Adds the products of a piece with some tokens' bytes to their sums.
     #[inline]
     fn bytes<const N: usize>(
         &self,
@@ -334,7 +335,7 @@ impl<'a> Coded<'a> {
         products::add(self.isa, &products, &units, affine, sums);
     }
 
-    /// Adds exceptions, then scales.
+    /// Adds exceptions, then applies scales.
     fn finish(&self, expert: usize, streams: Range<usize>, part: &mut Part) {
         let layout = self.view.layout();
         for stream in streams.clone() {

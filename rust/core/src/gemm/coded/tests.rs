@@ -9,10 +9,10 @@ use crate::pool;
 use crate::simd::Isa;
 use crate::types::Shape;
 
-/// What symbols of a tensor stand for.
+/// The meaning of a tensor's symbols.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
-    /// An integer, maybe without low bits.
+    /// An integer, possibly without low bits.
     Plain,
     Dependent,
     Pairs,
@@ -26,7 +26,7 @@ struct Case {
     data: Vec<u8>,
     codes: Vec<i32>,
     scales: Vec<f32>,
-    /// Scales of columns: none, C, or E x C.
+    /// Column scales: none, C, or E x C.
     columns: Vec<f32>,
 }
 
@@ -67,7 +67,7 @@ impl Case {
         self
     }
 
-    /// With scales of columns that differ by orders of magnitude, in so many rows.
+    /// The same tensor with `rows` rows of column scales that differ by orders of magnitude.
     fn with_columns(&self, rows: usize) -> Case {
         let mut random = Random(rows as u64);
         let count = rows * self.shape.columns;
@@ -104,7 +104,7 @@ impl Case {
         }
     }
 
-    /// Dependent codes that have the indices of others.
+    /// Dependent codes with these codes as indices.
     fn dependent(&self) -> Case {
         Case {
             form: Form::Dependent,
@@ -125,8 +125,8 @@ impl Case {
         .encoded()
     }
 
-    /// The activations of a token of an expert that products are of, times the scales of columns. In int8 they are off by
-    /// at most 1/254 of the largest of their piece, which is checked.
+    /// The activations that a product of an expert's token uses, times the column scales. In int8 they are checked to
+    /// be within 1/254 of the largest of their piece.
     fn seen(&self, precision: Precision, isa: Isa, x: &[f32], (expert, token): (usize, usize)) -> Vec<f64> {
         let columns = self.shape.columns;
         let exact: Vec<f64> = x[token * columns..][..columns]
@@ -148,7 +148,7 @@ impl Case {
         rounded[..columns].iter().map(|&x| x.into()).collect()
     }
 
-    /// The product of a row by a token, and what errors are measured by.
+    /// The product of a row with a token, and the magnitude that scales its error bound.
     fn product(&self, row: usize, x: &[f64]) -> [f64; 2] {
         let codes = &self.codes[row * self.shape.columns..][..self.shape.columns];
         let terms = codes.iter().zip(x).map(|(&code, &x)| f64::from(code) * x);
@@ -156,7 +156,7 @@ impl Case {
         sums.map(|sum| sum * f64::from(self.scales[row]))
     }
 
-    /// Products with so many tokens, checked against a bound; returns them.
+    /// Computes products, checks them against the error bound and returns their bits.
     fn check(&self, mode: Mode, isa: Isa, x: &[f32], offsets: &[usize]) -> Vec<u32> {
         let Shape {
             experts,
@@ -243,7 +243,7 @@ fn products_are_those_of_the_codes() {
 }
 
 #[test]
-fn sums_of_the_largest_bytes_overflow_nowhere() {
+fn sums_of_the_largest_bytes_do_not_overflow() {
     for most in [2, 16, 17, 32, 33, 64, 65, 128] {
         let symbols = [Register([most as u8 - 1; LANES]); 7];
         for byte in [-127, 127] {
@@ -262,7 +262,7 @@ fn sums_of_the_largest_bytes_overflow_nowhere() {
 }
 
 #[test]
-fn a_token_gets_the_same_alone_and_among_others() {
+fn a_token_gives_the_same_alone_and_with_others() {
     let shape = Shape {
         experts: 1,
         rows: 150,
@@ -285,7 +285,7 @@ fn a_token_gets_the_same_alone_and_among_others() {
 }
 
 #[test]
-fn what_is_not_finite_stays_with_its_token() {
+fn nan_and_infinity_affect_only_their_token() {
     let shape = Shape {
         experts: 1,
         rows: 40,

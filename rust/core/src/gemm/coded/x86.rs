@@ -1,4 +1,4 @@
-//! The products of a piece by AVX2 and AVX-512: registers are converted or multiplied as they are.
+//! The products of a piece with AVX2 and AVX-512, which convert or multiply registers directly.
 
 use std::arch::x86_64::*;
 
@@ -7,7 +7,7 @@ use crate::formats::coded::{BLOCK_ROWS, LANES, QUAD, Register};
 /// See [`super::products::exact`].
 ///
 /// # Safety
-/// The processor has AVX2 and FMA; there are four activations a register.
+/// The processor has AVX2 and FMA; there are four activations per register.
 #[target_feature(enable = "avx2,fma")]
 pub(super) unsafe fn exact_avx2(codes: &[Register], x: &[f32], sums: &mut [f32; LANES]) {
     const PARTS: usize = LANES / 8;
@@ -17,7 +17,7 @@ pub(super) unsafe fn exact_avx2(codes: &[Register], x: &[f32], sums: &mut [f32; 
         *part = unsafe { _mm256_loadu_ps(sums.as_ptr().add(8 * i)) };
     }
     for (quad, codes) in codes.iter().enumerate() {
-        // SAFETY: the caller's activations; a register has 64 bytes.
+        // SAFETY: the caller guarantees the activations; a register has 64 bytes.
         unsafe {
             let x = _mm_loadu_ps(x.as_ptr().add(QUAD * quad));
             let x = _mm256_set_m128(x, x);
@@ -33,10 +33,10 @@ pub(super) unsafe fn exact_avx2(codes: &[Register], x: &[f32], sums: &mut [f32; 
     }
 }
 
-/// See [`super::products::exact`]; even and odd registers have sums of their own, so that fewer additions wait.
+/// See [`super::products::exact`]. Even and odd registers have separate sums, to shorten dependency chains.
 ///
 /// # Safety
-/// The processor has AVX-512 F; there are four activations a register.
+/// The processor has AVX-512 F; there are four activations per register.
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn exact_avx512(codes: &[Register], x: &[f32], sums: &mut [f32; LANES]) {
     const PARTS: usize = LANES / 16;
@@ -46,7 +46,7 @@ pub(super) unsafe fn exact_avx512(codes: &[Register], x: &[f32], sums: &mut [f32
         *part = unsafe { _mm512_loadu_ps(sums.as_ptr().add(16 * i)) };
     }
     for (quad, codes) in codes.iter().enumerate() {
-        // SAFETY: the caller's activations; a register has 64 bytes.
+        // SAFETY: the caller guarantees the activations; a register has 64 bytes.
         unsafe {
             let x = _mm512_broadcast_f32x4(_mm_loadu_ps(x.as_ptr().add(QUAD * quad)));
             for (i, part) in parts[quad % 2].iter_mut().enumerate() {
@@ -62,11 +62,12 @@ pub(super) unsafe fn exact_avx512(codes: &[Register], x: &[f32], sums: &mut [f32
     }
 }
 
-/// See [`super::products::bytes`]. Two products of bytes, summed over `RUN` registers, fit 16 bits: of those below 128 in
-/// one register (2 * 127 * 127 is 32,258), below 64 over two, below 32 over four. Registers are read once for all tokens.
+/// See [`super::products::bytes`]. Two products of bytes, summed over `RUN` registers, fit 16 bits: for bytes below
+/// 128 in one register (2 * 127 * 127 is 32,258), below 64 over two, below 32 over four. Registers are read once for
+/// all tokens.
 ///
 /// # Safety
-/// The processor has AVX2; there are four activations a register of each token.
+/// The processor has AVX2; each token has four activations per register.
 #[target_feature(enable = "avx2")]
 pub(super) unsafe fn bytes_avx2<const N: usize, const RUN: usize>(
     symbols: &[Register],
@@ -78,7 +79,8 @@ pub(super) unsafe fn bytes_avx2<const N: usize, const RUN: usize>(
         let mut words = [[_mm256_setzero_si256(); 2]; N];
         for symbols in run {
             for (words, x) in words.iter_mut().zip(x) {
-                // SAFETY: the caller's activations, four of this register behind those of the registers before it.
+                // SAFETY: the caller guarantees the activations; this register's four follow those of the previous
+                // registers.
                 let products = unsafe { words_avx2(symbols, x.as_ptr().add(place)) };
                 *words = [0, 1].map(|half| _mm256_add_epi16(words[half], products[half]));
             }
@@ -110,7 +112,7 @@ pub(super) unsafe fn bytes_avx2<const N: usize, const RUN: usize>(
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn words_avx2(symbols: &Register, x: *const i8) -> [__m256i; 2] {
-    // SAFETY: the caller's activations; a register has 64 bytes and is aligned.
+    // SAFETY: the caller guarantees the activations; a register has 64 bytes and is aligned.
     unsafe {
         let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
         let symbols = symbols.0.as_ptr().cast::<__m256i>();
@@ -121,12 +123,12 @@ unsafe fn words_avx2(symbols: &Register, x: *const i8) -> [__m256i; 2] {
 /// See [`super::products::bytes`].
 ///
 /// # Safety
-/// The processor has AVX-512 with VNNI; there are four activations a register.
+/// The processor has AVX-512 with VNNI; there are four activations per register.
 #[target_feature(enable = "avx512f,avx512vnni")]
 pub(super) unsafe fn bytes_avx512(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
     let mut sums = [_mm512_setzero_si512(); 4];
     for (quad, symbols) in symbols.iter().enumerate() {
-        // SAFETY: the caller's activations; a register has 64 bytes and is aligned.
+        // SAFETY: the caller guarantees the activations; a register has 64 bytes and is aligned.
         unsafe {
             let x = x.as_ptr().add(QUAD * quad).cast::<i32>().read_unaligned();
             let symbols = _mm512_load_si512(symbols.0.as_ptr().cast());

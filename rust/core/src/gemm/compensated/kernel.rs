@@ -1,5 +1,5 @@
-//! Which instruction set runs the two inner loops. [`super::x86`] has the same sums as [`super::scalar`] in the same order
-//! and fuses none, so all sets give the same bits.
+//! Dispatches the two inner loops by instruction set. [`super::x86`] computes the same sums as [`super::scalar`] in
+//! the same order without fused operations, so all sets give the same bits.
 
 use super::scalar::{Coefficients, expand_rows, project_rows};
 #[cfg(target_arch = "x86_64")]
@@ -7,18 +7,18 @@ use super::x86;
 use crate::formats::compensated::FactorRow;
 use crate::simd::Isa;
 
-/// z = row . x for each token; `isa` must have been found available.
+/// Computes z = row . x for each token; the processor must support `isa`.
 pub fn project(isa: Isa, row: &FactorRow, x: &[f32], z: &mut [f32]) {
     match isa {
-        // SAFETY: `isa.require()` in the parent module proved that the processor runs the set, and every processor with
-        // AVX-512 F runs AVX2.
+        // SAFETY: `isa.require()` in the parent module checked that the processor supports the set, and every
+        // processor with AVX-512 F has AVX2.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 | Isa::Avx512 => unsafe { x86::project(row, x, z) },
         _ => project_rows(row, x, z),
     }
 }
 
-/// y += U z for a run of tokens, at most [`super::TOKENS`]; `isa` must have been found available.
+/// Computes y += U z for a run of tokens, at most [`super::TOKENS`]; the processor must support `isa`.
 pub fn expand<'a>(
     isa: Isa,
     left: &impl Fn(usize) -> FactorRow<'a>,

@@ -1,4 +1,4 @@
-//! Compensated tensors as [`crate::gemm::layer`] multiplies them.
+//! Compensated tensors as projections for [`crate::gemm::layer`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,9 +13,9 @@ use crate::gemm::layer::{Job, Kernel, Products, Projection, Shared, Slots, Task,
 use crate::simd::Isa;
 use crate::types::{Activations, Mode, Shape};
 
-/// Products of a weight and an activation that a unit of the second stage is worth: some 20 microseconds.
+/// Multiplications per unit of the second stage: some 20 microseconds.
 const UNIT_PRODUCTS: usize = 1 << 17;
-/// Bytes of a run's activations, which stay in the second-level cache while the rows of V pass.
+/// The bytes of a run's activations, which stay in the second-level cache during a pass over the rows of V.
 const RUN_BYTES: usize = 256 << 10;
 
 /// A compensated tensor with the mode of its group-wise part and an instruction set.
@@ -30,8 +30,8 @@ impl<'a> Compensated<'a> {
     /// Products in `mode` with `isa`; the compensator always multiplies f32 activations.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): there is no such mode (those of a group-wise tensor), or the processor
-    /// lacks the instruction set.
+    /// [`Error::InvalidArgument`](crate::Error) if a group-wise tensor has no such mode or the processor lacks the
+    /// instruction set.
     pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Compensated<'a>> {
         Ok(Compensated {
             base: Groupwise::new(*view.base(), mode, isa)?,
@@ -46,7 +46,7 @@ impl Projection for Compensated<'_> {
         self.base.shape()
     }
 
-    /// The bytes of the codes: the compensator is a few percent more.
+    /// The bytes of the codes; the compensator adds a few percent.
     fn row_bytes(&self) -> usize {
         self.base.row_bytes()
     }
@@ -55,7 +55,7 @@ impl Projection for Compensated<'_> {
         self.base.memory(expert, rows)
     }
 
-    /// Units start where chunks of U^T do, which is also where blocks of 16 rows do.
+    /// Units start at chunks of U^T, which also start blocks of 16 rows.
     fn granule(&self) -> usize {
         CHUNK
     }
@@ -69,12 +69,12 @@ impl Projection for Compensated<'_> {
     }
 }
 
-/// What the compensator needs of a job.
+/// The prepared data of a job for the compensator.
 pub struct Factors {
-    /// For each task, the rank of its expert and its units.
+    /// For each task, the rank of its expert and the range of its units.
     tasks: Vec<(usize, Range<usize>)>,
     runs: Vec<Run>,
-    /// The activations of each run, each token padded to whole chunks.
+    /// The activations of each run, with each token padded to whole chunks.
     x: Slots<Vec<f32>>,
     units: Vec<Unit>,
     /// Each unit's products, rows of V x tokens of the run.
@@ -87,14 +87,14 @@ struct Run {
     tokens: Range<usize>,
 }
 
-/// Some rows of V by a run.
+/// Some rows of V with a run.
 struct Unit {
     run: usize,
     ranks: Range<usize>,
 }
 
 impl Factors {
-    /// What is to be made for tasks of `rank(expert)` with tokens of `width` values.
+    /// Plans the runs and units for tasks of experts with `rank(expert)` and tokens of `width` values.
     fn new(tasks: &[Task], width: usize, rank: impl Fn(usize) -> usize) -> Factors {
         let (mut runs, mut units) = (Vec::new(), Vec::new());
         let longest = RUN_BYTES / (size_of::<f32>() * width).max(1);
@@ -123,7 +123,7 @@ impl Factors {
         }
     }
 
-    /// The coefficients of a task of so many tokens, rank x tokens.
+    /// Gathers the coefficients of a task of `tokens` tokens, rank x tokens.
     fn gather(&self, task: usize, tokens: usize, z: &mut Vec<f32>) {
         let (rank, units) = self.tasks[task].clone();
         z.clear();
@@ -138,7 +138,7 @@ impl Factors {
     }
 }
 
-/// The coefficients z of a task, rank x tokens, which a thread puts together from units.
+/// The coefficients z of a task, rank x tokens, which a thread assembles from units.
 #[derive(Default)]
 pub struct Gathered {
     task: Option<usize>,
@@ -200,12 +200,12 @@ impl Kernel for Compensated<'_> {
 }
 
 impl Compensated<'_> {
-    /// Columns of whole chunks.
+    /// The columns, padded to whole chunks.
     fn width(&self) -> usize {
         self.shape().columns.next_multiple_of(CHUNK)
     }
 
-    /// Widens the activations of a run.
+    /// Widens the activations of a run to f32.
     fn gather(&self, job: &Job, factors: &Factors, run: usize, x: Activations) {
         let (columns, width) = (self.shape().columns, self.width());
         let Run { task, tokens } = &factors.runs[run];
@@ -219,7 +219,7 @@ impl Compensated<'_> {
         });
     }
 
-    /// Multiplies a unit's rows of V by its run.
+    /// Multiplies a unit's rows of V with its run.
     fn project(&self, job: &Job, factors: &Factors, unit: usize) {
         let Unit { run, ranks } = &factors.units[unit];
         let (Run { task, tokens }, x) = (&factors.runs[*run], factors.x.get(*run));

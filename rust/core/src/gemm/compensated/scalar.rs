@@ -1,10 +1,10 @@
-//! The two inner loops as plain loops over lanes.
+//! The two inner loops as portable loops over lanes.
 
 use super::TOKENS;
 use crate::formats::compensated::FactorRow;
 use crate::formats::compensated::chunk::{CHUNK, LANES};
 
-/// The coefficients z of an expert, ranks x stride, of which a run of tokens takes those from `first` on.
+/// The coefficients z of an expert, ranks x stride; a run of tokens uses those from `first` on.
 #[derive(Clone, Copy)]
 pub struct Coefficients<'a> {
     pub z: &'a [f32],
@@ -13,7 +13,7 @@ pub struct Coefficients<'a> {
     pub first: usize,
 }
 
-/// z[t] = row . x[t]; x holds whole chunks of each token.
+/// Computes z[t] = row . x[t]; x holds whole chunks of each token.
 pub fn project_rows(row: &FactorRow, x: &[f32], z: &mut [f32]) {
     let width = x.len() / z.len();
     for (x, z) in x.chunks(TOKENS * width).zip(z.chunks_mut(TOKENS)) {
@@ -39,7 +39,8 @@ pub fn project_rows(row: &FactorRow, x: &[f32], z: &mut [f32]) {
     }
 }
 
-/// y[t] += sum over ranks of z[k][t] * row k, from chunk `first_chunk` on; y is tokens x equal runs of columns.
+/// Computes y[t] += sum over ranks of z[k][t] * row k, starting at chunk `first_chunk`; y is tokens x columns of
+/// equal length.
 pub fn expand_rows<'a>(
     left: &impl Fn(usize) -> FactorRow<'a>,
     coefficients: Coefficients,

@@ -1,4 +1,4 @@
-//! Products against a naive sum in f64, on every instruction set.
+//! Products compared with a naive sum in f64, on every instruction set.
 
 use super::*;
 use crate::formats::compensated::View;
@@ -24,7 +24,7 @@ fn sets() -> Vec<Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.available()).collect()
 }
 
-/// What the compensator adds, and the sum of absolute products.
+/// The compensator's contribution, and the sum of absolute products.
 fn naive(
     case: &crate::formats::compensated::tests::Case,
     sizes: [usize; 2],
@@ -198,7 +198,7 @@ fn a_layer_is_its_products() {
                 .zip(out)
                 .for_each(|(sum, value)| *sum += 0.5 * value);
         }
-        // How bf16 rounds depends on how many tokens an expert has; the integer modes give the same bits.
+        // The rounding of bf16 depends on the number of an expert's tokens; the integer modes give the same bits.
         let largest = expected.iter().fold(0f32, |most, y| most.max(y.abs()));
         let bound = if matches!(mode, Mode::Auto | Mode::Bf16) {
             0.01 * largest

@@ -1,8 +1,8 @@
-//! The inner loops with AVX2: a plane of eight values is a register, a chunk eight of them.
+//! The inner loops with AVX2: a plane of eight values is a register, and a chunk is eight registers.
 //!
-//! 512-bit registers would gain nothing: a compensator of rank 32 is a hundredth of its matrix, and unpacking three-bit
-//! codes is bound by the shifts, which both widths do equally often. Nothing here goes through a generic function of the
-//! standard library that takes a closure: compiled without AVX2, it would call the closure once a register.
+//! 512-bit registers would not help: a compensator of rank 32 is a hundredth of its matrix, and unpacking three-bit
+//! codes is bound by shifts, which are equally frequent in both widths. This module avoids generic functions of the
+//! standard library that take closures: they are compiled without AVX2 and would call the closure once per register.
 
 use std::arch::x86_64::*;
 
@@ -13,7 +13,7 @@ use crate::formats::compensated::chunk::{CHUNK, LANES, Width};
 
 type Registers = [__m256; CHUNK / LANES];
 
-/// Eight bytes as integers.
+/// Widens eight bytes to integers.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn widen(bytes: &[u8]) -> __m256i {
@@ -21,7 +21,7 @@ fn widen(bytes: &[u8]) -> __m256i {
     _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(i64::from_le_bytes(bytes)))
 }
 
-/// Codes less the middle.
+/// Codes minus their middle.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn centred(codes: __m256i, middle: i32) -> __m256 {
@@ -54,7 +54,7 @@ fn three(bytes: &[u8]) -> Registers {
     ]
 }
 
-/// An f16 as [`crate::formats::compensated::chunk`] reads it: finite values exactly.
+/// Widens f16 values like [`crate::formats::compensated::chunk`]: finite values exactly.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn halves(bytes: &[u8]) -> __m256 {
@@ -90,7 +90,7 @@ fn unpack(width: Width, bytes: &[u8]) -> Registers {
     values
 }
 
-/// Eight values of a slice.
+/// Loads eight values of a slice.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn load(values: &[f32; LANES]) -> __m256 {
@@ -107,7 +107,7 @@ fn store(values: __m256) -> [f32; LANES] {
     out
 }
 
-/// z[t] = row . x[t]; x holds whole chunks of each token.
+/// Computes z[t] = row . x[t]; x holds whole chunks of each token.
 #[target_feature(enable = "avx2")]
 pub fn project(row: &FactorRow, x: &[f32], z: &mut [f32]) {
     let width = x.len() / z.len();
@@ -145,7 +145,8 @@ fn project_tokens<const N: usize>(row: &FactorRow, x: [&[f32]; N], z: &mut [f32]
     }
 }
 
-/// y[t] += sum over ranks of z[k][t] * row k, from chunk `first_chunk` on; y is tokens x equal runs of columns.
+/// Computes y[t] += sum over ranks of z[k][t] * row k, starting at chunk `first_chunk`; y is tokens x columns of
+/// equal length.
 #[target_feature(enable = "avx2")]
 pub fn expand<'a>(
     left: &impl Fn(usize) -> FactorRow<'a>,
@@ -158,7 +159,7 @@ pub fn expand<'a>(
     let rows: Vec<FactorRow> = (0..coefficients.ranks).map(left).collect();
     let mut unpacked = Vec::with_capacity(rows.len());
     for chunk in 0..columns.div_ceil(CHUNK) {
-        // All tokens share the values of a chunk, which stay in the first-level cache.
+        // All tokens share the unpacked values of a chunk, which stay in the first-level cache.
         unpacked.clear();
         for row in &rows {
             let (at, width) = (first_chunk + chunk, row.width());
@@ -171,7 +172,8 @@ pub fn expand<'a>(
     }
 }
 
-/// y += sum over ranks of z[k] times the values of rank k, for up to a chunk of columns; `z` has a value every `stride`.
+/// Computes y += sum over ranks of z[k] times the values of rank k, for up to a chunk of columns; `z` has stride
+/// `stride`.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn add_chunk(unpacked: &[(f32, Registers)], z: &[f32], stride: usize, y: &mut [f32]) {

@@ -1,4 +1,4 @@
-//! Which kernel computes what: the tokens of a tile, and the tile's product with a block.
+//! Chooses the kernels: the tokens of a tile, and the tile's product with a block.
 
 use super::kernel::Weights;
 #[cfg(target_arch = "x86_64")]
@@ -17,18 +17,18 @@ use crate::gemm::require_mode;
 use crate::simd::Isa;
 use crate::types::{Activations, Mode};
 
-/// How a call computes.
+/// The kernels of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Engine {
     pub precision: Precision,
-    /// The set of the vectors.
+    /// The instruction set of the vector kernels.
     pub isa: Isa,
     pub matrix: Matrix,
-    /// What multiplies experts with many tokens rounded to bf16; without it, all go by integer products.
+    /// The backend for experts with many tokens, which are rounded to bf16; `None` uses integer products for all.
     pub panels: Option<Backend>,
 }
 
-/// Whether several tokens go through matrix registers.
+/// Whether several tokens use matrix registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Matrix {
     Off,
@@ -37,13 +37,13 @@ pub(super) enum Matrix {
     Emulated,
 }
 
-/// Tokens of a tile of matrix registers.
+/// The tokens of a tile of matrix registers.
 pub(super) const ROW_TOKENS: usize = 16;
-/// Fewer tokens than this stay with the vectors: scaling sums costs the same for 5 tokens as for 16, as much as
-/// vectors need for 5 altogether.
+/// Fewer tokens use the vector kernels: scaling sums costs the same for 5 tokens as for 16, as much as the whole
+/// vector kernel for 5.
 const FEWEST_ROWS: usize = 5;
 
-/// What a thread keeps from block to block.
+/// The buffers that a thread reuses for all blocks.
 #[derive(Default)]
 pub struct Scratch {
     #[cfg(target_arch = "x86_64")]
@@ -53,7 +53,7 @@ pub struct Scratch {
 }
 
 impl Engine {
-    /// An engine of a set that the processor must run.
+    /// An engine for an instruction set, which the processor must support.
     pub fn new(mode: Mode, isa: Isa) -> Result<Engine> {
         require_mode(mode, &MODES, "a group-wise tensor")?;
         let vectors = isa.require()?;
@@ -70,7 +70,7 @@ impl Engine {
         })
     }
 
-    /// Most tokens of a tile for vectors: what the sums of a kernel leave of the registers.
+    /// The maximum number of tokens of a tile for vectors, limited by the registers that are free for sums.
     fn widest(&self) -> usize {
         match (self.precision, self.isa) {
             (Precision::Int8, Isa::Avx512) => 8,
@@ -80,17 +80,18 @@ impl Engine {
         }
     }
 
-    /// The next tile of `left` tokens, at least one: how many it takes, how many it has with padding, and its form.
+    /// The next tile of `left` tokens, at least one: the number of tokens it takes, the number with padding, and its
+    /// form.
     pub fn next_tile(&self, left: usize) -> (usize, usize, Form) {
         if self.matrix != Matrix::Off && left >= FEWEST_ROWS {
             return (left.min(ROW_TOKENS), ROW_TOKENS, Form::Rows);
         }
-        // As even as can be: a token takes the longer the fewer share its weights.
+        // As even as possible: the fewer tokens share weights, the longer each takes.
         let tokens = left.div_ceil(left.div_ceil(self.widest()));
         (tokens, tokens, Form::Words)
     }
 
-    /// Configures matrix registers where the tiles want them, for a few blocks; [`Engine::rest`] gives them back.
+    /// Configures matrix registers for a few blocks if the tiles use them; [`Engine::rest`] releases them.
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
     pub fn start(&self, scratch: &mut Scratch, steps: &Steps, tiles: &[&Tile]) {
         #[cfg(target_arch = "x86_64")]
@@ -104,7 +105,7 @@ impl Engine {
         }
     }
 
-    /// Ends what [`Engine::start`] began: another matrix may have steps of another size.
+    /// Ends what [`Engine::start`] began, because another matrix may have steps of another size.
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
     pub fn rest(&self, scratch: &mut Scratch) {
         #[cfg(target_arch = "x86_64")]
@@ -113,7 +114,7 @@ impl Engine {
         }
     }
 
-    /// One or two neighbouring blocks, the first being number `block` of all experts', by a tile.
+    /// Multiplies one or two neighbouring blocks, starting at `block` (counted over all experts), by a tile.
     #[inline]
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
     pub fn compute(
@@ -148,7 +149,7 @@ impl Engine {
         }
     }
 
-    /// Token `token` of `x`, of `columns` columns, quantized.
+    /// Quantizes token `token` of `x`, of `columns` columns.
     pub fn quantized(&self, steps: &Steps, columns: usize, x: &Activations, token: usize) -> Tile {
         let mut tile = Tile::single(steps, self.precision.planes());
         match self.isa {

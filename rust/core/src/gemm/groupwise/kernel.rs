@@ -1,21 +1,21 @@
-//! The kernel: a block of 16 rows by a tile of N tokens, over any [`Lanes`].
+//! The vector kernel: a block of 16 rows by a tile of N tokens, over any [`Lanes`].
 //!
-//! One register of codes serves all tokens: extracting its operands is paid once, and a line of activations (a token's
-//! only plane, or one of its three) costs a dot product for four weights a lane.
+//! One register of codes serves all tokens: its operands are extracted once, and a line of activations (a token's
+//! only plane, or one of its three) costs one dot product per four weights of a lane.
 //!
-//! Counts for 32 columns of 16 rows on AVX-512, beside the loads: 4 bits 4 shifts and 8 masks, 3 bits 17, 2 bits 6
-//! and 8, 8 bits none, and 8 dot products a line.
+//! Operation counts for 32 columns of 16 rows on AVX-512, besides the loads: 4 bits 4 shifts and 8 masks, 3 bits 17,
+//! 2 bits 6 and 8, 8 bits none, and 8 dot products per line.
 //!
-//! A sum is a chain of dependent operations of four or five cycles each. So few lines add up in several chains. AVX2
-//! without dot products of bytes needs none: there, products of a unit's codes below 16 add up in 16 bits, which takes
-//! two operations for four columns instead of three.
+//! A sum is a chain of dependent operations of four or five cycles each, so few lines use several chains. AVX2
+//! without dot products of bytes needs no chains: products of a unit's codes below 16 add up in 16 bits, which takes
+//! two operations per four columns instead of three.
 //!
-//! With many lines the loads of their words take as long as the dot products, so that sets with registers enough take
-//! two blocks at a time, and each word serves both ([`by_pairs`]). Zen 4 starts one operation of 512 bits a cycle that
-//! multiplies, be it of bytes or floats: with groups of 64 columns 19 cycles a line and block are the least (16 dot
-//! products, and three multiplications that scale), while extracting codes goes beside them on other units.
+//! With many lines the loads of their words take as long as the dot products, so sets with enough registers take two
+//! blocks at a time, and each word serves both ([`by_pairs`]). Zen 4 starts one 512-bit multiplication per cycle, of
+//! bytes or floats: with groups of 64 columns the minimum is 19 cycles per line and block (16 dot products and three
+//! multiplications for scaling), while codes are extracted in parallel on other units.
 
-#![allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
+#![allow(clippy::needless_range_loop)] // Indexing arrays of registers is clearest here.
 
 use super::lanes::Lanes;
 use super::tile::{DIGIT, Steps, Tile};
@@ -24,40 +24,41 @@ use crate::bits::{self, UNIT};
 use crate::formats::groupwise::{BLOCK_ROWS, Layout, ParameterType, REGISTER_BYTES};
 use crate::simd;
 
-/// Quads (four columns of each row) of a unit.
+/// The quads (four columns of each row) of a unit.
 const QUADS: usize = UNIT / 4;
-/// How far ahead of the bytes in use memory is asked for, in bytes, where that is faster than leaving it to the processor.
+/// The prefetch distance in bytes, on processors for which prefetching is faster than relying on the hardware.
 ///
-/// A block is one ascending stream, parameters and codes in turn. On Zen 4 two threads read it at 98% of the speed of
-/// plain sums without asking, and at 92% with; on Xeons 1 to 2 KB ahead gave up to a quarter, as on Zen 3.
+/// A block is one ascending stream of alternating parameters and codes. On Zen 4 two threads read it at 98% of the
+/// speed of plain sums without prefetching, and at 92% with it; on Xeons, 1 to 2 KB gave up to a quarter, as on Zen
+/// 3.
 const AHEAD: usize = 1536;
-/// As [`AHEAD`], where two blocks are read side by side for few lines.
+/// Like [`AHEAD`], for two blocks read side by side for few lines.
 const PAIR_AHEAD: usize = 2560;
 
-/// How far ahead memory is asked for: so far, or not at all where the processor does without.
+/// The prefetch distance: `bytes`, or 0 if the processor does not need it.
 fn ahead(bytes: usize) -> usize {
     if simd::reads_ahead() { 0 } else { bytes }
 }
 
-/// Where a kernel reads weights.
+/// The weights that a kernel reads.
 #[derive(Clone, Copy)]
 pub(super) struct Weights<'a> {
-    /// The bytes of the rows, as many as `layout` says.
+    /// The bytes of the rows; `layout` gives their number.
     pub block: &'a [u8],
     pub layout: Layout,
 }
 
-/// Places in a block while a kernel walks through it, step by step.
+/// The positions in a block while a kernel walks through it, step by step.
 #[derive(Clone, Copy)]
 pub(super) struct Cursor<V: Lanes> {
     codes: *const u8,
     parameters: *const u8,
-    /// Bytes of a record.
+    /// The bytes of a record.
     record: usize,
-    /// A step's record is its number shifted so far; its place in the record the rest, masked.
+    /// A step's record is its number shifted right by `shift`; its position in the record is the rest, masked.
     shift: u32,
     mask: usize,
-    /// Bytes from a step's parameters, and from its codes, to the next one's in the same record.
+    /// The distances from a step's parameters, and from its codes, to those of the next step in the same record.
     strides: [usize; 2],
     ahead: usize,
     symmetric: bool,
@@ -67,25 +68,25 @@ pub(super) struct Cursor<V: Lanes> {
 }
 
 impl<V: Lanes> Cursor<V> {
-    /// A block with columns starts with a record's parameters, of 2 bytes each, followed by registers of 16 lanes. One
-    /// without columns has no steps, so that nothing is read.
+    /// A block with columns starts with a record's parameters, of 2 bytes each, followed by registers of 16 lanes. A
+    /// block without columns has no steps, so nothing is read.
     ///
     /// # Safety
     /// The block is as long as the layout says.
     #[inline(always)]
     pub unsafe fn new(weights: &Weights) -> Self {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { Cursor::with(weights, ahead(AHEAD)) }
     }
 
-    /// As [`Cursor::new`], memory being asked for `ahead` bytes ahead, or not at all.
+    /// Like [`Cursor::new`], with a prefetch distance of `ahead` bytes, or without prefetching.
     ///
     /// # Safety
     /// As [`Cursor::new`].
     #[inline(always)]
     unsafe fn with(weights: &Weights, ahead: usize) -> Self {
         let (spec, record) = (weights.layout.spec(), weights.layout.record());
-        // All steps of a whole row are of its only record and share its parameters; two groups of 16 share a unit.
+        // All steps of a whole row belong to its only record and share its parameters; two groups of 16 share a unit.
         let (shift, mask, columns) = match spec.group {
             0 => (usize::BITS - 1, usize::MAX, STEP_COLUMNS),
             group => (record.groups as u32 - 1, record.groups - 1, group),
@@ -109,14 +110,14 @@ impl<V: Lanes> Cursor<V> {
         }
     }
 
-    /// Where a step's parameters and codes start, from those of the first one.
+    /// The offsets of a step's parameters and codes from those of the first one.
     #[inline(always)]
     fn places(&self, step: usize) -> [usize; 2] {
         let record = (step >> self.shift) * self.record;
         self.strides.map(|stride| record + (step & self.mask) * stride)
     }
 
-    /// The codes of a step; of a group of 16 columns, those of the unit that it is half of.
+    /// The codes of a step; for a group of 16 columns, those of the unit that contains it.
     ///
     /// # Safety
     /// The step exists.
@@ -126,14 +127,14 @@ impl<V: Lanes> Cursor<V> {
         unsafe { self.codes.add(self.places(step)[1]) }
     }
 
-    /// Scales and offsets of a step.
+    /// The scales and offsets of a step.
     ///
     /// # Safety
-    /// The step exists, and the processor runs the set of `V`.
+    /// The step exists, and the processor supports the set of `V`.
     #[inline(always)]
     pub unsafe fn scales(&self, step: usize) -> (V::Float, V::Float) {
-        // SAFETY: the caller's step exists, so its parameters do; the trait's set is there. A prefetch may name any
-        // address.
+        // SAFETY: the caller's step exists, so its parameters do; the caller guarantees the trait's set. A prefetch
+        // may use any address.
         unsafe {
             let at = self.parameters.add(self.places(step)[0]);
             if self.ahead > 0 {
@@ -150,7 +151,7 @@ impl<V: Lanes> Cursor<V> {
 
     #[inline(always)]
     unsafe fn parameter(&self, at: *const u8) -> V::Float {
-        // SAFETY: as the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match self.bf16 {
                 true => V::load_bf16(at),
@@ -159,13 +160,13 @@ impl<V: Lanes> Cursor<V> {
         }
     }
 
-    /// Where a unit of `BITS` bits of a step starts, the memory ahead of its registers being asked for.
+    /// The start of a unit of `BITS` bits of a step; the memory ahead of its registers is prefetched.
     ///
     /// # Safety
-    /// The unit is one of the step's, and the processor runs the set of `V`.
+    /// The unit belongs to the step, and the processor supports the set of `V`.
     #[inline(always)]
     unsafe fn unit<const BITS: usize>(&self, step: usize, unit: usize) -> *const u8 {
-        // SAFETY: the caller's unit exists; a prefetch may name any address.
+        // SAFETY: the caller's unit exists; a prefetch may use any address.
         unsafe {
             let at = self.codes(step).add(unit * BITS * REGISTER_BYTES);
             if self.ahead > 0 {
@@ -178,19 +179,19 @@ impl<V: Lanes> Cursor<V> {
     }
 }
 
-/// Four codes a lane, a byte each, of a unit whose registers start at `unit`.
+/// Four codes per lane, one byte each, of a unit whose registers start at `unit`.
 ///
 /// # Safety
-/// The unit exists, and the processor runs the set of `V`.
+/// The unit exists, and the processor supports the set of `V`.
 #[inline(always)]
 unsafe fn quad<V: Lanes, const BITS: usize>(unit: *const u8, quad: usize) -> V::Int {
     let (word, shift) = bits::place(BITS, quad);
-    // SAFETY: the caller's; a unit has as many registers as a code has bits.
+    // SAFETY: guaranteed by the caller; a unit has as many registers as a code has bits.
     unsafe {
         let register = |word: usize| V::load(unit.add(word * REGISTER_BYTES));
         match (BITS, quad) {
             (3, 6 | 7) => {
-                // The bits above the two low ones, then those below the high one, are masked away.
+                // The bits above the two low ones, then those below the high one, are masked out.
                 let high = V::shift(register(2), quad as u32 - 2);
                 V::mask(
                     V::blend(V::shift(register(word), 6), high, 0x0303_0303),
@@ -210,7 +211,7 @@ unsafe fn quad<V: Lanes, const BITS: usize>(unit: *const u8, quad: usize) -> V::
 /// As [`multiply`]; `to` is valid for writes of `steps.units` x 512 bytes.
 #[inline(always)]
 unsafe fn expand_bits<V: Lanes, const BITS: usize>(weights: &Weights, steps: &Steps, to: *mut u8) {
-    // SAFETY: the caller's; steps and units are those of the layout.
+    // SAFETY: guaranteed by the caller; steps and units are those of the layout.
     unsafe {
         let cursor = Cursor::<V>::new(weights);
         for step in 0..steps.count {
@@ -228,12 +229,12 @@ unsafe fn expand_bits<V: Lanes, const BITS: usize>(weights: &Weights, steps: &St
 /// Expands the codes of a block: for each four columns, 16 rows x 4 bytes.
 ///
 /// # Safety
-/// The processor runs the set of `V`, and block and steps belong to `weights.layout`.
+/// The processor supports the set of `V`, and block and steps belong to `weights.layout`.
 #[inline(always)]
 pub(super) unsafe fn expand<V: Lanes>(weights: &Weights, steps: &Steps, to: &mut [u8]) {
     assert!(to.len() == steps.units * UNIT * BLOCK_ROWS);
     let to = to.as_mut_ptr();
-    // SAFETY: `to` has room by the assertion, the rest is the caller's.
+    // SAFETY: `to` is large enough by the assertion; the rest is guaranteed by the caller.
     unsafe {
         match weights.layout.bits() {
             2 => expand_bits::<V, 2>(weights, steps, to),
@@ -244,14 +245,14 @@ pub(super) unsafe fn expand<V: Lanes>(weights: &Weights, steps: &Steps, to: &mut
     }
 }
 
-/// Units that start in a step: half of the steps of 16 columns have none.
+/// The units that start in a step: half of the steps of 16 columns have none.
 #[inline(always)]
 fn units_of(steps: &Steps, step: usize) -> std::ops::Range<usize> {
     let first = |step: usize| (step * steps.columns).div_ceil(UNIT);
     first(step)..first(step + 1).min(steps.units)
 }
 
-/// Units that a step reads: two steps of 16 columns share one.
+/// The units that a step reads: two steps of 16 columns share one.
 #[inline(always)]
 fn units_in(steps: &Steps, step: usize) -> std::ops::Range<usize> {
     let first = step * steps.columns / UNIT;
@@ -261,7 +262,7 @@ fn units_in(steps: &Steps, step: usize) -> std::ops::Range<usize> {
 /// The sums of a step for R blocks and M lines, each in C chains.
 type Sums<V, const R: usize, const M: usize, const C: usize> = [[[<V as Lanes>::Int; C]; M]; R];
 
-/// The chains that are in use, of C.
+/// The number of chains in use, out of C.
 #[inline(always)]
 const fn chains<V: Lanes, const C: usize>() -> usize {
     if V::CHAINS { C } else { 1 }
@@ -299,13 +300,13 @@ unsafe fn dots<
     }
 }
 
-/// The integer sum of a token's planes as a float: what their chains hold, each plane worth 256 of the next.
+/// The integer sum of a token's planes as a float, from their chains; each plane is worth 256 of the next.
 ///
 /// # Safety
 /// As [`multiply`]; `sums` has at least one plane.
 #[inline(always)]
 unsafe fn combine<V: Lanes, const C: usize>(sums: &[[V::Int; C]]) -> V::Float {
-    // SAFETY: the caller has the trait's set.
+    // SAFETY: the caller guarantees the trait's set.
     unsafe {
         let digit = |chains: &[V::Int; C]| {
             let mut sum = chains[0];
@@ -334,7 +335,7 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
     tile: &Tile,
     sums: &mut Sums<V, R, M, C>,
 ) {
-    // SAFETY: the caller's; a tile has QUADS * M words a unit.
+    // SAFETY: guaranteed by the caller; a tile has QUADS * M words per unit.
     unsafe {
         let words = tile.words.as_ptr().cast::<i32>().add(unit * QUADS * M);
         let mut units = [std::ptr::null(); R];
@@ -352,7 +353,7 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
                 $(dots::<V, BITS, R, M, C, $quad>(&units, words, &mut found);)*
             };
         }
-        // A step of 16 columns has half of its unit: the first if its number is even.
+        // A step of 16 columns uses half of its unit: the first half if its number is even.
         let halves = [
             steps.columns >= UNIT || step % 2 == 0,
             steps.columns >= UNIT || step % 2 == 1,
@@ -371,11 +372,11 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
     }
 }
 
-/// Multiplies R blocks by a tile of N tokens of M / N planes each; each of `out` gets N x 16 outputs.
+/// Multiplies R blocks by a tile of N tokens with M / N planes each; each of `out` gets N x 16 outputs.
 ///
 /// # Safety
-/// The processor runs the set of `V`. The blocks, the steps and the tile belong to `weights.layout`, `BITS` is its, and
-/// the tile holds N tokens in M lines.
+/// The processor supports the set of `V`. The blocks, the steps and the tile belong to `weights.layout`, which has
+/// `BITS` bits, and the tile holds N tokens in M lines.
 #[inline(always)]
 unsafe fn multiply<
     V: Lanes,
@@ -391,13 +392,13 @@ unsafe fn multiply<
     out: &mut [Out; R],
 ) {
     debug_assert_eq!((weights[0].layout.bits(), tile.tokens), (BITS, N));
-    // SAFETY: units and steps stay below those of the layout, to which blocks and tile belong: a tile has N scales and
-    // sums a step, and each of `out` 16 floats a token.
+    // SAFETY: units and steps stay within those of the layout, to which blocks and tile belong: a tile has N scales
+    // and sums per step, and each of `out` has 16 floats per token.
     unsafe {
         let mut cursors = [Cursor::<V>::new(&weights[0]); R];
         if R > 1 {
-            // The next blocks: with few tokens an expert the processor's own prefetching is too late. A layer of 128
-            // experts with 16 tokens each took about a seventh less with it (one thread of Zen 4).
+            // Prefetch the next blocks: with few tokens per expert the hardware prefetcher is too late. This saved
+            // about a seventh on a layer of 128 experts with 16 tokens each (one thread of Zen 4).
             let bytes = match M < PAIR_LINES {
                 true => ahead(PAIR_AHEAD),
                 false => R * weights[0].layout.block_bytes(),
@@ -432,10 +433,10 @@ unsafe fn multiply<
     }
 }
 
-/// A token's total with a step's integer sum; `at` is the place of the step's scale and sum in the tile.
+/// A token's total after adding a step's integer sum; `at` is the position of the step's scale and sum in the tile.
 ///
 /// # Safety
-/// The processor runs the set of `V`, and the tile has the place.
+/// The processor supports the set of `V`, and the tile has the position.
 #[inline(always)]
 pub(super) unsafe fn add_step<V: Lanes>(
     total: V::Float,
@@ -444,7 +445,7 @@ pub(super) unsafe fn add_step<V: Lanes>(
     tile: &Tile,
     at: usize,
 ) -> V::Float {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let dot = V::mul(sum, V::broadcast(tile.scales.as_ptr().add(at)));
         let total = V::add_product(total, dot, scale);
@@ -452,7 +453,8 @@ pub(super) unsafe fn add_step<V: Lanes>(
     }
 }
 
-/// The kernel of the layout's bits and the tile's tokens and lines, of those that are listed with the chains of a sum.
+/// Chooses the kernel for the layout's bits and the tile's tokens and lines from a list, which also gives the chains
+/// of a sum.
 macro_rules! choose {
     ($lanes:ty, $blocks:literal, $weights:expr, $steps:expr, $tile:expr, $out:expr, $tiles:tt) => {
         choose!(@ $lanes, $blocks, $weights, $steps, $tile, $out, 2 $tiles, 3 $tiles, 4 $tiles, 8 $tiles)
@@ -460,19 +462,19 @@ macro_rules! choose {
     (@ $lanes:ty, $blocks:literal, $weights:expr, $steps:expr, $tile:expr, $out:expr,
         $($bits:literal [$(($tokens:literal $lines:literal $chains:literal))*]),*) => {
         match ($weights[0].layout.bits(), $tile.tokens, $tile.lines()) {
-            // SAFETY: the caller's; the parameters are those of layout and tile.
+            // SAFETY: guaranteed by the caller; the parameters are those of layout and tile.
             $($(($bits, $tokens, $lines) => unsafe {
                 multiply::<$lanes, $bits, $blocks, $tokens, $lines, $chains>($weights, $steps, $tile, $out)
             },)*)*
-            other => unreachable!("no layout and tile have (bits, tokens, lines) {other:?}"),
+            other => unreachable!("no kernel for (bits, tokens, lines) {other:?}"),
         }
     };
 }
 
-/// Computes a block by a tile.
+/// Multiplies a block by a tile.
 ///
 /// # Safety
-/// The processor runs the set of `V`, and block, steps and tile belong to `weights.layout`.
+/// The processor supports the set of `V`, and block, steps and tile belong to `weights.layout`.
 #[inline(always)]
 pub(super) unsafe fn compute<V: Lanes>(
     weights: &[Weights; 1],
@@ -484,17 +486,17 @@ pub(super) unsafe fn compute<V: Lanes>(
         [(1 1 4) (2 2 2) (3 3 1) (4 4 1) (5 5 1) (6 6 1) (7 7 1) (8 8 1) (1 3 1) (2 6 1) (3 9 1) (4 12 1)]);
 }
 
-/// As many lines go by two blocks at a time for the sake of their loads.
+/// The minimum number of lines for which pairs of blocks save loads.
 const PAIR_LINES: usize = 4;
 
-/// Whether tiles of so many lines go by two blocks at a time: many for the sake of their loads, few because they wait for
-/// memory. Two ascending streams come faster than one, for each stops at the end of a page (rows of 2 bits: 1.50 ms for
-/// 18 MB, one after the other 1.72; one thread of a Xeon).
+/// Returns whether tiles with this number of lines take two blocks at a time: many lines because of their loads, few
+/// because they wait for memory. Two ascending streams are faster than one, because each stalls at the end of a page
+/// (rows of 2 bits: 1.50 ms for 18 MB, sequentially 1.72; one thread of a Xeon).
 pub(super) fn by_pairs(lines: usize) -> bool {
     lines >= PAIR_LINES || !simd::reads_ahead()
 }
 
-/// Computes two blocks by a tile of lines that go [`by_pairs`].
+/// Multiplies two blocks by a tile for which [`by_pairs`] is true.
 ///
 /// # Safety
 /// As [`compute`].

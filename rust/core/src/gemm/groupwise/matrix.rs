@@ -1,11 +1,12 @@
-//! Many tokens at once with matrix registers (AMX): a block of 16 rows by 8 or 16 tokens.
+//! The matrix register (AMX) kernel for many tokens: a block of 16 rows by 8 or 16 tokens.
 //!
-//! The codes of a block are expanded to bytes once, into [`Panel`]: a register of 16 rows and four neighbouring columns
-//! of each is just a row of the right factor. Products of a step land in a scratch as integers, and from there on all
-//! is as in [`super::kernel`], operation by operation, so that the same bits come out.
+//! The codes of a block are expanded to bytes once, into [`Panel`]: a register of 16 rows with four neighbouring
+//! columns each is a row of the right factor. The products of a step are stored as integers and then processed with
+//! the same operations as in [`super::kernel`], so results have the same bits.
 //!
-//! While the vectors scale the sums of a step, the matrix unit works at the next one. With groups of 64 the scaling is
-//! what takes the time: four operations a token and step of 16 rows, against 16 cycles of products for 16 tokens.
+//! While the vector units scale the sums of a step, the matrix unit computes the next one. With groups of 64, scaling
+//! takes most of the time: four operations per token and step of 16 rows, compared with 16 cycles of products for 16
+//! tokens.
 
 use super::Out;
 use super::kernel::{Weights, add_step};
@@ -16,7 +17,7 @@ use crate::bits::UNIT;
 use crate::formats::groupwise::{BLOCK_ROWS, REGISTER_BYTES};
 use crate::gemm::tiles::{Configured, ROWS};
 
-/// What multiplies: the processor's registers, or in tests a loop that does the same.
+/// The multiplier: the processor's registers, or, in tests, a loop that emulates them.
 pub(super) enum Multiplier {
     Registers(Configured),
     #[cfg(test)]
@@ -38,7 +39,7 @@ impl Multiplier {
         count: usize,
         c: *mut i32,
     ) {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match self {
                 Multiplier::Registers(registers) => registers.multiply(depth, a, stride, b, count, c),
@@ -50,16 +51,16 @@ impl Multiplier {
 }
 
 /// The codes of a block as bytes: for each chunk of columns, for each four of them, 16 rows x 4; zeros at the end. A
-/// worker makes one for each matrix of a call.
+/// worker has one panel per matrix of a call.
 #[derive(Default)]
 pub(super) struct Panel {
     bytes: Vec<u8>,
-    /// The block that it holds, among all experts'.
+    /// The block that it holds, counted over all experts.
     block: Option<usize>,
 }
 
 impl Panel {
-    /// Expands a block, unless it is here already.
+    /// Expands a block unless the panel already holds it.
     pub fn expand(&mut self, weights: &Weights, steps: &Steps, block: usize) {
         if self.block == Some(block) {
             return;
@@ -67,7 +68,7 @@ impl Panel {
         self.bytes.resize(steps.chunks() * steps.chunk() * BLOCK_ROWS, 0);
         let used = steps.units * UNIT * BLOCK_ROWS;
         self.bytes[used..].fill(0);
-        // SAFETY: the drive uses matrix registers together with AVX-512 only; the buffer has the units of the block.
+        // SAFETY: matrix registers are only used together with AVX-512; the buffer has the units of the block.
         unsafe { super::x86::expand(weights, steps, &mut self.bytes[..used]) }
         self.block = Some(block);
     }
@@ -77,7 +78,7 @@ impl Panel {
 #[repr(align(64))]
 struct Sums([[[i32; BLOCK_ROWS]; ROWS]; 3]);
 
-/// Computes a block, expanded in `panel`, by a tile of rows.
+/// Multiplies a block, expanded in `panel`, by a tile of rows.
 pub(super) fn compute(
     weights: &Weights,
     steps: &Steps,
@@ -88,7 +89,7 @@ pub(super) fn compute(
 ) {
     assert!(panel.bytes.len() == steps.chunks() * steps.chunk() * BLOCK_ROWS);
     assert!(tile.tokens == ROWS && tile.words.len() * 4 == steps.chunks() * steps.chunk() * tile.lines());
-    // SAFETY: as in `expand`; panel and tile are as long as the steps say.
+    // SAFETY: as in `expand`; panel and tile have the lengths that the steps give.
     unsafe {
         match tile.planes {
             1 => walk::<1>(weights, steps, tile, panel, multiplier, out),
@@ -99,7 +100,7 @@ pub(super) fn compute(
 }
 
 /// # Safety
-/// The processor has AVX-512, panel and tile are as long as the steps say, and the tile has P planes.
+/// The processor has AVX-512, panel and tile have the lengths that the steps give, and the tile has P planes.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn walk<const P: usize>(
     weights: &Weights,
@@ -146,7 +147,7 @@ unsafe fn products<const P: usize>(
     let (depth, chunks) = (steps.chunk(), steps.chunks_of(step));
     let bytes = depth * ROWS;
     for (plane, sums) in sums.0[..P].iter_mut().enumerate() {
-        // SAFETY: chunks are those of panel and tile, whose lengths the caller vouches for.
+        // SAFETY: the chunks belong to panel and tile, whose lengths the caller guarantees.
         unsafe {
             let a = tile
                 .words
@@ -172,7 +173,7 @@ unsafe fn add<const P: usize>(
     totals: &mut [<Avx512 as Lanes>::Float; ROWS],
 ) {
     for (token, total) in totals.iter_mut().enumerate() {
-        // SAFETY: the caller's; a register has 64 bytes.
+        // SAFETY: guaranteed by the caller; a register has 64 bytes.
         unsafe {
             let digit = |plane: usize| Avx512::to_float(Avx512::load(sums.0[plane][token].as_ptr().cast()));
             let mut sum = digit(0);

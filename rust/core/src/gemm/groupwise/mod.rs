@@ -1,38 +1,38 @@
-//! Products by group-wise integer weights, straight from the packed bytes.
+//! Products by group-wise integer weights, directly from the packed bytes.
 //!
 //! With the codes q of a row, scale s_g and offset o_g of its groups (of a symmetric tensor `o_g = -2^(bits-1) s_g`),
-//! `y = sum over g of s_g * (sum of q x over g) + o_g * (sum of x over g)`: two multiplications a group beside the dot
-//! product of codes and activations. Products are of integers: a token's activations are quantized for each *step* of
-//! columns, symmetrically, by the largest of the step:
+//! `y = sum over g of s_g * (sum of q x over g) + o_g * (sum of x over g)`: two multiplications per group besides the
+//! dot product of codes and activations. Products are of integers: a token's activations are quantized symmetrically
+//! for each *step* of columns, by the largest activation of the step:
 //!
 //! * *int8*: to 8 bits, one plane of bytes.
-//! * *exact*: to 24 bits, three planes of signed bytes, each worth 256 of the next. A product is three integer products,
-//!   whose sum has the precision of single-precision arithmetic: an activation is off by at most 2^-23 of the step's
-//!   largest. That is faster than floats on every processor but those without integer dot products, since four
-//!   weights share an instruction, and it gives the same bits on every instruction set.
+//! * *exact*: to 24 bits, three planes of signed bytes, each worth 256 of the next. A product is three integer
+//!   products, whose sum has the precision of single-precision arithmetic: the error of an activation is at most
+//!   2^-23 of the step's largest. This is faster than floats on every processor with integer dot products, because
+//!   four weights share an instruction, and it gives the same bits on every instruction set.
 //!
-//! A third mode, *bf16*, also called *auto*, rounds activations to bf16 and multiplies panels of decoded weights
-//! ([`panels`]) where an expert has many tokens, and is *exact* where it has few. What follows is about the other two.
+//! The mode *bf16*, also the choice of *auto*, rounds activations to bf16 and multiplies by panels of decoded weights
+//! ([`panels`]) if an expert has many tokens, and is *exact* if it has few. The rest of this page describes the other
+//! two.
 //!
-//! `sum of x` is that of the quantized activations, so that both terms err alike and the error is that of centred
-//! weights. A step is a group, or 256 columns of a whole row: the columns over which products add up before they are
-//! scaled. 256 * 128 * 255 < 2^24: the sum of a plane of a step is exact in f32.
+//! `sum of x` is that of the quantized activations, so both terms have the same errors, and the total is that of
+//! centred weights. A step, the columns over which products add up before scaling, is a group, or 256 columns of a
+//! whole row. 256 * 128 * 255 < 2^24: the sum of a plane of a step is exact in f32.
 //!
-//! # How a product is cut
-//! A block of 16 rows by all tokens of its expert is computed by one thread, tile after tile of tokens, and runs of
-//! blocks of all experts are handed out in one parallel region ([`super::layer`]). The order of a sum depends on nothing but
-//! the tensor, so results depend neither on the number of threads, nor on which tokens share a call, nor on the
-//! instruction set.
-//! The kernel is written once over [`lanes::Lanes`]; several tokens go through matrix registers where there are some
-//! ([`matrix`]).
+//! # How a product is divided
+//! One thread multiplies a block of 16 rows by all tokens of its expert, one tile of tokens at a time, and runs of
+//! blocks of all experts are distributed in one parallel region ([`super::layer`]). The order of a sum depends only
+//! on the tensor, so results depend neither on the number of threads, nor on which tokens share a call, nor on the
+//! instruction set. The vector kernel is generic over [`lanes::Lanes`]; several tokens use matrix registers if the
+//! processor has them ([`matrix`]).
 //!
 //! # Accuracy
-//! With u = 2^-24, S = sum of |s q x| + |o x| over the quantized activations and n steps, the error is at most
-//! (2 n + 6) u S. A quantized activation is off by at most 1/254 (int8) or 2^-23 (exact) of the largest of its step, and
-//! 3 u of itself. Where a step's largest activation is below 2^-100, the step counts as zero. A step with an activation
-//! that is not finite makes its token's outputs NaN.
+//! With u = 2^-24, S = sum of |s q x| + |o x| over the quantized activations and n steps, the error is at most (2 n +
+//! 6) u S. The error of a quantized activation is at most 1/254 (int8) or 2^-23 (exact) of the largest of its step,
+//! plus 3 u of itself. If a step's largest activation is below 2^-100, the step counts as zero. A step with an
+//! activation that is not finite makes its token's outputs NaN.
 //!
-//! Codes and parameters are unchecked bytes: any of them gives a number (perhaps NaN) and no access out of bounds.
+//! Codes and parameters are not checked: any bytes give a number (possibly NaN) and no out-of-bounds access.
 
 mod drive;
 mod kernel;
@@ -63,16 +63,16 @@ use crate::formats::groupwise::BLOCK_ROWS;
 use crate::simd::Isa;
 use crate::types::Mode;
 
-/// Most columns of a step.
+/// The maximum number of columns of a step.
 pub const STEP_COLUMNS: usize = 256;
 
-/// The modes that group-wise tensors have, also compensated ones.
+/// The compute modes of group-wise and compensated tensors.
 pub const MODES: [Mode; 4] = [Mode::Auto, Mode::Exact, Mode::Bf16, Mode::Int8];
 
-/// What a kernel writes: a tile of tokens by the rows of a block.
+/// The output of a kernel: a tile of tokens by the rows of a block.
 type Out = [[f32; BLOCK_ROWS]; 16];
 
-/// How activations enter integer products.
+/// The precision of activations in integer products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Precision {
     /// With 24 bits, for each token and step.
@@ -82,7 +82,7 @@ pub(super) enum Precision {
 }
 
 impl Precision {
-    /// Bytes of a quantized activation, each of which is a plane.
+    /// The bytes of a quantized activation, each of which is a plane.
     fn planes(self) -> usize {
         match self {
             Precision::Exact => 3,
@@ -90,7 +90,7 @@ impl Precision {
         }
     }
 
-    /// What the largest activation of a step becomes: 127 in the first plane, zeros below.
+    /// The code of a step's largest activation: 127 in the first plane, zeros below.
     fn largest(self) -> f32 {
         match self {
             Precision::Exact => 127.0 * 65536.0,
@@ -99,7 +99,7 @@ impl Precision {
     }
 }
 
-/// What computes a product on this processor with an instruction set that it runs.
+/// The name of the kernel for an instruction set, which the processor must support.
 pub fn kernel_name(isa: Isa) -> &'static str {
     match isa {
         #[cfg(target_arch = "aarch64")]

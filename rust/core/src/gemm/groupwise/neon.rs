@@ -1,6 +1,6 @@
-//! Sixteen lanes of 64-bit Arm: four registers of NEON, with dot products of bytes (Armv8.2) or without.
+//! Sixteen lanes on 64-bit Arm: four NEON registers, with or without dot products of bytes (Armv8.2).
 //!
-//! All 16 rows at once share each broadcast of activations; the sums of six lines and the codes take 28 of 32 registers.
+//! All 16 rows share each broadcast of activations; the sums of six lines and the codes take 28 of 32 registers.
 
 use std::arch::aarch64::*;
 
@@ -11,12 +11,13 @@ use super::tile::{Steps, Tile};
 use crate::gemm::neon;
 use crate::simd;
 
-/// Registers of 16 lanes.
+/// The registers of 16 lanes.
 const PARTS: usize = 4;
 
-/// Computes a block by a tile; the processor has NEON.
+/// Multiplies a block by a tile; the processor has NEON.
 pub(super) fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
-    // SAFETY: `Isa::require` has found NEON, and dot products are asked for here; the drive passes what belongs together.
+    // SAFETY: `Isa::require` has checked NEON, and dot products are checked here; the driver passes matching
+    // arguments.
     unsafe {
         match simd::has_dot_products() {
             true => compute_by_dot_products(weights, steps, tile, out),
@@ -29,7 +30,7 @@ pub(super) fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &
 /// The processor has NEON with dot products; the rest is as in [`kernel::compute`].
 #[target_feature(enable = "neon,dotprod")]
 unsafe fn compute_by_dot_products(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { kernel::compute::<Neon<true>>(weights, steps, tile, out) }
 }
 
@@ -37,7 +38,7 @@ unsafe fn compute_by_dot_products(weights: &[Weights; 1], steps: &Steps, tile: &
 #[derive(Clone, Copy)]
 struct Neon<const DOT_PRODUCTS: bool>;
 
-// SAFETY (all blocks): the trait's contract: the set is there, and pointers are valid for 16 lanes.
+// SAFETY (all blocks): the trait's contract: the set is available, and pointers are valid for 16 lanes.
 impl<const DOT_PRODUCTS: bool> Lanes for Neon<DOT_PRODUCTS> {
     type Int = [uint32x4_t; PARTS];
     type Float = [float32x4_t; PARTS];
@@ -88,7 +89,7 @@ impl<const DOT_PRODUCTS: bool> Lanes for Neon<DOT_PRODUCTS> {
             if BITS < 8 {
                 return vreinterpretq_u32_s32(neon::dot::<DOT_PRODUCTS>(sum, codes, x));
             }
-            // Dot products are of signed bytes: by halves of four bits.
+            // Dot products take signed bytes, so codes are split into halves of four bits.
             let low = neon::dot::<DOT_PRODUCTS>(sum, vandq_u8(codes, vdupq_n_u8(15)), x);
             let high = neon::dot::<DOT_PRODUCTS>(vdupq_n_s32(0), vshrq_n_u8::<4>(codes), x);
             vreinterpretq_u32_s32(vaddq_s32(low, vshlq_n_s32::<4>(high)))
@@ -146,7 +147,7 @@ impl<const DOT_PRODUCTS: bool> Lanes for Neon<DOT_PRODUCTS> {
     }
 }
 
-/// The registers that a function makes of their numbers.
+/// An array of the results of a function for each register.
 #[inline(always)]
 fn parts<T>(of: impl Fn(usize) -> T) -> [T; PARTS] {
     std::array::from_fn(of)

@@ -9,10 +9,10 @@ use crate::gemm::panel::{Backend, Line, Source};
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
 
-/// The most that a weight rounded to bf16 is off by, in units of itself and of its scale.
+/// The maximum error of a weight rounded to bf16, relative to itself and to its scale.
 const ROUNDING: (f64, f64) = (1.0 / 256.0, 1.0 / 65536.0);
 
-/// Products in the mode `bf16`; without a set, by emulated matrix registers.
+/// Products in the mode `bf16`; without a set, with emulated matrix registers.
 fn products(view: &View, x: &[f32], offsets: &[usize], isa: Option<Isa>) -> Vec<f32> {
     let pool = pool::current().unwrap();
     let mut y = vec![f32::NAN; offsets[offsets.len() - 1] * view.layout().shape().rows];
@@ -28,7 +28,7 @@ fn products(view: &View, x: &[f32], offsets: &[usize], isa: Option<Isa>) -> Vec<
     y
 }
 
-/// Every set, and emulated matrix registers where there is AVX-512 beside them.
+/// Every set, and emulated matrix registers if AVX-512 is available beside them.
 fn ways() -> impl Iterator<Item = Option<Isa>> {
     let emulated = Isa::Avx512.available().then_some(None);
     sets().map(Some).chain(emulated)
@@ -63,7 +63,8 @@ fn rounded_panels_hold_the_weights() {
     }
 }
 
-/// Against decoded weights in f64: each factor is off by 2^-8 of itself, a sum by C 2^-24 of its terms.
+/// Compared with decoded weights in f64: the relative error of each factor is at most 2^-8, that of a sum C 2^-24 of
+/// its terms.
 #[test]
 fn products_are_within_their_bound_on_every_set() {
     for spec in specs() {
@@ -96,7 +97,7 @@ fn products_are_within_their_bound_on_every_set() {
 }
 
 #[test]
-fn few_tokens_are_exact_and_many_alike_whatever_their_company() {
+fn few_tokens_are_exact_and_many_do_not_affect_each_other() {
     for bits in [4, 8] {
         let blob = case(3, 40, 192, spec(bits, 64, false)).blob;
         let view = View::parse(&blob).unwrap();
@@ -137,7 +138,7 @@ fn bf16_activations_are_their_values_and_threads_change_nothing() {
 }
 
 #[test]
-fn what_is_no_number_stays_with_its_token() {
+fn nan_and_infinity_affect_only_their_token() {
     for bits in [4, 8] {
         let blob = case(1, 20, 64, spec(bits, 32, false)).blob;
         let view = View::parse(&blob).unwrap();

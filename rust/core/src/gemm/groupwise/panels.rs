@@ -1,10 +1,11 @@
-//! Group-wise weights as [`crate::gemm::panel`] multiplies them, for the mode `bf16`.
+//! Panels of group-wise weights for [`crate::gemm::panel`], for the mode `bf16`.
 //!
-//! Panels hold weights rounded to bf16 ([`super::rounded`]), whose products add up over the whole row. Scaling the sums of
-//! codes group by group instead, in matrix registers, decodes faster but took twice as long with 64 tokens and more.
+//! Panels hold weights rounded to bf16 ([`super::rounded`]), whose products add up over the whole row. Scaling the
+//! sums of codes group by group instead, in matrix registers, decodes faster but took twice as long with 64 tokens
+//! and more.
 //!
-//! Experts with few tokens are multiplied exactly: reading takes the time, and their kernels need no panel. From how many
-//! tokens on panels are faster was measured on 14336 x 4096, with AVX2 on 512 x 4096 ([`fewest`]).
+//! Experts with few tokens are multiplied exactly: they are bound by reading, and their kernels need no panel. The
+//! number of tokens above which panels are faster was measured on 14336 x 4096, with AVX2 on 512 x 4096 ([`fewest`]).
 
 use std::ops::Range;
 
@@ -16,7 +17,7 @@ use crate::simd::Isa;
 use crate::types::Activations;
 use crate::types::Shape;
 
-/// The tokens of an expert from which on panels are faster than exact products of codes of so many bits.
+/// The minimum number of tokens of an expert for which panels are faster than exact products of `bits`-bit codes.
 pub(super) fn fewest(backend: Backend, bits: usize) -> usize {
     match (backend, bits) {
         (Backend::Matrix, _) => 5,
@@ -27,16 +28,16 @@ pub(super) fn fewest(backend: Backend, bits: usize) -> usize {
     }
 }
 
-/// A tensor, and how its panels are made.
+/// A tensor and the settings of its panels.
 pub(super) struct Panels<'a> {
     view: View<'a>,
     layout: Layout,
-    /// The set that decodes it.
+    /// The instruction set for decoding.
     isa: Isa,
 }
 
 impl<'a> Panels<'a> {
-    /// The panels that a backend, which was found available, multiplies.
+    /// Panels for a backend, which must be available.
     pub fn new(view: View<'a>, backend: Backend) -> Self {
         Panels {
             view,

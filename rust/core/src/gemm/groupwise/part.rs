@@ -1,4 +1,4 @@
-//! Part of a block of rows, as what decodes a panel of it reads it.
+//! The part of a row block that decoding a panel reads.
 
 use std::ops::Range;
 
@@ -6,10 +6,10 @@ use crate::bits::UNIT;
 use crate::formats::groupwise::{Layout, ParameterType, REGISTER_BYTES};
 use crate::gemm::panel::LANES;
 
-/// Quads (four columns of each row) of a unit.
+/// The quads (four columns of each row) of a unit.
 pub(super) const QUADS: usize = UNIT / 4;
 
-/// Units (32 columns: a chunk of bf16) of a block.
+/// Some units (32 columns: a chunk of bf16) of a block.
 pub(super) struct Part<'a> {
     pub block: &'a [u8],
     pub layout: &'a Layout,
@@ -17,7 +17,7 @@ pub(super) struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// The group of a column; of columns behind the last, the last group.
+    /// The group of a column; for columns after the last, the last group.
     #[inline(always)]
     pub fn group(&self, column: usize) -> usize {
         let shift = match self.layout.spec().group {
@@ -34,17 +34,17 @@ impl Part<'_> {
         bytes.as_chunks().0
     }
 
-    /// Bytes of a group's parameters.
+    /// The bytes of a group's parameters.
     fn group_bytes(&self) -> usize {
         2 * LANES * (2 - usize::from(self.layout.spec().symmetric))
     }
 
-    /// What a symmetric tensor subtracts from its codes.
+    /// The value that a symmetric tensor subtracts from its codes.
     fn middle(&self) -> f32 {
         (1u32 << (self.layout.bits() - 1)) as f32
     }
 
-    /// Scales and offsets of a group.
+    /// The scales and offsets of a group.
     #[inline(always)]
     pub fn parameters(&self, group: usize) -> [[f32; LANES]; 2] {
         let spec = self.layout.spec();
@@ -72,7 +72,7 @@ mod x86 {
     use super::*;
 
     impl Part<'_> {
-        /// Scales, and offsets less `middle` scales, of a group.
+        /// The scales, and the offsets minus `middle` times the scales, of a group.
         ///
         /// # Safety
         /// The processor has AVX-512.

@@ -1,4 +1,4 @@
-//! Group-wise tensors as [`crate::gemm::layer`] multiplies them.
+//! Group-wise tensors as projections for [`crate::gemm::layer`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,7 +26,8 @@ impl<'a> Groupwise<'a> {
     /// Products in `mode` with `isa`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): there is no such mode ([`super::MODES`]), or the processor lacks the set.
+    /// [`Error::InvalidArgument`](crate::Error) if the mode does not exist ([`super::MODES`]) or the processor lacks
+    /// the set.
     pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Groupwise<'a>> {
         let engine = Engine::new(mode, isa)?;
         Ok(Groupwise { view, engine })
@@ -48,7 +49,7 @@ impl Projection for Groupwise<'_> {
             .memory(first + rows.start / BLOCK_ROWS..first + rows.end.div_ceil(BLOCK_ROWS))
     }
 
-    /// What kernels of many tokens take at a time.
+    /// The rows that kernels for many tokens take at a time.
     fn granule(&self) -> usize {
         2 * BLOCK_ROWS
     }
@@ -68,7 +69,7 @@ impl Projection for Groupwise<'_> {
     }
 }
 
-/// What prepared activations depend on, besides the tokens.
+/// Everything that prepared activations depend on, besides the tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Key {
     steps: Steps,
@@ -78,23 +79,23 @@ struct Key {
 
 static ACTIVATIONS: Cache<Key, Prepared> = Cache::new();
 
-/// The activations of a job: in the first stage tokens become integers, in the second one tokens become tiles.
+/// The prepared activations of a job: the first stage quantizes tokens, the second one arranges them in tiles.
 pub struct Prepared {
     key: Key,
     tokens: Slots<Tile>,
     /// The tiles of all tasks.
     plans: Vec<Plan>,
     tiles: Slots<Tile>,
-    /// For each task, its tiles.
+    /// The range of tiles of each task.
     of_task: Vec<Range<usize>>,
-    /// The tiles that are to be made: those of a single token are its own.
+    /// The tiles to build: a tile of a single token is the token itself.
     made: Vec<usize>,
 }
 
-/// A tile to be made of the tokens at some places.
+/// A tile to build from the tokens at some places.
 struct Plan {
     places: Range<usize>,
-    /// Its tokens, with padding.
+    /// The number of tokens, including padding.
     width: usize,
     form: Form,
 }
@@ -195,7 +196,7 @@ impl Kernel for Groupwise<'_> {
         for start in rows.clone().step_by(2 * BLOCK_ROWS) {
             let end = (start + 2 * BLOCK_ROWS).min(rows.end);
             let block = work.expert() * layout.blocks() + start / BLOCK_ROWS;
-            // The last rows may be those of one block.
+            // The last rows may belong to a single block.
             let count = (end - start).div_ceil(BLOCK_ROWS);
             let weights = [block, block + count - 1].map(|block| Weights {
                 block: self.view.block(block),

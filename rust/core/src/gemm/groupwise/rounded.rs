@@ -1,9 +1,9 @@
 //! Panels of weights rounded to bf16.
 //!
-//! A weight is `scale * code + offset`. Scale times code is exact in f32, so the sum is rounded to f32 once and then to
-//! bf16, to nearest. AVX-512 reads a code with its exponent as a float, 256 + code, and takes
-//! `scale * (256 + code) + (offset - 256 * scale)`: the same, unless the offset is below a 64th of the scale, where the
-//! last term is off by at most 2^-16 of the scale.
+//! A weight is `scale * code + offset`. Scale times code is exact in f32, so the sum is rounded to f32 once and then
+//! to bf16, to nearest. AVX-512 inserts a code into the mantissa of a float, 256 + code, and computes `scale * (256 +
+//! code) + (offset - 256 * scale)`. The result is the same unless the offset is below a 64th of the scale; the error
+//! of the last term is then at most 2^-16 of the scale.
 
 use super::part::{Part, QUADS};
 use crate::bits::{UNIT, place};
@@ -11,10 +11,10 @@ use crate::formats::groupwise::REGISTER_BYTES;
 use crate::gemm::panel::{LANES, Line, pair};
 use crate::simd::Isa;
 
-/// Decodes units (a chunk of bf16 each) into lines of neighbouring columns. `isa` was found available.
+/// Decodes units (a chunk of bf16 each) into lines of neighbouring columns. The processor must support `isa`.
 pub(super) fn decode(isa: Isa, part: &Part, to: &mut [Line]) {
     match isa {
-        // SAFETY: the set was found available; panels use AVX-512 with bf16 only.
+        // SAFETY: the processor supports the set; panels only use AVX-512 with bf16.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => unsafe { x86::avx512(part, to) },
         // SAFETY: as above.
@@ -24,7 +24,7 @@ pub(super) fn decode(isa: Isa, part: &Part, to: &mut [Line]) {
     }
 }
 
-/// Decodes in plain loops over the rows.
+/// Decodes with portable loops over the rows.
 #[inline(always)]
 fn portable(part: &Part, to: &mut [Line]) {
     let bits = part.layout.bits();
@@ -47,7 +47,7 @@ fn portable(part: &Part, to: &mut [Line]) {
     }
 }
 
-/// Four codes of each row, a byte each.
+/// Four codes of each row, one byte each.
 #[inline(always)]
 fn quad_codes(bits: usize, registers: &[[u8; REGISTER_BYTES]], quad: usize) -> [u32; LANES] {
     let (word, shift) = place(bits, quad);
@@ -64,19 +64,19 @@ fn quad_codes(bits: usize, registers: &[[u8; REGISTER_BYTES]], quad: usize) -> [
 }
 
 #[cfg(target_arch = "x86_64")]
-#[allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
+#[allow(clippy::needless_range_loop)] // Indexing arrays of registers is clearest here.
 mod x86 {
     use std::arch::x86_64::*;
 
     use super::*;
 
-    /// How far ahead of the codes in use memory is asked for, in bytes.
+    /// The prefetch distance of codes, in bytes.
     const AHEAD: usize = 1536;
 
     /// # Safety
     /// The processor has AVX2.
     pub unsafe fn avx2(part: &Part, to: &mut [Line]) {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match part.layout.bits() {
                 2 => decode_by_eight::<2>(part, to),
@@ -87,7 +87,7 @@ mod x86 {
         }
     }
 
-    /// The bits of eight values rounded to bf16, as [`pair`] rounds them.
+    /// The bits of eight values rounded to bf16 like [`pair`].
     #[inline]
     #[target_feature(enable = "avx2")]
     fn rounded(values: __m256) -> __m256i {
@@ -103,7 +103,7 @@ mod x86 {
         _mm256_blendv_epi8(nearest, quiet, is_nan)
     }
 
-    /// Four codes, a byte each, of the rows that half `half` of a unit's registers holds.
+    /// Four codes, one byte each, of the rows in half `half` of a unit's registers.
     #[inline]
     #[target_feature(enable = "avx2")]
     fn codes_of_eight<const BITS: usize>(
@@ -147,7 +147,7 @@ mod x86 {
                 if group != last {
                     (last, parameters) = (group, part.parameters(group));
                 }
-                // SAFETY: eight of a parameter's 16 values are behind the place.
+                // SAFETY: eight of a parameter's 16 values follow the offset.
                 let [scales, offsets] = unsafe {
                     [
                         _mm256_loadu_ps(parameters[0].as_ptr().add(8 * half)),
@@ -175,7 +175,7 @@ mod x86 {
     /// # Safety
     /// The processor has AVX-512 with bf16.
     pub unsafe fn avx512(part: &Part, to: &mut [Line]) {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match part.layout.bits() {
                 2 => decode::<2>(part, to),
@@ -186,7 +186,7 @@ mod x86 {
         }
     }
 
-    /// Sixteen rows' codes that lie `from` bits up in their words, as floats of 256 + code.
+    /// The codes of sixteen rows, which start at bit `from` of their words, as floats of 256 + code.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn float<const BITS: usize>(words: __m512i, from: u32) -> __m512 {
@@ -217,7 +217,7 @@ mod x86 {
         for (unit, lines) in part.units.clone().zip(to.as_chunks_mut::<LANES>().0) {
             let mut words = [_mm512_setzero_si512(); BITS];
             for (register, words) in part.registers(unit).iter().zip(&mut words) {
-                // SAFETY: a register has 64 bytes; a prefetch may name any address.
+                // SAFETY: a register has 64 bytes; a prefetch may use any address.
                 unsafe {
                     _mm_prefetch::<_MM_HINT_T0>(register.as_ptr().wrapping_add(AHEAD).cast());
                     *words = _mm512_loadu_si512(register.as_ptr().cast());
@@ -227,7 +227,7 @@ mod x86 {
                 if quad % 4 == 0 {
                     let group = part.group(unit * UNIT + 4 * quad);
                     if group != last {
-                        // SAFETY: the caller's.
+                        // SAFETY: guaranteed by the caller.
                         (scales, offsets) = unsafe { part.vectors(group, 256.0) };
                         last = group;
                     }
@@ -254,7 +254,7 @@ mod x86 {
         }
     }
 
-    /// Quads 6 and 7 of three bits, a byte each.
+    /// Quads 6 and 7 of three-bit codes, one byte each.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn last_quads<const BITS: usize>(words: &[__m512i; BITS], quad: usize) -> __m512i {

@@ -5,9 +5,9 @@ use super::kernel::{self, Weights};
 use super::lanes::Lanes;
 use super::tile::{Steps, Tile};
 
-/// Computes a block by a tile.
+/// Multiplies a block by a tile.
 pub(super) fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
-    // SAFETY: portable code needs no instruction set; the drive passes what belongs together.
+    // SAFETY: portable code needs no instruction set; the driver passes matching arguments.
     unsafe { kernel::compute::<Portable>(weights, steps, tile, out) }
 }
 
@@ -32,7 +32,7 @@ fn pairs<T: Copy, U: Copy + Default>(a: [T; 16], b: [T; 16], f: impl Fn(T, T) ->
     out
 }
 
-// SAFETY (all blocks): the trait's contract says that the pointers are valid.
+// SAFETY (all blocks): by the trait's contract the pointers are valid.
 impl Lanes for Portable {
     type Int = [u32; 16];
     type Float = [f32; 16];

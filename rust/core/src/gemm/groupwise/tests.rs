@@ -21,7 +21,7 @@ pub(super) fn activations(count: usize) -> Vec<f32> {
         .collect()
 }
 
-/// The activations that a mode multiplies by, step by step.
+/// The quantized activations of a mode, step by step.
 fn quantized(layout: &Layout, x: &[f32], mode: Mode) -> Vec<f64> {
     let columns = layout.shape().columns;
     let step = if layout.spec().group == 0 {
@@ -51,7 +51,7 @@ fn quantized(layout: &Layout, x: &[f32], mode: Mode) -> Vec<f64> {
     out
 }
 
-/// Each output against decoded codes and parameters in f64, within the bound of the module.
+/// Compares each output with decoded codes and parameters in f64, within the module's bound.
 fn hold(view: &View, x: &[f32], offsets: &[usize], y: &[f32], mode: Mode) {
     let layout = view.layout();
     let shape = layout.shape();
@@ -82,7 +82,7 @@ fn hold(view: &View, x: &[f32], offsets: &[usize], y: &[f32], mode: Mode) {
     }
 }
 
-/// What matrix registers compute, as plain loops.
+/// Emulates matrix registers with portable loops.
 ///
 /// # Safety
 /// As `Multiplier::multiply`.
@@ -98,7 +98,8 @@ pub(super) unsafe fn emulate(
     for (m, n) in (0..16).flat_map(|m| (0..16).map(move |n| (m, n))) {
         let mut sum = 0;
         for (part, k) in (0..count).flat_map(|part| (0..depth).map(move |k| (part, k))) {
-            // SAFETY: the caller's: both factors have `count` parts of 16 x depth bytes, and c has 256 words.
+            // SAFETY: guaranteed by the caller: both factors have `count` parts of 16 x depth bytes, and c has 256
+            // words.
             let (a, b) = unsafe {
                 (
                     *a.add(part * stride + m * depth + k) as i8,
@@ -112,7 +113,7 @@ pub(super) unsafe fn emulate(
     }
 }
 
-/// Products by matrix registers, emulated.
+/// Products with emulated matrix registers.
 #[cfg(target_arch = "x86_64")]
 pub(in crate::gemm) fn emulated<'a>(view: &View<'a>, mode: Mode) -> Groupwise<'a> {
     let mut projection = Groupwise::new(*view, mode, Isa::Avx512).unwrap();

@@ -1,4 +1,4 @@
-//! Activations as the kernels read them: integers of one or three planes, with what each step needs.
+//! Prepared activations for the kernels: integers in one or three planes, with the scales and sums of each step.
 
 use std::ops::Range;
 
@@ -7,19 +7,19 @@ use crate::bits::UNIT;
 use crate::formats::groupwise::Layout;
 use crate::types::Activations;
 
-/// What a plane of a number is worth, in units of the next plane.
+/// The value of a plane in units of the next plane.
 pub(super) const DIGIT: f32 = 256.0;
-/// Bytes of a row of a matrix tile: 64 columns.
+/// The bytes of a row of a matrix tile: 64 columns.
 pub(super) const CHUNK: usize = 64;
 
-/// The cuts of a row between which products add up before they are scaled.
+/// The steps of a row: products add up within a step before they are scaled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Steps {
-    /// Columns of a step: 16 or a multiple of 32.
+    /// The columns of a step: 16 or a multiple of 32.
     pub columns: usize,
-    /// Steps of a row.
+    /// The steps of a row.
     pub count: usize,
-    /// Units of 32 columns of a row.
+    /// The 32-column units of a row.
     pub units: usize,
 }
 
@@ -36,12 +36,12 @@ impl Steps {
         }
     }
 
-    /// Columns of a chunk, which is what matrix tiles hold of a row: 16, 32 or 64, of one step.
+    /// The columns of a chunk, the part of a row in a matrix tile: 16, 32 or 64, within one step.
     pub fn chunk(&self) -> usize {
         self.columns.min(CHUNK)
     }
 
-    /// Chunks of a row.
+    /// The chunks of a row.
     pub fn chunks(&self) -> usize {
         (self.units * UNIT).div_ceil(self.chunk())
     }
@@ -53,37 +53,37 @@ impl Steps {
     }
 }
 
-/// Kinds of registers that a tile is laid out for.
+/// The layouts of tiles, by the registers that read them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
-    /// Words of four neighbouring activations, [padded columns / 4, lines]: a vector's broadcasts.
+    /// Words of four neighbouring activations, [padded columns / 4, lines], for vector broadcasts.
     Words,
-    /// Rows of bytes, [chunks, planes, tokens, columns of a chunk]: a matrix tile's rows.
+    /// Rows of bytes, [chunks, planes, tokens, columns of a chunk], for the rows of matrix tiles.
     Rows,
 }
 
-/// Some tokens, interleaved. A *line* is a plane of a token; those of a token follow each other.
+/// Some tokens, interleaved. A *line* is a plane of a token; the lines of a token are consecutive.
 pub(super) struct Tile {
     pub form: Form,
-    /// N.
+    /// The number of tokens, N.
     pub tokens: usize,
-    /// Planes of a token, the most significant first.
+    /// The planes of a token, the most significant first.
     pub planes: usize,
-    /// The planes, four bytes a word.
+    /// The planes, four bytes per word.
     pub words: Vec<u32>,
-    /// What the unit of the last plane is worth, [steps, N].
+    /// The scales of the last planes, [steps, N].
     pub scales: Vec<f32>,
-    /// Sums of the quantized activations times their worth, [steps, N].
+    /// The sums of the quantized activations times their scales, [steps, N].
     pub sums: Vec<f32>,
 }
 
 impl Tile {
-    /// Planes of all tokens.
+    /// The number of planes of all tokens.
     pub fn lines(&self) -> usize {
         self.tokens * self.planes
     }
 
-    /// Room for one token.
+    /// An empty tile for one token.
     pub fn single(steps: &Steps, planes: usize) -> Tile {
         Tile::zeros(steps, planes, 1, Form::Words)
     }
@@ -138,7 +138,7 @@ impl Tile {
     }
 }
 
-/// Copies a token's values, N neighbours at a time, to every `width`-th place.
+/// Copies a token's values, N consecutive ones at a time, with stride `width`.
 #[inline(always)]
 fn spread<const N: usize, T: Copy>(from: &[T], to: &mut [T], width: usize, lane: usize) {
     let places = to.chunks_exact_mut(width).zip(from.as_chunks::<N>().0);
@@ -187,7 +187,7 @@ pub(in crate::gemm) fn digit(code: i32, shift: usize) -> u8 {
     ((code + half) >> shift) as u8
 }
 
-/// A step's activations of a token.
+/// The activations of a token in a step.
 #[inline(always)]
 fn gather<'a>(x: &Activations, range: Range<usize>, buffer: &'a mut [f32; STEP_COLUMNS]) -> &'a [f32] {
     let buffer = &mut buffer[..range.len()];
@@ -195,18 +195,18 @@ fn gather<'a>(x: &Activations, range: Range<usize>, buffer: &'a mut [f32; STEP_C
     buffer
 }
 
-/// A step whose largest activation is smaller counts as zero: the reciprocal of its scale might overflow.
+/// Steps whose largest activation is below this value count as zero: the reciprocal of their scale might overflow.
 const SMALLEST: f32 = 7.888_609e-31; // 2^-100
 
-/// Quantizes at most 256 values; returns what a unit is worth and the sum of the codes, which are at most
-/// [`Precision::largest`] in magnitude: 256 of them stay below 2^31.
+/// Quantizes at most 256 values; returns the scale and the sum of the codes, which are at most [`Precision::largest`]
+/// in magnitude: the sum of 256 of them stays below 2^31.
 #[inline(always)]
 pub(in crate::gemm) fn quantize(
     values: &[f32],
     precision: Precision,
     codes: &mut [i32; STEP_COLUMNS],
 ) -> (f32, i32) {
-    // As integers, magnitudes order like the numbers, infinity and NaN on top.
+    // As integers, the bits of magnitudes are ordered like the magnitudes, with infinity and NaN last.
     let largest = values
         .iter()
         .fold(0, |most, x| most.max(x.to_bits() as i32 & i32::MAX));
@@ -226,11 +226,11 @@ pub(in crate::gemm) fn quantize(
     (largest / precision.largest(), sum)
 }
 
-/// The nearest integer, ties to even, of a number below 2^23 in magnitude. Not `round_ties_even() as i32`: what that
-/// does with numbers out of range keeps compilers from vector code.
+/// The nearest integer, ties to even, of a number below 2^23 in magnitude. Not `round_ties_even() as i32`, whose
+/// handling of numbers out of range prevents vectorization.
 #[inline(always)]
 fn round(x: f32) -> i32 {
-    /// Adding it to a number below 2^22 rounds it to an integer, which then stands in the low bits.
+    /// Adding this constant to a number below 2^22 rounds it to an integer, which is then in the low bits.
     const ROUNDER: f32 = 12_582_912.0;
     let high = (x * (1.0 / 256.0) + ROUNDER) - ROUNDER;
     let low = (x - high * 256.0) + ROUNDER;

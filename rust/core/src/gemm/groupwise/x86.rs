@@ -1,4 +1,4 @@
-//! Sixteen lanes of x86-64: AVX2 (with or without AVX-VNNI) and AVX-512 with VNNI.
+//! Sixteen lanes on x86-64: AVX2 (with or without AVX-VNNI) and AVX-512 with VNNI.
 
 use std::arch::x86_64::*;
 
@@ -9,7 +9,7 @@ use super::{Out, Precision};
 use crate::simd::Isa;
 use crate::types::Activations;
 
-/// Brings a token into the form of a mode by the code of [`tile::fill`], compiled for AVX2; the processor has it.
+/// Quantizes a token by the code of [`tile::fill`], compiled for AVX2, which the processor has.
 pub(super) fn fill(
     steps: &Steps,
     columns: usize,
@@ -18,7 +18,7 @@ pub(super) fn fill(
     precision: Precision,
     row: &mut Tile,
 ) {
-    // SAFETY: the drive calls this for AVX2 and AVX-512, which `Isa::require` has checked.
+    // SAFETY: only called for AVX2 and AVX-512, which `Isa::require` has checked.
     unsafe { fill_avx2(steps, columns, x, token, precision, row) }
 }
 
@@ -40,7 +40,7 @@ fn fill_avx2(
 /// The processor has AVX-512, and block and steps belong to `weights.layout`.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn expand(weights: &Weights, steps: &Steps, to: &mut [u8]) {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { kernel::expand::<Avx512>(weights, steps, to) }
 }
 
@@ -49,9 +49,9 @@ pub(super) fn has_avx_vnni() -> bool {
     is_x86_feature_detected!("avxvnni")
 }
 
-/// Computes a block by a tile with AVX2 or AVX-512; the processor has it.
+/// Multiplies a block by a tile with AVX2 or AVX-512, which the processor has.
 pub(super) fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, isa: Isa, out: &mut [Out; 1]) {
-    // SAFETY: `Isa::require` has checked the sets; the drive passes what belongs together.
+    // SAFETY: `Isa::require` has checked the sets; the driver passes matching arguments.
     unsafe {
         match isa {
             Isa::Avx512 => compute_avx512(weights, steps, tile, out),
@@ -61,7 +61,7 @@ pub(super) fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, isa: I
     }
 }
 
-/// Computes two blocks by a tile of lines that go [`kernel::by_pairs`] with AVX-512; the processor has it.
+/// Multiplies two blocks by a tile for which [`kernel::by_pairs`] is true, with AVX-512, which the processor has.
 pub(super) fn compute_pair(weights: &[Weights; 2], steps: &Steps, tile: &Tile, out: &mut [Out; 2]) {
     // SAFETY: as in `compute`.
     unsafe { pair_avx512(weights, steps, tile, out) }
@@ -73,7 +73,7 @@ macro_rules! entry {
         /// As that of the kernel.
         #[target_feature(enable = $features)]
         unsafe fn $name(weights: &[Weights; $blocks], steps: &Steps, tile: &Tile, out: &mut [Out; $blocks]) {
-            // SAFETY: the features are those of the lanes; the rest is the caller's promise.
+            // SAFETY: the features are those of the lanes; the rest is guaranteed by the caller.
             unsafe { kernel::$kernel::<$lanes>(weights, steps, tile, out) }
         }
     };
@@ -100,7 +100,7 @@ entry!(compute_avx_vnni, compute, 1, Avx2<true>, "avx2,fma,f16c,avxvnni");
 #[derive(Clone, Copy)]
 pub(super) struct Avx512;
 
-// SAFETY (all blocks): the trait's contract is the intrinsics'.
+// SAFETY (all blocks): the trait's contract is that of the intrinsics.
 impl Lanes for Avx512 {
     type Int = __m512i;
     type Float = __m512;
@@ -196,11 +196,11 @@ impl Lanes for Avx512 {
     }
 }
 
-/// Registers of 16 lanes of AVX2.
+/// The AVX2 registers of 16 lanes.
 const PARTS: usize = 2;
 
-/// An array of what an expression is for each register's number. No closure: that has not the instruction set of its
-/// caller, and where compilers do not inline it, each intrinsic is a call.
+/// An array of an expression's values for each register's index. Not a closure, which would lack the instruction set
+/// of its caller: if it is not inlined, each intrinsic becomes a call.
 macro_rules! parts {
     (|$i:ident| $value:expr) => {
         [
@@ -216,12 +216,12 @@ macro_rules! parts {
     };
 }
 
-/// A whole block; with the dot product of AVX-VNNI, or multiplications of bytes into 16 bits. Both registers share each
-/// broadcast of activations, and a line of memory is read once.
+/// A whole block, with the dot product of AVX-VNNI or with multiplications of bytes into 16 bits. Both registers
+/// share each broadcast of activations, and a cache line is read once.
 #[derive(Clone, Copy)]
 struct Avx2<const VNNI: bool>;
 
-// SAFETY (all blocks): the trait's contract: the set is there, and pointers are valid for 16 lanes.
+// SAFETY (all blocks): the trait's contract: the set is available, and pointers are valid for 16 lanes.
 impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     const CHAINS: bool = VNNI;
     type Int = [__m256i; PARTS];
@@ -285,7 +285,7 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
             } else if BITS < 8 {
                 _mm256_add_epi16(sum[i], _mm256_maddubs_epi16(codes[i], x))
             } else {
-                // 2 * 255 * 128 would saturate: by halves of four bits.
+                // 2 * 255 * 128 would saturate, so codes are split into halves of four bits.
                 let (mask, shifted) = (_mm256_set1_epi8(15), _mm256_srli_epi32::<4>(codes[i]));
                 let low = _mm256_maddubs_epi16(_mm256_and_si256(codes[i], mask), x);
                 let high = _mm256_maddubs_epi16(_mm256_and_si256(shifted, mask), x);
@@ -356,8 +356,8 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     }
 }
 
-/// Whether products of bytes add up in 16 bits over a unit: those of codes below 16 are at most
-/// 8 quads * 2 * 15 * 128 = 30,720 in magnitude.
+/// Whether products of bytes add up in 16 bits over a unit: for codes below 16 they are at most 8 quads * 2 * 15 *
+/// 128 = 30,720 in magnitude.
 const fn sums_pairs<const VNNI: bool, const BITS: usize>() -> bool {
     !VNNI && BITS < 8
 }

@@ -1,24 +1,24 @@
-//! The gate of an expert: what becomes of the products of gate and up, with an exponential that compilers turn into
-//! vector code.
+//! The gates of experts, which combine the products of gate and up, with an exponential that compilers vectorize.
 
 use crate::simd::{Isa, vectorized};
 
-/// What an expert's down projection takes, of the products `gate` and `up`.
+/// The function of the products `gate` and `up` that gives the input of an expert's down projection.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Gate {
     /// silu(gate) * up, where silu(x) = x / (1 + exp(-x)).
     Silu,
     /// g / (1 + exp(-alpha * g)) * (u + 1), where g is at most `limit` and u between -limit and limit (gpt-oss).
     Clamped {
-        /// How steep the gate is.
+        /// The steepness of the gate.
         alpha: f32,
-        /// Where products are cut off.
+        /// The limit at which products are clamped.
         limit: f32,
     },
 }
 
 impl Gate {
-    /// `gate` becomes what the down projection takes: the same bits on every set. The processor runs `isa`.
+    /// Replaces `gate` by the input of the down projection, with the same bits on every set. The processor must
+    /// support `isa`.
     pub fn apply(self, isa: Isa, gate: &mut [f32], up: &[f32]) {
         match self {
             Gate::Silu => gated(isa, gate, up),
@@ -34,7 +34,7 @@ vectorized! {
 #[inline(always)]
 fn clamped_loop(gate: &mut [f32], up: &[f32], alpha: f32, limit: f32) {
     for (gate, &up) in gate.iter_mut().zip(up) {
-        // Comparisons, not `clamp`: they let NaN through.
+        // Comparisons instead of `clamp`, because NaN must pass.
         let g = if *gate > limit { limit } else { *gate };
         let u = if up > limit { limit } else { up };
         let u = if u < -limit { -limit } else { u };
@@ -42,18 +42,18 @@ fn clamped_loop(gate: &mut [f32], up: &[f32], alpha: f32, limit: f32) {
     }
 }
 
-/// 1 / (1 + exp(-x)), the same bits on every instruction set.
+/// 1 / (1 + exp(-x)), with the same bits on every instruction set.
 #[inline(always)]
 pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// `gate` becomes `silu(gate) * up`, where `silu(x) = x / (1 + exp(-x))`: the same bits on every set. The processor
-/// runs `isa`.
+/// Replaces `gate` by `silu(gate) * up`, where `silu(x) = x / (1 + exp(-x))`, with the same bits on every set. The
+/// processor must support `isa`.
 pub fn gated(isa: Isa, gate: &mut [f32], up: &[f32]) {
     match isa {
         Isa::Scalar => gated_loop(gate, up),
-        // SAFETY: every set but the scalar one has AVX2; the caller has found the set available.
+        // SAFETY: every set but the scalar one includes AVX2; the caller checked that the set is available.
         #[cfg(target_arch = "x86_64")]
         _ => unsafe { gated_avx2(gate, up) },
         #[cfg(not(target_arch = "x86_64"))]
@@ -77,20 +77,21 @@ fn gated_loop(gate: &mut [f32], up: &[f32]) {
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// ln 2 in two parts; the first has so few bits that its product with an exponent is exact.
 const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
-/// Adding it rounds to an integer, which then stands in the low bits.
+/// Adding this constant rounds to an integer, which is then in the low bits.
 const ROUNDER: f32 = 12_582_912.0;
 
-/// e^x, within 2 units in the last place where the result is a normal number; flushed to about 2^-126 below and to
-/// 2^127 or infinity above; NaN stays NaN. The same bits on every instruction set: nothing is fused.
+/// e^x, within 2 units in the last place if the result is a normal number. Results are flushed to about 2^-126 below
+/// and to 2^127 or infinity above; NaN stays NaN. Operations are not fused, so every instruction set gives the same
+/// bits.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
-    // Comparisons, not `clamp`: they let NaN through.
+    // Comparisons instead of `clamp`, because NaN must pass.
     let x = if x > 88.3 { 88.3 } else { x };
     let x = if x < -87.3 { -87.3 } else { x };
     let shifted = x * LOG2_E + ROUNDER;
     let exponent = shifted - ROUNDER;
     let r = x - exponent * LN_2[0] - exponent * LN_2[1];
-    // The Taylor series on |r| <= 0.35: the first term left out is below 2^-26 of the result.
+    // The Taylor series on |r| <= 0.35: the first omitted term is below 2^-26 of the result.
     let mut sum = 1.0 / 5040.0;
     for term in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
         sum = sum * r + term;
@@ -141,7 +142,7 @@ mod tests {
                 let g = f64::from(gate).min(7.0);
                 let u = f64::from(up).clamp(-7.0, 7.0);
                 let expected = g / (1.0 + (-f64::from(alpha) * g).exp()) * (u + 1.0);
-                // Rounding alpha * g alone is worth 5e-7 of the result where it matters.
+                // Rounding alpha * g alone accounts for up to 5e-7 of the result.
                 assert!((f64::from(found) - expected).abs() <= 2e-6 * expected.abs().max(1e-3));
             }
         }

@@ -1,32 +1,32 @@
-//! Down projections and the weighted sum of many tokens in one phase: a unit of work is some rows of all experts.
+//! The down projection and the weighted sum of many tokens in one phase: a unit of work is some rows of all experts.
 //!
-//! The outputs of all places x rows are more than caches hold: 17 MB where 256 tokens go through eight experts of 2,048
-//! rows each, to be cleared, written and read. Those of a band of rows are summed by the thread that computes them,
-//! before they leave its caches. Terms are added in the order of a token's list: sums have the same bits.
+//! The outputs of all places x rows exceed the caches: 17 MB for 256 tokens with eight experts of 2,048 rows each, to
+//! be cleared, written and read. Instead, the thread that computes the outputs of a band of rows sums them before
+//! they leave its caches. Terms are added in the order of a token's list, so sums have the same bits.
 
 use super::output::Output;
 use super::projection::{Products, Projection};
 use super::region::Thread;
 use super::routing::Job;
 
-/// From as many outputs on (4 MB) they are summed band by band: fewer wait in caches anyway.
+/// The minimum number of outputs (4 MB) for summing by bands: fewer outputs stay in caches anyway.
 const MANY: usize = 1 << 20;
-/// Most outputs of a band (1 MB). With half as many a layer of 2,048 places by 2,048 rows takes 1 to 3% longer, with a
-/// quarter 8%: runs of an expert's weights get short.
+/// The maximum number of outputs of a band (1 MB). With half as many, a layer of 2,048 places by 2,048 rows takes 1
+/// to 3% longer, with a quarter 8%, because runs of an expert's weights get short.
 const OUTPUTS: usize = 1 << 18;
-/// Bands of a thread, at least: the threads end at nearly the same time.
+/// The minimum number of bands per thread, for even load.
 const BANDS: usize = 8;
-/// Fewest rows of a band, for each reads the activations of all experts.
+/// The minimum number of rows of a band, because each band reads the activations of all experts.
 const ROWS: usize = 64;
 
-/// How the rows of a projection are cut into bands.
+/// The division of a projection's rows into bands.
 pub(super) struct Bands {
     step: usize,
     rows: usize,
 }
 
 impl Bands {
-    /// The bands of a job's outputs; none if the outputs are too few, or so many that bands would be too narrow.
+    /// The bands of a job's outputs; `None` if the outputs are too few, or so many that bands would be too narrow.
     pub fn new(down: &dyn Projection, job: &Job, threads: usize) -> Option<Bands> {
         let (rows, places, granule) = (down.shape().rows, job.list.len(), down.granule());
         let most = (OUTPUTS / places.max(1)).min(rows / (BANDS * threads));
@@ -34,7 +34,7 @@ impl Bands {
         (places * rows >= MANY && step >= ROWS).then_some(Bands { step, rows })
     }
 
-    /// How many there are.
+    /// The number of bands.
     pub fn units(&self) -> usize {
         self.rows.div_ceil(self.step)
     }
@@ -61,13 +61,13 @@ impl Bands {
             for (sums, terms) in sums.chunks_exact_mut(rows.len()).zip(terms) {
                 add(sums, terms, &outputs);
             }
-            // SAFETY: each unit has rows of its own.
+            // SAFETY: units have disjoint rows.
             unsafe { y.fill(unit, 0..terms.len(), rows, &sums) }
         });
     }
 }
 
-/// Adds a token's weighted outputs, each of as many values as there are sums.
+/// Adds a token's weighted outputs; each output has as many values as `sums`.
 fn add(sums: &mut [f32], terms: &[(usize, f32)], outputs: &[f32]) {
     for &(place, weight) in terms {
         let outputs = &outputs[place * sums.len()..][..sums.len()];

@@ -1,14 +1,14 @@
 //! Prepared activations that several projections of a job share.
 //!
-//! A layout of activations is a type, and its cache a static of that type: so a key is compared with keys of its own type
-//! only, and what is found has the right type without a cast. Entries are weak: they live as long as the products that
-//! use them, and serve their own job alone.
+//! Each layout of activations is a type, and its cache is a static of that type. Keys are therefore compared only
+//! with keys of the same type, and results need no cast. Entries are weak: they live as long as the products that use
+//! them, and are only valid for their own job.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::routing::Job;
 
-/// What some jobs' activations have become in one layout: `K` tells what projections ask for apart.
+/// The prepared activations of jobs in one layout; the key `K` distinguishes what projections ask for.
 #[derive(Debug)]
 pub struct Cache<K, P>(Mutex<Vec<Entry<K, P>>>);
 
@@ -19,17 +19,17 @@ struct Entry<K, P> {
     prepared: Weak<P>,
 }
 
-/// Prepared activations, and whose task it is to make them.
+/// Prepared activations, and whether this projection has to make them.
 #[derive(Debug)]
 pub struct Shared<P> {
     /// The activations.
     pub prepared: Arc<P>,
-    /// Whether they are made by the units of another projection.
+    /// Whether the units of another projection make them.
     pub borrowed: bool,
 }
 
 impl<P> Shared<P> {
-    /// Activations that nobody else reads.
+    /// Activations of a single reader.
     pub fn own(prepared: P) -> Shared<P> {
         let prepared = Arc::new(prepared);
         Shared {
@@ -46,7 +46,7 @@ impl<K: PartialEq, P> Cache<K, P> {
         Cache(Mutex::new(Vec::new()))
     }
 
-    /// The job's activations for a key: those of the first projection that asked, or what `make` gives.
+    /// Returns the job's activations for a key: those of the first projection that asked, or the result of `make`.
     pub fn get(&self, job: &Arc<Job>, key: K, make: impl FnOnce(&K) -> P) -> Shared<P> {
         let mut entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let found = entries

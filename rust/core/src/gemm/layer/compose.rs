@@ -1,4 +1,4 @@
-//! Products put together of others: experts with many tokens one way and the rest another, or one after the other.
+//! Compositions of products: a different product for experts with many tokens, or two products in sequence.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,9 +8,9 @@ use super::projection::{Products, Worker};
 use super::routing::{Job, Task};
 use crate::types::Activations;
 
-/// A job in two.
+/// A job divided in two.
 struct Split {
-    /// For each task of the job, whether it has many tokens, and its number among those that have or have not.
+    /// For each task of the job, whether it has many tokens, and its index among the tasks of the same kind.
     which: Vec<(bool, usize)>,
     many: Arc<Job>,
     few: Arc<Job>,
@@ -43,7 +43,7 @@ impl Split {
     }
 }
 
-/// Products that multiply experts with at least `fewest` tokens as `many` does, others as `few` does.
+/// Products that multiply experts with at least `fewest` tokens by `many`, others by `few`.
 pub fn by_tokens<'s>(
     job: &Arc<Job>,
     fewest: usize,
@@ -64,7 +64,7 @@ pub fn by_tokens<'s>(
     }
 }
 
-/// Products whose outputs are those of `first`, to which `second` adds its own.
+/// Products that compute the outputs of `first` and add those of `second`.
 pub fn followed<'s>(first: Box<dyn Products + 's>, second: Box<dyn Products + 's>) -> Box<dyn Products + 's> {
     Box::new(Both {
         parts: [first, second],
@@ -72,7 +72,7 @@ pub fn followed<'s>(first: Box<dyn Products + 's>, second: Box<dyn Products + 's
     })
 }
 
-/// Two products of which each task goes through one, or through both where there is no split.
+/// Two products: with a split each task uses one of them, without it both.
 struct Both<'s> {
     parts: [Box<dyn Products + 's>; 2],
     split: Option<Arc<Split>>,

@@ -1,22 +1,22 @@
-//! How products are cut into units of work: long runs of memory, enough of them that threads end together.
+//! Divides products into units of work: long runs of memory, but enough of them for even load.
 
 use std::ops::Range;
 
 use super::projection::Projection;
 use super::routing::Job;
 
-/// Most bytes of a unit of work: long enough a run for the memory.
+/// The maximum bytes of a unit of work, a run long enough for full memory bandwidth.
 const UNIT_BYTES: usize = 512 << 10;
-/// Units that each thread gets at least, where there are as many granules: the threads end at nearly the same time.
+/// The minimum number of units per thread, if there are enough granules, for even load.
 const UNITS: usize = 16;
-/// Most outputs of a unit: they wait in the cache until they are put into place.
+/// The maximum number of outputs of a unit, which stay in the cache until they are written to their destination.
 const UNIT_OUTPUTS: usize = 1 << 14;
-/// As many rows are a unit even of many tokens, for tokens are read again for each unit.
+/// The number of rows that a unit may have even for many tokens, because each unit reads the tokens again.
 const HIGH_ROWS: usize = 256;
-/// Fewer bytes of weights than this are read by the calling thread: waking another takes as long.
+/// Jobs that read fewer bytes of weights run on the calling thread: waking another takes as long.
 const ALONE_BYTES: usize = 16 << 10;
 
-/// How the rows of a job's tasks are cut into units.
+/// The division of the rows of a job's tasks into units.
 pub(crate) struct Cut {
     step: usize,
     runs: usize,
@@ -30,7 +30,7 @@ impl Cut {
             .iter()
             .fold(1, |granule, p| multiple(granule, p.granule()));
         let bytes: usize = projections.iter().map(|p| p.row_bytes()).sum();
-        // A thread alone waits for no other.
+        // A single thread needs no even load.
         let least = if threads == 1 { 1 } else { UNITS * threads };
         let most = (UNIT_BYTES / bytes.max(1))
             .min((UNIT_OUTPUTS / job.widest().max(1)).max(HIGH_ROWS))
@@ -54,7 +54,7 @@ impl Cut {
     }
 }
 
-/// The part of `count` units that is the share of thread `index` of `threads`.
+/// The part of `count` units that belongs to thread `index` of `threads`.
 pub(crate) fn share(count: usize, index: usize, threads: usize) -> Range<usize> {
     count * index / threads..count * (index + 1) / threads
 }
@@ -68,7 +68,7 @@ pub(crate) fn multiple(a: usize, b: usize) -> usize {
     a / divisor * b
 }
 
-/// Whether a job is too small to wake threads for.
+/// Returns whether a job is too small to wake threads.
 pub(crate) fn alone(projections: &[&dyn Projection], job: &Job) -> bool {
     let bytes = projections
         .iter()

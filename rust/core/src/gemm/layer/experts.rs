@@ -1,5 +1,5 @@
 //! A layer of gated experts: y = sum over a token's experts of weight * down(silu(gate x) * up x), or with another
-//! [`Gate`], and biases behind the products.
+//! [`Gate`] and with biases after the products.
 
 use std::sync::Arc;
 
@@ -26,23 +26,24 @@ pub struct Layer<'a> {
     pub up: &'a dyn Projection,
     /// Down projections.
     pub down: &'a dyn Projection,
-    /// What down takes of gate and up.
+    /// The gate, which combines the products of gate and up.
     pub act: Gate,
-    /// What is added to the products.
+    /// The biases of the products.
     pub biases: Option<Biases<'a>>,
 }
 
-/// Biases of all experts of a layer.
+/// The biases of all experts of a layer.
 #[derive(Debug, Clone, Copy)]
 pub struct Biases<'a> {
-    /// Biases of gate and up in turns, E x 2 I.
+    /// The biases of gate and up, interleaved, E x 2 I.
     pub gate_up: Activations<'a>,
-    /// Biases of down, E x H.
+    /// The biases of down, E x H.
     pub down: Activations<'a>,
 }
 
 impl Biases<'_> {
-    /// Adds those of `count` rows, from row `first` of all experts' on, to products of gate and up, places x rows each.
+    /// Adds the biases of `count` rows, starting at row `first` counted over all experts, to products of gate and up,
+    /// places x rows each.
     fn add_to_inputs(&self, first: usize, count: usize, gate: &mut [f32], up: &mut [f32]) {
         let mut pairs = vec![0.0; 2 * count];
         self.gate_up.widen(2 * first, &mut pairs);
@@ -54,7 +55,8 @@ impl Biases<'_> {
         }
     }
 
-    /// Adds those of `count` rows, from row `first` of all experts' on, to products of down, places x rows.
+    /// Adds the biases of `count` rows, starting at row `first` counted over all experts, to products of down, places
+    /// x rows.
     fn add_to_outputs(&self, first: usize, count: usize, outputs: &mut [f32]) {
         let mut bias = vec![0.0; count];
         self.down.widen(first, &mut bias);
@@ -65,7 +67,7 @@ impl Biases<'_> {
 }
 
 impl<'a> Layer<'a> {
-    /// A layer gated by SiLU, without biases.
+    /// A layer with a SiLU gate and without biases.
     pub fn new(gate: &'a dyn Projection, up: &'a dyn Projection, down: &'a dyn Projection) -> Layer<'a> {
         Layer {
             gate,
@@ -81,7 +83,7 @@ impl Layer<'_> {
     /// Computes the layer: `x` and `y` are T x H. The terms of a token are added in the order of its experts' list.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): sizes do not match, or the processor lacks the instruction set.
+    /// [`Error::InvalidArgument`](crate::Error) if sizes do not match or the processor lacks the instruction set.
     pub fn forward<'a>(
         &self,
         x: impl Into<Activations<'a>>,
@@ -116,16 +118,16 @@ impl Layer<'_> {
             thread.phase(tokens, |token| {
                 sum.fill(0.0);
                 pass.add(token, &mut sum);
-                // SAFETY: each unit has a token of its own.
+                // SAFETY: units have different tokens.
                 unsafe { y.fill(token, token..token + 1, 0..columns, &sum) }
             });
         });
     }
 
-    /// Says whether the three fit together.
+    /// Checks that the shapes of the projections and biases match.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): they do not.
+    /// [`Error::InvalidArgument`](crate::Error) if they do not.
     pub(crate) fn check(&self) -> Result<()> {
         let [gate, up, down] = [self.gate, self.up, self.down].map(|projection| projection.shape());
         let sizes = |experts, rows, columns| (experts, rows, columns);
@@ -139,30 +141,30 @@ impl Layer<'_> {
         match fits {
             true => Ok(()),
             false => invalid(format!(
-                "gate, up and down or their biases do not fit: {gate:?}, {up:?}, {down:?}"
+                "the shapes of gate, up, down or their biases do not fit: {gate:?}, {up:?}, {down:?}"
             )),
         }
     }
 }
 
-/// A layer and the tokens of a call, to be computed once.
+/// A layer and the tokens of a call, for a single computation.
 pub(crate) struct Pass<'a> {
     gate: Box<dyn Products + 'a>,
     up: Box<dyn Products + 'a>,
     down: Box<dyn Products + 'a>,
     /// The job of gate and up.
     job: Arc<Job>,
-    /// The job of down: every place has hidden activations of its own.
+    /// The job of down: every place has its own hidden activations.
     own: Arc<Job>,
     cuts: [Cut; 2],
-    /// The memory that each of the two reads first.
+    /// The memory that each of the two jobs reads first.
     prefetches: [Prefetch<'a>; 2],
-    /// How rows of down are taken where there are so many outputs that they are summed at once.
+    /// The bands of down, if there are so many outputs that they are summed immediately.
     bands: Option<Bands>,
     hidden: Output<'a>,
-    /// Outputs of all places; empty where they are summed at once.
+    /// The outputs of all places; empty if they are summed immediately.
     outputs: Output<'a>,
-    /// For each token, its experts' places and weights.
+    /// For each token, the places and weights of its experts.
     terms: Vec<Vec<(usize, f32)>>,
     act: Gate,
     biases: Option<Biases<'a>>,
@@ -170,7 +172,7 @@ pub(crate) struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// Sizes have been checked, and the processor runs `isa`.
+    /// Creates a pass; sizes must have been checked, and the processor must support `isa`.
     pub fn new(layer: Layer<'a>, routing: &Routing, tokens: usize, threads: usize, isa: Isa) -> Pass<'a> {
         let shape = layer.gate.shape();
         let Sorted { job, places } = Sorted::new(routing, tokens, shape.experts);
@@ -199,7 +201,7 @@ impl<'a> Pass<'a> {
                 prefetch::memory(&[layer.down], &own, &cuts[1], unit)
             }),
         ];
-        // Bands sum products without a bias.
+        // Bands do not support biases.
         let bands = Bands::new(layer.down, &own, threads).filter(|_| layer.biases.is_none());
         let outputs = match bands {
             Some(_) => Output::owned(0, 0, 0),
@@ -223,8 +225,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Computes the experts' outputs, or where they are summed at once all that this needs, on a thread of a region:
-    /// `x` is T x H. What is in `next` is read afterwards.
+    /// Computes the experts' outputs (or, if they are summed immediately, their inputs) on a thread of a region: `x`
+    /// is T x H. The memory of `next` is read afterwards.
     pub fn run<'s>(&'s self, thread: &mut Thread<'_, 's>, x: Activations, next: Option<&'s Prefetch<'s>>) {
         thread.prefetch(Some(&self.prefetches[0]));
         for stage in 0..2 {
@@ -248,7 +250,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The phase of gate and up: their products, gated, become hidden activations.
+    /// The phase of gate and up: the gated products become hidden activations.
     fn gates(&self, thread: &mut Thread) {
         let (mut gate, mut up) = (self.gate.worker(), self.up.worker());
         let (mut values, mut factors) = (Vec::new(), Vec::new());
@@ -264,7 +266,7 @@ impl<'a> Pass<'a> {
                 biases.add_to_inputs(first, rows.len(), &mut values, &mut factors);
             }
             self.act.apply(self.isa, &mut values, &factors);
-            // SAFETY: a place is of one task, and the units of a task have rows of their own.
+            // SAFETY: a place belongs to one task, and the units of a task have disjoint rows.
             unsafe { self.hidden.fill(unit, places, rows, &values) }
         });
     }
@@ -286,7 +288,7 @@ impl<'a> Pass<'a> {
         });
     }
 
-    /// Adds a token's weighted outputs to `sum`, once they have been computed.
+    /// Adds a token's weighted outputs to `sum`, after they have been computed.
     pub fn add(&self, token: usize, sum: &mut [f32]) {
         for &(place, weight) in &self.terms[token] {
             let from = &self.outputs.values()[place * sum.len()..][..sum.len()];

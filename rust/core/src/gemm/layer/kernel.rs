@@ -1,4 +1,4 @@
-//! Products of a format from what its room says of them.
+//! Adapts a format's kernel to the product engine.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,24 +8,24 @@ use super::projection::{Products, Worker};
 use super::routing::Job;
 use crate::types::Activations;
 
-/// How a format multiplies: a layout of activations, and the inner loop over packed rows.
+/// A format's products: a layout of activations, and the inner loop over packed rows.
 pub trait Kernel: Sync {
     /// The activations of a job in the kernel's layout. Threads fill them unit by unit ([`super::Slots`]).
     type Prepared: Send + Sync;
 
-    /// What a thread keeps from unit to unit.
+    /// The buffers that a thread reuses for all units.
     type Scratch<'w>: Default
     where
         Self: 'w;
 
-    /// The job's activations, to be filled: from a static [`super::Cache`], by a key that says all they depend on beside
-    /// the job, so that other projections share them.
+    /// Returns the job's activations, to be filled. They come from a static [`super::Cache`], with a key of
+    /// everything they depend on besides the job, so that projections can share them.
     fn prepared(&self, job: &Arc<Job>) -> Shared<Self::Prepared>;
 
-    /// Units of work of the two stages that fill them; see [`Products::stages`].
+    /// The units of work of the two stages that fill the activations; see [`Products::stages`].
     fn stages(&self, prepared: &Self::Prepared) -> [usize; 2];
 
-    /// Does a unit of a stage. `x` are the activations, tokens of the job x columns.
+    /// Computes a unit of a stage. `x` holds the activations, tokens of the job x columns.
     fn prepare(&self, job: &Job, prepared: &Self::Prepared, stage: usize, unit: usize, x: Activations);
 
     /// Computes some rows for all tokens of a task; see [`Worker::multiply`].
@@ -43,9 +43,9 @@ pub trait Kernel: Sync {
 pub struct Work<'w, P> {
     /// The job.
     pub job: &'w Job,
-    /// Its activations.
+    /// Its prepared activations.
     pub prepared: &'w P,
-    /// The number of the task.
+    /// The index of the task.
     pub task: usize,
 }
 
@@ -55,12 +55,12 @@ impl<'w, P> Work<'w, P> {
         self.job.tasks[self.task].expert
     }
 
-    /// The job's places that the task has.
+    /// The places of the task in the job.
     pub fn places(&self) -> Range<usize> {
         self.job.tasks[self.task].places.clone()
     }
 
-    /// For each of its places, which token of the job is there.
+    /// The token of the job at each of the task's places.
     pub fn tokens(&self) -> &'w [usize] {
         &self.job.list[self.places()]
     }

@@ -1,4 +1,4 @@
-//! Matrices times the same tokens: two phases that make activations ready, one of products.
+//! Several matrices times the same tokens: two phases that prepare activations, and one of products.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::region::{self, Thread, Threads};
 use super::routing::Job;
 use crate::types::Activations;
 
-/// One of them.
+/// One of the matrices.
 struct Matrix<'a> {
     projection: &'a dyn Projection,
     products: Box<dyn Products + 'a>,
@@ -21,7 +21,7 @@ struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// Products that go into `y`, or into an array of their own.
+    /// Products written to `y`, or to a new array.
     fn new(
         projection: &'a dyn Projection,
         job: &Arc<Job>,
@@ -42,14 +42,14 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// Matrices and the tokens of a job, to be multiplied once.
+/// Matrices and the tokens of a job, for a single multiplication.
 pub(crate) struct Matrices<'a> {
     list: Vec<Matrix<'a>>,
     job: Arc<Job>,
 }
 
 impl<'a> Matrices<'a> {
-    /// Products that go into arrays of their own.
+    /// Products written to new arrays.
     pub fn new(projections: &[&'a dyn Projection], job: Job, threads: usize) -> Matrices<'a> {
         let job = Arc::new(job);
         let list = projections
@@ -61,7 +61,7 @@ impl<'a> Matrices<'a> {
         }
     }
 
-    /// One matrix, whose products go into `y`, the job's places x rows.
+    /// A single matrix, whose products are written to `y`, the job's places x rows.
     fn into(projection: &'a dyn Projection, job: Job, y: &'a mut [f32], threads: usize) -> Matrices<'a> {
         let job = Arc::new(job);
         Matrices {
@@ -80,7 +80,8 @@ impl<'a> Matrices<'a> {
         })
     }
 
-    /// Multiplies, on a thread of a region: `x` is the job's tokens x columns. What is in `next` is read afterwards.
+    /// Multiplies on a thread of a region: `x` is the job's tokens x columns. The memory of `next` is read
+    /// afterwards.
     pub fn multiply<'s>(&self, thread: &mut Thread<'_, 's>, x: Activations, next: Option<&'s Prefetch<'s>>) {
         for stage in 0..2 {
             let counts = self.list.iter().map(|matrix| matrix.products.stages()[stage]);
@@ -100,18 +101,18 @@ impl<'a> Matrices<'a> {
             let places = self.job.tasks[task].places.clone();
             out.resize(places.len() * rows.len(), 0.0);
             workers[index].multiply(task, rows.clone(), &mut out);
-            // SAFETY: a place is of one task, and the units of a task have rows of their own.
+            // SAFETY: a place belongs to one task, and the units of a task have disjoint rows.
             unsafe { matrix.y.fill(unit, places, rows, &out) }
         });
     }
 
-    /// What a matrix's products are, places x rows, once they have been computed.
+    /// The products of a matrix, places x rows, after they have been computed.
     pub fn values(&self, index: usize) -> &[f32] {
         self.list[index].y.values()
     }
 }
 
-/// Which of some lists a number falls into that counts through all of them, and its number there.
+/// Maps a number that counts through several lists to the index of the list and the index in it.
 fn split(counts: impl Iterator<Item = usize>, mut number: usize) -> (usize, usize) {
     for (index, count) in counts.enumerate() {
         match number.checked_sub(count) {
@@ -122,8 +123,8 @@ fn split(counts: impl Iterator<Item = usize>, mut number: usize) -> (usize, usiz
     unreachable!("the number is below the sum of the counts")
 }
 
-/// y = W x for the places of a job: `x` is the job's tokens x columns, `y` its places x rows. Sizes have been checked,
-/// and every task's expert exists.
+/// Computes y = W x for the places of a job: `x` is the job's tokens x columns, `y` its places x rows. Sizes must
+/// have been checked, and every task's expert must exist.
 pub fn multiply(projection: &dyn Projection, job: Job, x: Activations, y: &mut [f32], pool: &ThreadPool) {
     if x.len() == 0 || y.is_empty() {
         return y.fill(0.0);

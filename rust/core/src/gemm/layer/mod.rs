@@ -1,15 +1,16 @@
-//! The engine of all products: packed experts with ragged numbers of tokens, and a whole layer of gated experts in one
-//! call: y = sum over a token's experts of weight * down(silu(gate x) * up x).
+//! The product engine: packed experts with ragged numbers of tokens, and a whole layer of gated experts in one call:
+//! y = sum over a token's experts of weight * down(silu(gate x) * up x).
 //!
-//! A format takes part as a [`Projection`]. What its room says of its products is a [`Kernel`]: the layout that it
-//! wants activations in, how a unit of them is made, and the inner loop; [`direct`] turns that into [`Products`].
-//! Projections of a job that want the same layout share it ([`Cache`]). Everything else lives here: routing, cutting rows into
-//! units of work, gates, the weighted sum, and the one parallel region ([`region`]) that goes through all of it, without
-//! putting a thread to sleep in between. The three projections of a layer may be of different formats.
+//! A tensor takes part as a [`Projection`]. A format implements [`Kernel`]: its layout of activations, the
+//! preparation of a unit of them, and the inner loop; [`direct`] turns a kernel into [`Products`]. Projections of a
+//! job with the same layout share activations ([`Cache`]). The rest is common to all formats: routing, dividing rows
+//! into units of work, gates, the weighted sum, and the parallel region ([`region`]) that runs all phases without
+//! putting threads to sleep in between. The three projections of a layer may be of different formats.
 //!
-//! A layer's phases: activations of gate and up (two stages), their products and gates, activations of down (two
-//! stages), its products, the weighted sum, or of many tokens both at once ([`bands`]). Each is units of work that any
-//! thread may do in any order, and each value is computed by one unit: results do not depend on the number of threads.
+//! The phases of a layer are: activations of gate and up (two stages), their products and gates, activations of down
+//! (two stages), its products, and the weighted sum; for many tokens the last two are one phase ([`bands`]). Phases
+//! consist of units of work that any thread may compute in any order, and each value is computed by one unit, so
+//! results do not depend on the number of threads.
 
 mod activation;
 mod bands;

@@ -1,7 +1,7 @@
-//! Where threads put their outputs: an array of which each unit of work fills a part of its own, once.
+//! An output array that threads fill: each unit of work writes its own part, once.
 //!
-//! Writing asks for a promise that the units' parts are disjoint. Reading asks for none: it is refused until every unit
-//! has been filled, and then nothing can be written any more.
+//! Writing is unsafe, because the caller must guarantee that the parts of units are disjoint. Reading is safe: it
+//! panics until every unit has been filled, after which no more writes are possible.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -12,26 +12,26 @@ enum Cells<'a> {
     Owned(Box<[Cell<f32>]>),
 }
 
-/// An array places x rows that several threads fill.
+/// An array of places x rows that several threads fill.
 pub(crate) struct Output<'a> {
     cells: Cells<'a>,
     rows: usize,
     /// For each unit, whether a thread has taken it.
     taken: Vec<AtomicBool>,
-    /// Units that have not been filled.
+    /// The number of units not yet filled.
     left: AtomicUsize,
 }
 
-// SAFETY: a cell is written by `fill` alone, by the one thread that took its unit, which no other unit shares by the
-// promise of `fill`; it is read by `values` alone, which has seen all units filled (their decrements of `left` release,
-// its load acquires), after which every unit is taken and no cell is written.
+// SAFETY: a cell is only written by `fill`, by the one thread that took its unit; by the contract of `fill` no other
+// unit shares the cell. It is only read by `values`, which has seen all units filled (their decrements of `left`
+// release, its load acquires), after which every unit is taken and no cell is written.
 unsafe impl Sync for Output<'_> {}
 
-// SAFETY: the cells are those of an exclusive borrow or its own, and nothing here is bound to a thread.
+// SAFETY: the cells are exclusively borrowed or owned, and no field is bound to a thread.
 unsafe impl Send for Output<'_> {}
 
 impl<'a> Output<'a> {
-    /// An array that the caller owns, of `rows` rows a place, filled by `units` units.
+    /// An array borrowed from the caller, with `rows` rows per place, filled by `units` units.
     pub fn new(values: &'a mut [f32], rows: usize, units: usize) -> Output<'a> {
         Output::of(
             Cells::Borrowed(Cell::from_mut(values).as_slice_of_cells()),
@@ -40,7 +40,7 @@ impl<'a> Output<'a> {
         )
     }
 
-    /// An array of its own.
+    /// An owned array.
     pub fn owned(places: usize, rows: usize, units: usize) -> Output<'a> {
         let cells = vec![Cell::new(0.0); places * rows];
         Output::of(Cells::Owned(cells.into_boxed_slice()), rows, units)
@@ -55,7 +55,7 @@ impl<'a> Output<'a> {
         }
     }
 
-    /// Rows of a place.
+    /// The rows of a place.
     pub fn rows(&self) -> usize {
         self.rows
     }
@@ -67,10 +67,10 @@ impl<'a> Output<'a> {
         }
     }
 
-    /// Fills a unit: rows `rows` of places `places` become `values`, places x rows.
+    /// Fills a unit: writes `values`, places x rows, to rows `rows` of places `places`.
     ///
     /// # Panics
-    /// If the unit has been filled, or what it is to fill lies outside of the array.
+    /// If the unit has been filled, or its range lies outside of the array.
     ///
     /// # Safety
     /// No other unit of this array is filled with any of these rows of any of these places.
@@ -86,14 +86,19 @@ impl<'a> Output<'a> {
         self.left.fetch_sub(1, Ordering::Release);
     }
 
-    /// All values, places x rows.
+    /// Returns all values, places x rows.
     ///
     /// # Panics
     /// If a unit has not been filled.
     pub fn values(&self) -> &[f32] {
-        assert_eq!(self.left.load(Ordering::Acquire), 0, "units are missing");
+        assert_eq!(
+            self.left.load(Ordering::Acquire),
+            0,
+            "some units have not been filled"
+        );
         let cells = self.cells();
-        // SAFETY: cells have the layout of their values; all units have been filled, so no cell is written from here on.
+        // SAFETY: cells have the layout of their values; all units have been filled, so no cell is written from now
+        // on.
         unsafe { std::slice::from_raw_parts(cells.as_ptr().cast(), cells.len()) }
     }
 }

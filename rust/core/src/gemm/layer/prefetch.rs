@@ -1,5 +1,5 @@
-//! Memory that will be read next, prefetched by threads that wait: memory is what bounds products of few tokens, so it
-//! should not rest while one thread computes what lies between them.
+//! Prefetching by waiting threads: products of few tokens are bound by memory, which should not idle while one thread
+//! computes intermediate results.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -8,23 +8,23 @@ use super::projection::Projection;
 use super::routing::Job;
 use crate::simd;
 
-/// Most bytes that a thread prefetches: half of a second-level cache.
+/// The maximum bytes that a thread prefetches: half of a second-level cache.
 const MOST: usize = 512 << 10;
-/// Bytes that are asked for between two looks at what a thread waits for.
+/// The bytes prefetched between two checks of the condition that a thread waits for.
 const CHUNK: usize = 4 << 10;
 
-/// The memory of the first units of work of some products: those that each thread of a region will do.
+/// The memory that the first units of work of each thread will read.
 pub struct Prefetch<'a>(Vec<Start<'a>>);
 
 /// The memory that one thread reads first.
 struct Start<'a> {
     runs: Vec<&'a [u8]>,
     chunks: usize,
-    /// Chunks that have been asked for.
+    /// The number of chunks already prefetched.
     next: AtomicUsize,
 }
 
-/// What a unit of products by a job reads of matrices that are cut together: the rows of each matrix.
+/// The memory that a unit reads of matrices that are divided together: the rows of each matrix.
 pub(super) fn memory<'a>(
     matrices: &[&'a dyn Projection],
     job: &Job,
@@ -38,20 +38,20 @@ pub(super) fn memory<'a>(
 }
 
 impl<'a> Prefetch<'a> {
-    /// Products of `units` units, each of which reads some memory, by `threads` threads.
+    /// The prefetch for `units` units on `threads` threads; `memory` gives the memory that a unit reads.
     pub(super) fn new(units: usize, threads: usize, memory: impl Fn(usize) -> Vec<&'a [u8]>) -> Prefetch<'a> {
         let start = |index| Start::new((share(units, index, threads).start..units).flat_map(&memory));
         Prefetch((0..threads).map(start).collect())
     }
 
-    /// Asks for a little of the memory that is first for a thread; false if there is none.
+    /// Prefetches the next chunk of a thread's memory; returns false if there is none.
     pub(super) fn ask(&self, thread: usize) -> bool {
         self.0.get(thread).is_some_and(Start::fetch)
     }
 }
 
 impl<'a> Start<'a> {
-    /// Runs of memory in the order in which they are read, as many of them as are worth prefetching.
+    /// Takes runs of memory in reading order, up to the limit worth prefetching.
     fn new(runs: impl Iterator<Item = &'a [u8]>) -> Start<'a> {
         let mut left = MOST;
         let runs = runs.map_while(|run| {
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn each_thread_prefetches_what_it_will_read() {
+    fn each_thread_prefetches_its_own_memory() {
         let memory = vec![0; 3 * CHUNK];
         let prefetch = Prefetch::new(3, 2, |unit| vec![&memory[unit * CHUNK..][..CHUNK]]);
         let starts = [0, 1].map(|thread: usize| prefetch.0[thread].runs[0].as_ptr());

@@ -1,17 +1,17 @@
-//! Several phases of work in one parallel region: threads that are done with a phase wait for it at a spinning barrier,
-//! and may prefetch memory meanwhile ([`Prefetch`]).
+//! Runs several phases of work in one parallel region: threads that finish a phase wait at a spinning barrier and may
+//! prefetch memory meanwhile ([`Prefetch`]).
 //!
-//! Waking a sleeping thread costs more than a phase of few activations, so a call wakes threads once. A phase has ended
-//! when all its units have, not when all threads have taken part: a thread that arrives late, or never because it
-//! computes something else, holds up nobody.
+//! Waking a sleeping thread costs more than a phase of few activations, so a call wakes threads once. A phase ends
+//! when all its units are done, not when all threads have taken part: a thread that arrives late, or never because it
+//! is busy elsewhere, delays nobody.
 //!
-//! Each thread has a share of a phase's units, which it does in their order: units beside each other lie beside each other
-//! in memory, and what is prefetched at the end of one is the start of the next. A thread that has finished its share
-//! does what others have not begun of theirs.
+//! Each thread has a share of a phase's units, which it computes in order: consecutive units are contiguous in
+//! memory, and the hardware prefetch at the end of one reaches the start of the next. A thread that has finished its
+//! share takes over units of other threads that have not been started.
 //!
-//! Every thread goes through the same phases in the same order, and the region makes the counters of a phase when the
-//! first thread reaches it. How many units a phase has may depend on earlier phases' results, for all threads see them
-//! alike.
+//! Every thread goes through the same phases in the same order, and the first thread to reach a phase creates its
+//! counters. The number of units of a phase may depend on the results of earlier phases, because all threads see the
+//! same results.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -22,19 +22,19 @@ use super::cut::share;
 use super::prefetch::Prefetch;
 use crate::workers;
 
-/// Which threads go through a region.
+/// The threads that take part in a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Threads {
     /// The calling thread.
     Own,
-    /// As many as the pool has: the calling thread, and workers.
+    /// All threads of the pool: the calling thread and the workers.
     All,
-    /// As many, for a region that others follow soon.
+    /// Like `All`, for a region that others follow soon.
     Awake,
 }
 
 impl Threads {
-    /// The threads that are worth waking for so many tokens; after one token others follow.
+    /// The threads worth waking for a number of tokens; a single token is usually followed by others.
     pub fn of(alone: bool, tokens: usize) -> Threads {
         match (alone, tokens) {
             (true, _) => Threads::Own,
@@ -44,12 +44,12 @@ impl Threads {
     }
 }
 
-/// Phases whose counters the first run of them has; each further run has twice as many.
+/// The number of phases in the first run of counters; each further run has twice as many.
 const FIRST_RUN: usize = 8;
-/// Runs that hold more phases than a program can count.
+/// The number of runs, which together hold more phases than a program can count.
 const RUNS: usize = usize::BITS as usize - FIRST_RUN.trailing_zeros() as usize;
 
-/// Counters of phases, made run by run when they are needed, so that they never move.
+/// Counters of phases, allocated run by run on demand, so that they never move.
 struct Counters {
     threads: usize,
     runs: [OnceLock<Box<[AtomicUsize]>>; RUNS],
@@ -61,7 +61,7 @@ impl Counters {
         Counters { threads, runs }
     }
 
-    /// The units of a phase that are done, and those that have been handed out of each thread's share.
+    /// The number of a phase's units that are done, and the numbers of units handed out from each thread's share.
     fn of(&self, phase: usize) -> (&AtomicUsize, &[AtomicUsize]) {
         let run = (phase / FIRST_RUN + 1).ilog2() as usize;
         let (first, width) = (FIRST_RUN * ((1 << run) - 1), 1 + self.threads);
@@ -75,15 +75,15 @@ impl Counters {
     }
 }
 
-/// What the threads of a region share.
+/// The shared state of a region.
 struct Region {
     counters: Counters,
-    /// Threads that have entered.
+    /// The number of threads that have entered.
     entered: AtomicUsize,
     broken: AtomicBool,
 }
 
-/// Tells the others if its thread panics, so that they do not wait for ever.
+/// Signals the other threads if its thread panics, so that they do not wait forever.
 struct Watch<'a>(&'a AtomicBool);
 
 impl Drop for Watch<'_> {
@@ -94,7 +94,7 @@ impl Drop for Watch<'_> {
     }
 }
 
-/// A thread on its way through the phases of a region.
+/// A thread in a region.
 pub struct Thread<'r, 'a> {
     region: &'r Region,
     index: usize,
@@ -102,7 +102,7 @@ pub struct Thread<'r, 'a> {
     prefetch: Option<&'a Prefetch<'a>>,
 }
 
-/// Runs `work` on as many threads as the pool has, or on the calling one alone.
+/// Runs `work` on all threads of the pool, or only on the calling one.
 pub fn run<'a>(pool: &ThreadPool, threads: Threads, work: impl Fn(&mut Thread<'_, 'a>) + Sync) {
     let count = match threads {
         Threads::Own => 1,
@@ -129,13 +129,13 @@ pub fn run<'a>(pool: &ThreadPool, threads: Threads, work: impl Fn(&mut Thread<'_
 }
 
 impl<'a> Thread<'_, 'a> {
-    /// Sets what to prefetch from now on while there is nothing else to do.
+    /// Sets the memory to prefetch while the thread waits.
     pub fn prefetch(&mut self, prefetch: Option<&'a Prefetch<'a>>) {
         self.prefetch = prefetch;
     }
 
-    /// Takes part in the next phase, of `count` units, and returns when all of them are done: what they wrote is visible
-    /// then. All threads give the same count.
+    /// Takes part in the next phase, of `count` units, and returns when all of them are done and their writes are
+    /// visible. All threads must pass the same count.
     pub fn phase(&mut self, count: usize, mut work: impl FnMut(usize)) {
         let threads = self.region.counters.threads;
         let (done, taken) = self.region.counters.of(self.next);
@@ -153,7 +153,7 @@ impl<'a> Thread<'_, 'a> {
         self.wait(done, count);
     }
 
-    /// A phase of one unit, which makes a value.
+    /// A phase of one unit, which creates a value.
     pub fn once<'v, T>(&mut self, slot: &'v OnceLock<T>, make: impl FnOnce() -> T) -> &'v T {
         let mut make = Some(make);
         self.phase(1, |_| {

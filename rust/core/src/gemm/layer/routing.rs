@@ -1,26 +1,26 @@
-//! Which tokens go through which experts.
+//! The routing of tokens to experts.
 
 use std::ops::Range;
 
 use crate::types::Activations;
 use crate::{Error, Result};
 
-/// Which experts a token goes through: `top_k` for each.
+/// The experts of each token, `top_k` per token.
 #[derive(Debug, Clone, Copy)]
 pub struct Routing<'a> {
-    /// Experts, tokens x top_k; a number that is no expert's is skipped.
+    /// Experts, tokens x top_k; numbers that are not valid experts are skipped.
     pub experts: &'a [i64],
-    /// What each expert's output counts, tokens x top_k.
+    /// The weights of the experts' outputs, tokens x top_k.
     pub weights: &'a [f32],
-    /// Experts of a token.
+    /// The number of experts per token.
     pub top_k: usize,
 }
 
 impl Routing<'_> {
-    /// Says whether a call's activations and outputs, tokens x `columns` each, are those of the tokens routed.
+    /// Checks that a call's activations and outputs, tokens x `columns` each, match the routed tokens.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: they are not.
+    /// [`Error::InvalidArgument`] if they do not.
     pub(crate) fn check(&self, columns: usize, x: &Activations, y: &[f32]) -> Result<()> {
         let tokens = self.experts.len() / self.top_k.max(1);
         let fits = tokens * self.top_k == self.experts.len()
@@ -30,7 +30,7 @@ impl Routing<'_> {
         match fits {
             true => Ok(()),
             false => Err(Error::InvalidArgument(format!(
-                "{} activations, {} outputs, {} experts, {} weights, {} experts a token",
+                "{} activations, {} outputs, {} experts, {} weights, {} experts per token",
                 x.len(),
                 y.len(),
                 self.experts.len(),
@@ -41,7 +41,7 @@ impl Routing<'_> {
     }
 }
 
-/// One expert's share of a call: which places of the call's list of tokens go through it.
+/// One expert's share of a call: a range of places in the call's list of tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Task {
     /// The expert.
@@ -50,15 +50,15 @@ pub struct Task {
     pub places: Range<usize>,
 }
 
-/// The pairs of a token and an expert that a call multiplies, in the order of the experts. It stands for one set of
-/// activations: what projections prepare of them they share with others of the same job.
+/// The pairs of a token and an expert that a call multiplies, in the order of the experts. A job stands for one set
+/// of activations: projections share what they prepare with others of the same job.
 #[derive(Debug)]
 pub struct Job {
-    /// Tokens that the call has activations of.
+    /// The number of tokens with activations.
     pub tokens: usize,
-    /// For each place, the token whose activations it takes.
+    /// The token at each place.
     pub list: Vec<usize>,
-    /// The experts with tokens, ascending; their places are neighbours and cover the list.
+    /// The experts with tokens, ascending; their ranges of places are consecutive and cover the list.
     pub tasks: Vec<Task>,
 }
 
@@ -76,7 +76,7 @@ impl Job {
         Job::of_tasks(tasks)
     }
 
-    /// Every place has activations of its own.
+    /// A job with separate activations for every place.
     pub fn of_tasks(tasks: Vec<Task>) -> Job {
         let tokens = tasks.last().map_or(0, |task| task.places.end);
         Job {
@@ -86,23 +86,23 @@ impl Job {
         }
     }
 
-    /// The expert of the task that has a place of the list; none of a job that is part of another and leaves the place out.
+    /// The expert of the task at a place of the list; `None` if the job is part of another and leaves the place out.
     pub(crate) fn expert_at(&self, place: usize) -> Option<usize> {
         let task = self.tasks.partition_point(|task| task.places.end <= place);
         let task = self.tasks.get(task)?;
         task.places.contains(&place).then_some(task.expert)
     }
 
-    /// Most tokens of an expert.
+    /// The maximum number of tokens of an expert.
     pub(crate) fn widest(&self) -> usize {
         self.tasks.iter().map(|task| task.places.len()).max().unwrap_or(0)
     }
 }
 
-/// A routing in the order of the experts.
+/// A routing sorted by expert.
 pub(crate) struct Sorted {
     pub job: Job,
-    /// The place of each pair of the routing; none for a skipped one.
+    /// The place of each pair of the routing; `None` for skipped pairs.
     pub places: Vec<Option<usize>>,
 }
 

@@ -45,7 +45,7 @@ fn forward(
     Ok(y)
 }
 
-/// The layer put together from grouped products of one token each.
+/// The layer computed from grouped products of one token each.
 fn layer_by_hand([gate, up, down]: Views, x: &[f32], routing: &Routing, mode: Mode, isa: Isa) -> Vec<f32> {
     let shape = gate.layout().shape();
     let pool = pool::current().unwrap();
@@ -80,7 +80,7 @@ fn layer_by_hand([gate, up, down]: Views, x: &[f32], routing: &Routing, mode: Mo
     y
 }
 
-/// Blobs of 5 experts of 40 x 70: gate, an up with its groups, one with others, and down.
+/// Tensors of 5 experts of 40 x 70: gate, an up with the same groups, one with others, and down.
 fn blobs() -> [Vec<u8>; 4] {
     [
         case(5, 40, 70, spec(4, 32, false)).blob,
@@ -90,7 +90,7 @@ fn blobs() -> [Vec<u8>; 4] {
     ]
 }
 
-/// Experts and weights of `tokens` tokens, three each, some of them nobody.
+/// Experts and weights of `tokens` tokens, three each, with some invalid experts.
 fn choice(tokens: usize) -> (Vec<i64>, Vec<f32>) {
     let experts = (0..tokens * 3).map(|i| [0, 4, 2, 5, -1, 1, 3][i * i % 7]);
     let weights = (0..tokens * 3).map(|i| (i % 5) as f32 * 0.25 - 0.5);
@@ -131,7 +131,7 @@ fn a_layer_is_its_projections() {
     }
 }
 
-/// Experts with many tokens by panels, with shared and own activations, the others exactly.
+/// Experts with many tokens use panels, with shared and separate activations; the others are exact.
 #[test]
 fn a_layer_in_bf16_is_near_its_projections() {
     let pool = pool::current().unwrap();
@@ -172,7 +172,7 @@ fn a_layer_in_bf16_is_near_its_projections() {
     }
 }
 
-/// With biases and a clamped gate: the layer is that of its products, one token of one expert at a time.
+/// With biases and a clamped gate, the layer equals its products, computed one token of one expert at a time.
 #[test]
 fn biases_are_added_to_products() {
     let (blobs, pool) = (blobs(), pool::current().unwrap());

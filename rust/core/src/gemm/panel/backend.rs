@@ -3,27 +3,27 @@
 use super::{LANES, Line, Square};
 use crate::simd::{self, Isa};
 
-/// The instructions that multiply.
+/// The instructions for products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Backend {
     /// AMX registers.
     Matrix,
-    /// Dot products of bf16 of AVX-512.
+    /// bf16 dot products of AVX-512.
     Avx512,
-    /// Products of f32 of AVX2, to which bf16 is expanded.
+    /// f32 products of AVX2 after expanding bf16.
     Avx2,
-    /// Products of f32 of NEON, to which bf16 is expanded.
+    /// f32 products of NEON after expanding bf16.
     Neon,
     /// Portable loops over f32.
     Portable,
-    /// Portable loops that compute as AMX registers do.
+    /// Portable loops that emulate AMX registers.
     #[cfg(test)]
     Emulated,
 }
 
 impl Backend {
-    /// The backend for bf16 with an instruction set that the processor runs. `None` for AVX-512 without bf16: there, kernels
-    /// that multiply f32 or bytes without panels are faster.
+    /// The bf16 backend for an instruction set, which the processor must support. `None` for AVX-512 without bf16,
+    /// for which kernels that multiply f32 or bytes without panels are faster.
     pub fn of_floats(isa: Isa) -> Option<Backend> {
         match isa {
             #[cfg(target_arch = "x86_64")]
@@ -37,10 +37,11 @@ impl Backend {
         }
     }
 
-    /// [`Backend::of_floats`] for a format whose exact mode has integer dot products; `None` also where those are faster:
-    /// with AVX2 that has them, and with AVX-512 on Intel, which starts twice as many of them as dot products of bf16 (256
-    /// tokens by 14336 x 4096 in int4 took 175 ms exactly and 289 by panels). NEON is not measured: for 16 weights its
-    /// exact mode takes three dot products, where floats take four multiplications after conversions.
+    /// Like [`Backend::of_floats`], for a format whose exact mode has integer dot products. Also `None` if those are
+    /// faster: with AVX2 that has them, and with AVX-512 on Intel, which starts twice as many of them as dot products
+    /// of bf16 (256 tokens by 14336 x 4096 in int4 took 175 ms exactly and 289 with panels). NEON has not been
+    /// measured: for 16 weights its exact mode takes three dot products, while floats take four multiplications after
+    /// conversions.
     pub fn of_bf16(isa: Isa) -> Option<Backend> {
         let integers = match isa {
             #[cfg(target_arch = "x86_64")]
@@ -53,7 +54,7 @@ impl Backend {
         if integers { None } else { Backend::of_floats(isa) }
     }
 
-    /// Whether sums may stay in registers from one product to the next.
+    /// Whether sums can stay in registers from one product to the next.
     pub fn keeps_sums(self) -> bool {
         match self {
             Backend::Matrix => true,
@@ -63,7 +64,7 @@ impl Backend {
         }
     }
 
-    /// The vector instructions that decode its panels.
+    /// The vector instructions for decoding its panels.
     pub fn vectors(self) -> Isa {
         match self {
             Backend::Matrix | Backend::Avx512 => Isa::Avx512,
@@ -78,18 +79,18 @@ impl Backend {
     }
 }
 
-/// The sums that a product starts from.
+/// The initial sums of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Start {
     /// Zeros.
     Zero,
     /// The stored sums.
     Stored,
-    /// The sums of the previous product, of the same blocks and tile, in registers ([`Backend::keeps_sums`]).
+    /// The sums of the previous product, with the same blocks and tile, in registers ([`Backend::keeps_sums`]).
     Kept,
 }
 
-/// A product of one or two blocks and a tile, over some chunks of a step.
+/// A product of one or two blocks with a tile, over some chunks of a step.
 pub(super) struct Product<'a> {
     /// The lines of the tile.
     pub tokens: &'a [Line],
@@ -102,7 +103,7 @@ pub(super) struct Product<'a> {
     pub blocks: usize,
     pub chunks: usize,
     pub start: Start,
-    /// Whether to store `sums`: not needed where the next product starts from [`Start::Kept`].
+    /// Whether to store `sums`; not needed if the next product starts from [`Start::Kept`].
     pub store: bool,
     /// The sums of the blocks, `block_sums` squares apart.
     pub sums: &'a mut [Square<u32>],
@@ -110,7 +111,7 @@ pub(super) struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// Panics if the lengths do not fit: kernels rely on them.
+    /// Panics if the lengths do not match: kernels rely on them.
     pub fn check(&self) {
         let lines = self.chunks * LANES;
         assert!(self.chunks > 0 && (1..=2).contains(&self.blocks) && (1..=LANES).contains(&self.count));
@@ -132,7 +133,7 @@ impl Product<'_> {
     }
 }
 
-/// The bits of a f32 rounded to bf16, to nearest, ties to even; NaN stays NaN.
+/// The bits of an f32 rounded to bf16, to nearest, ties to even; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn bf16(x: f32) -> u32 {
     let bits = x.to_bits();
@@ -148,14 +149,14 @@ pub(crate) fn pair(low: f32, high: f32) -> u32 {
     bf16(low) | bf16(high) << 16
 }
 
-/// The values of a word.
+/// The two bf16 values of a word.
 #[inline(always)]
 pub(super) fn values(word: u32) -> [f32; 2] {
     [f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)]
 }
 
-/// Computes a product of bf16 in portable Rust. Products of two bf16 numbers are exact in f32, so that sums are the same
-/// with and without fused additions.
+/// Computes a bf16 product in portable Rust. Products of two bf16 numbers are exact in f32, so sums are the same with
+/// and without fused additions.
 pub(super) fn multiply_portable(product: &mut Product) {
     let (blocks, count) = (product.blocks, product.count);
     for (block, token) in (0..blocks).flat_map(|b| (0..count).map(move |t| (b, t))) {
@@ -179,7 +180,7 @@ pub(super) fn multiply_portable(product: &mut Product) {
     }
 }
 
-/// Computes a product as AMX registers do, for all 16 tokens of the tile.
+/// Computes a product like AMX registers, for all 16 tokens of the tile.
 #[cfg(test)]
 pub(super) fn multiply_emulated(element: super::Element, product: &mut Product) {
     let (blocks, count, chunks) = (product.blocks, LANES, product.chunks);

@@ -1,27 +1,28 @@
-//! Products with many tokens by panels: packed weights are decoded into the cache, a few columns of a few rows at a time,
-//! as bf16 or bytes, and multiplied by all tokens of their expert from there.
+//! Products with many tokens by panels: packed weights are decoded into the cache as bf16 or bytes, a few columns of
+//! a few rows at a time, and multiplied there by all tokens of their expert.
 //!
-//! Decoding costs the same for any number of tokens, and these products are the fastest that a processor has. A packed
-//! format implements [`Source`]: it decodes a *block* of 16 rows over some columns, writes tokens into lines, and turns
-//! sums into outputs; [`products`] gives the products of a job to [`crate::gemm::layer`].
+//! Decoding costs the same for any number of tokens, and these products use a processor's fastest instructions. A
+//! packed format implements [`Source`]: it decodes a *block* of 16 rows over some columns, writes tokens into lines,
+//! and turns sums into outputs; [`products`] gives the products of a job to [`crate::gemm::layer`].
 //!
 //! # Layout
-//! A [`Line`] is 64 bytes. A line of weights holds one 32-bit word of each of 16 rows: two columns in bf16, or four in
-//! bytes. A line of a token holds 16 consecutive words. Sixteen lines are a *chunk*, of 32 or 64 columns: an AMX register
-//! of 16 rows, or of a *tile* of 16 tokens.
+//! A [`Line`] is 64 bytes. A line of weights holds one 32-bit word of each of 16 rows: two columns in bf16, or four
+//! in bytes. A line of a token holds 16 consecutive words. Sixteen lines are a *chunk*, of 32 or 64 columns: an AMX
+//! register of 16 rows, or of a *tile* of 16 tokens.
 //!
 //! # How a product is divided
-//! A thread multiplies a *strip* of rows in *steps*: two blocks over some columns, whose panel stays in the cache while
-//! all tokens are multiplied, a tile at a time; the next step's panel is decoded meanwhile. Products are summed over a
-//! *section* of columns, which the source turns into outputs while the next section is multiplied. Where tokens do not fit
-//! the second-level cache strips have many rows, so that reading the tokens again for each strip costs little. The order
-//! of a sum depends on the columns alone: neither on the number of threads nor on which tokens share the panel.
+//! A thread multiplies a *strip* of rows in *steps*: two blocks over some columns, whose panel stays in the cache
+//! while all tokens are multiplied, a tile at a time; the next step's panel is decoded meanwhile. Products are summed
+//! over a *section* of columns, which the source turns into outputs while the next section is multiplied. If tokens
+//! do not fit the second-level cache, strips have many rows, so that reading the tokens again for each strip costs
+//! little. The order of a sum depends only on the columns, not on the number of threads or on which tokens share the
+//! panel.
 //!
 //! # Accuracy of bf16
-//! A factor that is rounded to bf16 is off by at most 2^-8 of itself. Products add up in f32: with u = 2^-24, n columns
-//! in a section and S the sum of |w x| over the rounded factors, a section's sum is off by at most n u S. Instruction
-//! sets differ in how they round it, and those with products of bf16 take numbers below 2^-126 for zero. NaN and infinity
-//! affect only the outputs of their token.
+//! Rounding a factor to bf16 has a relative error of at most 2^-8. Products add up in f32: with u = 2^-24, n columns
+//! in a section and S the sum of |w x| over the rounded factors, the error of a section's sum is at most n u S.
+//! Instruction sets round it differently, and those with bf16 products treat numbers below 2^-126 as zero. NaN and
+//! infinity affect only the outputs of their token.
 
 mod backend;
 #[cfg(target_arch = "aarch64")]
@@ -47,13 +48,13 @@ use crate::types::{Activations, Shape};
 /// The rows of a block, tokens of a tile, words of a line, and lines of a chunk.
 pub(crate) const LANES: usize = 16;
 
-/// 64 bytes, aligned as such: 16 words, the first byte of each the least significant one.
+/// 64 bytes, aligned to 64: 16 little-endian words.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Line(pub [u32; LANES]);
 
 impl Line {
-    /// A line of zeros of either element.
+    /// A line of zeros, for either element type.
     pub const ZERO: Line = Line([0; LANES]);
 }
 
@@ -63,7 +64,7 @@ impl Line {
 pub(crate) struct Square<T>(pub [[T; LANES]; LANES]);
 
 impl Square<u32> {
-    /// The sums as f32, of which they are the bits.
+    /// The sums as f32, from their bits.
     pub fn floats(&self) -> Square<f32> {
         Square(self.0.map(|row| row.map(f32::from_bits)))
     }
@@ -79,7 +80,7 @@ pub(crate) enum Element {
 }
 
 impl Element {
-    /// Columns of a chunk.
+    /// The columns of a chunk.
     pub fn columns(self) -> usize {
         match self {
             Element::Bf16 => 2 * LANES,
@@ -88,24 +89,24 @@ impl Element {
     }
 }
 
-/// How the lines of tokens are made: tensors with equal forms share them.
+/// The form of token lines: tensors with equal forms share them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TokenForm {
     pub element: Element,
     pub columns: usize,
     /// The number of chunks of a section, at least 1.
     pub section: usize,
-    /// The rounding of activations, a number that differs for all sources and roundings.
+    /// The rounding of activations, as a number that is unique for each source and rounding.
     pub variant: usize,
-    /// What tells the factors that activations are multiplied by first from all others; 0 where there are none.
+    /// The identity of the factors that activations are multiplied by first; 0 if there are none.
     pub factors: usize,
 }
 
 /// A section of columns of a block.
 pub(crate) struct Section {
-    /// The number of the block among those of all experts.
+    /// The index of the block, counted over all experts.
     pub block: usize,
-    /// The number of the section in the row.
+    /// The index of the section in the row.
     pub section: usize,
 }
 
@@ -117,31 +118,31 @@ pub(crate) trait Source: Send + Sync {
     /// Experts, rows and columns.
     fn shape(&self) -> Shape;
 
-    /// How the lines of its tokens are made.
+    /// The form of its token lines.
     fn form(&self) -> TokenForm;
 
     /// Writes token `token` of `x` into lane `lane` of a tile of an expert.
     fn token(&self, x: &Activations, expert: usize, token: usize, lane: usize, tile: &mut Tile);
 
-    /// Prepares block `block`, counted through all experts, before its chunks are decoded: computes what every call of
-    /// [`Source::decode`] needs, or decodes all of a block that cannot be decoded from any column.
+    /// Prepares block `block`, counted over all experts, before its chunks are decoded: computes what every call of
+    /// [`Source::decode`] needs, or decodes the whole block if it cannot be decoded from any column.
     fn open(&self, block: usize, open: &mut Self::Open);
 
-    /// The number of blocks that are best opened together: a strip has a multiple of it, but at the end of an expert's rows.
+    /// The number of blocks to open together: a strip has a multiple of it, except at the end of an expert's rows.
     fn together(&self) -> usize {
         1
     }
 
-    /// Opens the blocks of a strip, each as [`Source::open`] does.
+    /// Opens the blocks of a strip, each like [`Source::open`].
     fn open_strip(&self, blocks: Range<usize>, open: &mut [Self::Open]) {
         let pairs = blocks.zip(open);
         pairs.for_each(|(block, open)| self.open(block, open));
     }
 
-    /// Decodes chunks of an open block into 16 lines each. A block's chunks are decoded in ascending order, each once.
-    /// Columns after the last are zeros, or any finite numbers, because activations are zero there.
+    /// Decodes chunks of an open block into 16 lines each. A block's chunks are decoded in ascending order, each
+    /// once. Columns after the last may hold any finite numbers, because activations are zero there.
     fn decode(&self, block: usize, open: &mut Self::Open, chunks: Range<usize>, to: &mut [Line]);
 
-    /// Adds the outputs that the sums of a section stand for to `out`, which starts at zero.
+    /// Adds the outputs for the sums of a section to `out`, which starts at zero.
     fn finish(&self, section: &Section, tile: &Tile, sums: &Square<u32>, out: &mut Square<f32>);
 }

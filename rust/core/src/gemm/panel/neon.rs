@@ -1,11 +1,11 @@
-//! Products of bf16 by NEON, expanded to f32.
+//! bf16 products with NEON, expanded to f32.
 
 use std::arch::aarch64::*;
 
 use super::backend::{Product, Start};
 use super::{LANES, Line};
 
-/// Vectors of 16 rows.
+/// The vectors of 16 rows.
 const PARTS: usize = LANES / 4;
 
 /// Computes a product, which has been checked.
@@ -21,7 +21,7 @@ pub(super) fn multiply(product: &mut Product) {
     }
 }
 
-/// Multiplies `N` tokens from `first` on, which exist, by all blocks; returns `N`.
+/// Multiplies `N` tokens from `first` on, which must exist, with all blocks; returns `N`.
 #[target_feature(enable = "neon")]
 fn floats<const N: usize>(product: &mut Product, first: usize) -> usize {
     for block in 0..product.blocks {
@@ -36,7 +36,7 @@ fn floats<const N: usize>(product: &mut Product, first: usize) -> usize {
         for chunk in 0..product.chunks {
             let panel = &product.panel[block * product.block_lines + chunk * LANES..][..LANES];
             let x: *const Line = product.token(first, chunk);
-            // SAFETY: `Product::check` has found lines of the tile for all N tokens.
+            // SAFETY: `Product::check` verified that the tile has lines for all N tokens.
             let x: [&Line; N] = std::array::from_fn(|token| unsafe { &*x.add(token) });
             for (word, weights) in panel.iter().enumerate() {
                 // SAFETY: a line has 16 words.
@@ -61,7 +61,7 @@ fn floats<const N: usize>(product: &mut Product, first: usize) -> usize {
     N
 }
 
-/// The values of pairs of bf16: those of the low halves, and of the high ones.
+/// The values of pairs of bf16: those of the low halves and those of the high halves.
 #[inline]
 #[target_feature(enable = "neon")]
 fn expanded(pairs: uint32x4_t) -> [float32x4_t; 2] {

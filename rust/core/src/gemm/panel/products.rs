@@ -1,4 +1,4 @@
-//! The kernel of [`crate::gemm::layer`] that multiplies by panels.
+//! The panel kernel for [`crate::gemm::layer`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use super::{Backend, Source, TokenForm};
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Shared, Work, Worker, direct};
 use crate::types::Activations;
 
-/// The products of a job by the panels of a source, with a backend that the processor has.
+/// The products of a job with the panels of a source, by a backend that the processor supports.
 pub(crate) fn products<'s, S: Source + 's>(
     source: S,
     backend: Backend,

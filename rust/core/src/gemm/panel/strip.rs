@@ -11,20 +11,20 @@ use crate::gemm::tiles::{self, Configured};
 
 /// The chunks of a step: two panels of two blocks, one being decoded and one being multiplied, are 32 KB.
 const STEP: usize = 8;
-/// The chunks of a step where sums stay in AMX registers: with fewer chunks decoding and products overlap better.
+/// The chunks of a step if sums stay in AMX registers: with fewer chunks, decoding and products overlap better.
 const SHORT_STEP: usize = 4;
 /// The chunks of a block that are decoded between two tiles.
 const SLICE: usize = 4;
-/// The blocks of a strip of few tokens, which stay in the second-level cache.
+/// The blocks of a strip for few tokens, which stay in the second-level cache.
 const LOW: usize = 2;
-/// The blocks of a strip of many tokens: the products of each read of a token from beyond that cache.
+/// The blocks of a strip for many tokens: the products per read of a token from beyond that cache.
 const HIGH: usize = 16;
-/// The most bytes of few tokens.
+/// The maximum bytes of few tokens.
 const FEW: usize = 1 << 20;
-/// The most tiles that share a decoded panel: their sums stay in the second-level cache.
+/// The maximum number of tiles that share a decoded panel: their sums stay in the second-level cache.
 const SHARE: usize = 32;
 
-/// A thread's buffers.
+/// The buffers of a thread.
 pub(super) struct Thread<'a, S: Source> {
     source: &'a S,
     tokens: &'a Tokens,
@@ -41,14 +41,14 @@ pub(super) struct Thread<'a, S: Source> {
     open: Vec<S::Open>,
 }
 
-/// Some blocks of an expert that are multiplied by some tiles of a task.
+/// Some blocks of an expert multiplied by some tiles of a task.
 struct Strip<'a> {
-    /// The blocks, counted through all experts.
+    /// The blocks, counted over all experts.
     blocks: Range<usize>,
     tiles: &'a [&'a Tile],
     /// The chunks of a step.
     step_chunks: usize,
-    /// Whether there is one tile and at most two blocks, whose sums stay in AMX registers from step to step.
+    /// Whether there is one tile and at most two blocks, so that sums stay in AMX registers from step to step.
     kept: bool,
 }
 
@@ -66,7 +66,7 @@ impl Strip<'_> {
     }
 }
 
-/// Two blocks of a strip, or one, over some chunks.
+/// One or two blocks of a strip, over some chunks.
 struct Step {
     chunks: Range<usize>,
     blocks: Range<usize>,
@@ -155,8 +155,8 @@ impl<S: Source> Thread<'_, S> {
         self.step(strip, before.as_ref(), None, registers);
     }
 
-    /// Multiplies a step by all tiles, and decodes the next one between tiles: the processor executes both at a time, as
-    /// far as it looks ahead.
+    /// Multiplies a step by all tiles and decodes the next step between tiles, so that out-of-order execution
+    /// overlaps both.
     fn step(&mut self, strip: &Strip, step: Option<&Step>, next: Option<&Step>, registers: &Registers) {
         let tiles = strip.tiles.len();
         let (mut decoded, slices) = (0, next.map_or(0, Step::slices));
@@ -190,7 +190,7 @@ impl<S: Source> Thread<'_, S> {
     }
 
     /// Multiplies a step by a tile, section by section. A section is finished after the products of the next one have
-    /// started, so that the processor executes both at a time; their sums alternate between two buffers.
+    /// started, so that out-of-order execution overlaps both; their sums alternate between two buffers.
     fn tile(&mut self, strip: &Strip, step: &Step, tile: usize, registers: &Registers) {
         let (length, chunks) = (self.tokens.form.section, self.tokens.chunks());
         let mut waiting = None;
@@ -263,7 +263,7 @@ impl<S: Source> Thread<'_, S> {
             Backend::Matrix => registers.multiply(element, product),
             #[cfg(target_arch = "x86_64")]
             Backend::Avx512 | Backend::Avx2 => super::x86::multiply(self.backend, &mut product),
-            // SAFETY: `Backend::of_floats` has found the set.
+            // SAFETY: `Backend::of_floats` has checked the set.
             #[cfg(target_arch = "aarch64")]
             Backend::Neon => unsafe { super::neon::multiply(&mut product) },
             #[cfg(test)]
@@ -324,7 +324,7 @@ impl Registers {
     #[cfg(target_arch = "x86_64")]
     fn multiply(&self, element: super::Element, product: Product) {
         let Some(configured) = &self.configured else {
-            unreachable!("a set that was found available has its registers")
+            unreachable!("an available set has its registers")
         };
         let square = size_of::<Square<u32>>();
         let element = match element {

@@ -23,7 +23,7 @@ fn shape(experts: usize, rows: usize, columns: usize) -> Shape {
     }
 }
 
-/// Numbers of all signs and several sizes.
+/// Numbers of both signs and several magnitudes.
 pub(crate) fn numbers(count: usize, seed: u32) -> Vec<f32> {
     let mut state = seed | 1;
     let mut next = || {
@@ -125,7 +125,7 @@ impl<S: Source + Clone> Projection for By<S> {
     }
 }
 
-/// Every backend that the processor has.
+/// Every backend that the processor supports.
 pub(crate) fn backends() -> Vec<Backend> {
     let sets = Isa::ALL.into_iter().filter(|isa| isa.available());
     let found = sets.filter_map(Backend::of_floats);
@@ -298,7 +298,7 @@ fn activations_are_rounded_to_nearest() {
 }
 
 #[test]
-fn what_is_no_number_stays_with_its_token() {
+fn nan_and_infinity_affect_only_their_token() {
     let weights = Plain::new(1, 20, 64);
     let mut x = numbers(20 * 64, 3);
     x[5 * 64 + 7] = f32::NAN;
@@ -313,7 +313,8 @@ fn what_is_no_number_stays_with_its_token() {
     }
 }
 
-/// A source of bytes with sections of some chunks; an output is the total of the sums times their sections' numbers.
+/// A source of bytes with sections of some chunks; an output is the sum over sections of their sums times their
+/// numbers.
 #[derive(Clone, Copy)]
 struct Bytes(Shape, usize);
 

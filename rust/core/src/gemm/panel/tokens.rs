@@ -6,11 +6,11 @@ use std::sync::OnceLock;
 use super::{LANES, Line, TokenForm};
 use crate::gemm::layer::Task;
 
-/// The lines of up to sixteen tokens, followed by zeros for missing ones.
+/// The lines of up to sixteen tokens; those of missing tokens are zero.
 pub(crate) struct Tile {
     /// The lines, [chunks, 16 tokens].
     pub lines: Vec<Line>,
-    /// The step and the zero point of each token, where tokens are quantized to integers.
+    /// The step and the zero point of each token, if tokens are quantized to integers.
     pub scales: [(f32, i32); LANES],
     /// The number of tokens.
     pub count: usize,
@@ -19,7 +19,7 @@ pub(crate) struct Tile {
 /// The tiles of a job.
 pub(super) struct Tokens {
     pub form: TokenForm,
-    /// The tiles, with the expert and the places of the job that they hold.
+    /// The tiles, with the expert and the range of the job's places that they hold.
     tiles: Vec<(usize, Range<usize>, OnceLock<Tile>)>,
     /// The tiles of each task.
     of_task: Vec<Range<usize>>,
@@ -51,8 +51,8 @@ impl Tokens {
         self.tiles.len()
     }
 
-    /// Makes a tile; `fill(expert, place, lane, tile)` writes the token at a place of the job, which belongs to an expert,
-    /// into a lane.
+    /// Fills a tile; `fill(expert, place, lane, tile)` writes the token at a place of the job, which belongs to an
+    /// expert, into a lane.
     pub fn make(&self, tile: usize, fill: impl Fn(usize, usize, usize, &mut Tile)) {
         let (expert, places, slot) = &self.tiles[tile];
         slot.get_or_init(|| {
@@ -67,12 +67,12 @@ impl Tokens {
         });
     }
 
-    /// The tiles of a task, which have been made.
+    /// The tiles of a task, which must have been filled.
     pub fn of_task(&self, task: usize) -> Vec<&Tile> {
         let tiles = &self.tiles[self.of_task[task].clone()];
         let tiles = tiles.iter().map(|(_, _, slot)| slot.get());
         tiles
-            .map(|tile| tile.expect("the first stage has made it"))
+            .map(|tile| tile.expect("the first stage has filled the tile"))
             .collect()
     }
 }

@@ -1,18 +1,18 @@
-//! Products of bf16 by vector instructions: AVX-512 with bf16, and AVX2.
+//! bf16 products with vector instructions: AVX-512 with bf16, and AVX2.
 
-#![allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
+#![allow(clippy::needless_range_loop)] // Indexing arrays of registers is clearest here.
 
 use std::arch::x86_64::*;
 
 use super::backend::{Backend, Product, Start};
 use super::{LANES, Line};
 
-/// Computes a product, which has been checked, with a vector backend that the processor has.
+/// Computes a product, which has been checked, with a vector backend that the processor supports.
 pub(super) fn multiply(backend: Backend, product: &mut Product) {
     let mut token = 0;
     while token < product.count {
         let left = product.count - token;
-        // SAFETY: `Backend::of_floats` has found the set, and the tokens exist.
+        // SAFETY: `Backend::of_floats` has checked the set, and the tokens exist.
         token += unsafe {
             match (backend, product.blocks, left) {
                 (Backend::Avx512, 1, 8..) => dots::<8, 1>(product, token),
@@ -31,11 +31,10 @@ pub(super) fn multiply(backend: Backend, product: &mut Product) {
     }
 }
 
-/// Multiplies `N` tokens from `first` on by `M` blocks; returns `N`.
+/// Multiplies `N` tokens from `first` on with `M` blocks; returns `N`.
 ///
 /// # Safety
-/// The processor has AVX-512 with bf16, the tokens exist, and the product has `M` blocks and has been
-/// checked.
+/// The processor has AVX-512 with bf16, the tokens exist, and the product has `M` blocks and has been checked.
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn dots<const N: usize, const M: usize>(product: &mut Product, first: usize) -> usize {
     let mut sums = [[_mm512_setzero_ps(); N]; M];
@@ -48,7 +47,8 @@ unsafe fn dots<const N: usize, const M: usize>(product: &mut Product, first: usi
         }
     }
     for chunk in 0..product.chunks {
-        // SAFETY: `check` has found lines for all chunks of the blocks and of the tile that all N tokens are in.
+        // SAFETY: `check` verified that there are lines for all chunks of the blocks and of the tile with all N
+        // tokens.
         unsafe {
             let x: *const Line = product.token(first, chunk);
             let lines = product.panel.as_ptr().add(chunk * LANES);
@@ -77,7 +77,7 @@ unsafe fn dots<const N: usize, const M: usize>(product: &mut Product, first: usi
     N
 }
 
-/// Multiplies `N` tokens from `first` on by all blocks, eight rows at a time; returns `N`.
+/// Multiplies `N` tokens from `first` on with all blocks, eight rows at a time; returns `N`.
 ///
 /// # Safety
 /// The processor has AVX2 and FMA, the tokens exist, and the product has been checked.

@@ -1,5 +1,4 @@
-//! Records of 4 bits on AVX2. Down columns are added here, too: what compilers make of the portable code takes half as long
-//! again.
+//! 4-bit records with AVX2, including the addition of down columns: compiled portable code takes 1.5 times as long.
 
 use std::arch::x86_64::*;
 
@@ -8,10 +7,10 @@ use super::rows::{Term, group};
 use crate::formats::channels::{GROUP, Half};
 use crate::gemm::dense;
 
-/// Terms that are added together: as many as registers hold.
+/// The number of terms added together, limited by registers.
 const RUN: usize = 4;
 
-/// The product of half a record and a token; asks for the values of `next`.
+/// The product of half a record with a token; prefetches the values of `next`.
 ///
 /// # Safety
 /// The processor has AVX2.
@@ -62,7 +61,7 @@ fn load(bytes: &[u8; BYTES]) -> __m256i {
     unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
 }
 
-/// Adds terms to `y`, which has whole groups, in their order.
+/// Adds terms in order to `y`, whose length is a multiple of a group.
 ///
 /// # Safety
 /// The processor has AVX2.
@@ -74,7 +73,7 @@ pub unsafe fn add(terms: &[Term<'_>], y: &mut [f32]) {
         .for_each(|term| add_run(std::array::from_ref(term), y));
 }
 
-/// The lower and the upper byte of what a code is worth, as bfloat16, which holds it exactly.
+/// The lower and the upper byte of a code's value in bfloat16, which is exact.
 const VALUES: [[u8; 16]; 2] = {
     let (mut bytes, mut code) = ([[0; 16]; 2], 0);
     while code < 16 {
@@ -85,10 +84,10 @@ const VALUES: [[u8; 16]; 2] = {
     bytes
 };
 
-/// Adds terms to `y`, which has whole groups, in their order. Codes become floats by shuffles alone: a conversion of
-/// integers takes half as many operations again.
+/// Adds terms in order to `y`, whose length is a multiple of a group. Shuffles convert codes to floats: conversions
+/// of integers would take half as many operations again.
 #[target_feature(enable = "avx2")]
-#[allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
+#[allow(clippy::needless_range_loop)] // Indexing arrays of registers is clearest here.
 fn add_run<const N: usize>(terms: &[Term<'_>; N], y: &mut [f32]) {
     // SAFETY: loads of arrays of 16 bytes.
     let (lower, upper) = unsafe {
@@ -98,7 +97,7 @@ fn add_run<const N: usize>(terms: &[Term<'_>; N], y: &mut [f32]) {
         )
     };
     let (low, zero) = (_mm256_set1_epi8(15), _mm256_setzero_si256());
-    // Unpacking takes what lies in the same half of two registers: columns of one register of floats are put there.
+    // Unpacking combines the same halves of two registers, so columns of one float register are moved there first.
     let order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
     for (number, y) in y.as_chunks_mut::<GROUP>().0.iter_mut().enumerate() {
         let (mut codes, mut factors) = ([zero; N], [_mm256_setzero_ps(); N]);

@@ -1,8 +1,8 @@
 //! Products with half a record on AVX-512, in the order of [`super::rows`] and [`super::nibbles`].
 //!
-//! Counts for 64 columns, beside loads: a gate row of 4 bits 9 operations, of 8 and of 16 bits 17; a down column of 4 bits
-//! 13, of 8 and of 16 bits 16. What a code of 4 bits adds is looked up: the 16 products of a group's codes and its factor
-//! fill a register.
+//! Operation counts for 64 columns, besides loads: a 4-bit gate row takes 9 operations, one of 8 or 16 bits 17; a
+//! 4-bit down column takes 13, one of 8 or 16 bits 16. The contributions of 4-bit codes are looked up: the 16
+//! products of a group's codes with its factor fill a register.
 
 use std::arch::x86_64::*;
 
@@ -12,8 +12,8 @@ use crate::formats::channels::{GROUP, Width};
 use crate::gemm::dense;
 use crate::types::from_bf16;
 
-/// Cuts terms into runs of 8, 4, 2 and 1, and calls with each what comes behind its first term's number: terms together are
-/// read side by side, which is faster than one after the other.
+/// Divides terms into runs of 8, 4, 2 and 1 and calls, for each, the expression after the index of its first term:
+/// terms of a run are read side by side, which is faster than sequentially.
 macro_rules! runs {
     ($terms:expr, |$first:ident, $run:ident| $call:expr) => {
         let (mut rest, mut $first) = ($terms, 0);
@@ -28,10 +28,10 @@ macro_rules! runs {
     };
 }
 
-/// Codes of two groups.
+/// The code bytes of two groups.
 const PAIR: usize = 2 * BYTES;
 
-/// The products of half a record each of 4 bits and a token; asks for the values of what comes soon.
+/// The products of 4-bit half records with a token; prefetches the values needed next.
 ///
 /// # Safety
 /// The processor has AVX-512 with VNNI.
@@ -42,7 +42,7 @@ pub unsafe fn dot_nibbles(terms: &[Term<'_>], x: &Token, out: &mut [f32]) {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-#[allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
+#[allow(clippy::needless_range_loop)] // Indexing arrays of registers is clearest here.
 fn dot_pairs<const N: usize>(terms: &[Term<'_>; N], x: &Token) -> [f32; N] {
     let (mut lanes, bytes) = ([_mm512_setzero_ps(); N], terms[0].half.values.len());
     assert!(bytes.is_multiple_of(BYTES) && x.pairs.len() == bytes.div_ceil(PAIR));
@@ -61,8 +61,8 @@ fn dot_pairs<const N: usize>(terms: &[Term<'_>; N], x: &Token) -> [f32; N] {
             let at = (first * SCALES / 2 + number) * PAIR;
             for i in 0..N {
                 let values = terms[i].half.values.as_ptr();
-                // SAFETY: all halves have the codes of this pair, or those of its first group alone, for they are whole
-                // groups of as many pairs as `x` has. A prefetch may name any address.
+                // SAFETY: all halves have the codes of this pair, or of only its first group, because they consist of
+                // as many whole groups as the pairs of `x` hold. A prefetch may use any address.
                 let codes = unsafe {
                     _mm_prefetch::<_MM_HINT_T1>(terms[i].next.values.as_ptr().add(at).cast());
                     match at + PAIR <= bytes {
@@ -87,7 +87,7 @@ fn products(codes: __m512i, x: &Pair, factors: &[f32; 2]) -> __m512 {
         _mm512_and_si512(codes, low),
         _mm512_and_si512(_mm512_srli_epi16::<4>(codes), low),
     ];
-    // SAFETY: 16 integers have 64 bytes, and so has half a plane.
+    // SAFETY: 16 integers have 64 bytes, as does half a plane.
     let middles = unsafe { _mm512_loadu_si512(x.middles.as_ptr().cast()) };
     let mut sums = [_mm512_setzero_si512(), _mm512_setzero_si512(), middles];
     for (sum, plane) in sums.iter_mut().zip(&x.planes) {
@@ -103,7 +103,7 @@ fn products(codes: __m512i, x: &Pair, factors: &[f32; 2]) -> __m512 {
     _mm512_mul_ps(_mm512_mask_blend_ps(u16::MAX << PAIR_LANES, first, second), sum)
 }
 
-/// The products of half a record each of 8 bits, or of bf16, and a token; asks for the values of what comes soon.
+/// The products of half records of 8 bits, or of bf16, with a token; prefetches the values needed next.
 ///
 /// # Safety
 /// The processor has AVX-512.
@@ -117,14 +117,14 @@ pub unsafe fn dot(width: Width, terms: &[Term<'_>], x: &[f32], out: &mut [f32]) 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn dot_run<const N: usize>(width: Width, terms: &[Term<'_>; N], x: &[f32]) -> [f32; N] {
     match width {
-        Width::Int4 => unreachable!("records of 4 bits multiply integers"),
+        Width::Int4 => unreachable!("4-bit records use integer products"),
         Width::Int8 => dot_groups::<8, N>(terms, x),
         Width::Bf16 => dot_groups::<16, N>(terms, x),
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-#[allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
+#[allow(clippy::needless_range_loop)] // Indexing arrays of registers is clearest here.
 fn dot_groups<const BITS: usize, const N: usize>(terms: &[Term<'_>; N], x: &[f32]) -> [f32; N] {
     let (mut lanes, bytes, groups) = ([_mm512_setzero_ps(); N], GROUP / 8 * BITS, x.len() / GROUP);
     for term in terms {
@@ -154,7 +154,7 @@ fn dot_groups<const BITS: usize, const N: usize>(terms: &[Term<'_>; N], x: &[f32
     lanes.map(|lanes| dense::fold(floats(lanes)))
 }
 
-/// Adds terms to `y`, which has whole groups, in their order; asks for the values of what comes soon.
+/// Adds terms in order to `y`, whose length is a multiple of a group; prefetches the values needed next.
 ///
 /// # Safety
 /// The processor has AVX-512.
@@ -174,7 +174,7 @@ fn add_terms<const BITS: usize>(terms: &[Term<'_>], y: &mut [f32]) {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-#[allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
+#[allow(clippy::needless_range_loop)] // Indexing arrays of registers is clearest here.
 fn add_run<const BITS: usize, const N: usize>(terms: &[Term<'_>; N], y: &mut [f32]) {
     let (bytes, groups) = (GROUP / 8 * BITS, y.len() / GROUP);
     for term in terms {
@@ -231,10 +231,10 @@ fn add_run<const BITS: usize, const N: usize>(terms: &[Term<'_>; N], y: &mut [f3
     }
 }
 
-/// Sixteen values of 8 or 16 bits.
+/// Loads sixteen values of 8 or 16 bits.
 ///
 /// # Safety
-/// They are there.
+/// The values are readable.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn values_of<const BITS: usize>(values: *const u8) -> __m512 {
@@ -250,23 +250,23 @@ unsafe fn values_of<const BITS: usize>(values: *const u8) -> __m512 {
     }
 }
 
-/// Sixteen bytes as words.
+/// Loads sixteen bytes as words.
 ///
 /// # Safety
-/// They are there.
+/// The bytes are readable.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn words(bytes: *const u8) -> __m512i {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(bytes.cast()) })
 }
 
-/// The first 16 of some bf16 values; zeros behind the last.
+/// Widens up to 16 bf16 values; zeros after the last.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn widened(bits: &[[u8; 2]]) -> __m512 {
     let mask = u16::MAX >> (SCALES - bits.len().min(SCALES));
-    // SAFETY: the mask has the values that there are, at most 16.
+    // SAFETY: the mask selects the existing values, at most 16.
     let bits = unsafe { _mm256_maskz_loadu_epi16(mask, bits.as_ptr().cast()) };
     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
 }
@@ -287,7 +287,7 @@ fn floats(register: __m512) -> [f32; LANES] {
     values
 }
 
-/// Asks for a group's values, of 4 bits for those of two, into the second-level cache.
+/// Prefetches a group's values (for 4 bits, those of two groups) into the second-level cache.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn prefetch<const BITS: usize>(values: *const u8) {

@@ -1,4 +1,4 @@
-//! A layer of experts, of which each token computes the channels that pass its threshold.
+//! A layer of experts that computes, for each token, only the channels that pass a threshold.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,25 +17,25 @@ use crate::simd::Isa;
 use crate::types::{Activations, Shape};
 use crate::{Error, Result};
 
-/// Blocks of an expert's channels, at most: enough for the threads, few enough that adding them up costs little.
+/// The maximum number of blocks of an expert's channels: enough for the threads, few enough to be added cheaply.
 const BLOCKS: usize = 32;
-/// Fewest channels of a block.
+/// The minimum number of channels of a block.
 const LEAST_CHANNELS: usize = 64;
-/// Bytes of all blocks' outputs, at most, unless one an expert and token is more.
+/// The maximum bytes of all blocks' outputs, unless one block per expert and token takes more.
 const BLOCK_BYTES: usize = 64 << 20;
-/// Columns that a unit of the last phase adds up.
+/// The columns that a unit of the last phase adds up.
 const BAND: usize = 1024;
 
-/// What decides which channels are computed.
+/// The up projection outputs, which decide which channels are computed.
 #[derive(Clone, Copy)]
 pub enum Ups<'a> {
-    /// Up projections, E x I x H: channels are skipped whose output u is below their expert's threshold.
+    /// Up projections, E x I x H: channels with an output u below their expert's threshold are skipped.
     Of(&'a dyn Projection),
-    /// Outputs u, tokens x top_k x I: channels are skipped where u is zero, for they add nothing.
+    /// Outputs u, tokens x top_k x I: channels with u = 0 are skipped, because they contribute nothing.
     Given(&'a [f32]),
-    /// Outputs of coarse up and gate projections: records hold what finer weights add.
+    /// Outputs of coarse up and gate projections; records hold the differences of finer weights.
     Refining {
-        /// Outputs u, zero where a channel is skipped.
+        /// Outputs u, zero for skipped channels.
         ups: &'a [f32],
         /// Outputs of the gates, tokens x top_k x I.
         gates: &'a [f32],
@@ -43,7 +43,7 @@ pub enum Ups<'a> {
 }
 
 impl<'a> Ups<'a> {
-    /// The outputs that the caller has.
+    /// The outputs passed by the caller.
     fn given(self) -> &'a [f32] {
         match self {
             Ups::Of(_) => &[],
@@ -64,10 +64,10 @@ pub struct Layer<'a> {
 impl Layer<'_> {
     /// Computes the layer: `x` and `y` are T x H. The terms of a token are added in the order of its experts' list.
     ///
-    /// Returns how many channels were computed, over all tokens and their experts.
+    /// Returns the number of computed channels, over all tokens and their experts.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: sizes do not match, or the processor lacks the instruction set.
+    /// [`Error::InvalidArgument`] if sizes do not match or the processor lacks the instruction set.
     pub fn forward<'a>(
         &self,
         x: impl Into<Activations<'a>>,
@@ -80,13 +80,14 @@ impl Layer<'_> {
         Ok(pass.map_or(0, |pass| pass.computed.into_inner()))
     }
 
-    /// Computes what the records of refined channels add to the outputs of coarse copies, but for what their values
-    /// silu(gate) * u, which go to `inner` (tokens x top_k x I, kept for other channels), add through coarse columns.
+    /// Computes the contributions of refined channels to the outputs of coarse copies. The values silu(gate) * u of
+    /// these channels are written to `inner` (tokens x top_k x I; other channels are unchanged); their products with
+    /// coarse down columns are not included.
     ///
-    /// Returns how many channels were refined.
+    /// Returns the number of refined channels.
     ///
     /// # Errors
-    /// As of `forward`; the layer must be [`Ups::Refining`].
+    /// As for `forward`; the layer must be [`Ups::Refining`].
     pub fn refine<'a>(
         &self,
         x: impl Into<Activations<'a>>,
@@ -114,7 +115,7 @@ impl Layer<'_> {
         Ok(pass.computed.into_inner())
     }
 
-    /// Computes the layer; nothing where there are no tokens.
+    /// Computes the layer; returns at once if there are no tokens.
     fn run<'a>(
         &'a self,
         x: Activations,
@@ -140,7 +141,7 @@ impl Layer<'_> {
             thread.phase(tokens * bands, |unit| {
                 let (token, first) = (unit / bands, unit % bands * BAND);
                 let band = first..(first + BAND).min(columns);
-                // SAFETY: each unit has a token and columns of its own.
+                // SAFETY: each unit has its own token and columns.
                 unsafe { y.fill(unit, token..token + 1, band.clone(), &pass.sum(token, band)) }
             });
         });
@@ -152,7 +153,7 @@ impl Layer<'_> {
         }
     }
 
-    /// Says whether the two fit together, and to a routing.
+    /// Checks that projections and records match, also with the routing.
     fn check(&self, routing: &Routing) -> Result<()> {
         let records = self.channels.layout().shape();
         let (fits, what) = match self.ups {
@@ -169,13 +170,16 @@ impl Layer<'_> {
                 };
                 let count = routing.experts.len().checked_mul(records.rows);
                 let fits = count == Some(values.len()) && gates == values.len();
-                (fits, format!("{} outputs of up, {gates} of gates", values.len()))
+                (
+                    fits,
+                    format!("{} outputs of up and {gates} of gates", values.len()),
+                )
             }
         };
         match fits {
             true => Ok(()),
             false => Err(Error::InvalidArgument(format!(
-                "up and channels do not fit: {what}, {records:?}"
+                "up and channels do not match: {what}, {records:?}"
             ))),
         }
     }
@@ -202,29 +206,29 @@ impl<'a> Up<'a> {
     }
 }
 
-/// A layer and the tokens of a call, to be computed once.
+/// A layer and the tokens of a call, for a single computation.
 struct Pass<'a> {
     layer: Layer<'a>,
-    /// Where outputs of it are not given.
+    /// The up projection, unless its outputs are given.
     up: Option<Up<'a>>,
     job: Arc<Job>,
     tokens: Slots<Token>,
-    /// For each place, its pair of the routing.
+    /// The pair of the routing at each place.
     pairs: Vec<usize>,
-    /// Channels of a block, and blocks of an expert.
+    /// The channels of a block, and the blocks of an expert.
     step: usize,
     blocks: usize,
-    /// Blocks that are added up where they are computed: all of an expert's where a thread computes alone, or each by
-    /// itself.
+    /// The number of blocks added up where they are computed: all of an expert's if a single thread computes,
+    /// otherwise 1.
     merged: usize,
-    /// Outputs of merged blocks, places x (blocks / merged x filled up columns).
+    /// The outputs of merged blocks, places x (blocks / merged x padded columns).
     parts: Output<'a>,
-    /// Where channels are refined: their values behind SiLU, places x channels.
+    /// For refined channels, their values after SiLU, places x channels.
     inner: Option<Output<'a>>,
-    /// For each token, its experts' places and weights.
+    /// For each token, the places and weights of its experts.
     terms: Vec<Vec<(usize, f32)>>,
     computed: AtomicU64,
-    /// Whether a record that is wanted is not there.
+    /// Whether a needed record is not in memory.
     incomplete: AtomicBool,
     isa: Isa,
 }
@@ -275,7 +279,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Whether the up projection is too small to wake threads for.
+    /// Returns whether the up projection is too small to wake threads.
     fn alone(&self) -> bool {
         let up = self.up.as_ref();
         up.is_some_and(|up| cut::alone(&[up.projection], &self.job))
@@ -312,7 +316,7 @@ impl<'a> Pass<'a> {
             let places = self.job.tasks[task].places.clone();
             values.resize(places.len() * rows.len(), 0.0);
             up.multiply(task, rows.clone(), &mut values);
-            // SAFETY: a place is of one task, and the units of a task have rows of their own.
+            // SAFETY: a place belongs to one task, and the units of a task have disjoint rows.
             unsafe { outputs.fill(unit, places, rows, &values) }
         });
     }
@@ -358,7 +362,7 @@ impl<'a> Pass<'a> {
                 }
                 std::mem::swap(&mut list, &mut coming);
             }
-            // SAFETY: a place is of one task, and the blocks of a task have columns of their own.
+            // SAFETY: a place belongs to one task, and the blocks of a task have disjoint columns.
             unsafe {
                 self.parts
                     .fill(unit, places, number * part..(number + 1) * part, &totals)
@@ -372,13 +376,13 @@ impl<'a> Pass<'a> {
         number * self.step..((number + 1) * self.step).min(rows)
     }
 
-    /// Columns of a part: those of an output, filled up.
+    /// The columns of a part: those of an output, padded.
     fn part(&self) -> usize {
         self.layer.channels.layout().half().next_multiple_of(GROUP)
     }
 
-    /// The pairs of a channel and a place that are not skipped, by channels: what is no number passes, so that it reaches
-    /// the output.
+    /// Lists the pairs of a channel and a place that are not skipped, ordered by channel. NaN is not skipped, so that
+    /// it reaches the output.
     fn wanted(&self, task: usize, channels: Range<usize>, list: &mut Vec<(usize, usize)>) {
         let task = &self.job.tasks[task];
         let threshold = self.layer.channels.threshold(task.expert);
@@ -406,8 +410,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Adds the channels of a list to the sums of the task's places, those of the other list being asked for towards the end;
-    /// `values` become theirs behind SiLU.
+    /// Adds the channels of a list to the sums of the task's places; the channels of the other list are prefetched
+    /// towards the end. `values` receives their values after SiLU.
     fn add_channels(
         &self,
         task: usize,
@@ -463,7 +467,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Keeps the values of a unit's channels, zero for those that are skipped, where they are asked for.
+    /// Keeps the values of a unit's channels if the caller wants them; skipped channels are zero.
     fn keep(
         &self,
         unit: usize,
@@ -477,7 +481,7 @@ impl<'a> Pass<'a> {
         for (&(channel, place), &value) in list.iter().zip(values) {
             all[(place - places.start) * channels.len() + channel - channels.start] = value;
         }
-        // SAFETY: a place is of one task, and the blocks of a task have channels of their own.
+        // SAFETY: a place belongs to one task, and the blocks of a task have disjoint channels.
         unsafe { inner.fill(unit, places, channels, &all) }
     }
 

@@ -1,9 +1,9 @@
-//! Products with gate rows of 4 bits, of integers: four times as many weights share an instruction as with floats.
+//! Integer products with 4-bit gate rows: four times as many weights share an instruction as with floats.
 //!
-//! A token's activations are quantized to 24 bits for each group, as those of group-wise tensors are
-//! ([`crate::gemm::groupwise`]): three planes of signed bytes, each worth 256 of the next. Eight lanes add up eight products
-//! of a group each, which stay below 2^30, and eight others those of the next group, so every instruction set gives the same
-//! bits.
+//! A token's activations are quantized to 24 bits for each group, as for group-wise tensors
+//! ([`crate::gemm::groupwise`]): three planes of signed bytes, each worth 256 of the next. Eight lanes add up eight
+//! products each of one group, which stay below 2^30, and eight others those of the next group, so every instruction
+//! set gives the same bits.
 
 use super::rows::{Term, group};
 #[cfg(target_arch = "x86_64")]
@@ -13,29 +13,29 @@ use crate::gemm::dense;
 use crate::gemm::groupwise::{Precision, STEP_COLUMNS, digit, quantize};
 use crate::simd::Isa;
 
-/// Bytes of a group's codes: the first half of the columns in the low bits, the second in the high ones.
+/// The code bytes of a group: the first half of the columns in the low bits, the second in the high bits.
 pub const BYTES: usize = GROUP / 2;
-/// Lanes of a group.
+/// The lanes of a group.
 pub const LANES: usize = 8;
-/// What is subtracted from a stored code.
+/// The value subtracted from a stored code.
 pub const MIDDLE: i32 = 8;
-/// What the scales of a token are filled up to a multiple of.
+/// The scales of a token are padded to a multiple of this number.
 pub const SCALES: usize = 16;
 
 /// A token's activations.
 pub struct Token {
-    /// Activations of two groups each; zeros where the last pair has one group alone.
+    /// The activations of two groups each; zeros for a missing second group.
     pub pairs: Vec<Pair>,
-    /// What a unit of a group's integers is worth; zeros behind the last.
+    /// The scale of each group's integers, padded with zeros.
     pub scales: Vec<f32>,
 }
 
-/// A token's activations of two groups, as registers of 64 bytes take them.
+/// A token's activations of two groups, arranged for 64-byte registers.
 #[repr(C, align(64))]
 #[derive(Clone)]
 pub struct Pair {
-    /// The most significant plane first. Of each the columns whose codes lie in low bits, then those in high bits; of
-    /// either half [`BYTES`] of the first group, as many of the second.
+    /// The planes, most significant first. Each has the columns whose codes are in low bits, then those in high bits;
+    /// either half has [`BYTES`] of the first group, then of the second.
     pub planes: [[[u8; GROUP]; 2]; 3],
     /// The sum of each lane's integers times -[`MIDDLE`].
     pub middles: [i32; 2 * LANES],
@@ -62,7 +62,7 @@ impl Token {
 }
 
 impl Pair {
-    /// Quantizes the activations of a group; returns what a unit is worth.
+    /// Quantizes the activations of a group; returns its scale.
     #[inline(always)]
     fn quantize(&mut self, number: usize, values: &[f32; GROUP]) -> f32 {
         let mut codes = [0; STEP_COLUMNS];
@@ -83,11 +83,11 @@ impl Pair {
     }
 }
 
-/// The products of half a record each and a token; asks for the values of what comes soon. The processor runs `isa`.
+/// The products of half records with a token; prefetches the values needed next. The processor supports `isa`.
 pub fn dot(isa: Isa, terms: &[Term<'_>], x: &Token, out: &mut [f32]) {
     let places = terms.iter().zip(&mut *out);
     match isa {
-        // SAFETY: the caller's processor runs the set.
+        // SAFETY: the caller guarantees that the processor supports the set.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => unsafe { avx512::dot_nibbles(terms, x, out) },
         #[cfg(target_arch = "x86_64")]

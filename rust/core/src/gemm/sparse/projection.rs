@@ -1,4 +1,4 @@
-//! Records as the rows of an ordinary matrix, for whoever multiplies by any packed tensor.
+//! Records as the rows of an ordinary matrix, for products with any packed tensor.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::gemm::require_mode;
 use crate::simd::Isa;
 use crate::types::{Activations, Mode, Shape};
 
-/// The modes of products with records, both exact.
+/// The compute modes of records, both exact.
 pub const MODES: [Mode; 2] = [Mode::Auto, Mode::Exact];
 
 /// A tensor of records, with the instruction set of its products.
@@ -25,7 +25,8 @@ impl<'a> Records<'a> {
     /// Products with `isa`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): there is no such mode, or the processor lacks the instruction set.
+    /// [`Error::InvalidArgument`](crate::Error) if the mode does not exist or the processor lacks the instruction
+    /// set.
     pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Records<'a>> {
         require_mode(mode, &MODES, "a tensor of channels")?;
         Ok(Records {

@@ -1,8 +1,8 @@
-//! Products with half a record, whose width is known once a row.
+//! Products with half records; the width is dispatched once per row.
 //!
-//! Values become single precision 16 at a time, in arrays that compilers keep in registers. Meanwhile a record that comes
-//! soon is asked for, group by group: processors do not see by themselves where records go on (int8, a fifth of the records
-//! in order: 3.9 GB/s without, 7.0 with, one thread of a Zen 3).
+//! Values are converted to single precision 16 at a time, in arrays that compilers keep in registers. Meanwhile an
+//! upcoming record is prefetched, group by group, because processors cannot predict the next record (int8, a fifth of
+//! the records in order: 3.9 GB/s without, 7.0 with prefetching, one thread of a Zen 3).
 
 use super::nibbles;
 #[cfg(target_arch = "x86_64")]
@@ -12,23 +12,23 @@ use crate::gemm::dense;
 use crate::simd::{self, Isa, vectorized};
 use crate::types::{Activations, from_bf16};
 
-/// Sums that a product keeps side by side.
+/// The number of parallel sums of a product.
 pub(super) const LANES: usize = 16;
-/// Most records that are multiplied together, first their gate rows, then their down columns: a group of a token's
-/// activations, or of its sums, is read once for all, and records side by side come faster from memory than one after the
-/// other.
+/// The maximum number of records multiplied together, first their gate rows, then their down columns: a group of a
+/// token's activations, or of its sums, is read once for all, and records side by side are faster from memory than
+/// sequential ones.
 pub const RUN: usize = 8;
 
-/// Activations in whole groups, filled up with zeros, as products with half a record read them.
+/// Activations in whole groups, padded with zeros, for products with half records.
 pub enum Token {
-    /// For records of 4 bits.
+    /// For 4-bit records.
     Quantized(nibbles::Token),
-    /// For all others.
+    /// For all other records.
     Floats(Vec<f32>),
 }
 
 impl Token {
-    /// Some activations for records of a width.
+    /// Prepares some activations for records of a width.
     pub fn new(width: Width, x: Activations, start: usize, count: usize) -> Token {
         let mut values = vec![0.0; count.next_multiple_of(GROUP)];
         x.widen(start, &mut values[..count]);
@@ -39,20 +39,21 @@ impl Token {
     }
 }
 
-/// Half a record and what it is multiplied by before it is added to a token's sums.
+/// Half a record and the factor for adding it to a token's sums.
 pub struct Term<'a> {
     pub half: Half<'a>,
-    /// Half of a record that comes soon.
+    /// Half of an upcoming record, to prefetch.
     pub next: Half<'a>,
     pub factor: f32,
 }
 
-/// The products of half a record each and a token of their width; asks for what comes soon. The processor runs `isa`.
+/// The products of half records with a token of their width; prefetches the values needed next. The processor
+/// supports `isa`.
 pub fn dot(isa: Isa, width: Width, terms: &[Term<'_>], x: &Token, out: &mut [f32]) {
     match x {
         Token::Quantized(x) => nibbles::dot(isa, terms, x, out),
         Token::Floats(x) => match isa {
-            // SAFETY: the caller's processor runs the set.
+            // SAFETY: the caller guarantees that the processor supports the set.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Amx => unsafe { avx512::dot(width, terms, x, out) },
             _ => dot_floats(isa, width, terms, x, out),
@@ -60,8 +61,8 @@ pub fn dot(isa: Isa, width: Width, terms: &[Term<'_>], x: &Token, out: &mut [f32
     }
 }
 
-/// Asks for the first line of a record and for its scales: of several records one after the other, so that processors look up
-/// their pages at a time (int4, a fifth of the records in order: 0.06 us of a record's 0.56, one thread of a Xeon).
+/// Prefetches the first line of a record and its scales. Calling it for several records in a row overlaps their page
+/// walks (int4, a fifth of the records in order: 0.06 us of a record's 0.56, one thread of a Xeon).
 pub fn announce([gate, down]: [Half<'_>; 2]) {
     simd::fetch(&gate.values[..gate.values.len().min(1)]);
     simd::fetch(gate.scales.as_flattened());
@@ -72,11 +73,11 @@ vectorized! {
     fn dot_floats(width: Width, terms: &[Term<'_>], x: &[f32], out: &mut [f32]) = dot_loop;
 }
 
-/// Adds terms, at most [`RUN`], to `y`, which has whole groups, in their order; asks for what comes soon. The processor
-/// runs `isa`.
+/// Adds at most [`RUN`] terms in order to `y`, whose length is a multiple of a group; prefetches the values needed
+/// next. The processor supports `isa`.
 pub fn add(isa: Isa, width: Width, terms: &[Term<'_>], y: &mut [f32]) {
     match (width, isa) {
-        // SAFETY: the caller's processor runs the set.
+        // SAFETY: the caller guarantees that the processor supports the set.
         #[cfg(target_arch = "x86_64")]
         (_, Isa::Avx512 | Isa::Amx) => unsafe { avx512::add(width, terms, y) },
         // SAFETY: as above.
@@ -94,7 +95,7 @@ vectorized! {
 fn dot_loop(width: Width, terms: &[Term<'_>], x: &[f32], out: &mut [f32]) {
     for (term, out) in terms.iter().zip(out) {
         *out = match width {
-            Width::Int4 => unreachable!("records of 4 bits multiply integers"),
+            Width::Int4 => unreachable!("4-bit records use integer products"),
             Width::Int8 => dot_groups(term.half, term.next, x, bytes),
             Width::Bf16 => dot_groups(term.half, term.next, x, shorts),
         };
@@ -112,7 +113,7 @@ fn add_loop(width: Width, terms: &[Term<'_>], y: &mut [f32]) {
     }
 }
 
-/// `run` gives 16 values of a group, by the number of the run.
+/// `run` returns 16 values of a group, by the index of the run.
 #[inline(always)]
 fn dot_groups<const N: usize>(
     half: Half<'_>,
@@ -137,7 +138,8 @@ fn dot_groups<const N: usize>(
     fold(lanes)
 }
 
-/// The sum of all lanes. Inlined, its shuffles would reach into the loop before it and make that five times slower.
+/// The sum of all lanes. If it were inlined, its shuffles would reach into the previous loop and make that five times
+/// slower.
 #[inline(never)]
 fn fold(lanes: [f32; LANES]) -> f32 {
     dense::fold(lanes)
@@ -157,7 +159,7 @@ fn add_groups<const N: usize>(term: &Term<'_>, y: &mut [f32], run: impl Fn(&[u8;
     }
 }
 
-/// A group of half a record with its scale, 1 of values that have none; asks for the same group of `next`.
+/// A group of half a record with its scale, or 1 for values without scales; prefetches the same group of `next`.
 #[inline(always)]
 pub(super) fn group<'a, const N: usize>(half: Half<'a>, next: Half<'a>, number: usize) -> (&'a [u8; N], f32) {
     simd::fetch(&next.values.as_chunks::<N>().0[number]);
@@ -171,7 +173,7 @@ pub(super) fn group<'a, const N: usize>(half: Half<'a>, next: Half<'a>, number: 
 #[inline(always)]
 fn four_bits(group: &[u8; GROUP / 2], number: usize) -> [f32; LANES] {
     let (bytes, shift) = (&group[number % 2 * LANES..][..LANES], number / 2 * 4);
-    // In bytes as long as possible: a register holds four times as many of them.
+    // In bytes as long as possible: a register holds four times as many of them as of words.
     let codes: [i8; LANES] = std::array::from_fn(|lane| (bytes[lane] >> shift & 15) as i8 - 8);
     codes.map(f32::from)
 }

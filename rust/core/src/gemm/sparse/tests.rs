@@ -19,7 +19,7 @@ fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.available())
 }
 
-/// A layer of three experts, and a token list with repeated experts and one number that is no expert's.
+/// A layer of three experts, and a token list with repeated experts and one invalid expert.
 struct Setting {
     up: Vec<u8>,
     channels: Vec<u8>,
@@ -85,7 +85,7 @@ impl Setting {
         (y, computed)
     }
 
-    /// Outputs of the up projection of a place, as the layer sees them.
+    /// The outputs of the up projection at a place, as the layer sees them.
     fn ups(&self, token: usize, expert: usize) -> Vec<f32> {
         let (up, mut y) = (self.up(Isa::Scalar), vec![0.0; self.rows]);
         let offsets: Vec<usize> = (0..=3).map(|e| usize::from(e > expert)).collect();
@@ -173,7 +173,7 @@ fn thresholds_of_zero_and_infinity_compute_everything_and_nothing() {
     let all = setting(0.0);
     let pairs = all.experts.iter().filter(|expert| **expert < 3).count();
     assert_eq!(all.run(Isa::Scalar, 1).1, 50 * pairs as u64);
-    // Of the first expert the threshold stays zero.
+    // The threshold of the first expert stays zero.
     let none = Setting {
         experts: vec![1, 2, 2, 1, 1, 3],
         ..setting(f32::MAX)
@@ -182,7 +182,7 @@ fn thresholds_of_zero_and_infinity_compute_everything_and_nothing() {
 }
 
 #[test]
-fn given_outputs_are_computed_where_they_are_not_zero() {
+fn channels_of_non_zero_given_outputs_are_computed() {
     let pool = pool::current().unwrap();
     for (rows, columns, tokens) in [(1, 1, 1), (200, 100, 1), (150, 130, 7)] {
         let setting = Setting::new(Width::Int8, rows, columns, tokens, 2.0);
@@ -214,7 +214,7 @@ fn given_outputs_are_computed_where_they_are_not_zero() {
 }
 
 #[test]
-fn records_refine_coarse_gates_and_tell_what_coarse_columns_multiply() {
+fn records_refine_coarse_gates_and_return_the_inner_values() {
     let setting = Setting::new(Width::Int4, 150, 130, 7, 0.0);
     let count = setting.experts.len() * setting.rows;
     let ups: Vec<f32> = numbers(count, 4)
@@ -289,7 +289,7 @@ fn records_refine_coarse_gates_and_tell_what_coarse_columns_multiply() {
 }
 
 #[test]
-fn what_is_no_number_reaches_the_output() {
+fn nan_reaches_the_output() {
     let mut setting = Setting::new(Width::Bf16, 20, 64, 1, 1e30);
     setting.experts = vec![1, 2];
     setting.x[3] = f32::NAN;

@@ -1,13 +1,14 @@
-//! Rows as lists of their non-zero weights, to which all codes are decoded for many tokens.
+//! Rows as lists of their non-zero weights, for many tokens and all codes.
 //!
-//! A row is decoded once, and its list is multiplied by each token block. An item is `2 * position`, plus one for symbol 2.
-//! Whatever the codes are, positions are below [`position_bound`], up to which tiles hold zeros after the last column.
+//! A row is decoded once, and its list is multiplied by each token block. An item is `2 * position`, plus one for
+//! symbol 2. For arbitrary codes, positions are below [`position_bound`], up to which tiles hold zeros after the last
+//! column.
 
 use crate::formats::ternary::{Row, TernaryView};
 
 use super::table::{ListTable, longest_word};
 
-/// A bound of the positions of all items of the rows of `view`, whatever their bytes are.
+/// An upper bound of the positions of all items of the rows of `view`, for arbitrary bytes.
 pub(super) fn position_bound(view: &TernaryView) -> usize {
     view.columns() + longest_word(view)
 }
@@ -27,7 +28,7 @@ impl List {
         &self.items[..self.count]
     }
 
-    /// The level of items whose lowest bit is 0, and of those whose lowest bit is 1.
+    /// The level of items with lowest bit 0, and of those with lowest bit 1.
     pub fn levels(&self, (negative, positive): (f32, f32)) -> [f32; 2] {
         match self.swapped {
             false => [negative, positive],
@@ -72,7 +73,8 @@ impl List {
         }
     }
 
-    /// A buffer of `most` items: a slice, because writes to the vector make the compiler reload its header every time.
+    /// A buffer of `most` items, as a slice because writes to the vector make the compiler reload its header every
+    /// time.
     fn room(&mut self, most: usize) -> &mut [u32] {
         if self.items.len() < most {
             self.items.resize(most, 0);
@@ -80,8 +82,8 @@ impl List {
         &mut self.items[..most]
     }
 
-    /// Decodes words of two slots. No branch depends on a code: both slots are written, and unused ones are overwritten by
-    /// the next word's.
+    /// Decodes words of two slots. No branch depends on a code: both slots are written, and the next word overwrites
+    /// unused ones.
     #[inline(always)]
     fn fill_two(&mut self, indices: impl ExactSizeIterator<Item = usize>, table: &[u64], columns: usize) {
         let items = self.room(2 * indices.len() + 2);

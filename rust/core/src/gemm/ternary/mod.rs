@@ -1,14 +1,14 @@
-//! Products by ternary weights, for one token or many: rows are decoded while they are multiplied.
+//! Products by ternary weights, for one token or many: rows are decoded during the multiplication.
 //!
 //! # How a product is divided
-//! The units of work of [`super::layer`] are whole row groups (64 rows), of which a kernel computes a few at a time
-//! ([`unit`]). One unit computes a row's sum from start to end, in an order that its codes fix, so results do not depend
-//! on the number of threads.
+//! The units of work of [`super::layer`] are whole row groups (64 rows); a kernel computes a few at a time
+//! ([`unit`]). One unit computes a row's sum from start to end, in an order determined by its codes, so results do
+//! not depend on the number of threads.
 //!
 //! # What a row costs
-//! Weights that are zero cost nothing, so the work is proportional to the codes. At a density of 0.115 a byte holds 12.6
-//! weights: 16 * 10^9 weights/s read 1.3 GB/s, far less than memory delivers, and every kernel is bound by its loads
-//! from the first-level cache and by instructions a code. The modules of the kernels give their counts.
+//! Weights that are zero cost nothing, so the work is proportional to the codes. At a density of 0.115 a byte holds
+//! 12.6 weights: 16 * 10^9 weights/s read 1.3 GB/s, far less than memory bandwidth, and every kernel is bound by its
+//! loads from the first-level cache and by instructions per code. The modules of the kernels give their counts.
 //!
 //! Measured on one core of a Zen 4 at 3.7 GHz, P(0) = 0.885, cold weights, 10^9 weights/s on 6144x2080 / 2080x6144 /
 //! 3072x768 (`cargo bench -p moepack-core --bench ternary`, fastest calls):
@@ -21,16 +21,16 @@
 //! | 64 | 1.5 / 1.9 / 1.9 | 1.2 / 1.2 / 1.7 | | | |
 //!
 //! # Accuracy
-//! Sums are of f32. With m non-zeros in a row, u = 2^-24 and S = sum of |w_i x_i|, the error of an output is at most
-//! (m + 3) u S / (1 - (m + 3) u), whatever the kernel: some add activations and multiply by the levels (n, p) at the
-//! end, some multiply each activation. Activations must be finite: a NaN or an infinity makes outputs
-//! of its token unspecified (some kernels skip zero weights, others multiply by them). Tests check this bound for every
-//! kernel against decoded weights in f64.
+//! Sums are in f32. With m non-zeros in a row, u = 2^-24 and S = sum of |w_i x_i|, the error of an output is at most
+//! (m + 3) u S / (1 - (m + 3) u) for every kernel: some add activations and multiply by the levels (n, p) at the end,
+//! others multiply each activation. Activations must be finite: a NaN or an infinity makes outputs of its token
+//! unspecified (some kernels skip zero weights, others multiply by them). Tests check this bound for every kernel
+//! against decoded weights in f64.
 //!
 //! # Safety on damaged tensors
-//! [`TernaryView::parse`] proves that a row's codes lie in the payload and nothing more. Look-up tables are total, a
-//! word advances the position by at most 255 weights, positions are bounded by the row's width once in a few codes,
-//! and activations are followed by as many zeros as those codes can reach. Damaged codes give wrong numbers only.
+//! [`TernaryView::parse`] checks only that a row's codes lie in the payload. Lookup tables are total, a word advances
+//! the position by at most 255 weights, positions are clamped to the row's width every few codes, and activations are
+//! followed by as many zeros as those codes can reach. Damaged codes therefore only give wrong numbers.
 
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // Tables and tiles of the vector kernels.
 
@@ -58,11 +58,11 @@ pub enum Kernel {
     Scalar,
     /// AVX2.
     Avx2,
-    /// AVX2; for one token, table entries are loaded some codes before they are used.
+    /// AVX2; for one token, table entries are loaded several codes ahead.
     Avx2Ahead,
     /// AVX-512.
     Avx512,
-    /// AVX-512; for one token, table entries are loaded some codes before they are used.
+    /// AVX-512; for one token, table entries are loaded several codes ahead.
     Avx512Ahead,
 }
 
@@ -76,7 +76,7 @@ impl Kernel {
         Kernel::Avx512Ahead,
     ];
 
-    /// The name that reports use.
+    /// The name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Kernel::Scalar => "scalar",
@@ -87,7 +87,7 @@ impl Kernel {
         }
     }
 
-    /// The instruction set that the kernel needs.
+    /// The instruction set of the kernel.
     pub fn isa(self) -> Isa {
         match self {
             Kernel::Scalar => Isa::Scalar,
@@ -97,10 +97,10 @@ impl Kernel {
     }
 }
 
-/// The kernel that an instruction set runs on this processor: the same one every time.
+/// The kernel for an instruction set on this processor; always the same one.
 ///
-/// Processors of AMD load table entries ahead, others do not: the module `x86::walk` gives the measurements. The
-/// results are the same bit for bit.
+/// AMD processors load table entries ahead, others do not: the module `x86::walk` gives the measurements. The results
+/// have the same bits.
 pub fn kernel_for(_code: Code, isa: Isa) -> Kernel {
     match (isa, is_amd()) {
         (Isa::Scalar | Isa::Neon, _) => Kernel::Scalar,

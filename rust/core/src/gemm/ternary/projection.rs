@@ -1,4 +1,4 @@
-//! Ternary tensors as projections of [`crate::gemm::layer`].
+//! Ternary tensors as projections for [`crate::gemm::layer`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,16 +27,17 @@ pub const MODES: [Mode; 3] = [Mode::Auto, Mode::Exact, Mode::Bf16];
 pub struct Ternary<'a> {
     view: TernaryView<'a>,
     kernel: Kernel,
-    /// The backend that multiplies experts with many tokens by panels of bf16.
+    /// The bf16 backend for experts with many tokens, which are multiplied by panels.
     panels: Option<Backend>,
 }
 
 impl<'a> Ternary<'a> {
-    /// Products by the kernel of an instruction set. The modes auto and bf16 are exact except for many tokens where panels
-    /// are faster ([`rounded`]).
+    /// Products by the kernel of an instruction set. The modes auto and bf16 are exact unless there are so many
+    /// tokens that panels are faster ([`rounded`]).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error) if the mode is none of [`MODES`] or the processor lacks the instructions.
+    /// [`Error::InvalidArgument`](crate::Error) if the mode is not in [`MODES`] or the processor lacks the
+    /// instructions.
     pub fn new(view: TernaryView<'a>, mode: Mode, isa: Isa) -> Result<Ternary<'a>> {
         require_mode(mode, &MODES, "a ternary tensor")?;
         let exact = Ternary::with_kernel(kernel_for(view.code(), isa.require()?), view)?;
@@ -44,7 +45,7 @@ impl<'a> Ternary<'a> {
         Ok(Ternary { panels, ..exact })
     }
 
-    /// Exact products by a kernel of the caller's choice, for tests and benchmarks.
+    /// Exact products by a given kernel, for tests and benchmarks.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error) if the processor lacks the kernel's instruction set.
@@ -100,7 +101,7 @@ impl Projection for Ternary<'_> {
     }
 }
 
-/// How tiles are made: tensors with equal forms share those of the same tokens.
+/// The form of tiles: tensors with equal forms share the tiles of the same tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Form {
     kernel: Kernel,
@@ -109,7 +110,7 @@ struct Form {
     columns: usize,
 }
 
-/// The prepared activations of jobs: a tile for each task.
+/// The prepared activations of jobs: one tile per task.
 static TILES: Cache<Form, Slots<Tile>> = Cache::new();
 
 impl layer::Kernel for Ternary<'_> {
@@ -178,7 +179,8 @@ fn compute(kernel: Kernel, unit: &Unit, out: &mut [f32]) {
     x86::rows(unit, variant, out);
 }
 
-/// Computes a unit into `out` (rows x tokens). The kernel is scalar, since this processor has no other instruction set.
+/// Computes a unit into `out` (rows x tokens). The kernel is scalar, because this processor has no other instruction
+/// set.
 #[cfg(not(target_arch = "x86_64"))]
 fn compute(_kernel: Kernel, unit: &Unit, out: &mut [f32]) {
     scalar::rows(unit, out);

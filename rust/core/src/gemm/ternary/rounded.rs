@@ -1,10 +1,10 @@
 //! Panels of bf16 ([`crate::gemm::panel`]) of ternary weights, for many tokens.
 //!
-//! Rows are entropy coded, so a block of 16 rows is decoded as a whole when it is opened, once a strip, to lists of its
-//! non-zero weights ([`List`]). Chunks are filled with zeros and then with the next items of each row's list: the work
-//! is proportional to the codes. Levels are rounded to bf16, in which most tensors store them.
+//! Rows are entropy coded, so a block of 16 rows is decoded as a whole when it is opened, once per strip, to lists of
+//! its non-zero weights ([`List`]). Chunks are filled with zeros and then with the next items of each row's list: the
+//! work is proportional to the codes. Levels are rounded to bf16, the type in which most tensors store them.
 //!
-//! Whatever the codes are, an item is written only to a line that exists, and the first one after the columns ends a row.
+//! For arbitrary codes, items are only written to existing lines, and the first item after the columns ends a row.
 
 use std::ops::Range;
 
@@ -20,18 +20,18 @@ use crate::types::{Activations, Shape};
 /// The columns of a chunk.
 const CHUNK: usize = 2 * LANES;
 
-/// The least number of tokens of an expert for which panels are faster with AMX, measured on two busy cores of a Xeon: 64
-/// tokens by 14336 x 4096 take 32 ms by lists and 35 by panels, 256 take 104 and 61.
+/// The minimum number of tokens of an expert for which panels are faster with AMX, measured on two busy cores of a
+/// Xeon: 64 tokens by 14336 x 4096 take 32 ms with lists and 35 with panels, 256 take 104 and 61.
 pub(super) const FEWEST: usize = 96;
 
-/// The backend whose panels are faster than lists, which skip zeros: AMX only. Vectors are slower for any number of tokens:
-/// on two busy cores of a Zen 3 16, 64 and 256 tokens by 14336 x 4096 take 41, 132 and 303 ms by lists, and 149, 369 and
-/// 902 by panels.
+/// The backend whose panels are faster than lists, which skip zeros: AMX only. Vectors are slower for any number of
+/// tokens: on two busy cores of a Zen 3, 16, 64 and 256 tokens by 14336 x 4096 take 41, 132 and 303 ms with lists,
+/// and 149, 369 and 902 with panels.
 pub(super) fn backend(isa: Isa) -> Option<Backend> {
     Backend::of_floats(isa).filter(|&backend| backend == Backend::Matrix)
 }
 
-/// A tensor that is decoded into panels, and the vector instructions that round its tokens.
+/// A tensor decoded into panels, and the vector instructions that round its tokens.
 #[derive(Clone)]
 pub(super) struct Rounded<'a> {
     view: TernaryView<'a>,
@@ -39,7 +39,7 @@ pub(super) struct Rounded<'a> {
 }
 
 impl<'a> Rounded<'a> {
-    /// Panels for a backend, which must have been found available.
+    /// Panels for a backend, which the processor must support.
     pub fn new(view: TernaryView<'a>, backend: Backend) -> Self {
         let isa = backend.vectors();
         Rounded { view, isa }
@@ -50,13 +50,14 @@ impl<'a> Rounded<'a> {
 #[derive(Default)]
 pub(super) struct Rows([Listed; LANES]);
 
-/// The list of a row, and how much of it has been written to panels.
+/// The list of a row, and the part already written to panels.
 #[derive(Default)]
 struct Listed {
     list: List,
     /// The index of the next item.
     next: usize,
-    /// The word of an item by its lowest two bits: the level of the lowest bit, in the half that the other one selects.
+    /// The word of an item by its lowest two bits: the lowest bit selects the level, the other one the half of the
+    /// word.
     words: [u32; 4],
 }
 

@@ -1,7 +1,7 @@
 //! Portable kernels.
 //!
-//! One token: every slot of a code's word is one product, with zero for unused slots. More tokens: every row is decoded
-//! to a list, whose items select and multiply activations, of at most 16 tokens at a time.
+//! One token: every slot of a code's word is one product, with zero for unused slots. More tokens: every row is
+//! decoded to a list, whose items select and multiply the activations of at most 16 tokens at a time.
 
 use super::lists::List;
 use super::tile::TokenBlock;

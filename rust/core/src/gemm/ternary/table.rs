@@ -1,10 +1,10 @@
-//! Decoding tables of the kernels, derived from the format's tables ([`Lut`]) at first use.
+//! Decoding tables of the kernels, derived from the format's tables ([`Lut`]) on first use.
 //!
 //! # For one token ([`StepTable`])
-//! The tile holds three floats a position: `0, 0, x` (see [`super::tile`]). The two floats at `3 p + 2` are (x_p, 0), at
-//! `3 p + 1` they are (0, x_p) and at `3 p` (0, 0), so that one load and one addition put x_p into the sum of the
-//! negative weights, of the positive ones, or nowhere. An entry holds these offsets relative to the word's first
-//! position, and by how much the word advances the pointer into the tile:
+//! The tile holds three floats per position: `0, 0, x` (see [`super::tile`]). The two floats at `3 p + 2` are (x_p,
+//! 0), at `3 p + 1` they are (0, x_p) and at `3 p` (0, 0), so that one load and one addition put x_p into the sum of
+//! the negative weights, of the positive ones, or nowhere. An entry holds these offsets, relative to the word's first
+//! position, and the distance by which the word advances the pointer into the tile:
 //!
 //! ```text
 //! two slots:   offset 1 :8 | offset 2 :8 | bytes to the next word :16
@@ -12,8 +12,8 @@
 //! ```
 //!
 //! # For 2 to 32 tokens ([`BlockTable`])
-//! Offsets are those of a position's values, in bytes, in a tile of L lanes; types select the level from (0, symbol 1,
-//! symbol 2). An unused slot of type 0 repeats the offset of slot 1, which is in the cache.
+//! Offsets are those of a position's values, in bytes, in a tile of L lanes; types select the level from (0, symbol
+//! 1, symbol 2). An unused slot of type 0 repeats the offset of slot 1, which is in the cache.
 //!
 //! ```text
 //! offset 1 :16 | offset 2 :16
@@ -37,7 +37,7 @@ use crate::formats::ternary::{Code, TernaryView, dict16};
 /// The floats of each position in the tile of one token.
 pub(super) const STEP: usize = 3;
 
-/// A bound of the length of all words, in weights.
+/// An upper bound of the length of all words, in weights.
 const MAX_LENGTH: usize = 255;
 
 /// A table for one token, with the indices of [`Lut`] or the codes of dict16.
@@ -106,10 +106,11 @@ pub(super) struct BlockTable {
 }
 
 impl BlockTable {
-    /// The numbers of lanes for which there are tables.
+    /// The numbers of lanes that have tables.
     const LANES: [usize; 4] = [4, 8, 16, 32];
 
-    /// The table of an embedded FSV8 dictionary for blocks of `lanes` tokens, if its words have two slots.
+    /// The table of an embedded FSV8 dictionary for blocks of `lanes` tokens; `None` if its words do not have two
+    /// slots.
     pub fn fsv8(id: usize, lanes: usize) -> Option<&'static BlockTable> {
         static ALL: [[OnceLock<BlockTable>; COUNT]; 4] = [const { [const { OnceLock::new() }; COUNT] }; 4];
         let size = BlockTable::LANES.iter().position(|&l| l == lanes)?;
@@ -191,7 +192,7 @@ fn three_items(entry: u32) -> u32 {
     first | second << 7 | third << 14 | count << 21 | entry >> 24 << 24
 }
 
-/// The most weights that a code of a tensor may stand for, valid or not; raw bytes count as words of 4.
+/// The maximum number of weights that a code of a tensor may stand for, valid or not; raw bytes count as words of 4.
 pub(super) fn longest_word(view: &TernaryView) -> usize {
     let longest = match view.code() {
         Code::Fsv8 => {
@@ -211,7 +212,7 @@ pub(super) fn longest_word(view: &TernaryView) -> usize {
 mod tests {
     use super::*;
 
-    /// The symbols that the offsets of an entry of a step table stand for.
+    /// The symbols encoded by the offsets of an entry of a step table.
     fn replay(offsets: &[u32], length: usize) -> Vec<u8> {
         let mut string = vec![0; length];
         for &offset in offsets.iter().filter(|&&offset| offset != 0) {

@@ -1,4 +1,4 @@
-//! Every kernel against decoded weights multiplied in f64.
+//! Every kernel compared with decoded weights multiplied in f64.
 
 use proptest::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -12,7 +12,7 @@ fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().unwrap()
 }
 
-/// A small generator of random numbers, so that a failure names its seed.
+/// A small random number generator, so that a failure can name its seed.
 struct Random(u64);
 
 impl Random {
@@ -32,7 +32,7 @@ fn kernels() -> impl Iterator<Item = Kernel> {
     Kernel::ALL.into_iter().filter(|kernel| kernel.isa().available())
 }
 
-/// A packed tensor and its weights' codes and levels.
+/// A packed tensor with the codes and levels of its weights.
 struct Sample {
     blob: Vec<u8>,
     codes: Vec<i8>,
@@ -328,7 +328,7 @@ fn every_instruction_set_names_a_kernel_that_it_runs() {
 }
 
 #[test]
-fn samples_hold_what_they_say() {
+fn samples_match_their_codes_and_levels() {
     let shape = matrix(80, 403);
     for code in Code::ALL {
         let sample = sample(shape, code, 0.885, 3);
@@ -352,7 +352,7 @@ fn samples_hold_what_they_say() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Damage anywhere after the header is refused by parsing, or every kernel gives some numbers.
+    /// Damage anywhere after the header is rejected by parsing, or every kernel gives some numbers.
     #[test]
     fn damaged_tensors_give_numbers_and_no_faults(
         seed in any::<u64>(),

@@ -1,25 +1,25 @@
-//! Prepared activations: f32, transposed so that a position's values for a block of tokens are neighbours, followed by
-//! the zeros that decoding may read after the last column.
+//! Prepared activations: f32, transposed so that a position's values for a block of tokens are neighbours, followed
+//! by the zeros that decoding may read after the last column.
 //!
-//! For one token the vector kernels read *steps*, three floats a position: `0, 0, x`, so that two neighbouring floats are
-//! (0, 0), (x, 0) or (0, x), as [`super::table`] explains.
+//! For one token the vector kernels read *steps*, three floats per position: `0, 0, x`, so that two neighbouring
+//! floats are (0, 0), (x, 0) or (0, x), as [`super::table`] explains.
 
 use super::Kernel;
 use super::table::{STEP, longest_word};
 use crate::formats::ternary::{Code, TernaryView};
 use crate::types::Activations;
 
-/// The most lanes of a token block: with more, the values of wide rows outgrow the second-level cache (6,144 columns of 64
-/// lanes are 1.5 MB, and 64 tokens take twice the time).
+/// The maximum number of lanes of a token block: with more, the values of wide rows exceed the second-level cache
+/// (6,144 columns of 64 lanes are 1.5 MB, and 64 tokens take twice the time).
 const MAX_LANES: usize = 32;
 
-/// The most tokens, as one block, for which codes are multiplied without a list.
+/// The maximum number of tokens, as one block, for which codes are multiplied without a list.
 const MAX_ON_THE_FLY: usize = 32;
 
-/// The codes between two checks of the position when codes are multiplied by a token block.
+/// The number of codes between two checks of the position when multiplying by a token block.
 pub(super) const BLOCK_ROUND: usize = 8;
 
-/// The codes between two checks of the position when codes are multiplied by one token.
+/// The number of codes between two checks of the position when multiplying by one token.
 const STEP_ROUND: usize = 16;
 
 /// The alignment of a tile in bytes: a cache line, so that the values of 16 tokens never straddle two.
@@ -38,7 +38,7 @@ pub struct TokenBlock {
 /// The activations of one expert's tokens.
 pub struct Tile {
     data: Vec<f32>,
-    /// Where the tile starts in `data`: at a multiple of [`ALIGNMENT`].
+    /// The start of the tile in `data`, a multiple of [`ALIGNMENT`].
     offset: usize,
     columns: usize,
     positions: usize,
@@ -116,22 +116,22 @@ impl Tile {
         &self.data[self.offset + block.start..][..block.lanes * self.positions]
     }
 
-    /// Whether the tile is one token as steps of three floats.
+    /// Whether the tile holds one token as steps of three floats.
     pub fn is_steps(&self) -> bool {
         self.steps
     }
 
-    /// The values of a block, which has zeros for `words` words after the last column.
+    /// The values of a block, followed by zeros for `words` words after the last column.
     ///
     /// # Panics
-    /// If it has fewer zeros.
+    /// If there are fewer zeros.
     #[inline(always)]
     pub fn padded_values(&self, block: &TokenBlock, words: usize) -> &[f32] {
         assert!(self.positions > self.columns + words * self.longest_word);
         self.values(block)
     }
 
-    /// The steps of one token, with zeros for `words` words and one position after the last column.
+    /// The steps of one token, followed by zeros for `words` words and one position after the last column.
     ///
     /// # Panics
     /// If the tile does not hold steps or has fewer zeros.

@@ -1,4 +1,4 @@
-//! The products that a kernel computes at a time: some row groups of an expert by its tokens.
+//! The products that a kernel computes at a time: some row groups of an expert with its tokens.
 
 use std::ops::Range;
 
@@ -27,9 +27,10 @@ impl Unit<'_> {
     }
 }
 
-/// The most row groups of a unit, whose list of rows stays in the cache.
+/// The maximum number of row groups of a unit, so that its list of rows stays in the cache.
 const MOST_GROUPS: usize = 8;
-/// The most row groups of a unit times tokens: their outputs, of 64 rows each, stay in the first-level cache.
+/// The maximum number of row groups of a unit times tokens, so that their outputs, of 64 rows each, stay in the
+/// first-level cache.
 const MOST_OUTPUTS: usize = 64;
 
 /// The number of row groups of a unit.

@@ -1,14 +1,14 @@
-//! AMX registers of x86-64: whether the process may use them, and the instructions on them.
+//! AMX registers of x86-64: permission to use them, and their instructions.
 //!
-//! Compilers do not use these registers: only the assembly here does. Linux permits their use on request ([`available`]
-//! asks once, for the whole process); a thread configures them for the shapes of its products and releases them when it is
-//! done ([`Configured`]).
+//! Compilers do not use these registers; only the assembly in this module does. Linux grants their use on request
+//! ([`available`] asks once for the whole process). A thread configures them for the shapes of its products and
+//! releases them when it is done ([`Configured`]).
 //!
 //! Two uses, each with its own configuration:
-//! * [`Configured::multiply`]: C = A B of bytes into 32-bit integers, where A is 16 x k bytes (signed) and B k / 4 rows of
-//!   16 words of four bytes (unsigned) each. Registers: 0 is C, 1 is A, 2 is B.
-//! * [`Configured::accumulate`]: one or two C, which share the loads of A. Registers: 0 and 1 are C, 2 is A, 3 is B, all
-//!   of them 16 x 64 bytes.
+//! * [`Configured::multiply`]: C = A B of bytes into 32-bit integers, where A is 16 x k bytes (signed) and B k / 4
+//!   rows of 16 words of four bytes (unsigned) each. Registers: 0 is C, 1 is A, 2 is B.
+//! * [`Configured::accumulate`]: one or two C, which share the loads of A. Registers: 0 and 1 are C, 2 is A, 3 is B,
+//!   all of them 16 x 64 bytes.
 
 mod square;
 
@@ -21,20 +21,22 @@ pub use square::{Element, Square, Sums};
 /// The rows of a register, and the words of a row.
 pub const ROWS: usize = 16;
 
-/// Whether processor and operating system let this process use AMX. The first call asks the operating system.
+/// Returns whether the processor and the operating system let this process use AMX. The first call asks the operating
+/// system.
 pub fn available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| has_instructions() && is_saved() && permitted())
 }
 
-/// Whether CPUID leaf 7 lists AMX-BF16 (bit 22 of EDX), AMX-TILE (24) and AMX-INT8 (25). All processors with AMX do.
+/// Returns whether CPUID leaf 7 lists AMX-BF16 (bit 22 of EDX), AMX-TILE (24) and AMX-INT8 (25). All processors with
+/// AMX do.
 fn has_instructions() -> bool {
     use std::arch::x86_64::{__cpuid, __cpuid_count};
     let all = 1 << 22 | 1 << 24 | 1 << 25;
     __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & all == all
 }
 
-/// Whether the operating system saves the registers: bits 17 and 18 of XCR0.
+/// Returns whether the operating system saves the registers: bits 17 and 18 of XCR0.
 fn is_saved() -> bool {
     let low: u32;
     if !is_x86_feature_detected!("xsave") {
@@ -45,11 +47,11 @@ fn is_saved() -> bool {
     low >> 17 & 3 == 3
 }
 
-/// Requests the registers of Linux by `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)`.
+/// Requests the registers from Linux by `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)`.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     let mut status: isize = 158;
-    // SAFETY: the call changes what this process may use and no memory; `syscall` overwrites rcx and r11.
+    // SAFETY: the call changes the permissions of this process and no memory; `syscall` overwrites rcx and r11.
     unsafe {
         asm!("syscall", inout("rax") status, in("rdi") 0x1023, in("rsi") 18, out("rcx") _, out("r11") _,
             options(nostack));
@@ -82,7 +84,7 @@ impl Configuration {
     };
 }
 
-/// The configured registers of this thread, which are released when this is dropped.
+/// The configured registers of this thread; dropping releases them.
 pub struct Configured(std::marker::PhantomData<*const ()>);
 
 impl Configured {
@@ -111,15 +113,16 @@ impl Configured {
 
     /// Loads a configuration, which must be valid for palette 1; AMX must be [`available`].
     fn load(shape: &Configuration) -> Configured {
-        // Compilers moved the stores of the shape after the instruction, or dropped them, for they do not see its load.
+        // Compilers moved the stores of the shape after the instruction, or dropped them, because they do not see its
+        // load.
         compiler_fence(Ordering::SeqCst);
         // SAFETY: the caller has asked `available`, and both shapes are valid.
         unsafe { asm!("ldtilecfg [{}]", in(reg) std::ptr::from_ref(shape), options(nostack)) };
         Configured(std::marker::PhantomData)
     }
 
-    /// Stores the sum of `count` products at `c`: of A, 16 x `depth` bytes every `stride` bytes from `a`, and of B every
-    /// 16 x `depth` bytes from `b`.
+    /// Stores the sum of `count` products at `c`: of A, 16 x `depth` bytes every `stride` bytes from `a`, and of B,
+    /// every 16 x `depth` bytes from `b`.
     ///
     /// # Safety
     /// `depth` is the configured one. `a` is valid for reads of `(count - 1) * stride + 16 * depth` bytes and `b` of
@@ -134,7 +137,7 @@ impl Configured {
         count: usize,
         c: *mut i32,
     ) {
-        // SAFETY: the caller's; besides AMX registers only integer registers and memory at `c` change.
+        // SAFETY: guaranteed by the caller; besides AMX registers only integer registers and memory at `c` change.
         unsafe {
             asm!(
                 "tilezero tmm0",
@@ -163,7 +166,7 @@ impl Configured {
 
 impl Drop for Configured {
     fn drop(&mut self) {
-        // SAFETY: the registers were configured, hence exist.
+        // SAFETY: the registers were configured, so they exist.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 }
@@ -175,7 +178,7 @@ mod tests {
     #[test]
     fn products_are_those_of_bytes() {
         if !available() {
-            return eprintln!("skipped: this processor has no AMX, or the system does not hand it out");
+            return eprintln!("skipped: this processor has no AMX, or the system does not permit its use");
         }
         for depth in [16, 32, 64] {
             let registers = Configured::new(depth).unwrap();
@@ -185,7 +188,7 @@ mod tests {
                 .collect();
             let b: Vec<u8> = (0..count * 16 * depth).map(|i| (i * 101 % 256) as u8).collect();
             let mut c = [[0i32; 16]; 16];
-            // SAFETY: the sizes are those asked for.
+            // SAFETY: the buffers have the required sizes.
             unsafe {
                 registers.multiply(
                     depth,

@@ -1,10 +1,10 @@
 //! Products of one AMX register of tokens with up to two registers of rows, summed over many columns.
 //!
-//! They use four registers only, on purpose. Measured on virtual cores of a Xeon (model 207), from the first-level cache:
-//! in one state of a core all variants take 7.0 ns a product, the time of the instruction itself. In another state, which
-//! depends on what else runs on the host, two by two registers take 31 ns a product with all eight registers and 18.5 with
-//! six, one by two 16.5 with five and 14.3 with four: as if two threads of a core shared its physical registers and about
-//! nine were left to each.
+//! They deliberately use only four registers. Measured on virtual cores of a Xeon (model 207), from the first-level
+//! cache: in one state of a core all variants take 7.0 ns per product, the time of the instruction itself. In another
+//! state, which depends on other load on the host, two by two registers take 31 ns per product with all eight
+//! registers and 18.5 with six, one by two 16.5 with five and 14.3 with four, as if two threads of a core shared its
+//! physical registers and about nine were left to each.
 
 use std::arch::asm;
 
@@ -30,12 +30,12 @@ pub enum Sums {
     Kept,
 }
 
-/// The operands of a product: registers of A (16 tokens) and of B (16 rows each), and where their sums are.
+/// The operands of a product: registers of A (16 tokens) and of B (16 rows each), and the location of their sums.
 #[derive(Debug, Clone, Copy)]
 pub struct Square {
-    /// The registers of A, one after the other along the columns.
+    /// The registers of A, contiguous along the columns.
     pub a: *const u8,
-    /// The registers of the first 16 rows of B, one after the other along the columns.
+    /// The registers of the first 16 rows of B, contiguous along the columns.
     pub b: *const u8,
     /// The bytes from `b` to the registers of the next 16 rows.
     pub b_next: usize,
@@ -47,7 +47,7 @@ pub struct Square {
     pub count: usize,
 }
 
-/// A loop over `count` registers along the columns, of the given lines of assembly.
+/// A loop over `count` registers along the columns with the given lines of assembly.
 macro_rules! along_columns {
     ($square:expr, $($line:expr),* $(,)?) => {{
         let square: Square = $square;
@@ -92,12 +92,12 @@ macro_rules! products {
 }
 
 impl Configured {
-    /// Adds the products of `square`, of 1 or 2 registers of rows, to `sums`, and stores them at c if `store`; otherwise
-    /// they stay in registers for the next call.
+    /// Adds the products of `square`, with 1 or 2 registers of rows, to `sums`. They are stored at c if `store`;
+    /// otherwise they stay in registers for the next call.
     ///
     /// # Safety
-    /// The registers are configured by [`Configured::whole`], and all pointers are valid for `count` registers, those of
-    /// the second 16 rows only if `rows` is 2.
+    /// The registers are configured by [`Configured::whole`], and all pointers are valid for `count` registers, those
+    /// of the second 16 rows only if `rows` is 2.
     #[inline(always)]
     pub unsafe fn accumulate(
         &self,
@@ -107,7 +107,7 @@ impl Configured {
         square: Square,
     ) {
         debug_assert!(square.count > 0);
-        // SAFETY: the caller's; nothing else uses the registers between these blocks of assembly.
+        // SAFETY: guaranteed by the caller; nothing else uses the registers between these blocks of assembly.
         unsafe {
             begin(rows, sums, &square);
             match (element, rows) {
@@ -115,7 +115,7 @@ impl Configured {
                 (Element::Bf16, 1) => products!("tdpbf16ps", 1, square),
                 (Element::Byte, 2) => products!("tdpbusd", 2, square),
                 (Element::Byte, 1) => products!("tdpbusd", 1, square),
-                _ => unreachable!("a product by {rows} registers"),
+                _ => unreachable!("a product has 1 or 2 registers of rows, not {rows}"),
             }
             if store {
                 end(rows, &square);
@@ -131,7 +131,7 @@ impl Configured {
 #[inline(always)]
 unsafe fn begin(rows: usize, sums: Sums, square: &Square) {
     let at = square.c.wrapping_add(square.c_next);
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match sums {
             Sums::Zero => asm!("tilezero tmm0", "tilezero tmm1", options(nostack, nomem)),
@@ -153,7 +153,7 @@ unsafe fn begin(rows: usize, sums: Sums, square: &Square) {
 #[inline(always)]
 unsafe fn end(rows: usize, square: &Square) {
     let at = square.c.wrapping_add(square.c_next);
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         asm!("tilestored [{at} + {row}], tmm0", at = in(reg) square.c, row = in(reg) 64usize, options(nostack));
         if rows == 2 {
@@ -192,7 +192,7 @@ mod tests {
         sum
     }
 
-    /// The bytes of small whole numbers, so that sums are exact.
+    /// The bytes of small integers, so that sums are exact.
     fn numbers(element: Element, seed: usize) -> Vec<u8> {
         let values = (0..2 * COUNT * REGISTER).map(|i| (i * 7919 + seed) % 251);
         match element {
@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn squares_of_registers_are_sums_of_products() {
         if !available() {
-            return eprintln!("skipped: this processor has no AMX, or the system does not hand it out");
+            return eprintln!("skipped: this processor has no AMX, or the system does not permit its use");
         }
         let registers = Configured::whole().unwrap();
         for (element, rows) in [Element::Byte, Element::Bf16]

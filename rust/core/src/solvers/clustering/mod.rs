@@ -1,22 +1,24 @@
-//! Codes and centroids of each row refined on the error of a matrix's outputs (CodeQuant, section 3.2).
+//! Refinement of each row's codes and centroids on the output error of a matrix (CodeQuant, section 3.2).
 //!
-//! With t the target weights of a row, q its clustered ones and H the second moments of its inputs, the output error is
-//! `(q - t) H (q - t)^T`. Two steps that lower it alternate; except for rounding, neither can raise it:
+//! With t the target weights of a row, q its clustered ones and H the second moments of its inputs, the output error
+//! is `(q - t) H (q - t)^T`. Two steps alternate; except for rounding, neither can raise the error:
 //!
-//! * *assignments*, with fixed centroids. Either coordinate descent, which assigns each column's weight to the centroid
-//!   that is best given all others ([`Assignment::Coordinate`]); or by the diagonal of H alone, each weight to the centroid
-//!   nearest to a point of the caller's ([`Assignment::Diagonal`], the paper's equation 8, which may raise the error).
+//! * *assignments*, with fixed centroids. Either coordinate descent, which assigns each column's weight to the best
+//!   centroid given all others ([`Assignment::Coordinate`]); or by only the diagonal of H, each weight to the
+//!   centroid nearest to a given point ([`Assignment::Diagonal`], the paper's equation 8, which may raise the error).
 //! * *centroids*, with fixed assignments: the error is quadratic in the K centroids of a column block, so their best
-//!   values solve a K x K system. The systems of a row's blocks are solved one after the other.
+//!   values solve a K x K system. The systems of a row's blocks are solved sequentially.
 //!
-//! If factors of H are given, the first assignment compensates each column's rounding error in the columns after it, as
-//! GPTQ does: a far better start of coordinate descent than the nearest centroids.
+//! If factors of H are given, the first assignment compensates each column's rounding error in the columns after it,
+//! like GPTQ. This is a far better start for coordinate descent than the nearest centroids.
 //!
-//! Rows are refined in batches, so that a row of H is read once for all of them. A step takes some 3 C^2 multiply-adds a row.
+//! Rows are refined in batches, so that a row of H is read once for all of them. A step takes some 3 C^2
+//! multiply-adds per row.
 //!
-//! Invariants: every row ends with the best codes and centroids that were found, the given ones included, so its
-//! objective never rises; centroids ascend; a cluster without weights keeps its centroid; a result does not depend on the
-//! number of threads. Hessians are trusted to be symmetric and finite; others give a poor answer, not NaN centroids.
+//! Invariants: every row ends with the best codes and centroids found, including the given ones, so its objective
+//! never rises; centroids ascend; a cluster without weights keeps its centroid; results do not depend on the number
+//! of threads. Hessians must be symmetric and finite, which is not checked; others give poor results, but no NaN
+//! centroids.
 
 mod rows;
 
@@ -31,12 +33,13 @@ use rows::Batch;
 /// The rows of a batch, which read a Hessian together.
 const BATCH: usize = 8;
 
-/// How weights are assigned to centroids.
+/// The assignment of weights to centroids.
 #[derive(Debug, Clone, Copy)]
 pub enum Assignment<'a> {
-    /// Coordinate descent; with E x C x C unit upper triangular factors of the Hessians for the first step, or empty.
+    /// Coordinate descent; the first step uses E x C x C unit upper triangular factors of the Hessians unless they
+    /// are empty.
     Coordinate(&'a [f32]),
-    /// To the centroid nearest to a point; with E x R x C points.
+    /// The centroid nearest to a point; E x R x C points.
     Diagonal(&'a [f32]),
 }
 
@@ -47,11 +50,11 @@ pub struct Problem<'a> {
     pub targets: &'a [f32],
     /// The second moments of the inputs, E x C x C.
     pub hessians: &'a [f32],
-    /// How weights are assigned to centroids.
+    /// The assignment of weights to centroids.
     pub assignment: Assignment<'a>,
     /// The experts E, rows R and columns C.
     pub shape: [usize; 3],
-    /// Columns that share a codebook; the last block of a row may be shorter.
+    /// The number of columns that share a codebook; the last block of a row may be shorter.
     pub block: usize,
     /// The number K of centroids of a codebook, 1 to [`MAX_CLUSTERS`].
     pub clusters: usize,
@@ -59,14 +62,14 @@ pub struct Problem<'a> {
     pub steps: usize,
 }
 
-/// The codes and centroids from which the search starts, replaced by the best that it finds.
+/// The codes and centroids from which the search starts, replaced by the best found.
 #[derive(Debug)]
 pub struct State<'a> {
     /// The codes, E x R x C, below K.
     pub codes: &'a mut [u8],
     /// The centroids, E x R x B x K, ascending in each codebook.
     pub centroids: &'a mut [f32],
-    /// The least objective before the first step and up to each step, E x R x (steps + 1).
+    /// The lowest objective before the first step and after each step, E x R x (steps + 1).
     pub objectives: &'a mut [f64],
 }
 
@@ -79,7 +82,10 @@ impl Problem<'_> {
     fn check(&self, state: &State) -> Result<()> {
         let [experts, rows, columns] = self.shape;
         if self.block == 0 || !(1..=MAX_CLUSTERS).contains(&self.clusters) {
-            let message = format!("blocks of {} columns, {} clusters", self.block, self.clusters);
+            let message = format!(
+                "blocks of {} columns with {} clusters are not possible",
+                self.block, self.clusters
+            );
             return Err(Error::InvalidArgument(message));
         }
         let product = |sizes: &[usize]| sizes.iter().try_fold(1usize, |a, &b| a.checked_mul(b));

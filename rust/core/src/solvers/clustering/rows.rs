@@ -4,11 +4,11 @@ use super::{Assignment, Problem, State};
 use crate::simd::Isa;
 use crate::solvers::kmeans::MAX_CLUSTERS;
 
-/// The ridge that is added to the diagonal of a system of centroids, relative to its largest element. With it the
-/// centroids of clusters without weights, or with weights of inputs that are zero, do not move.
+/// The ridge added to the diagonal of a system of centroids, relative to its largest element. It keeps the centroids
+/// of clusters without weights, or with weights of zero inputs, in place.
 const RIDGE: f64 = 1e-7;
 
-/// Consecutive rows of one expert. All slices of rows begin at the first of them.
+/// Consecutive rows of one expert. All slices of rows start at the first of them.
 pub(super) struct Batch<'a> {
     targets: &'a [f32],
     hessian: &'a [f32],
@@ -24,7 +24,7 @@ pub(super) struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// The batch of the rows of `expert` from `row`, as many as `state` has; sizes have been checked.
+    /// The batch of the rows of `expert` from `row` on, as many as `state` has; sizes must have been checked.
     pub fn new(problem: &Problem<'a>, expert: usize, row: usize, state: State<'a>) -> Batch<'a> {
         let [_, rows, columns] = problem.shape;
         let square = expert * columns * columns..(expert + 1) * columns * columns;
@@ -49,10 +49,10 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// Refines a batch with `isa`, which must be available and has no effect on results.
+/// Refines a batch with `isa`, which must be available and does not affect results.
 pub(super) fn refine(batch: Batch, isa: Isa) {
     match isa {
-        // SAFETY: the caller checked that the processor runs the set.
+        // SAFETY: the caller checked that the processor supports the set.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => unsafe { refine_avx512(batch) },
         // SAFETY: as above.
@@ -83,7 +83,7 @@ struct Search<'a> {
     /// The errors q - t and their product with the Hessian, rows x C.
     errors: Vec<f32>,
     gradient: Vec<f32>,
-    /// For each row and cluster the sum of the Hessian's rows of the cluster's columns, rows x K x C.
+    /// For each row and cluster, the sum of the Hessian's rows over the cluster's columns, rows x K x C.
     sums: Vec<f32>,
 }
 
@@ -93,7 +93,7 @@ fn add(sum: &mut [f32], factor: f32, values: &[f32]) {
     sum.iter_mut().zip(values).for_each(|(s, v)| *s += factor * v);
 }
 
-/// The nearest of ascending centroids, the lower one of two equally near, the first of equal ones.
+/// The nearest of ascending centroids; the lower of two equally near, the first of equal ones.
 #[inline(always)]
 fn nearest(value: f32, centroids: &[f32]) -> usize {
     let mut best = 0;
@@ -184,11 +184,11 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Assigns column by column, compensating each column's error in the targets of the columns after it.
+    /// Assigns column by column and compensates each column's error in the targets of the columns after it.
     #[inline(always)]
     fn assign_with_feedback(&mut self) {
         let columns = self.batch.columns;
-        // Here it holds the compensation of the targets.
+        // The gradient buffer holds the compensation of the targets here.
         self.gradient.fill(0.0);
         for column in 0..columns {
             let factor = &self.batch.factor[column * columns..][column + 1..columns];
@@ -204,7 +204,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Assigns each weight to the centroid that is best given all others, column by column.
+    /// Assigns each weight to the best centroid given all others, column by column.
     #[inline(always)]
     fn assign_columns(&mut self) {
         let columns = self.batch.columns;
@@ -229,7 +229,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Moves the centroids of all column blocks to their best values, one block after the other.
+    /// Moves the centroids of all column blocks to their best values, block by block.
     #[inline(always)]
     fn move_centroids(&mut self) {
         let (columns, clusters) = (self.batch.columns, self.batch.clusters);
@@ -267,7 +267,7 @@ impl<'a> Search<'a> {
         };
         let book = self.book(row, block.start);
         for (cluster, &by) in moves.iter().enumerate().take(clusters) {
-            // The gradient is updated by the move as rounded to f32, so that it stays that of the centroids.
+            // The gradient is updated by the move after rounding to f32, so that it stays that of the centroids.
             let centroid = &mut self.centroids[book.start + cluster];
             let old = *centroid;
             *centroid = (f64::from(old) + by) as f32;
@@ -303,7 +303,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Copies rows that are better than all before to the state.
+    /// Copies rows that are better than all previous ones to the state.
     #[inline(always)]
     fn keep_best(&mut self, step: usize) {
         let (columns, width) = (self.batch.columns, self.batch.steps + 1);

@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::pool;
 
-/// A small problem: E = 2 experts with Hessians of random inputs, targets, and a start by quantiles.
+/// A small problem: E = 2 experts with Hessians of random inputs, targets, and a start from quantiles.
 struct Case {
     shape: [usize; 3],
     block: usize,
@@ -172,7 +172,7 @@ fn the_factors_of_a_diagonal_hessian_pass_nothing_on() {
 }
 
 #[test]
-fn empty_clusters_dead_columns_and_zero_hessians_keep_what_they_have() {
+fn empty_clusters_dead_columns_and_zero_hessians_keep_their_centroids() {
     let mut case = Case::new(2, 6, 6, 4, 2);
     case.codes.fill(1);
     case.hessians.fill(0.0);

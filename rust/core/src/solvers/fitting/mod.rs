@@ -1,18 +1,19 @@
-//! Least-squares grids of groups of weights: codes, scales and offsets of least squared error, in one pass over memory.
+//! Least-squares grids for groups of weights: codes, scales and offsets of least squared error, in one pass over
+//! memory.
 //!
-//! A weight is stored as `scale * code + offset`, with parameters for each row and group of columns. With codes fixed, the
-//! best parameters are a regression of the weights on the codes; with parameters fixed, the best codes are the nearest.
-//! Both steps alternate, from the best of a few grids or from given parameters, and the best parameters of each group are
-//! kept. The torch solver in python/moepack/solvers/least_squares.py is the same algorithm on any device, and the
-//! reference that the tests compare errors with.
+//! A weight is stored as `scale * code + offset`, with parameters for each row and group of columns. With codes
+//! fixed, the best parameters are a regression of the weights on the codes; with parameters fixed, the best codes are
+//! the nearest. Both steps alternate, starting from the best of a few grids or from given parameters, and the best
+//! parameters of each group are kept. The torch solver in python/moepack/solvers/least_squares.py is the same
+//! algorithm on any device, and the reference for errors in the tests.
 //!
-//! If a matrix is approximated by codes *and* a compensator UV, the caller passes UV: the target is the weights less UV,
-//! and the weights less the dequantized codes replace UV. So an iteration of that alternation reads and writes each
-//! weight once.
+//! If a matrix is approximated by codes *and* a compensator UV, the caller passes UV: the target is the weights minus
+//! UV, and the weights minus the dequantized codes replace UV. An iteration of that alternation thus reads and writes
+//! each weight once.
 //!
-//! Invariants: a group's result depends on its own weights and start only, neither on its neighbours nor on the number
-//! of threads or the instruction set (no products are fused, and groups are summed in the order of columns); codes are the
-//! nearest ones for the parameters as they are stored; any weights, also NaN, give some codes and no panic.
+//! Invariants: a group's result depends on its own weights and start only, neither on its neighbours nor on the
+//! number of threads or the instruction set (no products are fused, and groups are summed in the order of columns);
+//! codes are the nearest ones for the stored parameters; any weights, even NaN, give some codes and no panic.
 
 mod tile;
 
@@ -32,18 +33,19 @@ pub enum Storage {
     Bf16,
 }
 
-/// The kind of grids, and the length of the search for them.
+/// The kind of grids, and the effort of the search.
 #[derive(Debug, Clone, Copy)]
 pub struct Grid {
-    /// Bits of a code, 1 to 8.
+    /// Bits per code, 1 to 8.
     pub bits: u32,
-    /// Columns that share parameters, at least 1; with the columns of a row or more, a row is one group.
+    /// The number of columns that share parameters, at least 1; if it is at least the columns of a row, a row is one
+    /// group.
     pub group_size: usize,
     /// Whether `offset = -2^(bits - 1) * scale`, with scales of either sign, instead of a free offset.
     pub symmetric: bool,
-    /// The type in which scales and offsets are stored.
+    /// The storage type of scales and offsets.
     pub storage: Storage,
-    /// The most regressions of a group.
+    /// The maximum number of regressions of a group.
     pub iterations: usize,
 }
 
@@ -54,7 +56,7 @@ impl Grid {
     }
 }
 
-/// The weights to be quantized.
+/// The weights to quantize.
 #[derive(Debug)]
 pub struct Problem<'a> {
     /// The weights, R x C.
@@ -63,7 +65,7 @@ pub struct Problem<'a> {
     pub columns: usize,
     /// Scales and offsets to start from instead of a search, each R x G.
     pub start: Option<(&'a [f32], &'a [f32])>,
-    /// The values of a compensator, R x C, which are replaced by the weights less the dequantized codes.
+    /// The values of a compensator, R x C, which are replaced by the weights minus the dequantized codes.
     pub compensation: Option<&'a mut [f32]>,
 }
 
@@ -76,7 +78,7 @@ pub struct Solution<'a> {
     pub scales: &'a mut [f32],
     /// The offsets as stored, R x G; `-2^(bits - 1)` times the scale in symmetric grids.
     pub offsets: &'a mut [f32],
-    /// The squared norms of the rows' weights less the dequantized codes, R.
+    /// The squared norms of the rows' weights minus the dequantized codes, R.
     pub squares: &'a mut [f64],
 }
 
@@ -87,11 +89,14 @@ fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
 fn check(problem: &Problem, grid: &Grid, solution: &Solution) -> Result<()> {
     let columns = problem.columns;
     if !(1..=8).contains(&grid.bits) || grid.group_size == 0 {
-        return invalid(format!("{} bits in groups of {}", grid.bits, grid.group_size));
+        return invalid(format!(
+            "{} bits in groups of {} are not possible",
+            grid.bits, grid.group_size
+        ));
     }
     if columns == 0 || !problem.weights.len().is_multiple_of(columns) {
         return invalid(format!(
-            "{} weights are no rows of {columns} columns",
+            "{} weights do not form rows of {columns} columns",
             problem.weights.len()
         ));
     }
@@ -111,7 +116,9 @@ fn check(problem: &Problem, grid: &Grid, solution: &Solution) -> Result<()> {
         solution.squares.len(),
     ];
     if !starts || !compensation || sizes != [rows * columns, cells, cells, rows] {
-        return invalid(format!("arguments do not fit {rows} rows of {columns} columns"));
+        return invalid(format!(
+            "the sizes of the arguments do not fit {rows} rows of {columns} columns"
+        ));
     }
     Ok(())
 }
@@ -145,7 +152,7 @@ pub fn fit(problem: Problem, grid: Grid, solution: Solution, isa: Isa, pool: &Th
     Ok(())
 }
 
-/// Divides inputs and outputs into blocks of rows.
+/// Divides the inputs and outputs into blocks of rows.
 fn cut<'a>(columns: usize, groups: usize, problem: Problem<'a>, solution: Solution<'a>) -> Vec<Block<'a>> {
     let (wide, narrow) = (LANES * columns, LANES * groups);
     let mut compensation = problem.compensation.map(|all| all.chunks_mut(wide));
@@ -179,7 +186,7 @@ fn cut<'a>(columns: usize, groups: usize, problem: Problem<'a>, solution: Soluti
         .collect()
 }
 
-/// Quantizes the groups of a block one after the other, each row in a lane.
+/// Quantizes the groups of a block sequentially, with one row per lane.
 fn fit_block(isa: Isa, tile: &mut Tile, mut block: Block, columns: usize, grid: &Grid) {
     let groups = grid.groups(columns);
     let rows = block.solution.squares.len();

@@ -1,4 +1,4 @@
-//! Comparisons with a plain solver in f64, and between instruction sets.
+//! Comparisons with a naive solver in f64, and between instruction sets.
 
 use proptest::prelude::*;
 
@@ -67,7 +67,7 @@ fn plain(weights: &[f32], columns: usize, grid: Grid) -> Answer {
     )
 }
 
-/// Values like those of weights: sums of uniform numbers.
+/// Values distributed like weights: sums of uniform numbers.
 fn weights(count: usize) -> Vec<f32> {
     let mut state = 1u64;
     let mut next = || {
@@ -154,7 +154,7 @@ fn residuals_and_squares_are_those_of_the_stored_values() {
             }
             assert!((square - sum).abs() <= 1e-5 * sum);
         }
-        // The weights less their compensation are quantized.
+        // The weights minus their compensation are quantized.
         let target: Vec<f32> = x.iter().zip(&compensation).map(|(x, c)| x - c).collect();
         let alone = plain(&target, columns, grid);
         assert_eq!((found.codes, found.scales), (alone.codes, alone.scales));

@@ -1,10 +1,10 @@
-//! One group of each of 16 rows at a time, a row in a lane: a number of a group is a lane of a vector, and no sum crosses
-//! lanes. The loops are written once over arrays; compiled for an instruction set, an array is a register or two.
+//! One group of each of 16 rows at a time, one row per lane: a value of a group is a vector lane, and sums never
+//! cross lanes. The loops are written over arrays; compiled for an instruction set, an array is one or two registers.
 
 use super::{Grid, Storage};
 use crate::simd::Isa;
 
-/// The rows that are quantized together.
+/// The number of rows quantized together.
 pub const LANES: usize = 16;
 
 /// A number for each row.
@@ -41,7 +41,7 @@ pub struct Tile {
 }
 
 impl Tile {
-    /// Loads the columns `span` of all rows, less `minus`; missing rows are zeros.
+    /// Loads the columns `span` of all rows, minus `minus`; missing rows are zeros.
     pub fn load(
         &mut self,
         weights: &[f32],
@@ -65,7 +65,8 @@ impl Tile {
         }
     }
 
-    /// Stores the codes of a row and the residual, the weights less their values; returns the residual's squared norm.
+    /// Stores the codes of a row and the residual, the weights minus their values; returns the residual's squared
+    /// norm.
     pub fn store(&self, row: usize, weights: &[f32], codes: &mut [u8], residual: Option<&mut [f32]>) -> f64 {
         for (code, lanes) in codes.iter_mut().zip(&self.codes) {
             *code = lanes[row] as u8;
@@ -97,21 +98,21 @@ struct Sums {
     cross: Lanes,
 }
 
-/// The weights of a group, the grid, and what depends on these alone.
+/// The weights of a group, the grid, and values that depend only on these.
 struct Solver<'a> {
     x: &'a [Lanes],
     grid: &'a Grid,
     top: f32,
     middle: f32,
     mean: Lanes,
-    /// The sum of the weights less their rounded mean.
+    /// The sum of the weights minus their rounded mean.
     rest: Lanes,
 }
 
 /// Finds the best parameters, and sets the codes and values of the tile.
 pub fn solve(isa: Isa, tile: &mut Tile, grid: &Grid, start: Option<Parameters>) -> Parameters {
     match isa {
-        // SAFETY: `isa.require()` in the parent module proved that the processor runs the set.
+        // SAFETY: `isa.require()` in the parent module checked that the processor supports the set.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => unsafe { solve_avx512(tile, grid, start) },
         // SAFETY: as above.
@@ -144,7 +145,7 @@ fn solve_lanes(tile: &mut Tile, grid: &Grid, start: Option<Parameters>) -> Param
     for _ in 0..grid.iterations {
         current = solver.regress(&current, &sums);
         sums = solver.evaluate(&current);
-        // A row ends when its error does not fall, so that it does not depend on the others.
+        // A row ends when its error does not decrease, so it does not depend on the other rows.
         let mut any = false;
         for l in 0..LANES {
             open[l] &= sums.error[l] < least[l];
@@ -188,7 +189,7 @@ fn round(x: f32) -> f32 {
     (x + SHIFT) - SHIFT
 }
 
-/// Limits a number to a range; NaN becomes its lower end.
+/// Clamps a number to a range; NaN becomes its lower end.
 #[inline(always)]
 fn clamp(x: f32, low: f32, high: f32) -> f32 {
     let x = if x > low { x } else { low };
@@ -203,7 +204,7 @@ pub fn stored(x: f32, storage: Storage) -> f32 {
             let x = clamp(x, -65504.0, 65504.0);
             let bits = x.to_bits();
             let normal = f32::from_bits((bits + 0x0FFF + ((bits >> 13) & 1)) & !0x1FFF);
-            // Below 2^-14 float16 has steps of 2^-24, as float32 has between a half and one.
+            // Below 2^-14 float16 has steps of 2^-24, the steps of float32 between a half and one.
             let small = (x + 0.75) - 0.75;
             if x.abs() < 6.103_515_6e-5 { small } else { normal }
         }
@@ -223,7 +224,7 @@ impl<'a> Solver<'a> {
             sum = each(|l| sum[l] + x[l]);
         }
         let count = x.len() as f32;
-        // The regression of a symmetric grid has no offset, hence no mean.
+        // The regression of a symmetric grid has no offset and needs no mean.
         let mean = each(|l| if grid.symmetric { 0.0 } else { sum[l] / count });
         for x in x {
             rest = each(|l| rest[l] + (x[l] - mean[l]));
@@ -239,7 +240,7 @@ impl<'a> Solver<'a> {
         }
     }
 
-    /// The factor and the summand that turn x into a code before rounding; a scale of zero gives a single code.
+    /// The factor and the summand that map x to a code before rounding; a scale of zero gives a single code.
     #[inline(always)]
     fn line(&self, p: &Parameters) -> (Lanes, Lanes) {
         let single = if self.grid.symmetric { self.middle } else { 0.0 };
@@ -283,7 +284,7 @@ impl<'a> Solver<'a> {
         }
     }
 
-    /// The best parameters for the codes that `p` gives, from their sums. If all codes are equal, the scale is kept.
+    /// The best parameters for the codes of `p`, from their sums. If all codes are equal, the scale is kept.
     #[inline(always)]
     fn regress(&self, p: &Parameters, sums: &Sums) -> Parameters {
         let (count, symmetric, storage) = (self.x.len() as f32, self.grid.symmetric, self.grid.storage);
@@ -302,7 +303,7 @@ impl<'a> Solver<'a> {
         Parameters { scales, offsets }
     }
 
-    /// The best initial grid of each row: a share of the range, shifted, or in symmetric grids of either sign.
+    /// The best initial grid of each row: a share of the range, shifted or, in symmetric grids, with either sign.
     #[inline(always)]
     fn search(&self) -> (Parameters, Sums) {
         let (mut low, mut high) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
@@ -346,7 +347,7 @@ impl<'a> Solver<'a> {
         }
     }
 
-    /// The grid of a share of the range. Without shift its upper end is not moved by the rounding of the offset.
+    /// The grid of a share of the range. Without shift, rounding of the offset does not move its upper end.
     #[inline(always)]
     fn shifted(&self, low: &Lanes, high: &Lanes, share: f32, phase: f32) -> Parameters {
         let storage = self.grid.storage;
@@ -361,7 +362,7 @@ impl<'a> Solver<'a> {
         Parameters { scales, offsets }
     }
 
-    /// Replaces the best parameters of the rows whose error is less with `parameters`.
+    /// Replaces the best parameters of the rows for which `parameters` has a lower error.
     #[inline(always)]
     fn offer(&self, parameters: Parameters, best: &mut Option<(Parameters, Sums)>) {
         let sums = self.evaluate(&parameters);
@@ -383,7 +384,7 @@ impl<'a> Solver<'a> {
         }
     }
 
-    /// Computes the nearest codes, and the values as a reader dequantizes them.
+    /// Computes the nearest codes, and the values that a reader dequantizes.
     #[inline(always)]
     fn assign(&self, p: &Parameters, codes: &mut [Lanes], values: &mut [Lanes]) {
         let (inverse, shift) = self.line(p);

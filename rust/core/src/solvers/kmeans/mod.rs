@@ -1,17 +1,17 @@
 //! Exact one-dimensional weighted k-means of each row.
 //!
 //! In one dimension an optimal cluster is an interval of the sorted values, so the optimum is a shortest path: with
-//! D(k, j) the least error of the first j values in k clusters, `D(k, j) = min over i of D(k - 1, i) + error(i..j)`. The
-//! best i does not fall as j grows (the error of an interval satisfies the quadrangle inequality), so a row of D takes
-//! O(n log n) by divide and conquer: the middle j first, whose best i bounds those of both halves. The error of an
-//! interval is computed from prefix sums of w, w x and w x^2 in f64, with x relative to the weighted mean.
+//! D(k, j) the lowest error of the first j values in k clusters, `D(k, j) = min over i of D(k - 1, i) + error(i..j)`.
+//! The best i does not decrease as j grows (the error of an interval satisfies the quadrangle inequality), so a row
+//! of D takes O(n log n) by divide and conquer: the best i of the middle j bounds those of both halves. The error of
+//! an interval is computed from prefix sums of w, w x and w x^2 in f64, with x relative to the weighted mean.
 //!
-//! Equal values are merged first. Rows that were bf16 have few distinct values (some 1,000 in 4,096), which gives most
-//! of the speed.
+//! Equal values are merged first. Rows of bf16 values have few distinct ones (some 1,000 in 4,096), which accounts
+//! for most of the speed.
 //!
-//! Invariants: centroids ascend; a code is that of the nearest centroid, the lower one of two equally near; the result
-//! does not depend on the number of threads. The partition is optimal up to the rounding of the prefix sums: 2^-53 of
-//! the row's sum of w x^2, so only a value some 10^7 times larger than the others can hide their structure.
+//! Invariants: centroids ascend; codes are those of the nearest centroids, the lower of two equally near; results do
+//! not depend on the number of threads. The partition is optimal up to the rounding of the prefix sums: 2^-53 of the
+//! row's sum of w x^2, so only a value some 10^7 times larger than the others can hide their structure.
 
 mod row;
 
@@ -21,15 +21,16 @@ use rayon::prelude::*;
 use crate::{Error, Result};
 use row::Scratch;
 
-/// The most clusters of a row: codes have at most 4 bits.
+/// The maximum number of clusters of a row: codes have at most 4 bits.
 pub const MAX_CLUSTERS: usize = 16;
 
-/// The values of rows, with weights, and the number of clusters.
+/// The values of rows, their weights, and the number of clusters.
 #[derive(Debug, Clone, Copy)]
 pub struct Problem<'a> {
     /// The values, R x C, finite.
     pub values: &'a [f32],
-    /// The weights of values, G x C, finite and not negative; R / G consecutive rows share C of them. All are 1 if empty.
+    /// The weights of values, G x C, finite and not negative; R / G consecutive rows share C of them. If empty, all
+    /// are 1.
     pub weights: &'a [f32],
     /// The number of columns C.
     pub columns: usize,
@@ -59,11 +60,13 @@ impl Problem<'_> {
             columns, clusters, ..
         } = *self;
         if !(1..=MAX_CLUSTERS).contains(&clusters) {
-            return invalid(format!("{clusters} clusters; 1 to {MAX_CLUSTERS} are possible"));
+            return invalid(format!(
+                "clusters must be between 1 and {MAX_CLUSTERS}, not {clusters}"
+            ));
         }
         if columns == 0 || !self.values.len().is_multiple_of(columns) {
             return invalid(format!(
-                "{} values are no rows of {columns} columns",
+                "{} values do not form rows of {columns} columns",
                 self.values.len()
             ));
         }
@@ -98,8 +101,8 @@ impl Problem<'_> {
 
 /// Clusters every row.
 ///
-/// Values of weight zero have no influence on centroids; they get the code of the nearest one. A row whose weights are all
-/// zero is clustered as if they were equal.
+/// Values of weight zero do not influence centroids; they get the code of the nearest one. A row with only zero
+/// weights is clustered with equal weights.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if sizes do not match, a value or weight is NaN or infinite, or a weight is negative.
@@ -114,7 +117,7 @@ pub fn kmeans(problem: Problem, solution: Solution, pool: &ThreadPool) -> Result
         solution.errors.len(),
     ];
     if sizes != [rows * clusters, rows * columns, rows] {
-        return invalid(format!("outputs of {sizes:?} for {rows} rows"));
+        return invalid(format!("outputs of the sizes {sizes:?} for {rows} rows"));
     }
     problem.check_values()?;
     let groups = (problem.weights.len() / columns).max(1);

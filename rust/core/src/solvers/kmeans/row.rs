@@ -1,6 +1,6 @@
 //! The clustering of one row: sorting and merging, the shortest path, the nearest centroids.
 
-/// A thread's buffers, reused for every row.
+/// The buffers of a thread, reused for every row.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     order: Vec<(f32, f32)>,
@@ -8,7 +8,7 @@ pub(super) struct Scratch {
     sums: Vec<Sums>,
     previous: Vec<f64>,
     current: Vec<f64>,
-    /// For each number of clusters less one, and each end of the last cluster, where that cluster starts.
+    /// The start of the last cluster, for each number of clusters minus one and each end of that cluster.
     starts: Vec<Vec<u32>>,
 }
 
@@ -80,7 +80,7 @@ impl Scratch {
         }
     }
 
-    /// Fills `starts` for one to `clusters` clusters, fewer than there are points; returns the least error.
+    /// Fills `starts` for one to `clusters` clusters, fewer than there are points; returns the lowest error.
     fn path(&mut self, clusters: usize) -> f64 {
         let count = self.points.len();
         self.starts.resize_with(clusters.max(self.starts.len()), Vec::new);
@@ -135,7 +135,7 @@ fn error(sums: &[Sums], start: usize, end: usize) -> f64 {
     }
 }
 
-/// A row of D that is computed from the one for one cluster less.
+/// A row of D, computed from the row for one cluster less.
 struct Row<'a> {
     sums: &'a [Sums],
     previous: &'a [f64],
@@ -165,11 +165,11 @@ impl Row<'_> {
     }
 }
 
-/// Computes codes, those of the nearest of ascending centroids, the lower one of two equally near.
+/// Computes the codes of the nearest of ascending centroids, the lower of two equally near.
 pub(super) fn assign(values: &[f32], centroids: &[f32], codes: &mut [u8]) {
     let mut bounds = [f64::INFINITY; super::MAX_CLUSTERS];
     for (bound, pair) in bounds.iter_mut().zip(centroids.windows(2)) {
-        // The bound of a repeated centroid stays infinite: no value gets its code.
+        // The bound of a repeated centroid stays infinite, so no value gets its code.
         if pair[0] < pair[1] {
             *bound = (f64::from(pair[0]) + f64::from(pair[1])) / 2.0;
         }

@@ -22,7 +22,7 @@ fn solve(values: &[f32], weights: &[f32], columns: usize, clusters: usize) -> Re
     kmeans(problem, solution, &pool::current().unwrap()).map(|()| answer)
 }
 
-/// The weighted error of a partition of sorted pairs by its cuts, with exact means.
+/// The weighted error of a partition of sorted pairs by its boundaries, with exact means.
 fn partition_error(pairs: &[(f64, f64)], cuts: &[usize]) -> f64 {
     let mut total = 0.0;
     for range in cuts.windows(2) {
@@ -36,7 +36,7 @@ fn partition_error(pairs: &[(f64, f64)], cuts: &[usize]) -> f64 {
     total
 }
 
-/// The least error over all partitions into at most `clusters` intervals, tried one by one.
+/// The lowest error over all partitions into at most `clusters` intervals, by brute force.
 fn naive(pairs: &[(f64, f64)], clusters: usize, cuts: &mut Vec<usize>) -> f64 {
     let from = *cuts.last().unwrap();
     cuts.push(pairs.len());
@@ -140,7 +140,7 @@ fn threads_do_not_change_a_bit() {
 }
 
 #[test]
-fn senseless_arguments_are_refused() {
+fn invalid_arguments_are_refused() {
     for (values, weights, columns, clusters) in [
         (vec![1.0, f32::NAN], vec![], 2, 2),
         (vec![1.0, f32::INFINITY], vec![], 2, 2),

@@ -1,4 +1,4 @@
-//! Counting by class: where weights lie in units of their class, and how often they become each integer.
+//! Histograms by class: of weights in units of their class, and of their integers.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,25 +11,26 @@ use super::{BLOCK_ROWS, CHUNK, CLASSES_AN_OCTAVE, Integer, NARROWEST, class, inv
 use crate::Result;
 use crate::simd::{Isa, vectorized};
 
-/// Rows of weights, R x C, that are finite.
+/// Finite rows of weights, R x C.
 #[derive(Debug, Clone, Copy)]
 pub struct Rows<'a> {
     /// R x C.
     pub values: &'a [f32],
     /// The number of columns C.
     pub columns: usize,
-    /// How many classes there are; the last one also has all wider rows.
+    /// The number of classes; the last one includes all wider rows.
     pub classes: usize,
 }
 
-/// The classes that have row blocks, ascending, and what was counted in each.
+/// The classes that occur, ascending, with their counts.
 pub type Counts = Vec<(usize, Vec<u64>)>;
 
-/// Counts weights in `bins` bins of equal width a class, which go from `-reach` to `reach` root mean squares of the class;
-/// the first and the last one have all beyond.
+/// Counts weights per class in `bins` bins of equal width from `-reach` to `reach` root mean squares of the class;
+/// the first and the last bin include all weights beyond.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error): there are no whole rows, no classes, or not 1 to 2^22 bins.
+/// [`Error::InvalidArgument`](crate::Error) if the rows are incomplete, there are no classes, or there are not 1 to
+/// 2^22 bins.
 pub fn values(rows: Rows, bins: usize, reach: f32, isa: Isa, pool: &ThreadPool) -> Result<Counts> {
     if !(1..=1 << 22).contains(&bins) {
         return invalid(format!("{bins} bins"));
@@ -46,10 +47,11 @@ pub fn values(rows: Rows, bins: usize, reach: f32, isa: Isa, pool: &ThreadPool) 
     })
 }
 
-/// Counts integers, R x C, from -L - 1, which stands for all below, to L + 1, which stands for all above.
+/// Counts integers, R x C, from -L - 1, which includes all below, to L + 1, which includes all above.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](crate::Error): there are no whole rows, no classes, or as many integers.
+/// [`Error::InvalidArgument`](crate::Error) if the rows are incomplete, there are no classes, or the number of
+/// integers differs.
 pub fn integers<T: Integer>(
     rows: Rows,
     integers: &[T],
@@ -59,7 +61,7 @@ pub fn integers<T: Integer>(
 ) -> Result<Counts> {
     if integers.len() != rows.values.len() {
         return invalid(format!(
-            "{} integers of {} weights",
+            "{} integers for {} weights",
             integers.len(),
             rows.values.len()
         ));
@@ -73,7 +75,7 @@ pub fn integers<T: Integer>(
     })
 }
 
-/// Adds up `bins` counts a class: `add` is given the class of a row block, its weights' places, and the counts.
+/// Adds up `bins` counts per class: `add` gets the class of a row block, the range of its weights, and the counts.
 fn count(
     rows: Rows,
     bins: usize,
@@ -92,13 +94,13 @@ fn count(
     {
         let weights = values.len();
         return invalid(format!(
-            "{weights} weights in rows of {columns} columns, {classes} classes"
+            "{weights} weights do not form rows of {columns} columns, or {classes} classes are too few"
         ));
     }
     let size = (BLOCK_ROWS * columns).max(1);
     let blocks = values.len().div_ceil(size);
     pool.install(|| {
-        // Each thread counts a run of row blocks: counts are large.
+        // Each thread counts a run of row blocks, because counts are large.
         let runs = (0..blocks).into_par_iter();
         let runs = runs.with_min_len(blocks.div_ceil(rayon::current_num_threads()));
         let counted = runs.fold(BTreeMap::new, |mut counts: BTreeMap<_, _>, block| {

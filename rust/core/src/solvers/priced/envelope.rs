@@ -1,22 +1,23 @@
-//! Which integer is the cheapest where: the lower envelope of all costs.
+//! The integer with the lowest cost for each value: the lower envelope of all costs.
 
 use crate::simd::{Isa, vectorized};
 
-/// Places for the borders of regular envelopes; a power of two, so that any place is one of them after a mask.
+/// The size of the border table of regular envelopes; a power of two, so that a mask makes any index valid.
 const PLACES: usize = 1024;
 
-/// The cheapest integers, between ascending borders.
+/// The integers of lowest cost, between ascending borders.
 ///
-/// Less the square of the units u, the cost of integer q is the line `q^2 + price * bits(q) - 2 q u`; those of two
-/// integers a and b cross at `(cost of b - cost of a) / (2 (b - a))`. A border is that, computed in f64 and rounded to f32.
+/// Minus the square of the units u, the cost of integer q is the line `q^2 + price * bits(q) - 2 q u`; those of two
+/// integers a and b cross at `(cost of b - cost of a) / (2 (b - a))`. A border is this value, computed in f64 and
+/// rounded to f32.
 ///
 /// Invariant: there is one more integer than borders.
 #[derive(Debug)]
 pub(super) struct Envelope {
     integers: Vec<i32>,
     borders: Vec<f32>,
-    /// Its borders from the lowest on, then infinity, if it is regular: the border of q and q + 1 is at q or between the
-    /// two, for all integers.
+    /// For regular envelopes, the borders in ascending order, then infinity. An envelope is regular if, for all
+    /// integers q, the border of q and q + 1 is at q or between the two.
     between: Option<Box<[f32; PLACES]>>,
     largest: i32,
 }
@@ -58,7 +59,7 @@ impl Envelope {
         self.largest
     }
 
-    /// Finds the cheapest integers.
+    /// Finds the integers of lowest cost.
     pub(super) fn look_up(&self, isa: Isa, units: &[f32], found: &mut [i32]) {
         match &self.between {
             Some(borders) => step_up(isa, units, borders, self.largest, found),
@@ -73,7 +74,7 @@ impl Envelope {
         self.integers[self.borders.partition_point(|&border| border < unit)]
     }
 
-    /// The cheapest integer by its definition.
+    /// The integer of lowest cost, by definition.
     #[cfg(test)]
     pub(super) fn naive(&self, unit: f32) -> i32 {
         self.integers[self.borders.iter().filter(|&&border| unit > border).count()]
@@ -81,15 +82,15 @@ impl Envelope {
 }
 
 vectorized! {
-    /// The integers of units by a regular envelope: the one below, or the next where the units are beyond their border.
-    /// Units beyond the largest integer count as that.
+    /// The integers of units by a regular envelope: the one below, or the next if the units are beyond their border.
+    /// Units beyond the largest integer give the largest.
     fn step_up(units: &[f32], borders: &[f32; PLACES], largest: i32, found: &mut [i32]) = step_up_portable;
 }
 
 #[inline(always)]
 fn step_up_portable(units: &[f32], borders: &[f32; PLACES], largest: i32, found: &mut [i32]) {
     let last = largest as f32;
-    // Compilers make vector code of the first loop, which they would not beside the look-up of the second.
+    // Compilers vectorize the first loop only if it is separate from the lookup of the second.
     for (unit, place) in units.iter().zip(&mut *found) {
         let unit = if *unit > -last { *unit } else { -last };
         let unit = if unit < last { unit } else { last };
@@ -101,8 +102,8 @@ fn step_up_portable(units: &[f32], borders: &[f32; PLACES], largest: i32, found:
     }
 }
 
-/// The integer of an integral value from 0 to 2^22. Compilers make no vector code of a conversion that saturates; added to
-/// 1.5 * 2^23, such an integer is the low bits.
+/// Converts an integral value from 0 to 2^22. Compilers do not vectorize a saturating conversion; after adding 1.5 *
+/// 2^23, the integer is in the low bits.
 #[inline(always)]
 pub(super) fn truncated(value: f32) -> i32 {
     const INTEGRAL: f32 = (3 << 22) as f32;

@@ -1,15 +1,15 @@
-//! Integers on one uniform step, rounded with the length of their code in mind.
+//! Rounding to integers on a uniform step, with the code lengths taken into account.
 //!
-//! A weight w of step d becomes the integer q that minimises `(w / d - q)^2 + price * bits(q)`, its squared error and what
-//! its code takes. How long codes are depends on how wide rows are: a row block (16 rows) belongs to the *class* of its
-//! root mean square, a quarter of an octave each, and a class has one list of lengths. python/moepack/solvers/priced.py
-//! says where lengths come from.
+//! With step d, a weight w becomes the integer q that minimizes `(w / d - q)^2 + price * bits(q)`, its squared error
+//! plus the cost of its code. Code lengths depend on the spread of rows: a row block (16 rows) belongs to the *class*
+//! of its root mean square, a quarter of an octave each, and a class has one list of lengths.
+//! python/moepack/solvers/priced.py describes how lengths are obtained.
 //!
 //! Invariants: a row block's integers depend on its own weights only, neither on the number of threads nor on the
 //! instruction set. All instruction sets follow the same rules of arithmetic:
 //! - units: a weight in units of the step is its product in f32 by the f32 nearest to `1 / step`;
 //! - class: squares are added up in f64, value i to sum i mod 16, and sums i and i + 8, i and i + 4, and so on;
-//! - integer: the one between whose borders ([`Envelope`]) the units lie, on a border the lower one; beyond the largest
+//! - integer: the one whose borders ([`Envelope`]) enclose the units, on a border the lower one; beyond the largest
 //!   integer with a length the nearest one, ties to even, at most 2^30 in magnitude.
 
 pub mod count;
@@ -27,44 +27,44 @@ use crate::types::Activations;
 use crate::{Error, Result};
 use envelope::Envelope;
 
-/// Rows of a row block.
+/// The rows of a row block.
 pub(super) const BLOCK_ROWS: usize = 16;
 /// The base-two logarithm of the first class's root mean square.
 const NARROWEST: f64 = -24.0;
-/// Classes an octave.
+/// The number of classes per octave.
 const CLASSES_AN_OCTAVE: f64 = 4.0;
-/// Values that are looked up at a time: their units and cells stay in the nearest cache.
+/// The number of values looked up at a time: their units and cells stay in the first-level cache.
 const CHUNK: usize = 256;
-/// Most integers with a length.
+/// The maximum number of integers with a length.
 const MAX_INTEGERS: usize = 2048;
 /// The largest integer.
 const MOST: f32 = (1 << 30) as f32;
 
-/// Weights, and what their integers cost.
+/// Weights, and the costs of their integers.
 #[derive(Debug, Clone, Copy)]
 pub struct Problem<'a> {
     /// R x C.
     pub weights: Activations<'a>,
     /// The number of columns C.
     pub columns: usize,
-    /// What an integer is worth.
+    /// The value of an integer of one.
     pub step: f64,
-    /// Classes are those of the weights in units of it.
+    /// Weights are divided by this width to find their class.
     pub width: f64,
-    /// Bits of the integers from -L to L in each class, N x (2 L + 1). The last class also has all wider rows; one class
-    /// has them all.
+    /// The bits of the integers from -L to L in each class, N x (2 L + 1). The last class includes all wider rows; a
+    /// single class includes all rows.
     pub lengths: &'a [f32],
-    /// Integers with a length, 2 L + 1.
+    /// The number of integers with a length, 2 L + 1.
     pub integers: usize,
-    /// Squared steps that a bit is worth.
+    /// The cost of a bit in squared steps.
     pub price: f64,
 }
 
-/// Rounds weights to R x C integers; returns their largest magnitude. If it is larger than the type holds, `out` has the
-/// low bits.
+/// Rounds weights to R x C integers; returns their largest magnitude. If it exceeds the range of the type, `out` has
+/// the low bits.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`]: sizes do not match, a number is out of range, or a weight is NaN or infinite.
+/// [`Error::InvalidArgument`] if sizes do not match, a number is out of range, or a weight is NaN or infinite.
 pub fn round<T: Integer>(problem: Problem, out: &mut [T], isa: Isa, pool: &ThreadPool) -> Result<i32> {
     round_by::<Envelope, T>(problem, out, isa, pool)
 }
@@ -79,7 +79,7 @@ pub(super) fn round_by<Q: Quantizer, T: Integer>(
     let rounding = Rounding::<Q>::new(problem, isa)?;
     if out.len() != problem.weights.len() {
         let (weights, places) = (problem.weights.len(), out.len());
-        return invalid(format!("{weights} weights and {places} places"));
+        return invalid(format!("{weights} weights, but the output has {places} integers"));
     }
     pool.install(|| rounding.all(out))
 }
@@ -88,18 +88,18 @@ fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
     Err(Error::InvalidArgument(format!("rounding: {what}")))
 }
 
-/// What rounds the row blocks of a class.
+/// Rounds the row blocks of a class.
 pub(super) trait Quantizer: Send + Sync {
-    /// The quantizer for integers from -L to L of so many bits each, at a price in squared steps.
+    /// The quantizer for integers from -L to L with these lengths in bits, at a price in squared steps.
     fn new(bits: &[f32], price: f64) -> Self;
 
-    /// Rounds the rows of a row block, of so many columns and finite, by the inverse of the step; returns the largest
+    /// Rounds the finite rows of a row block of `columns` columns by the inverse of the step; returns the largest
     /// magnitude.
     fn round<T: Integer>(&self, isa: Isa, values: &[f32], columns: usize, inverse: f32, out: &mut [T])
     -> i32;
 }
 
-/// An integer type that may be too narrow, in which case it keeps the low bits.
+/// An integer type that keeps the low bits of integers out of its range.
 pub trait Integer: Copy + Send + Sync + Into<i32> {
     /// The integer, or its low bits.
     fn narrowed(integer: i32) -> Self;
@@ -123,7 +123,7 @@ impl Integer for i32 {
     }
 }
 
-/// A problem whose sizes match, and the quantizers of the classes that were met.
+/// A checked problem, and the quantizers of the classes that occur.
 struct Rounding<'a, Q> {
     problem: Problem<'a>,
     inverse: f32,
@@ -135,11 +135,13 @@ impl<'a, Q: Quantizer> Rounding<'a, Q> {
     fn new(problem: Problem<'a>, isa: Isa) -> Result<Rounding<'a, Q>> {
         let (weights, columns) = (problem.weights.len(), problem.columns);
         if columns == 0 && weights > 0 || columns > 0 && !weights.is_multiple_of(columns) {
-            return invalid(format!("{weights} weights are no rows of {columns} columns"));
+            return invalid(format!("{weights} weights do not form rows of {columns} columns"));
         }
         let (lengths, integers) = (problem.lengths.len(), problem.integers);
         if integers % 2 == 0 || integers > MAX_INTEGERS || lengths == 0 || !lengths.is_multiple_of(integers) {
-            return invalid(format!("{lengths} lengths of {integers} integers"));
+            return invalid(format!(
+                "{lengths} lengths do not form lists of {integers} integers"
+            ));
         }
         let inverse = (1.0 / problem.step) as f32;
         if !(inverse.is_normal() && inverse > 0.0 && problem.width.is_normal() && problem.width > 0.0) {
@@ -195,7 +197,7 @@ impl<'a, Q: Quantizer> Rounding<'a, Q> {
     }
 }
 
-/// The class of a mean square, of so many.
+/// The class of a mean square, out of `classes`.
 fn class(mean_square: f64, width: f64, classes: usize) -> usize {
     let octaves = 0.5 * mean_square.log2() - width.log2();
     let number = (CLASSES_AN_OCTAVE * (octaves - NARROWEST)).round_ties_even();
@@ -262,7 +264,7 @@ fn scale_portable(values: &[f32], inverse: f32, units: &mut [f32]) -> f32 {
     for (value, unit) in values.iter().zip(&mut *units) {
         *unit = value * inverse;
     }
-    // Magnitudes are ordered as their bits are, whose maximum compilers find with vectors.
+    // The bits of magnitudes are ordered like the magnitudes, and compilers find their maximum with vectors.
     let bits = units.iter().map(|unit| unit.abs().to_bits());
     f32::from_bits(bits.fold(0, u32::max))
 }

@@ -1,4 +1,4 @@
-//! Every instruction set against the definition.
+//! Every instruction set compared with the definition.
 
 use std::collections::BTreeMap;
 
@@ -14,14 +14,14 @@ fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.available())
 }
 
-/// Lengths up to `most` bits, of 128 classes.
+/// Lengths up to `most` bits, for 128 classes.
 fn lengths(most: f32) -> Vec<f32> {
     let mut random = Random(3);
     let lengths = (0..128 * INTEGERS).map(|_| random.next() as f32 / (1u64 << 31) as f32 * most);
     lengths.collect()
 }
 
-/// Rows whose deviation grows by a factor of 16, with values on borders and far ones.
+/// Rows whose deviation grows by a factor of 16, including values on borders and outliers.
 fn weights(rows: usize, columns: usize) -> Vec<f32> {
     let mut random = Random(7);
     let weights = (0..rows * columns).map(|i| {
@@ -41,7 +41,7 @@ fn rounded(problem: Problem, isa: Isa) -> Result<Vec<i32>> {
     Ok(found)
 }
 
-/// Row block by row block, value by value, by the rules of the module.
+/// Rounds by the rules of the module, one value at a time.
 fn naive(problem: &Problem, weights: &[f32]) -> Vec<i32> {
     let mut found = Vec::new();
     for block in weights.chunks(BLOCK_ROWS * problem.columns) {
@@ -74,7 +74,7 @@ fn naive(problem: &Problem, weights: &[f32]) -> Vec<i32> {
     found
 }
 
-/// What the envelope found, after a look at the costs of all integers.
+/// Asserts that the integer found has the lowest cost of all.
 fn cheapest(bits: &[f32], price: f64, unit: f32, found: i32) -> i32 {
     let largest = bits.len() as i32 / 2;
     let cost = |integer: i32| {
@@ -146,7 +146,7 @@ fn bf16_and_f32_are_rounded_alike() {
 }
 
 #[test]
-fn the_largest_magnitude_is_told_and_narrow_types_keep_low_bits() {
+fn the_largest_magnitude_is_returned_and_narrow_types_keep_low_bits() {
     let weights = [-127.4, 2.5, 128.0, -32767.0, 1e6, -f32::MAX];
     let (isa, pool) = (crate::simd::active().unwrap(), pool::current().unwrap());
     for (count, largest) in [(2, 127), (4, 32767), (5, 1_000_000), (6, 1 << 30), (0, 0)] {

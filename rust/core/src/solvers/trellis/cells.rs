@@ -1,35 +1,35 @@
-//! Which code of each set is the best where, and what its length costs.
+//! The best code of each set, and the cost of its length, by position.
 //!
-//! The line is cut into cells of a quarter of a fine unit, of which each knows the codes that are cheapest in its middle:
-//! one look-up a weight in the place of eight. Two codes of a set lie eight fine units apart, so no path that is cheap
-//! overall needs to know the borders between them any better.
+//! The line is divided into cells of a quarter of a fine unit, each with the codes of lowest cost at its centre: one
+//! lookup per weight instead of eight. Two codes of a set are eight fine units apart, so more accurate borders
+//! between them would not change any path that is good overall.
 
 use super::{MOST, SEQUENCES};
 
-/// The cell of weights beyond all codes with a length: they become the nearest codes, whose lengths do not count.
+/// The cell of weights beyond all codes with a length: they take the nearest codes, whose lengths are not counted.
 pub(super) const FAR: u16 = u16::MAX;
-/// Cells of a fine unit.
+/// The number of cells per fine unit.
 const CELLS: f32 = 4.0;
-/// Codes with a length are smaller.
+/// The exclusive bound of codes with a length.
 const REACH: i32 = 128;
-/// Cells on either side of the one around zero.
+/// The number of cells on either side of the one around zero.
 const HALF: usize = REACH as usize * CELLS as usize;
-/// So large a number has no fractions in f32: sums with it are rounded to the nearest integer, ties to even.
+/// A number this large has no fractions in f32: sums with it are rounded to the nearest integer, ties to even.
 const WHOLE: f32 = (1 << 23) as f32;
-/// How many indices of a set are looked at on either side of the nearest one.
+/// The number of indices of a set tried on either side of the nearest one.
 const ASIDE: i32 = 4;
 
-/// Invariant: `entries` are `2 * HALF + 1`.
+/// Invariant: `entries` has `2 * HALF + 1` elements.
 pub(super) struct Cells {
-    /// By twice the parity of the state plus that of the index: the code in the low byte, and above it what the code's
-    /// length costs, an f32 without its last eight bits.
+    /// Indexed by twice the parity of the state plus that of the index: the code in the low byte, and above it the
+    /// cost of the code's length, an f32 without its last eight bits.
     entries: Vec<[u32; 4]>,
-    /// Where weights are far.
+    /// The magnitude above which weights are far.
     reach: f32,
 }
 
 impl Cells {
-    /// The cells of the lengths of the indices from -L to L, L at most 31, at a price in squared steps.
+    /// The cells for the lengths of the indices from -L to L, L at most 31, at a price in squared steps.
     pub(super) fn new(bits: &[f32], price: f64) -> Cells {
         let costs: Vec<f32> = bits
             .iter()
@@ -82,7 +82,7 @@ impl Cells {
         edges
     }
 
-    /// Replaces the cells and costs of weights that are far.
+    /// Replaces the cells and costs of far weights.
     fn far(&self, units: &[f32; SEQUENCES], cells: &mut [u16; SEQUENCES], edges: &mut [[f32; SEQUENCES]; 4]) {
         for (i, &unit) in units
             .iter()
@@ -91,7 +91,7 @@ impl Cells {
         {
             cells[i] = FAR;
             for (set, edges) in edges.iter_mut().enumerate() {
-                // A difference of large numbers may be coarse, but not large.
+                // A difference of large numbers may be inexact, but not large.
                 let error =
                     (unit.clamp(-MOST, MOST) - nearest(unit, set / 2, set % 2) as f32).clamp(-8.0, 8.0);
                 edges[i] = error * error;
@@ -106,7 +106,8 @@ impl Cells {
     }
 }
 
-/// The code of an even state that is the cheapest for a weight, by the parity of its index, and what its length costs.
+/// The code of an even state with the lowest cost for a weight, by the parity of its index, and the cost of its
+/// length.
 fn cheapest(costs: &[f32], unit: f32, parity: usize) -> (i32, f32) {
     let largest = costs.len() as i32 / 2;
     // The largest index of the parity.

@@ -1,13 +1,13 @@
 //! GPTQ along each path (per-survivor processing: Raheli, Polydoros and Tzou, 1995).
 //!
-//! A column's error is spread over the columns that are still free (python/moepack/solvers/gptq.py), and so each path
-//! has weights of its own there. Columns are visited lane after lane. After [`BLOCK`] of them, or at the end of a lane, the
-//! cheapest path is taken as decided and its errors are spread over all later columns.
+//! A column's error is spread over the columns that are still free (python/moepack/solvers/gptq.py), so each path has
+//! its own weights there. Columns are visited lane by lane. After [`BLOCK`] of them, or at the end of a lane, the
+//! cheapest path is fixed and its errors are spread over all later columns.
 //!
-//! 16 rows are searched side by side, an element of a vector each: a state's paths come from one of two states, so the
-//! weights of its path are one of two vectors, row by row, and nothing moves between elements.
+//! 16 rows are searched in parallel, one per vector element: a state's paths come from one of two states, so the
+//! weights of its path are selected from two vectors, row by row, and nothing moves between elements.
 
-#![allow(clippy::needless_range_loop)] // Elements of vectors: an index says best which.
+#![allow(clippy::needless_range_loop)] // Indexing elements of vectors is clearest here.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -16,11 +16,11 @@ use super::{BLOCK_ROWS as ROWS, FROM, LANES, STATES, cheapest, invalid};
 use crate::Result;
 use crate::simd::{Isa, vectorized};
 
-/// Columns after which a path is decided, at most. The work on free columns grows with it.
+/// The maximum number of columns after which a path is fixed. The work on free columns grows with it.
 const BLOCK: usize = 32;
-/// Compensated weights in fine units are cut off here: more than any that is not lost already.
+/// Compensated weights in fine units are clamped to this value, beyond which a search is lost anyway.
 const MOST: f32 = (1 << 25) as f32;
-/// Groups of 16 rows that read the factors together.
+/// The number of groups of 16 rows that read the factors together.
 const GROUPS: usize = 4;
 
 /// One value for each row.
@@ -28,43 +28,43 @@ type Column = [f32; ROWS];
 /// One value for each state and row.
 type Survivors = [[f32; ROWS]; STATES];
 
-/// Matrices, and what their codes cost.
+/// Matrices, and the costs of their codes.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrices<'a> {
     /// Experts E, rows R and columns C.
     pub shape: [usize; 3],
     /// E x R x C.
     pub weights: &'a [f32],
-    /// What four fine units are worth.
+    /// The value of four fine units.
     pub step: f64,
     /// E x C x C, F of the factorised Hessians, rows and columns in the order of visits.
     pub upper: &'a [f32],
-    /// E x C, in the order of visits; a squared error in fine units counts its square.
+    /// E x C, in the order of visits; a squared error in fine units is weighted by its square.
     pub pivots: &'a [f32],
-    /// What a bit is worth in squared steps where a pivot is 1, by expert.
+    /// The cost of a bit in squared steps for a pivot of 1, per expert.
     pub prices: &'a [f32],
-    /// N x (2 L + 3), bits of the indices from -L - 1 to L + 1; the ends stand for all beyond.
+    /// N x (2 L + 3), the bits of the indices from -L - 1 to L + 1; the ends include all beyond.
     pub lengths: &'a [f32],
-    /// Lengths of a list, 2 L + 3.
+    /// The lengths of a list, 2 L + 3.
     pub indices: usize,
     /// E x R, the list of each row.
     pub runs: &'a [i64],
 }
 
-/// What became of matrices.
+/// The solution.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Solved {
     /// E x R x C.
     pub codes: Vec<i32>,
-    /// E x C in the order of visits: over all rows, the squared pivot by the squared error of the compensated weights, in
-    /// squared fine units. Not finite where compensation overflows.
+    /// E x C in the order of visits: over all rows, the squared pivot times the squared error of the compensated
+    /// weights, in squared fine units. Not finite if compensation overflows.
     pub losses: Vec<f64>,
 }
 
-/// Finds codes.
+/// Finds the codes.
 ///
 /// # Errors
-/// [`crate::Error::InvalidArgument`]: sizes do not match, a number is out of range, or a weight is NaN or infinite.
+/// [`crate::Error::InvalidArgument`] if sizes do not match, a number is out of range, or a weight is NaN or infinite.
 pub fn solve(matrices: Matrices, isa: Isa, pool: &ThreadPool) -> Result<Solved> {
     let isa = isa.require()?;
     let lists = check(&matrices)?;
@@ -89,7 +89,7 @@ pub fn solve(matrices: Matrices, isa: Isa, pool: &ThreadPool) -> Result<Solved> 
     Ok(Solved { codes, losses })
 }
 
-/// Checks everything; returns the lists of lengths for [`Expert::edges`].
+/// Checks the arguments; returns the lists of lengths for [`Expert::edges`].
 fn check(matrices: &Matrices) -> Result<Vec<[f32; 2]>> {
     let Matrices {
         shape: [experts, rows, columns],
@@ -110,13 +110,16 @@ fn check(matrices: &Matrices) -> Result<Vec<[f32; 2]>> {
         return invalid(format!("{found} {name} instead of {wanted}"));
     }
     if indices < 5 || indices % 2 == 0 || lengths.is_empty() || !lengths.len().is_multiple_of(indices) {
-        return invalid(format!("{} lengths in lists of {indices}", lengths.len()));
+        return invalid(format!(
+            "{} lengths do not form lists of {indices}",
+            lengths.len()
+        ));
     }
     if runs
         .iter()
         .any(|&run| usize::try_from(run).map_or(true, |run| run >= lengths.len() / indices))
     {
-        return invalid("a row's lengths are none of the lists");
+        return invalid("a row refers to a list of lengths that does not exist");
     }
     let inverse = (1.0 / matrices.step) as f32;
     if !(inverse.is_normal() && inverse > 0.0) {
@@ -128,7 +131,7 @@ fn check(matrices: &Matrices) -> Result<Vec<[f32; 2]>> {
     }
 }
 
-/// The bits of each index, and those of the next one of its parity towards zero.
+/// The bits of each index, and those of the next index of its parity towards zero.
 fn pairs(list: &[f32]) -> impl Iterator<Item = [f32; 2]> {
     let middle = list.len() / 2;
     (0..list.len()).map(move |place| {
@@ -139,11 +142,11 @@ fn pairs(list: &[f32]) -> impl Iterator<Item = [f32; 2]> {
     })
 }
 
-/// What the rows of an expert have in common.
+/// The shared data of an expert's rows.
 struct Expert<'a> {
-    /// Fine units of 1.
+    /// The number of fine units in 1.
     fine: f32,
-    /// Squared fine units that a bit is worth.
+    /// The cost of a bit in squared fine units.
     price: f32,
     weights: &'a [f32],
     upper: &'a [f32],
@@ -155,19 +158,19 @@ struct Expert<'a> {
     indices: usize,
 }
 
-/// 16 rows that are solved side by side; columns in the order of visits.
+/// 16 rows that are solved in parallel; columns in the order of visits.
 struct Group {
-    /// Weights in fine units, the same compensated for what is decided, and what was decided is off.
+    /// Weights in fine units, the same after compensation for fixed columns, and the errors of fixed columns.
     source: Vec<Column>,
     work: Vec<Column>,
     errors: Vec<Column>,
     codes: Vec<[i32; ROWS]>,
     states: [u8; ROWS],
-    /// Where the list of each row starts.
+    /// The start of each row's list.
     lists: [usize; ROWS],
 }
 
-/// What the search notes of a column, for each state and row: the code that leads there, and whether its index is odd.
+/// The record of a column for each state and row: the code that leads there, and whether its index is odd.
 #[derive(Clone, Copy)]
 struct Step {
     codes: [[i32; ROWS]; STATES],
@@ -238,7 +241,8 @@ impl<'a> Expert<'a> {
         }
     }
 
-    /// The better code of a state with an index of a parity, of the nearest and the next one towards zero, and the costs.
+    /// The better code of a state with an index of a parity, out of the nearest and the next one towards zero, and
+    /// the costs.
     #[inline(always)]
     fn edges(
         &self,
@@ -276,17 +280,17 @@ impl<'a> Expert<'a> {
     }
 }
 
-/// A number of at most 2^25 in magnitude; NaN becomes one, too.
+/// Clamps a number to 2^25 in magnitude; NaN also becomes such a number.
 #[inline(always)]
 fn cut_off(unit: f32) -> f32 {
     let unit = if unit > -MOST { unit } else { -MOST };
     if unit < MOST { unit } else { MOST }
 }
 
-/// The nearest integer of a number of at most 2^22 in magnitude, ties to even, in operations that vectors have.
+/// The nearest integer of a number of at most 2^22 in magnitude, ties to even, in operations that vectorize.
 #[inline(always)]
 fn whole(value: f32) -> i32 {
-    /// So large a number has no fractions.
+    /// A number this large has no fractions.
     const WHOLE: f32 = (3 << 22) as f32;
     (value + WHOLE).to_bits() as i32 - WHOLE.to_bits() as i32
 }
@@ -297,7 +301,7 @@ fn visits(columns: usize) -> impl Iterator<Item = usize> {
 }
 
 vectorized! {
-    /// Decides some columns of a lane, and spreads their errors.
+    /// Fixes some columns of a lane and spreads their errors.
     fn block(expert: &Expert, group: &mut Group, start: usize, stop: usize) = block_portable;
 }
 
@@ -343,7 +347,7 @@ fn block_portable(expert: &Expert, group: &mut Group, start: usize, stop: usize)
     spread(expert, group, start, stop);
 }
 
-/// Takes all paths a column on.
+/// Extends all paths by a column.
 #[inline(always)]
 fn advance(
     expert: &Expert,
@@ -384,7 +388,7 @@ fn advance(
     *costs = next;
 }
 
-/// Takes a free column on: each path has the weight of the path that it goes on from, and its error on top.
+/// Updates a free column: each path takes the weight of its predecessor plus its error.
 #[inline(always)]
 fn take_over(free: &mut Survivors, odd: &[[u32; ROWS]; STATES], errors: &Survivors, factor: f32) {
     for i in 0..ROWS {
@@ -400,7 +404,7 @@ fn take_over(free: &mut Survivors, odd: &[[u32; ROWS]; STATES], errors: &Survivo
     }
 }
 
-/// Spreads the errors of a block's decided codes over all later columns, in the order in which columns were visited.
+/// Spreads the errors of a block's fixed codes over all later columns, in the order of visits.
 #[inline(always)]
 fn spread(expert: &Expert, group: &mut Group, start: usize, stop: usize) {
     let columns = expert.columns();
@@ -423,7 +427,7 @@ fn spread(expert: &Expert, group: &mut Group, start: usize, stop: usize) {
     while column + 4 <= stop {
         let errors: &[Column; 4] = group.errors[column..]
             .first_chunk()
-            .expect("four columns are left");
+            .expect("at least four columns are left");
         let factors = [0, 1, 2, 3].map(|i| factors(column + i, stop));
         for (j, work) in later.iter_mut().enumerate() {
             for i in 0..ROWS {
@@ -443,7 +447,7 @@ fn spread(expert: &Expert, group: &mut Group, start: usize, stop: usize) {
 }
 
 impl Group {
-    /// Writes the codes of rows, and adds up their losses.
+    /// Writes the codes of rows and adds up their losses.
     fn finish(&self, pivots: &[f32], codes: &mut [i32], losses: &mut [f64]) {
         let columns = pivots.len();
         for (place, column) in visits(columns).enumerate() {

@@ -1,22 +1,22 @@
 //! Dependent codes of least error and length: the cheapest paths through the trellis of
 //! [`crate::formats::coded::trellis`], by Viterbi's algorithm.
 //!
-//! In *fine units*, a quarter of a step, the values of index k are `4 k + 1` in even states and `-(4 k + 1)` in odd ones,
-//! which is the code. A state and the parity of the index are an *edge* to the next state. Its codes lie 8 fine units
-//! apart, so there are four sets of them, by the parities of the state and of the index. A path costs the sum of
-//! `weight * (w - code)^2 + 16 * price * bits(k)` over the columns of a lane; of two edges to a state the path of the
-//! cheaper one goes on, and where both cost the same, the one with an even index.
+//! In *fine units*, a quarter of a step, the values of index k are `4 k + 1` in even states and `-(4 k + 1)` in odd
+//! ones, which is the code. A state and the parity of the index are an *edge* to the next state. Its codes are 8 fine
+//! units apart, so there are four sets of codes, by the parities of the state and of the index. The cost of a path is
+//! the sum of `weight * (w - code)^2 + 16 * price * bits(k)` over the columns of a lane; of two edges to a state the
+//! cheaper one is kept, or the one with an even index if both cost the same.
 //!
-//! - [`round`] takes weights as they are. All states share the costs of the four sets, and 64 sequences, four lanes of
-//!   16 rows, are searched side by side.
+//! - [`round`] does not compensate errors. All states share the costs of the four sets, and 64 sequences, four lanes
+//!   of 16 rows, are searched in parallel.
 //! - [`solve`] compensates errors along each path (`compensated`).
 //!
-//! Invariants: a row's codes depend on nothing but what their functions name; all instruction sets add and multiply in
-//! one order, without fused operations, and find the same codes.
+//! Invariants: a row's codes depend only on the documented inputs of the functions; all instruction sets add and
+//! multiply in the same order, without fused operations, and find the same codes.
 //!
 //! Source: trellis-coded quantization (Marcellin and Fischer, 1990); entropy-coded (Fischer and Wang, 1992).
 
-#![allow(clippy::needless_range_loop)] // Elements of vectors: an index says best which.
+#![allow(clippy::needless_range_loop)] // Indexing elements of vectors is clearest here.
 
 mod cells;
 mod compensated;
@@ -33,15 +33,16 @@ use cells::{Cells, FAR};
 pub use compensated::{Matrices, Solved, solve};
 
 const STATES: usize = 8;
-/// Weights in fine units are cut off here: no code is beyond 2^30 in magnitude.
+/// Weights in fine units are clamped to this value, because codes are at most 2^30 in magnitude.
 const MOST: f32 = ((1 << 30) - 64) as f32;
-/// Sequences of a row.
+/// The number of sequences of a row.
 const LANES: usize = 4;
-/// Sequences that are searched side by side.
+/// The number of sequences searched in parallel.
 const SEQUENCES: usize = LANES * BLOCK_ROWS;
-/// Steps after which the least cost is taken from all: costs stay small beside what they differ by.
+/// The number of steps after which the lowest cost is subtracted from all, so that costs stay small relative to their
+/// differences.
 const LEVELLED: usize = 64;
-/// From where an index of each parity leads to a state: one state for each parity.
+/// The predecessors of a state: one state for each parity of the index.
 const FROM: [[usize; 2]; STATES] = {
     let (mut from, mut edge) = ([[0; 2]; STATES], 0);
     while edge < 2 * STATES {
@@ -54,13 +55,16 @@ const FROM: [[usize; 2]; STATES] = {
 /// A number for each state of 64 sequences.
 type Costs = [[f32; SEQUENCES]; STATES];
 
-/// Rounds weights to codes, of at most 63 indices with a length; otherwise as [`super::priced::round`].
+/// Rounds weights to codes; at most 63 indices have a length. Otherwise like [`super::priced::round`].
 ///
 /// # Errors
 /// As [`super::priced::round`].
 pub fn round<T: Integer>(problem: Problem, out: &mut [T], isa: Isa, pool: &ThreadPool) -> Result<i32> {
     if !(3..=63).contains(&problem.integers) {
-        return invalid(format!("lengths of {} indices", problem.integers));
+        return invalid(format!(
+            "{} indices with lengths: there must be 3 to 63",
+            problem.integers
+        ));
     }
     round_by::<Cells, T>(problem, out, isa, pool)
 }
@@ -69,7 +73,7 @@ fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
     Err(Error::InvalidArgument(format!("trellis: {what}")))
 }
 
-/// What the search notes of a step, by sequence: the cell of the weight, and a bit a state, the parity of the index that
+/// The record of a step, by sequence: the cell of the weight, and one bit per state, the parity of the index that
 /// leads there.
 #[derive(Clone, Copy)]
 struct Step {
@@ -102,7 +106,7 @@ impl Quantizer for Cells {
 }
 
 vectorized! {
-    /// Searches the paths of a row block's weights, in so many fine units each; returns where they end.
+    /// Searches the paths of a row block's weights, in fine units; returns the final states.
     fn search(
         cells: &Cells, values: &[f32], columns: usize, fine: f32, steps: &mut [Step], states: &mut [u8; SEQUENCES],
     ) = search_portable;
@@ -150,7 +154,7 @@ fn search_portable(
     }
 }
 
-/// The first of the cheapest states.
+/// The first of the states of lowest cost.
 #[inline(always)]
 fn cheapest(cost: impl Fn(usize) -> f32) -> usize {
     (1..STATES).fold(
@@ -159,7 +163,7 @@ fn cheapest(cost: impl Fn(usize) -> f32) -> usize {
     )
 }
 
-/// Takes every sequence a step on.
+/// Extends every sequence by a step.
 #[inline(always)]
 fn advance(costs: &Costs, edges: &[[f32; SEQUENCES]; 4], next: &mut Costs, parities: &mut [u8; SEQUENCES]) {
     for i in 0..SEQUENCES {
@@ -176,7 +180,7 @@ fn advance(costs: &Costs, edges: &[[f32; SEQUENCES]; 4], next: &mut Costs, parit
     }
 }
 
-/// Takes the least cost of each sequence from all of its costs.
+/// Subtracts the lowest cost of each sequence from all of its costs.
 #[inline(always)]
 fn level(costs: &mut Costs) {
     for i in 0..SEQUENCES {
@@ -188,7 +192,7 @@ fn level(costs: &mut Costs) {
 }
 
 impl Cells {
-    /// Follows the paths back from where they end and writes their codes; returns the largest magnitude.
+    /// Traces the paths back from their final states and writes their codes; returns the largest magnitude.
     fn trace<T: Integer>(
         &self,
         values: &[f32],

@@ -1,4 +1,4 @@
-//! Every instruction set against searches that are plainly right.
+//! Every instruction set compared with simple searches.
 
 use super::cells::Cells;
 use super::*;
@@ -11,7 +11,7 @@ fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.available())
 }
 
-/// Lengths that grow from zero on, about as a coder's do.
+/// Lengths that grow from zero, approximately like those of a coder.
 fn lengths(indices: usize) -> Vec<f32> {
     let middle = indices as i32 / 2;
     (-middle..=middle)
@@ -49,7 +49,7 @@ fn index(code: i32, state: usize) -> i32 {
     code >> 2
 }
 
-/// What a lane's codes cost, checked to follow a path.
+/// The cost of a lane's codes, which are checked to follow a path.
 fn cost(units: &[f32], codes: &[i32], lengths: &[f32], price: f64) -> f64 {
     let (mut state, mut sum) = (0, 0.0);
     for (&unit, &code) in units.iter().zip(codes) {
@@ -66,7 +66,7 @@ fn cost(units: &[f32], codes: &[i32], lengths: &[f32], price: f64) -> f64 {
     sum
 }
 
-/// The least cost of all paths, each weight being the cheapest of all codes of its set.
+/// The lowest cost of all paths; each weight takes the cheapest of all codes of its set.
 fn least(units: &[f32], lengths: &[f32], price: f64) -> f64 {
     let middle = lengths.len() as i32 / 2;
     let paths = (0..1usize << units.len()).map(|path| {
@@ -188,7 +188,7 @@ fn narrow_types_have_the_low_bits_and_bad_input_is_refused() {
     assert!(bad.into_iter().all(|problem| rounded(problem, isa).is_err()));
 }
 
-/// Matrices of their own, for [`Matrices`].
+/// Owned matrices, for [`Matrices`].
 struct Owned {
     shape: [usize; 3],
     weights: Vec<f32>,
@@ -241,7 +241,7 @@ impl Owned {
         }
     }
 
-    /// A row's codes in the order of visits: every state keeps all codes of its path.
+    /// A row's codes in the order of visits; every state keeps all codes of its path.
     fn naive(&self, expert: usize, row: usize) -> Vec<i32> {
         let [_, rows, columns] = self.shape;
         let weights = &self.weights[(expert * rows + row) * columns..][..columns];

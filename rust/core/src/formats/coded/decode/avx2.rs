@@ -1,9 +1,9 @@
-//! AVX2: half a register at a time, two streams side by side, all of whose states stay in vector registers.
+//! AVX2: half a register at a time, two interleaved streams, with all states in vector registers.
 //!
-//! The symbol of a slot is that of its bucket's first slot and one more if the slot is behind the bucket's edge, all of
-//! which are looked up, plus what the tables of the outer buckets add: their look-ups give zero for other slots. That
-//! leaves no edges to compare with one by one but at high rates. States are multiplied as words, lanes of even and of
-//! odd numbers apart, which keeps the shuffling units free for look-ups.
+//! A slot's symbol is that of its bucket's first slot, plus one if the slot lies after the bucket's edge (both are
+//! looked up), plus the contribution of the tables of the outer buckets, which is zero for all other slots. Other
+//! edges, which have to be compared one by one, occur only at high rates. States are multiplied as words, with even
+//! and odd lanes separate, which keeps the shuffle ports free for lookups.
 
 use std::arch::x86_64::*;
 
@@ -20,7 +20,7 @@ pub(super) unsafe fn decode(chains: &mut [Chain], registers: usize, out: &mut [R
     let pairs = chains.chunks_mut(2).zip(out.chunks_mut((2 * registers).max(1)));
     for (chains, out) in pairs {
         let edges = chains.iter().any(|chain| !chain.table.buckets.edges.is_empty());
-        // SAFETY: the caller's processor; `out` has a chunk of so many registers for each chain.
+        // SAFETY: the caller checked the processor; `out` has a chunk of `registers` registers for each chain.
         unsafe {
             match edges {
                 false => pair::<false>(chains, registers, out),
@@ -30,14 +30,14 @@ pub(super) unsafe fn decode(chains: &mut [Chain], registers: usize, out: &mut [R
     }
 }
 
-/// Decodes one or two chains. Only if `EDGES` do their tables list edges: a loop over none costs a tenth of the time.
+/// Decodes one or two chains. `EDGES` must be true if any table lists edges: an empty loop costs a tenth of the time.
 ///
 /// # Safety
-/// The processor has the features; there are `registers` registers in `out` for each chain.
+/// The processor has the features; `out` has `registers` registers for each chain.
 #[target_feature(enable = "avx2,popcnt")]
 unsafe fn pair<const EDGES: bool>(chains: &mut [Chain], registers: usize, out: &mut [Register]) {
     let symbols = chains.iter().map(|chain| chain.table.count).max().unwrap_or(0);
-    // SAFETY: the caller's processor, tables and registers.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match symbols.div_ceil(BUCKET) {
             ..=1 => some::<1, EDGES>(chains, registers, out),
@@ -50,7 +50,7 @@ unsafe fn pair<const EDGES: bool>(chains: &mut [Chain], registers: usize, out: &
 /// Decodes one or two chains whose tables have at most `16 * BANKS` symbols; see [`pair`].
 ///
 /// # Safety
-/// The processor has the features; there are `registers` registers in `out` for each chain.
+/// The processor has the features; `out` has `registers` registers for each chain.
 #[target_feature(enable = "avx2,popcnt")]
 unsafe fn some<const BANKS: usize, const EDGES: bool>(
     chains: &mut [Chain],
@@ -61,7 +61,7 @@ unsafe fn some<const BANKS: usize, const EDGES: bool>(
         [one] => {
             let mut states = States::load(one);
             for out in &mut out[..registers] {
-                // SAFETY: the caller's processor and table.
+                // SAFETY: guaranteed by the caller.
                 unsafe { states.next::<BANKS, EDGES>(one, out) }
             }
             states.store(one);
@@ -70,7 +70,7 @@ unsafe fn some<const BANKS: usize, const EDGES: bool>(
             let mut states = [States::load(first), States::load(second)];
             let (left, right) = out[..2 * registers].split_at_mut(registers);
             for (left, right) in left.iter_mut().zip(right) {
-                // SAFETY: the caller's processor and tables.
+                // SAFETY: guaranteed by the caller.
                 unsafe {
                     states[0].next::<BANKS, EDGES>(first, left);
                     states[1].next::<BANKS, EDGES>(second, right);
@@ -90,7 +90,7 @@ unsafe fn some<const BANKS: usize, const EDGES: bool>(
 struct States {
     high: [__m256i; 2],
     low: [__m256i; 2],
-    /// Lanes that read bytes.
+    /// Masks of the lanes that read bytes.
     active: [__m256i; 2],
     at: usize,
 }
@@ -118,10 +118,11 @@ impl States {
     /// Decodes a register.
     ///
     /// # Safety
-    /// The processor has AVX2 and POPCNT; these are the chain's states, and its table is as [`some`] says.
-    #[inline(always)] // Without, states would go through memory from register to register.
+    /// The processor has AVX2 and POPCNT; these are the chain's states, and its table satisfies the conditions of
+    /// [`some`].
+    #[inline(always)] // Otherwise states pass through memory between registers.
     unsafe fn next<const BANKS: usize, const EDGES: bool>(&mut self, chain: &Chain, out: &mut Register) {
-        // SAFETY: `at <= length`, and 64 bytes follow the chain's `length` bytes, of which each half takes at most 32.
+        // SAFETY: `at <= length`, and 64 bytes follow the chain's `length` bytes; each half reads at most 32.
         unsafe {
             let bytes = chain.bytes.as_ptr().add(self.at);
             let (first, taken) = self.half::<BANKS, EDGES, 0>(chain.table, bytes);
@@ -131,10 +132,10 @@ impl States {
         }
     }
 
-    /// Decodes half a register: its symbols, and how many bytes it took.
+    /// Decodes half a register; returns its symbols and the number of bytes read.
     ///
     /// # Safety
-    /// The processor has what [`States::next`] asks for, and 32 bytes at `bytes` are readable.
+    /// As for [`States::next`]; 32 bytes at `bytes` are readable.
     #[inline(always)]
     unsafe fn half<const BANKS: usize, const EDGES: bool, const HALF: usize>(
         &mut self,
@@ -142,7 +143,7 @@ impl States {
         bytes: *const u8,
     ) -> (__m256i, usize) {
         let (high, low) = (self.high[HALF], self.low[HALF]);
-        // SAFETY: the caller's processor, table and bytes.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let symbols = symbols::<EDGES>(table, low);
             let frequencies = look_up::<BANKS>(&table.frequencies, symbols);
@@ -175,7 +176,7 @@ pub(super) unsafe fn split(table: &Table, split: Split, registers: &mut [Registe
     }
 }
 
-/// See [`split`]; there are at most `16 * BANKS` symbols.
+/// See [`split`]; the table has at most `16 * BANKS` symbols.
 #[target_feature(enable = "avx2")]
 fn split_banks<const BANKS: usize>(table: &Table, split: Split, registers: &mut [Register]) {
     let [first, second] = &table.digits;
@@ -194,7 +195,7 @@ fn split_banks<const BANKS: usize>(table: &Table, split: Split, registers: &mut 
     }
 }
 
-/// A mask of the first lanes. Read from memory: masks that compilers know to be comparisons they compare again for
+/// A mask of the first `lanes` lanes. It is read from memory, because compilers that see a comparison repeat it for
 /// every register.
 #[inline]
 #[target_feature(enable = "avx2")]
@@ -225,16 +226,16 @@ fn put([first, second]: [__m256i; 2], register: &mut Register) {
     }
 }
 
-/// The symbols of slots; see [`pair`].
+/// Returns the symbols of slots; see [`pair`].
 #[inline]
 #[target_feature(enable = "avx2,popcnt")]
 fn symbols<const EDGES: bool>(table: &Table, low: __m256i) -> __m256i {
     let buckets = &table.buckets;
     let bucket = _mm256_and_si256(_mm256_srli_epi16::<4>(low), _mm256_set1_epi8(15));
     let slot = _mm256_xor_si256(low, _mm256_set1_epi8(-128));
-    // The highest bit of an index, for which look-ups give zero, is clear for the first or last sixteen slots alone.
+    // The highest index bit, for which lookups give zero, is clear only for the first or the last sixteen slots.
     let first = _mm256_adds_epu8(low, _mm256_set1_epi8(0x70));
-    // The last sixteen as signed bytes are 112 and more.
+    // As signed bytes, the last sixteen are at least 112.
     let last = _mm256_subs_epi8(slot, _mm256_set1_epi8(0x70));
     let edge = _mm256_shuffle_epi8(bank(&buckets.first_edges, 0), bucket);
     let base = _mm256_shuffle_epi8(bank(&buckets.bases, 0), bucket);
@@ -251,7 +252,7 @@ fn symbols<const EDGES: bool>(table: &Table, low: __m256i) -> __m256i {
     symbols
 }
 
-/// The entries of symbols in a table of at most `16 * BANKS`.
+/// Looks up the entries of symbols in a table of at most `16 * BANKS`.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn look_up<const BANKS: usize>(table: &[u8; LANES], symbols: __m256i) -> __m256i {
@@ -263,7 +264,7 @@ fn look_up<const BANKS: usize>(table: &[u8; LANES], symbols: __m256i) -> __m256i
     found
 }
 
-/// The new states `high * frequencies + rest` as words, of the even and of the odd lanes.
+/// The new states `high * frequencies + rest` as words, of the even and the odd lanes.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn states(high: __m256i, frequencies: __m256i, rest: __m256i) -> [__m256i; 2] {
@@ -276,31 +277,30 @@ fn states(high: __m256i, frequencies: __m256i, rest: __m256i) -> [__m256i; 2] {
     ]
 }
 
-/// Sixteen bytes of a table in both halves.
+/// Loads sixteen bytes of a table into both halves.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn bank<const N: usize>(table: &[u8; N], i: usize) -> __m256i {
     let bytes: &[u8; BUCKET] = &table.as_chunks().0[i];
-    // SAFETY: there are 16 bytes.
+    // SAFETY: the slice has 16 bytes.
     unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast())) }
 }
 
-/// The next bytes in the lanes that are short of one, all bits of which are set in `short`; of the lower 16 there are
-/// `lower`.
+/// Distributes the next bytes to the lanes with all bits set in `short`; the lower 16 lanes take `lower` of them.
 ///
 /// # Safety
 /// The processor has AVX2, and 32 bytes are readable.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn spread(short: __m256i, bytes: *const u8, lower: usize) -> __m256i {
-    // Minus the number of such lanes up to each, of 16.
+    // The negated number of such lanes up to each lane, within each 16.
     let mut count = _mm256_add_epi8(short, _mm256_slli_si256::<1>(short));
     count = _mm256_add_epi8(count, _mm256_slli_si256::<2>(count));
     count = _mm256_add_epi8(count, _mm256_slli_si256::<4>(count));
     count = _mm256_add_epi8(count, _mm256_slli_si256::<8>(count));
-    // -n - 1 has the bits of n inverted.
+    // -n - 1 is the bitwise complement of n.
     let position = _mm256_xor_si256(count, _mm256_set1_epi8(-1));
-    // SAFETY: 16 bytes at each place: there are at most 16 lower lanes.
+    // SAFETY: 16 bytes are readable at both offsets, because there are at most 16 lower lanes.
     let next = unsafe {
         _mm256_set_m128i(
             _mm_loadu_si128(bytes.add(lower).cast()),

@@ -1,6 +1,6 @@
-//! AVX-512 with VBMI and VBMI2: a register at a time, tables looked up by permutations of bytes.
+//! AVX-512 with VBMI and VBMI2: one register at a time; tables are looked up by byte permutations.
 
-#![allow(clippy::needless_range_loop)] // Registers in arrays: an index says best which.
+#![allow(clippy::needless_range_loop)] // Indexing arrays of registers is clearest here.
 
 use std::arch::x86_64::*;
 
@@ -8,8 +8,9 @@ use super::{Chain, Register, Split};
 use crate::formats::coded::table::Table;
 use crate::formats::coded::{LANES, QUAD};
 
-/// Positions of the low bytes of the words of two vectors whose words come from interleaving low and high halves of each
-/// 16 bytes: byte i of a lane of 16 is word i of the first vector's lane for i < 8, otherwise word i - 8 of the second's.
+/// The positions of the low bytes of words in two vectors that result from interleaving the low and high halves of
+/// each 16 bytes: byte i of a lane of 16 is word i of the first vector's lane for i < 8, otherwise word i - 8 of the
+/// second's.
 pub(super) const LOW: Register = {
     let mut positions = [0; LANES];
     let mut i = 0;
@@ -36,7 +37,8 @@ pub(super) unsafe fn decode(chains: &mut [Chain], registers: usize, out: &mut [R
         let count = [8, 4, 2, 1].into_iter().find(|&n| n <= chains.len()).unwrap_or(1);
         let (some, other) = chains.split_at_mut(count);
         let (target, behind) = out.split_at_mut(count * registers);
-        // SAFETY: the caller's processor; there are so many chains, and as many times the registers in `target`.
+        // SAFETY: the caller checked the processor; there are `N` chains, and `target` has room for the registers of
+        // each.
         unsafe {
             match (count, some.iter().any(|chain| chain.table.wide)) {
                 (8, false) => run::<8, false>(some, registers, target),
@@ -63,7 +65,7 @@ unsafe fn run<const N: usize, const WIDE: bool>(
     registers: usize,
     out: &mut [Register],
 ) {
-    let chains: &mut [Chain; N] = chains.try_into().expect("the caller gives N chains");
+    let chains: &mut [Chain; N] = chains.try_into().expect("the caller passes N chains");
     let mut high = [_mm512_setzero_si512(); N];
     let mut low = high;
     for i in 0..N {
@@ -98,7 +100,7 @@ unsafe fn run<const N: usize, const WIDE: bool>(
     }
 }
 
-/// Decodes a register: its symbols, and how many bytes it took.
+/// Decodes a register; returns its symbols and the number of bytes read.
 ///
 /// # Safety
 /// The processor has the features.
@@ -112,7 +114,7 @@ unsafe fn next<const WIDE: bool>(
     bytes: __m512i,
 ) -> (__m512i, usize) {
     let table = chain.table;
-    // SAFETY: the table's arrays have so many bytes.
+    // SAFETY: the table's arrays have at least as many bytes as are read.
     let (symbols, frequencies, starts, low_positions) = unsafe {
         let part = |i: usize| _mm512_loadu_si512(table.symbols.as_ptr().add(i * LANES).cast());
         let lower = _mm512_permutex2var_epi8(part(0), *low, part(1));
@@ -139,7 +141,7 @@ unsafe fn next<const WIDE: bool>(
     (symbols, short.count_ones() as usize)
 }
 
-/// The new states `high * frequencies + rest` as words, of the low and of the high half of each 16 lanes.
+/// The new states `high * frequencies + rest` as words, of the low and the high half of each 16 lanes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
 fn states<const WIDE: bool>(high: __m512i, frequencies: __m512i, rest: __m512i) -> [__m512i; 2] {
@@ -178,7 +180,7 @@ fn states<const WIDE: bool>(high: __m512i, frequencies: __m512i, rest: __m512i) 
 /// The processor has the features.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 pub(super) unsafe fn split(table: &Table, split: Split, registers: &mut [Register]) {
-    // SAFETY: they have 64 bytes each.
+    // SAFETY: both arrays have 64 bytes.
     let digits = table
         .digits
         .each_ref()

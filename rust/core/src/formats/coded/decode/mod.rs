@@ -1,6 +1,6 @@
-//! Decoding registers of symbols, on each instruction set the same.
+//! Decodes registers of symbols, with the same result on every instruction set.
 //!
-//! One stream is bound by the latency of its state, so decoders go through several side by side.
+//! A single stream is bound by the latency of its state, so decoders interleave several streams.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -20,7 +20,7 @@ use super::trellis::{self, States};
 use super::{BLOCK_ROWS, LANES, QUAD};
 use crate::simd::{Isa, vectorized};
 
-/// A byte of each lane: 16 rows by four columns of symbols, rows first.
+/// One byte per lane: 16 rows by four columns of symbols, rows first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C, align(64))]
 pub struct Register(pub [u8; LANES]);
@@ -30,38 +30,38 @@ impl Register {
     pub const ZERO: Register = Register([0; LANES]);
 }
 
-/// A stream that is being decoded.
+/// A stream during decoding.
 ///
 /// Invariants: `at <= length`, and `bytes` has at least `length + 64` bytes.
 #[derive(Debug, Clone)]
 pub struct Chain<'a> {
     table: &'a Table,
-    /// The renormalization bytes, and what follows them in the tensor.
+    /// The renormalization bytes and the bytes of the tensor after them.
     bytes: &'a [u8],
-    /// Renormalization bytes.
+    /// The number of renormalization bytes.
     length: usize,
     at: usize,
     high: Register,
     low: Register,
-    /// Rows whose lanes read bytes.
+    /// The rows whose lanes read bytes.
     rows: usize,
     /// The states of dependent codes.
     states: Option<States>,
 }
 
-/// What bytes of symbols stand for: a code is `factor` times the byte plus `offset`.
+/// Maps bytes to codes: a code is `factor` times the byte plus `offset`.
 #[derive(Debug, Clone, Copy)]
 pub struct Affine {
-    /// 1, or 2 of dependent codes, whose bytes are below 128.
+    /// 1, or 2 for dependent codes, whose bytes are below 128.
     pub factor: i32,
-    /// The integer of a zero.
+    /// The code of byte zero.
     pub offset: i32,
-    /// All bytes are below it.
+    /// The exclusive upper bound of all bytes.
     pub most: usize,
 }
 
 impl<'a> Chain<'a> {
-    /// A decoder of the first `length` bytes of `tensor`, behind which there are at least 64 more.
+    /// A decoder of the first `length` bytes of `tensor`, which must be followed by at least 64 more.
     pub(super) fn new(table: &'a Table, tensor: &'a [u8], length: usize, dependent: bool) -> Chain<'a> {
         let (states, bytes) = tensor.split_at(STATE_BYTES);
         let length = length - STATE_BYTES;
@@ -83,15 +83,15 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// Starts a row block that has so many rows: lanes of others read no bytes.
+    /// Starts a row block with `rows` rows; lanes of other rows read no bytes.
     #[inline]
     pub fn start_block(&mut self, rows: usize) {
         self.rows = rows.min(BLOCK_ROWS);
         self.states = self.states.as_ref().map(|_| States::START);
     }
 
-    /// Makes codes, or what is above their low bits, signed bytes, of symbols: all that were decoded since the last call
-    /// or the start of the row block. `isa` must have been found available.
+    /// Converts symbols to codes, or to the part of codes above their low bits, as signed bytes. `symbols` holds all
+    /// symbols decoded since the last call or the start of the row block. The processor must support `isa`.
     #[inline]
     pub fn codes(&mut self, isa: Isa, symbols: &mut [Register]) {
         match &mut self.states {
@@ -100,7 +100,7 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// As [`codes`](Self::codes), but bytes that are not negative and stand for codes.
+    /// Like [`codes`](Self::codes), but converts to non-negative bytes that map to codes by the returned [`Affine`].
     #[inline]
     pub fn counts(&mut self, isa: Isa, symbols: &mut [Register]) -> Affine {
         match &mut self.states {
@@ -120,12 +120,12 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// Whether the lanes of some rows are in the state in which encoding started.
+    /// Returns whether the lanes of some rows are in the initial state of encoding.
     pub(super) fn is_initial(&self, rows: Range<usize>) -> bool {
         self.are([1, 0], rows)
     }
 
-    /// Whether the lanes of some rows are in no state of encoding but zero.
+    /// Returns whether the states of the lanes of some rows are zero, as for rows that do not exist.
     pub(super) fn is_silent(&self, rows: Range<usize>) -> bool {
         self.are([0, 0], rows)
     }
@@ -136,14 +136,14 @@ impl<'a> Chain<'a> {
         high.iter().all(|&byte| byte == state[0]) && low.iter().all(|&byte| byte == state[1])
     }
 
-    /// Whether all bytes have been read.
+    /// Returns whether all bytes have been read.
     pub(super) fn is_read(&self) -> bool {
         self.at == self.length
     }
 }
 
 vectorized! {
-    /// Makes integers of symbols, as signed bytes: adds the lowest.
+    /// Converts symbols to integers as signed bytes by adding the lowest integer.
     fn shift(registers: &mut [Register], lowest: i8) = shift_portable;
 }
 
@@ -155,19 +155,19 @@ fn shift_portable(registers: &mut [Register], lowest: i8) {
     }
 }
 
-/// Decodes the next registers of some streams of a tensor: those of the first stream, then those of the second, and so on.
-/// They hold symbols, or the digits of symbols of two weights; of these an odd number ends a row block. `isa` must have been
-/// found available.
+/// Decodes the next `registers` registers of several streams of a tensor: first those of the first stream, then those
+/// of the second, and so on. Registers hold symbols, or the digits of symbols of two weights; an odd number of the
+/// latter ends a row block. The processor must support `isa`.
 #[inline]
 pub fn decode(isa: Isa, chains: &mut [Chain], registers: usize, out: &mut [Register]) {
-    // Decoders rely on it.
+    // The decoders rely on this bound.
     assert!(out.len() >= chains.len() * registers);
     if !chains.iter().any(|chain| chain.table.pairs) {
         return symbols(isa, chains, registers, out);
     }
     let steps = registers.div_ceil(2);
     symbols(isa, chains, steps, out);
-    // From the last to the first: what is split lies nowhere behind what it becomes.
+    // From last to first, so that the source of a split is never overwritten before it is read.
     for (number, chain) in chains.iter().enumerate().rev() {
         let places = Split {
             from: number * steps,
@@ -178,18 +178,18 @@ pub fn decode(isa: Isa, chains: &mut [Chain], registers: usize, out: &mut [Regis
     }
 }
 
-/// Where registers of symbols of two weights lie, and where their digits go, which may be the same memory.
+/// The position of registers of symbols of two weights and the destination of their digits, which may overlap.
 #[derive(Debug, Clone, Copy)]
 struct Split {
     from: usize,
     to: usize,
-    /// Registers of digits.
+    /// The number of registers of digits.
     registers: usize,
 }
 
 impl Split {
-    /// The place of each register of symbols, that of its first digits, and whether the second ones follow, from the last to
-    /// the first.
+    /// The position of each register of symbols, the destination of its first digits, and whether the second digits
+    /// follow, from last to first.
     #[inline(always)]
     fn places(self) -> impl Iterator<Item = (usize, usize, bool)> {
         let place = move |step| {
@@ -203,13 +203,13 @@ impl Split {
     }
 }
 
-/// Makes digits of symbols of two weights.
+/// Splits symbols of two weights into digits.
 fn split(isa: Isa, table: &Table, split: Split, registers: &mut [Register]) {
     match isa {
-        // SAFETY: the processor runs the set.
+        // SAFETY: the processor supports the instruction set.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => unsafe { avx2::split(table, split, registers) },
-        // SAFETY: as above; the other sets have all of AVX-512 that is asked for.
+        // SAFETY: as above; these sets include the AVX-512 features used.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => unsafe { avx512::split(table, split, registers) },
         // SAFETY: as above.
@@ -219,13 +219,13 @@ fn split(isa: Isa, table: &Table, split: Split, registers: &mut [Register]) {
     }
 }
 
-/// Decodes registers of symbols; `out` has room for those of all chains.
+/// Decodes registers of symbols; `out` has room for the registers of all chains.
 fn symbols(isa: Isa, chains: &mut [Chain], registers: usize, out: &mut [Register]) {
     match isa {
-        // SAFETY: the processor runs the set.
+        // SAFETY: the processor supports the instruction set.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => unsafe { avx2::decode(chains, registers, out) },
-        // SAFETY: as above; the other sets have all of AVX-512 that is asked for.
+        // SAFETY: as above; these sets include the AVX-512 features used.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => unsafe { avx512::decode(chains, registers, out) },
         // SAFETY: as above.
@@ -235,7 +235,7 @@ fn symbols(isa: Isa, chains: &mut [Chain], registers: usize, out: &mut [Register
     }
 }
 
-/// Streams that are worth decoding side by side.
+/// The number of streams to interleave for best throughput.
 pub fn side_by_side(isa: Isa) -> usize {
     match isa {
         Isa::Scalar => 1,

@@ -1,6 +1,6 @@
-//! NEON: a quarter of a register at a time, tables looked up 64 bytes at once.
+//! NEON: a quarter of a register at a time; tables are looked up 64 bytes at a time.
 //!
-//! Streams take turns register by register, so that the processor, which looks ahead, has several to work at.
+//! Streams alternate register by register, so that out-of-order execution has several independent chains.
 
 use std::arch::aarch64::*;
 
@@ -8,7 +8,7 @@ use super::{Chain, Register, Split};
 use crate::formats::coded::table::Table;
 use crate::formats::coded::{LANES, QUAD};
 
-/// Bytes of a vector.
+/// The bytes of a vector.
 const WIDTH: usize = 16;
 
 /// See [`super::decode`].
@@ -77,7 +77,7 @@ fn store(bytes: uint8x16_t, to: &mut [u8; LANES], at: usize) {
     unsafe { vst1q_u8(to.as_mut_ptr(), bytes) }
 }
 
-/// The symbols of slots: each quarter of the table gives zero for the slots of others.
+/// Returns the symbols of slots: each quarter of the table gives zero for slots of the other quarters.
 #[inline]
 #[target_feature(enable = "neon")]
 fn symbols(table: &Table, slots: uint8x16_t) -> uint8x16_t {
@@ -89,7 +89,7 @@ fn symbols(table: &Table, slots: uint8x16_t) -> uint8x16_t {
     vorrq_u8(vorrq_u8(found[0], found[1]), vorrq_u8(found[2], found[3]))
 }
 
-/// The entries at some indices; zero for indices of 64 and more.
+/// Looks up the entries at indices; zero for indices of 64 and more.
 #[inline]
 #[target_feature(enable = "neon")]
 fn look_up(table: &[u8; LANES], indices: uint8x16_t) -> uint8x16_t {
@@ -108,7 +108,7 @@ fn states(high: uint8x16_t, frequencies: uint8x16_t, rest: uint8x16_t) -> [uint8
     [vuzp1q_u8(first, second), vuzp2q_u8(first, second)]
 }
 
-/// All ones in the lanes, from lane `first` on, that are below `lanes`.
+/// All ones in the lanes, counted from `first`, that are below `lanes`.
 #[inline]
 #[target_feature(enable = "neon")]
 fn active(lanes: usize, first: usize) -> uint8x16_t {
@@ -116,7 +116,7 @@ fn active(lanes: usize, first: usize) -> uint8x16_t {
     load(MASKS.as_flattened(), LANES - lanes + first)
 }
 
-/// For each lane how many lanes up to it, itself among them, are marked by all ones.
+/// For each lane, the number of marked lanes (all ones) up to and including it.
 #[inline]
 #[target_feature(enable = "neon")]
 fn running_count(marks: uint8x16_t) -> uint8x16_t {

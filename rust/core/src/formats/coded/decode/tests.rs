@@ -4,11 +4,11 @@ mod avx512;
 use super::*;
 use crate::formats::coded::tests::Random;
 
-/// A table of so many symbols, none of them without slots.
+/// A table of `symbols` symbols, each with at least one slot.
 fn table(random: &mut Random, symbols: usize) -> Table {
     let mut frequencies = vec![1u8; symbols];
     for _ in symbols..256 {
-        // The first symbols get most.
+        // The first symbols get most slots.
         let symbol = random.next() as usize % symbols * (random.next() as usize % 4) / 3;
         let symbol = if frequencies[symbol] == 255 {
             symbol + 1
@@ -20,7 +20,7 @@ fn table(random: &mut Random, symbols: usize) -> Table {
     Table::new(-7, &frequencies).unwrap()
 }
 
-/// The table with symbols of two weights.
+/// The same table with symbols of two weights.
 fn of_pairs(random: &mut Random, table: &Table) -> Table {
     let digits = [0, 1].map(|_| {
         (0..table.count)
@@ -32,7 +32,7 @@ fn of_pairs(random: &mut Random, table: &Table) -> Table {
 }
 
 fn random_bytes(random: &mut Random, count: usize) -> Vec<u8> {
-    // Some of the states have a high byte of zero, as no encoder writes it.
+    // Some states have a high byte of zero, which no encoder writes.
     (0..count)
         .map(|_| (random.next() >> 4) as u8 * u8::from(random.next() > 1 << 27))
         .collect()
@@ -60,7 +60,7 @@ fn all_sets_decode_any_bytes_alike() {
                     (0..count).map(chain).collect::<Vec<_>>(),
                     vec![Register::ZERO; 21 * count],
                 );
-                decode(isa, &mut chains, 21, &mut out); // an odd number, as where a row block ends
+                decode(isa, &mut chains, 21, &mut out); // an odd number, as at the end of a row block
                 let mut more = vec![Register::ZERO; 5 * count];
                 decode(isa, &mut chains, 5, &mut more);
                 out.extend(more);

@@ -1,39 +1,40 @@
-//! The layout in which GPUs read a coded tensor. It is made when a tensor is uploaded, and never written to a file.
+//! The layout of a coded tensor on GPUs. It is created when a tensor is uploaded and is never written to a file.
 //!
-//! A GPU gives a warp the 64 lanes of a row block, two to a thread, and they cannot afford to agree on whose the next
-//! byte is. So every lane gets its own bytes. Symbols, states and bytes stay what they are; only symbols of two weights are
-//! encoded anew, as symbols of one ([`CodedView::without_pairs`]).
+//! A GPU warp decodes the 64 lanes of a row block, two per thread. Sharing one byte stream would need
+//! synchronization, so each lane has its own bytes. Symbols, states and bytes are unchanged, except that symbols of
+//! two weights are re-encoded as symbols of one ([`CodedView::without_pairs`]).
 //!
-//! A GPU makes the records of what is uploaded to it (`cuda/coded_upload.cu`), behind what [`CodedView::device_frame`]
-//! gives; here they are made for bytes on a GPU that are checked again, and for tests.
+//! On upload the GPU itself creates the records (`cuda/coded_upload.cu`) after the bytes of
+//! [`CodedView::device_frame`]. The code here creates them for checks of bytes on a GPU and for tests.
 //!
-//! A row block is cut into *segments* of columns, which warps decode independently, and these into *chunks* of 256
-//! columns, which fit shared memory. Rows that do not exist decode what does not matter. The layout is a header of
-//! 64-bit words and nine sections, each from the next multiple of 64:
+//! A row block is divided into *segments* of columns, which warps decode independently, and segments into *chunks* of
+//! 256 columns, which fit shared memory. The values of padding rows are unspecified. The layout is a header of 64-bit
+//! words and nine sections, each aligned to 64 bytes:
 //!
 //! ```text
 //! header       magic "MOEPRDEV"; experts, rows, columns, tables; chunks of a segment; bytes of the longest record;
 //!              whether each row has a scale; where each section starts, and its bytes
-//! head         the packed tensor up to its payload, as it is
+//! head         the packed tensor up to its payload, unchanged
 //! scales       f32: one, or E x R
-//! columns      f32, scales of columns: none, or one row of C, or E, each with zeros up to a multiple of 16
+//! columns      f32, column scales: none, or one row of C, or E, each with zeros up to a multiple of 16
 //! tables       256 words for each: {0, frequency, slot - start, symbol} of each slot, from the lowest byte
 //! blocks       a word for each row block: its table, in the second byte the integer of symbol 0
 //! starts       a word for each chunk, and the end: where its record starts in the records, in units of 16 bytes
 //! firsts       a word for each segment, and the end: its first correction
 //! corrections  the exceptions of the segments: f16 of the difference / 2^24 (16 bits), row (4), column in the segment
-//!              (12); differences beyond 2^11 are several
-//! records      row block by row block, of each its chunks: if it begins a segment the states of all lanes, 16 bits
+//!              (12); differences beyond 2^11 take several
+//! records      row block by row block, chunk by chunk: if it begins a segment, the states of all lanes, 16 bits
 //!              each; the number of bytes of each lane, 8 bits; the bytes of each lane; zeros
 //! ```
 //!
-//! States take 1/16 bit a weight where segments have 1,024 columns, numbers of bytes 1/8.
+//! With segments of 1,024 columns, states take 1/16 bit per weight and byte counts 1/8.
 //!
-//! *Dependent codes* ([`trellis`]) are `2 half - 127`. Their tables list in place of a symbol the half of its index in even
-//! states, which is even, and above it (bit 7) the parity of the index. Words of row blocks have -127 in the second byte
-//! and 1 in the third. Corrections are half as large. States of lanes are followed by 32 bytes that say where lanes are on
-//! their paths: bits 0, 2, 4 and 6 of byte i, whether lane i would be in odd states at the next four quads if all indices
-//! from here on were even, and the bits above them the same of lane i + 32. `cuda/paths.cuh` says what this is enough for.
+//! *Dependent codes* ([`trellis`]) are `2 half - 127`. Their tables list, instead of a symbol, the half of its index
+//! in even states, which is even, and in bit 7 the parity of the index. Words of row blocks have -127 in the second
+//! byte and 1 in the third. Corrections are half as large. The lanes' states are followed by 32 bytes that give the
+//! lanes' positions on their paths: bits 0, 2, 4 and 6 of byte i tell whether lane i would be in odd states at the
+//! next four quads if all further indices were even; the next higher bits tell the same for lane i + 32.
+//! `cuda/paths.cuh` explains why this is sufficient.
 
 mod restore;
 #[cfg(test)]
@@ -54,34 +55,34 @@ pub use restore::from_device;
 
 /// The first eight bytes.
 pub const MAGIC: [u8; 8] = *b"MOEPRDEV";
-/// Columns of a chunk.
+/// The columns of a chunk.
 pub const CHUNK: usize = 256;
-/// Registers of a chunk, at most; a lane has no more bytes.
+/// The maximum number of registers of a chunk, and of bytes of a lane in it.
 const QUADS: usize = CHUNK / QUAD;
-/// Columns of a product of tensor cores: rows of scales of columns are padded to it.
+/// The columns of a tensor core product; rows of column scales are padded to a multiple of it.
 const GROUP: usize = 16;
-/// What records start at multiples of.
+/// The alignment of records in bytes.
 const UNIT: usize = 16;
-/// Most chunks of a segment: corrections have 12 bits for a column.
+/// The maximum number of chunks of a segment: corrections have 12 bits for a column.
 const MOST_CHUNKS: usize = 16;
-/// Chunks of a segment, and of one of the matrices that would not occupy a GPU otherwise: those of fewer columns, and
-/// single ones of fewer segments (2080 x 6144 takes 13 us instead of 19 on an H100).
+/// The default number of chunks of a segment. Segments have one chunk in matrices that would not occupy a GPU
+/// otherwise: those with fewer columns or fewer segments (2080 x 6144 takes 13 us instead of 19 on an H100).
 const USUAL: usize = 4;
 const SHORT: usize = 2;
 const WIDE: usize = 4096;
 const MANY: usize = 2048;
 const SECTIONS: usize = 9;
 const HEADER_WORDS: usize = 8 + 2 * SECTIONS;
-/// Bytes of a record that say where lanes are on their paths.
+/// The bytes of a record that hold the lanes' positions on their paths.
 const PATH_BYTES: usize = LANES / 2;
-/// Bytes behind the last record that kernels may read.
+/// The bytes after the last record that kernels may read.
 const SLACK: usize = 256;
 
-/// How a row block is cut.
+/// The division of row blocks into segments and chunks.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
     layout: Layout,
-    /// Chunks of a segment.
+    /// The chunks of a segment.
     of_segment: usize,
 }
 
@@ -99,11 +100,11 @@ impl Cut {
         };
         match of_segment.unwrap_or(default) {
             of_segment @ 1..=MOST_CHUNKS => Ok(Cut { layout, of_segment }),
-            other => invalid(format!("segments of {other} chunks")),
+            other => invalid(format!("segments have 1 to {MOST_CHUNKS} chunks, not {other}")),
         }
     }
 
-    /// Row blocks of an expert.
+    /// The row blocks of an expert.
     fn blocks(&self) -> usize {
         match self.layout.shape.columns {
             0 => 0,
@@ -111,17 +112,17 @@ impl Cut {
         }
     }
 
-    /// Row blocks of all experts.
+    /// The row blocks of all experts.
     fn all_blocks(&self) -> usize {
         self.layout.shape.experts * self.blocks()
     }
 
-    /// Chunks of a row block.
+    /// The chunks of a row block.
     fn chunks(&self) -> usize {
         self.layout.quads().div_ceil(QUADS)
     }
 
-    /// Segments of a row block.
+    /// The segments of a row block.
     fn segments(&self) -> usize {
         self.chunks().div_ceil(self.of_segment)
     }
@@ -131,7 +132,7 @@ impl Cut {
         self.layout.shape.experts * self.layout.streams()
     }
 
-    /// The row blocks of a stream of all experts' streams, among all experts' row blocks.
+    /// The row blocks of a stream; both are counted over all experts.
     fn blocks_of(&self, stream: usize) -> Range<usize> {
         let (expert, stream) = (stream / self.layout.streams(), stream % self.layout.streams());
         let first = stream * self.layout.blocks;
@@ -139,24 +140,24 @@ impl Cut {
         expert * self.blocks() + first..expert * self.blocks() + last
     }
 
-    /// Lanes of a row block of all experts' row blocks that have rows.
+    /// The lanes of a row block, counted over all experts, that have rows.
     fn lanes_of(&self, block: usize) -> usize {
         let first = block % self.blocks() * BLOCK_ROWS;
         (self.layout.shape.rows - first).min(BLOCK_ROWS) * QUAD
     }
 
-    /// Bytes before the counts of a record that begins a segment.
+    /// The bytes before the counts in a record that begins a segment.
     fn state_bytes(&self) -> usize {
         STATE_BYTES + if self.layout.is_dependent() { PATH_BYTES } else { 0 }
     }
 
-    /// Registers of a chunk.
+    /// The registers of a chunk.
     fn quads_of(&self, chunk: usize) -> usize {
         (self.layout.quads() - chunk * QUADS).min(QUADS)
     }
 }
 
-/// A table, maybe of dependent codes, as kernels read it.
+/// The entries of a table in the form that kernels read.
 fn entries(table: &Table, dependent: bool) -> [u32; SLOTS] {
     let half = |symbol: u8| {
         let even = (table.lowest as u8).wrapping_add(symbol).wrapping_mul(2);
@@ -174,13 +175,13 @@ fn entries(table: &Table, dependent: bool) -> [u32; SLOTS] {
     })
 }
 
-/// What a state becomes before it takes up a byte, by its slot's entry.
+/// The state before renormalization, by its slot's entry.
 #[inline(always)]
 fn stepped(state: u32, entry: u32) -> u32 {
     (entry >> 8 & 255) * (state >> 8) + (entry >> 16 & 255)
 }
 
-/// Where two lanes of these states are on their paths, as records say it.
+/// The positions of two lanes in these states on their paths, as stored in records.
 fn path_byte(mut states: [u8; 2]) -> u8 {
     let mut found = 0;
     for quad in 0..4 {
@@ -192,18 +193,19 @@ fn path_byte(mut states: [u8; 2]) -> u8 {
     found
 }
 
-/// What a stream becomes.
+/// The device form of a stream.
 #[derive(Default)]
 struct Part {
     records: Vec<u8>,
-    /// Bytes of each record.
+    /// The bytes of each record.
     lengths: Vec<usize>,
     corrections: Vec<u32>,
-    /// Corrections of each segment.
+    /// The corrections of each segment.
     counts: Vec<u32>,
 }
 
-/// The lanes of a row block: the bytes of each in a chunk, and where they are on their paths, which is 0 of plain codes.
+/// The lanes of a row block: the bytes of each in a chunk, and their positions on their paths, which are 0 for plain
+/// codes.
 struct Lanes {
     path: [u8; LANES],
     bytes: [[u8; QUADS]; LANES],
@@ -211,7 +213,8 @@ struct Lanes {
 }
 
 impl Lanes {
-    /// Decodes registers of the lanes of `states` and keeps each lane's bytes, which come from `source` at `at` on.
+    /// Decodes registers of the lanes of `states` and collects each lane's bytes, which are read from `source` at
+    /// `at`.
     fn fill(
         &mut self,
         states: &mut [u32],
@@ -244,7 +247,7 @@ impl Lanes {
         }
     }
 
-    /// Writes where the lanes are on their paths.
+    /// Writes the lanes' positions on their paths.
     fn write_paths(&self, record: &mut Vec<u8>) {
         let (low, high) = self.path.split_at(PATH_BYTES);
         record.extend(low.iter().zip(high).map(|(&low, &high)| path_byte([low, high])));
@@ -258,7 +261,7 @@ impl Lanes {
     }
 }
 
-/// The renormalization bytes of a stream, and at least 64 that follow.
+/// The renormalization bytes of a stream and at least 64 bytes after them.
 struct Source<'a> {
     bytes: &'a [u8],
     length: usize,
@@ -274,19 +277,20 @@ impl Source<'_> {
     }
 }
 
-/// A layout without its records: header and `starts` say that they have no bytes.
+/// A layout without its records: the header and `starts` give them zero bytes.
 pub struct Frame {
-    /// The sections before the records, and room behind them.
+    /// The sections before the records, and the slack after them.
     pub bytes: Vec<u8>,
-    /// Where each stream starts in the packed tensor, states first, and where the last one ends.
+    /// The start of each stream in the packed tensor, which begins with its states, and the end of the last.
     pub streams: Vec<u64>,
 }
 
 impl CodedView<'_> {
-    /// The layout for GPUs, with segments of so many chunks, by default what suits the columns.
+    /// Converts to the layout for GPUs, with segments of `of_segment` chunks; the default depends on the number of
+    /// columns.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error): such segments, or so many bytes, do not exist.
+    /// [`Error::InvalidArgument`](crate::Error) if the segment size is out of range or the layout is too large.
     pub fn to_device(&self, of_segment: Option<usize>, pool: &ThreadPool) -> Result<Vec<u8>> {
         if self.layout().is_of_pairs() {
             let single = self.without_pairs(simd::active()?, pool)?;
@@ -297,7 +301,7 @@ impl CodedView<'_> {
         })
     }
 
-    /// All of the layout but its records, for whoever makes them on a GPU.
+    /// Returns the layout without its records, to be filled in on a GPU.
     ///
     /// # Errors
     /// As for [`CodedView::to_device`].
@@ -310,7 +314,7 @@ impl CodedView<'_> {
         Ok(Frame { bytes, streams })
     }
 
-    /// The layout whose records, or their lengths alone, `records` gives for each stream.
+    /// The layout with the records, or only their lengths, that `records` returns for each stream.
     fn laid_out(
         &self,
         of_segment: Option<usize>,
@@ -318,11 +322,11 @@ impl CodedView<'_> {
         records: impl Fn(&Cut, usize, &[[u32; SLOTS]]) -> Part + Sync,
     ) -> Result<Vec<u8>> {
         if self.layout().is_of_pairs() {
-            return invalid("GPUs read symbols of one weight");
+            return invalid("GPU layouts need symbols of one weight");
         }
         if self.layout().low_bits() > 0 {
             return invalid(
-                "GPUs have no kernel for codes with low bits, which more than 5 bits a weight have",
+                "there are no GPU kernels for codes with low bits, which occur above 5 bits per weight",
             );
         }
         let cut = Cut::new(self.layout(), of_segment)?;
@@ -339,7 +343,7 @@ impl CodedView<'_> {
         })
     }
 
-    /// The records of a stream, and their lengths.
+    /// The records of a stream and their lengths.
     fn records(&self, cut: &Cut, stream: usize, tables: &[[u32; SLOTS]]) -> Part {
         let start = &self.coded.starts[stream];
         let (states, bytes) = self.data[start.at..].split_at(STATE_BYTES);
@@ -382,7 +386,7 @@ impl CodedView<'_> {
         part
     }
 
-    /// Finds the corrections of a stream, segment by segment.
+    /// Finds the corrections of a stream, by segment.
     fn correct(&self, cut: &Cut, stream: usize, part: &mut Part) {
         let blocks = cut.blocks_of(stream);
         part.counts.resize(blocks.len() * cut.segments(), 0);
@@ -405,7 +409,7 @@ impl CodedView<'_> {
                 ));
             }
         }
-        // In the order of places, which unchecked exceptions need not have.
+        // Sorted, because unchecked exceptions may be out of order.
         found.sort_by_key(|&(segment, ..)| segment);
         for (segment, place, difference) in found {
             for half in halves(difference) {
@@ -415,7 +419,7 @@ impl CodedView<'_> {
         }
     }
 
-    /// The word of a row block with a table.
+    /// The word of a row block, which names its table.
     fn note(&self, table: usize) -> u32 {
         let dependent = self.layout().is_dependent();
         let lowest = match dependent {
@@ -461,7 +465,7 @@ impl CodedView<'_> {
             .collect();
         let records: usize = lengths.iter().sum();
         if records / UNIT > u32::MAX as usize {
-            return invalid("more records than can be counted");
+            return invalid("too many records");
         }
         let starts = sums(lengths.iter().map(|length| length / UNIT).collect());
         let words = [
@@ -504,7 +508,7 @@ fn start_table(view: &CodedView, stream: usize) -> usize {
     view.coded.starts[stream].table
 }
 
-/// Where sections of these sizes lie, and the size of everything.
+/// The positions of sections with these sizes, and the total size.
 fn placed(sizes: impl Iterator<Item = usize>) -> (Vec<Range<usize>>, usize) {
     let mut end = 8 * HEADER_WORDS;
     let places = sizes.map(|size| {
@@ -535,7 +539,7 @@ fn write_header(cut: &Cut, longest: usize, tables: usize, places: &[Range<usize>
     }
 }
 
-/// The f16 of numbers that add up to a difference, each divided by 2^24: f16 holds eleven bits.
+/// Splits a difference into f16 numbers that add up to it, each divided by 2^24: f16 holds eleven bits.
 fn halves(difference: i32) -> impl Iterator<Item = u16> {
     let mut rest = i64::from(difference);
     std::iter::from_fn(move || {

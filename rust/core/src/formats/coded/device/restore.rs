@@ -1,4 +1,4 @@
-//! The packed tensor of a layout for GPUs: how a model that moves to the CPU gets its bytes back.
+//! Restores the packed tensor from a GPU layout, for models that move to the CPU.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -9,10 +9,10 @@ use super::super::{Coded, LANES, Layout, corrupt};
 use super::{Cut, HEADER_WORDS, MAGIC, UNIT, entries, stepped};
 use crate::Result;
 
-/// The packed tensor of a layout, the inverse of [`CodedView::to_device`].
+/// Restores the packed tensor, the inverse of [`CodedView::to_device`].
 ///
 /// # Errors
-/// [`Error::Corruption`](crate::Error) or `InsufficientData`: the bytes are no such layout.
+/// [`Error::Corruption`](crate::Error) or `InsufficientData` if the bytes are not such a layout.
 pub fn from_device(data: &[u8], pool: &ThreadPool) -> Result<Vec<u8>> {
     let stored = Stored::read(data)?;
     let mut out = vec![0; stored.packed.total_bytes()];
@@ -31,9 +31,9 @@ pub fn from_device(data: &[u8], pool: &ThreadPool) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// A layout that is being read.
+/// A parsed layout.
 struct Stored<'a> {
-    /// What the head says of the tensor, without its payload.
+    /// The tensor as its head describes it, without payload.
     packed: Coded,
     cut: Cut,
     head: &'a [u8],
@@ -44,7 +44,7 @@ struct Stored<'a> {
 impl<'a> Stored<'a> {
     fn read(data: &'a [u8]) -> Result<Stored<'a>> {
         let Some((header, _)) = data.split_at_checked(8 * HEADER_WORDS) else {
-            return corrupt("no layout for GPUs");
+            return corrupt("not a GPU layout");
         };
         let word = |i: usize| u64::from_le_bytes(header.as_chunks().0[i]);
         let section = |i: usize| {
@@ -52,16 +52,16 @@ impl<'a> Stored<'a> {
             start.checked_add(length).and_then(|end| data.get(start..end))
         };
         let (Some(head), Some(starts), Some(records)) = (section(0), section(5), section(8)) else {
-            return corrupt("sections of a layout for GPUs beyond its end");
+            return corrupt("sections of a GPU layout exceed its end");
         };
         let layout = Layout::read(head)?;
         let Some(total) = layout.total().filter(|&total| total < 2 * data.len() + (1 << 20)) else {
-            return corrupt("a layout for GPUs that is too short");
+            return corrupt("a GPU layout is too short");
         };
         let mut packed = vec![0; total];
         match packed.get_mut(..head.len()) {
             Some(place) => place.copy_from_slice(head),
-            None => return corrupt("a head of a layout for GPUs that is too long"),
+            None => return corrupt("the head of a GPU layout is too long"),
         }
         let packed = Coded::parse(&packed)?;
         let cut = Cut::new(layout, Some(word(5) as usize))?;
@@ -77,11 +77,11 @@ impl<'a> Stored<'a> {
                 starts,
                 records,
             }),
-            false => corrupt("a layout for GPUs that contradicts its head"),
+            false => corrupt("a GPU layout contradicts its head"),
         }
     }
 
-    /// The record of a chunk of all row blocks' chunks.
+    /// The record of a chunk, counted over all row blocks.
     fn record(&self, chunk: usize) -> Option<&[u8]> {
         let at = |i: usize| u32::from_le_bytes(self.starts.as_chunks().0[i]) as usize * UNIT;
         self.records.get(at(chunk)..at(chunk + 1))
@@ -102,7 +102,7 @@ impl<'a> Stored<'a> {
                     .record(block * self.cut.chunks() + chunk)
                     .and_then(|record| record.split_at_checked(before))
                 else {
-                    return corrupt("a record of a layout for GPUs that is too short");
+                    return corrupt("a record of a GPU layout is too short");
                 };
                 for (state, bytes) in states.iter_mut().zip(stored.as_chunks().0) {
                     *state = u32::from(u16::from_le_bytes(*bytes));
@@ -115,7 +115,7 @@ impl<'a> Stored<'a> {
                 let states = &mut states[..self.cut.lanes_of(block)];
                 let quads = self.cut.quads_of(chunk);
                 if interleave(bytes, states, &entries, quads, out, &mut at).is_none() {
-                    return corrupt("a record of a layout for GPUs whose lanes lack bytes");
+                    return corrupt("lanes of a GPU layout lack bytes");
                 }
             }
         }
@@ -123,7 +123,7 @@ impl<'a> Stored<'a> {
     }
 }
 
-/// Decodes a chunk and writes the bytes of its lanes in the order in which they are taken; `None` if there are too few.
+/// Decodes a chunk and writes the bytes of its lanes in reading order; `None` if bytes are missing.
 fn interleave(
     record: &[u8],
     states: &mut [u32],

@@ -1,4 +1,4 @@
-//! Layouts come back, whatever the tensor.
+//! Round trips of GPU layouts for all kinds of tensors.
 
 use proptest::prelude::*;
 
@@ -19,7 +19,7 @@ fn restored(data: &[u8]) -> Result<Vec<u8>> {
     from_device(data, &pool::current().unwrap())
 }
 
-/// Tensors of codes, with scales of columns, too, and of the dependent codes that have these as indices.
+/// Tensors of these codes with and without column scales, and of the dependent codes with these indices.
 fn all(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> [Vec<u8>; 4] {
     let (paths, pool) = (dependent(codes, shape.columns), pool::current().unwrap());
     let columns: Vec<f32> = (0..shape.experts * shape.columns)
@@ -63,7 +63,7 @@ fn layouts_hold_scales_of_columns_in_f32() {
 }
 
 #[test]
-fn layouts_come_back() {
+fn layouts_round_trip() {
     for (experts, rows, columns) in [
         (1, 1, 1),
         (2, 17, 130),
@@ -94,8 +94,8 @@ fn layouts_come_back() {
 }
 
 #[test]
-fn records_say_in_which_quads_lanes_are_in_odd_states() {
-    // From state 5 even indices lead to 4, 2, 1; from state 6 to 3, 6, 3.
+fn records_tell_in_which_quads_lanes_are_in_odd_states() {
+    // From state 5, even indices lead to 4, 2, 1; from state 6, to 3, 6, 3.
     assert_eq!(path_byte([5, 0]), 0b0100_0001);
     assert_eq!(path_byte([0, 6]), 0b1000_1000);
 }

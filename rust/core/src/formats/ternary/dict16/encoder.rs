@@ -1,6 +1,6 @@
-//! Encoding by the longest match: a walk down the tree of all words, one step for a run of zeros or a pair of weights.
+//! Encodes by the longest match: walks the tree of all words, one step per run of zeros or pair of weights.
 //!
-//! Most pairs are zeros, so a word and its extensions by one, two, ... pairs of zeros lie side by side in an array, as a
+//! Most pairs are zeros, so a word and its extensions by one, two, ... pairs of zeros are stored consecutively, as a
 //! *chain*: a whole run of zeros takes one step.
 
 use std::sync::OnceLock;
@@ -8,7 +8,8 @@ use std::sync::OnceLock;
 use super::super::fsv8::SENTINEL;
 use super::{PAIRS, WORDS, Word, words};
 
-/// The mark of an extension that is no word. Code 0 is free for it: it is a single pair, which extends no word.
+/// Marks an extension that is not a word. Code 0 is free for this purpose: it is a single pair, which extends no
+/// word.
 const NONE: u16 = 0;
 
 /// The tree of the words.
@@ -17,22 +18,22 @@ pub struct Encoder {
     first: [u16; PAIRS],
     /// The code of each word's extension by each pair other than 0.
     longer: Vec<[u16; PAIRS - 1]>,
-    /// The chains: codes, each followed by that of the extension by a pair of zeros where there is such a word.
+    /// The chains: codes, each followed by that of its extension by a pair of zeros if there is such a word.
     chains: Vec<u16>,
-    /// The place of each word in `chains`.
+    /// The position of each word in `chains`.
     places: Vec<Place>,
 }
 
-/// The place of a word in its chain.
+/// The position of a word in its chain.
 #[derive(Debug, Clone, Copy, Default)]
 struct Place {
     at: u16,
-    /// The most pairs of zeros that extend the word: the words after it in the chain.
+    /// The number of words after it in the chain: the pairs of zeros that can extend it.
     left: u16,
 }
 
 impl Encoder {
-    /// The encoder, built at its first use.
+    /// Returns the encoder, which is built on first use.
     pub fn get() -> &'static Encoder {
         static ENCODER: OnceLock<Encoder> = OnceLock::new();
         ENCODER.get_or_init(Encoder::new)
@@ -76,7 +77,7 @@ impl Encoder {
 
     /// Appends the codes of a row of `columns` weights to `out`, two bytes each.
     ///
-    /// `nonzeros` holds `position << 1 | positive` of each non-zero weight in order and then [`SENTINEL`].
+    /// `nonzeros` holds `position << 1 | positive` of each non-zero weight in order, followed by [`SENTINEL`].
     pub fn encode(&self, nonzeros: &[u32], columns: usize, out: &mut Vec<u8>) {
         let mut walk = Walk {
             encoder: self,
@@ -114,7 +115,7 @@ fn pair_term(nonzero: u32) -> usize {
 /// A row being encoded.
 struct Walk<'a> {
     encoder: &'a Encoder,
-    /// The longest word that matches up to here.
+    /// The longest word that matches so far.
     code: Option<u16>,
     out: &'a mut Vec<u8>,
 }

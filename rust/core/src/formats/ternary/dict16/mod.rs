@@ -1,4 +1,4 @@
-//! The dictionary code of the QMoE paper (section 4.3): 65,536 strings of ternary weights, a 16-bit code each.
+//! The dictionary code of the QMoE paper (section 4.3): 65,536 strings of ternary weights with 16-bit codes.
 //!
 //! The dictionary is the 2^16 most probable strings of at most 14 pairs of weights at P(0) = 0.885, found with a
 //! priority queue (the paper's algorithm 1, which keeps strings of 14 pairs and does not extend them). It is not
@@ -22,7 +22,7 @@ pub use encoder::Encoder;
 /// The number of words.
 pub const WORDS: usize = 1 << 16;
 
-/// The longest word in pairs.
+/// The length of the longest word in pairs.
 pub const MAX_PAIRS: usize = 14;
 
 /// The number of different pairs.
@@ -36,7 +36,7 @@ const PROBABILITIES: [f64; 3] = [0.885, (1.0 - 0.885) / 2.0, (1.0 - 0.885) / 2.0
 pub struct Word {
     pairs: [u8; MAX_PAIRS],
     length: u8,
-    /// The code of the word without the last pair; itself for a single pair.
+    /// The code of the word without its last pair; the word's own code for a single pair.
     prefix: u16,
 }
 
@@ -46,8 +46,8 @@ impl Word {
         &self.pairs[..usize::from(self.length)]
     }
 
-    /// The word in the layout of the paper's figure 4: in both numbers the length in pairs in bits 0-3, and pair j of
-    /// seven from bit 4 + 4j, its second weight two bits above its first.
+    /// The word in the layout of the paper's figure 4: both numbers have the length in pairs in bits 0-3 and pair j
+    /// of seven from bit 4 + 4j, with the second weight two bits above the first.
     pub fn packed(&self) -> [u32; 2] {
         [0, 7].map(|from| {
             let half = self.pairs().iter().skip(from).take(7);
@@ -57,8 +57,8 @@ impl Word {
         })
     }
 
-    /// The word's entry in a decoder's table: the non-zeros, at most three at this P(0), in an entry of three slots as
-    /// [`super::fsv8::Lut`] describes it, with the length in weights.
+    /// The word's entry in a decoder's table: its non-zeros, at most three at this P(0), in a three-slot entry
+    /// ([`super::fsv8::Lut`]), with the length in weights.
     pub fn sparse(&self) -> u32 {
         let weights = self.pairs().iter().flat_map(|&pair| [pair % 3, pair / 3]);
         let nonzeros = weights.enumerate().filter(|&(_, symbol)| symbol != 0);
@@ -112,7 +112,7 @@ impl PartialEq for Candidate {
 
 impl Eq for Candidate {}
 
-/// Adds the nine strings that are one pair longer than `word`, whose probability is given.
+/// Adds the nine strings that extend `word`, whose probability is given, by one pair.
 fn extend(queue: &mut BinaryHeap<Candidate>, probability: f64, word: Word) {
     for pair in 0..PAIRS {
         let mut longer = Word {

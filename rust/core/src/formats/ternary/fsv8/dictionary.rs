@@ -1,10 +1,10 @@
-//! The dictionaries of FSV8: what every code byte stands for in every state, and how the dictionaries are stored.
+//! The dictionaries of FSV8: the word of every code byte in every state, and the stored form of dictionaries.
 //!
-//! A dictionary is data, found once by a search ([`super::search`]); nothing here computes with probabilities, so
-//! that every machine reads the same words. The bytes of one dictionary are, little-endian:
+//! A dictionary is data, found once by a search ([`super::search`]). Reading it involves no arithmetic with
+//! probabilities, so every machine reads the same words. The bytes of one dictionary are, little-endian:
 //!
 //! ```text
-//! u16 p0 in thousandths, u16 share of symbol 1 among the non-zeros in thousandths, u32 expected weights a code in 1/10000,
+//! u16 p0 in thousandths, u16 share of symbol 1 among the non-zeros in thousandths, u32 expected weights per code in 1/10000,
 //! u8 most non-zeros of a word, u8 class bits, u8 states, u8 zero, u8 promise of each state (0 = none), u16 codes of each class,
 //! then for each state the words of the codes 0 to 255:
 //!     u8 length (0: no such word), u8 number of non-zeros << 6 | symbol of the i-th << 2i, u8 position of each non-zero
@@ -20,13 +20,13 @@ pub const COUNT: usize = 36;
 /// The number of codes, which are bytes.
 pub const CODES: usize = 256;
 
-/// The most non-zero weights that any word may hold.
+/// The maximum number of non-zero weights of a word.
 pub const MAX_NONZEROS: usize = 3;
 
-/// The embedded dictionaries as the example `fsv8_dictionaries` wrote them.
+/// The embedded dictionaries, written by the example `fsv8_dictionaries`.
 static EMBEDDED: &[u8] = include_bytes!("dictionaries.bin");
 
-/// A string of weights that one code stands for: where its non-zeros are, which symbols, and how long it is.
+/// A string of weights that one code stands for: its length, and the positions and symbols of its non-zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Word {
     /// The number of weights, 1 to 255.
@@ -37,7 +37,8 @@ pub struct Word {
 }
 
 impl Word {
-    /// The word of a string of symbols 0, 1 and 2; `None` if it is empty, longer than 255 or has too many non-zeros.
+    /// Builds the word of a string of symbols 0, 1 and 2; `None` if it is empty, longer than 255 or has too many
+    /// non-zeros.
     pub fn from_symbols(string: &[u8]) -> Option<Word> {
         let mut word = Word {
             length: u8::try_from(string.len()).ok().filter(|&n| n > 0)?,
@@ -65,7 +66,7 @@ impl Word {
         (0..usize::from(self.nonzeros)).map(move |i| (self.positions[i], self.symbols[i]))
     }
 
-    /// The string itself, a symbol a byte.
+    /// The string itself, one symbol per byte.
     pub fn symbols(&self) -> Vec<u8> {
         let mut string = vec![0; usize::from(self.length)];
         for (position, symbol) in self.nonzeros() {
@@ -75,25 +76,25 @@ impl Word {
     }
 }
 
-/// One finite-state code. Probabilities and the expected length are integers, as they are stored.
+/// One finite-state code. Probabilities and the expected length are stored integers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dictionary {
-    /// Share of zeros that it was searched for, in thousandths.
+    /// The share of zeros that it was searched for, in thousandths.
     pub p0_thousandths: u16,
-    /// Share of symbol 1 among the non-zeros that it was searched for, in thousandths.
+    /// The share of symbol 1 among the non-zeros that it was searched for, in thousandths.
     pub share_thousandths: u16,
-    /// Weights that a code stands for on average at these probabilities, in 1/10000.
+    /// The average number of weights per code at these probabilities, in 1/10000.
     pub expected_length: u32,
-    /// Most non-zeros of a word: 2 or 3.
+    /// The maximum number of non-zeros of a word: 2 or 3.
     pub max_nonzeros: u8,
     /// The number of top bits of a code that name its class: 2 or 3.
     pub class_bits: u8,
     /// The promise d of each state: the next d weights are not all zero; 0 for state 0, which promises nothing.
     pub promises: Vec<u8>,
     /// The number of codes of each class. Classes are consecutive ranges of codes, and the class of a code is the
-    /// state of the code after it.
+    /// state of the next code.
     pub class_sizes: Vec<u16>,
-    /// The word of each code in each state; `None` where a state does not use a code.
+    /// The word of each code in each state; `None` if a state does not use a code.
     pub words: Vec<Vec<Option<Word>>>,
 }
 
@@ -109,7 +110,7 @@ impl Dictionary {
         self.promises.len()
     }
 
-    /// The state that a code leads to.
+    /// The state after a code.
     pub fn class_of(&self, code: u8) -> usize {
         let mut end = 0;
         self.class_sizes
@@ -158,7 +159,7 @@ impl Dictionary {
         }
         let slots = usize::from(self.max_nonzeros);
         let fits = |word: &Word| {
-            // A three-slot entry of a look-up table has 5 bits for a position.
+            // A three-slot entry of a lookup table has 5 bits for a position.
             word.nonzeros().count() <= slots && (slots == 2 || word.nonzeros().all(|(at, _)| at < 32))
         };
         if !self.words.iter().flatten().flatten().all(fits) {
@@ -181,7 +182,7 @@ pub fn read_all(mut bytes: &[u8]) -> Result<Vec<Dictionary>> {
     Ok(all)
 }
 
-/// Writes dictionaries as [`read_all`] reads them.
+/// Writes dictionaries in the form of [`read_all`].
 pub fn write_all(dictionaries: &[Dictionary]) -> Vec<u8> {
     let mut out = Vec::new();
     for dictionary in dictionaries {
@@ -278,7 +279,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_embedded_data_is_what_it_was() {
+    fn the_embedded_data_has_not_changed() {
         // FNV-1a, 64 bits. Every packed tensor depends on these bytes: they never change.
         let hash = EMBEDDED.iter().fold(0xcbf2_9ce4_8422_2325_u64, |h, &b| {
             (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)

@@ -1,26 +1,26 @@
-//! Encoding a row: a walk over the gaps between its non-zeros, driven by tables.
+//! Encodes a row: a table-driven walk over the gaps between its non-zeros.
 //!
-//! Within a state the words form a complete parse, so exactly one word fits whatever follows, and the greedy parse is
-//! the shortest. A walk starts at the root of a state and looks at the gap, the zeros before the next non-zero weight.
-//! The gap alone decides: either the word ends within it (with a promise that the rest of the gap keeps), or the word
-//! holds that non-zero and the walk moves to a child node. A word has at most three non-zeros, so a code costs at most
-//! four look-ups, however many weights it stands for.
+//! Within a state the words form a complete parse, so exactly one word fits any continuation, and the greedy parse is
+//! the shortest. A walk starts at the root of a state and reads the gap, the number of zeros before the next non-zero
+//! weight. The gap alone determines the action: either the word ends within the gap (with a promise that the rest of
+//! the gap keeps), or the word includes that non-zero and the walk moves to a child node. A word has at most three
+//! non-zeros, so a code costs at most four lookups, regardless of the number of weights it stands for.
 
 use std::sync::OnceLock;
 
 use super::dictionary::{COUNT, Dictionary, Word};
 use crate::{Error, Result};
 
-/// The bit of an action that ends a word. The other bits: 0-7 the code, 8-15 the weights to advance by, 16-30 the next
-/// node. An action without this bit takes the non-zero at the end of the gap into the word; the next node is that of
-/// symbol 1, and the node after it that of symbol 2.
+/// This bit marks an action that ends a word. The other bits: 0-7 the code, 8-15 the weights to advance by, 16-30 the
+/// next node. An action without this bit takes the non-zero at the end of the gap into the word; the next node is
+/// that of symbol 1, and the node after it that of symbol 2.
 const END: u32 = 1 << 31;
 
 fn action(end: u32, node: usize, advance: u8, code: u8) -> u32 {
     end | (node as u32) << 16 | u32::from(advance) << 8 | u32::from(code)
 }
 
-/// A node of the walk: where its actions by gap begin, and the gap whose action holds for all larger ones too.
+/// A node of the walk: the start of its actions by gap, and the gap whose action also applies to all larger ones.
 #[derive(Debug, Clone, Copy, Default)]
 struct Node {
     first: u32,
@@ -35,7 +35,7 @@ pub struct Encoder {
     actions: Vec<u32>,
 }
 
-/// A word of a state, its code and the state after it.
+/// A word of a state, its code and the next state.
 struct Item {
     word: Word,
     code: u8,
@@ -82,7 +82,7 @@ impl Encoder {
         Ok(encoder)
     }
 
-    /// The tables of an embedded dictionary, built at its first use.
+    /// Returns the tables of an embedded dictionary, which are built on first use.
     ///
     /// # Panics
     /// If `id` is not below [`COUNT`].
@@ -149,11 +149,11 @@ impl Encoder {
 
     /// Encodes a row of `columns` weights, at least one, into the beginning of `out` and returns the number of codes.
     ///
-    /// `nonzeros` holds `position << 1 | positive` of each non-zero weight in order and then [`super::SENTINEL`] twice;
-    /// `swapped` is 0 if symbol 1 stands for the negative level, 1 if for the positive one; `out` is longer than
-    /// `columns`.
+    /// `nonzeros` holds `position << 1 | positive` of each non-zero weight in order, followed by [`super::SENTINEL`]
+    /// twice; `swapped` is 0 if symbol 1 stands for the negative level and 1 if it stands for the positive one; `out`
+    /// is longer than `columns`.
     pub fn encode(&self, nonzeros: &[u32], columns: u32, swapped: u32, out: &mut [u8]) -> usize {
-        // Which kind of action is next cannot be predicted, so both kinds take the same instructions, without a branch.
+        // The kind of the next action is unpredictable, so both kinds take the same instructions, without a branch.
         let (mut at, mut count) = (0, 0);
         let mut node = self.nodes[0];
         let (mut nonzero, mut following, mut next) = (nonzeros[0], nonzeros[1], 1);
@@ -185,7 +185,7 @@ fn set(actions: &mut [Option<u32>], gap: u8, action: u32) -> Result<()> {
     Ok(())
 }
 
-/// Groups words by the gap before their non-zero number `depth`, then by that non-zero's symbol.
+/// Groups words by the gap before their non-zero number `depth`, then by the symbol of that non-zero.
 fn by_gap(items: Vec<Item>, depth: usize, start: u8) -> std::collections::BTreeMap<u8, [Vec<Item>; 2]> {
     let mut children = std::collections::BTreeMap::<u8, [Vec<Item>; 2]>::new();
     for item in items {

@@ -1,7 +1,7 @@
-//! The look-up table of a decoder: one entry for each pair of a code and the class of the code before it.
+//! The lookup table of a decoder: one entry per pair of a code and the class of the previous code.
 //!
-//! The table is total: an index that no valid row can produce holds an entry of length 1 without non-zeros, so that a
-//! kernel that decodes damaged bytes moves on by a bounded number of weights and never reads outside the table.
+//! The table is total: an index that no valid row can produce holds an entry of length 1 without non-zeros. A kernel
+//! that decodes damaged bytes therefore advances by a bounded number of weights and never reads outside the table.
 
 use std::sync::OnceLock;
 
@@ -26,12 +26,12 @@ pub struct Lut {
     pub entries: Vec<u32>,
     /// The number of top bits of the previous code that select its class: 2 or 3.
     pub class_bits: u32,
-    /// Whether entries have three slots of 5-bit positions instead of two of 8.
+    /// Whether entries have three slots of 5-bit positions instead of two slots of 8-bit positions.
     pub three_slots: bool,
     /// The largest length of any entry, at most 255.
     pub max_length: u32,
     possible: Vec<bool>,
-    /// The number of codes of class 0: those after which a row may end.
+    /// The number of codes of class 0, after which a row may end.
     ending_codes: usize,
 }
 
@@ -61,28 +61,28 @@ impl Lut {
         }
     }
 
-    /// The table of an embedded dictionary, built at its first use.
+    /// Returns the table of an embedded dictionary, which is built on first use.
     ///
     /// # Panics
-    /// If `id` is not below [`COUNT`]; a parsed blob never names such a dictionary.
+    /// If `id` is not below [`COUNT`]; a parsed tensor never names such a dictionary.
     pub fn embedded(id: usize) -> &'static Lut {
         static ALL: [OnceLock<Lut>; COUNT] = [const { OnceLock::new() }; COUNT];
         ALL[id].get_or_init(|| Lut::new(&Dictionary::all()[id]))
     }
 
-    /// The index of a code that follows `previous` (0 for the first of a row).
+    /// The index of a code after `previous` (0 for the first code of a row).
     #[inline(always)]
     pub fn index(&self, code: u8, previous: u8) -> usize {
         usize::from(code) << self.class_bits | usize::from(previous) >> (8 - self.class_bits)
     }
 
-    /// Whether a valid row can produce an index.
+    /// Returns whether a valid row can produce an index.
     #[inline(always)]
     pub fn possible(&self, index: usize) -> bool {
         self.possible[index]
     }
 
-    /// Whether a row may end after a code: whether the code leads to state 0.
+    /// Returns whether a row may end after a code, that is, whether the next state is 0.
     #[inline(always)]
     pub fn ends_row(&self, code: u8) -> bool {
         usize::from(code) < self.ending_codes

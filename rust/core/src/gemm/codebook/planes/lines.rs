@@ -1,26 +1,26 @@
-//! Looking up lines of 2-bit codes in registers: AVX-512.
+//! Lookup of lines of 2-bit codes in registers with AVX-512.
 //!
-//! The bytes of a line are permuted into words, one a row: byte k of row r's word holds the codes of columns k, 4 + k,
-//! 8 + k and 12 + k, low bits in its low half. So bits c and 4 + c of all bytes are the codes of four neighbouring
-//! columns, and with four bits for the byte's row they are an index into the 64 centroids of 16 rows.
+//! The bytes of a line are permuted into words, one per row: byte k of row r's word holds the codes of columns k, 4 +
+//! k, 8 + k and 12 + k, low bits in its low half. Bits c and 4 + c of all bytes are thus the codes of four
+//! neighbouring columns, and together with four bits for the byte's row they index the 64 centroids of 16 rows.
 //!
-//! Of the six bits of an index that a permutation reads, the codes of columns 0 to 3 (and, shifted by 2, those of columns
-//! 8 to 11) are bits 0 and 4, those of columns 4 to 7 (12 to 15) bits 1 and 5. So there are two orders of the table, and
-//! a line of 256 codes takes one shift, five permutations and four selections of bits.
+//! Of the six bits of an index that a permutation reads, the codes of columns 0 to 3 (and, shifted by 2, those of
+//! columns 8 to 11) are bits 0 and 4, those of columns 4 to 7 (12 to 15) bits 1 and 5. The table is therefore kept in
+//! two orders, and a line of 256 codes takes one shift, five permutations and four bit selections.
 
 use std::arch::x86_64::*;
 
 use crate::formats::codebook::bits::{LANE, QUADS, REGISTER};
 use crate::formats::codebook::{Block, PANEL};
 
-/// The bits of a byte of a line that hold a code, for both orders of the table; the row is in others.
+/// The bits of a line's byte that hold a code, for both orders of the table; other bits hold the row.
 const CODES: [u8; 2] = [0x11, 0x22];
 
 /// The bytes of a register.
 #[repr(align(64))]
 pub(super) struct Bytes(pub [u8; REGISTER]);
 
-/// The number of a row, in those bits of an index that hold no code in order `which` of the table.
+/// The number of a row, in the index bits that hold no code in order `which` of the table.
 const fn selector(which: usize, row: u8) -> u8 {
     match which {
         0 => (row & 7) << 1 | (row >> 3) << 5,
@@ -28,7 +28,8 @@ const fn selector(which: usize, row: u8) -> u8 {
     }
 }
 
-/// The permutation of a line's bytes into words of rows: row `4 (i % 4) + i / 4` in word i if `transposed`, else row i.
+/// The permutation of a line's bytes into words of rows: word i holds row `4 (i % 4) + i / 4` if `transposed`, else
+/// row i.
 const fn gather(transposed: bool) -> Bytes {
     let mut bytes = [0; REGISTER];
     let mut i = 0;
@@ -55,7 +56,7 @@ const fn selectors(transposed: bool, which: usize) -> Bytes {
     Bytes(bytes)
 }
 
-/// The permutation of the rows' centroids, four a row, into order `which` of the table.
+/// The permutation of the rows' centroids, four per row, into order `which` of the table.
 const fn entries(which: usize) -> Bytes {
     let mut bytes = [0; REGISTER];
     let (mut row, mut code) = (0, 0);
@@ -84,7 +85,7 @@ fn load(bytes: &[u8; REGISTER]) -> __m512i {
     unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
 }
 
-/// The constants that turn lines into indices, for one order of the rows.
+/// The constants that convert lines to indices, for one order of the rows.
 #[derive(Clone, Copy)]
 pub(super) struct Order {
     gather: __m512i,
@@ -103,7 +104,7 @@ impl Order {
         }
     }
 
-    /// Permutes a line into words, one a row.
+    /// Permutes a line into words, one per row.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     pub fn words(&self, line: &[u8; REGISTER]) -> __m512i {
@@ -116,7 +117,7 @@ impl Order {
     pub fn indices(&self, words: __m512i) -> [__m512i; 4] {
         let later = _mm512_srli_epi16::<2>(words);
         let (even, odd) = (_mm512_set1_epi8(CODES[0] as i8), _mm512_set1_epi8(CODES[1] as i8));
-        // The code's bits of the words, or the row's bits.
+        // The code bits of the words, or the row bits.
         [
             _mm512_ternarylogic_epi32::<0xEA>(words, even, self.selectors[0]),
             _mm512_ternarylogic_epi32::<0xEA>(words, odd, self.selectors[1]),
@@ -131,14 +132,14 @@ impl Order {
 pub(super) struct Table([__m512i; 2]);
 
 impl Table {
-    /// The table of the high bytes (`byte` 0) or the low ones (1) of a block of 2 bits.
+    /// The table of the high bytes (`byte` 0) or the low bytes (1) of a 2-bit block.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     pub fn new(block: &Block, byte: usize) -> Table {
         Table::of(block.plane(byte).first_chunk().unwrap_or(&[0; REGISTER]))
     }
 
-    /// The table of the centroids of 16 rows, four a row.
+    /// The table of the centroids of 16 rows, four per row.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     pub fn of(centroids: &[u8; REGISTER]) -> Table {
@@ -157,11 +158,11 @@ impl Table {
     }
 }
 
-/// Converts a block's codes to words of 16 columns, those of 16 rows for each line: the code of column j is in bit
-/// `2 (j / 4) + 8 (j % 4)` and the next one.
+/// Converts a block's codes to words of 16 columns, 16 rows per line: the code of column j is in bits `2 (j / 4) + 8
+/// (j % 4)` and the next.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 pub(in crate::gemm::codebook) fn row_words(block: &Block, out: &mut Vec<[u32; PANEL]>) {
-    // The four bits of half a byte, spread over the even bits of a byte.
+    // The four bits of half a byte, spread to the even bits of a byte.
     let spread: [u8; LANE] = [0, 1, 4, 5, 16, 17, 20, 21, 64, 65, 68, 69, 80, 81, 84, 85];
     // SAFETY: the array has the 16 bytes.
     let low = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(spread.as_ptr().cast()) });
@@ -178,22 +179,22 @@ pub(in crate::gemm::codebook) fn row_words(block: &Block, out: &mut Vec<[u32; PA
     }
 }
 
-/// The shifts to the right by which a word of [`row_words`] yields the code of each of its 16 columns.
+/// The right shifts that extract the code of each of the 16 columns from a word of [`row_words`].
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(in crate::gemm::codebook) fn column_shifts() -> __m512i {
     _mm512_setr_epi32(0, 8, 16, 24, 2, 10, 18, 26, 4, 12, 20, 28, 6, 14, 22, 30)
 }
 
-/// The centroids of a line, from those of 16 rows, four a row: in word r of register c, columns 4 c to 4 c + 3 of row
-/// `4 (r % 4) + r / 4`.
+/// The centroids of a line, from those of 16 rows, four per row: word r of register c holds columns 4 c to 4 c + 3 of
+/// row `4 (r % 4) + r / 4`.
 ///
 /// # Safety
 /// Both pointers are valid for reads of 64 bytes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 pub(in crate::gemm::codebook) unsafe fn centroids(line: *const u8, table: *const u8) -> [__m512i; QUADS] {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     let (line, table) = unsafe { (&*line.cast(), &*table.cast()) };
     let (order, table) = (Order::new(true), Table::of(table));
     let indices = order.indices(order.words(line));

@@ -1,19 +1,20 @@
-//! Table look-up over bit planes: AVX2.
+//! Table lookup over bit planes with AVX2.
 //!
-//! The centroid of a code of two bits is `c0 + (c1 - c0) low + (c2 - c0) high + (c3 - c2 - c1 + c0) (low and high)` for
-//! any centroids. So a row's product is a sum, with integer factors, of the products of three masks, rows of bits: two bit
-//! planes and their AND. The product of four bits of a mask with activations is looked up in the token's table
-//! ([`super::tables`]), for 16 rows in a lane.
+//! The centroid of a code of two bits is `c0 + (c1 - c0) low + (c2 - c0) high + (c3 - c2 - c1 + c0) (low and high)`
+//! for any centroids. A row's product is therefore a sum, with integer factors, of the products of three bit masks:
+//! two bit planes and their AND. The product of four bits of a mask with activations is looked up in the token's
+//! table ([`super::tables`]), for 16 rows in a lane.
 //!
-//! A row block is read from its first to its last column, one ascending stream of bytes, although the tables of 4096
-//! columns fill the first-level cache: reading all row blocks by 2048 or 512 columns at a time took 1.2 times as long from
-//! memory on Zen 4. The tokens that are multiplied together are those whose tables fit the second-level cache.
+//! A row block is read from its first to its last column in one ascending stream of bytes, although the tables of
+//! 4096 columns fill the first-level cache: reading all row blocks in strips of 2048 or 512 columns took 1.2 times as
+//! long from memory on Zen 4. As many tokens are multiplied together as have tables that fit the second-level cache.
 //!
-//! Four looked-up sums of at most 60 fit a byte. Bytes of both halves of activations then become words, `low + 16 high`,
-//! which are added to 32-bit sums after 512 columns, before they overflow: 16 times 16 at most 240 * 17. So sums are
-//! exact at any length, in every mode, and the shifted halves of 128 codes take 20 operations, 6 of them look-ups.
+//! Four looked-up sums of at most 60 fit a byte. The bytes of both halves of activations then become words, `low + 16
+//! high`, which are added to 32-bit sums every 512 columns, before they overflow: 16 times 16 at most 240 * 17. Sums
+//! are thus exact at any length, in every mode. The shifted halves of 128 codes take 20 operations, 6 of which are
+//! lookups.
 
-// A closure that an iterator calls would be compiled without the instructions.
+// Closures called by iterators would be compiled without the vector instructions.
 #![allow(clippy::needless_range_loop)]
 
 use std::arch::x86_64::*;
@@ -28,14 +29,14 @@ use crate::gemm::codebook::{Epilogue, Rows};
 
 /// The masks of a row: its low bits, its high bits, and their AND.
 const MASKS: usize = 3;
-/// The lines after which words are added to 32-bit sums.
+/// The number of lines between additions of words to 32-bit sums.
 const CHUNK: usize = 512 / LANE;
 /// The bytes of tables that stay in the second-level cache.
 const TABLES: usize = 256 << 10;
-/// The looked-up registers that are added as bytes.
+/// The number of looked-up registers that are added as bytes.
 const ADDED: usize = 4;
 
-/// For each byte of the centroids the factors of the sum of all activations and of the sums of each mask.
+/// For each byte of the centroids, the factors of the sum of all activations and of the sums of each mask.
 struct Factors<const BYTES: usize>([[[i32; PANEL]; 1 + MASKS]; BYTES]);
 
 impl<const BYTES: usize> Factors<BYTES> {
@@ -55,7 +56,7 @@ impl<const BYTES: usize> Factors<BYTES> {
         Factors(factors)
     }
 
-    /// The rows' sums of centroids times activations. They fit 32 bits, so that intermediate sums may wrap.
+    /// The rows' sums of centroids times activations. They fit 32 bits, so intermediate sums may wrap.
     #[inline(always)]
     fn sums(&self, total: u32, sums: &[[i32; PANEL]; MASKS]) -> [[i32; PANEL]; BYTES] {
         let mut out = [[0; PANEL]; BYTES];
@@ -78,9 +79,9 @@ pub(in crate::gemm::codebook) struct Lookups<'a> {
     pub view: View<'a>,
     /// Prepared activations with tables.
     pub prepared: &'a Prepared,
-    /// The bits of an activation, 4 or 8.
+    /// The bits per activation, 4 or 8.
     pub activation_bits: u8,
-    /// The bytes of a centroid that are multiplied: 1, the high one, or 2.
+    /// The number of centroid bytes that are multiplied: 1 (the high byte) or 2.
     pub centroid_bytes: usize,
 }
 
@@ -90,7 +91,7 @@ impl Lookups<'_> {
     /// # Safety
     /// The processor has AVX2.
     pub unsafe fn multiply(&self, expert: usize, rows: Range<usize>, tokens: &[usize], out: &mut [f32]) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match (self.centroid_bytes, halves(self.activation_bits)) {
                 (1, 1) => self.rows::<1, 1>(expert, rows, tokens, out),
@@ -101,7 +102,7 @@ impl Lookups<'_> {
         }
     }
 
-    /// Adds products as [`Lookups::multiply`] does, for activations of `HALVES` halves of a byte.
+    /// Adds products like [`Lookups::multiply`], for activations of `HALVES` halves of a byte.
     #[target_feature(enable = "avx2")]
     fn rows<const BYTES: usize, const HALVES: usize>(
         &self,
@@ -150,8 +151,8 @@ impl Lookups<'_> {
     }
 }
 
-/// Adds the activations that the masks of some lines select to the sums of 16 rows. There are at most [`CHUNK`] lines, a
-/// multiple of four, and `tables` start with theirs.
+/// Adds the activations selected by the masks of some lines to the sums of 16 rows. The number of lines is at most
+/// [`CHUNK`] and a multiple of four, and `tables` start with theirs.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn look_up<const HALVES: usize>(

@@ -1,11 +1,11 @@
 //! Products by 2-bit codes with permutations and dot products: AVX-512.
 //!
-//! The centroids of four columns of a row are in the row's word, so a dot product adds to the sums of 16 rows with four
-//! activations that all rows share, and sums need no transposition. 256 codes take 10 operations besides the loads, and
-//! four dot products for each token and byte of the centroids. Each of these loads its own activations, so that many
-//! tokens are multiplied by [`crate::gemm::codebook::pieces`] instead, whose registers of four rows share a load.
+//! A row's word holds the centroids of four columns, so a dot product with four activations, which all rows share,
+//! adds to the sums of 16 rows, and sums need no transposition. 256 codes take 10 operations besides the loads, and
+//! four dot products per token and byte of the centroids. Each of these loads its own activations. Many tokens are
+//! therefore multiplied by [`crate::gemm::codebook::pieces`], whose registers of four rows share a load.
 
-// A closure that an iterator calls would be compiled without the instructions.
+// Closures called by iterators would be compiled without the vector instructions.
 #![allow(clippy::needless_range_loop)]
 
 use std::arch::x86_64::*;
@@ -18,7 +18,7 @@ use crate::gemm::codebook::tokens::Prepared;
 use crate::gemm::codebook::{Epilogue, Rows};
 use crate::gemm::panel::{LANES, Line};
 
-/// Adds the products of a block of 2 bits, whose first column is `first`, with `tokens` to `out`.
+/// Adds the products of a 2-bit block, whose first column is `first`, with `tokens` to `out`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 pub(in crate::gemm::codebook) fn multiply<const BYTES: usize>(
     block: &Block,
@@ -57,7 +57,8 @@ pub(in crate::gemm::codebook) fn multiply<const BYTES: usize>(
     }
 }
 
-/// The integer sums of 16 rows for `N` tokens and each byte of the centroids, as `CHAINS` independent partial sums each.
+/// The integer sums of 16 rows for `N` tokens and each byte of the centroids, as `CHAINS` independent partial sums
+/// each.
 ///
 /// # Safety
 /// Each of `x` points to as many bytes as the block has columns.
@@ -81,7 +82,7 @@ unsafe fn sums<const BYTES: usize, const N: usize, const CHAINS: usize>(
                 weights[byte] = tables[byte].look_up(&indices, c);
             }
             for t in 0..N {
-                // SAFETY: a line stands for 16 of the block's columns, and x has them all.
+                // SAFETY: a line stands for 16 of the block's columns, all of which x has.
                 let four = unsafe { x[t].add(number * LANE + 4 * c).cast::<i32>().read_unaligned() };
                 for byte in 0..BYTES {
                     let sum = &mut sums[t][byte][c % CHAINS];
@@ -104,7 +105,7 @@ unsafe fn sums<const BYTES: usize, const N: usize, const CHAINS: usize>(
     out
 }
 
-/// Looks up the high bytes of a block of 2 bits from column `first`, four columns a line; zeros after the last column.
+/// Looks up the high bytes of a 2-bit block from column `first`, four columns per line; zeros after the last column.
 /// Rows are in the order of [`crate::gemm::codebook::panels`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 pub(in crate::gemm::codebook) fn look_up(block: &Block, first: usize, lines: &mut [Line]) {
@@ -120,7 +121,7 @@ pub(in crate::gemm::codebook) fn look_up(block: &Block, first: usize, lines: &mu
         let indices = order.indices(order.words(line));
         for c in 0..4 {
             let words = table.look_up(&indices, c);
-            // SAFETY: a line has 64 bytes, aligned.
+            // SAFETY: a line has 64 bytes and is aligned.
             unsafe { _mm512_store_si512((&raw mut group[c]).cast(), words) }
         }
     }

@@ -1,8 +1,8 @@
 //! The tables of a token: sums of its activations.
 //!
-//! Four activations have 16 sums, one for each subset of them. A lane of a line of codes holds in each half of a byte a
-//! subset of the columns k, 4 + k, 8 + k and 12 + k, so a token has a table for each lane. Activations of 8 bits have
-//! two, of their low and of their high halves: then a sum is at most 60, and a byte holds the sum of four of them.
+//! Four activations have 16 sums, one for each subset. A lane of a line of codes holds in each half of a byte a
+//! subset of the columns k, 4 + k, 8 + k and 12 + k, so a token has a table for each lane. 8-bit activations have two
+//! tables, of their low and of their high halves: a sum is then at most 60, and a byte holds the sum of four of them.
 
 use crate::formats::codebook::BLOCK_UNIT;
 use crate::formats::codebook::bits::LANE;
@@ -10,26 +10,27 @@ use crate::formats::codebook::bits::LANE;
 /// The tables and sums of a token.
 #[derive(Default)]
 pub struct Tables {
-    /// For each 16 columns, for each pair of lanes (0 and 1, 2 and 3), for each half of an activation 2 tables of 16.
+    /// For each 16 columns, for each pair of lanes (0 and 1, 2 and 3), for each half of an activation, 2 tables of
+    /// 16.
     pub bytes: Vec<[u8; 2 * LANE]>,
-    /// The sums of the activations of each [`BLOCK_UNIT`] of columns.
+    /// The sums of the activations in each [`BLOCK_UNIT`] of columns.
     pub totals: Vec<u32>,
 }
 
-/// The number of halves of a byte, with tables of their own, of an activation.
+/// The number of half-bytes, each with its own tables, of an activation.
 pub(in crate::gemm::codebook) const fn halves(activation_bits: u8) -> usize {
     if activation_bits == 8 { 2 } else { 1 }
 }
 
 impl Tables {
-    /// The tables of a token's codes of 4 or 8 bits, a multiple of 16 of them. The processor must have AVX2.
+    /// The tables for a token's codes of 4 or 8 bits, whose number is a multiple of 16. The processor must have AVX2.
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
     pub fn new(codes: &[u8], activation_bits: u8) -> Tables {
         let totals = codes.chunks(BLOCK_UNIT);
         let totals = totals.map(|codes| codes.iter().map(|&code| u32::from(code)).sum());
         let mut bytes = vec![[0; 2 * LANE]; codes.len() / LANE * 2 * halves(activation_bits)];
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match activation_bits {
                 8 => x86::fill::<2>(codes, &mut bytes),
@@ -49,7 +50,8 @@ mod x86 {
 
     use super::LANE;
 
-    /// The shuffle of column 4c + k, for lanes `k` and k + 1, into the table entries whose subset has it; others get zeros.
+    /// The shuffle of column 4c + k, for lanes `k` and k + 1, into the table entries whose subset contains it; zeros
+    /// elsewhere.
     const fn choices(k: usize, c: usize) -> [u8; 2 * LANE] {
         let mut places = [0x80; 2 * LANE];
         let mut i = 0;

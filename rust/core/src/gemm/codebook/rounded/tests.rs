@@ -24,7 +24,7 @@ fn weights(view: &View, expert: usize, row: usize) -> Vec<bf16> {
     values.into_iter().map(bf16::from_f32).collect()
 }
 
-/// Tensors of all bits and shapes, with centroids of two bytes and of one.
+/// Tensors of all bits and shapes, with two-byte and one-byte centroids.
 fn cases() -> impl Iterator<Item = Case> {
     (2..=4).flat_map(|bits| {
         SHAPES
@@ -84,7 +84,7 @@ fn rotated_tensors_rotate_their_activations() {
 }
 
 #[test]
-fn what_is_no_number_stays_with_its_token() {
+fn nan_and_infinity_affect_only_their_token() {
     for bits in 2..=4 {
         let blob = Case::new(bits, [1, 20, 64], 128).blob();
         let view = View::parse(&blob).unwrap();

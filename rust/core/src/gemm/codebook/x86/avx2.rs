@@ -1,4 +1,4 @@
-//! The integer kernels' operations on registers of two rows: AVX2.
+//! The operations of the integer kernels on registers of two rows, with AVX2.
 
 use std::arch::x86_64::*;
 
@@ -86,7 +86,7 @@ impl Lanes for Avx2 {
         }
     }
     unsafe fn line(_: *const u8, _: *const u8) -> [__m256i; AT_ONCE] {
-        unreachable!("2-bit codes look activations up")
+        unreachable!("2-bit codes look up activations")
     }
     #[inline(always)]
     unsafe fn activations(from: *const u8) -> [__m256i; 2] {

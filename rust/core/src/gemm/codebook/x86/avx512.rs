@@ -1,4 +1,4 @@
-//! The integer kernels' operations on registers of four rows: AVX-512 with VNNI.
+//! The operations of the integer kernels on registers of four rows, with AVX-512 and VNNI.
 
 use std::arch::x86_64::*;
 

@@ -54,7 +54,7 @@ pub(super) fn exact<const BITS: u8>(
     }
 }
 
-/// The products of 16 rows with `N` tokens, `ROWS` rows at a time. `words` are the codes of a block of 2 bits.
+/// The products of 16 rows with `N` tokens, `ROWS` rows at a time. `words` are the codes of a 2-bit block.
 ///
 /// # Safety
 /// Each of `x` points to as many values as `block` has columns.
@@ -72,7 +72,7 @@ unsafe fn products<const BITS: u8, const ROWS: usize, const N: usize>(
         for r in 0..ROWS {
             table[r] = load_values(&tables[first + r]);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let sums = unsafe {
             match BITS {
                 2 => word_sums::<ROWS, N>(words, first, table, x),
@@ -121,7 +121,7 @@ unsafe fn row_sums<const BITS: u8, const ROWS: usize, const N: usize>(
                 let weights = _mm512_permutexvar_ps(wide_index::<BITS>(wide, group), table[r]);
                 for t in 0..N {
                     let at = step * step_columns(BITS) + group * LANE;
-                    // SAFETY: `at + 16` is at most the columns of the steps, which x has by the caller's promise.
+                    // SAFETY: `at + 16` is at most the columns of the steps, which x has, as the caller guarantees.
                     let x = unsafe { _mm512_loadu_ps(x[t].add(at)) };
                     sums[r][t] = _mm512_fmadd_ps(weights, x, sums[r][t]);
                 }
@@ -131,7 +131,7 @@ unsafe fn row_sums<const BITS: u8, const ROWS: usize, const N: usize>(
     sums
 }
 
-/// The partial sums of `ROWS` rows from row `first` for `N` tokens, for codes of 2 bits in words of 16 columns.
+/// The partial sums of `ROWS` rows from row `first` for `N` tokens, for 2-bit codes in words of 16 columns.
 ///
 /// # Safety
 /// Each of `x` points to as many values as `words` have columns.
@@ -150,7 +150,7 @@ unsafe fn word_sums<const ROWS: usize, const N: usize>(
             let index = _mm512_srlv_epi32(_mm512_set1_epi32(words[first + r] as i32), shifts);
             let weights = _mm512_permutexvar_ps(index, table[r]);
             for t in 0..N {
-                // SAFETY: there are 16 columns a word, which x has by the caller's promise.
+                // SAFETY: there are 16 columns per word, which x has, as the caller guarantees.
                 let x = unsafe { _mm512_loadu_ps(x[t].add(number * LANE)) };
                 sums[r][t] = _mm512_fmadd_ps(weights, x, sums[r][t]);
             }
@@ -159,7 +159,7 @@ unsafe fn word_sums<const ROWS: usize, const N: usize>(
     sums
 }
 
-/// The indices of a group from widened registers. Permutations read the low four bits, and tables of fewer entries are
+/// The indices of a group from widened registers. Permutations read the low four bits, and smaller tables are
 /// repeated, so the bits above a code have no effect.
 #[inline]
 #[target_feature(enable = "avx512f")]

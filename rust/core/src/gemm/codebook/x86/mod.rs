@@ -1,10 +1,10 @@
-//! Kernels for x86-64.
+//! Codebook kernels for x86-64.
 //!
 //! Integer modes: [`super::kernel`] over registers of four or two rows, and [`super::planes`] for 2 bits. Exact mode:
-//! [`exact`] with AVX-512; with AVX2 the portable kernel, which looks up values by permutations.
+//! [`exact`] with AVX-512; with AVX2 the portable kernel with lookups by permutations.
 //!
-//! Loops index arrays on purpose: a closure that an iterator or `array::map` calls is compiled outside the function that
-//! enables the instructions, and each intrinsic in it becomes a call (measured: ten times slower).
+//! Loops deliberately index arrays: a closure called by an iterator or `array::map` is compiled outside the function
+//! that enables the instructions, and each intrinsic in it becomes a call (measured: ten times slower).
 
 #![allow(clippy::needless_range_loop)]
 
@@ -27,15 +27,15 @@ pub(super) use avx2::Avx2;
 pub(super) use avx512::Avx512;
 pub(super) use quantize::quantize;
 
-/// A [`Lookup`] by permutations of AVX2.
+/// A [`Lookup`] with AVX2 permutations.
 struct Permutations;
 
 impl Lookup for Permutations {
     #[inline(always)]
     fn values(codes: &[u8], table: &[f32; LANE], out: &mut [f32]) {
         for (codes, out) in codes.as_chunks::<8>().0.iter().zip(out.as_chunks_mut::<8>().0) {
-            // SAFETY: only `avx2` names this type, whose caller has AVX2; the halves of the table, the codes and the
-            // output have 8 elements each.
+            // SAFETY: only `avx2` names this type, and its caller has AVX2; the halves of the table, the codes and
+            // the output have 8 elements each.
             unsafe {
                 let low = _mm256_loadu_ps(table.as_ptr());
                 let high = _mm256_loadu_ps(table.as_ptr().add(8));
@@ -52,7 +52,8 @@ impl Lookup for Permutations {
     }
 }
 
-/// Adds the products of a block, whose first column is `first`, with `tokens` to `out`, by AVX2, which must be available.
+/// Adds the products of a block, whose first column is `first`, with `tokens` to `out`, with AVX2, which must be
+/// available.
 pub(super) fn avx2(
     block: &Block,
     precision: Precision,
@@ -87,7 +88,7 @@ pub(super) fn avx2(
         unsafe { kernel::compute::<Avx2>(block, centroid_bytes, first, prepared, tokens, pieces, out) }
     }
     let pieces = &mut buffers.pieces;
-    // SAFETY: `isa.require()` in `Codebook::new` proved that the processor runs AVX2 and FMA.
+    // SAFETY: `isa.require()` in `Codebook::new` checked that the processor has AVX2 and FMA.
     unsafe {
         match precision {
             Precision::Exact => exact(block, first, prepared, tokens, buffers, out),
@@ -124,10 +125,10 @@ pub(super) fn avx512(
     }
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     fn lines<const BYTES: usize>(block: &Block, first: usize, pieces: &mut Pieces, out: &mut Rows) {
-        // SAFETY: the function has the features of the lanes; it is called for blocks of 2 bits.
+        // SAFETY: the function has the features of the lanes; it is only called for 2-bit blocks.
         unsafe { pieces::multiply::<Avx512, 2, BYTES>(block, first, pieces, out) }
     }
-    // SAFETY: `isa.require()` in `Codebook::new` proved that the processor runs every feature that these enable.
+    // SAFETY: `isa.require()` in `Codebook::new` checked that the processor supports every feature that these enable.
     unsafe {
         match (precision, block.bits()) {
             (Precision::Exact, 2) => exact::exact::<2>(block, first, prepared, tokens, words, out),

@@ -1,4 +1,4 @@
-//! Quantizing a token's activations with AVX-512.
+//! Quantizes a token's activations with AVX-512.
 
 use std::arch::x86_64::*;
 
@@ -6,7 +6,7 @@ use super::load_values;
 use crate::formats::codebook::bits::LANE;
 use crate::gemm::codebook::grid::Grid;
 
-/// Quantizes a token as `tokens::quantize_portable` does, to the same bits.
+/// Quantizes a token like `tokens::quantize_portable`, with the same bits.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 pub(in crate::gemm::codebook) fn quantize(x: &[f32], bits: u8, codes: &mut [u8]) -> (f32, i32) {
     let zeros = _mm512_setzero_ps();
@@ -37,7 +37,7 @@ pub(in crate::gemm::codebook) fn quantize(x: &[f32], bits: u8, codes: &mut [u8])
     (grid.step, grid.zero)
 }
 
-/// Loads up to 16 values, followed by zeros.
+/// Loads up to 16 values, padded with zeros.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load_part(values: &[f32]) -> __m512 {

@@ -97,7 +97,7 @@ fn products_are_within_their_bound_on_every_backend() {
 }
 
 #[test]
-fn what_is_no_number_stays_with_its_token() {
+fn nan_and_infinity_affect_only_their_token() {
     let sample = Sample::new(Code::Fsv8, [1, 20, 64]);
     let view = TernaryView::parse(&sample.blob).unwrap();
     let mut x = numbers(20 * 64, 3);
@@ -113,7 +113,7 @@ fn what_is_no_number_stays_with_its_token() {
     }
 }
 
-/// Codes that no encoder writes: payloads of a single byte, and of changing ones.
+/// Codes that no encoder writes: payloads of a single repeated byte, and of changing bytes.
 #[test]
 fn damaged_codes_give_numbers_and_nothing_else() {
     for (code, mut sample) in samples() {

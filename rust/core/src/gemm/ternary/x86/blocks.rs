@@ -1,9 +1,10 @@
-//! Two to 32 tokens without lists: every slot of a word is one multiply-add for each vector of tokens.
+//! Two to 32 tokens without lists: every slot of a word is one multiply-add per vector of tokens.
 //!
-//! A code takes a load of it and of the code before it, a shift, two loads of an entry's halves, seven instructions that
-//! extract their fields, and for each slot a level and a product for each vector. Slots without a non-zero (about a
-//! quarter) multiply by zero, which is cheaper than a branch. Accumulators alternate between codes and slots, which hides
-//! the latency 4 of products. The bound is the loads: with 16 tokens nine of 256 bits a code, 6.3 cycles on Zen 4.
+//! A code takes a load of it and the previous code, a shift, two loads of an entry's halves, seven instructions that
+//! extract their fields, and for each slot a level and one product per vector. Slots without a non-zero (about a
+//! quarter) multiply by zero, which is cheaper than a branch. Accumulators alternate between codes and slots, which
+//! hides the product latency of 4 cycles. The bound is the loads: with 16 tokens nine of 256 bits per code, 6.3
+//! cycles on Zen 4.
 
 use std::arch::x86_64::*;
 
@@ -19,7 +20,7 @@ use super::vector::Vector;
 /// The processor has AVX-512 F, AVX2, FMA and BMI2.
 #[target_feature(enable = "avx512f,avx2,fma,bmi1,bmi2")]
 pub(super) unsafe fn row_avx512(unit: &Unit, row: &UnitRow, table: &BlockTable, out: &mut [f32]) {
-    // SAFETY: the features are the caller's.
+    // SAFETY: the caller guarantees the features.
     unsafe {
         match unit.tile.blocks()[0].lanes {
             4 => fill::<__m128, 1>(unit, row, table, out),
@@ -36,7 +37,7 @@ pub(super) unsafe fn row_avx512(unit: &Unit, row: &UnitRow, table: &BlockTable, 
 /// The processor has AVX2, FMA and BMI2.
 #[target_feature(enable = "avx2,fma,bmi1,bmi2")]
 pub(super) unsafe fn row_avx2(unit: &Unit, row: &UnitRow, table: &BlockTable, out: &mut [f32]) {
-    // SAFETY: the features are the caller's.
+    // SAFETY: the caller guarantees the features.
     unsafe {
         match unit.tile.blocks()[0].lanes {
             4 => fill::<__m128, 1>(unit, row, table, out),
@@ -64,8 +65,8 @@ unsafe fn fill<V: Vector, const N: usize>(unit: &Unit, row: &UnitRow, table: &Bl
     let payload = &unit.view.padded_payload()[row.start..];
     assert!(payload.len() >= codes + BLOCK_ROUND);
     let values = unit.tile.padded_values(block, BLOCK_ROUND + 1);
-    // SAFETY: whole rounds after the first code read fewer than BLOCK_ROUND bytes after the row, which the payload has;
-    // `values` has positions after the columns for the words of a round and of the first code.
+    // SAFETY: whole rounds after the first code read fewer than BLOCK_ROUND bytes after the row, which the payload
+    // has; `values` has positions after the columns for the words of a round and of the first code.
     let sums: [V; N] = unsafe {
         match table.class_bits {
             2 => sum::<V, N, 2>(
@@ -110,10 +111,11 @@ unsafe fn sum<V: Vector, const N: usize, const CLASS: usize>(
 ) -> [V; N] {
     let entries = &table.entries[..256 << CLASS];
     // SAFETY: indices are below 2^(8 + CLASS). The pointer `at` is at most `columns` positions from the start when a
-    // round begins, so that the round's words stay within the positions promised; types are below 4.
+    // round begins, so that the round's words stay within the guaranteed positions; types are below 4.
     unsafe {
         let (mut even, mut odd) = ([[V::zero(); N]; 2], [[V::zero(); N]; 2]);
-        // Volatile, so that the halves are loaded apart: extracting fields from one word takes four instructions more.
+        // Volatile, so that the halves are loaded separately: extracting fields from one word takes four more
+        // instructions.
         let entry = |k: usize| {
             let halves = entries.as_ptr().add(k).cast::<u32>();
             [halves.read_volatile(), halves.add(1).read_volatile()]

@@ -1,6 +1,6 @@
-//! Kernels for x86-64 with AVX2 or AVX-512.
+//! Ternary kernels for x86-64 with AVX2 or AVX-512.
 //!
-//! One token: [`walk`]. Two to 32 tokens of a two-slot dictionary: [`blocks`]. Everything else, above all more tokens:
+//! One token: [`walk`]. Two to 32 tokens of a two-slot dictionary: [`blocks`]. Everything else, mainly more tokens:
 //! rows are decoded to lists once, and [`sums`] multiplies them by each token block.
 
 mod blocks;
@@ -22,19 +22,19 @@ struct Pair(u16);
 
 /// Reads two bytes, the first in the low half.
 ///
-/// The load is volatile: otherwise the compiler loads the pairs of a whole round as vectors and extracts them, which makes
-/// the loops a third slower.
+/// The load is volatile: otherwise the compiler loads the pairs of a whole round as vectors and extracts them, which
+/// makes the loops a third slower.
 ///
 /// # Safety
-/// The two bytes can be read.
+/// The two bytes are readable.
 #[inline(always)]
 unsafe fn pair(at: *const u8) -> u32 {
-    // SAFETY: the caller's promise; a packed structure needs no alignment, and any two bytes are one.
+    // SAFETY: guaranteed by the caller; a packed structure needs no alignment, and any two bytes are a valid value.
     let Pair(pair) = unsafe { at.cast::<Pair>().read_volatile() };
     u32::from(u16::from_le(pair))
 }
 
-/// The instructions that a kernel may use, and whether it loads table entries some codes before they are used.
+/// The instructions that a kernel may use, and whether it loads table entries several codes ahead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Variant {
     /// AVX2, FMA, BMI1 and BMI2.
@@ -43,24 +43,24 @@ pub(super) enum Variant {
     Avx512 { ahead: bool },
 }
 
-/// A row of a unit: [`crate::formats::ternary::PlacedRow`] in less memory, because units have hundreds.
+/// A row of a unit: a compact [`crate::formats::ternary::PlacedRow`], because units have hundreds.
 #[derive(Clone, Copy, Default)]
 struct UnitRow {
-    /// Where the row's bytes begin in the payload, and their number.
+    /// The start of the row's bytes in the payload, and their number.
     start: usize,
     bytes: u32,
-    /// The number of the row in the unit.
+    /// The index of the row in the unit.
     number: u16,
-    /// The place of the row's dictionary in the tensor's, or [`OTHERS`].
+    /// The index of the row's dictionary in the tensor, or [`OTHERS`].
     dictionary: u8,
     swapped: bool,
 }
 
-/// The mark of rows without a dictionary: raw and empty rows, and all rows of dict16.
+/// Marks rows without a dictionary: raw and empty rows, and all rows of dict16.
 const OTHERS: usize = MAX_DICTIONARIES;
 
-/// The rows of a unit, sorted by dictionary, so that a dictionary's table stays in the first-level cache while its rows
-/// are decoded; [`OTHERS`] are last.
+/// The rows of a unit, sorted by dictionary, so that a dictionary's table stays in the first-level cache while its
+/// rows are decoded; [`OTHERS`] are last.
 struct RowsByDictionary {
     rows: Vec<UnitRow>,
     ends: [usize; OTHERS + 1],
@@ -189,8 +189,8 @@ pub(super) fn rows(unit: &Unit, variant: Variant, out: &mut [f32]) {
     }
 }
 
-/// The rows that are decoded before their lists are multiplied by the token blocks: a block's values are then loaded into
-/// the second-level cache once for all of them, and the lists fit the cache beside it.
+/// The number of rows decoded before their lists are multiplied by the token blocks: a block's values are then loaded
+/// into the second-level cache once for all of them, and the lists fit the cache, too.
 const LISTED_ROWS: usize = 64;
 
 /// Writes the outputs of rows from their lists.
@@ -198,7 +198,7 @@ fn add_lists(unit: &Unit, rows: &[UnitRow], lists: &[List], wide: bool, out: &mu
     let (tokens, bound) = (unit.tile.tokens(), position_bound(unit.view));
     for block in unit.tile.blocks() {
         let values = unit.tile.values(block);
-        // `sums` trusts the items: they are below twice the bound, which the values must cover.
+        // `sums` relies on the items being below twice the bound, which the values must cover.
         assert!(bound * block.lanes <= values.len());
         for (row, list) in rows.iter().zip(lists) {
             let levels = list.levels(row.levels(unit));

@@ -1,14 +1,14 @@
 //! Products of lists and token blocks of 4 to 32 lanes.
 //!
-//! A non-zero weight takes one load of its item, one of its level, and one product for each vector of tokens, with a
-//! memory operand. Two sets of accumulators alternate, which hides the latency 4 of products if there are few vectors.
-//! The bound is one 512-bit or two 256-bit loads a cycle on Zen 4, two of either on Intel.
+//! A non-zero weight takes one load of its item, one of its level, and one product per vector of tokens, with a
+//! memory operand. Two sets of accumulators alternate, which hides the product latency of 4 cycles if there are few
+//! vectors. The bound is one 512-bit or two 256-bit loads per cycle on Zen 4, two of either on Intel.
 
 use std::arch::x86_64::*;
 
 use super::vector::Vector;
 
-/// Writes the outputs of a row for a block of `lanes` tokens, of which `out` takes the first.
+/// Writes the outputs of a row for a block of `lanes` tokens; `out` takes those of its first tokens.
 ///
 /// # Safety
 /// `values` holds `lanes` floats for every position of `items`. The processor has AVX-512 F, AVX2 and FMA.
@@ -20,7 +20,7 @@ pub(super) unsafe fn block_avx512(
     levels: [f32; 2],
     out: &mut [f32],
 ) {
-    // SAFETY: as the caller promises; the vectors of a call are as wide as `lanes`.
+    // SAFETY: guaranteed by the caller; the vectors of a call are as wide as `lanes`.
     unsafe {
         match lanes {
             4 => vectors::<__m128, 1, 4>(items, values, levels, out),
@@ -32,7 +32,7 @@ pub(super) unsafe fn block_avx512(
     }
 }
 
-/// Writes the outputs of a row for a block of `lanes` tokens, of which `out` takes the first.
+/// Writes the outputs of a row for a block of `lanes` tokens; `out` takes those of its first tokens.
 ///
 /// # Safety
 /// `values` holds `lanes` floats for every position of `items`. The processor has AVX2 and FMA.
@@ -44,7 +44,7 @@ pub(super) unsafe fn block_avx2(
     levels: [f32; 2],
     out: &mut [f32],
 ) {
-    // SAFETY: as the caller promises; the vectors of a call are as wide as `lanes`.
+    // SAFETY: guaranteed by the caller; the vectors of a call are as wide as `lanes`.
     unsafe {
         match lanes {
             4 => vectors::<__m128, 1, 4>(items, values, levels, out),
@@ -68,7 +68,7 @@ unsafe fn vectors<V: Vector, const N: usize, const STRIDE: usize>(
     out: &mut [f32],
 ) {
     let mut buffer = [0.0f32; 32];
-    // SAFETY: as the caller promises; the lowest bit of an item is 0 or 1; the buffer holds a block's lanes.
+    // SAFETY: guaranteed by the caller; the lowest bit of an item is 0 or 1; the buffer holds a block's lanes.
     unsafe {
         let add = |sums: &mut [V; N], item: u32| {
             let level = V::splat(*levels.as_ptr().add((item & 1) as usize));

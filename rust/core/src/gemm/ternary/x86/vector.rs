@@ -5,8 +5,8 @@ use std::arch::x86_64::*;
 /// A register of floats.
 ///
 /// # Safety
-/// Every function needs AVX2 and FMA, those of `__m512` AVX-512 F too. Pointers are valid for the lanes that the
-/// function reads or writes; they need no alignment.
+/// Every function needs AVX2 and FMA; those of `__m512` also need AVX-512 F. Pointers are valid for the lanes that
+/// the function reads or writes; they need no alignment.
 pub(super) trait Vector: Copy {
     /// The number of floats.
     const LANES: usize;

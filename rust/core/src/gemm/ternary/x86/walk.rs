@@ -1,4 +1,4 @@
-//! One token: codes are decoded one after the other, and every non-zero is one load-and-add of a pair of floats.
+//! One token: codes are decoded sequentially, and every non-zero is one load-and-add of a pair of floats.
 //!
 //! ```text
 //! pair    = the code and the one before       movzx            1 load
@@ -9,22 +9,23 @@
 //! at     += bytes of the word                 shr, add
 //! ```
 //!
-//! Nine instructions and four loads for 12.6 weights at a density of 0.115. Lane 0 of the sums is the sum of activations
-//! with symbol 1, lane 1 that with symbol 2; lanes 2 and 3 are unused ([`super::super::table`] describes the tile). The
-//! only chain is the addition to `at`. Independent instructions of this mix would take 1.6 cycles a code on Zen 4; the
-//! loop takes 2.7 cycles, 2.3 with `ahead`, because the schedulers fill up with instructions that wait for three dependent
-//! loads.
+//! Nine instructions and four loads for 12.6 weights at a density of 0.115. Lane 0 of the sums is the sum of
+//! activations with symbol 1, lane 1 that with symbol 2; lanes 2 and 3 are unused ([`super::super::table`] describes
+//! the tile). The only dependency chain is the addition to `at`. Independent instructions of this mix would take 1.6
+//! cycles per code on Zen 4; the loop takes 2.7 cycles, 2.3 with `ahead`, because the schedulers fill up with
+//! instructions that wait for three dependent loads.
 //!
-//! `ahead` loads entries three codes before they are used and pairs two codes before that, so that fewer instructions
-//! wait: 8 to 13% faster on Zen 4 in the loop, 3 to 6% in whole products, 8% slower on Sapphire Rapids. The sums are the
-//! same bit for bit.
+//! `ahead` loads entries three codes before their use and pairs two codes before that, so that fewer instructions
+//! wait: 8 to 13% faster on Zen 4 in the loop, 3 to 6% in whole products, 8% slower on Sapphire Rapids. The sums have
+//! the same bits.
 //!
-//! The alternative is AVX-512 gathers: 64 codes a round, entries and activations gathered, positions by a prefix sum of
-//! the lengths. Both loops, in 10^9 weights/s at 2080 / 6144 / 768 columns: gathers 9.4 / 10.1 / 8.3 and this one
-//! 16.0 / 10.7 / 17.0 on Zen 4; gathers 13.4 / 14.7 / 11.8 and this one 16.4 / 12.2 / 15.5 on Sapphire Rapids. So no
-//! kernel uses gathers. Wide rows, for which gathers would be faster, are interleaved instead: a tile of 12 bytes a
-//! column outgrows the first-level cache at some 2,500 columns, so 64 wider rows advance by 128 codes each in rotation,
-//! all at about the same column: 10.7 become 15 to 16 at 6,144 columns on Zen 4.
+//! The alternative is AVX-512 gathers: 64 codes per round, with gathered entries and activations and positions from a
+//! prefix sum of the lengths. Both loops, in 10^9 weights/s at 2080 / 6144 / 768 columns: gathers 9.4 / 10.1 / 8.3
+//! and this one 16.0 / 10.7 / 17.0 on Zen 4; gathers 13.4 / 14.7 / 11.8 and this one 16.4 / 12.2 / 15.5 on Sapphire
+//! Rapids. No kernel uses gathers for this reason. Wide rows, for which gathers would be faster, are interleaved
+//! instead: a tile of 12 bytes per column exceeds the first-level cache at some 2,500 columns, so 64 wider rows
+//! advance by 128 codes each in rotation, all at about the same column: 10.7 become 15 to 16 at 6,144 columns on Zen
+//! 4.
 
 use std::arch::x86_64::*;
 
@@ -34,25 +35,27 @@ use super::super::unit::Unit;
 use super::{OTHERS, RowsByDictionary, UnitRow};
 use crate::formats::ternary::Code;
 
-/// The codes between two checks of the position; tiles have zeros for their words, and the first one, after the columns.
+/// The number of codes between two checks of the position; tiles have zeros for their words, and for the first one,
+/// after the columns.
 pub(in super::super) const ROUND: usize = 16;
 
-/// The codes by which pairs are loaded ahead with `ahead`.
+/// The number of codes by which pairs are loaded ahead with `ahead`.
 const AHEAD: usize = 5;
 
-/// The bytes that may be read after a row: a round's codes less one and the pairs ahead, two bytes each for dict16.
+/// The bytes that may be read after a row: those of a round minus one code and of the pairs ahead, two bytes each for
+/// dict16.
 const SLACK: usize = 2 * (ROUND + AHEAD);
 
 /// Rows with more columns are interleaved.
 const WIDE: usize = 2560;
 
-/// The rounds by which an interleaved row advances at a time.
+/// The number of rounds by which an interleaved row advances at a time.
 const TURN: usize = 8;
 
-/// The rows that are interleaved: those of a group, whose state fits the first-level cache.
+/// The number of interleaved rows: those of a group, whose state fits the first-level cache.
 const TOGETHER: usize = 64;
 
-/// The state of a row that is being multiplied.
+/// The state of a row during its multiplication.
 #[derive(Clone, Copy)]
 struct Walk {
     /// The next pair of codes.
@@ -62,7 +65,7 @@ struct Walk {
     sums: __m128,
 }
 
-/// Computes a unit into `out`, one float a row.
+/// Computes a unit into `out`, one float per row.
 ///
 /// # Safety
 /// The processor has AVX2, FMA, BMI1 and BMI2.
@@ -80,7 +83,7 @@ pub(super) unsafe fn rows(unit: &Unit, ahead: bool, out: &mut [f32]) {
             (_, Code::Fsv8) => StepTable::fsv8(usize::from(unit.view.dictionaries()[i])),
             (_, Code::Dict16) => StepTable::dict16(),
         };
-        // SAFETY: the features are the caller's; the constants say what the table holds.
+        // SAFETY: the caller guarantees the features; the constants match the table.
         unsafe {
             match (table.class_bits, table.three_slots, ahead) {
                 (0, _, _) => walk_all::<0, 3, false>(unit, rows, table, out),
@@ -95,7 +98,7 @@ pub(super) unsafe fn rows(unit: &Unit, ahead: bool, out: &mut [f32]) {
     }
 }
 
-/// Computes raw and empty rows by their lists: they are too rare for a kernel of their own.
+/// Computes raw and empty rows from their lists: they are too rare for their own kernel.
 fn raw(unit: &Unit, rows: &[UnitRow], out: &mut [f32]) {
     let tile = unit.tile.padded_steps(1);
     let mut list = List::default();
@@ -145,7 +148,7 @@ unsafe fn walk_all<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: boo
         while walks.iter().any(|&(_, rounds)| rounds > 0) {
             for (walk, rounds) in &mut walks {
                 let turn = TURN.min(*rounds);
-                // SAFETY: `walk` has that many rounds left.
+                // SAFETY: `walk` has at least this many rounds left.
                 unsafe { walker.rounds(walk, turn) };
                 *rounds -= turn;
             }
@@ -180,8 +183,8 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
     /// The bytes of a code.
     const BYTES: usize = if CLASS == 0 { 2 } else { 1 };
 
-    /// Starts a row; returns its state and number of rounds. The first FSV8 code is decoded here, because the byte before
-    /// it counts as 0.
+    /// Starts a row; returns its state and number of rounds. The first FSV8 code is decoded here, because the byte
+    /// before it counts as 0.
     ///
     /// # Safety
     /// `tile` has one word after the columns; the features of [`rows`].
@@ -201,7 +204,7 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
         };
         if CLASS > 0 {
             let mut sums = [walk.sums; SLOTS];
-            // SAFETY: the caller's promise about the tile.
+            // SAFETY: the caller guarantees the tile.
             unsafe {
                 Self::step(
                     self.table[usize::from(payload[0]) << CLASS],
@@ -217,10 +220,10 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
     /// The pair of the `k`-th code from `pairs`.
     ///
     /// # Safety
-    /// The two bytes can be read.
+    /// The two bytes are readable.
     #[inline(always)]
     unsafe fn pair(pairs: *const u8, k: usize) -> u32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { super::pair(pairs.add(k * Self::BYTES)) }
     }
 
@@ -263,8 +266,8 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
     /// Computes `count` rounds of a row.
     ///
     /// # Safety
-    /// `count` is at most the rounds that are left of those that [`Walker::start`] returned, and the tile has ROUND + 1
-    /// words after the columns: the position is limited to the last column before each round.
+    /// `count` is at most the number of rounds left of those that [`Walker::start`] returned, and the tile has
+    /// ROUND + 1 words after the columns: the position is limited to the last column before each round.
     #[inline(always)]
     unsafe fn rounds(&self, walk: &mut Walk, count: usize) {
         // SAFETY: as above; SSE is part of x86-64.
@@ -307,6 +310,6 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
 /// Prefetches the codes 1 KB ahead: 2 to 5% faster with cold weights.
 #[inline(always)]
 fn prefetch(pairs: *const u8) {
-    // SAFETY: a prefetch does not fault, wherever it points.
+    // SAFETY: a prefetch never faults.
     unsafe { _mm_prefetch(pairs.wrapping_add(1024).cast::<i8>(), _MM_HINT_T0) };
 }

@@ -1,11 +1,11 @@
-//! The AVX-512 decoder's steps, emulated: they are tested on any x86-64 processor.
+//! The steps of the AVX-512 decoder, emulated so that any x86-64 processor can test them.
 
 use super::super::avx512::LOW;
 use super::*;
 
 type Bytes = [u8; LANES];
 
-/// The bytes of two vectors at positions of seven bits.
+/// Selects bytes of two vectors at 7-bit positions.
 fn permute(positions: &Bytes, first: &Bytes, second: &Bytes) -> Bytes {
     positions.map(|position| match usize::from(position & 127) {
         position if position < LANES => first[position],
@@ -13,7 +13,7 @@ fn permute(positions: &Bytes, first: &Bytes, second: &Bytes) -> Bytes {
     })
 }
 
-/// Bytes of two vectors in turn: of each 16 the lower or the upper eight.
+/// Interleaves bytes of two vectors: the lower or upper eight of each 16.
 fn interleave(first: &Bytes, second: &Bytes, half: usize) -> Bytes {
     std::array::from_fn(|i| {
         let from = if i % 2 == 0 { first } else { second };
@@ -21,14 +21,14 @@ fn interleave(first: &Bytes, second: &Bytes, half: usize) -> Bytes {
     })
 }
 
-/// Words that `combine` makes of pairs of bytes of two vectors.
+/// Combines pairs of bytes of two vectors into words by `combine`.
 fn words(a: &Bytes, b: &Bytes, combine: impl Fn([u8; 2], [u8; 2]) -> u16) -> Bytes {
     let pairs = a.as_chunks::<2>().0.iter().zip(b.as_chunks::<2>().0);
     let words: Vec<u8> = pairs.flat_map(|(&a, &b)| combine(a, b).to_le_bytes()).collect();
     words.try_into().unwrap()
 }
 
-/// The steps of the AVX-512 decoder on arrays, as the processor's manual describes each instruction.
+/// Runs the steps of the AVX-512 decoder on arrays, following the processor manual's definition of each instruction.
 fn emulated(chain: &mut Chain) -> Register {
     let (table, high, low) = (chain.table, chain.high.0, chain.low.0);
     let part = |i: usize| -> Bytes { table.symbols[i * LANES..][..LANES].try_into().unwrap() };

@@ -1,12 +1,12 @@
 //! The Markov chain of a dictionary's states: its average reward and the relative value of each state, in weights.
 //!
 //! With e_s the expected number of weights of a code in state s, t_sc the probability that it leads to state c, and g
-//! the weights a code in the long run, the relative values solve h_s = e_s - g + sum over c of t_sc h_c, with h_0 = 0.
+//! the long-run weights per code, the relative values solve h_s = e_s - g + sum over c of t_sc h_c, with h_0 = 0.
 
 use super::Source;
 use super::tree::Tree;
 
-/// The average number of weights of a code in the long run, and the relative value of every state.
+/// The long-run average number of weights per code, and the relative value of every state.
 pub(super) fn solve(trees: &[Tree]) -> (f64, Vec<f64>) {
     // The unknowns: g (h_0 is 0), then h_1, h_2, ...
     let rows = trees.iter().enumerate().map(|(state, tree)| {
@@ -22,7 +22,7 @@ pub(super) fn solve(trees: &[Tree]) -> (f64, Vec<f64>) {
     (gain, solution)
 }
 
-/// Solves linear equations (coefficients, then the right-hand side) by Gauss-Jordan elimination with row exchange.
+/// Solves linear equations (coefficients, then the right-hand side) by Gauss-Jordan elimination with pivoting.
 fn eliminate(mut rows: Vec<Vec<f64>>) -> Vec<f64> {
     let n = rows.len();
     for column in 0..n {
@@ -39,8 +39,8 @@ fn eliminate(mut rows: Vec<Vec<f64>>) -> Vec<f64> {
     rows.iter().map(|row| row[n]).collect()
 }
 
-/// Initial relative values, those of an ideal code: the weights up to the first non-zero that a promise of d announces,
-/// less the weights that an ideal code describes with the same number of bits.
+/// Initial relative values, those of an ideal code: the weights up to the first non-zero that a promise of d
+/// announces, minus the weights that an ideal code describes with the same number of bits.
 pub(super) fn initial_values(promises: &[u8], source: &Source) -> Vec<f64> {
     let [p0, p1, p2] = source.probabilities;
     let entropy = source.entropy();

@@ -1,12 +1,12 @@
-//! Searching a dictionary for given probabilities.
+//! Searches a dictionary for given probabilities.
 //!
-//! A dictionary is a set of complete trees, one for each state. A leaf is a word with its promise; a tree grows by
-//! replacing a leaf by several (`splits`), until it has as many leaves as there are codes. The search is a policy
-//! iteration: it improves the tree of each state for fixed relative values of the states, in weights and against state
-//! 0, then solves for the relative values of the improved trees (`chain`).
+//! A dictionary is a set of complete trees, one per state. A leaf is a word with its promise. A tree grows by
+//! replacing a leaf with several (`splits`) until it has one leaf per code. The search is a policy iteration: it
+//! improves the tree of each state for fixed relative values of the states (in weights, relative to state 0), then
+//! solves for the relative values of the improved trees (`chain`).
 //!
-//! Every class holds a fixed number of codes, and a greedy tree fills it too early or too late. Penalties on the leaves
-//! of each class, found by a random search, correct the greedy choice.
+//! Every class has a fixed number of codes, which a greedy tree uses up too early or too late. Penalties on the
+//! leaves of each class, found by a random search, correct the greedy choice.
 
 mod chain;
 mod splits;
@@ -17,7 +17,8 @@ use crate::{Error, Result};
 use splits::Split;
 use tree::{Grower, Tree};
 
-/// The longest word. Hardly any word of a good dictionary would be longer, and kernels read ahead by the longest.
+/// The maximum length of a word. Good dictionaries have hardly any longer words, and kernels read ahead by the
+/// longest.
 const MAX_LENGTH: u8 = 120;
 
 /// The iterations, each of which improves all trees and then their relative values.
@@ -26,19 +27,19 @@ const ROUNDS: usize = 6;
 /// The goal of a search: the source, the limits of words, and the effort.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Goal {
-    /// Share of zeros in thousandths, 1 to 999.
+    /// The share of zeros in thousandths, 1 to 999.
     pub p0_thousandths: u16,
-    /// Share of symbol 1 among the non-zeros in thousandths, 500 to 999.
+    /// The share of symbol 1 among the non-zeros in thousandths, 500 to 999.
     pub share_thousandths: u16,
-    /// Most non-zeros of a word: 2 or 3. Three are better below p0 = 0.81.
+    /// The maximum number of non-zeros of a word: 2 or 3. Three are better below p0 = 0.81.
     pub max_nonzeros: u8,
-    /// Random steps for each tree in each round. A search with 60 finds the embedded dictionaries.
+    /// Random steps per tree and round. The embedded dictionaries were found with 60.
     pub effort: usize,
     /// The seed of the random numbers.
     pub seed: u64,
 }
 
-/// The memoryless source of symbols 0, 1 and 2 that a dictionary is made for.
+/// The memoryless source of symbols 0, 1 and 2 that a dictionary is designed for.
 #[derive(Debug, Clone, Copy)]
 struct Source {
     probabilities: [f64; 3],
@@ -50,7 +51,7 @@ impl Source {
         self.probabilities[0].powi(i32::from(count))
     }
 
-    /// The entropy in bits a weight.
+    /// The entropy in bits per weight.
     fn entropy(&self) -> f64 {
         self.probabilities.iter().map(|p| -p * p.log2()).sum()
     }
@@ -63,7 +64,8 @@ struct StateSet {
     class_sizes: Vec<u16>,
 }
 
-/// Searches a dictionary: all state sets briefly, then the best one thoroughly. The same goal gives the same words.
+/// Searches a dictionary: tries all state sets briefly, then the best one thoroughly. The same goal gives the same
+/// words.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if the goal is out of range.
@@ -73,7 +75,7 @@ pub fn search(goal: &Goal) -> Result<Dictionary> {
         (1..1000).contains(&p0) && (500..1000).contains(&share) && (2..=3).contains(&goal.max_nonzeros);
     if !in_range {
         return Err(Error::InvalidArgument(format!(
-            "no dictionary can be searched for {goal:?}"
+            "the goal of the search is out of range: {goal:?}"
         )));
     }
     let (p0, share) = (f64::from(p0) / 1e3, f64::from(share) / 1e3);
@@ -85,12 +87,13 @@ pub fn search(goal: &Goal) -> Result<Dictionary> {
         .into_iter()
         .map(|states| (Search::new(goal, source, &states).run(brief).gain, states));
     let best = tried.max_by(|a, b| a.0.total_cmp(&b.0));
-    let (_, states) = best.ok_or_else(|| Error::InvalidArgument("no plan for this share of zeros".into()))?;
+    let (_, states) =
+        best.ok_or_else(|| Error::InvalidArgument("no set of states suits this share of zeros".into()))?;
     let found = Search::new(goal, source, &states).run(goal.effort);
     Ok(assemble(goal, &states, &found))
 }
 
-/// The state sets to try. "The next d weights are not all zero" has a probability near one half where d is the half-life
+/// The state sets to try. "The next d weights are not all zero" has a probability near one half if d is the half-life
 /// of a run of zeros, so the longest promise is near it and the others are fractions of that or 1. Class sizes are
 /// multiples of 32, because at most 3 bits name a class.
 fn state_sets(p0: f64) -> Vec<StateSet> {
@@ -129,7 +132,7 @@ fn promises_of(d: u8) -> Vec<Vec<u8>> {
     sets
 }
 
-/// The trees of all states, and the weights that a code stands for on average.
+/// The trees of all states, and the average number of weights per code.
 struct Found {
     trees: Vec<Tree>,
     gain: f64,
@@ -246,7 +249,7 @@ impl Random {
         ((z ^ (z >> 31)) >> 11) as f64 * 2f64.powi(-53)
     }
 
-    /// A nearly normal number with mean 0 and standard deviation 1: the sum of twelve uniform ones, less 6.
+    /// An approximately normal number with mean 0 and standard deviation 1: the sum of twelve uniform ones, minus 6.
     fn gaussian(&mut self) -> f64 {
         (0..12).map(|_| self.uniform()).sum::<f64>() - 6.0
     }

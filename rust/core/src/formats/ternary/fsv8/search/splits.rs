@@ -1,8 +1,8 @@
-//! The splits of a leaf: sets of new leaves that together stand for the same weights as the leaf did.
+//! The splits of a leaf: sets of new leaves that together stand for the same weights as the leaf.
 //!
-//! * A leaf with the promise 1, which says that a non-zero follows, becomes two without promise, one for each symbol.
+//! * A leaf with promise 1, which announces a non-zero, becomes two leaves without promise, one per symbol.
 //! * A leaf (w, d) becomes (w, a), (w 0^a, b), (w 0^(a+b), c) ... with a + b + c + ... = d: the first non-zero of the
-//!   next d weights is among the first a, or else among the next b, and so on.
+//!   next d weights is among the first a, or among the next b, and so on.
 //! * A leaf (w, nothing) becomes such a sequence of promises and one more leaf (w 0^d, nothing).
 
 use super::Source;
@@ -16,27 +16,27 @@ pub(super) struct Split {
 /// A leaf of a split, relative to the leaf that it replaces.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct NewLeaf {
-    /// The number of zeros that are appended to the word.
+    /// The number of zeros appended to the word.
     pub zeros: u8,
-    /// The symbol that is appended after the zeros, or 0 for none.
+    /// The symbol appended after the zeros, or 0 for none.
     pub symbol: u8,
     /// The class of the new leaf's promise.
     pub class: usize,
-    /// The probability of the new leaf if the old one is reached.
+    /// The probability of the new leaf given the old one.
     pub probability: f64,
 }
 
-/// The most promises of a split, except that a short promise may be split into ones. Several splits make longer
-/// sequences, and there are too many of those to try.
+/// The maximum number of promises of a split, except that a short promise may be split into ones. Longer sequences
+/// result from several splits; there are too many to try directly.
 const MAX_PROMISES: usize = 6;
 
 /// The longest promise that may be split into ones.
 const SHORT_PROMISE: u8 = 12;
 
-/// The most zeros that a split of a leaf without promise covers, unless a single promise is longer.
+/// The maximum number of zeros that a split of a leaf without promise covers, unless a single promise is longer.
 const MAX_ZEROS: u8 = 40;
 
-/// The most promises of a split of a leaf without promise whose sum is not itself a promise.
+/// The maximum number of promises of a split of a leaf without promise if their sum is not itself a promise.
 const MAX_UNUSUAL_PROMISES: usize = 3;
 
 impl Split {
@@ -45,7 +45,7 @@ impl Split {
         self.leaves.len() - 1
     }
 
-    /// The most weights that are appended to the word.
+    /// The maximum number of weights appended to the word.
     pub fn longest(&self) -> u8 {
         let lengths = self.leaves.iter().map(NewLeaf::length);
         lengths.max().unwrap_or(0)
@@ -53,7 +53,7 @@ impl Split {
 }
 
 impl NewLeaf {
-    /// The number of weights that are appended to the word.
+    /// The number of weights appended to the word.
     pub fn length(&self) -> u8 {
         self.zeros + u8::from(self.symbol > 0)
     }
@@ -110,8 +110,8 @@ fn by_symbol(source: &Source) -> Split {
     }
 }
 
-/// The split by a sequence of promises (by class), with one more leaf that promises nothing if the old leaf is `open`,
-/// which is to have no promise.
+/// The split by a sequence of promises (as classes), with one more leaf without promise if the old leaf is `open`,
+/// that is, has no promise.
 fn by_promises(promises: &[u8], classes: &[usize], open: bool, source: &Source) -> Split {
     let total: u8 = classes.iter().map(|&class| promises[class]).sum();
     let certain = if open { 1.0 } else { 1.0 - source.zeros(total) };

@@ -1,4 +1,4 @@
-//! Growing the tree of one state, greedily: each step makes the split that gains most for each code that it adds.
+//! Grows the tree of one state greedily: each step makes the split with the largest gain per added code.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
@@ -7,7 +7,7 @@ use super::super::dictionary::{CODES, Word};
 use super::StateSet;
 use super::splits::{NewLeaf, Split};
 
-/// How often leaves that found no split are tried again: splitting other leaves frees codes of their classes.
+/// How often leaves without a fitting split are retried: splitting other leaves frees codes of their classes.
 const MAX_RETRIES: usize = 50;
 
 /// A node of a tree, a word and the class of its promise: a leaf until it is split.
@@ -17,7 +17,7 @@ struct Node {
     nonzeros: u8,
     class: usize,
     probability: f64,
-    /// The index of the node that was split, and what was appended to its word.
+    /// The index of the node that was split, and the part appended to its word.
     parent: Option<(usize, NewLeaf)>,
     split: bool,
 }
@@ -55,7 +55,7 @@ impl Tree {
         self.nodes.iter().filter(|node| !node.split)
     }
 
-    /// The number of weights that the tree's words stand for on average.
+    /// The average number of weights of the tree's words.
     pub fn expected_length(&self) -> f64 {
         self.leaves()
             .map(|leaf| leaf.probability * f64::from(leaf.length))
@@ -70,7 +70,7 @@ impl Tree {
             .sum()
     }
 
-    /// The expected value of a code: its weights and the relative value of the next state.
+    /// The expected value of a code: its weights plus the relative value of the next state.
     pub fn value(&self, values: &[f64]) -> f64 {
         self.leaves()
             .map(|leaf| leaf.probability * (f64::from(leaf.length) + values[leaf.class]))
@@ -202,7 +202,7 @@ impl<'a> Grower<'a> {
         while tree.leaves < CODES
             && let Some(queued) = queue.pop()
         {
-            // Classes have filled up since the candidate was queued, so its best split may be another one now.
+            // Classes have filled up since the candidate was queued, so its best split may have changed.
             let Some(best) = self.best_split(tree, queued.node, penalties) else {
                 waiting.push(queued.node);
                 continue;
@@ -231,7 +231,7 @@ impl<'a> Grower<'a> {
         }
     }
 
-    /// The split of a leaf that gains most for each code, among those that fit.
+    /// The split of a leaf with the largest gain per added code, among those that fit.
     fn best_split(&self, tree: &Tree, node: usize, penalties: &[f64]) -> Option<Candidate> {
         let leaf = &tree.nodes[node];
         let mut best: Option<Candidate> = None;
