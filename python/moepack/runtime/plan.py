@@ -1,11 +1,11 @@
-"""Reading a transformers model into a decoder of the core: which modules it knows, and what of them it needs.
+"""Translates a transformers model into a decoder of the core.
 
-What the core computes is fixed (`_core.Decoder`), so a model is taken only if every module on the way is one that is
-known to compute just that: of the very classes of one of `moepack.runtime.families`, with the very children they are
-known to have, and with settings that mean nothing more. Anything else is `Unknown`, and transformers' own code runs.
+The core's computation is fixed (`_core.Decoder`). A model is accepted only if every module on the path is known to
+compute exactly that: its class belongs to one of `moepack.runtime.families`, it has the expected children, and its
+settings have no further effect. Anything else raises `Unknown`, and the transformers code runs.
 
-A plan holds while nothing that it has read is replaced: modules, the memory of tensors, hooks, the modes of products.
-Tensors are read in place; only the packed expansion of latents (`kv_b_proj` of DeepSeek) is decoded for the plan.
+A plan is valid until something that it read is replaced: modules, tensor storage, hooks, or compute modes. Tensors are
+read in place. Only the packed expansion of latents (DeepSeek's `kv_b_proj`) is decoded for the plan.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,25 +32,25 @@ from moepack.runtime.store import MappedStore
 __all__ = ["Guard", "Plan", "Unknown", "is_known", "require", "window"]
 
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary positions whose frequencies do not change with the length."""
+"""Kinds of rotary positions whose frequencies do not depend on the sequence length."""
 
 
 _SWITCHES = ("_active_adapter", "_disable_adapters", "scaling")
-"""Attributes by which layers of peft choose adapters and scale them; a recorded step has their values built in."""
+"""Attributes by which peft layers select and scale adapters; their values are fixed in a recorded step."""
 
 
 class Unknown(Exception):
-    """Something that the core's decoder is not known to compute."""
+    """Something that the core's decoder does not support."""
 
 
 def is_known(model: nn.Module) -> bool:
-    """Whether a model is the decoder of a known architecture; whether it has a plan is seen when it is made."""
+    """Whether a model is the decoder of a known architecture; `Plan` may still reject it."""
     return family_of(model) is not None
 
 
 @dataclass
 class Guard:
-    """What was read of a model, to see whether it still is there."""
+    """Everything that was read of a model, to detect changes."""
 
     mode: str = field(default_factory=compute_mode)
     children: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Guard:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Guard":
-        """A guard of everything in a model but its own hooks and `forward`."""
+        """Guard everything in a model except its own hooks and `forward`."""
         guard = cls()
         modules = list(model.modules())
         guard.watch(modules[1:])
@@ -76,7 +76,7 @@ class Guard:
         return guard
 
     def holds(self) -> bool:
-        """Whether it is."""
+        """Whether the model is unchanged."""
         return (
             not any(map(_watched, filter(None, self.hooks)))
             and not any("forward" in attributes for attributes in self.attributes)
@@ -102,8 +102,8 @@ class Guard:
 
 
 def _watched(hooks: Mapping[Any, Any]) -> bool:
-    """Whether hooks look at a module. Those that transformers leaves behind, once it was asked for outputs of layers,
-    look only while it is asked."""
+    """Whether any hooks are active. transformers leaves hooks behind after layer outputs were requested; these are
+    active only during such a request."""
     idle = output_capturing._active_collector.get() is None
     return not idle or any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks.values())
 
@@ -116,15 +116,15 @@ class Plan:
     """A model's decoder in the core.
 
     Attributes:
-        decoder: the core's.
-        dtype: of the model's activations.
-        caches: for each layer what its cache must hold.
+        decoder: the core's decoder.
+        dtype: dtype of the model's activations.
+        caches: the expected cache contents of each layer.
 
     Args:
         model: the model without its head, in evaluation mode.
 
     Raises:
-        Unknown: the core does not compute this model.
+        Unknown: the core does not support this model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -151,7 +151,7 @@ class Plan:
         self.decoder = views.Decoder(described, rotary, norm)
 
     def holds(self) -> bool:
-        """Whether the model is what it was."""
+        """Whether the model is unchanged."""
         return self._guard.holds()
 
     def _layer(self, number: int, layer: Any) -> dict[str, Any]:
@@ -328,13 +328,13 @@ class Plan:
         return view
 
     def _dense(self, module: nn.Module, *others: torch.dtype) -> tuple[Any, None]:
-        """A dense matrix of the model's dtype, or of another that the module's own code takes."""
+        """A dense matrix in the model's dtype, or in another one that the module supports."""
         weight = self._read(module, "weight", module._parameters)
         require(weight.dtype in (self.dtype, *others), f"a {weight.dtype} weight of {type(module).__name__}")
         return views.dense_matrix(weight), None
 
     def _values(self, module: Any) -> Any:
-        """The values of a linear layer without a bias, row by row."""
+        """The values of a linear layer without a bias, in row-major order."""
         require(module.bias is None, "latents with a bias")
         if type(module) is not PackedLinear:
             require(type(module) is nn.Linear, type(module).__name__)
@@ -360,7 +360,7 @@ class Plan:
 
 
 def require(known: bool, what: str) -> None:
-    """Raise `Unknown` with what the core does not compute, unless it does."""
+    """Raise `Unknown` unless the condition holds; `what` names the unsupported feature."""
     if not known:
         raise Unknown(what)
 
@@ -371,10 +371,10 @@ def _require_children(module: nn.Module, names: set[str]) -> None:
 
 
 def window(config: Any, layer: int) -> int | None:
-    """How many tokens a layer of attention sees, its own among them; None for all.
+    """Return how many tokens an attention layer attends to, including the current one; None for all.
 
     Raises:
-        Unknown: the layer is of another type.
+        Unknown: the layer has another type.
     """
     kinds = getattr(config, "layer_types", None)
     kind = "full_attention" if kinds is None else kinds[layer]
