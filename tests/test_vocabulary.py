@@ -24,7 +24,7 @@ from runtime_support import ARCHITECTURES, SWITCH, inputs, tiny_model
 from tiny_models import VOCABULARY
 
 EXTRA = "<|extra|>"
-SAID = rf"token {VOCABULARY} is out of the model's vocabulary of {VOCABULARY} rows, '<\|extra\|>' in the tokenizer"
+SAID = rf"token {VOCABULARY} is outside the model's vocabulary of {VOCABULARY} rows, '<\|extra\|>' in the tokenizer"
 CHARS = 1600
 
 
@@ -144,7 +144,7 @@ def test_a_model_refuses_them_whoever_calls_it(architecture, token):
     for name in given:
         changed = {key: ids.clone() for key, ids in given.items()}
         changed[name][-1, 2] = token
-        with pytest.raises(TokenError, match=f"token {token} is out of the model's vocabulary of 64 rows"):
+        with pytest.raises(TokenError, match=f"token {token} is outside the model's vocabulary of 64 rows"):
             model(**changed)
     if architecture == SWITCH:
         labels = given["labels"].clone()
@@ -165,5 +165,5 @@ def test_what_a_model_does_not_say_is_not_checked():
     assert vocabulary_of(SimpleNamespace()) is None
     require_known([1 << 40], None)
     require_known([], 5)
-    with pytest.raises(MoepackError, match="token 7 is out of the model's vocabulary of 5 rows: tokens"):
+    with pytest.raises(MoepackError, match="token 7 is outside the model's vocabulary of 5 rows: ids"):
         require_known([7], 5, SimpleNamespace(convert_ids_to_tokens=lambda token: [][token]))

@@ -36,7 +36,7 @@ from moepack.runtime.recording import Unwritten, record
 __all__ = ["StepGraphs"]
 
 Recorder = Callable[[Callable[[], Tensor], torch.device], tuple[Callable[[], None], Tensor]]
-"""Records a function on a device; returns a function that repeats it, and the result that each repetition overwrites."""
+"""Records a function on a device; returns a function that repeats it, and the result that each repeat overwrites."""
 
 
 Result = TypeVar("Result")
