@@ -105,7 +105,7 @@ def test_recall_is_noted_and_predictors_are_part_of_the_directory(directory: Pat
     (damaged / PREDICTORS).write_bytes(
         serialized({"layer": Predictor(torch.ones(3, 4), torch.ones(2, 5), torch.ones(3, 2))})
     )
-    with pytest.raises(moepack.CorruptionError, match="is no predictor"):
+    with pytest.raises(moepack.CorruptionError, match="is not a valid predictor"):
         load(damaged, host_memory="1GB")
     known = [*predictors_of(directory / "wrong")]
     (damaged / PREDICTORS).write_bytes(serialized(dict.fromkeys(known, Predictor(torch.ones(3, 4)))))

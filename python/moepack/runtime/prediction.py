@@ -76,14 +76,14 @@ def predictors_of(directory: Path) -> dict[str, Predictor]:
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name).float() for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise CorruptionError(f"holds no predictors: {error}", file=file) from error
+        raise CorruptionError(f"is not a file of predictors: {error}", file=file) from error
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
         found.setdefault(layer, {})[part] = tensor
     for layer, parts in found.items():
         if not _fit(parts):
-            raise CorruptionError("is no predictor", file=file, tensor=layer)
+            raise CorruptionError("is not a valid predictor", file=file, tensor=layer)
     return {layer: Predictor(**parts) for layer, parts in found.items()}
 
 
