@@ -109,7 +109,7 @@ def test_recall_is_noted_and_predictors_are_part_of_the_directory(directory: Pat
         load(damaged, host_memory="1GB")
     known = [*predictors_of(directory / "wrong")]
     (damaged / PREDICTORS).write_bytes(serialized(dict.fromkeys(known, Predictor(torch.ones(3, 4)))))
-    with pytest.raises(moepack.CorruptionError, match="of another model"):
+    with pytest.raises(moepack.CorruptionError, match="belongs to another model"):
         load(damaged, host_memory="1GB")
 
 

@@ -170,7 +170,7 @@ def test_a_budget_is_kept_and_what_happened_is_counted(directory, least):
 
 def test_the_least_budget_is_of_use_and_one_byte_less_is_refused(directory, least):
     on_memory(directory, least)
-    with pytest.raises(moepack.DeviceMemoryError, match="without which each would be gone"):
+    with pytest.raises(moepack.DeviceMemoryError, match="below which each is evicted"):
         on_memory(directory, least - 1)
 
 

@@ -79,7 +79,7 @@ def test_generate_and_chat(model, tokenizer):
 def test_the_engine_takes_no_such_tokens(model, tokenizer, ids):
     engine = Engine(model, tokenizer)
     with pytest.raises(
-        TokenError, match=f"token {min(ids) if min(ids) < 0 else max(ids)} is out of .* {VOCABULARY} rows"
+        TokenError, match=f"token {min(ids) if min(ids) < 0 else max(ids)} is outside .* {VOCABULARY} rows"
     ):
         engine.submit(ids, Sampling(), lambda piece: None)
     assert engine.counts()["waiting"] == 0
@@ -100,7 +100,7 @@ def test_calibration(source, text, tmp_path):
     with pytest.raises(CalibrationError, match=rf"text\.txt: {SAID}"):
         moepack.compress(source, tmp_path / "out", method="codequant", calibration=str(text), samples=2)
     checkpoint = Checkpoint.open(source)
-    with pytest.raises(TokenError, match=f"token {VOCABULARY} is out"):
+    with pytest.raises(TokenError, match=f"token {VOCABULARY} is outside"):
         Calibrator(checkpoint, describe(checkpoint), decoder_samples(torch.full((1, 4), VOCABULARY)))
 
 

@@ -39,7 +39,9 @@ class Conversation:
 
     def __init__(self, model: Any, tokenizer: Any, sampling: Sampling, system: str | None = None) -> None:
         if model.config.is_encoder_decoder:
-            raise LoadError("chat requires a decoder-only model; use moepack generate for encoder-decoders")
+            raise LoadError(
+                "chat requires a decoder-only model: this model reads one text and writes another (moepack generate)"
+            )
         self.model, self.tokenizer, self.sampling, self.system = model, tokenizer, sampling, system
         self.messages: list[dict[str, str]] = []
         self._memory = Memory()

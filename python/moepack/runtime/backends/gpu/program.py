@@ -83,9 +83,7 @@ class Program:
         device = torch.cuda.current_device()
         if device not in self._modules:
             if torch.cuda.is_current_stream_capturing():
-                raise DeviceError(
-                    f"{self.source} is not loaded yet: run the model once before capturing a CUDA graph"
-                )
+                raise DeviceError(f"{self.source} is not loaded yet: run the model once before capturing a CUDA graph")
             cubin = self.cubin(_architecture(device))
             self._modules[device] = _loaded(cubin)
 
