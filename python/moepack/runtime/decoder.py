@@ -156,13 +156,13 @@ class DecoderForward(_Forward):
 
     def _stepped(self, model: Any, call: Call) -> torch.Tensor:
         """Run a step in the core; return the hidden state `[1, 1, hidden]`."""
-        require(_input(call)[1].shape[:2] == (1, 1), "several sequences at a time")
+        require(_input(call)[1].shape[:2] == (1, 1), "several sequences at once")
         plan = self._ready(model)
         length = call.cache.get_seq_length()
         require(_sees_all(call.attention_mask, length + 1), "attention masks that hide tokens")
         position = _position(call.position_ids, length)
         hidden = model.embed_tokens(call.input_ids) if call.inputs_embeds is None else call.inputs_embeds
-        require(hidden.dtype == plan.dtype and hidden.device.type == "cpu", "inputs of another dtype or device")
+        require(hidden.dtype == plan.dtype and hidden.device.type == "cpu", "inputs with a different dtype or device")
         layers = _taken(call.cache, plan, length)
         caches = [expected.arrays(layer) for expected, layer in zip(plan.caches, layers, strict=True)]
         state = views.decode(plan.decoder, hidden[0], position, caches)
@@ -173,7 +173,7 @@ class DecoderForward(_Forward):
 
     def _replayed(self, model: Any, call: Call) -> torch.Tensor:
         """Replay a recorded step on a GPU."""
-        require(_has_whole_attention(model.config), "layers that do not see all tokens")
+        require(_has_whole_attention(model.config), "layers without full attention")
         seen = {"attention_mask": call.attention_mask, "position_ids": call.position_ids}
         return self._graphs.step(model, self.original, dict([_input(call)]), call.cache, **seen)
 
@@ -246,7 +246,7 @@ def _has_whole_attention(config: Any) -> bool:
 def _input(call: Call) -> tuple[str, torch.Tensor]:
     """The single input of a step, and its name."""
     given = call.given
-    require(given is not None, "calls with ids and embeddings")
+    require(given is not None, "calls without exactly one of input_ids and inputs_embeds")
     assert given is not None
     return given
 
@@ -301,8 +301,8 @@ def _taken(cache: DynamicCache, plan: Plan, length: int) -> list[Any]:
     Raises:
         Unknown: the layers do not match the plan.
     """
-    require(len(cache.layers) == len(plan.caches), "caches of another number of layers")
+    require(len(cache.layers) == len(plan.caches), "caches with a different number of layers")
     layers = [expected.taken(layer, length) for expected, layer in zip(plan.caches, cache.layers, strict=True)]
-    require(all(layer is not None for layer in layers), "caches that hold something else")
+    require(all(layer is not None for layer in layers), "caches with unexpected contents")
     cache.layers[:] = layers
     return layers

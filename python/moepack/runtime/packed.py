@@ -30,8 +30,8 @@ class PackedModule(ComputingModule):
 
     Attributes:
         takes_adapters: whether the parameters that it replaces support low-rank adapters (`runtime.adapters`).
-        form, stock: the layout of the replaced experts module, and the shapes of its parameters that are packed; None
-            and empty if it replaces no experts module, or one with a linear layer for each projection.
+        form, stock: the layout of the replaced experts module, and the shapes of its packed parameters; None and empty
+            if it does not replace experts, or if the experts are separate linear layers.
         store: holds the bytes.
         shapes: the projections' shapes, in order of computation.
         places: the origin of the bytes, for messages.

@@ -102,8 +102,10 @@ class Guard:
 
 
 def _watched(hooks: Mapping[Any, Any]) -> bool:
-    """Whether any hooks are active. transformers leaves hooks behind after layer outputs were requested; these are
-    active only during such a request."""
+    """Whether any hooks are active.
+
+    transformers leaves hooks behind after layer outputs were requested; these are active only during such a request.
+    """
     idle = output_capturing._active_collector.get() is None
     return not idle or any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks.values())
 
@@ -171,7 +173,7 @@ class Plan:
         norms = {"query_norm": "q_norm", "key_norm": "k_norm"}
         has_norms = "q_norm" in attention._modules
         _require_children(attention, {*parts.values(), *(norms.values() if has_norms else ())})
-        require(set(attention._parameters) <= {"sinks"}, "other parameters of attention than sinks")
+        require(set(attention._parameters) <= {"sinks"}, "attention parameters other than sinks")
         described: dict[str, Any] = {name: self._linear(getattr(attention, child)) for name, child in parts.items()}
         described |= {
             name: self._norm(getattr(attention, child)) if has_norms else None for name, child in norms.items()
@@ -205,7 +207,7 @@ class Plan:
         require(self._family.has(rule, "GatedDeltaNet"), type(rule).__name__)
         require(
             rule.activation == "silu" and rule.conv1d.bias is None,
-            "convolutions with biases or another activation than silu",
+            "convolutions with biases or activations other than silu",
         )
         parts: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         if "in_proj_qkvz" in rule._modules:
@@ -244,7 +246,7 @@ class Plan:
     def _router(self, router: Any) -> dict[str, Any]:
         require(self._family.has(router, self._family.router), type(router).__name__)
         _require_children(router, set())
-        require(set(router._parameters) <= {"weight", "bias"}, "other parameters of a router than weights and biases")
+        require(set(router._parameters) <= {"weight", "bias"}, "router parameters other than weights and biases")
         groups: tuple[int, int, int] | None = None
         method = getattr(router, "topk_method", "group_limited_greedy")
         require(method in ("greedy", "group_limited_greedy"), f"the router's method {method}")
@@ -282,11 +284,11 @@ class Plan:
         named = {"gate_proj", "up_proj", "down_proj"}
         require(
             named <= set(module._modules) <= named | {"act_fn"},
-            f"other parts of {type(module).__name__} than those of its class",
+            f"unexpected submodules of {type(module).__name__}",
         )
         require(
             is_silu(module.act_fn) and all(part.bias is None for part in parts),
-            "dense layers with biases or another activation than silu",
+            "dense layers with biases or activations other than silu",
         )
         gate, up, down = (self._matrix(part) for part in parts)
         return {"gate": gate, "up": up, "down": down, "clamped": None, "biases": None}
@@ -351,7 +353,7 @@ class Plan:
         tensor: torch.Tensor | None = tensors.get(name)
         require(
             tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous(),
-            f"a {name} that is not contiguous in the CPU's memory",
+            f"a {name} that is not contiguous in CPU memory",
         )
         assert tensor is not None
         require(tensor.dtype in views.FLOATS, f"a {name} in {tensor.dtype}")
@@ -367,7 +369,7 @@ def require(known: bool, what: str) -> None:
 
 def _require_children(module: nn.Module, names: set[str]) -> None:
     found = {name for name, child in module._modules.items() if child is not None}
-    require(found == names, f"other parts of {type(module).__name__} than those of its class")
+    require(found == names, f"unexpected submodules of {type(module).__name__}")
 
 
 def window(config: Any, layer: int) -> int | None:

@@ -87,8 +87,11 @@ register("coded-device", MAGIC, _open)
 
 
 class CodedKernels:
-    """Kernels of `coded`. `tables["numbers"]` has int64 values on the CPU: the number of tables, chunks per segment,
-    bytes of the longest record, and whether each row has a scale. `tables["columns"]` is a digest of the column scales.
+    """Kernels of `coded`. The tables of a matrix:
+
+    - `numbers`, int64 on the CPU: the number of tables, chunks per segment, bytes of the longest record, and whether
+      each row has a scale;
+    - `columns`: a digest of the column scales.
 
     Products with column scales allocate memory from torch's allocator for the scaled activations.
     """
@@ -110,8 +113,11 @@ class CodedKernels:
         _launch("project", [matrix], x, None, None, out, 1)
 
     def gated(self, gate: DeviceMatrix, up: DeviceMatrix, x: Tensor, index: Tensor, hidden: Tensor) -> None:
-        """See `Kernels.gated`; matrices with different column scales cannot share activations and are multiplied in
-        separate launches. Outputs of the second use memory from torch's allocator."""
+        """See `Kernels.gated`.
+
+        Matrices with different column scales cannot share activations, so they are multiplied in separate launches.
+        Outputs of the second launch use memory from torch's allocator.
+        """
         top_k = index.shape[1]
         if torch.equal(gate.tables["columns"], up.tables["columns"]):
             _launch("gated", [gate, up], x, index, None, hidden, top_k)
@@ -127,8 +133,11 @@ class CodedKernels:
         _launch("project", [matrix], x, index, None, out, index.shape[1])
 
     def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
-        """See `Kernels.combine`; if the sums of all experts do not fit, outputs of slots use memory from torch's
-        allocator and are added in a separate launch."""
+        """See `Kernels.combine`.
+
+        If the sums of all experts do not fit into shared memory, outputs of slots use memory from torch's allocator and
+        are added in a separate launch.
+        """
         if _launch("combine", [down], hidden, index, weights, out, index.shape[1]):
             return
         slots = torch.empty((index.numel(), down.shape[1]), dtype=torch.float32, device=out.device)
@@ -240,8 +249,11 @@ def _problem(
 
 
 def _share(problem: Struct, matrices: list[DeviceMatrix], most: int, threads: int, sums: int, cells: int) -> int:
-    """Divide the shared memory of a block that uses at most `most` tables per matrix; return the number of warps. Each
-    warp has two records."""
+    """Divide the shared memory of a block that uses at most `most` tables per matrix.
+
+    Returns:
+        The number of warps; each has two records.
+    """
     stage = -(-(max(_numbers(matrix)[2] for matrix in matrices) + _SLACK) // 128) * 128
     space = _device(matrices[0].device.index)[1]
     tables = sum(min(_numbers(matrix)[0], most) for matrix in matrices) << 10
@@ -261,8 +273,11 @@ def _shared(problem: Struct, warps: int) -> int:
 
 
 def _tile(slots: int, experts: int, top_k: int, units: int) -> int:
-    """The most tokens per tile: all tokens of an expert if tokens choose all experts, otherwise twice the average;
-    fewer if the sums of `units` units would not fit."""
+    """Return the most tokens per tile.
+
+    All tokens of an expert if tokens choose all experts, otherwise twice the average; fewer if the sums of `units`
+    units would not fit.
+    """
     if slots == top_k:
         return 1
     wanted = max(2, slots // top_k if top_k >= experts else min(slots, 2 * slots / experts))

@@ -123,7 +123,8 @@ def _compile(path: Path, options: Sequence[str]) -> tuple[bytes, str]:
 def _whole(code: bytes) -> bytes:
     """Restore trailing zeros of machine code, which CuPy 14.2 treats as the end of a string and cuts off.
 
-    The file ends with its program headers (ELF: their offset at 32, size and count at 54)."""
+    The file ends with its program headers (ELF: their offset at 32, size and count at 54).
+    """
     offset, size, count = *struct.unpack_from("<Q", code, 32), *struct.unpack_from("<HH", code, 54)
     return code.ljust(offset + size * count, b"\0")
 
