@@ -1,29 +1,29 @@
-// Experts of which only the channels are computed that the up projection asks for (FloE, equation 11): y = sum over a
-// token's experts of weight * sum over channels c of [|u_c| >= t] * silu(gate_c x) * u_c * down_c, u = up x.
+// Experts that compute only the channels selected by the up projection (FloE, equation 11): y = sum over a token's
+// experts of weight * sum over channels c of [|u_c| >= t] * silu(gate_c x) * u_c * down_c, with u = up x.
 //
 // Launches, after one that writes u of each slot (pair of a token and an expert):
-//     choose   a block a slot: lists the channels that pass the expert's threshold, in ascending order; the first of a
-//              token makes it f32
-//     compute  as many blocks as run at a time: all listed channels of all slots have one number; a block takes an
-//              equal range of them. Its threads own columns: they multiply the gates' rows while the down columns come to
-//              the L2, and add these to a row of `parts` for each slot that the range meets: row block + slot, which
-//              no other pair has
+//     choose   one block per slot: lists the channels that pass the expert's threshold, in ascending order; the first
+//              slot of a token converts the token to f32
+//     compute  as many blocks as can be resident: the listed channels of all slots are numbered consecutively, and each
+//              block takes an equal range. Its threads own columns. They multiply the gate rows while the down columns
+//              are prefetched to L2, and add the latter to a row of `parts` for each slot in the range: row block +
+//              slot, which is unique to this pair
 //     add      sums the parts of each token's slots
-// Where coarse copies of all projections compute and records hold what finer values add to them (docs/methods/floe.md),
-// launches before these write the coarse gates and u. Then `choose` writes inner = silu(gate) * u of all channels and
-// judges them by it, times the router's weight; `compute` replaces it where channels are refined; a launch behind it
-// multiplies it by the coarse down projection, and `add` adds to what that wrote.
-// Every sum has one order, which routing and choice determine, and nothing waits for the host. The records of an
-// expert's first channels, or of all, lie in the memory of the GPU; the others in pinned memory of the host: those that
-// are chosen, and no others, cross the bus.
+// With coarse copies of all projections, records hold the difference to finer values (docs/methods/floe.md), and
+// preceding launches write the coarse gates and u. Then `choose` writes inner = silu(gate) * u of all channels and
+// selects channels by inner times the routing weight. `compute` replaces inner for refined channels, a launch after it
+// multiplies inner by the coarse down projection, and `add` adds to that result.
+// Every sum has a fixed order, determined by routing and selection, and nothing waits for the host. The records of an
+// expert's first channels, or of all, are in GPU memory. The others are in pinned host memory, and only selected
+// records cross the bus.
 //
-// `gather` is the compact transfer: copies chosen records from pinned memory of the host to the GPU, by indices on the
-// GPU, on as few blocks as fill the bus.
+// `gather` is the compact transfer: it copies selected records from pinned host memory to the GPU, given indices on the
+// GPU, with as many blocks as saturate the bus.
 //
-// Definitions: BITS (of values: 4, 8 or 16, which is bf16), REFINES (1: records are what is added to coarse copies).
+// Definitions: BITS (per value: 4, 8, or 16 for bf16), REFINES (1: records are differences to coarse copies).
 //
-// Bounds: bytes of the chosen records over the memory's rate, 8 us for a tenth of an expert of Mixtral-8x7B in bf16
-// (23.5 MB) on an H100, behind the up projection and three launches.
+// Bounds: bytes of the selected records over memory bandwidth, 8 us for a tenth of an expert of Mixtral-8x7B in bf16
+// (23.5 MB) on an H100, after the up projection and three launches.
 #include "channels.cuh"
 #include "common/tokens.cuh"
 
@@ -31,8 +31,8 @@
 namespace moepack {
 
 constexpr int BLOCK = 512, WARPS = BLOCK / WARP;
-constexpr int BATCH = 128;      // channels whose factors a block holds at a time
-constexpr int COLUMNS_EACH = 4;  // of a thread of `add`
+constexpr int BATCH = 128;      // channels per batch of a block
+constexpr int COLUMNS_EACH = 4;  // per thread of `add`
 using Values = Piece<BITS>;
 
 struct Sparse {
@@ -41,23 +41,23 @@ struct Sparse {
     const i64* index;      // [slots]
     const float* weights;  // [slots]
     const float* ups;      // [slots, channels]
-    float* tokens;         // x in f32, [tokens, columns filled up with zeros to whole groups]
+    float* tokens;         // x in f32, [tokens, columns zero-padded to whole groups]
     int* list;             // [slots, channels]
     int* counts;           // [slots]
-    int* offsets;          // [slots + 1]: sums of counts
-    float* parts;          // [blocks + slots, columns filled up to whole groups]
+    int* offsets;          // [slots + 1]: prefix sums of counts
+    float* parts;          // [blocks + slots, columns padded to whole groups]
     float* out;            // [tokens, columns]
-    const float* gates;    // [slots, channels] of the coarse copies, as `inner` only where REFINES
+    const float* gates;    // [slots, channels] of coarse copies; like `inner`, only if REFINES
     float* inner;          // [slots, channels]
-    i64* computed;         // channels that were computed, that were asked for, and that were computed and resident,
-                           // over all calls
+    i64* computed;         // counts over all calls: computed channels, all channels of the experts, and computed
+                           // channels that were resident
     int slots, top_k, experts, columns, blocks;
 
     MOEPACK_DEVICE bool exists(int slot) const {
         return index[slot] >= 0 && index[slot] < experts;
     }
 
-    // What channels of a slot are judged by, which is multiplied by `judging_factor`.
+    // The values by which channels of a slot are selected, after multiplication by `judging_factor`.
     MOEPACK_DEVICE const float* judged(int slot) const {
         return (REFINES ? inner : ups) + i64(slot) * records.channels;
     }
@@ -70,12 +70,12 @@ struct Sparse {
         return i64(records.groups) * Values::GROUP;
     }
 
-    // Blocks of `compute` that have channels of all `total` listed ones: those from total * block / this on.
+    // The number of blocks of `compute` that have any of the `total` channels; each starts at total * block / this.
     MOEPACK_DEVICE int blocks_of(int total) const {
         return least(blocks, total);
     }
 
-    // The block that has a number of them.
+    // The block that computes a channel number.
     MOEPACK_DEVICE int block_of(int number, int total) const {
         return int(((number + 1ll) * blocks_of(total) - 1) / total);
     }
@@ -86,7 +86,7 @@ MOEPACK_DEVICE void enter_launch() {
     let_next_launch_begin();
 }
 
-// Whether a channel passes; what is no number does, so that it reaches the output.
+// Whether a channel passes; NaN passes, so it reaches the output.
 MOEPACK_DEVICE bool passes(const float* judged, float factor, int channel, int channels, float threshold) {
     return channel < channels && !(fabsf(judged[channel] * factor) < threshold);
 }
@@ -95,7 +95,7 @@ MOEPACK_DEVICE float silu(float gate) {
     return gate / (1.0f + __expf(-gate));
 }
 
-// Writes `inner` of a slot by the coarse copies; all threads of a block call it.
+// Computes a slot's `inner` from the coarse copies; called by all threads of a block.
 MOEPACK_DEVICE void begin_inner(const Sparse& sparse, int slot) {
     i64 first = i64(slot) * sparse.records.channels;
     for (int i = threadIdx.x; i < sparse.records.channels; i += blockDim.x)
@@ -103,7 +103,7 @@ MOEPACK_DEVICE void begin_inner(const Sparse& sparse, int slot) {
     __syncthreads();
 }
 
-// Makes a row of `tokens`; all threads of a block call it.
+// Converts a token to a row of `tokens`; called by all threads of a block.
 MOEPACK_DEVICE void widen_token(const Sparse& sparse, int token) {
     for (int column = threadIdx.x * 8; column < sparse.width(); column += blockDim.x * 8) {
         u32 word[8];
@@ -115,7 +115,7 @@ MOEPACK_DEVICE void widen_token(const Sparse& sparse, int token) {
     }
 }
 
-// Fills offset[0 .. slots] with the sums of counts of the slots before each.
+// Writes the exclusive prefix sums of counts to offset[0 .. slots].
 MOEPACK_DEVICE void sum_counts(const int* counts, int slots, int* offset) {
     __shared__ int of_warp[WARPS];
     int slot = threadIdx.x, lane = slot % WARP, count = slot < slots ? counts[slot] : 0, sum = count;
@@ -132,7 +132,7 @@ MOEPACK_DEVICE void sum_counts(const int* counts, int slots, int* offset) {
     __syncthreads();
 }
 
-// Four sums over a warp: lanes 0, 8, 16 and 24 get those of value[0], [1], [2] and [3].
+// Four sums over a warp: lanes 0, 8, 16 and 24 receive those of value[0], [1], [2] and [3].
 MOEPACK_DEVICE float sum_four(const float (&value)[4]) {
     bool upper = threadIdx.x & 16, odd = threadIdx.x & 8;
     float first = upper ? value[2] : value[0], second = upper ? value[3] : value[1];
@@ -144,14 +144,14 @@ MOEPACK_DEVICE float sum_four(const float (&value)[4]) {
     return sum;
 }
 
-// Some channels of a slot: their records and what their down columns are multiplied by.
+// A batch of channels of a slot: their records, and the factors of their down columns.
 struct Batch {
     const u8* record[BATCH];
-    i64 at[BATCH];  // of the channel among those of all slots
+    i64 at[BATCH];  // index of the channel over all slots
     float factor[BATCH];
-    float sum[BATCH][WARPS + 1];  // of each warp's columns of the gate's row; one more: columns are in different banks
+    float sum[BATCH][WARPS + 1];  // of each warp's columns of the gate row; padded by one to avoid bank conflicts
 
-    // Finds the records; the factors are the outputs of the up projection.
+    // Finds the records; initializes factors with the outputs of the up projection.
     MOEPACK_DEVICE void find(const Sparse& sparse, int slot, int first, int count) {
         const int* list = sparse.list + i64(slot) * sparse.records.channels + first;
         static_assert(BATCH <= BLOCK);
@@ -165,7 +165,7 @@ struct Batch {
         if (i == 0 && resident) atomicAdd(reinterpret_cast<unsigned long long*>(sparse.computed + 2), resident);
     }
 
-    // Asks for the down columns, which are read after the gates' rows.
+    // Prefetches the down columns, which are read after the gate rows.
     MOEPACK_DEVICE void prefetch_down(const Sparse& sparse, int count) const {
         constexpr int LINE = 128;
         const Records& records = sparse.records;
@@ -177,7 +177,7 @@ struct Batch {
         }
     }
 
-    // Multiplies the factors by silu(gate x): threads own columns, of four rows at a time.
+    // Multiplies the factors by silu(gate x): threads own columns, and process four rows at once.
     MOEPACK_DEVICE void multiply_gates(const Sparse& sparse, const float* token, int count) {
         int pieces = sparse.records.groups * Values::OF_GROUP, lane = threadIdx.x % WARP;
         for (int first = 0; first < count; first += 4) {
@@ -212,7 +212,7 @@ struct Batch {
         __syncthreads();
     }
 
-    // to += the down columns times their factors; `begins`: to = instead.
+    // to += the down columns times their factors; if `begins`, to = instead.
     MOEPACK_DEVICE void add_downs(const Sparse& sparse, int count, float* to, bool begins) const {
         int pieces = sparse.records.groups * Values::OF_GROUP;
         for (int piece = threadIdx.x; piece < pieces; piece += BLOCK) {
@@ -240,7 +240,7 @@ struct Batch {
 
 using namespace moepack;
 
-// A warp lists the channels of a range, after counting those of the warps before it.
+// Each warp lists the channels of a range, after counting those of the preceding warps.
 extern "C" __global__ void __launch_bounds__(1024) choose(Sparse sparse) {
     enter_launch();
     __shared__ int counts[WARP];
@@ -299,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) compute(Sparse sparse) {
     }
 }
 
-// A block sums some columns of a token: each of its 32 warps every 32nd part of a slot.
+// A block sums some columns of a token; each of its 32 warps sums every 32nd part of a slot.
 extern "C" __global__ void __launch_bounds__(1024) add(Sparse sparse) {
     enter_launch();
     constexpr int WARPS = 32, WIDTH = WARP * COLUMNS_EACH;
@@ -330,8 +330,8 @@ extern "C" __global__ void __launch_bounds__(1024) add(Sparse sparse) {
     }
 }
 
-// Writes the values of `count` records from `first` on as bfloat16 or, `wide`, float32 [count, 2 columns], a thread a
-// piece.
+// Decodes `count` records starting at `first` to bfloat16 or, if `wide`, float32 [count, 2 columns], one piece per
+// thread.
 extern "C" __global__ void __launch_bounds__(256)
 dequantize(Records records, i64 first, i64 count, int columns, int wide, void* out) {
     int pieces = records.groups * Values::OF_GROUP;
@@ -350,8 +350,8 @@ dequantize(Records records, i64 first, i64 count, int columns, int wide, void* o
     }
 }
 
-// Copies the records list[0 .. *count) of `bytes` bytes, a multiple of 16, side by side to `to`; a warp takes 4 KB at a
-// time.
+// Copies the records list[0 .. *count), each of `bytes` bytes (a multiple of 16), consecutively to `to`; a warp copies
+// 4 KB at once.
 extern "C" __global__ void __launch_bounds__(512)
 gather(const u8* from, const int* list, const int* count, i64 bytes, u8* to) {
     constexpr int AT_ONCE = 8;

@@ -1,10 +1,11 @@
-// Records of channels (docs/format.md, section 10) as kernels read them: in *pieces* that a lane loads at once.
+// Channel records (docs/format.md, section 10) in the layout for kernels: *pieces* that a lane loads at once.
 //
-// Layout: the bytes on disk. A record has a gate's row and a down column, a *half* each, filled up to groups of 64
-// columns; then the scales of both. A piece is two *fours* of neighbouring columns: they follow each other, or, where
-// values have 4 bits, are 32 columns apart and share bytes.
+// Layout: the bytes on disk. A record has two *halves*, a gate row and a down column, each padded to groups of 64
+// columns, followed by the scales of both. A piece is two *fours* of neighboring columns. They are consecutive, or, for
+// 4-bit values, 32 columns apart and sharing bytes.
 //
-// Codes become f32 as the lowest byte of 2^23, from which one subtraction takes the exponent and the middle.
+// Codes are converted to f32 by placing them in the lowest byte of 2^23; one subtraction removes the exponent and the
+// middle.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/types.cuh"
@@ -12,21 +13,21 @@
 namespace moepack {
 
 struct Records {
-    const u8* data;           // of the first channel of the first expert
-    const u8* resident_data;  // of the channels that are resident, expert by expert
-    const float* thresholds;  // of each expert
-    i64 bytes;                // of a record
-    int half_bytes;           // of the values of a half
-    int groups;               // of a half
-    int channels;             // of an expert
-    int resident;             // first channels of an expert that lie in the memory of the GPU, the others on the host
+    const u8* data;           // address of the first channel of the first expert
+    const u8* resident_data;  // address of the resident channels, expert by expert
+    const float* thresholds;  // per expert
+    i64 bytes;                // per record
+    int half_bytes;           // bytes of values per half
+    int groups;               // per half
+    int channels;             // per expert
+    int resident;             // leading channels per expert that are in GPU memory; the others are on the host
 
     MOEPACK_BOTH const u8* at(i64 expert, int channel) const {
         if (channel < resident) return resident_data + (expert * resident + channel) * bytes;
         return data + (expert * channels + channel) * bytes;
     }
 
-    // Whether a record of one of so many experts is in the memory of the GPU.
+    // Whether a record is in GPU memory, given the number of experts.
     MOEPACK_BOTH bool has_resident(const u8* record, int experts) const {
         return record >= resident_data && record < resident_data + i64(experts) * resident * bytes;
     }
@@ -48,12 +49,12 @@ struct Piece {
 
     u32 word[WORDS];
 
-    // The first column of either four.
+    // The first column of each four.
     static MOEPACK_BOTH int column(int piece, int four) {
         return SIZE == 4 ? piece / OF_GROUP * GROUP + piece % OF_GROUP * 4 + four * 32 : piece * 8 + four * 4;
     }
 
-    // The value of a byte of a word.
+    // The value of byte i of a word.
     static MOEPACK_BOTH float byte_value(u32 bytes, int i, int middle) {
         return float_of(permute(bytes, 0x4b000000, 0x7650 + i)) - float((1 << 23) + middle);
     }
@@ -70,7 +71,7 @@ struct Piece {
         }
     }
 
-    // What codes of a piece are multiplied by; `half` is 0 for the gate's row, 1 for the down column.
+    // The scale of a piece's codes; `half` is 0 for the gate row, 1 for the down column.
     static MOEPACK_BOTH float scale(const Records& records, const u8* record, int half, int piece) {
         if (SIZE == 16) return 1;
         const u16* scales = reinterpret_cast<const u16*>(record + 2 * records.half_bytes);

@@ -1,26 +1,27 @@
-// Codes of 2, 3 or 4 bits into the codebooks of a row, or of a block of its columns (docs/format.md, section 7).
+// Codes of 2, 3 or 4 bits that index the codebooks of a row, or of a block of its columns (docs/format.md, section 7).
 //
-// Layout: the bytes on disk, panels of 16 rows. A lane keeps the codebooks of two rows in registers and looks four
-// codes up in one byte permutation, or three where codebooks have 16 entries (codebook.cuh). Centroids are 16-bit
-// integers, a plane of high and one of low bytes; tensors made for rounded activations have no low plane.
+// Layout: the bytes on disk, in panels of 16 rows. A lane keeps the codebooks of two rows in registers and looks up
+// four codes with one byte permutation, or three for codebooks of 16 entries (codebook.cuh). Centroids are 16-bit
+// integers, stored as a plane of high and a plane of low bytes. Tensors for rounded activations have no low plane.
 //
-// Arithmetic: integers. A token's activations of 128 columns are rounded to 15 bits of the power of two above the
-// largest, two signed bytes; products of bytes go to s8 tensor cores (m16n8k32), a chunk's sums are exact and become
-// float32 when they are scaled. So the error is at most 2^-15 of the largest activation of each 128 columns times sum
-// |w|, and that of float32 sums: bfloat16 activations no 2^7 times smaller than the largest are exact. Infinities and
-// NaNs give NaN.
+// Arithmetic: integers. A token's activations of 128 columns are rounded to 15 bits relative to the power of two above
+// the largest, and split into two signed bytes. Products of bytes use s8 tensor cores (m16n8k32). The sums of a chunk
+// are exact and become float32 when they are scaled. The error is therefore at most 2^-15 of the largest activation of
+// each 128 columns times sum |w|, plus that of float32 sums: bfloat16 activations that are less than 2^7 times smaller
+// than the largest are exact. Infinities and NaNs give NaN.
 //
-// Tensors whose products round activations to 8 or 4 bits, or rotate them by Hadamard's matrix, have their tokens
-// prepared by a launch of its own, `prepare_tokens`, a block a token: the grid is that of the CPU, to the bit.
+// For tensors whose products round activations to 8 or 4 bits, or rotate them by a Hadamard matrix, a separate launch
+// prepares the tokens (`prepare_tokens`, one block per token). Its grid is bit-identical to the CPU's.
 //
-// Launch: common/layer.cuh; one token of a layer, and up to four of a linear layer, have kernels of their own (`Few`).
-// On Hopper more tokens of linear layers of 4 bits with a codebook a row have those of codebook_linear.cu.
+// Launch: common/layer.cuh. One token of a layer, and up to four of a linear layer, have separate kernels (`Few`). On
+// Hopper, more tokens of 4-bit linear layers with one codebook per row use codebook_linear.cu.
 //
-// Bounds: bytes of the panels over the memory's rate, or the integer pipe, which takes a warp's instruction in two
-// cycles. Decoding takes for a weight, of 16-bit and 8-bit centroids: 4 bits 2.1 and 1.4 integer instructions, 3 bits
-// 1.1 and 0.9, 2 bits 1.3 and 1.1. Those 2.1 are 8 us for 4096 x 14336 weights on an H100, which 3 TB/s bring in 10.
+// Bounds: bytes of the panels over memory bandwidth, or the integer pipe, which takes two cycles for a warp's
+// instruction. Decoding a weight with 16-bit and 8-bit centroids takes: 4 bits 2.1 and 1.4 integer instructions, 3 bits
+// 1.1 and 0.9, 2 bits 1.3 and 1.1. 2.1 instructions are 8 us for 4096 x 14336 weights on an H100, whose bytes take 10
+// us at 3 TB/s.
 //
-// Definitions: BITS, PLANES (bytes of a centroid), TOKENS (most of a tile), RESIDENT (blocks of a multiprocessor).
+// Definitions: BITS, PLANES (bytes of a centroid), TOKENS (most per tile), RESIDENT (blocks per multiprocessor).
 #include "codebook.cuh"
 #include "codebook_rows.cuh"
 #include "common/kernels.cuh"
@@ -39,7 +40,7 @@ struct Codebook {
     static constexpr int ENTRIES = 1 << BITS;
     static constexpr int PARAMETERS = PANEL * (4 + PLANES * (ENTRIES + 4));
     static constexpr int CODES = PANEL * CHUNK / 8 * BITS;
-    // Behind the codes of a chunk in the ring lies the address of its parameters.
+    // In the ring, the codes of a chunk are followed by the address of its parameters.
     static constexpr int STAGE = CODES + 16, DEPTH = most(3, 4608 / CODES);
     static constexpr int NOTES = 4, SUMS = 0;  // one is used, four keep cells aligned
     static constexpr bool TOGETHER = false, MAKES_CELLS = true;
@@ -47,29 +48,29 @@ struct Codebook {
     struct Matrix {
         const u8* data;  // the first panel
         i64 panel_bytes;
-        int block_chunks;  // of a block of columns; the last of a row may have less
+        int block_chunks;  // per column block; the last block of a row may have fewer
         int reciprocal;    // 2^20 / block_chunks, rounded up; 0: one block
 
-        // The block of columns of a chunk, of at most 512.
+        // The column block of a chunk, for at most 512 chunks.
         MOEPACK_DEVICE int block_of(int chunk) const {
             return u32(chunk * reciprocal) >> 20;
         }
-        // Where a block of columns of a panel begins: with its parameters.
+        // The offset of a column block in a panel; it starts with its parameters.
         MOEPACK_DEVICE i64 block_at(int block) const {
             return block * (PARAMETERS + i64(block_chunks) * CODES);
         }
-        // Where the codes of a chunk are.
+        // The offset of a chunk's codes.
         MOEPACK_DEVICE i64 codes_at(int chunk) const {
             return (block_of(chunk) + 1) * PARAMETERS + i64(chunk) * CODES;
         }
     };
 
-    // The chunks of a panel, one after the other.
+    // Iterates over the chunks of a panel.
     struct Source {
         const u8* data;        // this lane's first piece of the next chunk
-        const u8* parameters;  // of its block of columns
+        const u8* parameters;  // of its column block
         int left;              // bytes of the panel from `data` on
-        int rest, block_chunks;  // chunks until the next block of columns, of a block
+        int rest, block_chunks;  // chunks until the next column block, and per block
         int lane;
 
         MOEPACK_DEVICE Source() {}
@@ -84,7 +85,7 @@ struct Codebook {
             enter(base + matrix.block_at(block));
         }
 
-        // The parameters are read when the chunk is multiplied: they should be in the L2 by then.
+        // Prefetches the parameters to L2; they are read when the chunk is multiplied.
         MOEPACK_DEVICE void enter(const u8* at) {
             parameters = at;
             if (lane * 32 < PARAMETERS) prefetch(at + lane * 32);
@@ -106,7 +107,7 @@ struct Codebook {
         }
     };
 
-    // The codebooks of rows 2 g and 2 g + 1, which are loaded when a warp comes to other ones.
+    // The codebooks of rows 2 g and 2 g + 1, loaded when a warp enters another column block.
     struct Lane {
         int row, t;
         mutable const u8* parameters = nullptr;
@@ -129,7 +130,7 @@ struct Codebook {
         }
     };
 
-    // The codes of a lane's rows in steps.
+    // Unpacks the codes of a lane's rows into steps.
     static MOEPACK_DEVICE void unpack(const u8* chunk, const Lane& lane, u32 (&step)[2][4]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) codes_of<BITS>(chunk, lane.row + i, lane.t, step[i]);
@@ -145,7 +146,7 @@ struct Codebook {
         for (int i = 0; i < N; ++i) x[i] = cells + least(8 * i + lane.row / 2, tokens - 1) * STEP_BYTES + lane.t * 16;
         u32 codes[2][4];
         unpack(stage, lane, codes);
-        // Products of high bytes; of a high and a low one; of low ones.
+        // Products of high bytes, of a high and a low byte, and of low bytes.
         int high[N][4] = {}, middle[N][4] = {}, low[N][4] = {};
 #pragma unroll
         for (int step = 0; step < CHUNK / STEP; ++step) {
@@ -171,7 +172,7 @@ struct Codebook {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 float note = notes[least(8 * i + 2 * lane.t + j % 2, tokens - 1)];
-                // Below 2^7 2^7 2^7 2^8 + 2^22.
+                // Less than 2^7 2^7 2^7 2^8 + 2^22.
                 float total = float(high[i][j] * 256 + middle[i][j]) * 256.0f;
                 if (PLANES == 2) total += float(low[i][j]);
                 out[i][j] += total * ((j < 2 ? lane.scale.x : lane.scale.y) * note);
@@ -180,11 +181,11 @@ struct Codebook {
     }
 };
 
-// Eight of a token's activations of a chunk as digits: value = (256 * high + low) * unit. Sixteen lanes hold a chunk.
+// Eight activations of a token's chunk as digits: value = (256 * high + low) * unit. Sixteen lanes hold a chunk.
 struct Digits {
-    Pair high, low;   // of a lane of a product and a step, in the order of its codes
-    int step, place;  // which these are
-    float unit;       // NaN if a value is no number
+    Pair high, low;   // for one lane and step of a product, in the order of its codes
+    int step, place;  // the indices of these
+    float unit;       // NaN if a value is not finite
 
     MOEPACK_DEVICE explicit Digits(const float (&value)[8]) {
         int lane = threadIdx.x & 15;
@@ -196,7 +197,7 @@ struct Digits {
             largest = most(largest, __shfl_xor_sync(~0u, largest, distance));
         Scale scale = scale_of(__uint_as_float(largest));
         unit = largest < 0x7f800000 ? scale.inverse * 2.0f : __uint_as_float(0x7fc00000);
-        // At most 2^14, so that both digits fit; adding 1.5 * 2^23 leaves integers in the low bits.
+        // At most 2^14, so both digits fit; adding 1.5 * 2^23 leaves the integer in the low bits.
         u32 bits[8], upper[2], lower[2];
 #pragma unroll
         for (int i = 0; i < 8; ++i) bits[i] = __float_as_uint(__fmaf_rn(value[i], scale.factor * 0.5f, 12582912.0f));
@@ -210,7 +211,7 @@ struct Digits {
         }
         step = lane % 4, place = lane / 4;
         if (BITS != 2) {
-            // Runs of four columns that meet in a lane are 16 columns apart: of two lanes, each keeps one pair of runs.
+            // A lane needs runs of four columns that are 16 columns apart: two lanes exchange one run each.
             bool second = lane & 2;
             u32 other_upper = __shfl_xor_sync(~0u, second ? upper[0] : upper[1], 2);
             u32 other_lower = __shfl_xor_sync(~0u, second ? lower[0] : lower[1], 2);
@@ -236,33 +237,33 @@ MOEPACK_DEVICE void write_cell<Codebook>(u8* cells, int token, int tokens, const
 
 // ---------------------------------------------------------------- few tokens
 
-// One token of a layer, or up to four of a linear layer: no routing. A token takes two columns of a product, one for
-// each digit, so that four cost as much as one. A block has a run of *units*: panels, of `gated` each panel of each
-// slot. All their chunks are one list, of which each warp has a run, so that few warps come to other codebooks and the
-// block meets once. A warp copies codes to a ring of its own AHEAD chunks before their turn, the first of them before
-// activations are digits, and asks the L2 for codebooks at the same time. (Loads to registers are no way to be ahead:
-// they count on one scoreboard, so that who waits for the first waits for the last.)
+// One token of a layer, or up to four of a linear layer, without routing. A token takes two columns of a product, one
+// for each digit, so four tokens cost as much as one. A block processes a range of *units*: panels, or for `gated` each
+// panel of each slot. Their chunks form one list, and each warp takes a range of it, so warps rarely change codebooks
+// and the block synchronizes once. A warp copies codes to its own ring AHEAD chunks before they are used, starting
+// before the activations are converted to digits, and prefetches codebooks to L2 at the same time. (Loads to registers
+// cannot run ahead: they share one scoreboard, so waiting for the first waits for all.)
 struct Few {
-    Activations x;         // of each slot; of a linear layer each token's; of `gated` one row
+    Activations x;         // one row per slot, or per token of a linear layer; one row for `gated`
     const i64* index;      // the slots' experts; null: expert 0
     const float* weights;  // of the slots; null: 1
     float* out;
-    int slots, tokens;     // of a linear layer one slot of so many tokens, otherwise one token
+    int slots, tokens;     // a linear layer has one slot; otherwise there is one token
     int experts, rows, chunks;
     u32 by_chunks;         // 2^20 / chunks, rounded up
 };
 
 constexpr int FEW_WARPS = 16, FEW_THREADS = FEW_WARPS * WARP, AHEAD = 3;
-constexpr int FEW_RING = (AHEAD + 1) * Codebook::CODES;  // bytes of a warp's
+constexpr int FEW_RING = (AHEAD + 1) * Codebook::CODES;  // bytes per warp
 
 // The units of a block.
 template <bool GATED>
 struct FewUnits {
-    static constexpr int WARPS = FEW_WARPS / (GATED + 1);  // of a matrix
+    static constexpr int WARPS = FEW_WARPS / (GATED + 1);  // per matrix
 
     const Few& few;
     int panels, first, count;
-    int chunks, share;  // of a unit; chunks of a warp's share of all of them
+    int chunks, share;  // chunks per unit; chunks per warp
 
     MOEPACK_DEVICE explicit FewUnits(const Few& few)
         : few(few), panels(ceil_div(few.rows, PANEL)), chunks(GATED ? few.chunks : few.slots * few.chunks) {
@@ -277,7 +278,7 @@ struct FewUnits {
         return expert < few.experts ? expert : -1;
     }
 
-    // Places of sums: warps of a matrix write those of their units side by side. `unit` counts from the block's first.
+    // Places for sums: the warps of a matrix write those of their units side by side. `unit` is relative to the block.
     MOEPACK_DEVICE int places() const {
         return count + WARPS - 1;
     }
@@ -291,11 +292,11 @@ struct FewUnits {
     }
 };
 
-// A chunk of a warp's share.
+// A position in a warp's share: one chunk.
 template <bool GATED>
 struct FewPlace {
     int unit, slot, chunk;
-    const u8* panel;  // null: there is no such expert
+    const u8* panel;  // null: the expert does not exist
 
     MOEPACK_DEVICE FewPlace(const FewUnits<GATED>& units, const Codebook::Matrix& matrix, int number) {
         unit = number / units.chunks;
@@ -311,7 +312,7 @@ struct FewPlace {
         panel = expert < 0 ? nullptr : matrix.data + (expert * units.panels + number) * matrix.panel_bytes;
     }
 
-    // Goes on to the next chunk.
+    // Advances to the next chunk.
     MOEPACK_DEVICE void advance(const FewUnits<GATED>& units, const Codebook::Matrix& matrix) {
         if (++chunk < units.few.chunks) return;
         chunk = 0;
@@ -319,7 +320,7 @@ struct FewPlace {
         enter(units, matrix);
     }
 
-    // Where the parameters of its block of columns are.
+    // The parameters of its column block.
     MOEPACK_DEVICE const u8* parameters(const Codebook::Matrix& matrix) const {
         return panel + matrix.block_at(matrix.block_of(chunk));
     }
@@ -330,13 +331,13 @@ struct FewTokens {
     const Few& few;
     const FewUnits<GATED>& units;
     Codebook::Matrix matrix;  // this warp's
-    int warp, t, columns;     // of activations
+    int warp, t, columns;     // columns of activations
     Codebook::Lane lane;
     u8* ring;                 // this warp's
-    int turn = 0;             // the place of the next chunk in it
-    int at, end, asked;       // the warp's share: chunks of the block's list; what is copied next
+    int turn = 0;             // the ring slot of the next chunk
+    int at, end, asked;       // the warp's range in the block's list; the next chunk to copy
     FewPlace<GATED> here, ahead;
-    const u8* known = nullptr;  // parameters that the L2 has been asked for
+    const u8* known = nullptr;  // the last parameters prefetched
     float sum[2] = {0, 0};
 
     MOEPACK_DEVICE FewTokens(const Few& few, const FewUnits<GATED>& units, const Codebook::Matrix& first,
@@ -350,7 +351,7 @@ struct FewTokens {
         for (int i = 0; i < AHEAD; ++i) fetch(i);
     }
 
-    // Starts to copy the next codes to a part of the ring; what lies behind the panel counts as zeros.
+    // Starts to copy the next codes to a part of the ring; bytes after the panel are zero.
     MOEPACK_DEVICE void fetch(int part) {
         if (ahead.panel && asked < end) {
             const u8* parameters = ahead.parameters(matrix);
@@ -371,7 +372,7 @@ struct FewTokens {
         if (++asked < end) ahead.advance(units, matrix);
     }
 
-    // cells: a Pair for each step, column and lane of four; notes: a float for each token of a chunk.
+    // cells: a Pair for each step, column and group of four lanes; notes: a float for each token of a chunk.
     MOEPACK_DEVICE void multiply(const u8* cells, const float* notes, float* sums) {
         int column = least(lane.row / 2, columns - 1), token = least(t, few.tokens - 1);
 #pragma unroll 1
@@ -420,7 +421,7 @@ struct FewTokens {
         }
     }
 
-    // Gives this warp's sums to a place of `sums` [places][token][row] and clears them.
+    // Writes this warp's sums to a place in `sums` [places][token][row], and clears them.
     MOEPACK_DEVICE void give(float* sums, int place) {
         if (GATED && threadIdx.x >= FEW_THREADS / 2) place += units.places();
         float2* to = reinterpret_cast<float2*>(sums + (place * few.tokens + t) * PANEL + lane.row);
@@ -429,7 +430,7 @@ struct FewTokens {
     }
 };
 
-// Writes the outputs of a block's units, whose sums are in shared memory.
+// Writes the outputs of a block's units from their sums in shared memory.
 template <bool GATED>
 MOEPACK_DEVICE void write_few(const Few& few, const FewUnits<GATED>& units, const float* sums) {
     int of_unit = few.tokens * PANEL;
@@ -446,7 +447,7 @@ MOEPACK_DEVICE void write_few(const Few& few, const FewUnits<GATED>& units, cons
     }
 }
 
-// Makes digits of all activations: rows of x times chunks, of which `tokens` share a chunk's cell.
+// Converts all activations to digits: rows of x times chunks; `tokens` rows share the cell of a chunk.
 template <bool GATED>
 MOEPACK_DEVICE void stage(const Few& few, u8* cells, float* notes) {
     constexpr int BATCH = 4, STRIDE = FEW_THREADS / 16;
@@ -482,7 +483,7 @@ MOEPACK_DEVICE void run_few(const Few& few, const Codebook::Matrix& first, const
     u8* cells = shared_memory + FEW_WARPS * FEW_RING;
     float* notes = reinterpret_cast<float*>(cells + cell_count * few.tokens * VALUE_BYTES);
     float* sums = notes + ceil_div(cell_count * few.tokens, 4) * 4;
-    // The first codes of a linear layer are known before the launch in front has ended.
+    // The first codes of a linear layer are known before the preceding launch has ended.
     if (few.index) enter_launch();
     FewUnits<GATED> units(few);
     FewTokens<GATED> tokens(few, units, first, second);
@@ -507,8 +508,8 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) combine_few(Few few
     run_few<false>(few, matrix, matrix);
 }
 
-// Rotates each row of x by Hadamard's matrix of `width` columns (1: not at all) and rounds it to `bits` bits (0: not at
-// all); with `steps` rounded rows are integers, which these are to be multiplied by.
+// Rotates each row of x by a Hadamard matrix of `width` columns (1: no rotation) and rounds it to `bits` bits (0: no
+// rounding). With `steps`, rounded rows are integers in units of these steps.
 extern "C" __global__ void prepare_tokens(Activations x, int width, int bits, float* out, float* steps) {
     enter_launch();
     int row = blockIdx.x;
@@ -544,7 +545,7 @@ extern "C" __global__ void prepare_tokens(Activations x, int width, int bits, fl
     }
 }
 
-// The value of a row and a column.
+// The value at a row and a column.
 MOEPACK_DEVICE float weight(const Codebook::Matrix& matrix, int rows, i64 row, int column) {
     i64 expert = row / rows, panel = expert * ceil_div(rows, PANEL) + row % rows / PANEL;
     int place = row % rows % PANEL, chunk = column / CHUNK, block = matrix.block_of(chunk);
@@ -557,7 +558,8 @@ MOEPACK_DEVICE float weight(const Codebook::Matrix& matrix, int rows, i64 row, i
     return __fmul_rn(scales[place], float(centroid));
 }
 
-// Writes the values of `count` rows, counted through all experts, from `first` on, rotated back by matrices of `width`.
+// Decodes `count` rows, numbered over all experts, starting at `first`, and reverses the rotation by matrices of
+// `width`.
 extern "C" __global__ void dequantize(Codebook::Matrix matrix, i64 first, i64 count, int rows, int columns, int width,
                                       int wide, void* out) {
     for (i64 i = blockIdx.x; i < count; i += gridDim.x) {

@@ -1,8 +1,8 @@
-// Codes into codebooks as operand A of m16n8k32: two table look-ups by byte permutation for each four codes.
+// Codes into codebooks as operand A of m16n8k32: two table lookups by byte permutation for every four codes.
 //
-// A lane (g, t) has rows 2 g and 2 g + 1 of a panel. Of a step of 32 columns it takes eight codes a row, one half-byte
-// each: the half-bytes of a word select bytes of a table of eight, bit 3 chooses between the two tables of 16 entries.
-// Codes alternate between two runs of four neighbouring columns, whose activations are stored in that order (`Place`):
+// A lane (g, t) has rows 2 g and 2 g + 1 of a panel. In each step of 32 columns it takes eight codes per row, one
+// nibble each. The nibbles of a word select bytes of a table of eight; for 16 entries, bit 3 selects one of two tables.
+// Codes alternate between two runs of four neighboring columns, whose activations are stored in that order (`Place`):
 //
 //     bits  chunk                         step s of lane t: columns
 //     4     4 steps of 256 bytes          32 s + 4 t + 0 to 3 and 16 more
@@ -15,8 +15,8 @@ namespace moepack {
 
 constexpr int PANEL = 16;
 
-// Four of the eight bytes of (a, b), one for each of the four low half-bytes of the selector, which are below 8: what
-// `permute` would make sure of.
+// Four of the eight bytes of (a, b), selected by the four low nibbles of the selector, which must be less than 8;
+// `permute` masks them instead.
 MOEPACK_BOTH u32 choose(u32 a, u32 b, u32 selector) {
 #if defined(__CUDA_ARCH__)
     u32 d;
@@ -27,22 +27,22 @@ MOEPACK_BOTH u32 choose(u32 a, u32 b, u32 selector) {
 #endif
 }
 
-// Bits of b where the mask has ones, otherwise of a.
+// Bits of b where the mask is one, otherwise bits of a.
 MOEPACK_BOTH u32 blend(u32 a, u32 b, u32 mask) {
     return (a & ~mask) | (b & mask);
 }
 
-// The bytes of `table` that eight codes choose, which are half-bytes of `codes`; the last is the upper one.
+// A table of bytes, indexed by nibbles.
 template <int WIDTH>
 struct Table {
     static constexpr int WORDS = WIDTH == 4 ? 4 : WIDTH == 3 ? 2 : 1;
     u32 word[WORDS];
 };
 
-// What selects bytes for eight codes.
+// Selects table bytes for eight codes.
 template <int WIDTH>
 struct Selector {
-    u32 low, upper[2];  // entries of the tables of eight; of 4 bits which codes choose from the second, by parts
+    u32 low, upper[2];  // indices into tables of eight; for 4 bits, masks of codes that select the second
 
     MOEPACK_BOTH explicit Selector(u32 codes) : low(codes), upper{0, 0} {
         if (WIDTH == 4) {
@@ -63,7 +63,7 @@ struct Selector {
     }
 };
 
-// The code of a row and a column of a chunk.
+// The code at a row and a column of a chunk.
 template <int WIDTH>
 MOEPACK_BOTH u32 code_of(const u8* chunk, int row, int column) {
     if (WIDTH == 4) return chunk[column / 32 * 256 + row * 16 + column % 16] >> column / 16 % 2 * 4 & 15;
@@ -78,14 +78,14 @@ MOEPACK_BOTH u32 code_of(const u8* chunk, int row, int column) {
     return (byte >> place & 1) | (byte >> (3 + place) & 2);
 }
 
-// The codes of a chunk of 128 columns that lane t takes of row `row`, as half-bytes of four steps.
+// The codes of a chunk of 128 columns that lane t takes from row `row`, as nibbles of four steps.
 template <int WIDTH>
 MOEPACK_BOTH void codes_of(const u8* chunk, int row, int t, u32 (&step)[4]) {
     const u32* words = reinterpret_cast<const u32*>(chunk);
     if (WIDTH == 4) {
         for (int s = 0; s < 4; ++s) step[s] = words[s * 64 + row * 4 + t];
     } else if (WIDTH == 3) {
-        // Quads of rows, each with its three registers.
+        // Groups of four rows, each with three registers.
         const u32* own = words + row / 4 * 48 + row % 4 * 4 + t;
         u32 a = own[0], b = own[16], c = own[32], first[3] = {a, b, c};
         for (int s = 0; s < 3; ++s) step[s] = and_or(first[s] << 1, 0x70707070, first[s] & 0x07070707);

@@ -1,18 +1,18 @@
-// Linear layers of 4-bit codes into the codebooks of whole rows (codebook.cuh) of up to 64 tokens (common/linear.cuh).
+// Linear layers of 4-bit codes into codebooks of whole rows (codebook.cuh), for up to 64 tokens (common/linear.cuh).
 //
-// Arithmetic: f16 products and f32 sums. Centroids of 16 bits are rounded to f16, by at most 2^-11 of each; those of 8
-// bits are exact, and so are activations of bfloat16 and f16, and those that are rounded to 8 bits, whose codes are
-// multiplied. Scales are multiplied in f32 at the end.
+// Arithmetic: f16 products and f32 sums. 16-bit centroids are rounded to f16, by at most 2^-11 each. 8-bit centroids
+// are exact, as are bfloat16 and f16 activations, and activations rounded to 8 bits, which are multiplied as codes.
+// Scales are applied in f32 at the end.
 //
-// Decoding: a lane keeps the codebooks of its two rows in registers, a plane of the high bytes of f16 and one of the
-// low ones: three byte permutations look four codes up in a plane, two more make f16 of the bytes. 8-bit centroids have
-// one plane, 128 more than they are, so that a byte under the exponent of 1024 is a number.
+// Decoding: a lane keeps the codebooks of its two rows in registers, as a plane of the high bytes of f16 and one of the
+// low bytes. Three byte permutations look up four codes in a plane, and two more assemble f16 values. 8-bit centroids
+// have one plane with an offset of 128, so that a byte under the exponent of 1024 is a number.
 //
-// Bounds, by machine code: from its first product to its last a chunk takes a warp 204 to 213 instructions with two
-// planes, some 160 of them of the integer pipe, and 186 to 190 and some 110 with one; its warps of a scheduler have 54
-// chunks of 4096 x 14336 on an H100. That pipe is busy for half of the time with up to 16 tokens, for a third with 64;
-// activations before the first product and sums behind the last take most of the rest. 64 tokens take 36 us, the
-// products alone 27.
+// Bounds, from the machine code: from its first product to its last, a chunk takes a warp 204 to 213 instructions with
+// two planes, about 160 of them on the integer pipe, and 186 to 190 and about 110 with one. The warps of a scheduler
+// have 54 chunks of 4096 x 14336 on an H100. The integer pipe is busy half of the time with up to 16 tokens, and a
+// third with 64. Activations before the first product and sums after the last take most of the rest. 64 tokens take 36
+// us, the products alone 27.
 //
 // Definitions: PLANES (bytes of a centroid), BITS (4).
 #include "codebook.cuh"
@@ -26,7 +26,7 @@ struct CodebookLinear {
     static constexpr int PARAMETERS = PANEL * (4 + PLANES * (ENTRIES + 4));
     static constexpr int STAGE = PANEL * CHUNK / 8 * BITS, SUMS = 0, WIDTH = 0, SECOND = 1;
     static constexpr int STEP_BYTES = PANEL * STEP / 8 * BITS;
-    // Steps of 64 columns are faster with one plane, by a twentieth for up to 8 tokens, and slower with two.
+    // With one plane, steps of 64 columns are faster by a twentieth for up to 8 tokens; with two, they are slower.
     static constexpr int PARTS = PLANES == 1 ? 2 : 1, COLUMNS = PARTS * STEP, QUADS = 2;
     static constexpr bool FETCHES = true;
     static_assert(BITS == 4);
@@ -40,7 +40,7 @@ struct CodebookLinear {
         return product * 4 + lane;
     }
 
-    // What lies behind the end of rows are codes like others, which are multiplied by zeros.
+    // Data after the end of rows decodes to valid codes, which are multiplied by zeros.
     MOEPACK_BOTH static constexpr bool clears(i64) {
         return false;
     }
@@ -55,10 +55,10 @@ struct CodebookLinear {
 
     struct Operands {
         int row, t;
-        u32 at;  // where a stage has the codes of this lane
+        u32 at;  // the offset of this lane's codes in a stage
         Table<BITS> tables[PLANES][2];
         float2 scale;
-        u32 asked[PLANES][2];  // of the next panel
+        u32 asked[PLANES][2];  // for the next panel
         Pair asked_scale;
         u32 codes[PARTS][2];
 
@@ -67,7 +67,7 @@ struct CodebookLinear {
             hold(at);
         }
 
-        // Begins to load the codebooks of a panel.
+        // Starts to load the codebooks of a panel.
         MOEPACK_DEVICE void ask(const Matrix& matrix, i64 panel) {
             const u8* parameters = matrix.data + panel * matrix.block_bytes;
 #pragma unroll
@@ -76,7 +76,7 @@ struct CodebookLinear {
             asked_scale = load_pair(parameters + PLANES * PANEL * ENTRIES + 4 * row);
         }
 
-        // Comes to the panel that was asked for. A lane makes a quarter of each table.
+        // Switches to the panel requested by `ask`. Each lane builds a quarter of each table.
         MOEPACK_DEVICE void enter() {
             scale = {__uint_as_float(asked_scale.x), __uint_as_float(asked_scale.y)};
 #pragma unroll
@@ -90,7 +90,7 @@ struct CodebookLinear {
             }
         }
 
-        // The planes of four centroids' f16, of planes of their bytes.
+        // Converts planes of centroid bytes to planes of f16 bytes, four centroids at once.
         static MOEPACK_DEVICE void to_planes(u32 high, u32 low, u32& high_of, u32& low_of) {
             float value[4];
 #pragma unroll
@@ -116,7 +116,7 @@ struct CodebookLinear {
                 decode(codes[i / 2][i % 2], tables[0][i % 2], tables[PLANES - 1][i % 2], quads[i / 2][i % 2]);
         }
 
-        // The quads of a row: codes alternate between those of columns c and c + 16.
+        // The quads of a row: codes alternate between columns c and c + 16.
         static MOEPACK_DEVICE void decode(u32 codes, const Table<BITS>& high, const Table<BITS>& low,
                                           u32 (&quads)[QUADS][2]) {
             Selector<BITS> selector(codes);
@@ -134,7 +134,7 @@ struct CodebookLinear {
             }
         }
 
-        // Of what `decode` makes: high bytes count 256.
+        // Scales for the values made by `decode`: high bytes count 256.
         MOEPACK_DEVICE float2 row_scales() const {
             float unit = PLANES == 1 ? 256 : 1;
             return {scale.x * unit, scale.y * unit};

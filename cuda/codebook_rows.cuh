@@ -1,11 +1,12 @@
-// Whole rows in a block: rotation by Hadamard's matrices, and the grid that activations are rounded to.
+// Operations on whole rows by a block: rotation by Hadamard matrices, and the grid to which activations are rounded.
 #pragma once
 #include "common/layer.cuh"
 
 namespace moepack {
 
 #if defined(__CUDACC__)
-// Multiplies values in shared memory by Sylvester's matrix of `width` columns, unscaled; all threads of a block.
+// Multiplies values in shared memory by Sylvester's matrix of `width` columns, unscaled; called by all threads of a
+// block.
 MOEPACK_DEVICE void rotate(float* values, int width) {
     for (int half = 1; half < width; half *= 2) {
         __syncthreads();
@@ -19,8 +20,8 @@ MOEPACK_DEVICE void rotate(float* values, int width) {
     __syncthreads();
 }
 
-// Rotates the columns of a row, `width` at a time: value(column) are its values, use(column, value) takes the new ones.
-// If there are more columns than shared memory holds floats, the last rounds come first: they add up parts of the row.
+// Rotates the columns of a row, `width` at a time: value(column) reads them, use(column, value) receives the results.
+// If `width` exceeds the floats that shared memory holds, the last rounds come first: they add up parts of the row.
 template <class Value, class Use>
 MOEPACK_DEVICE void rotate_row(int columns, int width, Value value, Use use) {
     constexpr int MOST_WIDTH = 32768;
@@ -49,7 +50,7 @@ MOEPACK_DEVICE float activation(const Activations& x, i64 at) {
     return x.type == Type::f16 ? half_value(bits) : bf16_value(bits);
 }
 
-// The largest of the threads' values, which are not negative; all threads of a block.
+// The largest of the threads' non-negative values; called by all threads of a block.
 MOEPACK_DEVICE float block_largest(float value) {
     __shared__ float largest[WARP];
     __syncthreads();
@@ -61,19 +62,19 @@ MOEPACK_DEVICE float block_largest(float value) {
     return value;
 }
 
-// What `bits` bits make of values between -low and high: step * (code - zero).
+// The grid of values between -low and high with `bits` bits: step * (code - zero).
 struct Grid {
     float step, zero, inverse, top;
 
     MOEPACK_DEVICE Grid(float low, float high, int bits) : top(float((1 << bits) - 1)) {
         step = __fdiv_rn(high + low, top);
         inverse = __fdiv_rn(1.0f, step);
-        // A range whose step has no finite inverse becomes zeros.
+        // Ranges whose step has no finite inverse become zeros.
         if (inverse > 3.4028235e38f) step = inverse = 0;
         zero = fminf(fmaxf(floorf(__fadd_rn(__fmul_rn(low, inverse), 0.5f)), 0.0f), top);
     }
 
-    // What a value counts in steps.
+    // A value in steps.
     MOEPACK_DEVICE float steps(float value) const {
         return truncf(fminf(fmaxf(__fadd_rn(__fmul_rn(value, inverse), zero + 0.5f), 0.0f), top)) - zero;
     }

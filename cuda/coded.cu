@@ -1,38 +1,39 @@
-// Coded integers: entropy-coded codes, each worth a step of its row or of the tensor (docs/format.md, section 9).
+// Coded integers: entropy-coded codes in units of a step per row or per tensor (docs/format.md, section 9).
 //
-// Layout: not the bytes on disk but a rearrangement of them, made when they are uploaded (rust/core,
-// formats/coded/device): row blocks are cut into segments of columns, which warps decode independently, and segments
-// into chunks of 256 columns, whose records bring the bytes of each of the 64 lanes. A lane's symbols come in the
-// order in which operand A of m16n8k16 wants them, as f16 of 2^-24 symbol; the integer of symbol 0 times the sum of
-// the activations is added at the end. Dependent codes are 2 half - 127, and halves take the place of symbols.
+// Layout: a rearrangement of the bytes on disk, made during upload (rust/core, formats/coded/device). Row blocks are
+// cut into column segments, which warps decode independently, and segments into chunks of 256 columns, whose records
+// contain the bytes of each of the 64 lanes. The symbols of a lane are decoded in the order of operand A of m16n8k16,
+// as f16 values of 2^-24 symbol. The integer of symbol 0 times the sum of the activations is added at the end.
+// Dependent codes are 2 half - 127, with halves in place of symbols.
 //
-// Arithmetic: weights are exact. Activations are rounded to f16 under a power of two for each token, which keeps
-// bfloat16 and float16 but for values 2^29 times smaller than the token's largest, and 11 bits of float32. Sums are
-// float32. Where columns have scales a launch before multiplies activations by them, in float32 (`scale_columns`):
-// kernels that decode have no registers for that.
+// Arithmetic: weights are exact. Activations are rounded to f16 with a power-of-two scale per token. This preserves
+// bfloat16 and float16, except values 2^29 times smaller than the token's largest, and 11 bits of float32. Sums are
+// float32. If columns have scales, a preceding launch multiplies activations by them in float32 (`scale_columns`),
+// because decoding kernels have no registers to spare.
 //
-// Launch: one block an SM, of as many warps as have room for two records each. A block has *tasks* of its own, row
-// blocks of a tile of tokens (`combine`: of all tiles), and shares their segments out to its warps: *units*. What the
-// warps have summed meets in shared memory and is added in the order of the segments. Activations become operands B in
-// shared memory of each block, or, if they are many, in a launch before (`lay_out_tokens`, `lay_out_hidden`). Records
-// come to shared memory one ahead of the one that is decoded (coded_ring.cuh).
+// Launch: one block per SM, with as many warps as have room for two records each. A block has its own *tasks*, which
+// are row blocks of a tile of tokens (`combine`: of all tiles), and divides their segments among its warps: *units*.
+// The warps' sums are collected in shared memory and added in segment order. Each block lays out activations as
+// operands B in shared memory; if there are many, a preceding launch does (`lay_out_tokens`, `lay_out_hidden`). Records
+// are copied to shared memory one ahead of the record being decoded (coded_ring.cuh).
 //
 // Bounds: instructions. 4096 x 14336 weights of 3 bits and one token take 35 us on an H100: 2 until tables and first
-// records are on their way, 2.5 until activations are operands, 1 for outputs; most of the rest decodes. That takes 9
-// instructions a symbol and a warp (sm_90a), 3.4 of the integer pipe and 3.6 of the one that multiplies, each of which
-// takes a warp's instruction in two cycles, and some 110 a chunk. A scheduler has 3,584 symbols, and issues about 0.7
-// instructions a cycle. Bytes would take 8 us. Where blocks get one or two row blocks of few segments, most of their
-// warps are idle: 2080 x 6144 take 19 us in segments of 1,024 columns and 13 in segments of 512.
+// records are in flight, 2.5 until activations are operands, 1 for outputs; most of the rest is decoding. Decoding
+// takes 9 instructions per symbol and warp (sm_90a), 3.4 of them on the integer pipe and 3.6 on the multiply pipe, each
+// of which takes two cycles for a warp's instruction, and about 110 per chunk. A scheduler has 3,584 symbols, and
+// issues about 0.7 instructions per cycle. Reading the bytes would take 8 us. If blocks get only one or two row blocks
+// of few segments, most of their warps are idle: 2080 x 6144 take 19 us with segments of 1,024 columns, and 13 with
+// 512.
 //
-// Definitions: TOKENS (most of a tile: 1, 8, 16 or 32), MOST_THREADS, DEPENDENT (1: matrices may have dependent codes).
+// Definitions: TOKENS (most per tile: 1, 8, 16 or 32), MOST_THREADS, DEPENDENT (1: matrices may have dependent codes).
 #include "coded_ring.cuh"
 
 namespace moepack {
 
-constexpr int UNROLLED = 4;  // groups of the loop that decodes
+constexpr int UNROLLED = 4;  // unrolled groups of the decoding loop
 
 #if defined(__CUDACC__)
-// What the layout says of a row block.
+// The layout's entry for a row block.
 struct BlockNote {
     u32 word;
 
@@ -49,13 +50,13 @@ struct BlockNote {
         return DEPENDENT && word >> 16 & 1;
     }
 
-    // What a code is of a symbol or a half.
+    // The factor from symbols or halves to codes.
     MOEPACK_DEVICE int factor() const {
         return dependent() ? 2 : 1;
     }
 };
 
-// The sum of the values of the lanes up to this one.
+// The inclusive prefix sum of the lanes' values.
 MOEPACK_DEVICE u32 sum_to(u32 value) {
 #pragma unroll
     for (int distance = 1; distance < WARP; distance *= 2)
@@ -66,7 +67,7 @@ MOEPACK_DEVICE u32 sum_to(u32 value) {
     return value;
 }
 
-// Begins a chunk: states where a segment begins, and where the bytes of the thread's lanes are.
+// Starts a chunk: reads states at the start of a segment, and locates the bytes of the thread's lanes.
 MOEPACK_DEVICE void enter_chunk(Lanes<DEPENDENT>& lanes, const u8* record, bool begins, bool dependent) {
     int lane = threadIdx.x % WARP;
     if (begins) {
@@ -81,7 +82,7 @@ MOEPACK_DEVICE void enter_chunk(Lanes<DEPENDENT>& lanes, const u8* record, bool 
     lanes.enter(shared_address(record + CODED_LANES), {before & 0xffff, total + (before >> 16)});
 }
 
-// Sums of a row block and a tile: of rows g and g + 8, and of tokens 8 i + 2 t and 8 i + 2 t + 1.
+// Sums of a row block and a tile: rows g and g + 8, tokens 8 i + 2 t and 8 i + 2 t + 1.
 template <int N>
 struct Sums {
     float of[N][4];
@@ -97,7 +98,7 @@ struct Sums {
     }
 };
 
-// Operands B of a tile from a segment on: those of its tokens side by side, or, for all, those of an only token.
+// Operands B of a tile, starting at a segment: those of its tokens side by side, or those of a single shared token.
 struct Operands {
     const u8* first;
     int tokens;
@@ -107,7 +108,7 @@ struct Operands {
     }
 };
 
-// What a warp does: its units, one after the other.
+// The work of a warp: its units, in order.
 template <Mode MODE, int N>
 struct CodedWarp {
     const CodedProblem& problem;
@@ -116,7 +117,7 @@ struct CodedWarp {
     const Tables& tables;
     const float2* own_notes;
     int step, lane = threadIdx.x % WARP;
-    int next_unit, left = 0, next_matrix = 0;  // what is looked up next: a unit, or chunks of the last one's segment
+    int next_unit, left = 0, next_matrix = 0;  // the next lookup: a unit, or the remaining chunks of the last segment
     u32 next_chunk = 0;
     Ring ring;
 
@@ -127,7 +128,7 @@ struct CodedWarp {
         look_up();
     }
 
-    // By value, and field by field: the address of an argument would put all of it into local memory.
+    // Copies field by field: taking the address of a kernel argument would move the whole argument to local memory.
     MOEPACK_DEVICE CodedMatrix matrix(int number) const {
         if (MODE != Mode::gated) return first;
         bool other = number == 1;
@@ -138,22 +139,22 @@ struct CodedWarp {
                 other ? second.table_count : first.table_count};
     }
 
-    // The number of a unit's row block among all experts'.
+    // The index of a unit's row block over all experts.
     MOEPACK_DEVICE int block_of(const CodedUnit& unit) const {
         return work.routing.tile[unit.tile].expert * int(problem.blocks.by) + unit.block;
     }
 
-    // What the layout says of a unit's row block.
+    // The layout's entry for a unit's row block.
     MOEPACK_DEVICE BlockNote note_of(const CodedUnit& unit) const {
         return {__ldg(matrix(unit.second).blocks + block_of(unit))};
     }
 
-    // Chunks of a segment.
+    // The number of chunks in a segment.
     MOEPACK_DEVICE int chunks_of(int segment) const {
         return least(problem.of_segment, problem.chunks - segment * problem.of_segment);
     }
 
-    // Groups of 16 columns of a segment.
+    // The number of groups of 16 columns in a segment.
     MOEPACK_DEVICE int groups_of(int segment) const {
         int most = problem.of_segment * (CODED_CHUNK / CODED_GROUP);
         return least(most, problem.groups - segment * most);
@@ -188,13 +189,13 @@ struct CodedWarp {
         --left;
     }
 
-    // Fetches that record and looks up the one after it.
+    // Fetches that record and looks up the following one.
     MOEPACK_DEVICE void fetch() {
         ring.fetch(matrix(next_matrix).records);
         look_up();
     }
 
-    // Multiplies a unit and gives its sums to a place of the block's.
+    // Multiplies a unit and writes its sums to a place in the block's memory.
     MOEPACK_DEVICE void multiply(u32 number, int place) {
         CodedUnit unit = work.unit(number);
         BlockNote note = note_of(unit);
@@ -212,7 +213,7 @@ struct CodedWarp {
             fetch();
             enter_chunk(lanes, ring.wait<1>(), begins, dependent);
             decode(lanes, copies, x, least(groups, CODED_CHUNK / CODED_GROUP), TOKENS == 1 ? 32 : more, sums);
-            // What lies between is found anew afterwards: registers are short in the loop.
+            // Recompute values afterwards instead of keeping them: the loop is short of registers.
             hold(number);
             if (begins) correct(work.unit(number), sums);
             __syncwarp();
@@ -222,7 +223,7 @@ struct CodedWarp {
         give(work.unit(number), sums, place);
     }
 
-    // Multiplies groups of 16 columns by operands B that are `more` bytes apart.
+    // Multiplies groups of 16 columns by operands B with a stride of `more` bytes.
     MOEPACK_DEVICE void decode(Lanes<DEPENDENT>& lanes, const Copies& copies, const u8* (&x)[N], int groups, int more,
                                Sums<N>& sums) {
 #pragma unroll UNROLLED
@@ -236,7 +237,7 @@ struct CodedWarp {
         }
     }
 
-    // Adds the corrections of a unit, sixteen a product.
+    // Adds the corrections of a unit, sixteen per product.
     MOEPACK_DEVICE void correct(const CodedUnit& unit, Sums<N>& sums) {
         CodedMatrix of = matrix(unit.second);
         Operands from = operands_of(unit);
@@ -267,7 +268,7 @@ struct CodedWarp {
         }
     }
 
-    // Writes [tokens][16] sums of a unit to their place, with the part of symbol 0 or half 0.
+    // Writes a unit's sums [tokens][16] to their place, including the contribution of symbol 0 or half 0.
     MOEPACK_DEVICE void give(const CodedUnit& unit, const Sums<N>& sums, int place) {
         const Tile& tile = work.routing.tile[unit.tile];
         BlockNote note = note_of(unit);
@@ -284,7 +285,7 @@ struct CodedWarp {
     }
 };
 
-// Adds the sums of the segments of a matrix, from a unit on, in their order.
+// Adds the sums of the segments of a matrix in order, starting at a unit.
 MOEPACK_DEVICE float add_segments(const float* sums, int unit, int segments, int columns, int token, int row) {
     float total = 0;
     const float* from = sums + (unit * columns + token) * CODED_BLOCK + row;
@@ -297,7 +298,7 @@ MOEPACK_DEVICE float scale_of_row(const CodedMatrix& matrix, int expert, int row
     return matrix.scales[matrix.row_scales ? i64(expert) * rows + row : 0];
 }
 
-// Writes the outputs of tasks `begin` to `end` of a block, whose units' sums are in shared memory; all threads.
+// Writes the outputs of tasks `begin` to `end` of a block from their sums in shared memory; called by all threads.
 template <Mode MODE>
 MOEPACK_DEVICE void write_outputs(const CodedProblem& problem, const Work<MODE>& work, const CodedMatrix& first,
                                   const CodedMatrix& second, const float* sums, const float2* notes, int begin,
@@ -351,8 +352,8 @@ MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& fi
     find_tables(work, first, second, tables);
     CodedWarp<MODE, ceil_div(TOKENS, 8)> warp(problem, work, first, second, tables, own_notes);
     Areas areas(problem);
-    // Without an index tables and first records are known before the launch in front has ended; otherwise activations
-    // are asked for before them.
+    // Without an index, tables and first records are known before the preceding launch has ended. Otherwise activations
+    // are requested first.
     auto load = [&] {
         tables.load(first, second, areas.tables, problem.table_bytes);
         warp.fetch();
@@ -380,26 +381,26 @@ MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& fi
     }
 }
 
-// The scales of columns, which experts share or have each their own of.
+// Column scales, either shared by all experts or separate for each.
 struct ColumnScales {
-    const float* first;  // or null: there are none
-    int stride;          // from an expert's to the next one's; 0: they share them
+    const float* first;  // null if there are none
+    int stride;          // between experts; 0 if shared
 
     MOEPACK_DEVICE const float* of(i64 expert) const {
         return first ? first + expert * stride : nullptr;
     }
 };
 
-// Where the values of a thread's two rows of a row block go.
+// The output positions of a thread's two rows of a row block.
 struct Rows {
-    i64 to[2];  // negative: there is no such row
+    i64 to[2];  // negative: the row does not exist
     float scale[2];
-    const float* scales;  // of columns, or null
+    const float* scales;  // column scales, or null
     int columns, wide;
     BlockNote note;
     void* out;
 
-    // `out` begins with the first row of expert `first`.
+    // `out` starts with the first row of expert `first`.
     MOEPACK_DEVICE Rows(const CodedProblem& problem, const CodedMatrix& matrix, const ColumnScales& of_columns,
                         i64 block, i64 first, int columns, int wide, void* out)
         : columns(columns), wide(wide), note{matrix.blocks[block]}, out(out) {
@@ -413,7 +414,7 @@ struct Rows {
         }
     }
 
-    // The scale of a column that exists.
+    // The scale of a column in range.
     MOEPACK_DEVICE float scale_of_column(int column) const {
         return scales ? __ldg(scales + column) : 1.0f;
     }
@@ -423,7 +424,7 @@ struct Rows {
         store_value(out, to[i] + column, scale[i] * float(code) * scale_of_column(column), wide);
     }
 
-    // The symbols of 16 columns as `Lanes::decode` leaves them.
+    // Writes the symbols of 16 columns as returned by `Lanes::decode`.
     MOEPACK_DEVICE void put(const u32 (&a)[4], int column) const {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -432,7 +433,7 @@ struct Rows {
         }
     }
 
-    // Adds corrections: f16 holds a code's symbol exactly, bf16 well enough to find it again.
+    // Applies corrections: f16 holds a code's symbol exactly, and bf16 is precise enough to recover it.
     MOEPACK_DEVICE void correct(const u32* corrections, u32 at, u32 end, int first) const {
         for (; at < end; ++at) {
             u32 correction = corrections[at], place = correction & 0xffff;
@@ -440,7 +441,7 @@ struct Rows {
             i64 at_row = place >> 15 ? to[1] : to[0];
             float step = place >> 15 ? scale[1] : scale[0], more = scale_of_column(column);
             if (int(place >> 12 & 7) != threadIdx.x % WARP / 4 || column % 4 != threadIdx.x % 4) continue;
-            // The value is zero whatever the code is, and does not tell it.
+            // The value is zero for any code, so the code cannot be recovered.
             if (at_row < 0 || step == 0 || more == 0) continue;
             float old = wide ? static_cast<const float*>(out)[at_row + column]
                              : bf16_value(static_cast<const u16*>(out)[at_row + column]);
@@ -453,7 +454,7 @@ struct Rows {
     }
 };
 
-// Makes operands B in global memory: a block a place, and the others in turn.
+// Lays out operands B in global memory: one block per place, in a grid-stride loop.
 template <Mode MODE>
 MOEPACK_DEVICE void lay_out_coded(const CodedProblem& problem) {
     __shared__ Routing routing;
@@ -493,7 +494,7 @@ CODED_KERNEL combine(CodedProblem problem, CodedMatrix matrix) {
     run_coded<Mode::combine>(problem, matrix, matrix);
 }
 
-// out[token] = the sum over its slots of weight * from[slot]; slots of no expert are left out.
+// out[token] = the sum over its slots of weight * from[slot]; slots without an expert are skipped.
 CODED_KERNEL add_slots(CodedProblem problem, const float* from) {
     enter_launch();
     int count = problem.tokens * problem.rows;
@@ -510,8 +511,8 @@ CODED_KERNEL add_slots(CodedProblem problem, const float* from) {
     }
 }
 
-// to[row] = activations of row `row / per` times the scales of columns: of any expert's if experts share them, otherwise
-// those of slot `row`, if it has an expert.
+// to[row] = activations of row `row / per` times the column scales: the shared ones, or otherwise those of the expert
+// of slot `row`, if it has one.
 CODED_KERNEL scale_columns(CodedProblem problem, ColumnScales scales, int rows, int per, float* to) {
     enter_launch();
     int eights = problem.x.columns / 8;
@@ -524,7 +525,7 @@ CODED_KERNEL scale_columns(CodedProblem problem, ColumnScales scales, int rows, 
         float value[8];
         load_eight(problem.x, row / per, column, word);
         to_floats(problem.x.type, word, value);
-        // Rows of scales have zeros up to a multiple of 16, and begin at one.
+        // Rows of scales are zero-padded to a multiple of 16, and aligned to one.
         const float4* from = reinterpret_cast<const float4*>(scales.of(expert) + column);
         float4 low = __ldg(from), high = __ldg(from + 1), *into = reinterpret_cast<float4*>(to + item * 8);
         into[0] = {value[0] * low.x, value[1] * low.y, value[2] * low.z, value[3] * low.w};
@@ -532,7 +533,7 @@ CODED_KERNEL scale_columns(CodedProblem problem, ColumnScales scales, int rows, 
     }
 }
 
-// out[slot] = silu(out[slot]) * up[slot]; slots of no expert stay as they are.
+// out[slot] = silu(out[slot]) * up[slot]; slots without an expert are not changed.
 CODED_KERNEL gate_slots(CodedProblem problem, const float* up) {
     enter_launch();
     i64 count = i64(problem.slots()) * problem.rows, step = i64(gridDim.x) * blockDim.x;
@@ -544,8 +545,8 @@ CODED_KERNEL gate_slots(CodedProblem problem, const float* up) {
     }
 }
 
-// Writes the values of `count` row blocks, counted through all experts, from `begin` on, where an expert begins, as
-// bfloat16 or, `wide`, float32; a warp a segment.
+// Decodes `count` row blocks, numbered over all experts, starting at `begin`, the first one of an expert, to bfloat16
+// or, if `wide`, float32; one warp per segment.
 CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, ColumnScales scales, i64 begin, i64 count,
                         int columns, int wide, void* out) {
     __shared__ Tables tables;

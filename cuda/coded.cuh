@@ -1,27 +1,26 @@
-// Coded integers as a thread decodes them: two lanes of a row block, each a chain of symbols (docs/format.md, section
-// 9).
+// Coded integers as decoded by a thread: two lanes of a row block, each a chain of symbols (docs/format.md, section 9).
 //
-// A state is 256 high + low and has a one in its third byte. The entry of a table for slot `low` has the bytes 0,
-// frequency, slot - start, symbol, so that one dot product of bytes is the whole step, and another finds the entry:
-// tables are stored in copies, an entry of each side by side, and lanes read different ones. Where the state falls
-// below 256 it takes a byte of the lane's own, out of a window of four, which is filled every four symbols.
+// A state is 256 high + low, with a one in its third byte. The table entry for slot `low` has the bytes 0, frequency,
+// slot - start, symbol. One byte dot product therefore performs the whole step, and another computes the entry's
+// address: tables are stored in interleaved copies, and lanes read different ones. If the state falls below 256, it
+// takes a byte of its lane from a window of four bytes, which is refilled every four symbols.
 //
-// Of dependent codes the symbol's byte is instead the half of the code that its index has in even states, 2 index + 64,
-// and above it (bit 7) the parity of the index. Tables of plain codes do as well: they are paths through state 0.
+// For dependent codes, the symbol's byte is instead the half of the code that its index has in even states, 2 index +
+// 64, with the parity of the index in bit 7. Tables of plain codes work as well: they are paths through state 0.
 //
-// Instructions a symbol: 6, some 2 to fill windows, 0.5 to make f16 of the symbol, 1.75 to follow paths.
+// Instructions per symbol: 6, about 2 to refill windows, 0.5 to convert the symbol to f16, 1.75 to follow paths.
 #pragma once
 #include "paths.cuh"
 
 namespace moepack {
 
 constexpr u32 ONE = 0x10000;           // the third byte of a state
-constexpr u32 FULL = ONE + 256;        // below it a state takes a byte
-constexpr u32 TAKE = 0x3204;           // bytes of {state, window}: a state that has taken the window's first
+constexpr u32 FULL = ONE + 256;        // a state below this takes a byte
+constexpr u32 TAKE = 0x3204;           // selector of {state, window} that shifts in the window's first byte
 constexpr int CODED_BLOCK = 16;        // rows of a row block
-constexpr int CODED_LANES = 64;        // of a row block
-constexpr int CODED_CHUNK = 256;       // columns of a chunk
-constexpr int CODED_GROUP = 16;        // columns of a product
+constexpr int CODED_LANES = 64;        // per row block
+constexpr int CODED_CHUNK = 256;       // columns per chunk
+constexpr int CODED_GROUP = 16;        // columns per product
 constexpr int STATES_BYTES = 2 * CODED_LANES;
 constexpr int SLOTS = 256;
 
@@ -35,7 +34,7 @@ MOEPACK_BOTH u32 load_shared(Shared from) {
     return word;
 }
 
-// The copy of a table that a lane reads: its first entry, and the bytes from one entry to the next.
+// The copy of a table that a lane reads: its first entry, and the stride between entries in bytes.
 struct Copies {
     Shared first;
     u32 stride;
@@ -49,12 +48,12 @@ struct Copies {
     }
 };
 
-// A lane. `bits` is where the window begins in {low, high}, modulo 32; further up it counts what it likes.
+// A lane. `bits` is the position of the window in {low, high}, modulo 32; its higher bits are arbitrary.
 struct Chain {
     u32 state, window, low, high, bits;
-    Shared next;  // the word behind `high`
+    Shared next;  // the word after `high`
 
-    // Begins with the bytes at a place, `offset` of a word.
+    // Starts at byte `offset` of a word.
     MOEPACK_BOTH void enter(Shared word, u32 offset) {
         low = load_shared(word), high = load_shared(word + 4);
         next = word + 8, bits = 8 * offset;
@@ -69,8 +68,8 @@ struct Chain {
 #endif
     }
 
-    // Goes on by a symbol; `taken` is TAKE and one for each byte taken since the window was filled. `one` is 1, which
-    // the compiler must not know: what multiplies by it leaves the integer pipe alone.
+    // Decodes a symbol; `taken` is TAKE plus the bytes taken since the window was filled. `one` is 1 but unknown to the
+    // compiler, so that multiplications by it keep work off the integer pipe.
     MOEPACK_BOTH void step(u32 entry, u32& taken, u32 one) {
         state = dot4(state, entry, ONE);
 #if defined(__CUDA_ARCH__)
@@ -82,7 +81,7 @@ struct Chain {
 #endif
     }
 
-    // Fills the window. 8 TAKE is 32 more than a multiple of 64, so that bit 5 changes unless a word is used up.
+    // Refills the window. 8 TAKE is 32 more than a multiple of 64, so bit 5 flips unless a word was used up.
     MOEPACK_BOTH void fill(u32 taken, u32 one) {
         static_assert(8 * TAKE % 64 == 32, "see above");
 #if defined(__CUDA_ARCH__)
@@ -105,14 +104,14 @@ struct Chain {
 template <bool DEPENDENT_CODES>
 struct Lanes {
     Chain chain[2];
-    Paths paths;  // where there are any
+    Paths paths;  // only used for dependent codes
 
-    // Begins a chunk; `before` are the bytes of the lanes before these, and `bytes` is a multiple of 16.
+    // Starts a chunk; `before` are the bytes of the preceding lanes, and `bytes` is a multiple of 16.
     MOEPACK_BOTH void enter(Shared bytes, const u32 (&before)[2]) {
         for (int i = 0; i < 2; ++i) chain[i].enter(bytes + (before[i] & ~3u), before[i] & 3);
     }
 
-    // The symbols, or halves, of the next 16 columns, as f16 of 2^-24 symbol: operand A of m16n8k16.
+    // Decodes the symbols or halves of the next 16 columns to f16 values of 2^-24 symbol: operand A of m16n8k16.
     MOEPACK_BOTH void decode(const Copies& copies, u32 one, u32 (&a)[4]) {
         u32 entry[2][4], taken[2] = {TAKE, TAKE};
 #if defined(__CUDACC__)
@@ -126,17 +125,17 @@ struct Lanes {
         }
         chain[0].fill(taken[0], one);
         chain[1].fill(taken[1], one);
-        // The symbols of two entries, each above a zero byte: bytes 0 3 4 7, from the highest 4 7 0 3.
+        // The symbols of two entries, each above a zero byte: bytes 0 3 4 7; the selector is 4 7 0 3 from the top.
         a[0] = permute(entry[0][0], entry[0][1], 0x4703), a[1] = permute(entry[1][0], entry[1][1], 0x4703);
         a[2] = permute(entry[0][2], entry[0][3], 0x4703), a[3] = permute(entry[1][2], entry[1][3], 0x4703);
         if (DEPENDENT_CODES) paths.mirror(a);
     }
 };
 
-// The corrections of a segment (16 bits f16, 4 row, 12 column) as operand A: values of a thread's four of sixteen.
+// The corrections of a segment (16 bits f16, 4 row, 12 column) as operand A: a thread's four values of sixteen.
 MOEPACK_BOTH void correction_operand(const u32 (&correction)[4], int row, u32 (&a)[4]) {
     for (int i = 0; i < 4; ++i) {
-        // Registers 0 and 2 are row g, 1 and 3 row g + 8; 0 and 1 the first two of the four.
+        // Registers 0 and 2 are row g, 1 and 3 are row g + 8; 0 and 1 hold the first two of the four.
         int mine = row + i % 2 * 8;
         u32 first = correction[i / 2 * 2], second = correction[i / 2 * 2 + 1];
         a[i] = int(first >> 12 & 15) == mine ? first >> 16 : 0;

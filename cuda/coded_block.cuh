@@ -1,11 +1,11 @@
-// What a block of cuda/coded.cu has before it decodes: its work, tables in shared memory, activations as operands B.
+// What a block of cuda/coded.cu prepares before decoding: its work, tables in shared memory, activations as operands B.
 #pragma once
 #include "coded.cuh"
 #include "common/layer.cuh"
 
 namespace moepack {
 
-// What the launch says of the weights: the sections of the layout.
+// The sections of the weights' layout, passed to a launch.
 struct CodedMatrix {
     const float* scales;
     const u32 *tables, *blocks, *starts, *firsts, *corrections;
@@ -13,18 +13,18 @@ struct CodedMatrix {
     int row_scales, table_count;
 };
 
-// The arguments of a launch beside the matrices.
+// The arguments of a launch other than the matrices.
 struct CodedProblem {
     Activations x;
     const i64* index;      // [tokens * top_k], or null: all slots belong to expert 0
     const float* weights;  // [tokens * top_k], or null: 1
     float* out;            // [slots, rows]; combine: [tokens, rows]
-    u8* cells;             // operands B that `lay_out` has made, or null: blocks make them
-    float2* notes;         // of their places: factor and sum
+    u8* cells;             // operands B laid out by `lay_out`, or null if blocks lay them out
+    float2* notes;         // factor and sum of each place
     int tokens, experts, rows;
-    int groups;            // of 16 columns
+    int groups;            // groups of 16 columns
     int chunks, of_segment;
-    int table_bytes, sum_bytes, cell_bytes, stage;  // of shared memory: copies of tables, sums, cells; a record
+    int table_bytes, sum_bytes, cell_bytes, stage;  // shared memory: table copies, sums, cells; a record
     u32 one;
     Divisor top_k, segments, blocks;
 
@@ -40,24 +40,24 @@ MOEPACK_DEVICE void prefetch(const void* at) {
 
 constexpr int MOST_WARPS = MOST_THREADS / WARP;
 
-// A segment of a row block of a matrix, and the tile whose tokens it is multiplied by.
+// A segment of a row block of a matrix, and the tile of tokens that it is multiplied by.
 struct CodedUnit {
     int tile, second, block, segment;
 };
 
-// The tasks of a block; in shared memory, for what all threads read now and then would take registers.
+// The tasks of a block; in shared memory, because rarely read values would occupy registers of all threads.
 struct Share {
     int first, last;
 };
 
-// The units of a block, in the order of its tasks.
+// The units of a block, in task order.
 template <Mode MODE>
 struct Work {
     const CodedProblem& problem;
     const Routing& routing;
     const Share& tasks;
 
-    // All threads, which may read the tasks behind the next barrier.
+    // Called by all threads, which may read the tasks after the next barrier.
     MOEPACK_DEVICE Work(const CodedProblem& problem, const Routing& routing, Share& tasks)
         : problem(problem), routing(routing), tasks(tasks) {
         int blocks = problem.blocks.by, count = MODE == Mode::combine ? blocks : routing.tiles * blocks;
@@ -66,12 +66,12 @@ struct Work {
         if (threadIdx.x == 0) tasks = {first, first + share + (blockIdx.x < more)};
     }
 
-    // Whether all tiles are the same only token.
+    // Whether all tiles consist of the same single token.
     MOEPACK_DEVICE bool same() const {
         return MODE != Mode::combine && problem.tokens == 1;
     }
 
-    // Most tokens of a tile.
+    // The most tokens per tile.
     MOEPACK_DEVICE int columns() const {
         return least(problem.slots(), TOKENS);
     }
@@ -84,7 +84,7 @@ struct Work {
         return int(problem.segments.by);
     }
 
-    // Units of a task.
+    // Units per task.
     MOEPACK_DEVICE int of_task() const {
         return segments() * (MODE == Mode::combine ? routing.tiles : MODE == Mode::gated ? 2 : 1);
     }
@@ -100,7 +100,7 @@ struct Work {
     }
 };
 
-// The places of a launch in dynamic shared memory.
+// The areas of a launch in dynamic shared memory.
 struct Areas {
     u8 *tables, *sums, *cells, *rings;
 
@@ -109,12 +109,13 @@ struct Areas {
           rings(cells + problem.cell_bytes) {}
 };
 
-// The tables of a block's row blocks, in as many copies as there is room for.
+// The tables of a block's row blocks, in as many copies as fit.
 struct Tables {
-    u64 used[2];  // of the first and of the second matrix
+    u64 used[2];  // bitmasks of the first and the second matrix
     int copies;   // a power of two, at most 32
 
-    // All threads; `used` has been found. A warp brings 32 entries at a time, one to a lane, and writes their copies.
+    // Called by all threads, after `used` is set. A warp loads 32 entries at once, one per lane, and writes their
+    // copies.
     MOEPACK_DEVICE void load(const CodedMatrix& first, const CodedMatrix& second, u8* to, int room) {
         int own = __popcll(used[0]), count = own + __popcll(used[1]), shift = 5, lane = threadIdx.x % WARP;
         while (shift > 0 && count << (shift + 10) > room) --shift;
@@ -131,7 +132,7 @@ struct Tables {
         }
     }
 
-    // The copy that a lane reads of a table of a matrix.
+    // The copy of a matrix's table that a lane reads.
     MOEPACK_DEVICE Copies find(int matrix, int table, const u8* at) const {
         int before = __popcll(used[matrix] & (1ull << table) - 1) + (matrix ? __popcll(used[0]) : 0);
         u32 place = before * SLOTS * copies + (threadIdx.x & (copies - 1));
@@ -139,7 +140,7 @@ struct Tables {
     }
 };
 
-// Finds which tables the units of a block use; all threads.
+// Determines which tables the units of a block use; called by all threads.
 template <Mode MODE>
 MOEPACK_DEVICE void find_tables(const Work<MODE>& work, const CodedMatrix& first, const CodedMatrix& second,
                                 Tables& tables) {
@@ -158,12 +159,12 @@ MOEPACK_DEVICE void find_tables(const Work<MODE>& work, const CodedMatrix& first
     __syncthreads();
 }
 
-// Makes operands B of the tokens at `count` places from `first` on in the routing, and their notes: what undoes the
-// power of two, times the weight, and the sum of the values. All threads of a block; warps share places out, and
-// `meanwhile` runs when the first values have been asked for.
+// Lays out operands B of the tokens at `count` places of the routing, starting at `first`, and their notes: the inverse
+// of the power-of-two scale times the weight, and the sum of the values. Called by all threads of a block; warps divide
+// the places, and `meanwhile` runs after the first values were requested.
 //
-// A tile's cells begin at its first place's; of every 16 columns 32 bytes a token: four lanes of four values, those of
-// columns t, 4 + t, 8 + t and 12 + t.
+// The cells of a tile start at that of its first place. Every 16 columns take 32 bytes per token: four lanes of four
+// values, those of columns t, 4 + t, 8 + t and 12 + t.
 template <Mode MODE, class Meanwhile>
 MOEPACK_DEVICE void lay_out_places(const CodedProblem& problem, const Routing& routing, int first, int count, u8* cells,
                                    float2* notes, bool same, Meanwhile meanwhile) {
@@ -178,7 +179,7 @@ MOEPACK_DEVICE void lay_out_places(const CodedProblem& problem, const Routing& r
         const Tile& tile = routing.tile[routing.at[place]];
         int tokens = same ? 1 : tile.tokens;
         u8* to = same ? cells : cells + (i64(tile.start) * problem.groups + place - tile.start) * 32;
-        // The first two loads of a thread stay in registers; those of long rows come a second time.
+        // The first two loads of a thread stay in registers; later ones (long rows) are loaded twice.
         u32 word[2][8];
         float value[8], largest = 0, sum = 0;
         load_eight(problem.x, row, in_row * 8, word[0]), load_eight(problem.x, row, in_row * 8 + more, word[1]);

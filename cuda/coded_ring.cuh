@@ -1,6 +1,6 @@
-// Records of coded integers on their way to shared memory: a warp has two stages, and copies one record ahead of the
-// one that it decodes. On Hopper and newer a record is one bulk copy, whose end a barrier of the stage tells; elsewhere
-// all lanes copy pieces of it.
+// Records of coded integers in transfer to shared memory: a warp has two stages and copies one record ahead of the one
+// being decoded. On Hopper and newer, a record is a single bulk copy whose completion is signaled by a barrier of the
+// stage. On other GPUs, all lanes copy pieces of it.
 #pragma once
 #include "coded_block.cuh"
 
@@ -8,10 +8,10 @@ namespace moepack {
 
 #if defined(__CUDACC__)
 struct Ring {
-    u8* rings;               // of all warps
-    int stage;               // bytes of one of their stages
+    u8* rings;               // stages of all warps
+    int stage;               // bytes per stage
     u32 turn = 0;            // records fetched
-    u32 start = 0, end = 0;  // of the next record, in units of 16; both are on their way until it is fetched
+    u32 start = 0, end = 0;  // of the next record, in units of 16 bytes; loads are pending until it is fetched
 
     MOEPACK_DEVICE Ring(u8* rings, int stage) : rings(rings), stage(stage) {
 #if __CUDA_ARCH__ >= 900
@@ -23,7 +23,7 @@ struct Ring {
 #endif
     }
 
-    // The stage of a record, by its number.
+    // The stage of a record, by record number.
     MOEPACK_DEVICE u8* at(u32 number) const {
         return rings + (threadIdx.x / WARP * 2 + number % 2) * stage;
     }
@@ -34,12 +34,12 @@ struct Ring {
         return shared_address(&barriers[threadIdx.x / WARP][number % 2]);
     }
 
-    // Reads where the record of a chunk of all row blocks' chunks lies.
+    // Loads the range of a chunk's record; chunks are numbered over all row blocks.
     MOEPACK_DEVICE void look_up(const u32* starts, u32 chunk) {
         start = __ldg(starts + chunk), end = __ldg(starts + chunk + 1);
     }
 
-    // Starts to copy it to the stage that was decoded before the last, which all lanes have left.
+    // Starts to copy it to the stage decoded before the current one, which all lanes have left.
     MOEPACK_DEVICE void fetch(const u8* records) {
         const u8* from = records + i64(start) * 16;
         Shared to = shared_address(at(turn));
@@ -61,7 +61,7 @@ struct Ring {
         ++turn;
     }
 
-    // The record that was fetched before the LATER last, 0 or 1.
+    // Waits for the record that was fetched LATER (0 or 1) records before the last.
     template <int LATER>
     MOEPACK_DEVICE const u8* wait() const {
         u32 number = turn - 1 - LATER;

@@ -1,14 +1,14 @@
-// Makes the records of coded integers for GPUs (rust/core, formats/coded/device) of a packed tensor's streams, which
-// have been copied as they are.
+// Creates the GPU records of coded integers (rust/core, formats/coded/device) from a packed tensor's streams, which
+// were uploaded unchanged.
 //
-// A stream's 64 lanes share a run of bytes; records give each lane its own. A warp decodes a stream, two lanes to a
-// thread: which lanes take bytes is known to all by two ballots. Twice: `measure` gives the bytes of each record, and
-// `write_records` writes them where the sums of these say.
+// The 64 lanes of a stream share a run of bytes; records separate the bytes by lane. A warp decodes a stream, with two
+// lanes per thread; two ballots tell all threads which lanes take bytes. Two passes: `measure` computes the size of
+// each record, and `write_records` writes the records at offsets from the prefix sums of the sizes.
 //
-// Launch: a warp a stream, WARPS to a block.
+// Launch: a warp per stream, WARPS warps per block.
 //
-// Bounds: the chain from a register (64 weights) to the next, some 100 to 200 cycles, with as many streams at a time as
-// there are; a projection of a layer of Mixtral-8x7B has 1,792 of 4,096 registers.
+// Bounds: the dependency chain from one register (64 weights) to the next, about 100 to 200 cycles, with all streams in
+// parallel; a projection of a layer of Mixtral-8x7B has 1,792 streams of 4,096 registers.
 #include "paths.cuh"
 
 #if defined(__CUDACC__)
@@ -18,27 +18,27 @@ constexpr int WARPS = 4, LANES = 64, QUADS = 64, STATE_BYTES = 128, UNIT = 16, B
 
 struct Upload {
     const u8* packed;
-    const i64* streams;  // where each starts in `packed`, and the last one ends
-    const u32* tables;   // 256 words for each: {0, frequency, slot - start, symbol} of each slot, parities in bit 31
-    const u32* blocks;   // of each row block, in the lowest byte: its table
-    const u32* starts;   // of each record, in units
-    int* units;          // of each record
+    const i64* streams;  // the start of each in `packed`, followed by the end of the last
+    const u32* tables;   // 256 words each: {0, frequency, slot - start, symbol} per slot, parities in bit 31
+    const u32* blocks;   // per row block; the lowest byte is its table
+    const u32* starts;   // per record, in units
+    int* units;          // size of each record
     u8* records;
     int count, of_expert;      // streams
-    int stream_blocks;         // row blocks of a stream
-    int row_blocks;            // of an expert
+    int stream_blocks;         // row blocks per stream
+    int row_blocks;            // per expert
     int rows, quads, chunks, of_segment;
-    int dependent, unused;     // whether codes are
+    int dependent, unused;     // whether codes are dependent
 
-    // Bytes of a record before its counts.
+    // Bytes before a record's counts.
     MOEPACK_DEVICE int state_bytes(bool begins) const {
         return begins ? STATE_BYTES + (dependent ? PATHS_BYTES : 0) : 0;
     }
 };
 
-// A thread's lanes, `lane` and 32 more, of a stream that is being decoded.
+// A thread's lanes, `lane` and `lane` + 32, of the stream being decoded.
 struct Lanes {
-    u32 state[2], path[2];  // of rANS, and of the trellis
+    u32 state[2], path[2];  // states of rANS and of the trellis
     const u8* bytes;
     i64 at = 0, length;
 
@@ -50,7 +50,7 @@ struct Lanes {
         }
     }
 
-    // Decodes a register; lanes from `active` on do nothing. Calls take(i, byte) where a lane takes a byte.
+    // Decodes a register; lanes from `active` on are idle. Calls take(i, byte) for each byte that a lane takes.
     template <class Take>
     MOEPACK_DEVICE void next(const u32* table, int active, Take take) {
         u32 full[2], taken[2], below = (1u << threadIdx.x % WARP) - 1;
@@ -73,8 +73,8 @@ struct Lanes {
     }
 };
 
-// Goes through the records of this warp's stream: begin(record, whether it begins a segment, lanes), take(i, byte) for
-// each byte, end(record, begins).
+// Iterates over the records of this warp's stream: calls begin(record, whether it starts a segment, lanes), take(i,
+// byte) for each byte, and end(record, begins).
 template <class Begin, class Take, class End>
 MOEPACK_DEVICE void for_records(const Upload& upload, Begin begin, Take take, End end) {
     int stream = blockIdx.x * WARPS + threadIdx.x / WARP;
@@ -99,7 +99,7 @@ MOEPACK_DEVICE void for_records(const Upload& upload, Begin begin, Take take, En
     }
 }
 
-// The sum of the lanes before this one.
+// The exclusive prefix sum over the lanes.
 MOEPACK_DEVICE int sum_before(int value) {
     int sum = value;
 #pragma unroll
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) measure(Upload upload
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * WARP) write_records(Upload upload) {
-    __shared__ u8 kept[WARPS][2][WARP][QUADS + 4];  // four more: neighbours are in different banks
+    __shared__ u8 kept[WARPS][2][WARP][QUADS + 4];  // four more, to avoid bank conflicts
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, count[2];
     for_records(
         upload,

@@ -1,17 +1,17 @@
-// Layers of experts, and linear layers but those of groupwise_linear.cu, of group-wise integers (groupwise.cuh).
+// Expert layers, and linear layers not covered by groupwise_linear.cu, of group-wise integers (groupwise.cuh).
 //
 // Launch: common/layer.cuh. Definitions: BITS, GROUP (columns; 0: the whole row), SYMMETRIC (0, 1), HALVES (parameters
-// are f16, otherwise bf16), TOKENS (most of a tile: 8 or 32), BLOCK_WARPS, RESIDENT (blocks of an SM), RANK_BITS (of
-// the values of low-rank factors; 0: there are none).
+// are f16, otherwise bf16), TOKENS (most per tile: 8 or 32), BLOCK_WARPS, RESIDENT (blocks per SM), RANK_BITS (of the
+// values of low-rank factors; 0: there are none).
 //
-// Tiles of more than eight tokens are multiplied by warpgroups where there are any (sm_90a): the tensor cores read the
+// On GPUs with warpgroups (sm_90a), they multiply tiles of more than eight tokens: the tensor cores read the
 // activations of four row blocks from shared memory once, and multiply while the next codes are decoded.
 //
-// Bounds: bytes of codes and parameters over the memory's rate, 8 us for 4096 x 14336 weights of 3 bits in groups of 64
-// on an H100, or instructions: a chunk, 64 weights a lane, takes 155 and some 55 to copy the next, and 234 with 32
-// tokens; 96 decode. One token takes 17 us, of which a little more than half passes in the main loop: four warps a
-// scheduler issue 0.56 instructions a cycle. The rest is the launch, activations and sums. 16 tokens take 20 us, 32
-// take 25: 11 and 14 of them in the main loop, 4 and 6 for activations.
+// Bounds: bytes of codes and parameters over memory bandwidth, 8 us for 4096 x 14336 weights of 3 bits in groups of 64
+// on an H100, or instructions: a chunk of 64 weights per lane takes 155, plus about 55 to copy the next one, and 234
+// with 32 tokens; decoding takes 96 of them. One token takes 17 us, a little more than half of it in the main loop: the
+// four warps of a scheduler issue 0.56 instructions per cycle. The rest is the launch, activations and sums. 16 tokens
+// take 20 us and 32 take 25: 11 and 14 of them in the main loop, 4 and 6 for activations.
 #include "common/kernels.cuh"
 #include "groupwise.cuh"
 
@@ -26,7 +26,7 @@ MOEPACK_DEVICE u32 code_of(const u32 (&word)[BITS], int q, int i) {
     return word[q / PER] >> (8 * i + q % PER * BITS) & ((1u << BITS) - 1);
 }
 
-// The 32 values of a unit of a row of a block; columns behind the last give anything.
+// Decodes the 32 values of a unit of a row in a block; columns after the last have arbitrary values.
 MOEPACK_DEVICE void unit_values(const u8* block, int row, int column, int columns, float (&value)[Groupwise::UNIT]) {
     using G = Groupwise;
     int unit = column / G::UNIT, record = G::RECORD_UNITS ? unit / most(G::RECORD_UNITS, 1) : 0;
@@ -46,7 +46,7 @@ MOEPACK_DEVICE void unit_values(const u8* block, int row, int column, int column
 }
 
 #if RANK_BITS
-// Adds U V of a row of an expert to the 32 values from `column` on, which are half a chunk of V.
+// Adds U V for a row of an expert to the 32 values that start at `column`, which are half a chunk of V.
 MOEPACK_DEVICE void add_factors(const Factors& f, int expert, int row, int column, float (&value)[Groupwise::UNIT]) {
     for (int j = f.starts[expert]; j < f.starts[expert + 1]; ++j) {
         i64 chunk = i64(j) * ceil_div(f.columns, FACTOR_CHUNK) + column / FACTOR_CHUNK;
@@ -68,8 +68,8 @@ using namespace moepack;
 
 MOEPACK_LAYER_KERNELS(Groupwise)
 
-// Writes the values of `blocks` blocks of 16 rows from `first` on as bfloat16 or, `wide`, float32 [experts, rows,
-// columns], a thread 32 columns.
+// Decodes `blocks` blocks of 16 rows, starting at `first`, to bfloat16 or, if `wide`, float32 [experts, rows, columns];
+// each thread decodes 32 columns.
 extern "C" __global__ void __launch_bounds__(256, RANK_BITS ? 1 : 2)
 dequantize(Groupwise::Matrix matrix, i64 first, i64 blocks, int rows, int columns, int wide, void* out) {
     constexpr int UNIT = Groupwise::UNIT;
@@ -96,7 +96,7 @@ dequantize(Groupwise::Matrix matrix, i64 first, i64 blocks, int rows, int column
 }
 
 #if RANK_BITS
-// Multiplies by V what a launch will multiply by Wq; slots divided by `shared` give rows of x.
+// Multiplies by V the activations that a launch will multiply by Wq; slots divided by `shared` are rows of x.
 extern "C" __global__ void __launch_bounds__(THREADS)
 multiply_by_right(Problem problem, Factors factors, int shared) {
     __shared__ Routing routing;

@@ -1,18 +1,18 @@
-// Integers of 2, 3, 4 or 8 bits with a scale, and maybe an offset, for each group of columns (docs/format.md, section
+// Integers of 2, 3, 4 or 8 bits with a scale, and optionally an offset, per group of columns (docs/format.md, section
 // 6).
 //
-// Layout: the bytes on disk. A block of 16 rows is a run of records: parameters of a group or two, then 64-byte
-// registers of word w of each of its rows. Rows 2 g and 2 g + 1 are rows g and g + 8 of m16n8k16's operand A, so that a
-// lane loads its words of both with one 8-byte load; and columns are permuted so that these words hold the lane's own
+// Layout: the bytes on disk. A block of 16 rows is a sequence of records: parameters of one or two groups, then 64-byte
+// registers that hold word w of each row. Rows 2 g and 2 g + 1 are rows g and g + 8 of operand A of m16n8k16, so a lane
+// loads its words of both with one 8-byte load. Columns are permuted so that these words hold the lane's own columns
 // (common/integers.cuh).
 //
-// Decoding: a code under the exponent of 1024 is the f16 1024 + code 2^position; one addition or multiplication and
-// addition gives the integer, exactly. Sums of a group are multiplied by its scale in f32, offsets by sums of
-// activations. So weights are exact and f32 rounds sums only. Instructions a weight of the decoding: 2 bits 1.25, 3
-// bits 1.38 (groups of 64 and more) or 2.1, 4 bits 1.13, 8 bits 1.
+// Decoding: a code placed under the exponent of 1024 is the f16 number 1024 + code 2^position; one addition, or one
+// fused multiply-add, converts it exactly to the integer. Sums of a group are multiplied by its scale in f32, offsets
+// by sums of activations. Weights are therefore exact, and f32 only rounds sums. Decoding instructions per weight: 2
+// bits 1.25, 3 bits 1.38 (groups of 64 and more) or 2.1, 4 bits 1.13, 8 bits 1.
 //
 // Definitions: BITS, GROUP (columns; 0: the whole row), SYMMETRIC (0, 1), HALVES (parameters are f16, otherwise bf16),
-// TOKENS (most of a tile: 8, 32 or 64), RANK_BITS (of the values of low-rank factors; 0: there are none).
+// TOKENS (most per tile: 8, 32 or 64), RANK_BITS (of the values of low-rank factors; 0: there are none).
 #pragma once
 #include "common/factors.cuh"
 #include "common/integers.cuh"
@@ -22,16 +22,16 @@
 namespace moepack {
 
 struct Groupwise {
-    // Columns of a chunk that share parameters, groups of a chunk.
+    // Columns of a chunk that share parameters, and groups per chunk.
     static constexpr int WIDTH = GROUP == 0 || GROUP > CHUNK ? CHUNK : GROUP, GROUPS = CHUNK / WIDTH;
     static constexpr int REGISTER = 64, UNIT = 32, UNITS = CHUNK / UNIT, UNIT_BYTES = BITS * REGISTER;
-    // A record (docs/format.md): its groups, the bytes of a group's parameters and of all, and its units.
+    // A record (docs/format.md): its groups, the bytes of the parameters of one group and of all, and its units.
     static constexpr int RECORD_GROUPS = GROUP != 0 && (SYMMETRIC || GROUP < UNIT) ? 2 : 1;
     static constexpr int GROUP_BYTES = SYMMETRIC ? 32 : 64;
     static constexpr int PARAMETERS = ceil_div(RECORD_GROUPS * GROUP_BYTES, REGISTER) * REGISTER;
     static constexpr int RECORD_UNITS = GROUP == 0 ? 0 : RECORD_GROUPS * GROUP / UNIT;
     static constexpr int RECORD = PARAMETERS + RECORD_UNITS * UNIT_BYTES;
-    // Whether a chunk is whole records; otherwise one group's parameters and a part of its codes.
+    // Whether a chunk consists of whole records; otherwise it has one group's parameters and a part of its codes.
     static constexpr bool WHOLE = GROUP != 0 && RECORD_UNITS <= UNITS;
 
     static constexpr int STAGE = WHOLE ? UNITS / most(RECORD_UNITS, 1) * RECORD : REGISTER + UNITS * UNIT_BYTES;
@@ -41,7 +41,7 @@ struct Groupwise {
     using Decoder = Codes<BITS, BITS == 3 ? (WIDTH >= 64) : (WIDTH >= 32)>;
     static constexpr int QUADS = Decoder::UNITS * 2;
     static constexpr bool TOGETHER = TOKENS > 8 && HAS_WARPGROUPS;
-    static constexpr bool MAKES_CELLS = TOKENS == 8 || TOGETHER;  // others have no registers for it
+    static constexpr bool MAKES_CELLS = TOKENS == 8 || TOGETHER;  // others lack the registers
 
     struct Matrix {
         const u8* data;  // the first block
@@ -75,16 +75,16 @@ struct Groupwise {
         return {quad / QUADS * Decoder::UNITS + place.step, place.lane, place.half};
     }
 
-    // The quad of a chunk that a lane of four has in a product.
+    // The quad of a chunk that a lane of four holds in a product.
     static MOEPACK_DEVICE constexpr int quad(int product, int lane) {
         constexpr int PRODUCTS = Decoder::UNITS * 2;
         return product / PRODUCTS * Decoder::UNITS * 8 + Decoder::quad(product % PRODUCTS, lane);
     }
 
-    // Chunks of a block of rows from one on.
+    // Iterates over the chunks of a block of rows, starting at one.
     struct Source {
         const u8* data;  // WHOLE: this lane's piece of the next chunk; otherwise the block
-        int left;        // bytes of the block from there on
+        int left;        // bytes of the block after that
         int chunk, lane;
 
         MOEPACK_DEVICE Source() {}
@@ -95,7 +95,7 @@ struct Groupwise {
             left = int(matrix.block_bytes - at);
         }
 
-        // The distance of a piece of the next chunk from `data`.
+        // The offset of a piece of the next chunk from `data`.
         MOEPACK_DEVICE int distance(int piece) const {
             if (WHOLE) return piece * (WARP * 16);
             int unit = chunk * UNITS, record = GROUP == 0 ? 0 : unit / most(RECORD_UNITS, 1);
@@ -117,7 +117,7 @@ struct Groupwise {
         }
     };
 
-    // Where in a stage a unit's registers, and a group's parameters, are.
+    // The offsets of a unit's registers, and of a group's parameters, in a stage.
     static MOEPACK_DEVICE constexpr int unit_at(int unit) {
         if (!WHOLE) return REGISTER + unit * UNIT_BYTES;
         constexpr int PER = most(RECORD_UNITS, 1);
@@ -135,7 +135,7 @@ struct Groupwise {
         return {bf16_value(u16(pair)), bf16_value(u16(pair >> 16))};
     }
 
-    // part = what a group's sums of codes times activations give, added to what the groups before it have given.
+    // part = scale times a group's sum of codes times activations, added to the result of earlier groups.
     template <int N>
     static MOEPACK_DEVICE void scale(const u8* stage, int group, int lane, const float (*sum)[4], float (*part)[4]) {
         float2 scales = parameters(stage + parameters_at(group) + lane / 4 * 4);
@@ -146,7 +146,7 @@ struct Groupwise {
         }
     }
 
-    // out += a chunk's part in the unit of each token, and offsets times sums of activations.
+    // out += a chunk's part in each token's unit, plus offsets times sums of activations.
     template <int N>
     static MOEPACK_DEVICE void finish(const u8* stage, int lane, const float* notes, const float (&part)[N][4],
                                       float (*out)[4]) {
@@ -164,7 +164,7 @@ struct Groupwise {
         }
     }
 
-    // sum += a quad of each of rows 2 g and 2 g + 1 times a quad of tokens.
+    // sum += a quad of rows 2 g and 2 g + 1 each, times a quad of tokens.
     static MOEPACK_DEVICE void multiply_quads(float (&sum)[4], const u32 (&first)[2], const u32 (&second)[2], u32 low,
                                               u32 high) {
         multiply_add(sum, first[0], second[0], first[1], second[1], low, high);
@@ -185,7 +185,7 @@ struct Groupwise {
     template <int N>
     static MOEPACK_DEVICE void multiply_alone(const Lane& lane, const u8* stage, const u8* cells, int tokens,
                                               float (&part)[N][4]) {
-        // Tokens that do not exist get anything, in columns of their own.
+        // Tokens that do not exist produce arbitrary values in their own columns.
         const u8* x = cells + lane.lane * 16;
         float sum[N][4] = {};
 #pragma unroll
@@ -209,7 +209,7 @@ struct Groupwise {
         }
     }
 
-    // `scale`, after which the sums are zero again.
+    // Applies `scale` and clears the sums.
     template <int N>
     static MOEPACK_DEVICE void take(const u8* stage, int group, int lane, float (*sum)[4], float (*part)[4]) {
         scale<N>(stage, group, lane, sum, part);
@@ -218,7 +218,7 @@ struct Groupwise {
     }
 
 #if defined(__CUDACC__)
-    // Multiplies a stage by a warpgroup. Tensor cores multiply while the next codes are decoded.
+    // Multiplies a stage with a warpgroup. Tensor cores multiply while the next codes are decoded.
     template <int N>
     static MOEPACK_DEVICE void multiply_together(const Lane& lane, const u8* stage, const u8* cells, int tokens,
                                                  float (&part)[N][4]) {
@@ -248,7 +248,7 @@ struct Groupwise {
     }
 #endif
 
-    // The quads of rows 2 g and 2 g + 1.
+    // Decodes the quads of rows 2 g and 2 g + 1.
     static MOEPACK_DEVICE void decode(const Lane& lane, const u8* units, u32 (&quad)[2][QUADS][2]) {
         u32 first[Decoder::WORDS], second[Decoder::WORDS];
 #pragma unroll

@@ -1,9 +1,9 @@
-// Linear layers of group-wise integers (groupwise.cuh) of up to 64 tokens (common/linear.cuh).
+// Linear layers of group-wise integers (groupwise.cuh) for up to 64 tokens (common/linear.cuh).
 //
-// Bounds, by machine code: from its first product to its last a chunk of 3 bits in groups of 64 takes a warp 151
-// instructions with up to 8 tokens, 169 with 16, 179 with 32 and 210 with 64, 88 of which decode. On an H100 the warps
-// of a scheduler have 54 chunks of 4096 x 14336, and the tensor cores take 8 us for 64 tokens. One token takes 15 us, 3
-// of them for `add`; 64 take 30, the products alone 22.
+// Bounds, from the machine code: from its first product to its last, a chunk of 3 bits in groups of 64 takes a warp 151
+// instructions with up to 8 tokens, 169 with 16, 179 with 32 and 210 with 64; decoding takes 88 of them. On an H100 the
+// warps of a scheduler have 54 chunks of 4096 x 14336, and the tensor cores take 8 us for 64 tokens. One token takes 15
+// us, 3 of them for `add`; 64 take 30, the products alone 22.
 //
 // Definitions: those of groupwise.cuh.
 #include "common/linear.cuh"
@@ -18,12 +18,12 @@ struct GroupwiseLinear : Groupwise {
     static constexpr int PARTS = COLUMNS / 16 / QUADS;
     static constexpr bool FETCHES = false;
 
-    // What lies behind the end of rows is multiplied by zeros, and its scales must be numbers.
+    // Data after the end of rows is multiplied by zeros, so its scales must be finite.
     MOEPACK_BOTH static constexpr bool clears(i64 block_bytes) {
         return WHOLE && block_bytes % STAGE != 0;
     }
 
-    // Bytes of a chunk of a row block: codes and parameters, which come as one piece or two.
+    // The byte ranges of a chunk of a row block: codes and parameters, in one piece or two.
     struct Pieces {
         int first_at, first, second_at, second;
 
@@ -43,9 +43,9 @@ struct GroupwiseLinear : Groupwise {
     };
 
     struct Operands {
-        int block;  // where a stage has the rows of this lane
+        int block;  // the offset of this lane's rows in a stage
         Lane lane;
-        u32 words[Decoder::WORDS];  // where in a unit they are
+        u32 words[Decoder::WORDS];  // their offsets in a unit
 
         MOEPACK_DEVICE Operands(int warp, int lane) : block(warp * STAGE + lane / 4 * 4), lane(lane) {
 #pragma unroll

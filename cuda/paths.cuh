@@ -1,48 +1,49 @@
-// Paths of dependent codes (docs/format.md, section 9), without a chain from state to state: the trellis is linear.
+// Paths of dependent codes (docs/format.md, section 9), without a serial chain of states: the trellis is linear.
 //
-// Let odd[t] say whether a lane is in an odd state at step t, and parity[t] whether its index there is odd. For every
+// Let odd[t] be whether a lane is in an odd state at step t, and parity[t] whether its index there is odd. For every
 // state and all parities
 //
 //   odd[t] = odd[t - 4] ^ parity[t - 2] ^ parity[t - 3].
 //
-// So a record that begins a segment brings odd[0] to odd[3] of each lane, as if all its indices from there on were
-// even, and words of two lanes by two steps go on by exclusive or.
+// A record that starts a segment therefore stores odd[0] to odd[3] of each lane, as if all later indices were even, and
+// words of two lanes by two steps are advanced by exclusive or.
 #pragma once
 #include "common/ptx.cuh"
 
 namespace moepack {
 
-constexpr int PATHS_BYTES = WARP;  // of a record that begins a segment: a byte a thread
+constexpr int PATHS_BYTES = WARP;  // in a record that starts a segment: one byte per thread
 
-// The state after an index of a parity.
+// The state after an index with a given parity.
 MOEPACK_BOTH u32 next_state(u32 state, u32 parity) {
     return (0x73426150u >> 4 * state & 7) ^ 2 * parity;
 }
 
-// A thread's byte of a record, of its two lanes' states: bit 2 t of the first and 2 t + 1 of the second are odd[t].
+// A thread's byte of a record, from the states of its two lanes: bit 2 t of the first and 2 t + 1 of the second are
+// odd[t].
 MOEPACK_BOTH u32 path_byte(u32 first, u32 second) {
     constexpr u64 ODD = 0x5544415011140500;  // by state
     return u32(ODD >> 8 * first & 255) | u32(ODD >> 8 * second & 255) << 1;
 }
 
-// Paths of a thread's two lanes. Words hold a bit in the highest of each byte: the first lane, the second, and the same
-// one step later; what is in lower bits has no meaning.
+// The paths of a thread's two lanes. Words hold a bit in the highest of each byte: the first lane, the second, and both
+// one step later; lower bits are undefined.
 struct Paths {
-    u32 early, late;  // odd of the next two steps, and of the two after them as far as it is known
+    u32 early, late;  // odd of the next two steps, and the known part of odd of the two after them
     u32 last;         // parities of the last two steps
 
     MOEPACK_BOTH void enter(u32 byte) {
-        constexpr u32 SPREAD = 0x10204080;  // bit i to bit 8 i + 7, and others elsewhere
+        constexpr u32 SPREAD = 0x10204080;  // bit i to bit 8 i + 7, with other bits elsewhere
         early = (byte & 15) * SPREAD & 0x80808080, late = (byte >> 4) * SPREAD & 0x80808080, last = 0;
     }
 
-    // The last step of a word and the first of the one behind it.
+    // The last step of a word and the first step of the next one.
     static MOEPACK_BOTH u32 between(u32 word, u32 behind) {
         return permute(word, behind, 0x5432);
     }
 
-    // Goes on by four steps. `a` are operand A with what tables list: halves as of even states, and parities (bit 7).
-    // It becomes halves: in odd states 127 minus what is listed.
+    // Advances by four steps. `a` is operand A with table entries: halves for even states, and parities (bit 7). It is
+    // replaced by halves: 127 minus the entry in odd states.
     MOEPACK_BOTH void mirror(u32 (&a)[4]) {
         u32 first = a[1] * 256 + a[0], second = a[3] * 256 + a[2];
         late ^= first ^ between(last, first);

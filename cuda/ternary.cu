@@ -1,29 +1,28 @@
-// Products by ternary weights, which are read as they are packed, well below one bit a weight (docs/format.md, section
-// 5).
+// Products with ternary weights, read in packed form, well below one bit per weight (docs/format.md, section 5).
 //
-// A group of LANES lanes multiplies a row. A lane decodes 8 codes at a time: table look-ups in shared memory (FSV8) or
-// in global memory (dict16), then for each non-zero weight one activation from shared memory, where they lie as
-// float32, TOKENS of a tile side by side. A side table, made once a matrix (`find_columns`), has the column of every
-// 32nd code: 4 lanes share such a chunk and two shuffles give each the column of its first code, so there is no serial
-// chain. Chunks lie at multiples of 32 codes of the payload, whatever row they belong to, so that loads are aligned.
-// Codes of the row before are replaced by zeros and those of the row behind are decoded like any other: their columns
-// are before the first or behind the last, where PAD zeros are.
+// A group of LANES lanes multiplies a row. A lane decodes 8 codes at once by table lookups in shared memory (FSV8) or
+// global memory (dict16). For each non-zero weight it reads one activation from shared memory, where activations are
+// float32 with the TOKENS of a tile side by side. A side table, created once per matrix (`find_columns`), has the
+// column of every 32nd code. Four lanes share such a chunk, and two shuffles give each the column of its first code, so
+// there is no serial chain. Chunks are aligned to 32 codes of the payload, regardless of rows, so that loads are
+// aligned. Codes of the previous row are replaced by zeros. Those of the next row are decoded normally: their columns
+// are outside of the row, where PAD zeros are.
 //
-// Launch: one block of THREADS on each multiprocessor. `gated`: a block takes a range of (tile, row) and computes gate
-// and up of a row one after the other. `combine` (and a linear layer): a block owns rows and multiplies them by all
-// tiles; what belongs to a token is added at the end in the order of its slots, so sums are deterministic without
-// atomics. Results are within (non-zeros / 16 + 12) 2^-24 sum |level x|, the level being the larger of the row's two.
+// Launch: one block of THREADS per multiprocessor. `gated`: a block takes a range of (tile, row), and computes gate and
+// up of each row in turn. `combine` (and a linear layer): a block owns rows and multiplies them by all tiles. The
+// products of a token are added at the end in slot order, so sums are deterministic without atomics. Results are within
+// (non-zeros / 16 + 12) 2^-24 sum |level x|, where level is the larger of the row's two.
 //
-// Bounds: FSV8 at 88.5 % zeros has 12.5 weights a code: 0.64 bits a weight are read, 0.04 of columns, and 16 bytes a
-// row. Memory would allow 40 * 10^12 weights/s; what bounds is work: a code takes some 19 instructions and, with the
-// conflicts of 32 lanes that look up and gather at random, ten cycles of shared memory for a warp's. An H100 multiplies
-// 7 * 10^12 weights/s of 64 matrices of 2080 x 6144 in a launch; one small matrix takes as long for what comes before
-// its first code.
+// Bounds: FSV8 at 88.5 % zeros has 12.5 weights per code: reads are 0.64 bits per weight, 0.04 of them columns, and 16
+// bytes per row. Memory bandwidth would allow 40 * 10^12 weights/s; the limit is work: a code takes about 19
+// instructions and, including the conflicts of 32 lanes with random lookups and gathers, ten cycles of shared memory
+// per warp. An H100 multiplies 7 * 10^12 weights/s for 64 matrices of 2080 x 6144 in a launch. A single small matrix
+// takes as long as the work before its first code.
 //
-// Whatever the codes are, addresses stay within the pads: a lane's first column is clamped, lengths are bounded.
+// Addresses stay within the pads for any codes: a lane's first column is clamped, and lengths are bounded.
 //
-// Definitions: DICT16 0 or 1; TOKENS 1 or 4; LANES 8, 16 or 32; THREADS of a block; GLOBAL 1 if activations are too
-// many for shared memory.
+// Definitions: DICT16 0 or 1; TOKENS 1 or 4; LANES 8, 16 or 32; THREADS per block; GLOBAL 1 if activations do not fit
+// into shared memory.
 #include "common/ptx.cuh"
 #include "common/routing.cuh"
 #include "ternary_rows.cuh"
@@ -36,7 +35,7 @@ MOEPACK_DEVICE float value(const Activations& x, u64 at) {
     return x.type == Type::bf16 ? bf16_value(bits) : half_value(bits);
 }
 
-// Four neighbouring values, where rows begin at multiples of four.
+// Four neighboring values; rows must be aligned to multiples of four.
 MOEPACK_DEVICE void values(const Activations& x, u64 at, float (&out)[4]) {
     if (x.type == Type::f32) {
         float4 four = *reinterpret_cast<const float4*>(static_cast<const float*>(x.data) + at);
@@ -48,12 +47,12 @@ MOEPACK_DEVICE void values(const Activations& x, u64 at, float (&out)[4]) {
     for (int i = 0; i < 4; ++i) out[i] = x.type == Type::bf16 ? bf16_value(bits[i]) : half_value(bits[i]);
 }
 
-// The tokens of a tile, as a row of weights multiplies them.
+// The tokens of a tile, as an accumulator for a row of weights.
 struct Tokens {
-    static constexpr int STEP = GLOBAL ? 1 : 4 * TOKENS;  // of a column
+    static constexpr int STEP = GLOBAL ? 1 : 4 * TOKENS;  // per column
     u32 origin;  // column 0 in shared memory
     Activations x;
-    u64 start[TOKENS];  // the tokens' first values, where they stay in global memory
+    u64 start[TOKENS];  // the tokens' first values, if they stay in global memory
     Levels levels;
     float sum[TOKENS];
 
@@ -61,7 +60,7 @@ struct Tokens {
         return GLOBAL ? u32(column) : origin + column * STEP;
     }
     MOEPACK_DEVICE void add(u32 at, u32 kind) {
-        // Lanes without a weight stay away: fewer meet in a bank.
+        // Lanes without a weight do not access memory, which reduces bank conflicts.
         if ((kind & 0xc0000000) == 0) return;
         float factor = weight(kind, levels);
         if constexpr (GLOBAL) {
@@ -75,7 +74,7 @@ struct Tokens {
             sum[2] = fmaf(factor, four.z, sum[2]), sum[3] = fmaf(factor, four.w, sum[3]);
         }
     }
-    // Adds up what the lanes of a group have.
+    // Adds up the sums of a group's lanes.
     MOEPACK_DEVICE void gather() {
 #pragma unroll
         for (int distance = LANES / 2; distance > 0; distance /= 2)
@@ -84,19 +83,19 @@ struct Tokens {
     }
 };
 
-// What a launch multiplies: slot s is row s / shared of x.
+// The activations and routing of a launch: slot s uses row s / shared of x.
 struct Launch {
     Activations x;
-    const i64* index;  // of the slots' experts; null: expert 0
+    const i64* index;  // experts of the slots; null: expert 0
     int slots;
-    int shared;        // slots that have the same activations
+    int shared;        // slots that share activations
 };
 
 MOEPACK_DEVICE u32 row_of(const Launch& launch, const Routing& routing, const Tile& tile, int i) {
     return routing.order[tile.start + i] / launch.shared;
 }
 
-// Copies a tile's activations to column 0 at `origin`, with pads on both sides; tokens that a tile lacks are zeros.
+// Copies a tile's activations to column 0 at `origin`, with pads on both sides; missing tokens of a tile are zeros.
 MOEPACK_DEVICE void stage(const Launch& launch, const Routing& routing, const Tile& tile, u32 origin, int pad) {
     float* to = reinterpret_cast<float*>(memory + origin);
     int columns = launch.x.columns;
@@ -119,7 +118,7 @@ MOEPACK_DEVICE void stage(const Launch& launch, const Routing& routing, const Ti
     }
 }
 
-// Of a tile with the pad in front of it; neighbours share pads.
+// Bytes of a tile including the pad before it; adjacent tiles share pads.
 MOEPACK_DEVICE u32 tile_bytes(const Matrix& matrix) {
     return (matrix.pad + matrix.columns) * 4 * TOKENS + 15 & ~15u;
 }
@@ -158,19 +157,19 @@ MOEPACK_DEVICE int group() {
     return threadIdx.x / LANES;
 }
 
-// A row to be multiplied: number `at` of those of a block, of a part: the gate (0) or the up projection (1), or a tile.
+// A row to be multiplied: row `at` of a block, in a part: gate (0) or up projection (1), or a tile.
 struct Task {
     Quad bits;
     int at, part;
     bool exists;
 
-    // The row; of length 0 behind the last. Nothing looks at the bits before, so that nothing waits for them.
+    // The row, with length 0 after the last one. The bits are first read here, so no earlier code waits for the load.
     MOEPACK_DEVICE Row row() const {
         return {bits.x, exists ? bits.y : 0, __uint_as_float(bits.z), __uint_as_float(bits.w)};
     }
 };
 
-// The rows of a group of lanes in the order of their multiplication: each in all parts, or part by part.
+// Iterates over the rows of a group of lanes: all parts of each row, or part by part.
 template <bool BY_PART>
 struct Cursor {
     int at, end, part, parts;
@@ -188,7 +187,7 @@ struct Cursor {
         return BY_PART ? part < parts : at < end;
     }
 
-    // The next row; find(at, part) says where it is.
+    // The next row; find(at, part) returns its address.
     template <class Find>
     MOEPACK_DEVICE Task take(Find find) {
         Task task = {load_quad(find(least(at, end - 1), least(part, parts - 1))), at, part, exists()};
@@ -202,7 +201,7 @@ MOEPACK_DEVICE u32 first_code(const Row& row) {
     return row.start / CHUNK * CHUNK + threadIdx.x % LANES * CODES;
 }
 
-// Takes a cursor's rows; while one is multiplied, the codes of the next and the place of that after it are fetched.
+// Processes a cursor's rows: while one is multiplied, the codes of the next and the entry of the one after are loaded.
 template <bool BY_PART>
 struct Pipeline {
     Cursor<BY_PART> cursor;
@@ -217,7 +216,7 @@ struct Pipeline {
         return fetch(matrix, row, first_code(row));
     }
 
-    // matrix(part); use(task, row, codes). `codes` are the first of the first row.
+    // matrix(part) returns a matrix; use(task, row, codes) multiplies. `codes` are the first codes of the first row.
     template <class Find, class Of, class Use>
     MOEPACK_DEVICE void run(Codes codes, Find find, Of matrix, Use use) {
         while (__any_sync(ALL, task.exists)) {
@@ -231,7 +230,7 @@ struct Pipeline {
 
 // ---------------------------------------------------------------- launches
 
-// The routing of a launch; of a linear layer, whose slots are in order, it takes one barrier.
+// Builds the routing of a launch; in a linear layer, whose slots are in order, this takes one barrier.
 MOEPACK_DEVICE void route(Routing& routing, const Launch& launch, int experts) {
     if (launch.index) return build_routing<TOKENS>(routing, launch.index, launch.slots, experts);
     int tiles = ceil_div(launch.slots, TOKENS);
@@ -243,7 +242,7 @@ MOEPACK_DEVICE void route(Routing& routing, const Launch& launch, int experts) {
     __syncthreads();
 }
 
-// Where the part of block `block` of some rows begins.
+// The first row of a block when rows are divided among blocks.
 MOEPACK_DEVICE u32 share(u32 rows, u32 block) {
     return rows / gridDim.x * block + least(block, rows % gridDim.x);
 }
@@ -267,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Tile tile = routing.tile[number];
         auto find = [&](int at, int part) { return matrices[part].row + u64(tile.expert) * gate.rows + first + at; };
         Pipeline<false> pipeline({last - first, 2}, find);
-        // With one token a tile, neighbouring tiles often have the same.
+        // With one token per tile, adjacent tiles often have the same token.
         u32 token = TOKENS == 1 ? row_of(launch, routing, tile, 0) : u32(number);
         bool stale = !GLOBAL && token != staged;
         if (stale && staged != ~0u) __syncthreads();
@@ -294,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// out[slot / each] = the sum of weights[slot] * (down x[slot]), each slot having its own x; weights may be null.
+// out[slot / each] = the sum of weights[slot] * (down x[slot]), where each slot has its own x; weights may be null.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     combine(const Matrix down, const Launch launch, const float* weights, int each, int staged, float* out) {
     __shared__ Routing routing;
@@ -304,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     u32 size = tile_bytes(down), origin = down.dictionaries * TABLE_BYTES;
     copy_tables(down, 0);
     route(routing, launch, down.experts);
-    // Products of slots: where an output is one of them they go there, otherwise to shared memory.
+    // Products of slots are written directly to the output if `each` is 1, otherwise to shared memory.
     u32 behind_tiles = origin + (GLOBAL ? 0 : staged * size + down.pad * 4 * TOKENS);
     float* products = each == 1 ? out + first : reinterpret_cast<float*>(memory + behind_tiles);
     u32 stride = each == 1 ? down.rows : rows;
@@ -350,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// A row's weights in bf16, written to zeros.
+// Writes a row's non-zero weights as bf16 to a zeroed row.
 struct Writer {
     static constexpr int STEP = 1;
     u16* out;
@@ -365,7 +364,7 @@ struct Writer {
     }
 };
 
-// Fills a row of a group of lanes with zeros, or copies one; rows of whole 16 bytes take whole words.
+// Zeroes a row of a group of lanes, or copies one; rows that are multiples of 16 bytes use whole words.
 MOEPACK_DEVICE void copy_row(u16* to, const u16* from, int columns) {
     int lane = threadIdx.x % LANES;
     bool words = columns % 8 == 0;
@@ -374,8 +373,8 @@ MOEPACK_DEVICE void copy_row(u16* to, const u16* from, int columns) {
     for (int i = lane; !words && i < columns; i += LANES) to[i] = from ? from[i] : 0;
 }
 
-// Writes the weights of `experts` experts from number `from` on. Each group of lanes puts a row together in shared
-// memory (GLOBAL: in place), because stores of two bytes cost the L2 as much as those of 32.
+// Decodes `experts` experts, starting at `from`. Each group of lanes assembles a row in shared memory (GLOBAL: in
+// place), because two-byte stores cost the L2 as much as 32-byte stores.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dequantize(const Matrix matrix, int from, int experts, u16* out) {
     copy_tables(matrix, 0);
@@ -401,9 +400,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// ---------------------------------------------------------------- tables, once a matrix
+// ---------------------------------------------------------------- tables, once per matrix
 
-// Where a tensor's sections lie.
+// The sections of a tensor.
 struct Tensor {
     const u8* levels;
     const u8* index;
@@ -412,7 +411,7 @@ struct Tensor {
     int level_type;  // 0 bf16, 1 f16, 2 f32
     int symmetric;   // only the positive level of a row is stored
     int wide;        // FSV8: index entries have 32 bits
-    u32 three_slots; // FSV8: a bit for each dictionary
+    u32 three_slots; // FSV8: one bit per dictionary
 };
 
 MOEPACK_DEVICE float level(const Tensor& tensor, u64 at) {
@@ -427,7 +426,7 @@ MOEPACK_DEVICE Row make_row(const Tensor& tensor, u64 number, u32 start, u32 len
     return {start, length, swapped ? positive : negative, swapped ? negative : positive};
 }
 
-// Makes the rows of groups of 64 (FSV8), or of all.
+// Creates the rows of groups of 64 (FSV8), or single rows.
 extern "C" __global__ void find_rows(const Tensor tensor, Row* rows) {
     i64 number = i64(blockIdx.x) * blockDim.x + threadIdx.x;
 #if DICT16
@@ -455,7 +454,7 @@ extern "C" __global__ void find_rows(const Tensor tensor, Row* rows) {
 #endif
 }
 
-// Writes the column of every 32nd code that is not its row's first; a thread walks a row.
+// Writes the column of every 32nd code that is not the first of its row; one thread per row.
 extern "C" __global__ void find_columns(const Matrix matrix, u16* columns) {
     i64 number = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (number >= i64(matrix.experts) * matrix.rows) return;

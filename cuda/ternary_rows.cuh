@@ -1,5 +1,5 @@
-// Rows of ternary codes as a group of lanes walks them: which codes are a lane's, which columns they begin at, and what
-// a sink is given of them. For cuda/ternary.cu, whose definitions it takes.
+// Rows of ternary codes as processed by a group of lanes: the codes of each lane, their first columns, and the calls to
+// a sink. For cuda/ternary.cu, whose definitions it uses.
 #pragma once
 #include "common/ptx.cuh"
 #include "ternary.cuh"
@@ -11,18 +11,18 @@ constexpr u32 ALL = ~0u;
 
 struct Row {
     u32 start;   // its first code in the payload
-    u32 length;  // codes in bits 0-27; of FSV8 the dictionary in bits 28-30 and whether it has three slots in bit 31
+    u32 length;  // codes in bits 0-27; for FSV8 the dictionary in bits 28-30, and three slots in bit 31
     float first, second;  // levels of symbols 1 and 2
 };
 
 struct Matrix {
     const Row* row;
-    const u16* column;  // of every 32nd code of the payload, if it is not a row's first
+    const u16* column;  // per 32nd code of the payload, unless it is a row's first
     const u8* payload;
-    const u32* table;   // entries, of FSV8 TABLE_BYTES a dictionary
+    const u32* table;   // entries, for FSV8 TABLE_BYTES per dictionary
     int experts, rows, columns;
-    int dictionaries;   // of FSV8; 0 of dict16
-    int pad;            // columns that codes of other rows reach
+    int dictionaries;   // of FSV8; 0 for dict16
+    int pad;            // columns that codes of other rows may reach
 };
 
 extern __shared__ __align__(16) u8 memory[];
@@ -35,7 +35,7 @@ MOEPACK_DEVICE u32 length(const Row& row) {
     return row.length & 0x0fffffff;
 }
 
-// A row of 2-bit symbols, four a byte, instead of codes.
+// Whether a row is stored as 2-bit symbols, four per byte, instead of codes.
 MOEPACK_DEVICE bool is_raw(const Matrix& matrix, const Row& row) {
     return !DICT16 && length(row) == ceil_div<u32>(matrix.columns, 4);
 }
@@ -60,13 +60,13 @@ MOEPACK_DEVICE Codes fetch(const Matrix& matrix, const Row& row, u32 code) {
 #else
     u64 words = __ldg(reinterpret_cast<const u64*>(matrix.payload + code));
     codes.words = {u32(words), u32(words >> 32)};
-    // In front of the payload lie other bytes of the tensor.
+    // The bytes before the payload belong to the tensor, so the read is in bounds.
     codes.previous = __ldg(matrix.payload + i64(code) - 1);
 #endif
     return codes;
 }
 
-// The entries of a lane's codes from number `code` on; those before `start` count as code 0.
+// The entries of a lane's codes, starting at index `code`; codes before `start` are read as code 0.
 MOEPACK_DEVICE void look_up(const Matrix& matrix, u32 table, u32 start, u32 code, Codes codes, u32 (&entry)[CODES]) {
 #if DICT16
     u32 words[4] = {codes.words.x, codes.words.y, codes.words.z, codes.words.w};
@@ -113,8 +113,8 @@ MOEPACK_DEVICE void walk_raw(const Matrix& matrix, const Row& row, Sink& sink) {
     }
 }
 
-// Calls sink.add for every non-zero weight of this lane's codes, the first of which is fetched, of a row of a group of
-// LANES lanes. `table` is where the matrix's first table lies in shared memory. The warp's groups run together.
+// Calls sink.add for every non-zero weight of this lane's codes in a row of a group of LANES lanes; the first codes are
+// given. `table` is the offset of the matrix's first table in shared memory. The groups of a warp run together.
 template <class Sink>
 MOEPACK_DEVICE void walk(const Matrix& matrix, u32 table, const Row& row, Codes codes, Sink& sink) {
     constexpr u32 STRIDE = LANES * CODES;
@@ -123,7 +123,7 @@ MOEPACK_DEVICE void walk(const Matrix& matrix, u32 table, const Row& row, Codes 
     u32 trips = length(row) == 0 || is_raw(matrix, row) ? 0 : ceil_div(end - first, STRIDE);
     if (!DICT16) table += (row.length >> 28 & 7) * TABLE_BYTES;
     u32 zero = DICT16 ? __ldg(matrix.table) : *reinterpret_cast<const u32*>(memory + table);
-    // Codes of the row before count as zeros, which end at column 0.
+    // Codes of the previous row are read as zeros that end at column 0.
     int column = -int(row.start - first) * int(zero >> 16 & 255);
     bool known = lane < CHUNK / CODES;
     if (!known) column = 0;
@@ -140,7 +140,7 @@ MOEPACK_DEVICE void walk(const Matrix& matrix, u32 table, const Row& row, Codes 
         if (quarter >= 1) sum += other;
         other = __shfl_up_sync(ALL, sum, 2, CHUNK / CODES);
         if (quarter >= 2) sum += other;
-        // Chunks of a round are less than 2^16 columns behind those of the round before.
+        // Chunks of a round are less than 2^16 columns after those of the previous round.
         if (!known) column += (codes.column - column) & 0xffff;
         known = false;
         if (exists) {

@@ -55,7 +55,7 @@ def test_tokens_out_of_the_vocabulary_are_refused(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("abcz")
     assert token_windows(tokenizer, file, 1, 4, 123).shape == (1, 4)
-    with pytest.raises(CalibrationError, match="token 122 is out of the model's vocabulary of 122"):
+    with pytest.raises(CalibrationError, match="token 122 is outside the model's vocabulary of 122"):
         token_windows(tokenizer, file, 1, 4, 122)
 
 

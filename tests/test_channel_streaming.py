@@ -187,7 +187,7 @@ def test_threads_and_what_is_in_memory_change_nothing(directory: Path) -> None:
 
 def test_budgets_are_refused_warned_of_or_serve_whole_experts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChannelStore, "_share", lambda *_: 1.0)
-    with pytest.raises(moepack.LoadError, match="are too little"):
+    with pytest.raises(moepack.LoadError, match="is too little"):
         moepack.load(directory, dtype="float32", mode="exact", host_memory=1)
     with pytest.warns(moepack.MoepackWarning, match="left for channels, less than the .* that one token uses"):
         moepack.load(directory, dtype="float32", mode="exact", host_memory=always(directory) + LEAST)

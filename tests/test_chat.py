@@ -70,7 +70,7 @@ def test_models_are_called_by_names_that_the_installed_transformers_does_not_dep
         for position in range(2):
             (outcome,) = Stepper(chat.model).forward([Part([3], position, cache)])
             assert isinstance(outcome, torch.Tensor)
-        assert "cannot be told" in str(
+        assert "cannot be identified" in str(
             non_finite(chat.model, {"input_ids": torch.ones(1, CHUNK + 1, dtype=torch.long)})
         )
 
@@ -96,7 +96,7 @@ def test_what_the_template_refuses_was_not_said(chat):
 def test_the_oldest_turns_give_way(chat, monkeypatch):
     monkeypatch.setattr(chat.model.config, "max_position_embeddings", 60)
     chat.answer("x" * 20, print)
-    with pytest.warns(moepack.MoepackWarning, match="oldest messages are left out"):
+    with pytest.warns(moepack.MoepackWarning, match="oldest messages were dropped"):
         chat.answer("x" * 20, print)
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]
 

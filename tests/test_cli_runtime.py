@@ -128,7 +128,7 @@ def test_a_gpu_that_disappears_is_a_foreseen_failure(monkeypatch, capsys, packed
         main([name, str(packed), *(str(text) if word == "TEXT" else word for word in rest)])
     said = capsys.readouterr().err
     assert exit_.value.code == 1
-    assert "error: a GPU failed while it was at work (CUDA error: unspecified launch failure); what it held is" in said
+    assert "error: a GPU failed during use (CUDA error: unspecified launch failure); its contents are" in said
 
 
 @pytest.mark.parametrize("command", ["trace", "compare", "chat"])

@@ -59,7 +59,7 @@ def test_the_first_layer_is_named(architecture, value):
     """Whichever weight is damaged, its module is named, or the one around it where the weight is its own."""
     model = tiny_model(architecture)
     given = inputs(model, tokens=6)
-    assert "the layer cannot be told" in str(non_finite(model, given))
+    assert "the layer cannot be identified" in str(non_finite(model, given))
     for path, module in list(model.named_modules()):
         own = [p for name, p in module.named_parameters(recurse=False) if "bias" not in name]
         if not own or "relative_attention" in path:

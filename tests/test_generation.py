@@ -159,10 +159,10 @@ def test_chats_need_a_template_and_follow_it(tokenizer, mixtral):
     own.chat_template = TEMPLATE
     assert own.decode(prompt_ids(own, messages)) == "s:be kind\nu:hello\na:"
     own.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match="refuses the messages: roles must alternate"):
+    with pytest.raises(ValueError, match="rejects the messages: roles must alternate"):
         prompt_ids(own, messages)
     own.chat_template = "{{ 1 + messages[0]['content'] }}"
-    with pytest.raises(ValueError, match="refuses the messages: TypeError"):
+    with pytest.raises(ValueError, match="rejects the messages: TypeError"):
         prompt_ids(own, messages)
 
 
@@ -193,7 +193,7 @@ def test_a_memory_saves_reading_and_changes_nothing(model, tokenizer):
 
 def test_more_than_the_model_was_made_for_is_warned_of(model, tokenizer, monkeypatch):
     monkeypatch.setattr(model.config, "max_position_embeddings", 10)
-    with pytest.warns(moepack.MoepackWarning, match="7 tokens of prompt and 4 new ones are more than the 10"):
+    with pytest.warns(moepack.MoepackWarning, match="7 prompt tokens and 4 new tokens exceed the context length of 10"):
         generate(model, tokenizer, "The sea", Sampling(max_new_tokens=4))
 
 

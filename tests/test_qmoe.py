@@ -290,7 +290,7 @@ def test_tokens_out_of_the_vocabulary_are_refused(mixtral, text, tmp_path):
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["e"] = len(vocabulary) + 5000
     file.write_text(json.dumps(tokenizer))
-    with pytest.raises(CalibrationError, match="out of the model's vocabulary"):
+    with pytest.raises(CalibrationError, match="outside the model's vocabulary"):
         compress(tmp_path / "model", tmp_path / "out", method=method(text))
     assert sorted(f.name for f in tmp_path.iterdir()) == ["model"]
 

@@ -245,7 +245,7 @@ def directory(tmp_path_factory):
 
 def least(directory):
     """The least memory that is enough, by the message that says so, and what one token's experts need."""
-    with pytest.raises(moepack.LoadError, match="are too little") as caught:
+    with pytest.raises(moepack.LoadError, match="is too little") as caught:
         moepack.load(directory, host_memory=1)
     words = str(caught.value).replace(";", "").split()
     sizes = [byte_count(f"{words[at - 1]}{word}") for at, word in enumerate(words) if word in ("kB", "MB")]

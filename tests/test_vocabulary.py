@@ -24,7 +24,7 @@ from runtime_support import ARCHITECTURES, SWITCH, inputs, tiny_model
 from tiny_models import VOCABULARY
 
 EXTRA = "<|extra|>"
-SAID = rf"token {VOCABULARY} is out of the model's vocabulary of {VOCABULARY} rows, '<\|extra\|>' in the tokenizer"
+SAID = rf"token {VOCABULARY} is outside the model's vocabulary of {VOCABULARY} rows, '<\|extra\|>' in the tokenizer"
 CHARS = 1600
 
 
@@ -79,7 +79,7 @@ def test_generate_and_chat(model, tokenizer):
 def test_the_engine_takes_no_such_tokens(model, tokenizer, ids):
     engine = Engine(model, tokenizer)
     with pytest.raises(
-        TokenError, match=f"token {min(ids) if min(ids) < 0 else max(ids)} is out of .* {VOCABULARY} rows"
+        TokenError, match=f"token {min(ids) if min(ids) < 0 else max(ids)} is outside .* {VOCABULARY} rows"
     ):
         engine.submit(ids, Sampling(), lambda piece: None)
     assert engine.counts()["waiting"] == 0
@@ -100,7 +100,7 @@ def test_calibration(source, text, tmp_path):
     with pytest.raises(CalibrationError, match=rf"text\.txt: {SAID}"):
         moepack.compress(source, tmp_path / "out", method="codequant", calibration=str(text), samples=2)
     checkpoint = Checkpoint.open(source)
-    with pytest.raises(TokenError, match=f"token {VOCABULARY} is out"):
+    with pytest.raises(TokenError, match=f"token {VOCABULARY} is outside"):
         Calibrator(checkpoint, describe(checkpoint), decoder_samples(torch.full((1, 4), VOCABULARY)))
 
 
@@ -144,7 +144,7 @@ def test_a_model_refuses_them_whoever_calls_it(architecture, token):
     for name in given:
         changed = {key: ids.clone() for key, ids in given.items()}
         changed[name][-1, 2] = token
-        with pytest.raises(TokenError, match=f"token {token} is out of the model's vocabulary of 64 rows"):
+        with pytest.raises(TokenError, match=f"token {token} is outside the model's vocabulary of 64 rows"):
             model(**changed)
     if architecture == SWITCH:
         labels = given["labels"].clone()
@@ -165,5 +165,5 @@ def test_what_a_model_does_not_say_is_not_checked():
     assert vocabulary_of(SimpleNamespace()) is None
     require_known([1 << 40], None)
     require_known([], 5)
-    with pytest.raises(MoepackError, match="token 7 is out of the model's vocabulary of 5 rows: tokens"):
+    with pytest.raises(MoepackError, match="token 7 is outside the model's vocabulary of 5 rows: ids"):
         require_known([7], 5, SimpleNamespace(convert_ids_to_tokens=lambda token: [][token]))

@@ -1,13 +1,14 @@
-// Copies of many bytes that one thread asks for and others wait for (cp.async.bulk, Hopper and newer): a barrier in
-// shared memory (mbarrier) counts arrivals and bytes, and its phase ends when all have come. Phases have parities, 0
-// for the first.
+// Bulk copies that one thread issues and others wait for (cp.async.bulk, Hopper and newer): a barrier in shared memory
+// (mbarrier) counts arrivals and bytes, and its phase ends when all have arrived. Phases have parities, 0 for the
+// first.
 #pragma once
 #include "common/ptx.cuh"
 
 namespace moepack {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// Makes a barrier of so many arrivals a phase; behind `publish_barriers` and a barrier of the block others may use it.
+// Initializes a barrier with a number of arrivals per phase; others may use it after `publish_barriers` and a block
+// barrier.
 MOEPACK_DEVICE void make_barrier(Shared barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -20,12 +21,12 @@ MOEPACK_DEVICE void arrive(Shared barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and lets the phase last until so many bytes have been copied as well.
+// Arrives, and extends the phase until `bytes` bytes have been copied as well.
 MOEPACK_DEVICE void arrive_expecting(Shared barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits with a whole warp for the end of a phase of a parity; returns at once where it has ended.
+// Waits with a whole warp for the end of the phase with a parity; returns at once if it has ended.
 MOEPACK_DEVICE void wait_for_phase(Shared barrier, int parity) {
     asm volatile("{.reg .pred p;\n"
                  "TRY: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
@@ -36,7 +37,7 @@ MOEPACK_DEVICE void wait_for_phase(Shared barrier, int parity) {
     __syncwarp();
 }
 
-// Starts to copy a multiple of 16 bytes between multiples of 16.
+// Starts to copy bytes; the size and both addresses are multiples of 16.
 MOEPACK_DEVICE void copy_bulk(Shared to, const void* from, int bytes, Shared barrier, u64 policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
                  "[%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)

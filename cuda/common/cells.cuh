@@ -1,4 +1,4 @@
-// Makes cells (common/tokens.cuh) of activations: for a round of a block, or for all slots of a launch.
+// Lays out activations as cells (common/tokens.cuh): for a round of a block, or for all slots of a launch.
 #pragma once
 #include "common/schedule.cuh"
 #include "common/tokens.cuh"
@@ -6,7 +6,7 @@
 namespace moepack {
 
 #if defined(__CUDACC__)
-// Whether a Format's products have a part besides chunks (`CORRECTS`).
+// Whether a Format's products have a contribution in addition to chunks (`CORRECTS`).
 template <class Format, class = void>
 struct Corrects {
     static constexpr bool value = false;
@@ -17,20 +17,20 @@ struct Corrects<Format, decltype(void(Format::CORRECTS))> {
     static constexpr bool value = Format::CORRECTS;
 };
 
-// The cells of the places from `start` on in the routing, and of `width` chunks from `chunk` on.
+// The cells of the places of the routing from `start` on, for `width` chunks from `chunk` on.
 struct Cells {
     int start, places, chunk;
     Divisor width;
 };
 
-// Walks over cells (place, chunk) from the `first` on: the chunks of a place one after the other.
+// Iterates over cells (place, chunk) from `first` on, with all chunks of a place in sequence.
 template <Mode MODE>
 struct Walk {
     const Problem& problem;
     const Routing& routing;
     const Cells& cells;
     int place, k;
-    int row, token, tokens, before;  // of the place; tokens of its tile, and of the tiles before it
+    int row, token, tokens, before;  // of the place; tokens of its tile, and of preceding tiles
     float weight;
 
     MOEPACK_DEVICE Walk(const Problem& problem, const Routing& routing, const Cells& cells, int first)
@@ -39,7 +39,7 @@ struct Walk {
         enter();
     }
 
-    // Reads what the routing says of the place; the last one's behind the end.
+    // Reads the routing of the place; places after the end repeat the last one.
     MOEPACK_DEVICE void enter() {
         int at = cells.start + least(place, cells.places - 1), slot = routing.order[at];
         const Tile& tile = routing.tile[routing.at[at]];
@@ -65,16 +65,16 @@ struct Walk {
     }
 };
 
-// Makes cells: the `number`-th of `of` groups of sixteen lanes its share. `meanwhile` runs when the last values have
-// been asked for, so that they do not queue behind weights.
+// Lays out cells: group `number` of `of` groups of sixteen lanes processes its share. `meanwhile` runs after the last
+// values were requested, so that they do not queue behind weights.
 template <class Format, Mode MODE, class Meanwhile>
 MOEPACK_DEVICE void make_cells(const Problem& problem, const Routing& routing, const Cells& cells, u8* to, int number,
                                int of, Meanwhile meanwhile) {
-    // Cells whose values are asked for before the first is written: what registers allow.
+    // Cells that are loaded before the first one is written, limited by registers.
     constexpr int BATCH = MODE == Mode::combine && !Corrects<Format>::value && !Format::TOGETHER ? 4 : 2;
     int items = cells.places * int(cells.width.by), share = ceil_div(items, of), left = items - number * share;
     Walk<MODE> loading(problem, routing, cells, most(0, least(number * share, items - 1))), writing = loading;
-    // Two groups of sixteen lanes shuffle together, though one may have fewer cells.
+    // Two groups of sixteen lanes shuffle together, although one may have fewer cells.
     for (;; share -= BATCH, left -= BATCH) {
         u32 word[BATCH][8];
 #pragma unroll
@@ -88,13 +88,13 @@ MOEPACK_DEVICE void make_cells(const Problem& problem, const Routing& routing, c
     }
 }
 
-// A cell of a tile for warpgroups, of which this lane of four has the quads of eight products.
+// A cell of a tile for warpgroups; this lane of four holds the quads of eight products.
 template <class Format, Mode MODE, Type TYPE>
 struct TileCell {
     int at, k, slot;
     Stored<TYPE> quad[8];
 
-    // The `item`-th cell: places run inside chunks. The last one stands in for those behind it.
+    // Loads a cell; places vary fastest. Indices after the end repeat the last cell.
     MOEPACK_DEVICE void load(const Problem& problem, const Routing& routing, const Cells& cells, const Divisor& places,
                              int item) {
         item = least(item, cells.places * int(cells.width.by) - 1);
@@ -113,7 +113,7 @@ struct TileCell {
     }
 };
 
-// Makes many cells for warpgroups, so that a warp writes the words of eight tokens side by side. `meanwhile` as above.
+// Lays out many cells for warpgroups, with a warp writing the words of eight tokens side by side. `meanwhile` as above.
 template <class Format, Mode MODE, Type TYPE, class Meanwhile>
 MOEPACK_DEVICE void make_tiles(const Problem& problem, const Routing& routing, const Cells& cells, u8* to,
                                Meanwhile meanwhile) {
@@ -140,7 +140,7 @@ MOEPACK_DEVICE void make_tiles(const Problem& problem, const Routing& routing, c
     else make_tiles<Format, MODE, Type::bf16>(problem, routing, cells, to, meanwhile);
 }
 
-// Makes the cells of all slots, in global memory, by all blocks of a launch.
+// Lays out the cells of all slots in global memory, with all blocks of a launch.
 template <class Format, Mode MODE>
 MOEPACK_DEVICE void lay_out(const Problem& problem, const Routing& routing) {
     Cells cells = {0, routing.slots, 0, problem.chunks};

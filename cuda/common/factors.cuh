@@ -1,8 +1,9 @@
-// Low-rank factors of a compensated tensor (docs/format.md, section 8): W = Wq + U V, of each expert V [rank, columns]
-// and U [rows, rank], stored by columns. Both are rows of 64-value chunks of 3, 8 or 16 bits.
+// Low-rank factors of a compensated tensor (docs/format.md, section 8): W = Wq + U V. Each expert has V [rank, columns]
+// and U [rows, rank], stored by columns. Both consist of rows of 64-value chunks with 3, 8 or 16 bits.
 //
-// V x is a launch of its own, before the one that multiplies Wq: `project_right`, a warp a row of V for all tokens of a
-// tile. U is added to the sums of Wq in its launch (Layer::correct), where a row of U's chunks meets 16 rows.
+// V x is computed by a separate launch before the one that multiplies by Wq: `project_right`, with a warp per row of V
+// for all tokens of a tile. U is added to the sums of Wq in that launch (Layer::correct), where a row of U's chunks
+// meets 16 rows.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/routing.cuh"
@@ -11,10 +12,10 @@ namespace moepack {
 
 constexpr int FACTOR_CHUNK = 64;
 
-// The factors of all experts; of expert e the rows starts[e] to starts[e + 1] of either side.
+// The factors of all experts; expert e has rows starts[e] to starts[e + 1] of both sides.
 struct Factors {
     const int* starts;
-    const u16 *right_scales, *left_scales;  // f16, [total rank, chunks]; nothing for 16 bits
+    const u16 *right_scales, *left_scales;  // f16, [total rank, chunks]; empty for 16 bits
     const u8 *right, *left;
     float* product;  // V x: [slots, most]
     int most;        // the largest rank
@@ -31,7 +32,7 @@ MOEPACK_BOTH float factor_value(const u8* chunk, int i) {
     return float((chunk[(plane - 6) * 8 + lane] >> 6 | (chunk[16 + lane] >> plane & 1) << 2) - 4);
 }
 
-// Value i of row `row` of a side whose rows have `length` values.
+// Value i of row `row` of a side with `length` values per row.
 template <int WIDTH>
 MOEPACK_BOTH float factor_at(const u8* codes, const u16* scales, int row, int length, int i) {
     i64 chunk = i64(row) * ceil_div(length, FACTOR_CHUNK) + i / FACTOR_CHUNK;
@@ -40,7 +41,7 @@ MOEPACK_BOTH float factor_at(const u8* codes, const u16* scales, int row, int le
 }
 
 #if defined(__CUDACC__)
-// part[i] += the sum over first, first + step and so on of U's row times V x of token i of a tile.
+// part[i] += the sum over first, first + step, ... of U's row times V x, for token i of a tile.
 template <int WIDTH, int MOST>
 MOEPACK_DEVICE void multiply_left(const Factors& f, const Tile& tile, const u16* order, int row, int first, int step,
                                   float (&part)[MOST]) {
@@ -54,7 +55,7 @@ MOEPACK_DEVICE void multiply_left(const Factors& f, const Tile& tile, const u16*
     }
 }
 
-// One value of a row of activations.
+// A value of a row of activations.
 MOEPACK_DEVICE float activation(const Activations& x, i64 row, int column) {
     i64 at = row * x.columns + column;
     if (x.type == Type::f32) return static_cast<const float*>(x.data)[at];
@@ -62,7 +63,7 @@ MOEPACK_DEVICE float activation(const Activations& x, i64 row, int column) {
     return x.type == Type::f16 ? half_value(bits) : bf16_value(bits);
 }
 
-// Row j of V times the tokens of a tile, by a warp. Slots divided by `shared` give rows of x.
+// Row j of V times the tokens of a tile, computed by a warp. Slots divided by `shared` are rows of x.
 template <int WIDTH, int MOST>
 MOEPACK_DEVICE void multiply_right(const Factors& f, const Activations& x, const Routing& routing, const Tile& tile,
                                    int j, int shared) {
@@ -83,7 +84,7 @@ MOEPACK_DEVICE void multiply_right(const Factors& f, const Activations& x, const
     }
 }
 
-// V x of all slots: warps of all blocks take (tile, row of V) in turn.
+// V x of all slots: the warps of all blocks process (tile, row of V) in a strided loop.
 template <int WIDTH, int MOST>
 MOEPACK_DEVICE void project_right(const Factors& f, const Activations& x, const Routing& routing, int shared) {
     int warps = gridDim.x * (blockDim.x / WARP), warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;

@@ -1,12 +1,12 @@
-// Integer codes of a unit (32 columns of a row, a word for each bit of a code, docs/format.md, section 6) as operand A
-// of m16n8k16.
+// Integer codes of a unit (32 columns of a row, one word per bit of a code, docs/format.md, section 6) as operand A of
+// m16n8k16.
 //
-// A product takes a *quad*, four neighbouring columns, from each of the four lanes of a row. Codes<bits, WIDE> says
-// which words a lane reads, what it makes of them, and which quads these are: `place` turns it around for the
-// activations, and `quad` gives the quad of a product and a lane. WIDE takes fewer instructions; the others let each
-// product lie in one group of 16 columns.
+// A product takes a *quad*, four neighboring columns, from each of the four lanes of a row. Codes<bits, WIDE> defines
+// which words a lane reads, how it decodes them, and which quads they contain. `place` is the inverse mapping for
+// activations, and `quad` gives the quad of a product and a lane. WIDE needs fewer instructions; the others keep each
+// product within one group of 16 columns.
 //
-//     bits   a lane t's words of UNITS units         its quads, in the order of products
+//     bits   a lane t's words of UNITS units         its quads, in product order
 //     2      0, 1                                    t, 4 + t
 //     3      t / 2, then 2, 2, 0, 1, then 2          t, 4 + t
 //     3 WIDE of unit t / 2: t % 2, 2                 of t % 2 = 0: 0, 1, 4, 6; of 1: 2, 3, 5, 7
@@ -14,16 +14,16 @@
 //     4 WIDE t                                       2 t, 2 t + 1
 //     8      t, 4 + t                                t, 4 + t
 //
-// A quad is two words of two f16 each: columns 0 and 2, 1 and 3.
+// A quad is two words of two f16 each: columns 0 and 2, then 1 and 3.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/tokens.cuh"
 
 namespace moepack {
 
-constexpr u32 EXPONENT = 0x64006400;  // 1024 as f16, whose mantissa counts in ones
+constexpr u32 EXPONENT = 0x64006400;  // 1024 as f16; its mantissa has units of one
 
-// A code at some bits of the halves of a word: extracted, its place and the middle of the codes taken off.
+// A code in some bits of each half of a word: extracts it, and removes its position and the middle of the codes.
 struct Field {
     u32 mask, factor, addend;
 
@@ -44,7 +44,7 @@ struct Field {
         return half2_add(and_or(word, mask, EXPONENT), addend);
     }
 
-    // The quad of a word whose bytes are its codes.
+    // The quad of a word whose codes are in separate bytes.
     MOEPACK_BOTH void quad(u32 word, u32 (&pair)[2]) const {
         pair[0] = value(word);
         pair[1] = value(word >> 8);
@@ -88,7 +88,7 @@ struct Codes<2, WIDE> {
 template <>
 struct Codes<3, false> {
     static constexpr int UNITS = 1, WORDS = 3;
-    Field first, second, high;  // quad t; quad 4 + t but for the highest bit of quads 6 and 7, which is in word 2
+    Field first, second, high;  // quad t; quad 4 + t except the highest bit of quads 6 and 7, which is in word 2
 
     MOEPACK_BOTH Codes(int lane, int middle)
         : first(lane % 2 ? Field(3, 3, middle) : Field(0, 3, middle)),
@@ -127,7 +127,7 @@ struct Codes<3, true> {
     static constexpr int UNITS = 2, WORDS = 2;
     Field first, second, third, low, high;
 
-    // `low` also takes off what `high` leaves of its exponent.
+    // `low` also removes what remains of `high`'s exponent.
     MOEPACK_BOTH Codes(int lane, int middle)
         : first(0, 3, middle), second(3, 3, middle), third(lane % 2 ? second : first), low(6, 2, middle),
           high(lane % 2 ? Field(5, 3, 0) : Field(4, 3, 0)) {

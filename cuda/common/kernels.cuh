@@ -1,12 +1,12 @@
-// The kernels that every family whose Format fills `Layer` (common/layer.cuh) has; definitions: TOKENS, RESIDENT.
+// The kernels of every family whose Format implements `Layer` (common/layer.cuh). Definitions: TOKENS, RESIDENT.
 #pragma once
 #include "common/layer.cuh"
 
 #if defined(__CUDACC__)
 #define MOEPACK_LAUNCH extern "C" __global__ void __launch_bounds__(moepack::THREADS, RESIDENT)
 
-// `lay_out_tokens` and `lay_out_hidden` make the cells of the slots of a layer's first and second launch; the others
-// are the launches themselves, by their Mode.
+// `lay_out_tokens` and `lay_out_hidden` lay out the cells of the slots for a layer's first and second launch; the other
+// kernels are the launches, one per Mode.
 #define MOEPACK_LAYER_KERNELS(FORMAT)                                                                          \
     MOEPACK_LAUNCH lay_out_tokens(moepack::Problem problem) {                                                  \
         moepack::lay_out_layer<FORMAT, moepack::Mode::project, TOKENS>(problem);                               \

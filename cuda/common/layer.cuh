@@ -1,39 +1,40 @@
-// The two launches of a layer of experts, for formats whose rows lie in blocks of 16 and whose columns come in chunks
-// of 128: `Layer<Format, MODE, MOST_TOKENS>::run` multiplies the tokens of all active experts.
+// The two launches of an expert layer, for formats with blocks of 16 rows and chunks of 128 columns:
+// `Layer<Format, MODE, MOST_TOKENS>::run` multiplies the tokens of all active experts.
 //
-// Launch: a persistent grid of two blocks of 8 warps an SM, or one of 16 (BLOCK_WARPS). Every block builds the routing
+// Launch: a persistent grid of two blocks of 8 warps per SM, or one of 16 (BLOCK_WARPS). Every block builds the routing
 // (common/routing.cuh) and takes a contiguous share of the *units*: a row tile (`row_blocks` blocks of 16 rows) of one
-// tile of tokens, or, in COMBINE, a row tile of all tiles, whose outputs the block alone sums. Chunks of all tiles have
-// one number, tile * chunks + chunk. Within a unit the warps split (matrix, block of 16 rows, range of chunks) among
-// them:
+// tile of tokens, or in COMBINE, a row tile of all tiles, whose outputs this block alone sums. The chunks of all tiles
+// are numbered consecutively: tile * chunks + chunk. Within a unit, the warps divide (matrix, block of 16 rows, range
+// of chunks) among them:
 //
 //     warp = (matrix * row_blocks + row block) * parts + part
 //
-// Each warp streams its chunks through a ring of its own in shared memory (cp.async, DEPTH - 1 chunks in flight) and
-// runs ahead over ends of rounds and units, so that memory never waits for a barrier. Activations come in *rounds*: as
-// many cells (common/tokens.cuh) as fit. Cells that a launch before has laid out come a round ahead, to one of two
-// halves; otherwise blocks make their own. What the warps of a row block have summed meets in shared memory; every sum
-// has one order, which the routing and the launch determine.
+// Each warp streams its chunks through its own ring in shared memory (cp.async, DEPTH - 1 chunks in flight). It
+// prefetches across the ends of rounds and units, so memory never waits for a barrier. Activations are processed in
+// *rounds* of as many cells (common/tokens.cuh) as fit. Cells that a previous launch has laid out are copied one round
+// ahead, alternating between two halves of memory; otherwise blocks lay out their own. The sums of the warps of a row
+// block are combined in shared memory. Every sum has a fixed order, determined by the routing and the launch.
 //
-// In COMBINE a *team*, blocks in a row, shares a unit's chunks. It is a cluster, each block of which adds the sums of
-// all for its share of the outputs; or, where there are no clusters or too few at a time, its blocks write parts, which
-// another launch adds.
+// In COMBINE a *team* of consecutive blocks shares a unit's chunks. It is either a cluster, in which each block adds
+// the sums of all blocks for its share of the outputs, or, if clusters are unavailable or too few fit, its blocks write
+// partial sums, which another launch adds.
 //
-// A launch begins while the one in front of it ends (`enter_launch`): of a linear layer its first chunks are then on
-// their way already.
+// A launch starts while the previous one ends (`enter_launch`). In a linear layer, its first chunks are then already in
+// flight.
 //
-// A Format gives
-//     Matrix                     what the launch says of the weights
-//     STAGE, DEPTH               bytes of a chunk of a block of rows in the ring; chunks of the ring
-//     NOTES, SUMS, place(quad)   what cells hold, see common/tokens.cuh
-//     MAKES_CELLS                launches may give no `cells`: blocks make them, and always where it is TOGETHER
-//     TOGETHER                   warpgroups multiply: four warps that have four row blocks and the same chunks; it
-//                                gives quad(product, lane) as well
-//     CORRECTS                   products have a part besides: `correct<MOST>(matrix, tile, order, row, first, step,
-//                                part)` gives part[i], the row's for token i, summed from `first` on by `step`
+// A Format defines
+//     Matrix                     the weights' launch arguments
+//     STAGE, DEPTH               bytes of a chunk of a block of rows in the ring; chunks per ring
+//     NOTES, SUMS, place(quad)   the contents of cells, see common/tokens.cuh
+//     MAKES_CELLS                launches may pass no `cells`: blocks lay them out, and always if it is TOGETHER
+//     TOGETHER                   warpgroups multiply: four warps with four row blocks and the same chunks; it also
+//                                defines quad(product, lane)
+//     CORRECTS                   products have an additional contribution: `correct<MOST>(matrix, tile, order, row,
+//                                first, step, part)` adds to part[i] the row's value for token i, summed from `first`
+//                                in steps of `step`
 //     Lane(lane)                 constants of a lane
-//     fetch(matrix, block, chunk, to, lane, policy)   starts to copy a chunk of a block of rows of all experts' blocks
-//     Source                     instead of it, where the place of a chunk follows from the last one's (see `Fetching`)
+//     fetch(matrix, block, chunk, to, lane, policy)   starts to copy a chunk of a block of rows, over all experts
+//     Source                     instead of it, if the position of a chunk follows from the previous one (`Fetching`)
 //     multiply<N>(lane, stage, cells, tokens, sum)   sum[i] += chunk x cells of tokens 8 i to 8 i + 7
 // where sum[i] holds rows 2 g and 2 g + 1 of columns 8 i + 2 t and 8 i + 2 t + 1:
 // {(2g, 2t), (2g, 2t + 1), (2g + 1, 2t), (2g + 1, 2t + 1)} for lane 4 g + t.
@@ -47,13 +48,13 @@ namespace moepack {
 #if defined(__CUDACC__)
 extern __shared__ __align__(128) u8 shared_memory[];
 
-// Waits for what the launch before wrote, which activations and routings are, and lets the next one begin.
+// Waits for the results of the previous launch (activations and routing), and allows the next launch to start.
 MOEPACK_DEVICE void enter_launch() {
     wait_for_launch_before();
     let_next_launch_begin();
 }
 
-// Copies the chunks of a block of rows one after the other, by the Format's `fetch`.
+// Copies the chunks of a block of rows in sequence, with the Format's `fetch`.
 template <class Format, class = void>
 struct Fetching {
     typename Format::Matrix matrix;
@@ -70,7 +71,7 @@ struct Fetching {
     }
 };
 
-// The same by its `Source`.
+// The same with its `Source`.
 template <class Format>
 struct Fetching<Format, decltype(void(sizeof(typename Format::Source)))> : Format::Source {
     using Format::Source::Source;
@@ -82,24 +83,24 @@ struct Layer {
     static constexpr int MATRICES = MODE == Mode::gated ? 2 : 1;
     static constexpr int RING = Format::DEPTH * Format::STAGE;
     static constexpr int CELL = VALUE_BYTES + 4 * Format::NOTES;
-    // What is read and not used behind the last cell: values and notes of tokens that do not exist.
+    // Data that is read but not used after the last cell: values and notes of tokens that do not exist.
     static constexpr int SLACK = (STEP_BYTES + 4 * Format::NOTES) * MOST_TOKENS;
 
     const Problem& problem;
     const Routing& routing;
-    Matrix matrix;              // this warp's
-    int lane, columns;          // of `sums`
+    Matrix matrix;              // of this warp
+    int lane, columns;          // columns of `sums`
     Schedule<MODE> schedule;
-    Cursor<MODE> ahead, here;   // what is copied, what is multiplied
+    Cursor<MODE> ahead, here;   // positions of copies and of products
     Fetching<Format> source;
-    int remaining = 0;          // chunks of `source`
+    int remaining = 0;          // remaining chunks of `source`
     int since = 0;              // calls of `fetch` since `copy_cells`
-    int stop = 0;               // units of this block end there
+    int stop = 0;               // the end of this block's units
     u64 policy;
-    u8 *ring, *into, *from;     // this warp's chunks; the next to be copied, to be multiplied
+    u8 *ring, *into, *from;     // this warp's chunks; the next to copy, the next to multiply
     float* sums;                // [WARPS][columns][16]
     u8* cells;                  // of the current round
-    Unit staged = {-1, -1, 0};  // which they are
+    Unit staged = {-1, -1, 0};  // the activations in `cells`
     typename Format::Lane constants;
 
     MOEPACK_DEVICE Layer(const Problem& problem, const Routing& routing, const Matrix& first, const Matrix& second)
@@ -114,8 +115,8 @@ struct Layer {
         cells = shared_memory + cells_at();
     }
 
-    // What is the same in a warp, so that the compiler knows it: warpgroups multiply on no path that it takes for
-    // divergent.
+    // Makes a value uniform in a warp for the compiler, which does not allow warpgroup products on paths that it
+    // considers divergent.
     static MOEPACK_DEVICE int even(int value) {
         return Format::TOGETHER ? __shfl_sync(~0u, value, 0) : value;
     }
@@ -125,7 +126,7 @@ struct Layer {
         return round;
     }
 
-    // Whether a launch before has made the cells.
+    // Whether a previous launch has laid out the cells.
     MOEPACK_DEVICE bool are_laid_out() const {
         return !Format::TOGETHER && problem.cells;
     }
@@ -139,7 +140,7 @@ struct Layer {
         return {schedule, warp & ((1 << bits) - 1), bits, (warp >> bits) & (problem.row_blocks - 1)};
     }
 
-    // The round that a unit begins with; behind the last unit one of none.
+    // The first round of a unit; an empty round after the last unit.
     MOEPACK_DEVICE Round first_round(int number) const {
         if (number >= stop) return {number, 0, 0, {0, 0, 0}};
         Unit unit = schedule.unit(number);
@@ -152,7 +153,7 @@ struct Layer {
         return {round.number, round.end, schedule.round_end(round.end, round.unit.last), round.unit};
     }
 
-    // What tells a round's activations from others: the chunks; all experts read the same ones of an only token.
+    // Identifies a round's activations by their chunks; if there is a single token, all experts read the same ones.
     MOEPACK_DEVICE Unit activations_of(const Round& round) const {
         if (round.begin == round.end) return staged;
         const Tile& tile = routing.tile[problem.chunks.quotient(round.begin)];
@@ -169,7 +170,7 @@ struct Layer {
         return {begin.start, end.start + end.tokens - begin.start, chunk, {width, ~0u / width}};
     }
 
-    // Starts to copy the cells of a round that are laid out.
+    // Starts to copy the cells of a round that are laid out in global memory.
     MOEPACK_DEVICE void copy_cells(const Round& round, u8* to) {
         Cells copied = cells_of(round);
         const Tile& tile = routing.tile[problem.chunks.quotient(round.begin)];
@@ -181,7 +182,7 @@ struct Layer {
         since = 0;
     }
 
-    // Makes the cells of a round. `meanwhile` as for `make_cells`.
+    // Lays out the cells of a round. `meanwhile` as in `make_cells`.
     template <class Meanwhile>
     MOEPACK_DEVICE void make_cells_of(const Round& round, Meanwhile meanwhile) {
         constexpr int GROUPS = THREADS / 16;
@@ -193,13 +194,13 @@ struct Layer {
             make_cells<Format, MODE>(problem, routing, made, cells, threadIdx.x / 16, GROUPS, meanwhile);
     }
 
-    // Starts to bring activations to the half of the cells that the current round does not read.
+    // Starts to copy activations to the half of the cells that the current round does not read.
     MOEPACK_DEVICE void prepare(const Round& round, const Unit& activations) {
         if (are_laid_out() && activations != staged) copy_cells(round, other_cells());
     }
 
-    // Goes on to a round whose activations `prepare` has seen. The first one starts the ring behind what it reads, so
-    // that activations do not queue behind weights.
+    // Switches to a round that `prepare` has processed. The first call fills the ring after its own reads, so that
+    // activations do not queue behind weights.
     MOEPACK_DEVICE void enter(const Round& round, const Unit& activations) {
         if (!(activations != staged)) return;
         auto start = [&] {
@@ -224,7 +225,7 @@ struct Layer {
         return cells == first ? first + schedule.capacity * CELL : first;
     }
 
-    // Waits for this thread's latest `copy_cells`, but not for chunks that `fetch` has asked for since, if they are
+    // Waits for this thread's latest `copy_cells`, but not for chunks that `fetch` has requested since, if they are
     // many.
     MOEPACK_DEVICE void wait_cells() {
         if (since >= Format::DEPTH - 1) wait_copies<Format::DEPTH - 1>();
@@ -232,7 +233,7 @@ struct Layer {
         else wait_copies<0>();
     }
 
-    // Starts the copy of the next chunk, if there is one.
+    // Starts to copy the next chunk, if there is one.
     MOEPACK_DEVICE void fetch() {
         if (remaining == 0 && ahead.find()) {
             remaining = ahead.take();
@@ -249,7 +250,7 @@ struct Layer {
         if (into == ring + RING) into = ring;
     }
 
-    // Multiplies chunks of one tile, whose cells follow each other.
+    // Multiplies chunks of one tile, whose cells are contiguous.
     template <int N>
     MOEPACK_DEVICE void multiply(int count, const Tile& tile, const u8* cell) {
         float sum[N][4] = {};
@@ -284,8 +285,8 @@ struct Layer {
         }
     }
 
-    // Adds a tile's sums to this warp's part of `sums`. Where a token that chose an expert twice has two columns, the
-    // four lanes of a row take turns, so that their order is fixed.
+    // Adds a tile's sums to this warp's part of `sums`. If a token chose an expert twice, it has two columns; the four
+    // lanes of a row then take turns, so that the order is fixed.
     template <int N>
     MOEPACK_DEVICE void add(const Tile& tile, const float (&sum)[N][4]) {
         float* mine = sums + threadIdx.x / WARP * columns * BLOCK_ROWS + lane / 4 * 2;
@@ -304,8 +305,8 @@ struct Layer {
         }
     }
 
-    // Adds what a Format has besides chunks, for a tile, to this warp's part of `sums`: half a warp the 16 rows, both
-    // halves of all warps of a row block a share of the sum.
+    // Adds a Format's contribution other than chunks, for a tile, to this warp's part of `sums`. Half a warp covers the
+    // 16 rows, and both halves of all warps of a row block divide the sum.
     MOEPACK_DEVICE void correct(const Tile& tile) {
         float part[MOST_TOKENS] = {};
         float* mine = sums + threadIdx.x / WARP * columns * BLOCK_ROWS + lane % BLOCK_ROWS;
@@ -332,7 +333,7 @@ struct Layer {
         for (; tile < end; ++tile) correct(routing.tile[tile]);
     }
 
-    // The sums over the warps of four neighbouring rows; `sums` is zero again.
+    // Sums four neighboring rows over the warps, and clears them in `sums`.
     MOEPACK_DEVICE void take(int block, int column, int row, float (&total)[4]) {
         float* from = sums + ((block << here.part_bits) * columns + column) * BLOCK_ROWS + row;
         total[0] = total[1] = total[2] = total[3] = 0;
@@ -344,7 +345,7 @@ struct Layer {
         }
     }
 
-    // Adds up what all blocks of a cluster hold in `sums`, which stay.
+    // Adds up the `sums` of all blocks of a cluster without clearing them.
     MOEPACK_DEVICE void take_of_cluster(int block, int column, int row, float (&total)[4]) const {
         Shared from = shared_address(sums + ((block << here.part_bits) * columns + column) * BLOCK_ROWS + row);
         int blocks = 1 << problem.split_bits;
@@ -353,7 +354,7 @@ struct Layer {
         for (int i = 0; i < 1 << here.part_bits; ++i, from += columns * BLOCK_ROWS * 4) {
 #pragma unroll 1
             for (int first = 0; first < blocks; first += 4) {
-                // Four are asked for at a time; those behind the last are not added.
+                // Four blocks are loaded at once; indices after the last are not added.
                 float4 part[4];
 #pragma unroll
                 for (int j = 0; j < 4; ++j) part[j] = load_of_block(from, least(first + j, blocks - 1));
@@ -370,7 +371,7 @@ struct Layer {
         return MODE == Mode::combine && HAS_CLUSTERS && problem.split_bits && !problem.in_parts;
     }
 
-    // Writes the outputs of a unit, each block of a cluster its share; a thread four rows of a token.
+    // Writes the outputs of a unit, or this block's share in a cluster; a thread writes four rows of a token.
     MOEPACK_DEVICE void write(const Unit& unit, int split) {
         const Tile& tile = routing.tile[problem.chunks.quotient(unit.first)];
         int bits = 2 + 31 - __clz(problem.row_blocks), outputs = MODE == Mode::combine ? problem.tokens : tile.tokens;
@@ -421,7 +422,7 @@ struct Layer {
         int first = team * share + least(team, more);
         stop = even(first + share + (team < more));
         ahead.start(first, stop);
-        // Without an index chunks are known before the launch in front has ended.
+        // Without an index, chunks are known before the previous launch has ended.
         if (!problem.index) fetch(), enter_launch();
         Round round = {first - 1, 0, 0, {0, 0, 0}};
         do {
@@ -438,7 +439,7 @@ struct Layer {
     }
 };
 
-// What a kernel of a layer does, and one that makes its cells beforehand.
+// The body of a layer's kernels, and of the kernels that lay out cells beforehand.
 template <class Format, Mode MODE, int MOST_TOKENS>
 MOEPACK_DEVICE void run_layer(const Problem& problem, const typename Format::Matrix& first,
                               const typename Format::Matrix& second) {
@@ -456,7 +457,7 @@ MOEPACK_DEVICE void lay_out_layer(const Problem& problem) {
     if constexpr (!Format::TOGETHER) lay_out<Format, MODE>(problem, routing);
 }
 
-// out[i] = the sum of parts[split][i], i < count: what `combine` of so many splits leaves to add.
+// out[i] = the sum of parts[split][i] over all splits, for i < count: completes a `combine` that was split.
 MOEPACK_DEVICE void add_parts(const float* parts, float* out, int count, int splits) {
     enter_launch();
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {

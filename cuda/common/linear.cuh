@@ -1,31 +1,33 @@
-// Linear layers of up to 64 tokens for warpgroups (sm_90a): what the formats that have them share.
+// Linear layers with up to 64 tokens on warpgroups (sm_90a): the code shared by all formats that support them.
 //
-// Launches: `prepare` lays activations out as operand B, once for all blocks, but a few that each block lays out for
-// itself; `linear_8` to `linear_64`, by the columns of their products, multiply; `add` adds what several blocks have
-// summed of a row.
+// Launches: `prepare` lays out activations as operand B, once for all blocks, unless they are few and each block lays
+// them out itself. `linear_8` to `linear_64`, by columns of a product, multiply. `add` adds the sums of a row that
+// several blocks have computed.
 //
-// Cells: the tokens of a chunk of 128 columns as `Described` wants them, 16 bytes a token of the first pair of columns
-// of four quads, then of the second, product by product; then, for formats with offsets, the sums of each group, f32.
-// The power of two that brings the largest value of a row, or of what a block multiplies of it, to [2^14, 2^15) scales
-// all of them: bfloat16 and f16 survive exactly, but for values 2^29 times smaller than the largest; f32 keeps 11 bits.
+// Cells: the tokens of a chunk of 128 columns in the layout of `Described`: for each product, 16 bytes per token with
+// the first pair of columns of four quads, then the second pair. For formats with offsets, the f32 sums of each group
+// follow. All values are scaled by the power of two that brings the largest value of a row, or of a block's part of it,
+// to [2^14, 2^15). This preserves bfloat16 and f16 exactly, except values 2^29 times smaller than the largest; f32
+// keeps 11 bits.
 //
-// Work: an *item* is a chunk of a tile of 256 rows. Every block multiplies a contiguous share of all items, so that all
-// have as many, one more or less; a tile's sums are those of all blocks that have items of it, in their order. Four
-// warps keep a ring of items full by bulk copies; each of sixteen others multiplies a block of 16 rows.
+// Work: an *item* is a chunk of a tile of 256 rows. Every block multiplies a contiguous share of all items; shares
+// differ by at most one. The sums of a tile are added over all blocks that have items of it, in order. Four warps fill
+// a ring of items by bulk copies; each of sixteen others multiplies a block of 16 rows.
 //
 // A Format has
 // - Matrix, with `data`, the first row block, and `block_bytes`;
-// - STAGE, the most bytes of a chunk of a row block, Pieces(matrix, chunk), where they are, and clears(block_bytes),
-//   whether what is not copied of a stage must be zeros;
-// - quad(product, lane), the quad of a chunk that a lane of four has in a product, and SECOND, which column of a quad
-//   makes a pair with its first: 1 or 2;
-// - COLUMNS of a step, decoded at a time, in PARTS of QUADS products each; FETCHES, whether its codes are loaded a step
-//   before;
-// - WIDTH, columns of a chunk that share a scale, or 0: whole rows do; SUMS, groups of a chunk that have an offset;
-// - Operands, what a lane makes operands A with: ask(matrix, block) for what a row block needs beside its stages,
-//   enter() when the warp comes there, decode(stage, step, quads), or fetch(stage, step) and decode(quads), for groups
-//   scales(stage, group) and offsets(stage, group), for whole rows row_scales(). Rows 2 g and 2 g + 1 of a block are
-//   rows g and g + 8 of operand A.
+// - STAGE, the most bytes of a chunk of a row block; Pieces(matrix, chunk), their locations; and clears(block_bytes),
+//   whether bytes of a stage that are not copied must be zero;
+// - quad(product, lane), the quad of a chunk that a lane of four has in a product; and SECOND, the column of a quad
+// that
+//   forms a pair with its first: 1 or 2;
+// - COLUMNS per step, decoded at once, in PARTS of QUADS products each; FETCHES, whether its codes are loaded a step
+//   ahead;
+// - WIDTH, columns of a chunk that share a scale, or 0 if whole rows do; SUMS, groups of a chunk that have an offset; -
+// Operands, a lane's state for decoding operands A: ask(matrix, block) loads what a row block needs in addition to its
+//   stages, enter() is called when the warp reaches it, decode(stage, step, quads), or fetch(stage, step) and
+//   decode(quads); for groups scales(stage, group) and offsets(stage, group), for whole rows row_scales(). Rows 2 g and
+//   2 g + 1 of a block are rows g and g + 8 of operand A.
 #pragma once
 #include "common/barriers.cuh"
 #include "common/layer.cuh"
@@ -33,10 +35,11 @@
 
 namespace moepack {
 
-constexpr int TILE_BLOCKS = 16, TILE_ROWS = TILE_BLOCKS * BLOCK_ROWS;  // of row blocks; a warp each
+constexpr int TILE_BLOCKS = 16, TILE_ROWS = TILE_BLOCKS * BLOCK_ROWS;  // one warp per row block
 constexpr int LINEAR_THREADS = (TILE_BLOCKS + 4) * WARP;  // four warps copy
 constexpr int MOST_STAGES = 16;
-// Registers of a thread at the start; of the warps that copy and multiply many tokens then: no more in all.
+// Registers per thread at the start, and afterwards in copying and multiplying warps for many tokens; the total does
+// not grow.
 constexpr int REGISTERS = 96, COPYING_REGISTERS = 24, MULTIPLYING_REGISTERS = 112;
 static_assert(4 * COPYING_REGISTERS + TILE_BLOCKS * MULTIPLYING_REGISTERS <= (TILE_BLOCKS + 4) * REGISTERS);
 
@@ -46,22 +49,22 @@ struct Linear {
     Activations x;
     typename Format::Matrix matrix;
     u8* cells;           // [chunks] of `cell_bytes`
-    float* scales;       // [tokens], what undoes the powers of two
-    const float* units;  // [tokens], what activations are multiples of; null: as they are
+    float* scales;       // [tokens], inverses of the powers of two
+    const float* units;  // [tokens], units of the activations; null: 1
     float* out;          // [tokens, rows]
-    float* parts;        // [segments of a tile at most, tokens, rows]
-    int tokens, columns;  // those of a product: 8, 16, 32 or 64
+    float* parts;        // [most segments per tile, tokens, rows]
+    int tokens, columns;  // columns of a product: 8, 16, 32 or 64
     int rows, chunks;
     int blocks, items;  // of the launch
-    int ahead;          // items whose codes are asked for before activations are there
-    int own;            // chunks whose cells a block makes itself, at most 16 tokens; or 0: `prepare` has made them
+    int ahead;          // items whose codes are requested before activations are available
+    int own;            // chunks whose cells a block lays out itself, for at most 16 tokens; 0 if `prepare` does
 
     // Bytes of the cells of a chunk.
     MOEPACK_BOTH static constexpr int cell_bytes(int columns) {
         return columns * (VALUE_BYTES + 4 * Format::SUMS);
     }
 
-    // What the values of a token are multiplied by in the end.
+    // The factor of a token's values, applied at the end.
     MOEPACK_BOTH float unit(int token) const {
         return units ? units[token] : 1.0f;
     }
@@ -87,7 +90,7 @@ struct Segments {
 };
 
 #if defined(__CUDACC__)
-// The largest absolute value of a row, for all threads of a block.
+// The largest absolute value of a row, returned to all threads of a block.
 MOEPACK_DEVICE float largest_of_row(const Activations& x, int row) {
     __shared__ u32 largest_of[WARP];
     float largest = 0;
@@ -102,7 +105,7 @@ MOEPACK_DEVICE float largest_of_row(const Activations& x, int row) {
     return __uint_as_float(__reduce_max_sync(~0u, bits));
 }
 
-// What a product reads of a token: sixteen columns of a chunk.
+// The values of a token that a product reads: sixteen columns of a chunk.
 template <Type TYPE, class Format>
 struct Columns {
     Stored<TYPE> quad[4];
@@ -119,7 +122,7 @@ struct Columns {
         return largest;
     }
 
-    // Writes them to the cells of the chunk. Lanes at a DISTANCE call it for its eight products.
+    // Writes them to the cells of the chunk. Called by the lanes of its eight products, which are DISTANCE apart.
     template <int DISTANCE>
     MOEPACK_DEVICE void write(const Linear<Format>& linear, int token, int product, float factor, bool exists,
                               u8* cells) const {
@@ -145,7 +148,7 @@ struct Columns {
     }
 };
 
-// Writes the cells of a token: a thread every `step`-th product from `begin` on.
+// Writes the cells of a token: a thread writes every `step`-th product from `begin` on.
 template <Type TYPE, class Format>
 MOEPACK_DEVICE void write_cells(const Linear<Format>& linear, int token, float factor, int begin, int step) {
     int products = linear.chunks * 8;
@@ -168,22 +171,22 @@ MOEPACK_DEVICE void prepare_token(const Linear<Format>& linear, int token) {
     else write_cells<Type::bf16>(linear, token, scale.factor, begin, step);
 }
 
-// The largest of the values of eight lanes, four apart.
+// The largest value of eight lanes that are four apart.
 MOEPACK_DEVICE float largest_of_products(float value) {
 #pragma unroll
     for (int distance = 4; distance < WARP; distance *= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, distance));
     return value;
 }
 
-// Chunks whose cells lie side by side: `count` from `first` on; behind a row's last its first.
+// Chunks with contiguous cells: `count` from `first` on, wrapping around at the end of a row.
 struct Chunks {
     u8* cells;
     int first, count;
 };
 
-// Makes the cells of some chunks, 64 KB at most, by the sixteen warps that multiply: a warp those of four of at most
-// sixteen tokens at a time, so that neighbouring lanes write to different banks. They are in registers from when they
-// are loaded; the scales undo the powers of two. Calls __syncthreads once.
+// Lays out the cells of some chunks, at most 64 KB, with the sixteen multiplying warps: a warp processes four of at
+// most sixteen tokens at once, so neighboring lanes write to different banks. Values stay in registers after loading;
+// the scales are the inverses of the powers of two. Calls __syncthreads once.
 template <Type TYPE, class Format>
 MOEPACK_DEVICE void make_own_cells(const Linear<Format>& linear, const Chunks& chunks, float* scales) {
     constexpr int BATCH = 4;
@@ -229,7 +232,7 @@ MOEPACK_DEVICE void make_own_cells(const Linear<Format>& linear, const Chunks& c
 #endif
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A ring of items in shared memory: codes of sixteen row blocks and the cells of a chunk.
+// A ring of items in shared memory: the codes of sixteen row blocks and the cells of a chunk.
 template <class Format, int N>
 struct Ring {
     static constexpr int CODES = TILE_BLOCKS * Format::STAGE, CELLS = Linear<Format>::cell_bytes(8 * N);
@@ -246,7 +249,7 @@ struct Ring {
         if (threadIdx.x == 0) publish_barriers();
     }
 
-    // Zeroes a ring of which some stages are not copied whole.
+    // Zeroes a ring if some stages are not copied completely.
     MOEPACK_DEVICE void clear(i64 block_bytes) {
         int bytes = Format::clears(block_bytes) ? depth * STAGE : 0;
         for (int i = threadIdx.x * 16; i < bytes; i += LINEAR_THREADS * 16)
@@ -258,7 +261,7 @@ struct Ring {
         return shared_memory + stage * STAGE;
     }
 
-    // The cells that a block makes itself.
+    // The cells that a block lays out itself.
     MOEPACK_DEVICE u8* own_cells() const {
         return shared_memory + depth * STAGE;
     }
@@ -268,14 +271,15 @@ struct Ring {
     }
 };
 
-// Keeps the ring full, by four warps: lanes 0 to 3 copy the codes of a row block each, lane 4 of the first the cells.
+// Fills the ring with four warps: lanes 0 to 3 copy the codes of one row block each, lane 4 of the first warp the
+// cells.
 template <class Format, int N>
 struct Producer {
     static constexpr int LANES = TILE_BLOCKS / 4;
     const Linear<Format>& linear;
     Ring<Format, N> ring;
     int tile, chunk, row_block, lane;
-    const u8* codes;  // of this lane's row block of the tile
+    const u8* codes;  // of this lane's row block in the tile
     u64 policy;
 
     MOEPACK_DEVICE Producer(const Linear<Format>& linear, const Ring<Format, N>& ring, int item)
@@ -313,17 +317,17 @@ struct Producer {
         copy_bulk(shared_address(ring.at() + CODES), from, CELLS, ring.full + 8 * ring.stage, KEEP);
     }
 
-    // Copies so many items.
+    // Copies `count` items.
     MOEPACK_DEVICE void run(int count) {
         int ahead = least(least(linear.ahead, ring.depth), count);
         Producer late = *this;
         for (int i = 0; i < ahead; ++i) copy_codes(), advance();
         wait_for_launch_before();
-        // What the others load, and then make: nothing of it waits behind codes.
+        // Wait until the other warps have loaded and laid out activations, so that they do not queue behind codes.
         if (linear.own) __syncthreads(), __syncthreads();
         for (int i = 0; i < ahead; ++i) late.copy_cells(), late.advance();
         for (int i = ahead; i < count; ++i) {
-            // A stage that has not been used is empty: the phase before the first has parity 1.
+            // An unused stage is empty: the phase before the first has parity 1.
             wait_for_phase(ring.empty + 8 * ring.stage, ring.parity ^ 1);
             copy_codes(), copy_cells();
             advance();
@@ -331,14 +335,15 @@ struct Producer {
     }
 };
 
-// Multiplies a row block of each item, step by step. The products of a step run while the one before is scaled and the
-// one behind decoded; with 64 tokens of groups, whose sums leave no registers for it, other warps run meanwhile.
+// Multiplies a row block of each item, step by step. The products of a step run while the previous one is scaled and
+// the next one decoded. With 64 tokens and groups, sums leave no registers for this, and other warps run in the
+// meantime.
 template <class Format, int N>
 struct Consumer {
     static constexpr int COLUMNS = Format::COLUMNS, STEPS = CHUNK / COLUMNS, PRODUCTS = COLUMNS / 16;
     static constexpr int QUADS = Format::QUADS, PARTS = Format::PARTS;
     static constexpr bool GROUPS = Format::WIDTH != 0, AHEAD = N < 8 || !GROUPS;
-    // Whether registers move to these warps: sums of few tokens of groups do without, and need not wait for them.
+    // Whether these warps take over registers: sums of few tokens with groups do not need them, and need not wait.
     static constexpr bool TAKES = N >= 4 || !GROUPS;
     static constexpr int WIDTH = GROUPS ? Format::WIDTH : CHUNK;
     static_assert(PARTS * QUADS == PRODUCTS);
@@ -347,8 +352,8 @@ struct Consumer {
     Ring<Format, N> ring;
     int warp, lane;
     typename Format::Operands operands;
-    const float* scales;  // of the tokens
-    const u8* cells;      // of the item
+    const float* scales;  // per token
+    const u8* cells;      // cells of the item
     float sum[AHEAD ? 2 : 1][N][4], out[N][4];
     u32 quads[2][PARTS][2][QUADS][2];
 
@@ -366,12 +371,12 @@ struct Consumer {
         }
     }
 
-    // What the products of a step are added to: whole rows need no sums but their own.
+    // The accumulator for the products of a step: whole rows need no separate sums.
     MOEPACK_DEVICE float (&sums_of(int step))[N][4] {
         return GROUPS ? sum[AHEAD ? step % 2 : 0] : out;
     }
 
-    // out += the sums of products up to a column times their group's scale, and, where the group ends there, sums of
+    // out += the sums of products up to a column times their group's scale, and, if the group ends there, the sums of
     // activations times its offset.
     MOEPACK_DEVICE void scale(const u8* stage, int column, const float (&sum)[N][4]) {
         if constexpr (GROUPS) {
@@ -391,7 +396,7 @@ struct Consumer {
         }
     }
 
-    // Begins the products of a step; those of a group that ends inside it are done.
+    // Starts the products of a step, and completes those of groups that end inside it.
     MOEPACK_DEVICE void begin(const u8* stage, int step) {
         Described b(cells, 8 * N);
         float(&c)[N][4] = sums_of(step);
@@ -409,8 +414,8 @@ struct Consumer {
         end_products();
     }
 
-    // Multiplies an item from a step on, and decodes the first step of what the ring is at. No product may run from one
-    // item to the next: the compiler would make all of them wait.
+    // Multiplies an item from a step on, and decodes the first step of the ring's next item. No product may run across
+    // items, because the compiler would then make all of them wait.
     template <int STEP = 0>
     MOEPACK_DEVICE void multiply(const u8* stage) {
         constexpr bool LAST = STEP + 1 == STEPS;
@@ -428,13 +433,13 @@ struct Consumer {
         if constexpr (!LAST) multiply<STEP + 1>(stage);
     }
 
-    // Asks for what the row block of a tile needs.
+    // Requests the data that a tile's row block needs.
     MOEPACK_DEVICE void ask(int tile) {
         i64 block = tile * TILE_BLOCKS + warp;
         operands.ask(linear.matrix, least(block, i64(ceil_div(linear.rows, BLOCK_ROWS) - 1)));
     }
 
-    // Comes to a tile that was asked for, and asks for the next.
+    // Switches to a requested tile, and requests the next one.
     MOEPACK_DEVICE void enter(int tile) {
         operands.enter();
         ask(tile + 1);
@@ -478,7 +483,7 @@ struct Consumer {
             cells = N <= 2 && linear.own ? ring.own_cells() + own * ring.CELLS : stage + ring.CODES;
             if (++own == linear.chunks) own = 0;
             Shared empty = ring.empty + 8 * ring.stage;
-            // Behind the last item its own codes are decoded again: a branch would make products wait.
+            // After the last item, its codes are decoded again, because a branch would make products wait.
             if (item + 1 < last) ring.advance();
             multiply(stage);
             __syncwarp();
@@ -520,7 +525,7 @@ MOEPACK_DEVICE void multiply_linear(const Linear<Format>&) {}
 #endif
 
 #if defined(__CUDACC__)
-// Adds the parts of a tile that several blocks have summed; a thread a row.
+// Adds the parts of a tile that several blocks have computed; one thread per row.
 template <class Format>
 MOEPACK_DEVICE void add_segments(const Linear<Format>& linear, int tile, int token) {
     enter_launch();
@@ -544,8 +549,8 @@ MOEPACK_DEVICE void add_segments(const Linear<Format>& linear, int tile, int tok
         moepack::multiply_linear<FORMAT, COLUMNS / 8>(linear);                             \
     }
 
-// The launches of a Format: `prepare`, a grid of shares of a row by tokens; the products; `add`, a grid of tiles by
-// tokens.
+// The launches of a Format: `prepare`, with a grid of shares of a row by tokens; the products; `add`, with a grid of
+// tiles by tokens.
 #define MOEPACK_LINEAR_KERNELS(FORMAT)                                                     \
     extern "C" __global__ void __launch_bounds__(512) prepare(moepack::Linear<FORMAT> linear) { \
         moepack::enter_launch();                                                           \

@@ -1,18 +1,18 @@
-// Single instructions as functions. Those that decode also exist for a host compiler, bit for bit; a host that checks a
-// product of a warp defines `multiply_add` and `copy_async` itself.
+// Single instructions as functions. Those used in decoding also have bit-identical versions for a host compiler. A host
+// program that checks a warp's product defines `multiply_add` and `copy_async` itself.
 #pragma once
 #include "common/types.cuh"
 
 namespace moepack {
 
-// Clusters of blocks, which read each other's shared memory: Hopper and newer.
+// Clusters of blocks that read each other's shared memory: Hopper and newer.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 constexpr bool HAS_CLUSTERS = true;
 #else
 constexpr bool HAS_CLUSTERS = false;
 #endif
 
-// Lets the compiler hold a value in its register instead of computing it again where it is used.
+// Makes the compiler keep a value in its register instead of recomputing it at each use.
 MOEPACK_BOTH void hold(u32& value) {
 #if defined(__CUDA_ARCH__)
     asm("" : "+r"(value));
@@ -30,7 +30,7 @@ MOEPACK_BOTH u32 and_or(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// Four of the eight bytes of (a, b), one for each half-byte of the selector.
+// Four of the eight bytes of (a, b), selected by the nibbles of the selector.
 MOEPACK_BOTH u32 permute(u32 a, u32 b, u32 selector) {
 #if defined(__CUDA_ARCH__)
     return __byte_perm(a, b, selector);
@@ -42,7 +42,7 @@ MOEPACK_BOTH u32 permute(u32 a, u32 b, u32 selector) {
 #endif
 }
 
-// For each half-byte of the selector, 0 to 7, a byte: all ones if that byte of (a, b) is negative, otherwise zero.
+// For each nibble of the selector (0 to 7), a byte: all ones if that byte of (a, b) is negative, otherwise zero.
 MOEPACK_BOTH u32 signs(u32 a, u32 b, u32 selector) {
 #if defined(__CUDA_ARCH__)
     u32 d;
@@ -53,7 +53,7 @@ MOEPACK_BOTH u32 signs(u32 a, u32 b, u32 selector) {
 #endif
 }
 
-// c + the sum of the products of bytes.
+// c plus the dot product of the bytes of a and b.
 MOEPACK_BOTH u32 dot4(u32 a, u32 b, u32 c) {
 #if defined(__CUDA_ARCH__)
     return __dp4a(a, b, c);
@@ -78,7 +78,7 @@ inline float bf16_value(u16 bits) {
     return value;
 }
 
-// The bits of a value that is a finite f16 exactly, as decoded weights are.
+// The bits of a value that is exactly a finite f16, as decoded weights are.
 inline u16 half_bits(float value) {
     u32 low = 0, high = 0x7c00;
     while (high - low > 1) (half_value(u16((low + high) / 2)) <= std::fabs(value) ? low : high) = (low + high) / 2;
@@ -150,13 +150,13 @@ MOEPACK_DEVICE u32 to_bf16x2(float low, float high) {
     return d;
 }
 
-// Writes a value as bfloat16 or, `wide`, as float32.
+// Writes a value as bfloat16 or, if `wide`, float32.
 MOEPACK_DEVICE void store_value(void* out, i64 at, float value, bool wide) {
     if (wide) static_cast<float*>(out)[at] = value;
     else static_cast<u16*>(out)[at] = u16(to_bf16x2(value, 0.0f));
 }
 
-// Writes `count` of eight neighbouring values, as bfloat16 or, `wide`, as float32; `aligned`: all, at a multiple of 16.
+// Writes `count` of eight neighboring values as bfloat16 or, if `wide`, float32; `aligned`: all eight, 16-byte aligned.
 MOEPACK_DEVICE void store_eight(void* out, i64 at, const float (&value)[8], int count, bool wide, bool aligned) {
     const float(&v)[8] = value;
     if (aligned && wide) {
@@ -188,22 +188,22 @@ MOEPACK_DEVICE void multiply_add(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// A launch may begin before the one in front of it has ended: it reads what that one wrote behind this.
+// Waits for the previous launch: a launch may start before it has ended, and must call this before reading its results.
 MOEPACK_DEVICE void wait_for_launch_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the launch behind begin as soon as there is room. A launch that does so has waited for the one before it, so
-// that whatever waits for this one has waited for all.
+// Allows the next launch to start as soon as there is room. A launch that calls this has waited for the previous one,
+// so waiting for it implies waiting for all earlier launches.
 MOEPACK_DEVICE void let_next_launch_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits for all threads of the cluster; what they have `written` to shared memory before may then be read.
+// Waits for all threads of the cluster; if WRITTEN, their earlier writes to shared memory may then be read.
 template <bool WRITTEN>
 MOEPACK_DEVICE void wait_for_cluster() {
 #if __CUDA_ARCH__ >= 900
@@ -214,7 +214,7 @@ MOEPACK_DEVICE void wait_for_cluster() {
 #endif
 }
 
-// Four floats at a place of the shared memory of a block of the cluster.
+// Loads four floats from the shared memory of a block of the cluster.
 MOEPACK_DEVICE float4 load_of_block(Shared place, int rank) {
     float4 v = {0, 0, 0, 0};
 #if __CUDA_ARCH__ >= 900
@@ -227,14 +227,14 @@ MOEPACK_DEVICE float4 load_of_block(Shared place, int rank) {
     return v;
 }
 
-// What many blocks read: no wish of the L2.
+// L2 policy for data that many blocks read: no hint.
 constexpr u64 KEEP = 0x1000000000000000;
 
 MOEPACK_DEVICE Shared shared_address(const void* pointer) {
     return Shared(__cvta_generic_to_shared(pointer));
 }
 
-// Bytes of dynamic shared memory of the launch.
+// The size of the launch's dynamic shared memory in bytes.
 MOEPACK_DEVICE u32 shared_size() {
     u32 size;
     asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(size));
@@ -259,22 +259,21 @@ MOEPACK_DEVICE Pair load_pair(const void* from) {
     return p;
 }
 
-// What reads each byte once asks the L2 to drop it first, so that activations stay there.
+// L2 policy for data that is read once: evict it first, so that activations stay in the L2.
 MOEPACK_DEVICE u64 read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
-// Starts to copy `bytes` (0 to 16) to shared memory and zeros up to 16.
+// Starts to copy `bytes` (0 to 16) to shared memory, padded with zeros to 16.
 MOEPACK_DEVICE void copy_async(Shared to, const void* from, int bytes, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
                  "l"(policy)
                  : "memory");
 }
 
-// Starts to copy 16 bytes. A hint that is a constant would do the same, but NVRTC 13.0 makes illegal instructions of
-// it.
+// Starts to copy 16 bytes. A constant hint would be equivalent, but NVRTC 13.0 generates illegal instructions for it.
 MOEPACK_DEVICE void copy_async(Shared to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -283,7 +282,7 @@ MOEPACK_DEVICE void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits for all copies of this thread but those of the latest groups.
+// Waits for all copies of this thread except those of the latest groups.
 template <int LATEST>
 MOEPACK_DEVICE void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATEST) : "memory");

@@ -1,11 +1,11 @@
-// Which tokens each expert multiplies: a block sorts the slots of a launch in its own shared memory.
+// Sorts tokens by expert: each block sorts the slots of a launch in its own shared memory.
 //
-// Slot t * k + j is token t's j-th expert, index[t * k + j] (int64). Slots whose expert does not exist are left out;
-// the others are ordered by expert and then by number, and cut into *tiles*: at most MOST tokens of one expert, the
-// columns of one product. The order depends on the routing alone. Without an index every slot belongs to expert 0 (a
-// linear layer).
+// Slot t * k + j is token t's j-th expert, index[t * k + j] (int64). Slots with out-of-range experts are dropped. The
+// others are ordered by expert and then by index, and cut into *tiles*: at most MOST tokens of one expert, which are
+// the columns of one product. The order depends only on the routing. Without an index, every slot belongs to expert 0
+// (a linear layer).
 //
-// A sort takes a comparison with each slot of the same warp and a search in those of each other one.
+// Sorting takes a comparison with each slot of the same warp, and a binary search in the slots of each other warp.
 #pragma once
 #include "common/types.cuh"
 
@@ -15,7 +15,7 @@ constexpr int MOST_EXPERTS = 1 << 16;
 
 struct Tile {
     u16 expert;
-    u16 start;  // of its slots in Routing::order
+    u16 start;  // first of its slots in Routing::order
     u16 tokens;
 };
 
@@ -24,13 +24,13 @@ struct Routing {
     u16 expert[MOST_SLOTS];  // by position in `order`
     u16 at[MOST_SLOTS];      // the tile of each position
     Tile tile[MOST_SLOTS];
-    int slots;  // whose expert exists
+    int slots;  // slots with a valid expert
     int tiles;
     bool repeats;  // whether a token chose an expert twice
 };
 
 #if defined(__CUDACC__)
-// How many of 32 sorted keys are less than one.
+// The number of 32 sorted keys that are less than `key`.
 MOEPACK_DEVICE int count_less(const u32* sorted, u32 key) {
     int count = 0;
 #pragma unroll
@@ -39,9 +39,9 @@ MOEPACK_DEVICE int count_less(const u32* sorted, u32 key) {
     return count + (sorted[count] < key);
 }
 
-// Fills `order`, `expert` and `slots`: each warp sorts 32 slots, whose places are then the numbers of lesser ones.
+// Fills `order`, `expert` and `slots`: each warp sorts 32 slots; their final places are the numbers of smaller keys.
 MOEPACK_DEVICE void sort_slots(Routing& routing, const i64* index, int slots, int experts) {
-    u32* keys = reinterpret_cast<u32*>(routing.tile);  // expert * MOST_SLOTS + slot; tiles come later
+    u32* keys = reinterpret_cast<u32*>(routing.tile);  // expert * MOST_SLOTS + slot; tiles are written later
     int lane = threadIdx.x % WARP, total = 0;
     for (int base = 0; base < slots; base += blockDim.x) {
         int slot = base + threadIdx.x;
@@ -78,7 +78,7 @@ MOEPACK_DEVICE int first_place(const Routing& routing, int expert) {
 // Cuts the sorted slots into tiles.
 template <int MOST>
 MOEPACK_DEVICE void cut_tiles(Routing& routing, int top_k) {
-    __shared__ int begun[WARP];  // tiles that begin in each warp's places
+    __shared__ int begun[WARP];  // tiles that start in each warp's places
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, tiles = 0;
     bool repeats = false;
     for (int base = 0; base < routing.slots; base += blockDim.x) {
@@ -106,7 +106,7 @@ MOEPACK_DEVICE void cut_tiles(Routing& routing, int top_k) {
     if (threadIdx.x == 0) routing.tiles = tiles, routing.repeats = repeats;
 }
 
-// The routing of a linear layer: slots in their order.
+// The routing of a linear layer: slots in order.
 template <int MOST>
 MOEPACK_DEVICE void list_slots(Routing& routing, int slots) {
     for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
@@ -117,7 +117,7 @@ MOEPACK_DEVICE void list_slots(Routing& routing, int slots) {
     if (threadIdx.x == 0) routing.slots = slots, routing.tiles = ceil_div(slots, MOST), routing.repeats = false;
 }
 
-// The routing of at most 32 slots, by one warp: less to wait for than what many slots take.
+// The routing of at most 32 slots by one warp, which needs fewer barriers than the general sort.
 template <int MOST>
 MOEPACK_DEVICE void route_few(Routing& routing, const i64* index, int slots, int experts, int top_k) {
     int lane = threadIdx.x, token = lane / top_k;
@@ -143,7 +143,7 @@ MOEPACK_DEVICE void route_few(Routing& routing, const i64* index, int slots, int
     if (lane == 0) routing.slots = __popc(existing), routing.tiles = __popc(beginnings), routing.repeats = repeats;
 }
 
-// Builds the routing; all threads of the block, whole warps, call it, and may read it when it returns.
+// Builds the routing. Called by all threads of the block, in whole warps; they may read it on return.
 template <int MOST>
 MOEPACK_DEVICE void build_routing(Routing& routing, const i64* index, int slots, int experts, int top_k = 1) {
     if (index && slots <= WARP) {

@@ -1,5 +1,5 @@
-// What a launch of a layer is asked for, and how it is cut: which units a block has, which rounds a unit, and which
-// chunks a warp multiplies in each of them (common/layer.cuh).
+// The arguments of a layer launch, and its division: the units of a block, the rounds of a unit, and the chunks that a
+// warp multiplies in each round (common/layer.cuh).
 #pragma once
 #include "common/routing.cuh"
 
@@ -8,7 +8,7 @@ namespace moepack {
 #if !defined(BLOCK_WARPS)
 #define BLOCK_WARPS 8
 #endif
-constexpr int WARPS = BLOCK_WARPS;  // of a block
+constexpr int WARPS = BLOCK_WARPS;  // per block
 constexpr int THREADS = WARPS * WARP;
 constexpr int BLOCK_ROWS = 16;
 
@@ -19,13 +19,13 @@ enum class Mode {
     combine,   // out[token] = sum over its slots of weight * (matrix x[slot])
 };
 
-// Division by a number that the launch knows, without dividing: `inverse` is (2^32 - 1) / by, rounded down.
+// Division by a number known at launch, without a divide instruction: `inverse` is (2^32 - 1) / by, rounded down.
 struct Divisor {
     u32 by, inverse;
 
 #if defined(__CUDACC__)
     MOEPACK_DEVICE int quotient(int value) const {
-        u32 estimate = __umulhi(u32(value), inverse);  // right or one too small
+        u32 estimate = __umulhi(u32(value), inverse);  // exact or one too small
         return int(estimate + (u32(value) - estimate * by >= by));
     }
 
@@ -35,17 +35,17 @@ struct Divisor {
 #endif
 };
 
-// The arguments of a launch beside the matrices.
+// The arguments of a launch other than the matrices.
 struct Problem {
     Activations x;
     const i64* index;      // [tokens * top_k], or null: all slots belong to expert 0
     const float* weights;  // [tokens * top_k], or null: 1
     float* out;            // [slots, rows]; combine: [tokens, rows], or parts, [splits, tokens, rows]
-    u8* cells;             // of all slots, which `lay_out` has written; or null: blocks make them of x
+    u8* cells;             // cells of all slots, written by `lay_out`, or null if blocks lay them out
     int tokens, experts, rows;
-    int row_blocks;        // of a row tile: a power of two, at most the warps of a matrix
-    int split_bits;        // combine: 2^split_bits blocks, a team, share a sum over chunks; otherwise 0
-    int in_parts;          // whether the blocks of a team write parts of sums; otherwise they are a cluster
+    int row_blocks;        // per row tile: a power of two, at most the warps per matrix
+    int split_bits;        // combine: 2^split_bits blocks (a team) share a sum over chunks; otherwise 0
+    int in_parts;          // whether a team's blocks write partial sums; otherwise they form a cluster
     Divisor top_k, chunks, row_tiles, teams;
 
     MOEPACK_BOTH int blocks() const {
@@ -67,13 +67,13 @@ struct Unit {
     }
 };
 
-// Chunks `begin` to `end` of a unit, whose activations are in shared memory together.
+// Chunks `begin` to `end` of a unit, whose activations are in shared memory at the same time.
 struct Round {
     int number, begin, end;
     Unit unit;
 };
 
-// What every warp computes for itself: which units a block has, and which chunks a warp multiplies in each round.
+// The division that every warp computes: the units of a block, and the chunks that a warp multiplies in each round.
 template <Mode MODE>
 struct Schedule {
     const Problem& problem;
@@ -88,7 +88,7 @@ struct Schedule {
         return int(problem.row_tiles.by) * (MODE == Mode::combine ? 1 : routing.tiles);
     }
 
-    // This block's part of the sums of its units.
+    // This block's index among those that share the sums of its units.
     MOEPACK_DEVICE int split() const {
         return MODE == Mode::combine ? blockIdx.x & ((1 << problem.split_bits) - 1) : 0;
     }
@@ -102,7 +102,7 @@ struct Schedule {
         return {total * split() >> problem.split_bits, total * (split() + 1) >> problem.split_bits, number};
     }
 
-    // Where the round that begins with a chunk ends: whole tiles, or a range of chunks of one.
+    // The end of the round that starts with a chunk: whole tiles, or a range of chunks of one tile.
     MOEPACK_DEVICE int round_end(int first, int last) const {
         int tile = problem.chunks.quotient(first), rest = least((tile + 1) * chunks() - first, last - first);
         int used = routing.tile[tile].tokens * rest;
@@ -117,11 +117,11 @@ struct Schedule {
     }
 };
 
-// The chunks that a warp of a block multiplies, one after the other, over all rounds and units.
+// Iterates over the chunks that a warp multiplies, across all rounds and units.
 template <Mode MODE>
 struct Cursor {
     Schedule<MODE> schedule;
-    int part, part_bits, row_block;  // of the warp: which of 2^part_bits ranges, which block of the row tile
+    int part, part_bits, row_block;  // the warp's range, of 2^part_bits, and its block in the row tile
     int number = 0, stop = 0;        // units
     Unit unit = {0, 0, 0};
     int round = 0, at = 0, end = 0, tile = 0, chunk = 0;
@@ -132,18 +132,18 @@ struct Cursor {
         round = unit.first;
     }
 
-    // The last one stands in for those behind it, so that all warps of a round do the same.
+    // Indices after the last block repeat it, so that all warps of a round do the same work.
     MOEPACK_DEVICE int block() const {
         return least(unit.rows * schedule.problem.row_blocks + row_block, schedule.problem.blocks() - 1);
     }
 
-    // The warp's share of a round.
+    // Computes the warp's share of a round.
     MOEPACK_DEVICE void enter(int first, int last) {
         at = first + ((last - first) * part >> part_bits);
         end = first + ((last - first) * (part + 1) >> part_bits);
     }
 
-    // Takes the chunks of one tile off the share: from `chunk` of `tile` on, as many as it returns.
+    // Takes the chunks of one tile from the share: `chunk` of `tile` is the first, and their number is returned.
     MOEPACK_DEVICE int take() {
         tile = schedule.problem.chunks.quotient(at), chunk = at - tile * schedule.chunks();
         int count = least(end - at, schedule.chunks() - chunk);
@@ -151,7 +151,7 @@ struct Cursor {
         return count;
     }
 
-    // Finds the next share where this one is at its end; false behind the last.
+    // Finds the next share if this one is exhausted; returns false after the last.
     MOEPACK_DEVICE bool find() {
         while (at >= end) {
             if (number >= stop) return false;
@@ -160,7 +160,7 @@ struct Cursor {
                 continue;
             }
             int first = round;
-            // Who has all chunks of a round goes over its end.
+            // A warp that has all chunks of a round continues past its end.
             round = part_bits == 0 ? unit.last : schedule.round_end(first, unit.last);
             enter(first, round);
         }

@@ -1,22 +1,22 @@
-// Activations in shared memory, as the B operand of m16n8k16 reads them.
+// Activations in shared memory, in the layout of operand B of m16n8k16.
 //
 // A *cell* is 128 columns (a chunk) of one token: 256 bytes of f16 and NOTES floats. The cells of a tile's tokens for
-// one chunk lie together, tokens running inside 32 columns (a step, two products), so that the eight tokens that a warp
-// reads at a time never meet in a bank:
+// one chunk are contiguous, with tokens interleaved every 32 columns (a step, two products), so that the eight tokens
+// that a warp reads at once are free of bank conflicts:
 //
 //     step 0: token 0: 4 lanes x 16 bytes, token 1: ...; steps 1 to 3 likewise; then NOTES floats of each token
 //
-// The 16 bytes of a lane are two quads of neighbouring columns, each in the order 0, 2, 1, 3, in which integer codes
-// leave their words; which quads is the format's choice (Codes::place).
+// The 16 bytes of a lane are two quads of neighboring columns, each in the order 0, 2, 1, 3, which is that of decoded
+// integer codes. The format determines which quads these are (Codes::place).
 //
-// For warpgroups (a Format's TOGETHER) columns 0 and 2 of quads, and 1 and 3, are apart, as rows of operand B:
+// For warpgroups (a Format's TOGETHER), columns 0 and 2 of quads are separate from 1 and 3, as rows of operand B:
 //
 //     product 0: columns 0 and 2: token 0: 4 lanes x 4 bytes, token 1: ...; columns 1 and 3; product 1 to 7 likewise
 //
-// A cell is scaled by the power of two that brings its largest value to [2^14, 2^15): bfloat16 and f16 survive exactly,
-// but for values 2^29 times smaller than the largest, and f32 is rounded to 11 bits. Note 0 is what undoes it, times
-// the routing weight; the others are sums of the values of groups of columns, times that weight, for formats with
-// offsets.
+// A cell is scaled by the power of two that brings its largest value to [2^14, 2^15). This preserves bfloat16 and f16
+// exactly, except values 2^29 times smaller than the largest, and rounds f32 to 11 bits. Note 0 is the inverse of the
+// scale times the routing weight. For formats with offsets, the other notes are sums of the values of column groups,
+// times that weight.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/types.cuh"
@@ -24,18 +24,18 @@
 namespace moepack {
 
 constexpr int CHUNK = 128;       // columns of a cell
-constexpr int STEP = 32;         // columns of 16 bytes a lane
-constexpr int STEP_BYTES = 64;   // of one token
+constexpr int STEP = 32;         // columns per step, 16 bytes per lane
+constexpr int STEP_BYTES = 64;   // per token
 constexpr int VALUE_BYTES = CHUNK * 2;
 
-// Where a quad of a chunk (0 to 31) lies: the step, the lane of four and which half of its 16 bytes.
+// The position of a quad of a chunk (0 to 31): the step, the lane of four, and the half of its 16 bytes.
 struct Place {
     int step, lane, half;
 };
 
 #if defined(__CUDACC__)
-// Eight neighbouring values of a row as they are stored, two a word or one; columns behind its end are zero. Rows begin
-// at multiples of 16 bytes.
+// Loads eight neighboring values of a row in their stored form, two or one per word; columns after its end are zero.
+// Rows are aligned to 16 bytes.
 MOEPACK_DEVICE void load_eight(const Activations& x, i64 row, int column, u32 (&word)[8]) {
     Quad low = {0, 0, 0, 0}, high = {0, 0, 0, 0};
     if (column < x.columns) {
@@ -61,7 +61,7 @@ MOEPACK_DEVICE void to_floats(Type type, const u32 (&word)[8], float (&value)[8]
     }
 }
 
-// Calls use(column, values) for every eight columns of a row, by all threads of a block.
+// Calls use(column, values) for every eight columns of a row, with all threads of a block.
 template <class Use>
 MOEPACK_DEVICE void for_each_eight(const Activations& x, i64 row, Use use) {
     constexpr int BATCH = 4;
@@ -78,12 +78,12 @@ MOEPACK_DEVICE void for_each_eight(const Activations& x, i64 row, Use use) {
     }
 }
 
-// A quad as it is stored: activations of type f32 take twice the words.
+// A quad in its stored form: f32 activations take twice as many words.
 template <Type TYPE>
 struct Stored {
     u32 word[TYPE == Type::f32 ? 4 : 2];
 
-    // Loads part of a row, from a column on; zeros behind the row's end.
+    // Loads part of a row, from a column on; zeros after the row's end.
     MOEPACK_DEVICE void load(const Activations& x, i64 row, int column) {
         constexpr int BYTES = TYPE == Type::f32 ? 4 : 2;
         const u8* from = static_cast<const u8*>(x.data) + (row * x.columns + column) * BYTES;
@@ -113,7 +113,7 @@ MOEPACK_DEVICE Scale scale_of(float largest) {
     return {__uint_as_float((268u - exponent) << 23), __uint_as_float((exponent - 14u) << 23)};
 }
 
-// Writes four of a cell's values.
+// Writes four values of a cell.
 template <bool TOGETHER>
 MOEPACK_DEVICE void write_quad(u8* cells, int token, int tokens, Place place, Pair pair) {
     if (TOGETHER) {
@@ -125,14 +125,14 @@ MOEPACK_DEVICE void write_quad(u8* cells, int token, int tokens, Place place, Pa
     }
 }
 
-// The sum of four rounded values, which weights with an offset are multiplied by.
+// The sum of four rounded values, which offsets are multiplied by.
 MOEPACK_DEVICE float sum_of(Pair pair) {
     return half_value(u16(pair.x)) + half_value(u16(pair.x >> 16)) + half_value(u16(pair.y)) +
            half_value(u16(pair.y >> 16));
 }
 
-// Writes a cell; sixteen lanes call it, each with eight columns of the chunk, both halves of a warp together.
-// Format: place(quad), TOGETHER, NOTES, and SUMS, the groups of a chunk whose sums are noted (0: none).
+// Writes a cell; called by sixteen lanes with eight columns of the chunk each, both halves of a warp together.
+// Format: place(quad), TOGETHER, NOTES, and SUMS, the number of groups whose sums are noted per chunk (0: none).
 template <class Format>
 MOEPACK_DEVICE void write_cell(u8* cells, int token, int tokens, const float (&value)[8], float weight, bool exists) {
     int lane = threadIdx.x & 15;
@@ -163,7 +163,7 @@ MOEPACK_DEVICE void write_cell(u8* cells, int token, int tokens, const float (&v
     }
 }
 
-// Writes a cell for warpgroups; four lanes call it, whole warps together, each with its quads of eight products.
+// Writes a cell for warpgroups; called by four lanes, whole warps together, each with its quads of eight products.
 template <class Format, Type TYPE>
 MOEPACK_DEVICE void write_tile(u8* cells, int token, int tokens, const Stored<TYPE> (&quad)[8], float weight) {
     int lane = threadIdx.x % 4;

@@ -1,5 +1,5 @@
-// Fixed-width types and qualifiers for kernels that NVRTC compiles without any header, and for a host compiler, which
-// builds the same decoding functions to check them against the reference.
+// Fixed-width types and qualifiers for kernels that NVRTC compiles without headers, and for a host compiler, which
+// builds the same decoding functions to compare them with the reference.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -23,7 +23,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// A place in shared memory, as instructions take it.
+// An address in shared memory.
 #if defined(__CUDACC__)
 using Shared = u32;
 #else
@@ -31,17 +31,17 @@ using Shared = u8*;
 #endif
 
 constexpr int WARP = 32;
-// Slots (pairs of a token and one of its experts) that a launch takes: what a block's shared memory lists.
+// The most slots (pairs of a token and one of its experts) per launch, limited by a block's shared memory.
 constexpr int MOST_SLOTS = 512;
 
-// The type of activations, as the launch says it.
+// The type of activations, as passed to a launch.
 enum class Type : int { bf16 = 0, f16 = 1, f32 = 2 };
 
 // Rows of activations: x of the tokens, or `hidden` of the slots.
 struct Activations {
     const void* data;
     Type type;
-    int columns;  // of a row in memory, a multiple of 8; those behind the matrix's last are zero
+    int columns;  // per row in memory, a multiple of 8; columns after the matrix's last are zero
 };
 
 struct alignas(16) Quad {

@@ -1,6 +1,6 @@
-// Products of warpgroups (wgmma, sm_90a): four warps, whose operands A, 16 rows of each, are in registers as m16n8k16
-// has them, and an operand B of all four in shared memory. They run beside what follows: from `begin_products` to
-// `wait_products` nobody may touch the sums, nor write B, and all four warps take the same way.
+// Products of warpgroups (wgmma, sm_90a): four warps with 16 rows of operand A each, in registers in the layout of
+// m16n8k16, and a shared operand B in shared memory. They run asynchronously: between `begin_products` and
+// `wait_products`, the sums must not be accessed, B must not be written, and all four warps must take the same path.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -13,22 +13,22 @@ constexpr bool HAS_WARPGROUPS = false;
 #endif
 
 #if defined(__CUDACC__)
-// Where operand B lies: rows of 16 bytes, eight values of K of a column, columns side by side; first K 0 to 7 of all
-// columns and then 8 to 15. Columns behind the last read what follows.
+// The location of operand B: rows of 16 bytes, eight values of K of a column, with columns side by side; first K 0 to 7
+// of all columns and then 8 to 15. Columns after the last read the bytes that follow.
 struct Described {
-    u64 bits;  // distance of eight columns, of the two halves of K, address: all in units of 16 bytes
+    u64 bits;  // strides of eight columns and of the halves of K, address: all in units of 16 bytes
 
     MOEPACK_DEVICE Described(const void* first, int columns)
         : bits(u64(128 >> 4) << 32 | u64(columns) << 16 | (shared_address(first) & 0x3ffff) >> 4) {}
 
-    // Operand B of a product that lies `bytes` further on.
+    // Operand B of the product at an offset of `bytes`.
     MOEPACK_DEVICE u64 after(int bytes) const {
         return bits + (bytes >> 4);
     }
 };
 
-// c = a b, or c += a b if it `adds`: a 64x16 f16, b 16x8N f16, c 64x8N f32, of each warp and eight columns as
-// m16n8k16's. The strings are the numbers of the asm's operands.
+// c = a b, or c += a b if `adds`: a 64x16 f16, b 16x8N f16, c 64x8N f32; each warp and eight columns have the layout of
+// m16n8k16. The strings are the numbers of the asm's operands.
 #define MOEPACK_PRODUCT(COLUMNS, C, A, B, ADDS)                                          \
     "{.reg .pred p; setp.ne.b32 p, " ADDS ", 0; wgmma.mma_async.sync.aligned.m64n" COLUMNS \
     "k16.f32.f16.f16 {" C "}, {" A "}, " B ", p, 1, 1, 0;}"
@@ -68,8 +68,8 @@ MOEPACK_DEVICE void multiply_add(float (&c)[8][4], u32 a0, u32 a1, u32 a2, u32 a
 #undef MOEPACK_SUMS
 #undef MOEPACK_OPERANDS
 
-// Orders registers before the next products, whose operands A are computed here and not later: what is written between
-// products makes the compiler run them one by one.
+// Orders registers before the next products, whose operands A must be computed before this point: writes between
+// products make the compiler serialize them.
 template <int COUNT, int N>
 MOEPACK_DEVICE void begin_products(u32 (&a)[COUNT], float (&c)[N][4]) {
 #pragma unroll
@@ -88,7 +88,7 @@ MOEPACK_DEVICE void wait_products(float (&c)[N][4]) {
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Gives registers of a warpgroup up, and takes some that others have given up.
+// Release registers of a warpgroup, and acquire registers that others have released.
 template <int LEFT>
 MOEPACK_DEVICE void leave_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LEFT));
@@ -100,12 +100,12 @@ MOEPACK_DEVICE void take_registers() {
 }
 #endif
 
-// Ends what `wait_products_before` counts as the latest products.
+// Closes the group of products that `wait_products_before` treats as the latest.
 MOEPACK_DEVICE void end_products() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits for all products of this warpgroup but the latest.
+// Waits for all products of this warpgroup except the latest.
 template <int N>
 MOEPACK_DEVICE void wait_products_before(float (&c)[N][4]) {
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -113,7 +113,7 @@ MOEPACK_DEVICE void wait_products_before(float (&c)[N][4]) {
     for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(c[i / 4][i % 4])::"memory");
 }
 
-// Lets products of warpgroups read, behind the next barrier, what this thread has written to shared memory.
+// Makes this thread's writes to shared memory visible to products of warpgroups after the next barrier.
 MOEPACK_DEVICE void publish_operands() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

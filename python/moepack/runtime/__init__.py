@@ -1,1 +1,1 @@
-"""Running packed models: modules with packed weights, their stores and backends, loading, generating."""
+"""Running packed models: packed modules, their stores and backends, loading and text generation."""

@@ -1,7 +1,7 @@
-"""Low-rank adapters beside packed experts: `y = W x + up (down x)`, with factors of each expert's own.
+"""Low-rank adapters on packed experts: `y = W x + up (down x)`, with separate factors for each expert.
 
-An adapter is given for a parameter that transformers' module would have (gate and up in one, say), in the layout of
-that parameter; the packed module multiplies by projections. `by_projection` turns the one into the other.
+Adapters target parameters of the transformers module (for example gate and up fused into one), in the layout of that
+parameter. Packed modules multiply by projection. `by_projection` converts the former into the latter.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ __all__ = ["NONE", "Adapters", "LowRank", "by_projection", "joined", "split"]
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is added to a projection of E experts.
+    """The low-rank update of one projection of E experts.
 
     Attributes:
         down: [E, r, C].
@@ -30,15 +30,15 @@ class LowRank:
     up: Tensor
 
     def to(self, device: torch.device) -> Self:
-        """The factors on a device."""
+        """Return the factors on the given device."""
         return type(self)(self.down.to(device), self.up.to(device))
 
     def product(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Multiply x [N, C], sorted by expert, to [N, R] in the dtype of the factors.
+        """Multiply x [N, C], sorted by expert. Return [N, R] in the dtype of the factors.
 
         Args:
-            x: of any floating dtype.
-            offsets: [E + 1], where each expert's rows begin; rows behind the last expert's give zeros.
+            x: any floating-point dtype.
+            offsets: [E + 1], the first row of each expert; rows after the last expert's produce zeros.
         """
         counts = offsets.diff().tolist()
         *parts, rest = _split(x.to(self.down.dtype), [*counts, len(x) - sum(counts)])
@@ -48,21 +48,21 @@ class LowRank:
 
 
 Adapters = Mapping[str, Sequence[LowRank]]
-"""By projection, what is added to it."""
+"""The updates of each projection, by its name."""
 
 NONE: Adapters = {}
 
-_split: Any = torch.split  # which has no types
+_split: Any = torch.split  # torch.split is untyped
 
 
 def by_projection(form: ExpertsForm, parameter: str, left: Tensor, right: Tensor, scaling: float) -> dict[str, LowRank]:
     """Split the factors of a parameter into factors of its projections.
 
     Args:
-        form: how the module of transformers holds its experts.
-        parameter: its name below the module; a stack [E, X, Y] of all experts.
+        form: how the transformers module stores its experts.
+        parameter: its name relative to the module; a stack [E, X, Y] of all experts.
         left: [E, X, r].
-        right: [E, r, Y]; `scaling * left @ right` is added to the parameter.
+        right: [E, r, Y]; the adapter adds `scaling * left @ right` to the parameter.
         scaling: see `right`.
     """
     found = {}
@@ -75,7 +75,7 @@ def by_projection(form: ExpertsForm, parameter: str, left: Tensor, right: Tensor
 
 
 def split(adapters: Adapters, device: torch.device) -> tuple[list[str], list[Tensor]]:
-    """The projections of all adapters, one by one, and their factors, two of each, on a device."""
+    """Flatten adapters into projection names and their factors on a device, two tensors for each name."""
     pairs = [(projection, factors.to(device)) for projection, each in adapters.items() for factors in each]
     return [name for name, _ in pairs], [tensor for _, factors in pairs for tensor in (factors.down, factors.up)]
 

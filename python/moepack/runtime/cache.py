@@ -1,13 +1,12 @@
-"""A key-value cache that grows in place: appending a token copies that token, not all before it.
+"""A key-value cache that grows in place: appending a token copies only that token, not all earlier ones.
 
-`GrowingLayer` is transformers' dynamic layer whose tensors are views of buffers with room for more tokens,
-`GrowingWindow` that of a sliding window, whose view moves along the buffers. Whatever else is done to such a layer
-(cropping, reordering, selecting, offloading) is what transformers does; where the tensors are then no tokens of the
-buffers, the next token finds new ones. `Tokens` and `States` say what the core expects of a layer's cache, and take it.
+`GrowingLayer` is transformers' dynamic layer with tensors that are views of larger buffers. `GrowingWindow` is the
+sliding-window variant; its view moves along the buffers. All other operations (cropping, reordering, selecting,
+offloading) are inherited from transformers. If they replace the tensors, the next append allocates new buffers.
+`Tokens` and `States` describe the cache layers that the core expects, and convert them.
 
-Invariants: `keys` and `values` are tensors as transformers keeps them, `[batch, heads, tokens, width]`, made when they
-are looked at: decoding in the core looks at none. Tokens that are in them are not written again, unless the layer has
-been cropped to fewer.
+Invariants: `keys` and `values` are tensors as in transformers, `[batch, heads, tokens, width]`. They are created on
+access; decoding in the core does not access them. Stored tokens are not overwritten unless the layer was cropped.
 """
 
 from typing import Any, NamedTuple, Self
@@ -20,11 +19,11 @@ from moepack.runtime.backends.cpu.views import FLOATS, first_sequence, state_arr
 __all__ = ["Form", "GrowingLayer", "GrowingWindow", "Mark", "Room", "States", "Tokens", "form_of"]
 
 LEAST = 256
-"""A new buffer has room for this many tokens more, or a quarter of its tokens."""
+"""A new buffer has room for this many additional tokens, or for a quarter of its tokens if that is more."""
 
 
 class Form(NamedTuple):
-    """What keys and values have in common, but for their tokens."""
+    """The properties shared by keys and values, except their number of tokens."""
 
     batch: int
     heads: int
@@ -34,13 +33,13 @@ class Form(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Buffers.
+    """The buffers of a layer.
 
     Attributes:
-        form: of both.
+        form: the form of both.
         keys: `[batch, heads, capacity, width]`.
-        values: the same, maybe of another width.
-        arrays: the first sequence of both as the core takes them; None for dtypes and devices that it does not read.
+        values: the same; the width may differ.
+        arrays: the first sequence of both as arrays for the core; None for dtypes and devices that it cannot read.
     """
 
     form: Form | None
@@ -50,21 +49,21 @@ class Room(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is room for."""
+        """The number of tokens that fit."""
         return self.keys.shape[2]
 
     def has(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> bool:
-        """Whether these are tokens of the buffers, from the first on."""
+        """Whether these tensors are views of the buffers that start at token `first`."""
         return _is_part(keys, self.keys, first) and _is_part(values, self.values, first)
 
 
 class _Growing(DynamicLayer):  # type: ignore[misc]
-    """A layer whose tokens are a part of buffers, from `_first` on."""
+    """A layer whose tokens are a slice of its buffers that starts at `_first`."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._room: Room | None = None
         self._first = self._count = 0
-        # None where the layer has `_count` tokens of its room.
+        # None if the tokens are `_count` tokens of the room.
         self._tensors: tuple[Any, Any] | None = (None, None)
         super().__init__(**kwargs)
 
@@ -87,7 +86,7 @@ class _Growing(DynamicLayer):  # type: ignore[misc]
         self._tensors = self._seen()[0], values
 
     def _seen(self) -> tuple[Any, Any]:
-        """Keys and values, which from here on may be somebody's."""
+        """Keys and values; callers may keep references to them."""
         if self._tensors is None:
             assert self._room is not None
             keys, values = (part.narrow(2, self._first, self._count) for part in (self._room.keys, self._room.values))
@@ -96,7 +95,7 @@ class _Growing(DynamicLayer):  # type: ignore[misc]
 
     @property
     def count(self) -> int:
-        """Tokens that are kept."""
+        """The number of stored tokens."""
         if self._tensors is None:
             return self._count
         keys, _ = self._tensors
@@ -104,26 +103,26 @@ class _Growing(DynamicLayer):  # type: ignore[misc]
 
     @property
     def first(self) -> int:
-        """Where in its room the layer's tokens begin."""
+        """The index of the layer's first token in its room."""
         return self._first
 
     @property
     def form(self) -> Form | None:
-        """What keys and values have in common; None if they do not fit together."""
+        """The properties shared by keys and values; None if they are inconsistent."""
         if self._tensors is None:
             return self._room.form if self._room is not None else None
         return form_of(*self._tensors)
 
     @classmethod
     def _of(cls, layer: DynamicLayer, **kwargs: Any) -> Self:
-        """A layer that goes on where another is."""
+        """Create a layer that continues another one."""
         grown = cls(**kwargs)
         for name, value in vars(layer).items():
             setattr(grown, name, value)
         return grown
 
     def room(self, count: int) -> Room:
-        """Return buffers that have the layer's tokens and room for `count` more behind them."""
+        """Return buffers that hold the layer's tokens and have room for `count` more."""
         kept, room = self.count, self._room
         writable = room is not None and (torch.is_inference_mode_enabled() or not room.keys.is_inference())
         if room is None or not writable or self._first + kept + count > room.capacity or not self._is_part_of(room):
@@ -135,7 +134,7 @@ class _Growing(DynamicLayer):  # type: ignore[misc]
         return self._tensors is None or room.has(*self._tensors, self._first)
 
     def show(self, room: Room, count: int, first: int = 0) -> None:
-        """Let the layer have so many tokens of its buffers, from the first on."""
+        """Make the layer a view of `count` tokens of the buffers, starting at `first`."""
         self._room, self._first, self._count, self._tensors = room, first, count, None
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -146,7 +145,7 @@ class _Growing(DynamicLayer):  # type: ignore[misc]
         self.show(room, kept + count, self._first)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the buffers out of copies and pickles: a copy finds its own."""
+        """Exclude the buffers from copies and pickles; a copy allocates its own."""
         keys, values = self._seen()
         return {**self.__dict__, "_room": None, "_first": 0, "_tensors": (_compact(keys), _compact(values))}
 
@@ -160,18 +159,18 @@ class GrowingLayer(_Growing):
 
     @classmethod
     def of(cls, layer: DynamicLayer) -> "GrowingLayer":
-        """A layer that goes on where another is."""
+        """Create a layer that continues another one."""
         return cls._of(layer)
 
     def advance(self) -> None:
-        """Have the token that was written behind the others."""
+        """Include the token that the core wrote after the others."""
         assert self._room is not None
         self.show(self._room, self.count + 1)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens, `[batch, heads, tokens, width]`; all keys and values of the layer."""
+        """Append tokens, `[batch, heads, tokens, width]`; return all keys and values of the layer."""
         if self.count == 0 or _has_gradient(key_states, value_states, self.keys, self.values):
             states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return states
@@ -180,20 +179,20 @@ class GrowingLayer(_Growing):
 
 
 class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A layer of `DynamicCache` that appends in place and keeps the last tokens, one less than its window."""
+    """A layer of `DynamicCache` that appends in place and keeps the last `sliding_window - 1` tokens."""
 
     @classmethod
     def of(cls, layer: DynamicSlidingWindowLayer) -> "GrowingWindow":
-        """A layer that goes on where another is."""
+        """Create a layer that continues another one."""
         return cls._of(layer, sliding_window=layer.sliding_window)
 
     def advance(self) -> None:
-        """Have the token that was written behind the others."""
+        """Include the token that the core wrote after the others."""
         self._count, self._tensors = self.count + 1, None
         self._slide(1)
 
     def _slide(self, count: int) -> None:
-        """Drop tokens before the window, after some were appended."""
+        """Drop tokens that left the window, after `count` were appended."""
         assert self._room is not None
         self.cumulative_length += count
         kept = min(self._count, self.sliding_window - 1)
@@ -202,7 +201,7 @@ class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens, `[batch, heads, tokens, width]`; keys and values from the first that any of them sees on."""
+        """Append tokens, `[batch, heads, tokens, width]`; return the keys and values that any of them attends to."""
         if self.record_past or self.count == 0 or _has_gradient(key_states, value_states, self.keys, self.values):
             states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return states
@@ -213,14 +212,14 @@ class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
 
 
 class Mark:
-    """What a cache holds at a moment, to go back to.
+    """A snapshot of a cache that can be restored.
 
-    Layers of tokens never change tokens that they hold: they append behind them, or have new tensors. So a mark copies
-    references and no tensor.
+    Token layers never modify tokens that they hold: they append after them, or get new tensors. A snapshot therefore
+    copies references and no tensors.
 
     Attributes:
-        is_exact: whether `restore` brings the cache back. States of linear attention are written in place, so a cache
-            that has some cannot go back.
+        is_exact: whether `restore` brings the cache back. States of linear attention are updated in place, so a cache
+            that has them cannot be restored.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -230,7 +229,7 @@ class Mark:
         self.is_exact = type(cache) is DynamicCache and kinds <= {*_TOKEN_LAYERS}
 
     def restore(self) -> None:
-        """Let the cache hold what it held, in the layers that it had."""
+        """Restore the layers and their contents."""
         for layer, attributes in zip(self._layers, self._attributes, strict=True):
             vars(layer).clear()
             vars(layer).update(attributes)
@@ -241,18 +240,18 @@ _TOKEN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, GrowingW
 
 
 class Tokens(NamedTuple):
-    """The keys and values that a layer of attention expects.
+    """The keys and values that an attention layer expects.
 
     Attributes:
-        form: of both.
-        window: how many tokens a token sees, itself among them; None for all.
+        form: the form of both.
+        window: the number of tokens that a token attends to, including itself; None for all.
     """
 
     form: Form
     window: int | None
 
     def taken(self, layer: Any, length: int) -> GrowingLayer | GrowingWindow | None:
-        """The layer of a cache of so many tokens, made to grow in place; None where it is another one."""
+        """Convert a cache layer of `length` tokens to one that grows in place; None if it does not match."""
         kinds = {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingWindow}
         kind: Any = kinds.get(type(layer), type(layer))
         if kind not in kinds.values() or layer.get_seq_length() != length:
@@ -269,7 +268,7 @@ class Tokens(NamedTuple):
         return taken
 
     def arrays(self, layer: GrowingLayer | GrowingWindow) -> tuple[Any, Any, int, int]:
-        """What the core's step takes: buffers, the first token that is seen, and where the next one goes."""
+        """The arguments of the core's step: both buffers, the first attended token and the index of the next token."""
         room, first = layer.room(1), layer.first
         assert room.arrays is not None
         last = layer.first + layer.count
@@ -277,12 +276,12 @@ class Tokens(NamedTuple):
 
 
 class States(NamedTuple):
-    """The states that a delta rule expects instead of tokens.
+    """The states that a gated delta rule expects instead of tokens.
 
     Attributes:
-        window: [1, channels, tokens], the last inputs of its convolution.
+        window: [1, channels, tokens], the most recent inputs of its convolution.
         state: [1, heads, keys, values], float32.
-        dtype: of the inputs.
+        dtype: the dtype of `window`.
     """
 
     window: tuple[int, ...]
@@ -290,7 +289,7 @@ class States(NamedTuple):
     dtype: torch.dtype
 
     def taken(self, layer: Any, length: int) -> Any:
-        """The layer of a cache; None where it is another one."""
+        """Return the cache layer; None if it does not match."""
         if type(layer) is not LinearAttentionLayer or layer.record_past or layer.number_of_states != 1:
             return None
         window, state = layer.conv_states[0], layer.recurrent_states[0]
@@ -302,19 +301,19 @@ class States(NamedTuple):
         return layer if fits else None
 
     def arrays(self, layer: Any) -> tuple[Any, Any, int, int]:
-        """What the core's step takes, and changes: both states."""
+        """The arguments of the core's step, which updates both states in place."""
         return *state_arrays(layer.conv_states[0], layer.recurrent_states[0]), 0, 0
 
 
 def _is_plain(tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether a tensor is what the core may read and write in place."""
+    """Whether the core can read and write a tensor in place."""
     if tensor is None or tensor.shape != shape or tensor.dtype != dtype or dtype not in FLOATS:
         return False
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.requires_grad
 
 
 def form_of(keys: torch.Tensor | None, values: torch.Tensor | None) -> Form | None:
-    """What keys and values have in common; None if they do not fit together."""
+    """Return the properties shared by keys and values; None if they are inconsistent."""
     if keys is None or values is None or keys.dim() != 4 or keys.shape[:3] != values.shape[:3]:
         return None
     if keys.dtype != values.dtype or keys.device != values.device:
@@ -324,7 +323,7 @@ def form_of(keys: torch.Tensor | None, values: torch.Tensor | None) -> Form | No
 
 
 def _room_for(keys: torch.Tensor, values: torch.Tensor, capacity: int) -> Room:
-    """New buffers that start with these tokens."""
+    """Allocate buffers that start with these tokens."""
     length = keys.shape[2]
     buffers = []
     for tokens in (keys, values):
@@ -349,5 +348,5 @@ def _has_gradient(*tensors: torch.Tensor) -> bool:
 
 
 def _compact(tokens: torch.Tensor | None) -> torch.Tensor | None:
-    """Tokens without the rest of their buffer."""
+    """A copy of the tokens without the rest of their buffer."""
     return None if tokens is None else tokens.clone()

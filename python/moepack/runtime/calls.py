@@ -1,8 +1,8 @@
-"""Reading calls of a decoder's `forward`, under any version of transformers.
+"""Parses calls of a decoder's `forward` under any version of transformers.
 
-The parameter that takes keys and values has two spellings: `past_key_values` up to transformers 5.23, `cache` from 5.24
-on. A call is bound by the signature of the installed class, so positional and keyword arguments count alike, and both
-spellings are read whichever one the class has.
+The parameter for keys and values has two spellings: `past_key_values` up to transformers 5.23, `cache` since 5.24.
+Calls are bound by the signature of the installed class, so positional and keyword arguments are equivalent. Both
+spellings are accepted, regardless of which one the class declares.
 """
 
 import inspect
@@ -23,13 +23,13 @@ class Call:
     """The arguments of a decoder's forward.
 
     Attributes:
-        input_ids: `[batch, tokens]`, or None where embeddings are given.
-        inputs_embeds: `[batch, tokens, hidden]`, or None where ids are given.
-        attention_mask: `[batch, tokens before and now]`, or None.
-        position_ids: of the tokens, or None.
-        cache: keys and values of the tokens before, or None.
-        use_cache: whether the cache is asked for; None leaves it to the configuration.
-        others: every other argument that was given.
+        input_ids: `[batch, tokens]`, or None if embeddings are passed.
+        inputs_embeds: `[batch, tokens, hidden]`, or None if ids are passed.
+        attention_mask: `[batch, past and new tokens]`, or None.
+        position_ids: positions of the new tokens, or None.
+        cache: keys and values of past tokens, or None.
+        use_cache: whether the caller requests the cache; None defers to the configuration.
+        others: all other arguments, by name.
     """
 
     input_ids: torch.Tensor | None = None
@@ -42,7 +42,7 @@ class Call:
 
     @property
     def given(self) -> tuple[str, torch.Tensor] | None:
-        """The input and its name; None unless there is exactly one."""
+        """The input and its name; None unless exactly one input was passed."""
         inputs = [(name, getattr(self, name)) for name in ("input_ids", "inputs_embeds")]
         found = [(name, value) for name, value in inputs if value is not None]
         return found[0] if len(found) == 1 else None
@@ -52,14 +52,14 @@ _NAMED = frozenset(Call.__slots__) - {"cache", "others"}
 
 
 class CallReader:
-    """Reads the calls of one forward.
+    """Parses calls of one forward function.
 
     Attributes:
-        signature: without `self`.
-        cache: the name of the parameter that takes keys and values; None if there is no such parameter.
+        signature: the signature without `self`.
+        cache: the name of the parameter for keys and values; None if there is no such parameter.
 
     Args:
-        forward: a function of a class, whose first parameter is the module.
+        forward: a method as found on its class; its first parameter is the module.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -72,7 +72,7 @@ class CallReader:
         self._known = None if takes_all else frozenset(kinds)  # `Signature.bind` takes 20 us, and a step may take 700
 
     def read(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call | None:
-        """Return what a call says; None for a call that the forward does not take."""
+        """Parse a call; return None if the forward would reject it."""
         if len(arguments) > len(self._positional):
             return None
         found = dict(zip(self._positional, arguments, strict=False))
@@ -84,15 +84,15 @@ class CallReader:
             return None
         cache = found.pop(spellings[0]) if spellings else None
         named = {name: found.pop(name) for name in _NAMED & found.keys()}
-        found.pop("cache_position", None)  # transformers up to 5.13 repeats the position
+        found.pop("cache_position", None)  # transformers up to 5.13 passes the position twice
         return Call(cache=cache, others=found, **named)
 
 
 def cache_name(function: Callable[..., Any]) -> str | None:
-    """Return the name of the parameter that takes keys and values; None if there is no such parameter.
+    """Return the name of the parameter for keys and values; None if there is no such parameter.
 
     Args:
-        function: a forward, or a class of transformers' outputs.
+        function: a forward, or a class of transformers outputs.
     """
     parameters = inspect.signature(function).parameters
     typed = (name for name, parameter in parameters.items() if _is_cache(parameter.annotation))
@@ -100,12 +100,12 @@ def cache_name(function: Callable[..., Any]) -> str | None:
 
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
-    """Return keys and values as the keyword argument of a model's forward; the other spelling may be deprecated."""
+    """Return keys and values as a keyword argument of the model's forward, in the spelling that is not deprecated."""
     return {cache_name(type(model).forward) or _SPELLINGS[-1]: cache}
 
 
 def cached(output: Any) -> Any:
-    """Return the keys and values of an output of transformers; None if it has none."""
+    """Return the keys and values in a transformers output; None if it has none."""
     name = cache_name(type(output))
     return None if name is None else getattr(output, name)
 

@@ -1,14 +1,14 @@
-"""What a model computes from a sequence and keeps in its modules, which the next sequence must not meet.
+"""State that a model derives from a sequence and keeps in its modules. It must not leak into the next sequence.
 
-Rotary frequencies of some kinds depend on the length of a sequence (`dynamic`, `longrope`, PhiMoE's factors). Their
-modules keep what they have computed: of `dynamic`, the frequencies of the longest sequence so far, which a later and
-shorter one would be read with. Models of images keep by how much positions differ from places.
+Some kinds of rotary frequencies depend on the sequence length (`dynamic`, `longrope`, PhiMoE's factors), and their
+modules keep what they computed. A `dynamic` module keeps the frequencies of the longest sequence so far and would
+apply them to a later, shorter sequence. Vision-language models keep the offset between positions and token indices.
 
-`Carried` brings the modules back to what they are in a model that has just been loaded. As a hook of the model it does
-so where a call begins a sequence, whoever calls. From there on frequencies follow from the largest position of a call.
+`Carried` resets these modules to their state in a freshly loaded model. Installed as a hook, it does so whenever a call
+begins a sequence, for every caller. After that, frequencies follow from the largest position of a call.
 
-Up to `limit` tokens they are the same for all lengths. Such sequences may share a pass, and the keys and values of
-tokens that they begin with; longer ones may not.
+Up to `limit` tokens, the frequencies are the same for all lengths. Such sequences may share a forward pass and the keys
+and values of a common prefix. Longer sequences may not.
 """
 
 import inspect
@@ -22,18 +22,18 @@ from transformers.cache_utils import Cache, DynamicCache
 __all__ = ["Carried", "carried_of"]
 
 CONSTANT = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
-"""Kinds of rotary positions that do not depend on the length; any other kind is taken to depend on it."""
+"""Kinds of rotary positions that do not depend on the length; all other kinds are assumed to depend on it."""
 
 OFFSET = "rope_deltas"
-"""The attribute in which models of images keep how positions differ from places."""
+"""The attribute in which vision-language models keep the offset between positions and token indices."""
 
 
 class Carried:
-    """The values that a model keeps of a sequence.
+    """The per-sequence state kept by a model.
 
     Attributes:
-        limit: the most tokens of a sequence whose frequencies are those of any shorter one; None without such a bound.
-        rereads: whether the model's own generation reads a sequence again when it grows beyond the limit.
+        limit: the largest number of tokens for which frequencies do not depend on the length; None if unbounded.
+        rereads: whether the model's own generation re-encodes a sequence when it grows past the limit.
 
     Args:
         model: a transformers model.
@@ -49,7 +49,7 @@ class Carried:
         self._fresh = [(module, {name: _copy(value) for name, value in _values(module).items()}) for module in modules]
 
     def __bool__(self) -> bool:
-        """Whether the model keeps anything."""
+        """Whether the model keeps any state."""
         return bool(self._fresh)
 
     def depends_on(self, length: int) -> bool:
@@ -57,7 +57,7 @@ class Carried:
         return self.limit is not None and length > self.limit
 
     def reset(self) -> None:
-        """Let the model be as it is before its first sequence."""
+        """Restore the state from before the first sequence."""
         for module, fresh in self._fresh:
             present = _values(module)
             for name in present.keys() - fresh.keys():
@@ -72,7 +72,7 @@ class Carried:
                     setattr(module, name, found)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Reset where a call begins a sequence; a hook of the model."""
+        """Reset if the call begins a sequence; used as a forward pre-hook."""
         if torch.compiler.is_compiling():
             return
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
@@ -81,7 +81,7 @@ class Carried:
 
 
 def carried_of(model: Any) -> Carried:
-    """Return what a model keeps of a sequence, and let the model begin each one anew; again returns the same."""
+    """Return the model's per-sequence state and install the hook that resets it; repeated calls return one object."""
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, Carried):
             return hook
@@ -92,7 +92,7 @@ def carried_of(model: Any) -> Carried:
 
 
 def _decoder(model: Any) -> nn.Module:
-    """The part that reads text: rotary positions of towers are places in an image."""
+    """The text decoder: rotary positions of vision towers are places in an image."""
     try:
         found = model.get_decoder()
     except AttributeError:
@@ -101,7 +101,7 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def _kinds(module: Any) -> dict[str | None, str]:
-    """The kinds of rotary positions that a module computes, by the kind of layer."""
+    """The kinds of rotary positions that a module computes, by layer type."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, str):
         return {None: kinds}
@@ -109,7 +109,7 @@ def _kinds(module: Any) -> dict[str | None, str]:
 
 
 def _limit(module: Any) -> int:
-    """The longest sequence that has the frequencies of a single token; 0 if the module does not say."""
+    """The longest sequence with the same frequencies as a single token; 0 if the module does not specify it."""
     parameters = getattr(module.config, "rope_parameters", None) or {}
     limits = []
     for layer, kind in _kinds(module).items():
@@ -125,7 +125,7 @@ def _limit(module: Any) -> int:
 
 
 def _settle(module: Any) -> None:
-    """Let a rotary module forget what it has seen: transformers keeps the first frequencies beside the latest."""
+    """Make a rotary module forget past sequences: transformers keeps the original frequencies beside the latest."""
     for name, value in _values(module).items():
         if name.endswith("original_inv_freq"):
             module._buffers[name.replace("original_", "")] = _copy(value)
@@ -134,7 +134,7 @@ def _settle(module: Any) -> None:
 
 
 def _values(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps of a sequence: numbers and tensors, by name."""
+    """The per-sequence state of a module: numbers and tensors, by name."""
     attributes = vars(module)
     if OFFSET in attributes:
         return {OFFSET: attributes[OFFSET]}
@@ -147,12 +147,12 @@ def _values(module: nn.Module) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """A value that nobody else writes to: transformers changes frequencies in place."""
+    """An unshared copy of a value: transformers modifies frequencies in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class _Filled(DynamicCache):  # type: ignore[misc]
-    """A cache that reports a number of tokens and holds none."""
+    """A cache that reports a given number of tokens but holds none."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class _Filled(DynamicCache):  # type: ignore[misc]
 
 
 def _rereads(model: Any, limit: int) -> bool:
-    """Whether a model gives up its cache where a sequence grows beyond the limit, when it prepares a call."""
+    """Whether the model drops its cache in `prepare_inputs_for_generation` when a sequence grows past the limit."""
     if limit == 0 or not hasattr(model, "prepare_inputs_for_generation"):
         return False
     names = inspect.signature(model.prepare_inputs_for_generation).parameters
@@ -174,6 +174,6 @@ def _rereads(model: Any, limit: int) -> bool:
     given = {"cache" if "cache" in names else "past_key_values": cache, "attention_mask": torch.ones_like(ids)}
     try:
         prepared = model.prepare_inputs_for_generation(ids, **given, use_cache=True)
-    except Exception:  # whatever a class makes of a call that is not quite that of `generate`
+    except Exception:  # classes may raise anything on a call that differs slightly from that of `generate`
         return False
     return not any(value is cache for value in prepared.values())

@@ -1,15 +1,18 @@
-"""How packed weights are multiplied: exactly, rounded to bf16, with activations quantized to int8, or what fits.
+"""Selects how packed weights are multiplied: exactly, rounded to bf16, with int8 activations, or automatically.
 
-*auto*, the default, multiplies few tokens of an expert as *exact* does and many as *bf16* wherever that is faster;
-tensors made for rounded activations round them, and up projections of 2 bits that decide over channels (docs/methods/
-floe.md) take activations of 8 bits. *exact* multiplies with the precision of float32: group-wise integers
-take activations as integers of 24 bits for each token and group of columns. *bf16* rounds weights and activations of
-many tokens to bfloat16, 2^-8 of each, as an unpacked bfloat16 model has them. *int8* quantizes activations to 8 bits:
-an error of at most 1/254 of the largest activation of the group, which models whose activations have outliers may
-notice. One token costs nearly the same in all, for reading the weights takes the time (docs/performance.md).
+- *auto*, the default, computes few tokens per expert like *exact*, and many like *bf16* wherever that is faster.
+  Tensors that were quantized for rounded activations round them. Up projections of 2 bits that select channels
+  (docs/methods/floe.md) read 8-bit activations.
+- *exact* computes with the precision of float32. Group-wise integers read activations as 24-bit integers, scaled for
+  each token and group of columns.
+- *bf16* rounds weights and activations to bfloat16 (2^-8 relative) for many tokens, like an unpacked bfloat16 model.
+- *int8* quantizes activations to 8 bits. The error is at most 1/254 of the largest activation of the group, which can
+  matter for models with activation outliers.
 
-The setting is one of the process; a model may have its own, which `moepack.load` sets. A format that lacks a mode
-takes auto.
+A single token costs nearly the same in all modes, because reading the weights dominates (docs/performance.md).
+
+The mode applies to the process; `moepack.load` can override it for one model. A format that does not support a mode
+uses auto.
 """
 
 import os
@@ -22,7 +25,7 @@ __all__ = ["MODES", "VARIABLE", "ComputingModule", "compute_mode", "product_mode
 
 MODES = ("auto", "exact", "bf16", "int8")
 VARIABLE = "MOEPACK_COMPUTE"
-"""The environment variable that chooses the mode of the process when it starts."""
+"""The environment variable that sets the initial mode of the process."""
 
 _chosen: str | None = None
 
@@ -31,31 +34,31 @@ class ComputingModule(nn.Module):
     """A module with packed weights.
 
     Attributes:
-        mode: one of `MODES`; None follows the process.
+        mode: one of `MODES`; None uses the mode of the process.
     """
 
     mode: str | None = None
 
 
 def compute_mode() -> str:
-    """Return the mode of the process: what was set, else what MOEPACK_COMPUTE says, else "auto".
+    """Return the mode of the process: the one set, else MOEPACK_COMPUTE, else "auto".
 
     Raises:
-        ValueError: MOEPACK_COMPUTE is no mode.
+        ValueError: MOEPACK_COMPUTE is not a mode.
     """
     return _chosen or _checked(os.environ.get(VARIABLE) or "auto")
 
 
 def set_compute_mode(mode: str | None, model: nn.Module | None = None) -> None:
-    """Choose how packed weights are multiplied.
+    """Set how packed weights are multiplied.
 
     Args:
-        mode: "auto", "exact", "bf16" or "int8"; None goes back to the default: of the process, or of a model the
-            process's mode.
-        model: the model whose packed layers the choice is for; None sets the mode of the process.
+        mode: "auto", "exact", "bf16" or "int8"; None restores the default, which for a model is the mode of the
+            process.
+        model: set the mode of this model's packed layers; None sets the mode of the process.
 
     Raises:
-        ValueError: there is no such mode.
+        ValueError: the mode is unknown.
     """
     global _chosen
     if mode is not None:
@@ -69,11 +72,11 @@ def set_compute_mode(mode: str | None, model: nn.Module | None = None) -> None:
 
 
 def product_mode(tensor: OpenTensor, mode: str | None) -> str | None:
-    """Return the mode in which a tensor multiplies: its module's or the process's; None where its format lacks that.
+    """Return the mode for products with a tensor; None if its format does not support the selected mode.
 
     Args:
         tensor: the weights.
-        mode: what their module says, or None.
+        mode: the mode of their module; None selects the mode of the process.
     """
     chosen = mode or compute_mode()
     return chosen if chosen in tensor.modes else None

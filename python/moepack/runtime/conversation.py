@@ -1,6 +1,6 @@
-"""A chat with a model: what was said, and what the model keeps of it.
+"""A chat with a model: the messages and the cached keys and values.
 
-Invariant: messages are whole turns; an answer that was interrupted counts as far as it came.
+Invariant: messages are complete turns. An interrupted answer counts up to the point of interruption.
 """
 
 import warnings
@@ -16,22 +16,22 @@ __all__ = ["Conversation", "conversation"]
 
 
 def conversation(system: str | None, question: str) -> list[dict[str, str]]:
-    """Return the messages of a chat that begins with a question."""
+    """Return the messages of a chat that starts with a question."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": question}]
 
 
 class Conversation:
-    """A chat; a model without a chat template continues each text by itself.
+    """A chat. Models without a chat template continue each text independently.
 
     Attributes:
-        messages: what was said, in turns, after the system prompt.
+        messages: all turns, without the system prompt.
 
     Args:
         model: a loaded model.
         tokenizer: its tokenizer.
-        sampling: how answers are made.
-        system: what the assistant should know or be.
+        sampling: sampling settings for answers.
+        system: the system prompt.
 
     Raises:
         LoadError: the model is an encoder-decoder.
@@ -39,20 +39,22 @@ class Conversation:
 
     def __init__(self, model: Any, tokenizer: Any, sampling: Sampling, system: str | None = None) -> None:
         if model.config.is_encoder_decoder:
-            raise LoadError("only decoders chat: this model reads one text and writes another (moepack generate)")
+            raise LoadError(
+                "chat requires a decoder-only model: this model reads one text and writes another (moepack generate)"
+            )
         self.model, self.tokenizer, self.sampling, self.system = model, tokenizer, sampling, system
         self.messages: list[dict[str, str]] = []
         self._memory = Memory()
 
     def answer(self, text: str, on_text: Callable[[str], None]) -> None:
-        """Answer, in pieces.
+        """Generate an answer and pass it to `on_text` in pieces.
 
         Raises:
-            ValueError: the text has no tokens, or the chat template refuses it; it then was not said.
-            KeyboardInterrupt: the user has interrupted the answer.
+            ValueError: the text has no tokens, or the chat template rejects it; the message is not added.
+            KeyboardInterrupt: the user interrupted the answer.
 
         Warns:
-            MoepackWarning: the oldest turns were left out, because the model was not made for so many tokens.
+            MoepackWarning: the oldest turns were dropped to stay within the model's context length.
         """
         pieces: list[str] = []
 
@@ -80,5 +82,5 @@ class Conversation:
         while first < len(said) - 1 and len(prompt_ids(self.tokenizer, self._all(said[first:]))) > room:
             first += 2
         if first:
-            warnings.warn("the oldest messages are left out: they are too many", MoepackWarning, stacklevel=3)
+            warnings.warn("the oldest messages were dropped to fit the context", MoepackWarning, stacklevel=3)
         return said[first:]

@@ -1,13 +1,12 @@
-"""Decoding step by step: one token through all layers of a packed model in one call, instead of operation by operation.
+"""Decoding step by step: one call runs one token through all layers of a packed model.
 
-`install` gives the decoder and the head of a model a `forward` of their own. It takes a call only if it is just a
-decoding step, in evaluation mode without gradients, behind tokens that a `DynamicCache` holds. On the CPU the core
-takes one token of one sequence, which sees all before it, if `moepack.runtime.plan` knows the model through and
-through. On a GPU a recorded step is replayed (`moepack.runtime.graphs`). Every other call (prompts, hooks, outputs of
-layers, other models) is transformers' own.
+`install` replaces the `forward` of a model's decoder and head. The replacement handles a call only if it is a plain
+decoding step: evaluation mode, no gradients, and past tokens in a `DynamicCache`. On the CPU, the core runs one token
+of one sequence with full attention, provided that `moepack.runtime.plan` recognizes every part of the model. On a GPU,
+a recorded step is replayed (`moepack.runtime.graphs`). All other calls (prompts, hooks, outputs of layers, other
+models) go to transformers.
 
-The environment variable MOEPACK_DECODE or `set_decoding` turns it off: "native" is the default, "transformers" leaves
-every call to transformers.
+MOEPACK_DECODE or `set_decoding` controls it: "native" is the default, "transformers" disables it.
 """
 
 import os
@@ -31,31 +30,31 @@ __all__ = ["MODES", "VARIABLE", "decoding", "install", "set_decoding"]
 
 MODES = ("native", "transformers")
 VARIABLE = "MOEPACK_DECODE"
-"""The environment variable that chooses what decodes."""
+"""The environment variable that selects the decoding implementation."""
 
 _chosen: str | None = None
 
 _FLAGS = ("output_router_logits", "output_hidden_states", "output_attentions")
-"""Arguments and settings that ask for more than the last hidden state."""
+"""Arguments and settings that request more than the last hidden state."""
 
 _OUTPUT_CACHE = cache_name(MoeModelOutputWithPast)
-"""The field of outputs that holds keys and values."""
+"""The output field that holds keys and values."""
 
 
 def decoding() -> str:
-    """Return what decodes: what was set, else what MOEPACK_DECODE says, else "native".
+    """Return the decoding implementation: the one set, else MOEPACK_DECODE, else "native".
 
     Raises:
-        ValueError: MOEPACK_DECODE is nothing of the kind.
+        ValueError: MOEPACK_DECODE is not a valid choice.
     """
     return _chosen or _checked(os.environ.get(VARIABLE) or MODES[0])
 
 
 def set_decoding(mode: str | None) -> None:
-    """Choose what decodes, for the whole process: "native", "transformers", or None for the default.
+    """Select the decoding implementation for the process: "native", "transformers", or None for the default.
 
     Raises:
-        ValueError: there is no such choice.
+        ValueError: the choice is unknown.
     """
     global _chosen
     _chosen = None if mode is None else _checked(mode)
@@ -68,7 +67,7 @@ def _checked(mode: str) -> str:
 
 
 def install(model: nn.Module) -> None:
-    """Let a model decode in the core, or in CUDA graphs, wherever it can; other models stay as they are."""
+    """Make a model decode in the core or in CUDA graphs if it is supported; other models are not changed."""
     decoder = decoder_of(model)
     if not (is_known(decoder) or _is_on_gpu(decoder)) or "forward" in vars(decoder):
         return
@@ -79,7 +78,7 @@ def install(model: nn.Module) -> None:
 
 
 def _is_on_gpu(decoder: Any) -> bool:
-    """Whether it is a decoder, without an encoder, whose packed bytes are on a GPU."""
+    """Whether this is a decoder-only model whose packed bytes are all on a GPU."""
     if decoder.config.is_encoder_decoder:
         return False
     buffers = [
@@ -89,7 +88,7 @@ def _is_on_gpu(decoder: Any) -> bool:
 
 
 class _Forward:
-    """A module's forward, called in place of its class's. A copy of the module has one of its own."""
+    """A replacement for a module's forward. A copy of the module gets its own."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -97,10 +96,10 @@ class _Forward:
         self.__signature__ = self._calls.signature
 
     def module(self) -> Any:
-        """The module, which owns this object."""
+        """The module that owns this object."""
         module = self._module()
         if module is None:
-            raise ReferenceError("the module of this forward is gone")
+            raise ReferenceError("the module of this forward no longer exists")
         return module
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,9 +119,9 @@ class DecoderForward(_Forward):
     """The forward of a decoder without its head.
 
     Attributes:
-        steps: decoding steps that the core, or a replayed graph, has taken.
-        declined: decoding steps that were left to transformers.
-        reason: what the latest of these had that is not supported; empty if there was none.
+        steps: decoding steps run by the core or by a replayed graph.
+        declined: decoding steps left to transformers.
+        reason: the unsupported feature of the latest declined step; empty if there was none.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -133,13 +132,13 @@ class DecoderForward(_Forward):
         self._graphs = StepGraphs()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the class's forward."""
+        """Run the decoder; same arguments and result as the class's forward."""
         call = None if torch.compiler.is_compiling() else self._calls.read(args, kwargs)
         output = self._decode(self.module(), call) if call is not None and _is_step(call) else None
         return self.original(*args, **kwargs) if output is None else output
 
     def _decode(self, model: Any, call: Call) -> MoeModelOutputWithPast | None:
-        """A decoding step; None where it is left to transformers."""
+        """Run a decoding step; return None to leave it to transformers."""
         try:
             watcher = _watcher()
             require(not watcher, watcher)
@@ -156,14 +155,14 @@ class DecoderForward(_Forward):
         return MoeModelOutputWithPast(last_hidden_state=state, **{str(_OUTPUT_CACHE): call.cache})
 
     def _stepped(self, model: Any, call: Call) -> torch.Tensor:
-        """A step in the core: the hidden state `[1, 1, hidden]`."""
-        require(_input(call)[1].shape[:2] == (1, 1), "several sequences at a time")
+        """Run a step in the core; return the hidden state `[1, 1, hidden]`."""
+        require(_input(call)[1].shape[:2] == (1, 1), "several sequences at once")
         plan = self._ready(model)
         length = call.cache.get_seq_length()
         require(_sees_all(call.attention_mask, length + 1), "attention masks that hide tokens")
         position = _position(call.position_ids, length)
         hidden = model.embed_tokens(call.input_ids) if call.inputs_embeds is None else call.inputs_embeds
-        require(hidden.dtype == plan.dtype and hidden.device.type == "cpu", "inputs of another dtype or device")
+        require(hidden.dtype == plan.dtype and hidden.device.type == "cpu", "inputs with a different dtype or device")
         layers = _taken(call.cache, plan, length)
         caches = [expected.arrays(layer) for expected, layer in zip(plan.caches, layers, strict=True)]
         state = views.decode(plan.decoder, hidden[0], position, caches)
@@ -173,13 +172,13 @@ class DecoderForward(_Forward):
         return state.view(hidden.shape)
 
     def _replayed(self, model: Any, call: Call) -> torch.Tensor:
-        """A recorded step on a GPU."""
-        require(_has_whole_attention(model.config), "layers that do not see all tokens")
+        """Replay a recorded step on a GPU."""
+        require(_has_whole_attention(model.config), "layers without full attention")
         seen = {"attention_mask": call.attention_mask, "position_ids": call.position_ids}
         return self._graphs.step(model, self.original, dict([_input(call)]), call.cache, **seen)
 
     def _ready(self, model: Any) -> Plan:
-        """The plan, made anew where the model has changed."""
+        """The plan, rebuilt if the model changed."""
         if self._plan is None or not self._plan.holds():
             self._plan = None
             self._plan = Plan(model)
@@ -187,20 +186,20 @@ class DecoderForward(_Forward):
 
 
 FEW = 16
-"""Tokens that a dense head takes in the core: 8 of bfloat16 2.3 times as fast as torch on Zen 3 (AVX2). For many tokens
-torch has the instructions for tiles, where the processor has them.
+"""The most tokens for which the core computes a dense head: 8 tokens of bfloat16 run 2.3 times as fast as with torch on
+Zen 3 (AVX2). For more tokens, torch uses tile instructions if the processor has them.
 """
 
 
 class HeadForward(_Forward):
-    """The forward of a dense head: few tokens are multiplied by the core, whose threads are awake."""
+    """The forward of a dense head: the core multiplies few tokens, because its worker threads are still awake."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._matrix: tuple[int, Any] | None = None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """As the class's forward."""
+        """Compute logits; same arguments and result as the class's forward."""
         if torch.compiler.is_compiling():
             traced: torch.Tensor = self.original(input)
             return traced
@@ -224,7 +223,7 @@ class HeadForward(_Forward):
 
 
 def _watcher() -> str:
-    """Steps that torch must compute, or that the core is not asked for; empty if there are none."""
+    """The reason why steps must currently run in torch; empty if there is none."""
     if decoding() != "native":
         return f'steps while {VARIABLE} or set_decoding asks for "{decoding()}"'
     if torch.is_grad_enabled():
@@ -237,7 +236,7 @@ def _watcher() -> str:
 
 
 def _has_whole_attention(config: Any) -> bool:
-    """Whether every token sees all before it."""
+    """Whether every layer has full attention."""
     try:
         return all(window(config, layer) is None for layer in range(config.num_hidden_layers))
     except Unknown:
@@ -245,22 +244,22 @@ def _has_whole_attention(config: Any) -> bool:
 
 
 def _input(call: Call) -> tuple[str, torch.Tensor]:
-    """The one input of a step, and its name."""
+    """The single input of a step, and its name."""
     given = call.given
-    require(given is not None, "calls with ids and embeddings")
+    require(given is not None, "calls without exactly one of input_ids and inputs_embeds")
     assert given is not None
     return given
 
 
 def _is_step(call: Call) -> bool:
-    """Whether a call continues sequences by one token each; the first tokens of a prompt do not."""
+    """Whether a call extends sequences by one token each; the start of a prompt does not count."""
     if call.given is None or call.given[1].ndim < 2 or call.given[1].shape[1] != 1 or call.cache is None:
         return False
     return type(call.cache) is not DynamicCache or call.cache.get_seq_length() > 0
 
 
 def _require_plain(config: Any, call: Call) -> None:
-    """Raise `Unknown` unless a call asks for the last hidden state and the cache alone."""
+    """Raise `Unknown` unless a call requests only the last hidden state and the cache."""
     require(bool(config.use_cache if call.use_cache is None else call.use_cache), "calls without use_cache")
     wanted = {**call.others, "return_dict": not call.others.get("return_dict", True)}
     known = (*_FLAGS, "return_dict")
@@ -274,7 +273,7 @@ def _require_plain(config: Any, call: Call) -> None:
 
 
 def _sees_all(mask: Any, tokens: int) -> bool:
-    """Whether an attention mask hides none of the tokens."""
+    """Whether an attention mask hides no token."""
     if mask is None:
         return True
     return isinstance(mask, torch.Tensor) and mask.shape == (1, tokens) and bool(mask.all())
@@ -283,8 +282,8 @@ def _sees_all(mask: Any, tokens: int) -> bool:
 def _position(positions: torch.Tensor | None, length: int) -> int:
     """The position of the token.
 
-    Models of images and text have three rows of positions, which differ within images, and may have one of the token's
-    number in front of them (Qwen3.5).
+    Multimodal models have three rows of positions, which differ within images. Some put a row of token indices first
+    (Qwen3.5).
 
     Raises:
         Unknown: the token has several positions.
@@ -297,13 +296,13 @@ def _position(positions: torch.Tensor | None, length: int) -> int:
 
 
 def _taken(cache: DynamicCache, plan: Plan, length: int) -> list[Any]:
-    """The layers of a cache, made to grow in place.
+    """Convert the layers of a cache to ones that grow in place.
 
     Raises:
-        Unknown: they do not hold what the core expects.
+        Unknown: the layers do not match the plan.
     """
-    require(len(cache.layers) == len(plan.caches), "caches of another number of layers")
+    require(len(cache.layers) == len(plan.caches), "caches with a different number of layers")
     layers = [expected.taken(layer, length) for expected, layer in zip(plan.caches, cache.layers, strict=True)]
-    require(all(layer is not None for layer in layers), "caches that hold something else")
+    require(all(layer is not None for layer in layers), "caches with unexpected contents")
     cache.layers[:] = layers
     return layers

@@ -1,7 +1,7 @@
-"""Packed bytes in the memory of a GPU.
+"""A store that keeps packed bytes in GPU memory.
 
-`DeviceStore` uploads what modules are given; from then on the bytes are ordinary buffers of the modules, which move
-with them and are found where they are (`MappedStore.fetch`), so that a store is needed only while a model is loaded.
+`DeviceStore` uploads the bytes of modules. Afterwards they are ordinary buffers that move with their modules, and
+`MappedStore.fetch` finds them there. The store is needed only while a model is loaded.
 """
 
 from typing import Any
@@ -16,28 +16,28 @@ __all__ = ["DeviceStore"]
 
 
 class DeviceStore(MappedStore):
-    """Puts bytes into the memory of one GPU, through pinned buffers that it keeps as long as it lives.
+    """Uploads bytes to one GPU through pinned buffers, which live as long as the store.
 
     Args:
         device: the GPU.
 
     Raises:
-        DeviceError: it cannot be used.
+        DeviceError: the GPU cannot be used.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._uploader = Uploader(require(device))
 
     def put(self, layer: Layer, projection: str, data: AnyTensor, **place: Any) -> None:
-        """Copy bytes to the GPU, and what is entropy coded decoded; see `ExpertStore.put`.
+        """Copy bytes to the GPU and decode entropy-coded data there; see `ExpertStore.put`.
 
         Raises:
-            DeviceMemoryError: they do not fit.
+            DeviceMemoryError: the bytes do not fit.
         """
         given = as_bytes(data)
         if given.device.type != "cpu":
             super().put(layer, projection, given, **place)
             return
-        layer._buffers.pop(projection, None)  # what holds their place, or other bytes
+        layer._buffers.pop(projection, None)  # a placeholder or previous bytes
         matrix = upload(given, self._uploader, **place)
         self._take(layer, projection, matrix.data, matrix, **place)

@@ -1,7 +1,7 @@
-"""Embeddings whose rows are looked up in packed bytes: they stand where transformers has an `nn.Embedding`.
+"""Packed embeddings: rows are looked up in packed bytes. They replace transformers' `nn.Embedding`.
 
-A row is decoded when its token comes, so the table is never in memory as numbers. On a GPU, whose kernels decode whole
-tensors alone, the table is decoded once, when its bytes come.
+On the CPU, a row is decoded when its token is looked up, so the unpacked table is never in memory. GPU kernels only
+decode whole tensors, so on a GPU the table is decoded once, when its bytes are loaded.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,15 @@ _CPU = torch.device("cpu")
 
 
 class PackedEmbedding(PackedModule):
-    """Rows of a packed matrix by their numbers.
+    """A packed matrix with lookup by row index.
 
-    The bytes are the buffer `packed`; a head that is tied to the embedding multiplies by the same ones
-    (`moepack.runtime.linear`). There is no tensor `weight`.
+    The bytes are in the buffer `packed`. A head that is tied to the embedding multiplies by the same bytes
+    (`moepack.runtime.linear`). There is no `weight` tensor.
 
     Args:
-        rows: tokens of the vocabulary.
-        columns: features of a token.
-        dtype: of the features, until the model is cast to another one.
+        rows: the vocabulary size.
+        columns: the number of features.
+        dtype: the initial dtype of the features; casting the model changes it.
     """
 
     projections = ("packed",)
@@ -41,7 +41,7 @@ class PackedEmbedding(PackedModule):
     def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
         super().__init__({"packed": (1, rows, columns)})
         self.num_embeddings, self.embedding_dim = rows, columns
-        # Nothing is in it: casts of the model, which reach buffers, change its dtype.
+        # Empty; casts of the model reach buffers and so change its dtype.
         self.register_buffer("like", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
         self.register_buffer("table", None, persistent=False)
 
@@ -51,22 +51,22 @@ class PackedEmbedding(PackedModule):
         return self.like.dtype
 
     def decode(self, data: AnyTensor, device: torch.device) -> None:
-        """Keep the decoded table of some packed bytes on a device, instead of the bytes."""
+        """Store the decoded table of some packed bytes on a device instead of the bytes."""
         self.attach("packed", data)
         self.table = self._decoded(device)
         self._buffers.pop("packed")
         self.readers.clear()
 
     def _is_kept_elsewhere(self, projection: str) -> bool:
-        """Not where there is a decoded table in their place."""
+        """False if a decoded table replaces the bytes."""
         return self.table is None and super()._is_kept_elsewhere(projection)
 
     def _decoded(self, device: torch.device) -> Tensor:
-        """The table on a device."""
+        """Decode the table onto a device."""
         return views.rows(self.matrix("packed"), torch.arange(self.num_embeddings), self.dtype).to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move and cast the module; the packed bytes stay, for the CPU decodes them, and elsewhere there is a table."""
+        """Move and cast the module. The packed bytes stay on the CPU; other devices get a decoded table."""
         data = self._buffers.pop("packed", None)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if data is not None:
@@ -76,10 +76,10 @@ class PackedEmbedding(PackedModule):
         return self
 
     def forward(self, index: Tensor) -> Tensor:
-        """Look up.
+        """Look up rows.
 
         Args:
-            index: `[...]`, numbers of rows, of an integer dtype.
+            index: `[...]`, row indices of an integer dtype.
 
         Returns:
             `[..., columns]` in the dtype of the module, on the device of `index`.
@@ -94,6 +94,6 @@ class PackedEmbedding(PackedModule):
 
 
 def embedding_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of what an embedding gives, packed or not."""
+    """Return the dtype of an embedding's outputs, packed or not."""
     dtype: torch.dtype = module.dtype if isinstance(module, PackedEmbedding) else module.weight.dtype  # type: ignore[assignment]
     return dtype

@@ -1,14 +1,14 @@
-"""Expert modules that compute from packed bytes: they stand where transformers has its own experts modules.
+"""Expert modules that compute from packed bytes. They replace transformers' expert modules.
 
-`PackedExperts` replaces the standard layout (`gate_up_proj`, `down_proj`, called with top-k indices and weights),
-`SparseExperts` and `RefinedExperts` do so where some channels matter more than others, `PackedPlainExperts` replaces
-the layout without a gate, and `PackedOwnExperts` what computes anything else between and behind the products: it leaves
-that to the code of the module that it replaces. `PackedIdentityExperts`, `PackedEveryExperts` and
-`PackedSwitchExperts` are called in other ways.
+`PackedExperts` replaces the standard layout (`gate_up_proj`, `down_proj`, called with top-k indices and weights).
+`SparseExperts` and `RefinedExperts` replace the same layout and compute only the channels that matter for a token.
+`PackedPlainExperts` replaces the layout without a gate. `PackedOwnExperts` handles other computations between and after
+the products: it runs the code of the replaced module there. `PackedIdentityExperts`, `PackedEveryExperts` and
+`PackedSwitchExperts` have other call conventions.
 
-Invariants, beside those of `PackedModule`:
-- Products accumulate in float32, and so does the sum over a token's experts, in an order that depends on the routing
-  alone: the same input gives the same output, whatever the number of threads, unless a store shares calls out between
+Invariants, in addition to those of `PackedModule`:
+- Products accumulate in float32. The sum over a token's experts is also in float32, in an order that depends only on
+  the routing. The same input gives the same output for any number of threads, unless a store splits calls between
   devices (`moepack.runtime.tiers`).
 """
 
@@ -44,16 +44,16 @@ __all__ = [
 ]
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A grouped product: rows sorted by expert, and where each expert's begin (`Backend.grouped`)."""
+"""A grouped product of rows sorted by expert and the offsets of each expert's first row (`Backend.grouped`)."""
 
 Parts = Callable[..., Iterator[torch.Tensor]]
-"""Gives the parts that an output is the sum of, from the inputs and the factors of adapters (`adapters.split`)."""
+"""Yields the terms of an output, given the inputs and the factors of adapters (`adapters.split`)."""
 
 
 def _with_adapters(
     product: Product, adapters: Sequence[LowRank], x: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """A grouped product and what adapters add to it, [N, R] float32."""
+    """A grouped product plus the updates of adapters, [N, R] float32."""
     outputs = product(x, offsets)
     for adapter in adapters:
         outputs = outputs + adapter.product(x, offsets)
@@ -61,7 +61,7 @@ def _with_adapters(
 
 
 class _Routed(PackedModule, ABC):
-    """Experts as single products, with operations of torch between and behind them: what a gradient is computed by."""
+    """Experts as separate products with torch operations between and after them; gradients use this form."""
 
     num_experts: int
     takes_adapters = True
@@ -74,18 +74,18 @@ class _Routed(PackedModule, ABC):
         weights: torch.Tensor,
         *factors: torch.Tensor,
     ) -> Iterator[torch.Tensor]:
-        """The parts that the output is the sum of, [T, H] float32 each: one a portion of the store."""
+        """Yield the terms of the output, [T, H] float32, one for each portion of the store."""
         adapters = joined(adapted, factors)
         for matrices, chosen in self.store.portions(self, index, x.device):
             products = [partial(gradients.grouped, matrix=matrix, mode=self.mode) for matrix in matrices]
             yield self._portion(self._adapted(products, adapters), x, chosen, weights)
 
     def _summed(self, parts: Parts, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        """The sum of the parts, [T, H] float32, in the order in which they come."""
+        """The sum of the terms, [T, H] float32, in the order in which they are yielded."""
         return sum(parts(x, *others), torch.zeros_like(x, dtype=torch.float32))
 
     def _adapted(self, products: Sequence[Product], adapters: Adapters) -> Sequence[Product]:
-        """The products of all projections with their adapters."""
+        """The products of all projections, including their adapters."""
         if not adapters:
             return products
         pairs = zip(self.projections, products, strict=True)
@@ -100,7 +100,7 @@ class _Routed(PackedModule, ABC):
     def _portion(
         self, products: Sequence[Product], x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Sum the outputs of the experts that `index` names, [T, H] float32; others count as zero."""
+        """Sum the outputs of the experts in `index`, [T, H] float32; other experts contribute zero."""
         order = index.reshape(-1).argsort(stable=True)
         owner = index.reshape(-1)[order]
         offsets = torch.searchsorted(owner, torch.arange(self.num_experts + 1, device=owner.device))
@@ -114,10 +114,10 @@ class _Routed(PackedModule, ABC):
 
     @abstractmethod
     def between(self, parts: list[torch.Tensor], expert: torch.Tensor) -> torch.Tensor:
-        """The inputs of the last product from the outputs of the first ones, [N, I] each, of the experts [N]."""
+        """Return the inputs of the last product, given the outputs of the others, [N, I] each, and the experts [N]."""
 
     def behind(self, outputs: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-        """What becomes of the outputs of the last product, [N, H], before they are weighed."""
+        """Transform the outputs of the last product, [N, H], before they are weighted."""
         return outputs
 
 
@@ -126,7 +126,7 @@ class _Experts(_Routed):
 
     Args:
         shapes: (E, R, C) of the projections.
-        act_fn: the activation of the module that is replaced.
+        act_fn: the activation of the replaced module.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], act_fn: Activation) -> None:
@@ -138,7 +138,7 @@ class _Experts(_Routed):
     def _run(
         self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, adapters: Adapters = NONE
     ) -> torch.Tensor:
-        """Sum the chosen experts' outputs: [..., H], [T, k], [T, k], to the shape and dtype of `hidden_states`."""
+        """Sum the chosen experts' outputs: [..., H], [T, k], [T, k] to the shape and dtype of `hidden_states`."""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         x, index, weights = self.brought_home(flat, index, weights)
         data = self.packed_bytes() if torch.compiler.is_compiling() else None
@@ -146,7 +146,7 @@ class _Experts(_Routed):
             adapted, factors = split(adapters, x.device)
             parts = partial(self._parts, adapted)
             forward = partial(self._summed, parts) if adapted else self._forward
-            if self.store.asks_host or (adapted and x.is_cuda):  # adapters ask where each expert's rows begin
+            if self.store.asks_host or (adapted and x.is_cuda):  # adapters read expert offsets on the host
                 forward = partial(interlude, forward)
             outputs = gradients.recomputed(forward, parts, x, index, weights, *factors)
         elif adapters or (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)):
@@ -157,15 +157,15 @@ class _Experts(_Routed):
         return outputs.to(device=hidden_states.device, dtype=hidden_states.dtype).view(hidden_states.shape)
 
     def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        backend_for(hidden_states.device)  # refuses a device without one, before anything is read
+        backend_for(hidden_states.device)  # raise for unsupported devices before any bytes are read
         return self.store.summed(self, Call(hidden_states, index, weights), self._multiply)
 
     def _multiply(self, matrices: Matrices, call: Call) -> torch.Tensor:
-        """The sum of the outputs of experts, wherever the call's tensors are."""
+        """Sum the outputs of the experts on the device of the call's tensors."""
         return backend_for(call.x.device).experts(matrices, *call, self.act_fn, self.mode)
 
     def between(self, parts: list[torch.Tensor], expert: torch.Tensor) -> torch.Tensor:
-        """The activation of the first, times the others."""
+        """Return the activation of the first output times the others."""
         inner = self.act_fn(parts[0])
         for part in parts[1:]:
             inner = inner * part
@@ -173,11 +173,11 @@ class _Experts(_Routed):
 
 
 class PackedExperts(_Experts):
-    """Experts with a gate: down(act(gate(x)) * up(x)), as in Mixtral, Qwen, DeepSeek, OLMoE, Phi-MoE and GraniteMoE.
+    """Gated experts: down(act(gate(x)) * up(x)), as in Mixtral, Qwen, DeepSeek, OLMoE, Phi-MoE and GraniteMoE.
 
     Args:
         shapes: (E, R, C) of `gate_proj` and `up_proj` (E, I, H) and `down_proj` (E, H, I).
-        act_fn: the activation of the module that is replaced.
+        act_fn: the activation of the replaced module.
     """
 
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
@@ -193,9 +193,9 @@ class PackedExperts(_Experts):
 
         Args:
             hidden_states: [T, H], float32, bfloat16 or float16, on the device of a backend.
-            top_k_index: [T, k], the chosen experts; a number >= E is skipped.
+            top_k_index: [T, k], the chosen experts; values >= E are skipped.
             top_k_weights: [T, k], floating point.
-            adapters: what is added to the projections.
+            adapters: low-rank updates of the projections.
 
         Returns:
             [T, H] in the dtype of `hidden_states`.
@@ -210,7 +210,7 @@ class PackedPlainExperts(PackedExperts):
 
 
 class PackedIdentityExperts(PackedExperts):
-    """Gated experts, and beyond them numbers that give the token back, as the zero-computation experts of LongCat."""
+    """Gated experts plus identity experts, whose indices follow the gated ones (LongCat's zero-computation experts)."""
 
     def forward(
         self,
@@ -219,20 +219,20 @@ class PackedIdentityExperts(PackedExperts):
         top_k_weights: torch.Tensor,
         adapters: Adapters = NONE,
     ) -> torch.Tensor:
-        """Sum the chosen experts' outputs and the token's own share; arguments and result as of `PackedExperts`."""
+        """Sum the chosen experts' outputs and the identity share; arguments and result as in `PackedExperts`."""
         share = (top_k_weights * (top_k_index >= self.num_experts)).sum(-1, keepdim=True)
         outputs = super().forward(hidden_states, top_k_index, top_k_weights, adapters)
         return outputs + (hidden_states * share).to(hidden_states.dtype)
 
 
 class PackedEveryExperts(PackedExperts):
-    """Gated experts that get a row for each token and expert, scaled by the router; zero where it did not choose.
+    """Gated experts that receive one row per token and expert, scaled by the router and zero if not chosen.
 
-    Llama 4 calls its experts so. Rows of zeros have outputs of zeros and are left out.
+    Llama 4 calls its experts this way. Zero rows produce zero outputs and are skipped.
     """
 
     def forward(self, hidden_states: torch.Tensor, adapters: Adapters = NONE) -> torch.Tensor:  # type: ignore[override]
-        """Run the experts: [E * T, H], expert by expert, to [E * T, H] in the same dtype."""
+        """Run the experts on [E * T, H], ordered by expert; return the same shape and dtype."""
         rows = hidden_states.any(dim=-1).nonzero()
         index = rows // (len(hidden_states) // self.num_experts)
         outputs = torch.zeros_like(hidden_states)
@@ -243,14 +243,14 @@ class PackedEveryExperts(PackedExperts):
 
 
 class PackedOwnExperts(OwnCode, _Routed):
-    """Experts whose products are packed, while all between and behind them is left to the module they replace.
+    """Experts with packed products; everything between and after the products runs the replaced module's code.
 
-    That is its `_apply_gate` (a clamped SwiGLU, say), its biases and its norm behind the last product, computed in
-    float32 by torch.
+    This covers its `_apply_gate` (for example a clamped SwiGLU), its biases and its final norm, computed by torch in
+    float32.
 
     Args:
         shapes: (E, R, C) of the projections.
-        original: a module of transformers' experts interface.
+        original: a module with transformers' experts interface.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], original: Any) -> None:
@@ -266,7 +266,7 @@ class PackedOwnExperts(OwnCode, _Routed):
         top_k_weights: torch.Tensor,
         adapters: Adapters = NONE,
     ) -> torch.Tensor:
-        """Sum the chosen experts' outputs; arguments and result as of `PackedExperts`."""
+        """Sum the chosen experts' outputs; arguments and result as in `PackedExperts`."""
         x, index, weights = self.brought_home(hidden_states, top_k_index, top_k_weights)
         data = self.packed_bytes() if torch.compiler.is_compiling() else None
         if data is None:
@@ -279,7 +279,7 @@ class PackedOwnExperts(OwnCode, _Routed):
 
 
 class PackedExpertProducts(PackedModule):
-    """One matrix an expert, for callers that sort the rows and do the rest themselves, as JetMoE does.
+    """One matrix per expert, for callers that sort the rows and do everything else, as in JetMoE.
 
     Args:
         shapes: (E, R, C) of `matrices`.
@@ -289,7 +289,7 @@ class PackedExpertProducts(PackedModule):
     takes_adapters = True
 
     def forward(self, inputs: torch.Tensor, expert_size: Sequence[int], adapters: Adapters = NONE) -> torch.Tensor:
-        """Multiply rows, sorted by expert: [N, C] and how many belong to each expert, to [N, R]."""
+        """Multiply rows [N, C], sorted by expert, given the number of rows of each expert; return [N, R]."""
         offsets = torch.tensor([0, *expert_size]).cumsum(0)
         forward, parts = partial(self._forward, offsets), partial(self._parts, offsets)
         outputs = gradients.recomputed(forward, parts, inputs)
@@ -302,7 +302,7 @@ class PackedExpertProducts(PackedModule):
         return sum(self._parts(offsets, inputs), zeros)
 
     def _parts(self, offsets: torch.Tensor, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The parts that the output is the sum of: each has the rows of some experts, and zeros."""
+        """Yield the terms of the output: each has the rows of some experts, and zeros elsewhere."""
         chosen = (offsets.diff() > 0).nonzero()
         zeros = inputs.new_zeros((len(inputs), self.shapes["matrices"][1]), dtype=torch.float32)
         for (matrix,), portion in self.store.portions(self, chosen, inputs.device):
@@ -313,18 +313,18 @@ class PackedExpertProducts(PackedModule):
 
 
 class SparseExperts(PackedExperts):
-    """Experts with a gate, of which tokens compute the channels that the up projection asks for (FloE, equation 11).
+    """Gated experts that compute only the channels selected by the up projection (FloE, equation 11).
 
     Args:
-        shapes: (E, R, C) of `up_proj` (E, I, H) and `channels` (E, I, 2 H): of each channel the gate's row and the down
-            projection's column.
+        shapes: (E, R, C) of `up_proj` (E, I, H) and `channels` (E, I, 2 H), the gate row and the down column of each
+            channel.
         act_fn: SiLU.
 
     Attributes:
-        computed, asked: channels that were computed and that the tokens' experts have, over all calls since they were
-            set to 0. Calls in several threads at a time may lose some. A GPU counts in the matrix of the records
-            (`ChannelKernels`), for nothing may wait for it.
-        foresight: what is guessed from the layer before; None where nothing is.
+        computed, asked: computed channels, and all channels of the tokens' experts, summed over all calls since they
+            were set to 0. Concurrent calls may lose some counts. On a GPU, the matrix of the records counts
+            (`ChannelKernels`), because the host must not wait for it.
+        foresight: a prediction from the previous layer; None without one.
     """
 
     projections: tuple[str, ...] = ("up_proj", "channels")
@@ -346,13 +346,13 @@ class SparseExperts(PackedExperts):
         return outputs
 
     def _portion(self, *arguments: Any) -> torch.Tensor:
-        """Refuse the backward pass: which channels are computed depends on the activations."""
-        raise RuntimeError("no gradient passes through experts of which some channels are computed")
+        """Raise: the backward pass is undefined, because the computed channels depend on the activations."""
+        raise RuntimeError("experts that compute only some of their channels do not support gradients")
 
     def _portions(
         self, matrices: Matrices, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, int]]:
-        """Outputs to be added up, each with the number of channels that were computed."""
+        """Yield the terms of the output, each with its number of computed channels."""
         backend, deciding = backend_for(x.device), self._deciding(len(x))
         if not self.store.by_channels and deciding is None:
             yield backend.sparse_experts(matrices, x, index, weights, self.mode)
@@ -367,22 +367,22 @@ class SparseExperts(PackedExperts):
         weights: torch.Tensor,
         deciding: torch.Tensor | None,
     ) -> Iterator[tuple[torch.Tensor, int]]:
-        """Outputs as of `_portions` where the store or another input decides over channels."""
+        """Like `_portions`, if the store loads single channels or another input selects them."""
         backend = backend_for(x.device)
         ups = backend.wanted_channels(matrices, x, index, self.mode, weights, deciding)
         for part in self.store.channels(self, index, ups):
             yield backend.sparse_channels(matrices[-1], x, index, weights, part)
 
     def _deciding(self, tokens: int) -> torch.Tensor | None:
-        """What decides over the channels of so many tokens in place of their own inputs."""
+        """Inputs that select the channels instead of the tokens' own; None to use the latter."""
         return None if self.foresight is None else self.foresight.deciding(tokens)
 
 
 class RefinedExperts(SparseExperts):
-    """Sparse experts that are computed from coarse copies, which decide, too; some of their channels are refined.
+    """Sparse experts that compute all channels from coarse copies and refine some of them.
 
-    A channel's part of the output is known about from coarse gate and up projections; where it is large, its record
-    tells what finer gate rows and down columns add to the coarse ones.
+    Coarse gate and up projections approximate each channel's contribution to the output. If it is large, the channel's
+    record supplies the difference between fine and coarse gate rows and down columns.
 
     Args:
         shapes: (E, R, C) of coarse `gate_proj`, `up_proj` (E, I, H) and `down_proj` (E, H, I), and of `residuals`
@@ -408,11 +408,11 @@ class RefinedExperts(SparseExperts):
 
 
 class PackedSwitchExperts(_Experts):
-    """The experts of Switch Transformers: wo(act(wi(x))), one expert a token.
+    """The experts of Switch Transformers: wo(act(wi(x))), one expert per token.
 
     Args:
         shapes: (E, R, C) of `wi` (E, d_ff, d_model) and `wo` (E, d_model, d_ff).
-        act_fn: the activation of the module that is replaced.
+        act_fn: the activation of the replaced module.
     """
 
     projections = ("wi", "wo")
@@ -421,7 +421,7 @@ class PackedSwitchExperts(_Experts):
     def forward(
         self, hidden_states: torch.Tensor, selected_experts: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Weigh the chosen experts' outputs.
+        """Weight the chosen experts' outputs.
 
         Args:
             hidden_states: [T, H], float32, bfloat16 or float16, on the device of a backend.

@@ -1,8 +1,8 @@
-"""The architectures that the core decodes, and what of them their modules do not say.
+"""The architectures that the core decodes, and the properties that cannot be read from their modules.
 
-`moepack.runtime.plan` reads a model module by module. What a class computes is known by its name, for the classes of a
-family are those of one file of transformers; what their attributes say (sizes, biases, norms of heads, groups of
-experts) is not repeated here.
+`moepack.runtime.plan` reads a model module by module. A class name determines what the class computes, because the
+classes of a family come from one file of transformers. Properties that attributes expose (sizes, biases, norms of
+heads, expert groups) are not repeated here.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,14 @@ class Family:
     """An architecture.
 
     Attributes:
-        classes: how the names of its classes begin, below `transformers.models`.
-        model, sparse, router, rotary: how those of the model, the sparse block, its router and rotary positions end.
-        order: where the two values of a pair lie that rotary positions turn (`_core.Decoder`); `rope_interleave` of
-            the configuration says otherwise.
-        norm_offset: added to the weights of norms.
-        gated: whether queries come with gates of the heads' outputs.
-        sigmoid: whether experts are scored by sigmoids, not by a softmax.
-        summed: how many of the scores of a group of experts are summed to that of the group.
-        normalized: whether the weights of a token's experts always or never sum to one; None where the router says so.
+        classes: the prefix of its class names, relative to `transformers.models`.
+        model, sparse, router, rotary: class name suffixes of the model, sparse block, router and rotary positions.
+        order: how rotary positions pair values (`_core.Decoder`); the configuration's `rope_interleave` overrides it.
+        norm_offset: a constant added to the weights of norms.
+        gated: whether the query projection also produces gates for the outputs of heads.
+        sigmoid: whether the router scores experts by sigmoid instead of softmax.
+        summed: the number of top scores that are summed to score an expert group.
+        normalized: whether expert weights of a token always or never sum to one; None if the router specifies it.
     """
 
     classes: str
@@ -43,7 +42,7 @@ class Family:
     normalized: bool | None = None
 
     def has(self, module: object, suffix: str) -> bool:
-        """Whether a module is of the family's class that ends with `suffix`."""
+        """Whether a module is an instance of the family's class with the given suffix."""
         return f"{type(module).__module__}.{type(module).__qualname__}" == f"transformers.models.{self.classes}{suffix}"
 
 
@@ -75,16 +74,16 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family("qwen3_moe.modeling_qwen3_moe.Qwen3Moe"),
     "qwen3_next": Family("qwen3_next.modeling_qwen3_next.Qwen3Next", norm_offset=1.0, gated=True),
 }
-"""By transformers' model type."""
+"""Families by transformers' model type."""
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """The family whose decoder a model is, by its class."""
+    """Return the family of a decoder, identified by its class; None if the core does not decode it."""
     return next((family for family in FAMILIES.values() if family.has(model, family.model)), None)
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """The part of a model that takes tokens through all layers; that of the text, where it has others beside it."""
+    """Return the part of a model that runs all layers; in multimodal models, that of the text."""
     base: Any = getattr(model, str(getattr(model, "base_model_prefix", "")), model)
     text = getattr(base, "language_model", base)
     return text if family_of(text) is not None else base

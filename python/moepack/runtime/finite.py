@@ -1,11 +1,11 @@
-"""Logits that must be numbers, and the layer where a model ceases to compute numbers.
+"""Checks that logits are finite, and finds the layer where a model starts to produce non-finite values.
 
-A float16 checkpoint whose experts overflow gives NaN for every token. The likeliest of them is then token 0, for ever;
-drawing among them fails in torch. So whoever takes logits from a model asks `are_finite`, which costs one maximum a
-row. Where it says no, `non_finite` reads the same tokens again with hooks on all modules and names the first module
-whose output is not finite while its inputs are.
+A float16 checkpoint whose experts overflow yields NaN logits for every token. Greedy decoding then returns token 0
+forever, and sampling fails inside torch. Every consumer of logits therefore calls `are_finite`, which costs one maximum
+per row. If the check fails, `non_finite` runs the same tokens again with hooks on all modules and names the first
+module with finite inputs and a non-finite output.
 
-Logits of -inf are sound as long as a row has others: models mask parts of their vocabulary so.
+Logits of -inf are valid if the row has other values: models mask parts of their vocabulary this way.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,21 +22,21 @@ from moepack.runtime.prefix import new_cache
 __all__ = ["advice", "are_finite", "non_finite", "non_finite_in", "watching"]
 
 CHUNK = 1024
-"""Tokens that are read again at a time."""
+"""Tokens per chunk when tokens are run again."""
 
 
 def are_finite(logits: torch.Tensor) -> bool:
-    """Whether a token can be chosen from each row of logits [..., V]: no NaN, no +inf, and not -inf alone."""
+    """Whether a token can be chosen from each row of logits [..., V]: no NaN, no +inf, and not all -inf."""
     return bool(logits.amax(-1).isfinite().all())
 
 
 def non_finite(model: Any, inputs: Mapping[str, Any], what: str = "logits") -> NonFiniteError:
-    """Return the error of a model whose logits are not finite, which names the layer.
+    """Build the error for non-finite logits; it names the layer where they first appear.
 
     Args:
-        model: the model; its state is left as it is.
-        inputs: of its forward, without a cache: `input_ids` [B, L] and what an encoder-decoder takes beside.
-        what: is not finite.
+        model: the model; its state is not changed.
+        inputs: arguments of its forward without a cache: `input_ids` [B, L] and additional encoder-decoder inputs.
+        what: the name of the non-finite value in the message.
     """
 
     def run() -> None:
@@ -46,17 +46,17 @@ def non_finite(model: Any, inputs: Mapping[str, Any], what: str = "logits") -> N
 
 
 def non_finite_in(model: Any, run: Callable[[], Any], dtype: torch.dtype, what: str = "logits") -> NonFiniteError:
-    """Return the error of a model whose logits are not finite, which names the layer.
+    """Build the error for non-finite logits of any computation; it names the layer where they first appear.
 
     Args:
-        model: the model; its state is left as it is.
-        run: computes the logits once more.
-        dtype: in which it computes them.
-        what: is not finite.
+        model: the model; its state is not changed.
+        run: computes the logits again.
+        dtype: the dtype of the computation.
+        what: the name of the non-finite value in the message.
     """
     place = _place(model, run)
     where = (
-        "the layer cannot be told, for reading the same tokens again gives finite ones"
+        "the layer cannot be identified, because a second run over the same tokens is finite"
         if place is None
         else f"NaN or infinity first appears in '{place}'"
     )
@@ -64,22 +64,22 @@ def non_finite_in(model: Any, run: Callable[[], Any], dtype: torch.dtype, what: 
 
 
 def advice(dtype: torch.dtype) -> str:
-    """Return what to try where a model of a dtype computes what is not finite."""
+    """Return a suggestion for a model that produces non-finite values in the given dtype."""
     if dtype == torch.float16:
         return "float16 ends at 65504: try --dtype bfloat16 (dtype='bfloat16' in Python)"
     if dtype == torch.bfloat16:
-        return "try --dtype float32, and `moepack verify` for damaged files"
-    return "the weights may be damaged: try `moepack verify`, or the checkpoint that they come from"
+        return "try --dtype float32, and `moepack verify` to find damaged files"
+    return "the weights may be damaged: try `moepack verify`, or check the source checkpoint"
 
 
 @contextmanager
 def watching(model: Any) -> Iterator[None]:
-    """Let every call of a model raise a `NonFiniteError` where its logits are not finite."""
+    """Make every call of a model raise `NonFiniteError` if its logits are not finite."""
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         logits, mask = output.logits, kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.shape == logits.shape[:2]:
-            logits = logits[mask.to(logits.device, torch.bool)]  # what padding computes is not used
+            logits = logits[mask.to(logits.device, torch.bool)]  # outputs at padding are unused
         if not are_finite(logits):
             given = {"input_ids": args[0]} if args else {}
             names = ("input_ids", "attention_mask", "decoder_input_ids", "labels")
@@ -95,11 +95,11 @@ def watching(model: Any) -> Iterator[None]:
 
 
 class _Found(Exception):
-    """The module that is looked for has run."""
+    """Raised to stop the forward pass once the module is found."""
 
 
 def _place(model: Any, run: Callable[[], Any]) -> str | None:
-    """The path of the first module whose output is not finite while its inputs are; None where all are finite."""
+    """The path of the first module with finite inputs and a non-finite output; None if all outputs are finite."""
     config = model.config.get_text_config(decoder=True)
     width = int(getattr(config, "hidden_size", 0))
     later: list[str] = []
@@ -108,7 +108,7 @@ def _place(model: Any, run: Callable[[], Any]) -> str | None:
     def note(path: str, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if _are_sound(output, width):
             return
-        # Masks of attention are -inf, and may be so on purpose.
+        # Attention masks legitimately contain -inf.
         given = [*args, *(value for name, value in kwargs.items() if "mask" not in name)]
         later.append(path)
         if _are_sound(given, width):
@@ -129,7 +129,7 @@ def _place(model: Any, run: Callable[[], Any]) -> str | None:
 
 
 def _read(model: Any, inputs: dict[str, Any]) -> None:
-    """Read tokens; long texts in parts, as far as something is found."""
+    """Run the model on tokens; long inputs run in chunks, up to the first hit."""
     ids = inputs["input_ids"]
     if model.config.is_encoder_decoder or len(ids) > 1 or ids.shape[1] <= CHUNK:
         model(**{"use_cache": False, **inputs})
@@ -144,9 +144,9 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _are_sound(values: Any, width: int) -> bool:
-    """Whether no tensor of a structure has NaN or infinity.
+    """Whether no tensor in a structure has NaN or infinity.
 
-    Scores of routers and masks may be -inf on purpose, hidden states, which have `width` features, may not.
+    Router scores and masks may contain -inf. Hidden states, identified by a last dimension of `width`, may not.
     """
     if isinstance(values, torch.Tensor):
         if not values.is_floating_point() or values.numel() == 0:

@@ -1,4 +1,4 @@
-"""Generating text and saying how fast: transformers' `generate`, with each token handed out as it comes."""
+"""Text generation and timing: runs transformers' `generate` and streams each token."""
 
 import time
 import warnings
@@ -24,7 +24,7 @@ from moepack.runtime.vocabulary import require_head, require_known, vocabulary_o
 __all__ = ["GenerationReport", "Memory", "generate"]
 
 _CACHE = cache_name(GenerationMixin.prepare_inputs_for_generation) or "past_key_values"
-"""What the installed transformers calls keys and values in `generate`."""
+"""The name of the argument for keys and values in the installed transformers' `generate`."""
 
 _PLAIN = {
     "num_beams": 1,
@@ -34,20 +34,20 @@ _PLAIN = {
     "dola_layers": None,
     "stop_strings": None,
 }
-"""Published settings that are set aside: ways of searching that hand out no text as it comes, other caches, and stop
-strings, which end the text as those of `Sampling` do."""
+"""Overrides of published settings: search methods that cannot stream text, other caches, and stop strings, which are
+handled like those of `Sampling`."""
 
 
 @dataclass(frozen=True)
 class GenerationReport:
-    """What was generated.
+    """The result of `generate`.
 
     Attributes:
         text: the generated text, without the prompt.
-        prompt_tokens: tokens of the prompt.
-        tokens: generated tokens.
-        first_token_seconds: from the call to the first token, that is, reading the prompt.
-        tokens_per_second: of the tokens after the first; 0 where there was none.
+        prompt_tokens: the number of tokens in the prompt.
+        tokens: the number of generated tokens.
+        first_token_seconds: time from the call to the first token, including the prompt.
+        tokens_per_second: speed after the first token; 0 if there was only one.
     """
 
     text: str
@@ -57,19 +57,19 @@ class GenerationReport:
     tokens_per_second: float
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return asdict(self)
 
 
 @dataclass
 class Memory:
-    """Keys and values of the last call of `generate`, from which the next one goes on where its prompt begins alike."""
+    """Keys and values of the last call of `generate`. The next call reuses them for a common prefix of the prompt."""
 
     prefix: Prefix | None = field(default=None, repr=False)
 
 
 class _Streamer:
-    """What transformers' `generate` calls with the prompt's ids first, then with each new id."""
+    """The streamer for transformers' `generate`: called with the prompt's ids first, then with each new id."""
 
     def __init__(self, stream: TextStream, on_text: Callable[[str], None]) -> None:
         self.stream = stream
@@ -79,7 +79,7 @@ class _Streamer:
         self._prompt_seen = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt once, then tokens."""
+        """Skip the prompt, then add tokens."""
         if not self._prompt_seen:
             self._prompt_seen = True
             return
@@ -89,7 +89,7 @@ class _Streamer:
         self._hand_out(self.stream.put(new))
 
     def end(self) -> None:
-        """Hand out what is left."""
+        """Pass on the remaining text."""
         self._hand_out(self.stream.end())
 
     def _hand_out(self, text: str) -> None:
@@ -97,18 +97,18 @@ class _Streamer:
             self.on_text(text)
 
     def is_done(self, input_ids: torch.Tensor, scores: torch.Tensor, **others: Any) -> torch.Tensor:
-        """As a stopping criterion: whether a stop string has come."""
+        """Stopping criterion: whether a stop string was generated."""
         return torch.full((len(input_ids),), self.stream.stopped, device=input_ids.device)
 
 
 class _Logits:
-    """As a logits processor: checks what the next token is chosen from, and changes nothing."""
+    """A logits processor that checks the scores of the next token and changes nothing."""
 
     def __init__(self) -> None:
         self._read: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Take the tokens so far and the scores of the next one."""
+        """Check the scores of the next token, given the tokens so far."""
         if not are_finite(scores):
             self._read = input_ids
             raise NonFiniteError("the model's logits are not finite")
@@ -116,7 +116,7 @@ class _Logits:
 
     @contextmanager
     def located(self, model: Any, prompt: torch.Tensor) -> Iterator[None]:
-        """Let the error name the layer."""
+        """Make the error name the layer."""
         try:
             yield
         except NonFiniteError as error:
@@ -135,26 +135,26 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     memory: Memory | None = None,
 ) -> GenerationReport:
-    """Continue a prompt or answer a chat; with an encoder-decoder, write its target (for Switch, of the sentinels).
+    """Continue a prompt or answer a chat; with an encoder-decoder, generate its target (for Switch, of sentinels).
 
     Args:
         model: a loaded model, on any device.
         tokenizer: its tokenizer.
-        prompt: the text, for Switch with `<extra_id_0>` and so on where text is missing; or the messages of a chat.
-        sampling: how tokens are chosen, and when the text ends; None takes the likeliest tokens, 64 of them. States of
-            torch's generators are restored afterwards.
+        prompt: the text (for Switch, with `<extra_id_0>` and so on in place of missing text), or chat messages.
+        sampling: sampling and stopping settings; None generates 64 tokens greedily. The states of torch's generators
+            are restored afterwards.
         on_text: called with each new piece of text.
-        memory: keeps keys and values for the next call. Not for encoder-decoders.
+        memory: keeps keys and values for the next call. Not supported for encoder-decoders.
 
     Raises:
-        UnsupportedModelError: the model predicts no tokens.
-        ValueError: the prompt has no tokens, or is a chat and the tokenizer has no template.
+        UnsupportedModelError: the model has no language-model head.
+        ValueError: the prompt has no tokens, or it is a chat and the tokenizer has no template.
         TokenError: the model's embedding has no row for a token of the prompt.
         NonFiniteError: the model computes NaN or infinity; the message names the layer.
-        DeviceError: a GPU failed or disappeared meanwhile.
+        DeviceError: a GPU failed or disappeared during generation.
 
     Warns:
-        MoepackWarning: prompt and answer may become longer than what the model was made for.
+        MoepackWarning: prompt and answer may exceed the model's context length.
     """
     require_head(model)
     sampling = sampling or Sampling()
@@ -165,7 +165,7 @@ def generate(
     streamer = _streamer(model, tokenizer, sampling, on_text)
     inputs = torch.tensor([ids], device=model.device)
     logits = _Logits()
-    carried_of(model)  # makes the model start anew with each sequence
+    carried_of(model)  # reset per-sequence state at the start of each sequence
     start = time.perf_counter()
     with (
         _device_failures(),
@@ -189,14 +189,14 @@ def generate(
 
 
 def _streamer(model: Any, tokenizer: Any, sampling: Sampling, on_text: Callable[[str], None] | None) -> _Streamer:
-    """Hand out text up to the first stop string, the model's own among them, without tokens that end an answer."""
+    """Create a streamer that ends at the first stop string, including the model's, and hides end tokens."""
     hidden = hidden_tokens(end_tokens(model, tokenizer), tokenizer)
     stop = (*sampling.stop, *end_strings(model))
     return _Streamer(TextStream(tokenizer, stop, hidden), on_text or (lambda text: None))
 
 
 def _forced(model: Any) -> list[int]:
-    """Tokens that the published settings put into every text."""
+    """Tokens that the published settings force into every text."""
     names = ("forced_bos_token_id", "forced_eos_token_id")
     given = [getattr(model.generation_config, name, None) for name in names]
     return [token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None]
@@ -204,7 +204,7 @@ def _forced(model: Any) -> list[int]:
 
 @contextmanager
 def _device_failures() -> Iterator[None]:
-    """Let a GPU that fails be a `DeviceError`."""
+    """Convert GPU failures to `DeviceError`."""
     try:
         yield
     except RuntimeError as error:
@@ -217,13 +217,13 @@ def _device_failures() -> Iterator[None]:
 def _warn_of_length(model: Any, prompt: int, new: int) -> None:
     limit = positions(model)
     if not model.config.is_encoder_decoder and limit is not None and prompt + new > limit:
-        message = f"{prompt} tokens of prompt and {new} new ones are more than the {limit} that the model was made for"
+        message = f"{prompt} prompt tokens and {new} new tokens exceed the context length of {limit} tokens"
         warnings.warn(message, MoepackWarning, stacklevel=3)
 
 
 @contextmanager
 def _remembered(memory: Memory | None, model: Any, ids: list[int], streamer: _Streamer) -> Iterator[dict[str, Any]]:
-    """The cache to start with, as an argument. An interrupted call leaves nothing in the memory."""
+    """Yield the initial cache as an argument of `generate`. After an interrupted call the memory is empty."""
     if memory is None:
         yield {}
         return

@@ -1,9 +1,9 @@
-"""Gradients through packed weights: to activations, and to the weights that a router gives its experts.
+"""Gradients through packed weights: to activations and to the routing weights of experts.
 
-Packed weights have no gradient themselves: what is trained stands beside them (LoRA). The gradient of y = W x is W^T g,
-which the backend computes from the packed bytes (`Backend.transposed`); a compute mode that rounds activations or
-weights counts as one that does not. A layer of experts keeps nothing but its inputs for the backward pass, which
-computes the products between them again: one layer at a time is in memory, and experts on disk are read again.
+Packed weights have no gradients; trainable parameters are separate (LoRA). The gradient of y = W x is W^T g, which the
+backend computes from the packed bytes (`Backend.transposed`). The gradient treats compute modes that round activations
+or weights as if they did not. A layer of experts saves only its inputs. Its backward pass recomputes the intermediate
+products, so memory holds those of one layer at a time, and experts on disk are read again.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,26 +18,26 @@ from moepack.runtime.backends import Matrix, backend_for
 __all__ = ["grouped", "linear", "recomputed"]
 
 Parts = Callable[..., Iterable[Tensor]]
-"""Gives the parts that an output is the sum of, by operations of torch and the products of this module."""
+"""Yields the terms of an output, computed by torch operations and the products of this module."""
 
 
 def linear(matrix: Matrix, x: Tensor, mode: str | None) -> Tensor:
-    """Multiply x [N, C] by the one expert of a matrix, to [N, R] float32; see `Backend.linear`."""
+    """Multiply x [N, C] by a matrix of one expert; return [N, R] float32. See `Backend.linear`."""
     return _product(matrix, x, None, mode)
 
 
 def grouped(x: Tensor, offsets: Tensor, *, matrix: Matrix, mode: str | None) -> Tensor:
-    """Multiply x [N, C], sorted by expert, by a matrix, to [N, R] float32; see `Backend.grouped`."""
+    """Multiply x [N, C], sorted by expert, by a matrix; return [N, R] float32. See `Backend.grouped`."""
     return _product(matrix, x, offsets, mode)
 
 
 def recomputed(forward: Callable[..., Tensor], parts: Parts, *inputs: Tensor) -> Tensor:
-    """Call a function on its inputs; where a gradient is asked for, the backward pass computes it again, in parts.
+    """Call a function; if gradients are enabled, the backward pass recomputes it term by term.
 
     Args:
         forward: computes the output outside autograd.
-        parts: gives the parts of the same output, for the same inputs; one at a time is in memory. Parameters that it
-            reads get their gradients too.
+        parts: yields the terms of the same output for the same inputs; one term is in memory at a time. Parameters that
+            it reads receive gradients, too.
         inputs: tensors of any dtype.
     """
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
@@ -59,7 +59,7 @@ def _multiply(matrix: Matrix, x: Tensor, offsets: Tensor | None, mode: str | Non
 
 
 class _Product(torch.autograd.Function):
-    """y = W x, each row by its own expert."""
+    """y = W x, with the expert of each row."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Matrix, x: Tensor, offsets: Tensor | None, mode: str | None) -> Tensor:
@@ -74,7 +74,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """A function whose backward pass computes it again; see `recomputed`."""
+    """A function that is recomputed in the backward pass; see `recomputed`."""
 
     @staticmethod
     def forward(ctx: Any, forward: Callable[..., Tensor], parts: Parts, *inputs: Tensor) -> Tensor:

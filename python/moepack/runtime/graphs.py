@@ -1,19 +1,20 @@
-"""Decoding on a GPU by replaying a recorded step: one launch a token instead of hundreds.
+"""Decoding on a GPU by replaying a recorded step: one launch per token instead of hundreds.
 
-A step of a packed model is some thousand small kernels, which are launched more slowly than they run. `StepGraphs`
-records the kernels of one step in a CUDA graph and replays it for every token. What changes between tokens lies in
-tensors with fixed addresses: the input, its position, the mask; keys and values are appended to buffers with room for
-more tokens (`moepack.runtime.cache`), all of which attention reads, the free places masked.
+A decoding step of a packed model consists of about a thousand small kernels, and launching them takes longer than
+running them. `StepGraphs` captures the kernels of one step in a CUDA graph and replays it for every token. Everything
+that changes between tokens is in tensors with fixed addresses: the input, its position and the mask. Keys and values
+are appended to buffers with spare room (`moepack.runtime.cache`). Attention reads the whole buffers and masks free
+slots.
 
 Invariants:
-- A recording is for the buffers of one cache and for the model as it was: where the buffers grow, or anything that was
-  read is replaced, a new one is made.
-- The first step of a cache is never recorded: kernels are loaded and libraries make their workspaces there. So caches
-  that take turns are not recorded at all.
-- What cannot be recorded (a model over several devices, layers on the CPU, an operation that waits for the device) runs
-  as transformers runs it.
-- Where experts come and go on the device, the host takes part in each layer: the step is then a graph for each stretch
-  between two layers of experts (`moepack.runtime.recording`).
+- A recording is valid for the buffers of one cache and an unchanged model. If the buffers grow, or anything that was
+  read is replaced, a new recording is made.
+- The first step of a cache is never recorded, because it loads kernels and allocates library workspaces. Caches that
+  alternate are therefore not recorded.
+- Steps that cannot be recorded (a model on several devices, layers on the CPU, an operation that synchronizes with the
+  device) run in transformers.
+- If experts are moved to and from the device, the host takes part in every layer. The step then consists of one graph
+  for each section between two expert layers (`moepack.runtime.recording`).
 """
 
 import weakref
@@ -35,17 +36,17 @@ from moepack.runtime.recording import Unwritten, record
 __all__ = ["StepGraphs"]
 
 Recorder = Callable[[Callable[[], Tensor], torch.device], tuple[Callable[[], None], Tensor]]
-"""Takes a function and its device; gives what repeats it, and its result, which each repetition writes anew."""
+"""Records a function on a device; returns a function that repeats it, and the result that each repeat overwrites."""
 
 
 Result = TypeVar("Result")
 
 
 class StepGraphs:
-    """Decoding steps of one decoder.
+    """The decoding steps of one decoder.
 
     Args:
-        recorder: what records a step.
+        recorder: records a step.
     """
 
     def __init__(self, recorder: Recorder = record) -> None:
@@ -58,27 +59,27 @@ class StepGraphs:
     def step(
         self, model: Any, forward: Callable[..., Any], given: dict[str, Tensor], cache: DynamicCache, **seen: Any
     ) -> Tensor:
-        """Take one token of each sequence through the decoder.
+        """Run one token of each sequence through the decoder.
 
         Args:
             model: the decoder without its head.
-            forward: of its class.
+            forward: the forward of its class.
             given: `input_ids` [B, 1] or `inputs_embeds` [B, 1, H].
-            cache: the tokens before; the step's are appended.
+            cache: the past tokens; the new tokens are appended.
             **seen: `attention_mask`, None or [B, tokens], and `position_ids`, None or [B, 1].
 
         Returns:
             [B, 1, H].
 
         Raises:
-            Unknown: this step is not replayed; nothing has changed.
+            Unknown: the step cannot be replayed; nothing has changed.
         """
         mask, positions = seen.get("attention_mask"), seen.get("position_ids")
         require(self._refusal is None, f"this model ({self._refusal})")
-        require(mask is None or mask.ndim == 2, "attention masks of another form")
-        require(positions is None or positions.ndim == 2, "positions of another form")
+        require(mask is None or mask.ndim == 2, "attention masks that are not 2-D")
+        require(positions is None or positions.ndim == 2, "positions that are not 2-D")
         layers = _growing(cache)
-        require(self._lock.acquire(blocking=False), "steps of several threads at a time")
+        require(self._lock.acquire(blocking=False), "concurrent steps of several threads")
         try:
             with torch.inference_mode():
                 length = layers[0].get_seq_length()
@@ -100,13 +101,13 @@ class StepGraphs:
         rooms: Sequence[Room],
         length: int,
     ) -> "_Recording":
-        """A recording for these buffers."""
+        """Return a recording for these buffers."""
         if self._recording is not None and self._recording.is_for(given, rooms):
             return self._recording
-        self._recording = None  # its memory serves the next one
+        self._recording = None  # frees its memory for the next one
         again, self._last = self._last() is cache, weakref.ref(cache)
         require(again, "the first step of a cache")
-        # A `RuntimeError` here: something waited for the device, or is on another one.
+        # A `RuntimeError` here means that an operation synchronized with the device, or runs on another device.
         made = self._possible(
             lambda: _Recording(model, forward, given, rooms, length, self._recorder), refusal=RuntimeError
         )
@@ -114,7 +115,7 @@ class StepGraphs:
         return made
 
     def _possible(self, function: Callable[[], Result], refusal: type[RuntimeError] = Unwritten) -> Result:
-        """Call a function whose errors of one type mean that this model is not recorded."""
+        """Call a function; an error of type `refusal` means that this model cannot be recorded."""
         try:
             return function()
         except refusal as error:
@@ -123,7 +124,7 @@ class StepGraphs:
 
 
 class _Recording:
-    """A recorded step with its inputs.
+    """A recorded step and its inputs.
 
     Attributes:
         replay: repeats the step.
@@ -149,8 +150,8 @@ class _Recording:
         self._positions = torch.full((batch, 1), length, device=example.device)
         self._hidden = torch.finfo(_dtype(model)).min
         self._mask = torch.full((batch, 1, 1, capacity), self._hidden, dtype=_dtype(model), device=example.device)
-        self._visible, self._sees_all = 0, False  # from where on the mask hides all places; whether it hides no other
-        for room in rooms:  # masked places are multiplied by zero, which must not meet a NaN
+        self._visible, self._sees_all = 0, False  # the mask hides everything from `_visible` on; nothing before it
+        for room in rooms:  # masked slots are multiplied by zero, and zero times NaN is NaN
             room.keys[:, :, length:].zero_()
             room.values[:, :, length:].zero_()
         appended = _Appended(self._rooms, self._place)
@@ -159,13 +160,13 @@ class _Recording:
         self._replay, self._output = recorder(lambda: step().last_hidden_state, example.device)
 
     def is_for(self, given: dict[str, Tensor], rooms: Sequence[Room]) -> bool:
-        """Whether it may be replayed for an input and buffers."""
+        """Whether the recording is valid for an input and buffers."""
         ((name, tensor),) = given.items()
         same = name == self._name and tensor.shape == self._input.shape and tensor.dtype == self._input.dtype
         return same and all(map(_is, rooms, self._rooms)) and len(rooms) == len(self._rooms) and self._guard.holds()
 
     def replay(self, given: dict[str, Tensor], length: int, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Take the token behind `length` others; the result is overwritten by the next one."""
+        """Run the token after `length` others; the next replay overwrites the result."""
         self._input.copy_(given[self._name])
         self._place.fill_(length)
         self._positions.fill_(length) if positions is None else self._positions.copy_(positions)
@@ -174,7 +175,7 @@ class _Recording:
         return self._output
 
     def _show(self, tokens: int, mask: Tensor | None) -> None:
-        """Let attention see the first tokens but those that a mask hides."""
+        """Unmask the first tokens, except those hidden by `mask`."""
         seen = self._mask[:, 0, 0, :tokens]
         if mask is not None:
             seen.copy_(torch.where(mask.to(seen.device, torch.bool), 0.0, self._hidden))
@@ -182,16 +183,16 @@ class _Recording:
             seen[:, -1].zero_()
         else:
             seen.zero_()
-        self._mask[:, 0, 0, tokens : max(tokens, self._visible)].fill_(self._hidden)  # the cache was cropped
+        self._mask[:, 0, 0, tokens : max(tokens, self._visible)].fill_(self._hidden)  # after the cache was cropped
         self._visible, self._sees_all = tokens, mask is None
 
 
 class _Appended:
-    """What attention appends to and reads while a step is recorded, in place of a cache.
+    """Replaces the cache while a step is recorded: attention appends to it and reads it.
 
     Args:
-        rooms: buffers of each layer.
-        place: [1], where the token goes.
+        rooms: the buffers of each layer.
+        place: [1], the index of the new token.
     """
 
     is_compileable = False
@@ -200,22 +201,22 @@ class _Appended:
         self._rooms, self._place = rooms, place
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the token's keys and values; those of all places."""
+        """Write the token's keys and values; return the whole buffers."""
         room = self._rooms[layer_idx]
         room.keys.index_copy_(2, self._place, keys)
         room.values.index_copy_(2, self._place, values)
         return room.keys, room.values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """All places count: the mask says which hold tokens."""
+        """Count all slots; the mask determines which hold tokens."""
         return self._rooms[layer_idx].capacity - 1
 
 
 def _growing(cache: DynamicCache) -> list[GrowingLayer]:
-    """The layers of a cache, made to grow in place.
+    """Convert the layers of a cache to ones that grow in place.
 
     Raises:
-        Unknown: they are of other kinds, or differ in length.
+        Unknown: the layers have other types, or differ in length.
     """
     layers: list[Any] = cache.layers
     lengths = {layer.get_seq_length() for layer in layers}
@@ -233,5 +234,5 @@ def _is(room: Room, other: Room) -> bool:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's activations, which the masks of attention share."""
+    """The dtype of a model's activations, also used for attention masks."""
     return embedding_dtype(model.get_input_embeddings())  # type: ignore[operator]

@@ -1,6 +1,6 @@
-"""Linear layers that multiply from packed bytes: they stand where transformers has an `nn.Linear`.
+"""Packed linear layers, which replace transformers' `nn.Linear`.
 
-The bias stays a parameter, which the loader of transformers fills as it does any other.
+The bias remains a parameter, which the transformers loader fills like any other.
 """
 
 from typing import Any
@@ -16,14 +16,14 @@ __all__ = ["PackedLinear"]
 
 
 class PackedLinear(PackedModule):
-    """`y = x W^T + b` with a packed W; accumulated in float32, the bias added there, rounded once.
+    """`y = x W^T + b` with a packed W, accumulated in float32 including the bias, then rounded once.
 
-    The bytes are the buffer `packed`. There is no tensor `weight`: models that look at the dtype of a layer's weight
-    (T5 casts its activations to it) must not see bytes.
+    The bytes are in the buffer `packed`. There is no `weight` tensor, because some models read the dtype of a layer's
+    weight (T5 casts its activations to it) and would see uint8.
 
     Args:
-        rows: features that come out.
-        columns: features that go in.
+        rows: output features.
+        columns: input features.
         bias: `[rows]`, or None.
     """
 
@@ -37,7 +37,7 @@ class PackedLinear(PackedModule):
         self.register_parameter("bias", bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply.
+        """Apply the layer.
 
         Args:
             x: `[..., columns]`, float32, bfloat16 or float16, on the device of a backend.
@@ -59,11 +59,11 @@ class PackedLinear(PackedModule):
 
     @property
     def W_q(self) -> torch.Tensor:
-        """The packed bytes, by the name whose presence tells peft that `dequantize` gives the weights."""
+        """The packed bytes. By this attribute, peft recognizes layers whose weights `dequantize` returns."""
         return self.qweight
 
     def dequantize(self) -> torch.Tensor:
-        """Decode the weights, to `[rows, columns]` float32 where the module computes."""
+        """Decode the weights to `[rows, columns]` float32 on the module's device."""
         return self.values("packed")[0].to(self.qweight.device)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:

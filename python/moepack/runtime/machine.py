@@ -1,6 +1,6 @@
-"""What the machine offers to packed models: facts for `moepack doctor` and for benchmark reports.
+"""Hardware and software facts for `moepack doctor` and benchmark reports.
 
-Nothing here changes anything. A fact that cannot be found out is None.
+This module has no side effects. Facts that cannot be determined are None.
 """
 
 import os
@@ -22,11 +22,11 @@ __all__ = ["examine", "read_bandwidth"]
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "cupy-cuda13x")
 PROBE_BYTES = 512 << 20
-"""Larger than the last-level cache of current machines, so that the probe reads memory."""
+"""Larger than the last-level cache of current machines, so the probe reads from memory."""
 
 
 def examine() -> dict[str, Any]:
-    """Collect everything that `moepack doctor` shows; takes some seconds, most of them measuring products."""
+    """Collect everything that `moepack doctor` shows; takes a few seconds, mostly to measure products."""
     from moepack import _core
 
     return {
@@ -57,7 +57,7 @@ def examine() -> dict[str, Any]:
 
 
 def read_bandwidth(size: int = PROBE_BYTES, rounds: int = 3) -> float:
-    """Measure how fast all of torch's threads together read memory, in bytes a second: the best of some rounds."""
+    """Measure the memory read bandwidth of all torch threads in bytes per second; return the best round."""
     words = torch.ones(size // 8, dtype=torch.int64)
     best = float("inf")
     for _ in range(rounds):
@@ -90,7 +90,7 @@ def _total_memory() -> float | None:
 
 
 def _huge_pages() -> str | None:
-    """The chosen mode of transparent huge pages, which stands in brackets."""
+    """The selected mode of transparent huge pages, marked by brackets in the file."""
     try:
         modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
@@ -99,7 +99,7 @@ def _huge_pages() -> str | None:
 
 
 def _gpu_use() -> str:
-    """Whether packed weights can run on a GPU, or why not."""
+    """Whether packed weights can run on a GPU, and the reason if not."""
     try:
         device = require(torch.device("cuda"))
         require_compiler()

@@ -1,12 +1,12 @@
-"""Packed products as operators of torch, for `torch.compile` and `torch.export`.
+"""Packed products as torch operators, for `torch.compile` and `torch.export`.
 
-A compiler must not look into packed bytes: it traces a model with tensors that have no memory, and what it keeps must
-not depend on Python objects. So each product is one operator of tensors, numbers and names: the packed bytes are an
-argument, and the operator finds the matrix that is open over them (`store.matrix_over`). Outside of compiled code
+A compiler cannot trace into packed bytes: it traces a model with tensors that have no storage, and its output must not
+depend on Python objects. Each product is therefore one operator on tensors, numbers and names. The packed bytes are an
+argument, and the operator looks up the matrix that is open over them (`store.matrix_over`). Outside of compiled code,
 modules call their backend directly.
 
-A backward pass is compiled too, before anybody asks for it. Experts in one operator have none: where a gradient is
-asked for, modules compile single products instead.
+Backward passes are compiled ahead of time, too. The fused experts operator has none; if gradients are needed, modules
+compile single products instead.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from moepack.runtime.store import matrix_over
 
 __all__ = ["activation_name", "embedding", "experts", "grouped", "linear"]
 
-_torch: Any = torch.library  # whose functions have no types
+_torch: Any = torch.library  # its functions are untyped
 _library = _torch.Library("moepack", "DEF")
 _library.define("linear(Tensor x, Tensor data, SymInt rows, str? mode) -> Tensor")
 _library.define("grouped(Tensor x, Tensor offsets, Tensor data, SymInt rows, str? mode) -> Tensor")
@@ -36,7 +36,7 @@ _activations: dict[str, Activation] = {"silu": functional.silu}
 
 
 def activation_name(activation: Activation) -> str:
-    """Return the name by which operators find an activation again; it is the same in every process."""
+    """Return the name by which operators look up an activation; it is the same in every process."""
     if is_silu(activation):
         return "silu"
     name: str = getattr(activation, "__qualname__", None) or repr(activation)
@@ -45,13 +45,13 @@ def activation_name(activation: Activation) -> str:
 
 
 def linear(x: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
-    """Multiply x [N, C] by the packed matrix of bytes `data`, to [N, rows] float32; see `Backend.linear`."""
+    """Multiply x [N, C] by the packed matrix in `data`; return [N, rows] float32. See `Backend.linear`."""
     product: Tensor = torch.ops.moepack.linear(x, data, rows, mode)
     return product
 
 
 def grouped(x: Tensor, offsets: Tensor, data: Tensor, rows: int, mode: str | None) -> Tensor:
-    """Multiply x [N, C], sorted by expert, by the packed matrices of bytes `data`, to [N, rows]; `Backend.grouped`."""
+    """Multiply x [N, C], sorted by expert, by the packed matrices in `data`, to [N, rows]. See `Backend.grouped`."""
     product: Tensor = torch.ops.moepack.grouped(x, offsets, data, rows, mode)
     return product
 
@@ -65,15 +65,15 @@ def experts(
     activation: str,
     mode: str | None,
 ) -> Tensor:
-    """Sum the outputs of each token's experts, to [T, rows] float32; see `Backend.experts`.
+    """Sum the outputs of each token's experts; return [T, rows] float32. See `Backend.experts`.
 
     Args:
         x: [T, H].
         index: [T, k].
         weights: [T, k].
-        data: the packed bytes of the projections, in the order of the computation.
-        rows: of the last projection.
-        activation: its name (`activation_name`).
+        data: the packed bytes of the projections, in order of computation.
+        rows: output rows of the last projection.
+        activation: the activation's name (`activation_name`).
         mode: a compute mode, or None.
     """
     outputs: Tensor = torch.ops.moepack.experts(x, index, weights, list(data), rows, activation, mode)
@@ -81,7 +81,7 @@ def experts(
 
 
 def embedding(index: Tensor, data: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Look up rows of the packed matrix of bytes `data` by an index [...], to [..., columns] of a dtype."""
+    """Look up rows of the packed matrix in `data` by an index [...]; return [..., columns] in `dtype`."""
     found: Tensor = torch.ops.moepack.embedding(index, data, columns, dtype)
     return found
 
@@ -132,24 +132,24 @@ def _transposed_fake(y: Tensor, offsets: Tensor | None, data: Tensor, columns: i
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep what the gradient of `linear` and `grouped` needs."""
+    """Save what the gradients of `linear` and `grouped` need."""
     x, *offsets, data, _, _ = inputs
     ctx.offsets, ctx.data, ctx.like = (offsets[0] if offsets else None), data, (x.dtype, x.shape[1])
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of the activations, W^T g."""
+    """Return the gradient of the activations, W^T g."""
     dtype, columns = ctx.like
     found = torch.ops.moepack.transposed(gradient, ctx.offsets, ctx.data, columns).to(dtype)
     return (found, *([None] * (3 if ctx.offsets is None else 4)))
 
 
 def _refuse(ctx: Any, gradient: Tensor) -> None:
-    raise RuntimeError("experts in one operator have no gradient: single products have")
+    raise RuntimeError("the fused experts operator has no gradient; use single products")
 
 
 def _install(name: str, function: Any, fake: Any, backward: Any = None, remember: Any = None) -> None:
-    """Give an operator its implementation on the CPU and on GPUs, its shapes, and its gradient."""
+    """Register an operator's CPU and GPU implementations, its shape function and its gradient."""
     for device in ("CPU", "CUDA"):
         _library.impl(name, function, device)
     _torch.register_fake(f"moepack::{name}", fake, lib=_library)

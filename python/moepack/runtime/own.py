@@ -1,7 +1,7 @@
-"""What an experts module of transformers computes between and behind its products, left to its own code.
+"""Runs an experts module's own code between and after its products.
 
-Architectures clamp, add biases, or norm an expert's output. A module that stands in for the experts (one of packed
-products, or one that records what experts read) keeps the module that it replaces and calls its code.
+Architectures clamp, add biases, or normalize the outputs of experts. A module that replaces the experts (one with
+packed products, or one that records their inputs) keeps the replaced module and calls its code.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ __all__ = ["OwnCode"]
 
 
 class OwnCode(nn.Module):
-    """A module that stands in for an experts module and computes what that does beside the products."""
+    """A module that replaces an experts module and reuses its computations other than the products."""
 
     def adopt(self, original: Any) -> None:
-        """Take the code of `original`; its biases and its norm become this module's, under their names."""
-        self._original = (original,)  # a tuple: no child whose name is in no checkpoint
+        """Use the code of `original`; its biases and its norm become this module's, under the same names."""
+        self._original = (original,)  # in a tuple, so it is not a child with keys missing from checkpoints
         self._takes_turns = not getattr(original, "is_concatenated", True)
         for name, parameter in original.named_parameters(recurse=False):
             if parameter.ndim < 3:
@@ -26,11 +26,11 @@ class OwnCode(nn.Module):
         self.post_expert_norm = getattr(original, "post_expert_norm", None)
 
     def between(self, parts: Sequence[torch.Tensor], expert: int | torch.Tensor) -> torch.Tensor:
-        """The inputs of the last product from the outputs of the first ones.
+        """Compute the inputs of the last product from the outputs of the others.
 
         Args:
             parts: [N, I] of gate and up, or of up alone.
-            expert: whose rows they are, of all or of each [N].
+            expert: the expert of all rows, or of each row [N].
         """
         (original,) = self._original
         if len(parts) == 1:
@@ -45,7 +45,7 @@ class OwnCode(nn.Module):
         return inner.to(parts[0].dtype)
 
     def behind(self, outputs: torch.Tensor, expert: int | torch.Tensor) -> torch.Tensor:
-        """The experts' outputs [N, H] from those of the last product; `expert` as for `between`."""
+        """Compute the experts' outputs [N, H] from those of the last product; `expert` as in `between`."""
         biased = self._biased(outputs, "down_proj_bias", expert)
         normed: torch.Tensor = biased if self.post_expert_norm is None else self.post_expert_norm(biased)
         return normed.to(outputs.dtype)

@@ -1,9 +1,9 @@
-"""Modules that compute from packed bytes: what experts and linear layers have in common.
+"""The base class of modules that compute from packed bytes: experts, linear layers and embeddings.
 
 Invariants:
-- A module asks its store for matrices at each call, and the backend of the activations' device for the products; where
-  bytes lie and how a device multiplies are none of its business.
-- Gradients pass through packed weights (`moepack.runtime.gradients`), which have none themselves.
+- On every call, a module asks its store for matrices, and the backend of the activations' device for the products. It
+  does not know where the bytes are or how a device multiplies.
+- Gradients pass through packed weights (`moepack.runtime.gradients`), which have no gradients of their own.
 """
 
 from collections.abc import Mapping
@@ -26,18 +26,18 @@ __all__ = ["PackedModule", "Shape"]
 
 
 class PackedModule(ComputingModule):
-    """A module whose projections are packed; a subclass computes.
+    """A module with packed projections; subclasses implement the computation.
 
     Attributes:
-        takes_adapters: whether the parameters that it stands for can have low-rank adapters (`runtime.adapters`).
-        form, stock: how the experts module that it stands for holds its experts, and the shapes of the parameters that
-            are packed; None and nothing where it stands for no experts, or for modules of a linear layer each.
-        store: where their bytes are.
-        shapes: the projections' shapes, in the order of the computation.
-        places: where their bytes come from, for messages.
-        readers: the store's notes.
-        home: where the bytes are, if activations may come from elsewhere: they are brought there, and products back.
-            None where activations must be where the bytes are.
+        takes_adapters: whether the parameters that it replaces support low-rank adapters (`runtime.adapters`).
+        form, stock: the layout of the replaced experts module, and the shapes of its packed parameters; None and empty
+            if it does not replace experts, or if the experts are separate linear layers.
+        store: holds the bytes.
+        shapes: the projections' shapes, in order of computation.
+        places: the origin of the bytes, for messages.
+        readers: open matrices, managed by the store.
+        home: the device of the bytes, if activations may be on another device: they are copied there, and products
+            back. None if activations must be on the device of the bytes.
     """
 
     projections: tuple[str, ...]
@@ -54,39 +54,39 @@ class PackedModule(ComputingModule):
         self.store: ExpertStore = MappedStore()
 
     def stand_for(self, original: Any, form: ExpertsForm) -> None:
-        """Note what an experts module of transformers, of a known form, holds in its parameters."""
+        """Record the parameters of the transformers experts module that this module replaces."""
         self.form = form
         self.stock = {name: tuple(original.get_parameter(name).shape) for name in form.parameters}
-        self.is_transposed = getattr(original, "is_transposed", False)  # what peft asks experts for
+        self.is_transposed = getattr(original, "is_transposed", False)  # read by peft
 
     @property
     def qweight(self) -> torch.Tensor:
-        """A tensor where the module computes, by the name under which peft looks for where a quantized layer is."""
+        """A tensor on the module's device. By this name, peft finds the device of a quantized layer."""
         buffers = (self._buffers.get(projection) for projection in self.projections)
         there = next((buffer for buffer in buffers if buffer is not None), None)
         return torch.empty(0, dtype=torch.uint8, device=self.home) if there is None else there
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weights."""
+        """Size of the packed weights in bytes."""
         return sum(buffer.numel() for buffer in self.buffers(recurse=False))
 
     def attach(self, projection: str, data: AnyTensor, **place: Any) -> None:
-        """Give a projection its bytes; arguments and errors as for `ExpertStore.put`."""
+        """Set the bytes of a projection; arguments and errors as in `ExpertStore.put`."""
         self.store.put(self, projection, data, **place)
 
     def matrix(self, projection: str) -> Matrix:
-        """Return a projection on the CPU; errors as for `ExpertStore.fetch`."""
+        """Return a projection on the CPU; errors as in `ExpertStore.fetch`."""
         matrices = self.store.fetch(self, None, torch.device("cpu"))
         return matrices[self.projections.index(projection)]
 
     def values(self, projection: str) -> torch.Tensor:
-        """The values `[E, R, C]` of a projection, float32 on the CPU.
+        """Decode a projection to `[E, R, C]` float32 on the CPU.
 
-        They are decoded from the bytes, where these are in the CPU's memory, or else from the file that they came from.
+        The bytes are read from CPU memory if they are there, otherwise from their file.
 
         Raises:
-            LoadError, CorruptionError: neither can be read.
+            LoadError, CorruptionError: the bytes are neither in memory nor in a readable file.
         """
         data, place = self._buffers.get(projection), self.places.get(projection, {})
         if data is not None and data.device.type == "cpu":
@@ -97,23 +97,23 @@ class PackedModule(ComputingModule):
         return torch.from_numpy(directory.blob(place["tensor"]).dequantize())
 
     def packed_bytes(self) -> list[torch.Tensor] | None:
-        """The bytes of all projections, in order; None where a store keeps them elsewhere."""
+        """The bytes of all projections, in order; None if a store keeps them elsewhere."""
         buffers = [self._buffers.get(projection) for projection in self.projections]
         return None if any(buffer is None for buffer in buffers) else buffers  # type: ignore[return-value]
 
     def brought_home(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The inputs where the bytes are, if the module has a home."""
+        """Copy the inputs to the device of the bytes, if the module has a home."""
         return inputs if self.home is None else tuple(tensor.to(self.home) for tensor in inputs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the store and its readers out of copies and pickles, which have their bytes in ordinary memory."""
+        """Exclude the store and its readers from copies and pickles, whose bytes are in ordinary memory."""
         return {**self.__dict__, "readers": {}, "store": MappedStore()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Map the files of bytes that a store kept elsewhere, which are in no copy.
+        """Map the files of bytes that a store kept elsewhere, because copies do not include them.
 
         Raises:
-            LoadError, CorruptionError: a file is gone, or is another.
+            LoadError, CorruptionError: a file is missing or has changed.
         """
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for projection, place in self.places.items():
@@ -122,11 +122,11 @@ class PackedModule(ComputingModule):
                 self.attach(projection, directory.tensors()[place["tensor"]], **place)
 
     def _is_kept_elsewhere(self, projection: str) -> bool:
-        """Whether a projection has bytes that are no buffer of the module."""
+        """Whether a projection's bytes are not a buffer of the module."""
         return self._buffers.get(projection) is None
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
-        """Adopt the given bytes instead of writing them into the buffer, which may be a read-only map."""
+        """Adopt the tensors instead of copying into the buffers, which may be read-only maps."""
         missing_keys, error_messages = arguments[2], arguments[4]
         for projection in self.projections:
             tensor = state_dict.get(prefix + projection)
@@ -139,7 +139,7 @@ class PackedModule(ComputingModule):
                 error_messages.append(f"{prefix}{projection}: {error}")
 
     def extra_repr(self) -> str:
-        """The projections with their shapes and formats."""
+        """The projections' shapes and formats."""
         parts = []
         for name, shape in self.shapes.items():
             entry = self.readers.get(name)

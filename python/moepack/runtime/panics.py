@@ -1,7 +1,7 @@
-"""Panics of Rust code, of tokenizers and of the core.
+"""Converts Rust panics, in tokenizers and in the core, to exceptions.
 
-They reach Python as a `BaseException` that is no `Exception`, so a handler of failures would let them pass and a thread
-would end.
+Panics reach Python as a `BaseException` that is not an `Exception`. Error handlers would not catch them, and a thread
+would terminate.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ __all__ = ["contained"]
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Turn a panic into a `RuntimeError`; anything else passes."""
+    """Convert a panic to a `RuntimeError`; other exceptions pass."""
     try:
         yield
     except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):

@@ -1,11 +1,11 @@
-"""Reading a transformers model into a decoder of the core: which modules it knows, and what of them it needs.
+"""Translates a transformers model into a decoder of the core.
 
-What the core computes is fixed (`_core.Decoder`), so a model is taken only if every module on the way is one that is
-known to compute just that: of the very classes of one of `moepack.runtime.families`, with the very children they are
-known to have, and with settings that mean nothing more. Anything else is `Unknown`, and transformers' own code runs.
+The core's computation is fixed (`_core.Decoder`). A model is accepted only if every module on the path is known to
+compute exactly that: its class belongs to one of `moepack.runtime.families`, it has the expected children, and its
+settings have no further effect. Anything else raises `Unknown`, and the transformers code runs.
 
-A plan holds while nothing that it has read is replaced: modules, the memory of tensors, hooks, the modes of products.
-Tensors are read in place; only the packed expansion of latents (`kv_b_proj` of DeepSeek) is decoded for the plan.
+A plan is valid until something that it read is replaced: modules, tensor storage, hooks, or compute modes. Tensors are
+read in place. Only the packed expansion of latents (DeepSeek's `kv_b_proj`) is decoded for the plan.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,25 +32,25 @@ from moepack.runtime.store import MappedStore
 __all__ = ["Guard", "Plan", "Unknown", "is_known", "require", "window"]
 
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary positions whose frequencies do not change with the length."""
+"""Kinds of rotary positions whose frequencies do not depend on the sequence length."""
 
 
 _SWITCHES = ("_active_adapter", "_disable_adapters", "scaling")
-"""Attributes by which layers of peft choose adapters and scale them; a recorded step has their values built in."""
+"""Attributes by which peft layers select and scale adapters; their values are fixed in a recorded step."""
 
 
 class Unknown(Exception):
-    """Something that the core's decoder is not known to compute."""
+    """Something that the core's decoder does not support."""
 
 
 def is_known(model: nn.Module) -> bool:
-    """Whether a model is the decoder of a known architecture; whether it has a plan is seen when it is made."""
+    """Whether a model is the decoder of a known architecture; `Plan` may still reject it."""
     return family_of(model) is not None
 
 
 @dataclass
 class Guard:
-    """What was read of a model, to see whether it still is there."""
+    """Everything that was read of a model, to detect changes."""
 
     mode: str = field(default_factory=compute_mode)
     children: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Guard:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Guard":
-        """A guard of everything in a model but its own hooks and `forward`."""
+        """Guard everything in a model except its own hooks and `forward`."""
         guard = cls()
         modules = list(model.modules())
         guard.watch(modules[1:])
@@ -76,7 +76,7 @@ class Guard:
         return guard
 
     def holds(self) -> bool:
-        """Whether it is."""
+        """Whether the model is unchanged."""
         return (
             not any(map(_watched, filter(None, self.hooks)))
             and not any("forward" in attributes for attributes in self.attributes)
@@ -102,8 +102,10 @@ class Guard:
 
 
 def _watched(hooks: Mapping[Any, Any]) -> bool:
-    """Whether hooks look at a module. Those that transformers leaves behind, once it was asked for outputs of layers,
-    look only while it is asked."""
+    """Whether any hooks are active.
+
+    transformers leaves hooks behind after layer outputs were requested; these are active only during such a request.
+    """
     idle = output_capturing._active_collector.get() is None
     return not idle or any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in hooks.values())
 
@@ -116,15 +118,15 @@ class Plan:
     """A model's decoder in the core.
 
     Attributes:
-        decoder: the core's.
-        dtype: of the model's activations.
-        caches: for each layer what its cache must hold.
+        decoder: the core's decoder.
+        dtype: dtype of the model's activations.
+        caches: the expected cache contents of each layer.
 
     Args:
         model: the model without its head, in evaluation mode.
 
     Raises:
-        Unknown: the core does not compute this model.
+        Unknown: the core does not support this model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -151,7 +153,7 @@ class Plan:
         self.decoder = views.Decoder(described, rotary, norm)
 
     def holds(self) -> bool:
-        """Whether the model is what it was."""
+        """Whether the model is unchanged."""
         return self._guard.holds()
 
     def _layer(self, number: int, layer: Any) -> dict[str, Any]:
@@ -171,7 +173,7 @@ class Plan:
         norms = {"query_norm": "q_norm", "key_norm": "k_norm"}
         has_norms = "q_norm" in attention._modules
         _require_children(attention, {*parts.values(), *(norms.values() if has_norms else ())})
-        require(set(attention._parameters) <= {"sinks"}, "other parameters of attention than sinks")
+        require(set(attention._parameters) <= {"sinks"}, "attention parameters other than sinks")
         described: dict[str, Any] = {name: self._linear(getattr(attention, child)) for name, child in parts.items()}
         described |= {
             name: self._norm(getattr(attention, child)) if has_norms else None for name, child in norms.items()
@@ -205,7 +207,7 @@ class Plan:
         require(self._family.has(rule, "GatedDeltaNet"), type(rule).__name__)
         require(
             rule.activation == "silu" and rule.conv1d.bias is None,
-            "convolutions with biases or another activation than silu",
+            "convolutions with biases or activations other than silu",
         )
         parts: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         if "in_proj_qkvz" in rule._modules:
@@ -244,7 +246,7 @@ class Plan:
     def _router(self, router: Any) -> dict[str, Any]:
         require(self._family.has(router, self._family.router), type(router).__name__)
         _require_children(router, set())
-        require(set(router._parameters) <= {"weight", "bias"}, "other parameters of a router than weights and biases")
+        require(set(router._parameters) <= {"weight", "bias"}, "router parameters other than weights and biases")
         groups: tuple[int, int, int] | None = None
         method = getattr(router, "topk_method", "group_limited_greedy")
         require(method in ("greedy", "group_limited_greedy"), f"the router's method {method}")
@@ -282,11 +284,11 @@ class Plan:
         named = {"gate_proj", "up_proj", "down_proj"}
         require(
             named <= set(module._modules) <= named | {"act_fn"},
-            f"other parts of {type(module).__name__} than those of its class",
+            f"unexpected submodules of {type(module).__name__}",
         )
         require(
             is_silu(module.act_fn) and all(part.bias is None for part in parts),
-            "dense layers with biases or another activation than silu",
+            "dense layers with biases or activations other than silu",
         )
         gate, up, down = (self._matrix(part) for part in parts)
         return {"gate": gate, "up": up, "down": down, "clamped": None, "biases": None}
@@ -328,13 +330,13 @@ class Plan:
         return view
 
     def _dense(self, module: nn.Module, *others: torch.dtype) -> tuple[Any, None]:
-        """A dense matrix of the model's dtype, or of another that the module's own code takes."""
+        """A dense matrix in the model's dtype, or in another one that the module supports."""
         weight = self._read(module, "weight", module._parameters)
         require(weight.dtype in (self.dtype, *others), f"a {weight.dtype} weight of {type(module).__name__}")
         return views.dense_matrix(weight), None
 
     def _values(self, module: Any) -> Any:
-        """The values of a linear layer without a bias, row by row."""
+        """The values of a linear layer without a bias, in row-major order."""
         require(module.bias is None, "latents with a bias")
         if type(module) is not PackedLinear:
             require(type(module) is nn.Linear, type(module).__name__)
@@ -351,7 +353,7 @@ class Plan:
         tensor: torch.Tensor | None = tensors.get(name)
         require(
             tensor is not None and tensor.device.type == "cpu" and tensor.is_contiguous(),
-            f"a {name} that is not contiguous in the CPU's memory",
+            f"a {name} that is not contiguous in CPU memory",
         )
         assert tensor is not None
         require(tensor.dtype in views.FLOATS, f"a {name} in {tensor.dtype}")
@@ -360,21 +362,21 @@ class Plan:
 
 
 def require(known: bool, what: str) -> None:
-    """Raise `Unknown` with what the core does not compute, unless it does."""
+    """Raise `Unknown` unless the condition holds; `what` names the unsupported feature."""
     if not known:
         raise Unknown(what)
 
 
 def _require_children(module: nn.Module, names: set[str]) -> None:
     found = {name for name, child in module._modules.items() if child is not None}
-    require(found == names, f"other parts of {type(module).__name__} than those of its class")
+    require(found == names, f"unexpected submodules of {type(module).__name__}")
 
 
 def window(config: Any, layer: int) -> int | None:
-    """How many tokens a layer of attention sees, its own among them; None for all.
+    """Return how many tokens an attention layer attends to, including the current one; None for all.
 
     Raises:
-        Unknown: the layer is of another type.
+        Unknown: the layer has another type.
     """
     kinds = getattr(config, "layer_types", None)
     kind = "full_attention" if kinds is None else kinds[layer]

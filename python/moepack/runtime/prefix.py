@@ -1,4 +1,4 @@
-"""Keys and values that are kept for a prompt that begins with the same tokens, such as the next turn of a chat."""
+"""Keeps keys and values for a prompt with the same beginning, such as the next turn of a chat."""
 
 import math
 import sys
@@ -12,9 +12,9 @@ __all__ = ["Prefix", "common", "new_cache"]
 
 
 def new_cache(model: Any) -> Any:
-    """Return an empty cache for one sequence of a model, whose layers grow in place where they keep all tokens.
+    """Return an empty cache for one sequence; layers that keep all tokens grow in place.
 
-    A model whose file in transformers has a cache of its own (MiniMax) takes no other.
+    A model whose transformers file defines its own cache class (MiniMax) gets that class.
     """
     classes = vars(sys.modules[type(model).__module__]).values()
     own = [kind for kind in classes if isinstance(kind, type) and issubclass(kind, DynamicCache)]
@@ -26,20 +26,20 @@ def new_cache(model: Any) -> Any:
 
 
 def common(first: list[int], second: list[int]) -> int:
-    """Return how many tokens two sequences begin with alike."""
+    """Return the length of the common prefix of two sequences."""
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
 
 
 class Prefix:
-    """The keys and values of a sequence that has ended.
+    """The keys and values of a finished sequence.
 
     Args:
-        ids: the tokens that they are of.
-        cache: what `new_cache` made and the model has filled.
-        limit: the most tokens of a sequence that may share them (`moepack.runtime.carried`): keys of longer ones are
-            rotated by other angles; None for any.
+        ids: its tokens.
+        cache: a cache from `new_cache`, filled by the model.
+        limit: the most tokens of a sequence that may share them (`moepack.runtime.carried`), because keys of longer
+            sequences are rotated by other angles; None for no limit.
     """
 
     def __init__(self, ids: list[int], cache: Any, limit: int | None = None) -> None:
@@ -49,18 +49,18 @@ class Prefix:
 
     @property
     def is_useful(self) -> bool:
-        """Whether the cache can be cropped, and fits other sequences.
+        """Whether the cache can be cropped and reused for other sequences.
 
-        A window has dropped tokens that a shorter sequence sees.
+        A sliding window has dropped tokens that a shorter sequence attends to.
         """
         return len(self.ids) <= self.limit and all(type(layer) is GrowingLayer for layer in self.cache.layers)
 
     def shared(self, ids: list[int]) -> int:
-        """Return how many tokens of a prompt need not be read again; its last one always is, for what comes next."""
+        """Return how many prompt tokens can be reused; the last one never is, because its logits are needed."""
         return 0 if len(ids) > self.limit else min(common(self.ids, ids), len(ids) - 1)
 
     def continued(self, ids: list[int]) -> Any:
-        """Return the cache, cropped to what it shares with a prompt."""
+        """Return the cache, cropped to the common prefix with a prompt."""
         surplus = self.cache.get_seq_length() - self.shared(ids)
         if surplus:
             self.cache.crop(-surplus)

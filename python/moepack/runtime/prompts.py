@@ -1,6 +1,6 @@
-"""Prompts as tokens: plain text, or the messages of a chat through the tokenizer's template.
+"""Tokenizes prompts: plain text, or chat messages through the tokenizer's template.
 
-Invariant: a prompt that does not become tokens raises a `ValueError`, whatever the tokenizer or its template raised.
+Invariant: a prompt that cannot be tokenized raises `ValueError`, regardless of what the tokenizer or template raised.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,36 +11,36 @@ from moepack.runtime.panics import contained
 __all__ = ["Messages", "Prompt", "has_template", "positions", "prompt_ids"]
 
 Messages = Sequence[Mapping[str, Any]]
-"""Messages of a chat: each has a `role` (system, user, assistant) and a `content`."""
+"""Messages of a chat: each has a `role` (system, user, assistant) and `content`."""
 
 Prompt = str | Messages
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer knows how a chat is written."""
+    """Whether the tokenizer has a chat template."""
     return bool(tokenizer.chat_template)
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Return the tokens of a prompt; a chat ends where the assistant's answer begins.
+    """Tokenize a prompt; a chat ends where the assistant's answer starts.
 
     Raises:
-        ValueError: there are none, or the tokenizer has no template for a chat, or the template refuses the messages
-            or fails, or the tokenizer cannot read the text, for instance because it has a lone surrogate.
+        ValueError: there are no tokens, the tokenizer has no chat template, the template rejects the messages or fails,
+            or the tokenizer cannot read the text, for example because it contains a lone surrogate.
     """
     if isinstance(prompt, str):
         ids = _ids(tokenizer, prompt)
     elif has_template(tokenizer):
         ids = _chat_ids(tokenizer, prompt)
     else:
-        raise ValueError("the model has no chat template: give it plain text to continue")
+        raise ValueError("the model has no chat template: pass plain text to continue")
     if not ids:
         raise ValueError("the prompt has no tokens")
     return ids
 
 
 def positions(model: Any) -> int | None:
-    """Return how many tokens, prompt included, the model was made for; None where its configuration does not say."""
+    """Return the model's context length in tokens, prompt included; None if the configuration does not specify it."""
     found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
@@ -50,19 +50,19 @@ def _chat_ids(tokenizer: Any, messages: Messages) -> list[int]:
 
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is a program, which may raise anything
+    except Exception as error:  # templates are programs and may raise anything
         said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"the model's chat template refuses the messages: {said}") from error
+        raise ValueError(f"the model's chat template rejects the messages: {said}") from error
     return _ids(tokenizer, text, add_special_tokens=False)
 
 
 def _ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """The tokens of a text."""
+    """Tokenize a text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the text has a lone surrogate at character {error.start}: that is no Unicode text"
+            f"the text has a lone surrogate at character {error.start}, which is not valid Unicode"
         ) from error
     try:
         with contained():

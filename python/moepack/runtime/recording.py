@@ -1,15 +1,15 @@
-"""Recording the kernels of a function in CUDA graphs, with calls between them that the host takes part in.
+"""Records the kernels of a function in CUDA graphs, with calls between them that involve the host.
 
-What only launches kernels is recorded once and replayed. A call that asks what a router chose waits for the device,
-which no graph can do: such a call is an *interlude*. It ends the graph that is being recorded, runs anew at each replay
-from the tensors that the graph before it has written, and the graph behind it reads what it gave.
+Code that only launches kernels is recorded once and replayed. A call that depends on the router's choice waits for the
+device, which a graph cannot do. Such a call is an *interlude*: it ends the current graph, runs again on each replay
+with the tensors written by the preceding graph, and the following graph reads its result.
 
 Invariants:
-- A function is recorded and replayed under the device that it launches on, whichever device is the current one. A
-  capture on another device's stream would hold no kernel, and its replay would do nothing.
+- A function is recorded and replayed with its own device as the current one. A capture on another device's stream
+  would contain no kernels, and its replay would do nothing.
 - The first replay checks that the result was written. A recording without kernels is an error.
-- Graphs and interludes run in the order in which they were recorded, on one stream, so they share one pool of memory.
-- An interlude does not run while it is recorded: what it gives has a known shape and is not read then.
+- Graphs and interludes run in recording order on one stream, so they share one memory pool.
+- An interlude does not run during recording: its result has a known shape and is not read at that time.
 """
 
 import gc
@@ -30,14 +30,14 @@ _current = local()
 
 
 class Unwritten(RuntimeError):
-    """A replay that did not write its result."""
+    """A replay did not write its result."""
 
 
 def interlude(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
-    """Call a function that waits for the device; while this thread records, let replays call it.
+    """Call a function that waits for the device; if this thread is recording, defer the call to replays.
 
     Args:
-        function: takes the tensors; gives float32 of the shape of `x`.
+        function: takes the tensors; returns float32 in the shape of `x`.
         x, others: its arguments.
     """
     recording: _Recording | None = getattr(_current, "recording", None)
@@ -45,7 +45,7 @@ def interlude(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Te
 
 
 def pause(function: Callable[[], None]) -> None:
-    """Call a function that cannot be recorded; while this thread records, let replays call it."""
+    """Call a function that cannot be recorded; if this thread is recording, defer the call to replays."""
     recording: _Recording | None = getattr(_current, "recording", None)
     if recording is None:
         function()
@@ -56,21 +56,21 @@ def pause(function: Callable[[], None]) -> None:
 def record(
     function: Callable[[], Tensor], device: torch.device, *, tidy: bool = True, pool: Any = None
 ) -> tuple[Callable[[], None], Tensor]:
-    """Record the kernels of a function; they run when the result is called, not before.
+    """Record the kernels of a function; they only run when the returned function is called.
 
     Args:
         function: launches kernels on the device.
         device: a GPU, with its index.
-        tidy: give unused memory back before, as a recording keeps what it uses. It takes a third of a second.
-        pool: memory that it shares with recordings that never run at the same time
-            (`torch.cuda.graph_pool_handle`); None takes a pool of its own.
+        tidy: free unused memory first, because a recording keeps the memory that it uses. Takes a third of a second.
+        pool: a memory pool shared with recordings that never run concurrently (`torch.cuda.graph_pool_handle`); None
+            creates a new pool.
 
     Returns:
-        A function that runs the kernels, and the result, which each run writes anew. The first run raises
+        A function that runs the kernels, and the result tensor, which each run overwrites. The first run raises
         `Unwritten` if nothing wrote the result.
 
     Raises:
-        RuntimeError: the function does outside of interludes what cannot be recorded.
+        RuntimeError: the function does something outside of interludes that cannot be recorded.
     """
     recording = _Recording(device, pool or torch.cuda.graph_pool_handle())
     if tidy:
@@ -82,7 +82,7 @@ def record(
 
 
 _UNWRITTEN = -(2.0**115)
-"""What marks a result before the first run. Exact in float32 and bfloat16, and no value of a model."""
+"""Marks the result before the first run. Exact in float32 and bfloat16, and never a model's output."""
 
 
 class _Checked:
@@ -90,7 +90,7 @@ class _Checked:
 
     Args:
         recording: the kernels.
-        output: what they write; its contents are lost.
+        output: the tensor that they write; its contents are lost.
     """
 
     def __init__(self, recording: "_Recording", output: Tensor) -> None:
@@ -114,20 +114,20 @@ _one_at_a_time = Lock()
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device on which everything is recorded.
+    """The stream for all recordings on a device.
 
-    torch gives the same streams out again and again, and what another thread launches on one that records would be
-    recorded, too. Nobody else asks for streams of this priority.
+    torch reuses its pooled streams, so work that another thread launches on a recording stream would be recorded, too.
+    No other code requests streams of this priority.
     """
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class _Recording:
-    """Graphs and interludes in turn.
+    """A sequence of graphs and interludes.
 
     Args:
-        device: where its kernels run.
-        pool: the memory of the graphs.
+        device: the device of its kernels.
+        pool: the memory pool of the graphs.
     """
 
     def __init__(self, device: torch.device, pool: Any) -> None:
@@ -137,8 +137,8 @@ class _Recording:
         self._graph: torch.cuda.CUDAGraph
 
     def of(self, function: Callable[[], Tensor]) -> Tensor:
-        """Record a function; its result."""
-        # Garbage may hold memory that the driver does not free during a capture.
+        """Record a function and return its result."""
+        # Garbage may own memory that the driver cannot free during a capture.
         with _one_at_a_time, without_collector(), torch.cuda.stream(_stream(self._device)):
             _current.recording = self
             try:
@@ -146,7 +146,7 @@ class _Recording:
                 try:
                     output = function()
                 except BaseException:
-                    with suppress(RuntimeError):  # it may be what has ended the capture
+                    with suppress(RuntimeError):  # the error may have ended the capture already
                         self._graph.capture_end()
                     raise
                 self._end()
@@ -155,13 +155,13 @@ class _Recording:
         return output
 
     def replay(self) -> None:
-        """Run everything."""
+        """Run all graphs and interludes in order."""
         with torch.cuda.device(self._device):
             for step in self._steps:
                 step()
 
     def interlude(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
-        """Leave a call to replays; gives where its results will be."""
+        """Defer a call to replays; return the tensor for its results."""
         self._end()
         given = torch.empty_like(x, dtype=torch.float32)
         self._steps.append(lambda: given.copy_(function(x, *others)))
@@ -169,7 +169,7 @@ class _Recording:
         return given
 
     def pause(self, function: Callable[[], None]) -> None:
-        """Leave a call without a result to replays."""
+        """Defer a call without a result to replays."""
         self._end()
         self._steps.append(function)
         self._begin()

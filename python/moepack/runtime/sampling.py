@@ -1,7 +1,7 @@
-"""How the next token is chosen: one set of settings for everything that generates.
+"""Sampling settings, and the choice of the next token; shared by everything that generates.
 
-The arithmetic is that of transformers' logits processors, in transformers' order: repetition penalty, temperature,
-top-k, top-p, min-p.
+The arithmetic and its order are those of transformers' logits processors: repetition penalty, temperature, top-k,
+top-p, min-p.
 """
 
 import math
@@ -17,25 +17,26 @@ from moepack.runtime.vocabulary import require_head
 __all__ = ["Sampler", "Sampling", "given"]
 
 COLDEST = 1e-6
-"""The least that logits are divided by: with less, logits of float32 overflow. It draws the likeliest token already."""
+"""The lowest divisor of logits: float32 logits overflow with less. Sampling is already greedy at this temperature."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of a generation; the defaults take the likeliest token each time.
+    """Settings for generation; the defaults are greedy.
 
     Attributes:
-        temperature: 0 takes the likeliest token, anything above draws; below 1 likely tokens gain.
-        top_p: draw among the likeliest tokens that together have this probability, in (0, 1].
-        top_k: draw among so many of the likeliest tokens; 0 among all.
-        min_p: leave out tokens whose probability is below this share of the likeliest one's, in [0, 1].
-        repetition_penalty: above 1, tokens that were there before become less likely (Keskar et al. 2019, section 4.1).
+        temperature: 0 is greedy, larger values sample; below 1 favors likely tokens.
+        top_p: sample from the likeliest tokens whose probabilities sum to this, in (0, 1].
+        top_k: sample from this many of the likeliest tokens; 0 means all.
+        min_p: exclude tokens below this fraction of the largest probability, in [0, 1].
+        repetition_penalty: values above 1 make tokens that already occurred less likely (Keskar et al. 2019, section
+            4.1).
         max_new_tokens: the most tokens to generate.
         stop: strings that end the text; they are not part of it.
-        seed: of the random numbers; None draws one.
+        seed: random seed; None draws one.
 
     Raises:
-        ValueError: a setting is out of its range.
+        ValueError: a setting is out of range.
     """
 
     temperature: float = 0.0
@@ -62,14 +63,14 @@ class Sampling:
 
     @classmethod
     def of_model(cls, model: Any, **chosen: Any) -> "Sampling":
-        """Settings that are given, and otherwise those that the model is published with.
+        """Combine explicit settings with a model's published ones.
 
         Args:
-            model: a loaded model; its generation_config counts where it says that tokens are to be drawn.
-            chosen: fields by name; None counts as not given.
+            model: a loaded model; its generation_config applies if it enables sampling.
+            chosen: fields by name; None means unset.
 
         Raises:
-            UnsupportedModelError: the model predicts no tokens.
+            UnsupportedModelError: the model has no language-model head.
         """
         require_head(model)
         published = model.generation_config
@@ -78,7 +79,7 @@ class Sampling:
         return cls(**{"seed": None, **given(**settings), **given(**chosen)})
 
     def arguments(self) -> dict[str, Any]:
-        """What transformers' `generate` takes for these settings, but for the stop strings and the seed."""
+        """Return the arguments of transformers' `generate` for these settings, except stop strings and the seed."""
         always = {"max_new_tokens": self.max_new_tokens, "repetition_penalty": self.repetition_penalty}
         if not self.temperature:
             return {**always, "do_sample": False}
@@ -97,7 +98,7 @@ def given(**settings: Any) -> dict[str, Any]:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence, with random numbers of its own."""
+    """Chooses the tokens of one sequence, with its own random generator."""
 
     def __init__(self, sampling: Sampling) -> None:
         from transformers import generation
@@ -138,7 +139,7 @@ class Sampler:
         return int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self._random))
 
     def scores(self, logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
-        """Return the logarithms of what tokens are drawn with, up to a constant, `[vocabulary]`; as for `choose`."""
+        """Return log-probabilities up to a constant, `[vocabulary]`; arguments as in `choose`."""
         scores = logits.float().unsqueeze(0)
         if self._processors:
             scores = self._processors(torch.tensor([ids], device=scores.device), scores)

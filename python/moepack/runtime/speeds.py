@@ -1,7 +1,7 @@
-"""How fast this machine multiplies by weights of each format: one token, all threads, measured once and kept in a file.
+"""Measures how fast this machine multiplies by weights of each format, and keeps the results in a file.
 
-Weights a second of a matrix that the last cores' caches do not hold alone; `moepack doctor` measures, and the plan of
-`moepack compress` expects tokens a second from them.
+Speeds are in weights per second, for one token on all threads and a matrix larger than the last-level cache of a core.
+`moepack doctor` measures them, and the plan of `moepack compress` uses them to estimate tokens per second.
 """
 
 import json
@@ -19,13 +19,13 @@ from moepack import _core
 __all__ = ["kept_speeds", "measure_speeds", "token_seconds"]
 
 SHAPE = (4, 2048, 4096)
-"""Experts, rows and columns that are multiplied: 33 million weights."""
+"""Experts, rows and columns of the measured tensors: 33 million weights."""
 
 CALLS = 5
-"""Calls of each kind; the fastest counts."""
+"""Calls for each format; the fastest counts."""
 
 WIDTHS = (2, 3, 4, 8)
-"""Bits of group-wise integers that are measured; coded integers are, at 2 and 4 bits."""
+"""Measured widths of group-wise integers in bits; coded integers are measured at 2 and 4 bits."""
 
 
 def _file() -> Path:
@@ -38,7 +38,7 @@ def _machine() -> str:
 
 
 def kept_speeds() -> dict[str, float] | None:
-    """Weights a second by format (`int4`, `coded2`, ...) as they were measured; None if they were not yet."""
+    """Return the stored speeds in weights per second by format (`int4`, `coded2`, ...); None if not measured."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(_file().read_text())[_machine()]
         return {str(name): float(speed) for name, speed in found.items()}
@@ -46,7 +46,7 @@ def kept_speeds() -> dict[str, float] | None:
 
 
 def measure_speeds() -> dict[str, float]:
-    """Measure all formats, a few seconds, and keep the result for this version, instruction set and thread count."""
+    """Measure all formats in a few seconds, and store the result by version, instruction set and thread count."""
     found = {f"int{bits}": _speed(_groupwise(bits)) for bits in WIDTHS}
     found |= {f"coded{bits}": _speed(_coded(bits)) for bits in (2, 4)}
     known = {}
@@ -59,7 +59,7 @@ def measure_speeds() -> dict[str, float]:
 
 
 def token_seconds(kind: str, bits: float, weights: float, speeds: Mapping[str, float]) -> float:
-    """Time of so many weights of a format, between or beyond the widths that were measured."""
+    """Estimate the time to multiply by weights of a format, interpolating between the measured widths."""
     widths = sorted(int(name.removeprefix(kind)) for name in speeds if name.startswith(kind))
     inverse = np.interp(bits, widths, [1 / speeds[f"{kind}{width}"] for width in widths])
     return float(weights * inverse)
@@ -85,6 +85,6 @@ def _groupwise(bits: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _coded(bits: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    # The entropy of Gaussian integers of deviation s is log2(s) and 2.05 bits.
+    # The entropy of Gaussian integers with standard deviation s is log2(s) + 2.05 bits.
     values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(bits)) * 2 ** (bits - 2.05)
     return _core.encode_coded(values.round().to(torch.int8).numpy(), np.ones((1, 1), np.float32), ndim=3)

@@ -1,6 +1,6 @@
-"""Which code takes a model's decoding steps: the core, recorded CUDA graphs, or transformers, and why.
+"""Reports which code runs a model's decoding steps: the core, recorded CUDA graphs, or transformers, and why.
 
-A fast path that is not taken changes no result, so nothing but the speed shows it. Programs therefore print this.
+Falling back to the slow path does not change results, only speed. Programs therefore print this report.
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from moepack.runtime.prefix import new_cache
 __all__ = ["Stepping", "stepping", "tried"]
 
 _TRIED = 3
-"""Steps of a trial: a GPU records the second one and replays the third."""
+"""Steps of a trial: a GPU records the second step and replays the third."""
 
 
 @dataclass(frozen=True)
 class Stepping:
-    """Who took decoding steps.
+    """Which code ran decoding steps.
 
     Attributes:
-        fast: the code that can: "the core" or "CUDA graphs"; None if there is none for this model.
-        taken: steps that it took.
-        left: steps that it left to transformers.
-        reason: why it left the latest one, or why there is none.
+        fast: the fast path: "the core" or "CUDA graphs"; None if this model has none.
+        taken: steps run by the fast path.
+        left: steps left to transformers.
+        reason: why the latest step was left to transformers, or why there is no fast path.
     """
 
     fast: str | None
@@ -45,7 +45,7 @@ class Stepping:
 
 
 def stepping(model: Any) -> Stepping:
-    """Return who has taken the steps of a loaded model so far."""
+    """Return which code ran the steps of a loaded model so far."""
     decoder = decoder_of(model)
     forward = vars(decoder).get("forward")
     if not isinstance(forward, DecoderForward):
@@ -55,14 +55,14 @@ def stepping(model: Any) -> Stepping:
 
 
 def tried(model: Any) -> Stepping:
-    """Return who takes the steps of a loaded model, by a few steps of one sequence."""
+    """Run a few steps of one sequence and return which code runs the steps of a loaded model."""
     before = stepping(model)
     if before.fast is None:
         return before
     ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with torch.inference_mode():
         given = cache_argument(model, new_cache(model))
-        for place in range(1 + _TRIED):  # models of images and text may keep positions of other sequences: give them
+        for place in range(1 + _TRIED):  # multimodal models may keep positions of other sequences: pass them explicitly
             model(ids, position_ids=torch.full_like(ids, place), use_cache=True, **given)
     after = stepping(model)
     taken = after.taken - before.taken
@@ -70,7 +70,7 @@ def tried(model: Any) -> Stepping:
 
 
 def _obstacle(model: Any, decoder: Any) -> str:
-    """Why there is no fast path for a model."""
+    """Why a model has no fast path."""
     if model.config.is_encoder_decoder:
         return "there is no fast path for encoder-decoders"
     if family_of(decoder) is None:

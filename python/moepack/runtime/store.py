@@ -1,8 +1,8 @@
-"""Where packed bytes are, and how they come to the device that multiplies by them.
+"""Stores of packed bytes: where the bytes are, and how they reach the device that multiplies.
 
-Modules with packed weights ask their store for the matrices of a call, and know neither files nor caches. Bytes may lie
-in mapped files (`MappedStore`), in memory of the process's own (`moepack.runtime.resident`), or come in parts to where
-they are needed; the modules compute the same.
+Packed modules ask their store for the matrices of a call; they know neither files nor caches. Bytes may be in mapped
+files (`MappedStore`), in anonymous memory (`moepack.runtime.resident`), or arrive in parts where they are needed. The
+modules compute the same result in all cases.
 """
 
 from abc import ABC, abstractmethod
@@ -25,25 +25,25 @@ __all__ = [
 ]  # fmt: skip
 
 Shape = tuple[int, int, int]
-"""Experts, rows and columns; a linear layer has one expert."""
+"""Experts, rows and columns; a linear layer has a single expert."""
 
 Matrices = tuple[Matrix, ...]
 """All projections of a layer."""
 
 Portion = tuple[Matrices, Tensor]
-"""The projections of a layer, and the experts of a call whose bytes are there; another number stands for others."""
+"""The projections of a layer, and the experts of a call whose bytes are loaded; out-of-range values mark the others."""
 
 Portions = Generator[Portion, None, None]
-"""Portions in turn; bytes of one are there until the next one is asked for, or the generator is closed."""
+"""Portions in order; the bytes of a portion are valid until the next one is requested or the generator is closed."""
 
 
 class Call(NamedTuple):
-    """What a layer of experts is called with, on one device.
+    """The arguments of an expert layer, on one device.
 
     Attributes:
         x: [T, H], activations.
-        experts: [T, k] int64, those that are chosen; a number that is no expert's is skipped.
-        weights: [T, k], what the experts' outputs are multiplied by.
+        experts: [T, k] int64, the chosen experts; out-of-range values are skipped.
+        weights: [T, k], the routing weights.
     """
 
     x: Tensor
@@ -52,17 +52,17 @@ class Call(NamedTuple):
 
 
 Multiply = Callable[[Matrices, Call], Tensor]
-"""Gives the outputs [T, H] of a call, on its device."""
+"""Computes the outputs [T, H] of a call, on its device."""
 
 
 _open: WeakValueDictionary[tuple[torch.device, int], Matrix] = WeakValueDictionary()
-"""The matrices that somebody holds, by where their bytes are; a matrix keeps its bytes, so no address is used twice."""
+"""Open matrices by device and address. A matrix keeps its bytes alive, so no address is reused while it is open."""
 
 
 def sum_portions(portions: Portions, call: Call, multiply: Multiply) -> Tensor:
-    """Add up the outputs of a call, portion by portion."""
+    """Sum the outputs of a call over its portions."""
     outputs: Tensor | None = None
-    with closing(portions):  # at once, and in this thread, where `multiply` raises
+    with closing(portions):  # closes at once and in this thread if `multiply` raises
         for matrices, chosen in portions:
             portion = multiply(matrices, call._replace(experts=chosen))
             outputs = portion if outputs is None else outputs.add_(portion)
@@ -71,33 +71,33 @@ def sum_portions(portions: Portions, call: Call, multiply: Multiply) -> Tensor:
 
 
 def matrix_over(data: Tensor, **place: Any) -> Matrix:
-    """Return the matrix that is open over packed bytes, or open one.
+    """Return the matrix that is open over packed bytes; open one if necessary.
 
     Args:
-        data: flat uint8 on a device of a backend.
+        data: flat uint8 on a device that has a backend.
         **place: `file` and `tensor`, for messages.
 
     Raises:
-        CorruptionError: the bytes contradict their format.
-        LoadError: their format is unknown, or no backend takes their device.
+        CorruptionError: the bytes violate their format.
+        LoadError: the format is unknown, or the device has no backend.
     """
     return _open.get((data.device, data.data_ptr())) or _opened(data, **place)
 
 
 def _opened(data: Tensor, **place: Any) -> Matrix:
-    """A new matrix, from here on the one over its bytes."""
+    """Open a new matrix and register it."""
     matrix = backend_for(data.device).open(data, **place)
     _open[data.device, data.data_ptr()] = matrix
     return matrix
 
 
 class Layer(Protocol):
-    """A module with packed weights, as stores see it (`moepack.runtime.packed.PackedModule`).
+    """A packed module, as stores see it (`moepack.runtime.packed.PackedModule`).
 
     Attributes:
-        shapes: of the projections, in the order of the computation.
-        places: file and tensor of the projections' bytes, as far as they are known, for messages.
-        readers: opened matrices by projection, each with the address of its bytes; the store's own notes.
+        shapes: the projections' shapes, in order of computation.
+        places: the file and tensor of each projection's bytes, if known, for messages.
+        readers: opened matrices by projection, with the address of their bytes; managed by the store.
     """
 
     shapes: dict[str, Shape]
@@ -106,7 +106,7 @@ class Layer(Protocol):
     _buffers: Any
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Let the module have a buffer."""
+        """Register a buffer of the module."""
         ...
 
 
@@ -114,8 +114,8 @@ class ExpertStore(ABC):
     """Keeps the packed bytes of layers.
 
     Attributes:
-        by_channels: whether records of channels are there only while `channels` says so.
-        asks_host: whether `portions` and `summed` wait for the device to learn which experts were chosen.
+        by_channels: whether channel records are only available during `channels`.
+        asks_host: whether `portions` and `summed` wait for the device to learn the chosen experts.
     """
 
     by_channels = False
@@ -123,7 +123,7 @@ class ExpertStore(ABC):
 
     @property
     def statistics(self) -> Any:
-        """What bringing experts did so far (`moepack.runtime.streaming.Statistics`); None where all are there."""
+        """Transfer statistics (`moepack.runtime.streaming.Statistics`); None if all experts are always in memory."""
         return None
 
     @abstractmethod
@@ -136,44 +136,44 @@ class ExpertStore(ABC):
         file: str | PathLike[str] | None = None,
         tensor: str | None = None,
     ) -> None:
-        """Take the bytes of a projection.
+        """Set the bytes of a projection.
 
         Args:
-            layer: whose projection it is.
-            projection: one of the layer's.
-            data: flat uint8, maybe a read-only file map, which must stay unchanged from here on.
-            file: where they lie, for messages.
+            layer: the layer.
+            projection: the name of its projection.
+            data: flat uint8, possibly a read-only file map; must not change afterwards.
+            file: their file, for messages.
             tensor: their name, for messages.
 
         Raises:
-            CorruptionError: the bytes contradict their format.
-            LoadError: their format is unknown, no backend takes their device, or their shape is not the layer's.
+            CorruptionError: the bytes violate their format.
+            LoadError: the format is unknown, the device has no backend, or the shape is not the layer's.
         """
 
     @abstractmethod
     def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> Matrices:
-        """Return the matrices of all projections, the bytes of some experts on a device.
+        """Return the matrices of all projections, with the bytes of the given experts on a device.
 
         Args:
-            layer: whose projections.
-            experts: numbers of the experts that will be used, in any shape and order, more than once or beyond the
-                last; None for all.
-            device: where they will be used.
+            layer: the layer.
+            experts: indices of the experts that will be used, in any shape and order, with possible duplicates and
+                out-of-range values; None for all.
+            device: the device that will use them.
 
         Raises:
-            LoadError: the layer has no bytes yet, or they cannot be had on the device.
+            LoadError: the layer has no bytes yet, or they cannot be provided on the device.
         """
 
     def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Portions:
-        """Give the chosen experts in portions that can be on the device at a time, one by default.
+        """Yield the chosen experts in portions that fit on the device at once; by default a single portion.
 
-        The outputs of a call are the sum of the portions' outputs. A portion's bytes are there until the next one is
-        asked for, or the iterator is closed.
+        The outputs of a call are the sum of its portions' outputs. The bytes of a portion are valid until the next one
+        is requested or the iterator is closed.
 
         Args:
-            layer: whose experts.
-            experts: their numbers, [T, k], as in `fetch`.
-            device: where they are used.
+            layer: the layer.
+            experts: expert indices, [T, k], as in `fetch`.
+            device: the device that will use them.
 
         Raises:
             LoadError: as in `fetch`.
@@ -181,51 +181,51 @@ class ExpertStore(ABC):
         yield self.fetch(layer, experts, device), experts
 
     def summed(self, layer: Layer, call: Call, multiply: Multiply) -> Tensor:
-        """Sum the outputs of the chosen experts, [T, H], as their bytes come.
+        """Sum the outputs of the chosen experts, [T, H], as their bytes arrive.
 
         Args:
-            layer: whose experts.
-            call: what it is called with.
-            multiply: gives the sum for the experts whose bytes are there; called for each portion of them, maybe with
-                the call's tensors on another device, where the bytes are, and maybe in another thread.
+            layer: the layer.
+            call: the arguments of the layer.
+            multiply: computes the sum for the experts whose bytes are loaded. It is called for each portion, possibly
+                with the call's tensors on another device that has the bytes, and possibly in another thread.
         """
         return sum_portions(self.portions(layer, call.experts, call.x.device), call, multiply)
 
     def channels(self, layer: Layer, experts: Tensor, ups: Tensor) -> Iterator[Tensor]:
-        """Give the channels that a call wants in portions that can be in memory at a time, one by default.
+        """Yield the requested channels in portions that fit into memory at once; by default a single portion.
 
         Args:
-            layer: whose experts.
-            experts: their numbers, [T, k]; a number that is no expert's has no channels.
-            ups: [T, k, I], zero where a channel is skipped.
+            layer: the layer.
+            experts: expert indices, [T, k]; out-of-range values have no channels.
+            ups: [T, k, I], zero for skipped channels.
 
         Yields:
-            `ups` with zeros in place of the other portions' channels. A portion's records are there until the next one
-            is asked for, or the iterator is closed.
+            `ups` with the channels of other portions set to zero. The records of a portion are valid until the next
+            one is requested or the iterator is closed.
         """
         yield ups
 
     @abstractmethod
     def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:
-        """Say that `fetch` is likely to be called with these arguments: the store may begin to read."""
+        """Announce that `fetch` will probably be called with these arguments; the store may start to read."""
 
 
 class MappedStore(ExpertStore):
-    """Bytes stay where they are given, by default in mapped files, whose pages are read as they are used.
+    """Leaves bytes where they are, by default in mapped files, whose pages are read on use.
 
-    They are uint8 buffers of the layer, named after the projections: casts to another dtype leave them alone, they are
-    part of `state_dict`, and nothing ever writes into them (the map is read-only).
+    The bytes are uint8 buffers of the layer, named after its projections. Dtype casts do not affect them, they are part
+    of `state_dict`, and nothing writes to them (the map is read-only).
     """
 
     def put(self, layer: Layer, projection: str, data: AnyTensor, **place: Any) -> None:
-        """Take bytes without copying them; see `ExpertStore.put`."""
+        """Use bytes without copying them; see `ExpertStore.put`."""
         buffer = as_bytes(data)
         self._take(layer, projection, buffer, _opened(buffer, **place), **place)
 
     def _take(self, layer: Layer, projection: str, buffer: Tensor, matrix: Matrix, **place: Any) -> None:
-        """Make bytes those of a projection."""
+        """Register bytes as those of a projection."""
         if matrix.shape != layer.shapes[projection]:
-            message = f"the packed tensor is {matrix.shape}, the model's {projection} is {layer.shapes[projection]}"
+            message = f"the packed tensor has shape {matrix.shape}, the model's {projection} {layer.shapes[projection]}"
             raise LoadError(message, **place)
         layer._buffers.pop(projection, None)
         layer.register_buffer(projection, buffer)
@@ -237,13 +237,13 @@ class MappedStore(ExpertStore):
         return tuple(self._matrix(layer, projection, device) for projection in layer.shapes)
 
     def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:
-        """Do nothing: the bytes are where they are used."""
+        """Do nothing: the bytes are already in place."""
 
     def _matrix(self, layer: Layer, projection: str, device: torch.device) -> Matrix:
-        """The reader of a projection, made anew where its buffer was moved or copied (`deepcopy`)."""
+        """The open matrix of a projection, reopened if its buffer was moved or copied (`deepcopy`)."""
         buffer: Tensor | None = layer._buffers.get(projection)
         if buffer is None:
-            raise LoadError(f"packed weights without bytes: load the model first ({projection} is missing)")
+            raise LoadError(f"packed weights have no bytes: load the model first ({projection} is missing)")
         if buffer.device != device:
             raise LoadError(f"packed weights on '{buffer.device}' cannot be used on '{device}'")
         pointer, matrix = layer.readers.get(projection, (None, None))

@@ -1,7 +1,8 @@
-"""The text of an answer as its tokens come, up to a stop string.
+"""The text of an answer, streamed up to a stop string.
 
-Invariants: the pieces join to what the tokenizer's `decode` makes of all shown tokens, up to the stop string that is
-complete first. No piece ends inside a character. Text that may still become a stop string is held back.
+Invariants: the pieces join to the text that the tokenizer's `decode` returns for all visible tokens, up to the stop
+string that is completed first. No piece ends inside a character. Text that may be the start of a stop string is held
+back.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,10 +15,10 @@ __all__ = ["TextStream", "end_strings", "end_tokens", "hidden_tokens"]
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer. They come from the generation config and the tokenizer.
+    """Return the tokens that end an answer, from the generation config and the tokenizer.
 
     Raises:
-        UnsupportedModelError: the model predicts no tokens.
+        UnsupportedModelError: the model has no language-model head.
     """
     require_head(model)
     published = model.generation_config.eos_token_id
@@ -26,13 +27,13 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def end_strings(model: Any) -> tuple[str, ...]:
-    """Return the strings that the model was published with to end an answer."""
+    """Return the stop strings in the model's generation config."""
     published = getattr(model.generation_config, "stop_strings", None) or []
     return (published,) if isinstance(published, str) else tuple(published)
 
 
 def hidden_tokens(ends: Iterable[int], tokenizer: Any) -> frozenset[int]:
-    """Return the tokens of an answer that are no part of its text: the `ends`, padding and the start of a text."""
+    """Return the tokens of an answer that are not part of its text: `ends`, padding and the start of a text."""
     return frozenset({*ends, tokenizer.pad_token_id, tokenizer.bos_token_id} - {None})
 
 
@@ -41,12 +42,12 @@ class TextStream:
 
     Attributes:
         text: all pieces so far.
-        stopped: a stop string has come; whatever comes after it is dropped.
+        stopped: whether a stop string was generated; all later text is dropped.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         stop: strings that end the text.
-        hidden: ids of tokens that are not shown.
+        hidden: ids of tokens that are not part of the text.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), hidden: Iterable[int] = ()) -> None:
@@ -59,11 +60,11 @@ class TextStream:
         self._detokenizer = Detokenizer(tokenizer)
 
     def put(self, ids: Iterable[int]) -> str:
-        """Take tokens; return the text that has become certain."""
+        """Add tokens; return the text that has become final."""
         return self._release(self._detokenizer.put(token for token in ids if token not in self.hidden), final=False)
 
     def end(self) -> str:
-        """Return what was held back: no more tokens come."""
+        """Return the held-back text after the last token."""
         return self._release(self._detokenizer.end(), final=True)
 
     def _release(self, text: str, final: bool) -> str:
@@ -78,7 +79,7 @@ class TextStream:
         return text[:certain]
 
     def _uncertain(self, text: str) -> int:
-        """Characters at the end that a stop string may begin with."""
+        """The number of characters at the end that may start a stop string."""
         longest = max(map(len, self.stop), default=1) - 1
         lengths = range(min(longest, len(text)), 0, -1)
         return next((size for size in lengths if any(string.startswith(text[-size:]) for string in self.stop)), 0)

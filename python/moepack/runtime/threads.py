@@ -1,4 +1,4 @@
-"""The number of threads that products use."""
+"""The number of threads used for products."""
 
 import torch
 
@@ -8,7 +8,7 @@ __all__ = ["set_threads"]
 
 
 def set_threads(threads: int) -> None:
-    """Set the number of threads of the packed kernels and of torch, for the whole process.
+    """Set the number of threads of packed kernels and of torch for the process.
 
     Raises:
         ValueError: `threads` is less than 1.

@@ -1,11 +1,11 @@
-"""Tokens on their way into a model: each must be the number of a row of its embedding.
+"""Validates token ids on their way into a model: each must be a row index of its embedding.
 
-A tokenizer may know more tokens than the embedding has rows: added tokens, or the tokenizer of another model. Without a
-check torch raises an IndexError on the CPU; on a GPU a kernel fails, and with it every later call of the process.
+A tokenizer may have more tokens than the embedding has rows, because tokens were added or it belongs to another model.
+Unchecked, torch raises an IndexError on the CPU. On a GPU a kernel fails, and every later call of the process with it.
 
-`require_known` checks tokens where text or a request becomes tokens, and names the token in the tokenizer's spelling.
-`watch` makes a model check what it is called with, so that no caller can go around the check.
-`require_head` checks that tokens come out of it at all.
+`require_known` checks tokens where text or a request is tokenized, and names the token in the tokenizer's spelling.
+`watch` makes a model check its own inputs, so no caller can bypass the check.
+`require_head` checks that a model has a language-model head.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ __all__ = ["first_unknown", "naming", "require_head", "require_known", "unknown"
 
 _INPUTS = ("input_ids", "decoder_input_ids")
 _IGNORED = -100
-"""The label of positions that have no loss."""
+"""The label of positions without loss."""
 
 
 def vocabulary_of(model: Any) -> int | None:
-    """Return the number of rows of a model's input embedding; None where the model does not say."""
+    """Return the number of rows of a model's input embedding; None if it is unknown."""
     try:
         embedding = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -35,13 +35,13 @@ def vocabulary_of(model: Any) -> int | None:
 
 
 def require_head(model: Any) -> None:
-    """Raise where a model predicts no tokens.
+    """Raise if a model has no language-model head.
 
     Raises:
-        UnsupportedModelError: its class has no head that does.
+        UnsupportedModelError: its class has no such head.
     """
     if not getattr(model, "can_generate", lambda: True)():
-        raise UnsupportedModelError(f"{type(model).__name__} predicts no tokens: it is a model without such a head")
+        raise UnsupportedModelError(f"{type(model).__name__} has no language-model head, so it cannot predict tokens")
 
 
 def first_unknown(ids: Sequence[int] | torch.Tensor, rows: int) -> int | None:
@@ -56,10 +56,10 @@ def first_unknown(ids: Sequence[int] | torch.Tensor, rows: int) -> int | None:
 
 
 def unknown(token: int, rows: int, tokenizer: Any = None) -> str:
-    """Return the sentence that says which token is not in the vocabulary."""
+    """Return a message about a token outside the vocabulary."""
     spelled = _spelled(token, tokenizer)
     name = "" if spelled is None else f", {spelled!r} in the tokenizer"
-    return f"token {token} is out of the model's vocabulary of {rows} rows{name}: tokens are between 0 and {rows - 1}"
+    return f"token {token} is outside the model's vocabulary of {rows} rows{name}: ids must be between 0 and {rows - 1}"
 
 
 def require_known(
@@ -68,16 +68,16 @@ def require_known(
     tokenizer: Any = None,
     file: str | PathLike[str] | None = None,
 ) -> None:
-    """Raise where a token is not a row of the embedding.
+    """Raise if a token is not a row of the embedding.
 
     Args:
-        ids: tokens, of any shape.
-        rows: of the embedding (`vocabulary_of`); None checks nothing.
-        tokenizer: that made them, which knows how the token is spelled.
-        file: that they were read from.
+        ids: token ids, of any shape.
+        rows: rows of the embedding (`vocabulary_of`); None disables the check.
+        tokenizer: the tokenizer that produced them, for the token's spelling.
+        file: the file that they were read from.
 
     Raises:
-        TokenError: there is such a token; the message has its id, its spelling and the number of rows.
+        TokenError: a token is out of range; the message has its id, its spelling and the number of rows.
     """
     if rows is not None and (token := first_unknown(ids, rows)) is not None:
         raise _error(token, rows, tokenizer, file)
@@ -85,7 +85,7 @@ def require_known(
 
 @contextmanager
 def naming(tokenizer: Any, file: str | PathLike[str] | None = None) -> Iterator[None]:
-    """Let errors of a model, which does not know its tokenizer, say how the token is spelled."""
+    """Add the token's spelling to errors of a model, which does not know its tokenizer."""
     try:
         yield
     except TokenError as error:
@@ -101,16 +101,16 @@ def _error(token: int, rows: int, tokenizer: Any, file: str | PathLike[str] | No
 
 
 def watch(model: Any) -> None:
-    """Let a model refuse unknown tokens in every call, with a `TokenError`; again is a no-op."""
+    """Make a model reject out-of-range tokens in every call with a `TokenError`; idempotent."""
     if vocabulary_of(model) is not None and _check not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_check, with_kwargs=True)
 
 
 def _check(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Check the tokens of a call; a hook of the model.
+    """Check the tokens of a call; used as a forward pre-hook.
 
-    Images, sound and video stand in a prompt as tokens that the model replaces before it looks them up, so calls with
-    them are left to the model.
+    Images, audio and video appear in a prompt as placeholder tokens that the model replaces before lookup, so calls
+    with media are not checked.
     """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _has_media(kwargs):
         return
@@ -124,7 +124,7 @@ def _check(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
 
 
 def _is_chosen(ids: torch.Tensor) -> bool:
-    """Whether tokens are single ones on a device: the model has chosen them, and a look would wait for the device."""
+    """Whether tokens are single ones on a device: the model chose them, and reading them would synchronize."""
     return ids.is_meta or (ids.device.type != "cpu" and ids.shape[-1] == 1)
 
 
@@ -133,7 +133,7 @@ def _has_media(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _spelled(token: int, tokenizer: Any) -> str | None:
-    """How a tokenizer spells a token; None where it cannot say."""
+    """A tokenizer's spelling of a token; None if it has none."""
     spell = getattr(tokenizer, "convert_ids_to_tokens", None)
     try:
         spelled = None if spell is None or token < 0 else spell(token)

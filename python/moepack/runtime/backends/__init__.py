@@ -1,4 +1,4 @@
-"""The backends that packed weights run on: the CPU, and GPUs. Another is a module here and a call of `register`."""
+"""The backends of packed weights: the CPU, and GPUs. To add one, write a module here and call `register`."""
 
 import torch
 
@@ -13,12 +13,12 @@ _backends: list[Backend] = [CpuBackend(), GpuBackend()]
 
 
 def register(backend: Backend) -> None:
-    """Add a backend; where several support a device, the last one is taken."""
+    """Add a backend. If several support a device, the one added last is used."""
     _backends.insert(0, backend)
 
 
 def is_supported(device: torch.device) -> bool:
-    """Say whether packed weights can be multiplied on a device."""
+    """Return whether packed weights can be multiplied on a device."""
     return any(backend.supports(device) for backend in _backends)
 
 
@@ -26,7 +26,7 @@ def backend_for(device: torch.device) -> Backend:
     """Return the backend of a device.
 
     Raises:
-        LoadError: there is none.
+        LoadError: no backend supports it.
     """
     for backend in _backends:
         if backend.supports(device):

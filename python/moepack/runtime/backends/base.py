@@ -1,7 +1,7 @@
-"""What a backend does: products of packed weights on one kind of device, torch tensors in and out.
+"""The backend interface: products of packed weights on one kind of device, with torch tensors in and out.
 
-Everything that a device needs beyond torch (arrays of the core, streams, kernels) stays behind this interface. Modules
-above it, stores included, know tensors, packed matrices that only their backend looks into, and modes.
+Everything that a device needs beyond torch (arrays of the core, streams, kernels) is hidden behind this interface.
+Code above it, including stores, only handles tensors, modes, and packed matrices that are opaque outside their backend.
 """
 
 from abc import ABC, abstractmethod
@@ -30,17 +30,17 @@ class Matrix(Protocol):
 
     @property
     def format(self) -> str:
-        """Name of the format, for people."""
+        """The human-readable name of the format."""
         ...
 
 
 class Coarse(NamedTuple):
-    """What coarse copies know of the channels of each token's experts, [T, k, I] float32.
+    """Results from coarse copies for the channels of each token's experts, [T, k, I] float32.
 
     Attributes:
-        gates: outputs of the gate.
-        ups: outputs of the up projection; zero where a channel is not refined.
-        inner: silu(gate) * up, what the down projection multiplies.
+        gates: outputs of the gate projection.
+        ups: outputs of the up projection; zero for channels that are not refined.
+        inner: silu(gate) * up, the input of the down projection.
     """
 
     gates: Tensor
@@ -49,50 +49,50 @@ class Coarse(NamedTuple):
 
 
 class Backend(ABC):
-    """Products on one kind of device; products accumulate in float32."""
+    """Products on one kind of device, accumulated in float32."""
 
     @abstractmethod
     def supports(self, device: torch.device) -> bool:
-        """Whether tensors of a device can be multiplied."""
+        """Whether tensors on a device can be multiplied."""
 
     @abstractmethod
     def open(self, data: Tensor, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> Matrix:
-        """Open packed bytes, flat uint8 on a supported device; they are neither copied nor changed.
+        """Open packed bytes, flat uint8 on a supported device, without copying or changing them.
 
         Args:
             data: the bytes.
-            file: where they come from, for messages.
+            file: their file, for messages.
             tensor: their name, for messages.
 
         Raises:
-            CorruptionError: the bytes contradict their format.
-            LoadError: their format is unknown.
+            CorruptionError: the bytes violate their format.
+            LoadError: the format is unknown.
         """
 
     @abstractmethod
     def linear(self, matrix: Matrix, x: Tensor, mode: str | None) -> Tensor:
-        """Multiply x [N, C], float32, bfloat16 or float16, by one expert, to [N, R] float32.
+        """Multiply x [N, C], float32, bfloat16 or float16, by a single-expert matrix; return [N, R] float32.
 
         Args:
             matrix: the weights.
             x: the activations.
-            mode: a compute mode, or None for that of the process.
+            mode: a compute mode; None selects the mode of the process.
         """
 
     def grouped(self, matrix: Matrix, x: Tensor, offsets: Tensor, mode: str | None) -> Tensor:
-        """Multiply rows, sorted by expert, by their experts' matrices.
+        """Multiply rows, sorted by expert, by the matrices of their experts.
 
         Args:
             matrix: the weights of E experts.
             x: [N, C], float32, bfloat16 or float16.
-            offsets: [E + 1] int64, where each expert's rows begin; the last is at most N.
+            offsets: [E + 1] int64, the first row of each expert; the last is at most N.
             mode: as in `linear`.
 
         Returns:
-            [N, R] float32; zero for rows behind the last expert's.
+            [N, R] float32; zero for rows after the last expert's.
 
         Raises:
-            LoadError: the device has no such product.
+            LoadError: the device does not support this product.
         """
         raise LoadError(
             "experts that compute more than act(gate x) * up x between their products (biases, clamps, norms) do not "
@@ -100,21 +100,21 @@ class Backend(ABC):
         )
 
     def transposed(self, matrix: Matrix, y: Tensor, offsets: Tensor | None) -> Tensor:
-        """Multiply by the transposed weights, which gives the gradient of a product's activations; CPU only.
+        """Multiply by the transposed weights, which yields the gradient of a product's activations; CPU only.
 
         Args:
-            matrix: the weights, whose values are those of `dequantize` whatever a compute mode rounds them to.
+            matrix: the weights; their values are those of `dequantize`, regardless of rounding by the compute mode.
             y: [N, R], float32, bfloat16 or float16, sorted by expert.
             offsets: as in `grouped`; None for one expert.
 
         Returns:
-            [N, C] float32; zero for rows behind the last expert's.
+            [N, C] float32; zero for rows after the last expert's.
 
         Raises:
-            DeviceError: the device has no such product.
-            LoadError: the format has none.
+            DeviceError: the device does not support this product.
+            LoadError: the format does not support it.
         """
-        raise DeviceError(f"gradients pass through packed weights on the CPU only, a tensor is on '{y.device}'")
+        raise DeviceError(f"gradients through packed weights require the CPU, but a tensor is on '{y.device}'")
 
     @abstractmethod
     def experts(
@@ -126,15 +126,15 @@ class Backend(ABC):
         activation: Activation,
         mode: str | None,
     ) -> Tensor:
-        """Sum the outputs of each token's experts, in an order that depends on the routing alone.
+        """Sum the outputs of each token's experts, in an order that depends only on the routing.
 
         Args:
-            matrices: gate, up and down projection, for down(activation(gate x) * up x); or two, for
+            matrices: gate, up and down projections for down(activation(gate x) * up x), or two matrices for
                 second(activation(first x)).
             x: [T, H], float32, bfloat16 or float16.
-            index: [T, k], the chosen experts; a number that is no expert's is skipped.
-            weights: [T, k], what their outputs are multiplied by.
-            activation: between the projections.
+            index: [T, k], the chosen experts; out-of-range values are skipped.
+            weights: [T, k], the routing weights.
+            activation: applied between the projections.
             mode: as in `linear`.
 
         Returns:
@@ -144,23 +144,23 @@ class Backend(ABC):
     def sparse_experts(
         self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None
     ) -> tuple[Tensor, int]:
-        """Sum the outputs of each token's experts, of which only some channels are computed; see `SparseExperts`.
+        """Sum the outputs of each token's experts, computing only some of their channels; see `SparseExperts`.
 
         Args:
-            matrices: up projections and records of channels; or coarse gate, up and down projections, and records of
-                what finer values add to gate and down, see `RefinedExperts`.
+            matrices: up projections and channel records; or coarse gate, up and down projections, and records of the
+                difference between fine and coarse gate and down values (`RefinedExperts`).
             x: [T, H], float32, bfloat16 or float16.
-            index: [T, k], the chosen experts; a number that is no expert's is skipped.
-            weights: [T, k], what their outputs are multiplied by.
-            mode: as in `linear`, of what is no record.
+            index: [T, k], the chosen experts; out-of-range values are skipped.
+            weights: [T, k], the routing weights.
+            mode: as in `linear`, for products without records.
 
         Returns:
-            [T, H] float32, and how many channels were computed, or refined, over all tokens and their experts.
+            [T, H] float32, and the number of computed or refined channels over all tokens and their experts.
 
         Raises:
-            DeviceError: the device has no such products.
+            DeviceError: the device does not support these products.
         """
-        raise DeviceError("experts of which some channels are computed run on the CPU")
+        raise DeviceError("experts that compute only some of their channels require the CPU")
 
     def wanted_channels(
         self,
@@ -171,18 +171,18 @@ class Backend(ABC):
         weights: Tensor | None = None,
         deciding: Tensor | None = None,
     ) -> Tensor:
-        """Decide which channels of each token's experts are computed from records; errors as of `sparse_experts`.
+        """Select the channels of each token's experts to compute from records; errors as in `sparse_experts`.
 
         Args:
-            matrices: as of `sparse_experts`, or of `coarse_channels`.
-            x, index, mode: as of `sparse_experts`.
-            weights: as of `sparse_experts`; coarse copies decide by them.
-            deciding: [T, H], what decides in place of `x`, which the outputs are still of.
+            matrices: as in `sparse_experts` or `coarse_channels`.
+            x, index, mode: as in `sparse_experts`.
+            weights: as in `sparse_experts`; used in the selection by coarse copies.
+            deciding: [T, H], inputs for the selection instead of `x`; outputs still use `x`.
 
         Returns:
-            [T, k, I] float32, the outputs of the up projection; zero where a channel is skipped.
+            [T, k, I] float32, the outputs of the up projection; zero for skipped channels.
         """
-        raise DeviceError("experts of which some channels are computed run on the CPU")
+        raise DeviceError("experts that compute only some of their channels require the CPU")
 
     def coarse_channels(
         self,
@@ -193,45 +193,45 @@ class Backend(ABC):
         mode: str | None,
         deciding: Tensor | None = None,
     ) -> Coarse:
-        """Compute what coarse copies know of all channels, and decide which are refined; see `RefinedExperts`.
+        """Compute all channels from coarse copies, and select those to refine; see `RefinedExperts`.
 
         Args:
-            matrices: coarse gate, up and down projections, and records of what finer values add to gate and down.
-            x, index, weights, mode: as of `sparse_experts`.
-            deciding: as of `wanted_channels`.
+            matrices: coarse gate, up and down projections, and records of the difference to fine gate and down values.
+            x, index, weights, mode: as in `sparse_experts`.
+            deciding: as in `wanted_channels`.
 
         Raises:
-            DeviceError: the device has no such products.
+            DeviceError: the device does not support these products.
         """
-        raise DeviceError("experts of which some channels are refined run on the CPU")
+        raise DeviceError("experts that refine some of their channels require the CPU")
 
     def refined_channels(
         self, records: Matrix, x: Tensor, index: Tensor, weights: Tensor, coarse: Coarse, ups: Tensor
     ) -> tuple[Tensor, int]:
-        """Refine channels; arguments and errors as of `coarse_channels`.
+        """Refine channels; errors as in `coarse_channels`.
 
         Args:
-            records: what finer values add.
-            x, index, weights: of the call.
-            coarse: what `coarse_channels` gave; its `inner` becomes that of the refined channels.
+            records: the differences between fine and coarse values.
+            x, index, weights: the arguments of the call.
+            coarse: the result of `coarse_channels`; its `inner` is updated for refined channels.
             ups: its `ups`, or a part of them.
 
         Returns:
-            [T, H] float32, what the records' down columns add to the outputs, and how many channels were refined.
+            [T, H] float32, the contribution of the records' down columns, and the number of refined channels.
         """
-        raise DeviceError("experts of which some channels are refined run on the CPU")
+        raise DeviceError("experts that refine some of their channels require the CPU")
 
     def coarse_outputs(self, down: Matrix, coarse: Coarse, index: Tensor, weights: Tensor, mode: str | None) -> Tensor:
-        """Sum the outputs [T, H] of each token's experts by the coarse down projection, from all channels' `inner`."""
-        raise DeviceError("experts of which some channels are refined run on the CPU")
+        """Sum the outputs [T, H] of each token's experts by the coarse down projection of all channels' `inner`."""
+        raise DeviceError("experts that refine some of their channels require the CPU")
 
     def sparse_channels(
         self, records: Matrix, x: Tensor, index: Tensor, weights: Tensor, ups: Tensor
     ) -> tuple[Tensor, int]:
-        """Sum the outputs of each token's experts as `sparse_experts`, by what `wanted_channels` gave for `ups`."""
-        raise DeviceError("experts of which some channels are computed run on the CPU")
+        """Sum the outputs of each token's experts like `sparse_experts`, with `ups` from `wanted_channels`."""
+        raise DeviceError("experts that compute only some of their channels require the CPU")
 
 
 def is_silu(activation: Activation) -> bool:
-    """Whether an activation is SiLU, of which transformers has a class of its own beside torch's."""
+    """Return whether an activation is SiLU; transformers has its own class in addition to torch's."""
     return activation is functional.silu or type(activation).__name__ in ("SiLU", "SiLUActivation")

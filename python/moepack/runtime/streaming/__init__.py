@@ -1,9 +1,10 @@
-"""Experts that stay on disk: a model runs in a number of bytes that the user names.
+"""Streaming experts from disk: a model runs within a given number of bytes.
 
-`stream` lets a model's store keep what every token needs in memory and read the rest as routers ask for it, past the
-system's page cache and into memory that it counts: whole experts (`StreamingStore`), or single channels where experts
-are kept so (`ChannelStore`). `Region` is the address range of a tensor, `Source` reads a file, `Residency` decides
-which experts stay and `RecordCache` which channels. `foresee` lets what enters a layer tell what the next one wants.
+`stream` installs a store that keeps in memory what every token needs. It reads everything else on demand, bypassing the
+page cache, into memory that it accounts for: whole experts (`StreamingStore`), or single channels if experts are stored
+by channel (`ChannelStore`). `Region` is the address range of a tensor, and `Source` reads a file. `Residency` decides
+which experts stay in memory, and `RecordCache` which channels. `foresee` predicts what a layer needs from the inputs of
+the previous one.
 """
 
 from itertools import pairwise
@@ -23,34 +24,34 @@ __all__ = ["ChannelStore", "Statistics", "StreamingStore", "foresee", "statistic
 
 
 def stream(model: Any, memory: int) -> None:
-    """Keep the weights of a packed model whose bytes are mapped within a number of bytes.
+    """Keep the weights of a mapped packed model within a number of bytes.
 
     Args:
-        model: as `moepack.load` gives it, on the CPU.
-        memory: the most bytes that weights may take.
+        model: a model on the CPU from `moepack.load`.
+        memory: the most bytes for weights.
 
     Raises:
-        CorruptionError, LoadError: as `StreamingStore.take`.
+        CorruptionError, LoadError: as in `StreamingStore.take`.
     """
     by_channels = ChannelStore.suits(model, memory)
     (ChannelStore if by_channels else StreamingStore)(memory).take(model)
 
 
 def foresee(model: Any, directory: Path, approximate: bool = False) -> None:
-    """Let what enters each layer of experts tell what the next one is likely to want (`moepack.runtime.prediction`).
+    """Predict what each expert layer needs from the inputs of the previous one (`moepack.runtime.prediction`).
 
     Args:
         model: a packed model.
-        directory: where it was loaded from, which may hold predictors; routers serve elsewhere.
-        approximate: let the guess decide over channels, where experts are kept so.
+        directory: its packed directory, which may contain predictors; otherwise routers are used.
+        approximate: use the prediction to select channels, if experts are stored by channel.
 
     Raises:
-        CorruptionError: the predictors are damaged, or of another model.
-        LoadError: `approximate`, and the experts are not kept by channels.
+        CorruptionError: the predictors are damaged, or belong to another model.
+        LoadError: `approximate` is set, but experts are not stored by channel.
     """
     known, layers = predictors_of(directory), expert_layers(model)
     if approximate and not any(isinstance(layer, SparseExperts) for layer in layers):
-        raise LoadError("nothing can be approximated: the experts are not kept by channels", file=directory)
+        raise LoadError("approximate requires experts that are stored by channel", file=directory)
     names = {id(module): name for name, module in model.named_modules()}
     top_k = described(model.config.model_type).top_k(vars(model.config))
     for before, layer in pairwise(layers):
@@ -61,7 +62,7 @@ def foresee(model: Any, directory: Path, approximate: bool = False) -> None:
         if predictor is None or before.shapes[before.projections[0]][2] != columns:
             continue
         if predictor.direct.shape != (experts, columns):
-            raise CorruptionError("is of another model", file=directory / PREDICTORS, tensor=names[id(layer)])
+            raise CorruptionError("belongs to another model", file=directory / PREDICTORS, tensor=names[id(layer)])
         foresight = Foresight(predictor, min(top_k, experts), approximate)
         before.register_forward_pre_hook(foresight.note)
         if isinstance(layer, SparseExperts):

@@ -1,11 +1,11 @@
-"""A store that keeps the records of experts' channels on disk and reads those that a token asks for.
+"""A store that keeps channel records of experts on disk and reads those that a token needs.
 
-What decides which channels a token computes is always in memory; records come and go one by one (`RecordCache`),
-whichever expert they are of. Where the records of a call are larger than the memory, as those of a prompt may be, they
-come in portions in the order of the file. A call that waits for its records has the time to guess what the next layer
-wants: that is read as soon as nobody waits.
+The weights that select channels are always in memory. Records are loaded and evicted one by one (`RecordCache`),
+regardless of their expert. If the records of a call exceed the memory, as they may for a prompt, they are read in
+portions in file order. While a call waits for its records, it predicts what the next layer needs; those records are
+read once no thread waits.
 
-Invariant: outputs depend on weights, inputs and the budget alone, never on what happens to be in memory.
+Invariant: outputs depend only on weights, inputs and the budget, never on the current contents of memory.
 """
 
 import warnings
@@ -35,24 +35,24 @@ from moepack.units import size
 __all__ = ["ChannelStore", "RecordFile"]
 
 RECORDS = ("channels", "residuals")
-"""Projections that hold records; such a layer has one of them, its last."""
+"""Projections that hold records; each layer has one of them, as its last projection."""
 
 LEAST = 768 << 10
-"""Bytes for which there must be room: a buffer of reads and some records of any common size."""
+"""The least memory in bytes for records: one read buffer and some records of any common size."""
 
 NOTES = 48
-"""Bytes that are kept of each record, in memory or not."""
+"""Bytes of bookkeeping per record, in memory or not."""
 
 APART = 128
-"""Bytes that memory of its own costs a record beside what it holds."""
+"""Bytes of allocation overhead for each record in memory."""
 
 
 class RecordFile:
-    """The records of a tensor, which come from a file.
+    """The records of a tensor, read from a file.
 
     Args:
         records: the tensor.
-        source: the file.
+        source: its file.
     """
 
     def __init__(self, records: StreamedChannels, source: Source) -> None:
@@ -64,7 +64,7 @@ class RecordFile:
         """Read records; see `RecordTensor`.
 
         Raises:
-            CorruptionError: the file ends before.
+            CorruptionError: the file is too short.
             LoadError: the drive reports an error.
         """
         try:
@@ -75,13 +75,13 @@ class RecordFile:
                 self._source.forget()
 
     def drop(self, records: Numbers) -> None:
-        """Let records go."""
+        """Evict records."""
         self.matrix.drop(records)
 
 
 @contextmanager
 def _failures_of(source: Source) -> Iterator[None]:
-    """Let what goes wrong with a file name it."""
+    """Make errors name the file."""
     try:
         yield
     except EOFError as error:
@@ -95,10 +95,10 @@ class _Layer:
     """A layer of the model.
 
     Attributes:
-        matrices: of all projections.
+        matrices: the matrices of all projections.
         file: the records.
-        channels: records of an expert.
-        first: the number of the first record, once it is known.
+        channels: records per expert.
+        first: the index of the first record in the cache, once known.
     """
 
     matrices: Matrices
@@ -108,7 +108,7 @@ class _Layer:
 
 
 class ChannelStore(StreamingStore):
-    """Keeps a model's weights within a number of bytes, records of channels coming and going one by one."""
+    """Keeps a model's weights within a number of bytes by loading and evicting single channel records."""
 
     by_channels = True
 
@@ -118,7 +118,7 @@ class ChannelStore(StreamingStore):
 
     @classmethod
     def suits(cls, model: Any, memory: int) -> bool:
-        """Whether all experts of a model are kept by channels, and memory takes what decides over them."""
+        """Whether all experts of a model are stored by channel, and the weights that select channels fit in memory."""
         layers = expert_layers(model)
         if not layers or any(layer.projections[-1] not in RECORDS for layer in layers):
             return False
@@ -149,8 +149,8 @@ class ChannelStore(StreamingStore):
         buffer, budget = max(own.file.matrix.buffer_bytes for own in layers), self._memory - always
         if budget < LEAST:
             raise LoadError(
-                f"{size(self._memory)} of memory for the weights are too little: what every token needs takes "
-                f"{size(always)} of them, and channels at least {size(LEAST)}"
+                f"{size(self._memory)} of memory for weights is too little: what every token needs takes "
+                f"{size(always)}, and channels need at least {size(LEAST)}"
             )
         readers = min(max(budget // 8 // buffer, 1), READERS)
         records = (budget - readers * buffer) // (nbytes + APART)
@@ -158,8 +158,8 @@ class ChannelStore(StreamingStore):
         if records < demand:
             needed = int(demand) * (nbytes + APART)
             message = (
-                f"{size(budget)} of memory are left for channels, less than the {size(needed)} that one token uses; "
-                f"{size(always + needed + readers * buffer)} or more keep them"
+                f"{size(budget)} of memory is left for channels, less than the {size(needed)} that one token uses; "
+                f"at least {size(always + needed + readers * buffer)} in total avoids this"
             )
             warnings.warn(message, MoepackWarning, stacklevel=2)
         cache = RecordCache(records, nbytes + APART, [own.file for own in layers], readers)
@@ -168,19 +168,19 @@ class ChannelStore(StreamingStore):
         return cache
 
     def _share(self, layer: PackedModule) -> float:
-        """The share of channels that tokens are expected to compute, by the manifest; all where it does not say."""
+        """The expected fraction of computed channels according to the manifest; 1 if it does not specify it."""
         place = layer.places[layer.projections[-1]]
         details = PackedDirectory.open(Path(place["file"]).parent).manifest.tensors[place["tensor"]].details
         skipped = [share for share in details.get("achieved_sparsity", ()) if share is not None]
         return 1 - sum(skipped) / len(skipped) if skipped else 1.0
 
     def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Portions:
-        """Give all experts; the bytes of records are there while `channels` says so."""
+        """Yield all experts at once; record bytes are only available during `channels`."""
         self._refuse_elsewhere(device)
         yield self._layers[layer].matrices, experts
 
     def channels(self, layer: Layer, experts: Tensor, ups: Tensor) -> Iterator[Tensor]:
-        """Read the records of the channels that are wanted, in portions; see `ExpertStore.channels`."""
+        """Read the records of the requested channels in portions; see `ExpertStore.channels`."""
         own: _Layer = self._layers[layer]
         wanted = _records(layer, experts, ups)
         parts = _portions(wanted, self._residency.budget)
@@ -197,7 +197,7 @@ class ChannelStore(StreamingStore):
                 yield torch.where(inside, ups, 0)
 
     def _foreseen(self, layer: Layer, into: list[tuple[Layer, Tensor, Tensor]]) -> None:
-        """Guess what the next layer will choose: it, the experts [T, k] and their channels [T, k, I]."""
+        """Predict what the next layer will choose: append it, its experts [T, k] and their channels [T, k, I]."""
         following, foresight = self._next[layer]
         if (found := foresight.choice()) is not None:
             x, index, weights = found
@@ -207,7 +207,7 @@ class ChannelStore(StreamingStore):
 
 
 def _records(layer: Layer, experts: Tensor, ups: Tensor) -> NDArray[np.int64]:
-    """The records that experts [T, k] want, ascending, each once; `ups` [T, k, I] is zero for skipped channels."""
+    """The unique records that experts [T, k] need, ascending; `ups` [T, k, I] is zero for skipped channels."""
     count, channels, _ = list(layer.shapes.values())[-1]
     known = (experts >= 0) & (experts < count)
     tokens, slots, wanted = torch.where((ups != 0) & known[..., None])
@@ -217,7 +217,7 @@ def _records(layer: Layer, experts: Tensor, ups: Tensor) -> NDArray[np.int64]:
 
 
 def _portions(records: Numbers, budget: int) -> list[Numbers]:
-    """Cut ascending records in portions: one if the budget takes all, else of half of it."""
+    """Split ascending records into portions: one if all fit into the budget, otherwise portions of half the budget."""
     if len(records) <= budget:
         return [records]
     half = max(1, budget // 2)

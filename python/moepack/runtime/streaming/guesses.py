@@ -1,13 +1,13 @@
-"""Reads that nobody waits for yet: what a cache reads ahead on a guess of what will be needed.
+"""Speculative reads: a cache reads what a prediction says will be needed.
 
 Invariants:
-- Demand reads come first: no read of a guess begins while one that somebody waits for is under way.
-- A guess is dropped when the next one comes, or when somebody asks for what is really needed: of its reads those that
-  have begun end, the others never begin.
-- A read that fails is forgotten: whoever needs those bytes reads them again and meets the error.
+- Demand reads have priority: no speculative read starts while a thread waits for a demand read.
+- A guess is dropped when the next one arrives, or when the actual demand is known. Reads that have started are
+  completed; the others never start.
+- A failed read is ignored. If the bytes are needed, they are read again and the error is reported then.
 
-What is read in vain takes memory from what may be needed, and time of the drive and of a processor from what is. So
-guesses are read only while most of what they name is needed; while it is not, they are compared and not read.
+A wrong guess takes memory from data that may be needed, and time of the drive and a core from demand reads. Guesses are
+therefore only read while most of their contents turn out to be needed. Otherwise they are compared, but not read.
 """
 
 import time
@@ -20,26 +20,27 @@ from typing import Any
 __all__ = ["Guesses"]
 
 AHEAD = 4
-"""Threads that read on a guess: few, so that a demand finds the drive nearly idle."""
+"""Threads for speculative reads: few, so that demand reads find the drive nearly idle."""
 
 
 PAYS = 0.5
-"""The share of what is guessed that must be needed for guesses to be read: what is read in vain costs about what a
-right guess saves, its transfer."""
+"""The fraction of a guess that must turn out to be needed for guesses to be read: a wrong read costs about as much as a
+right one saves, namely its transfer."""
 
 MEMORY = 8
-"""Guesses over which that share is averaged."""
+"""The number of guesses over which that fraction is averaged."""
 
 
 class Guesses:
-    """The guess of a cache. Its methods are called while the cache's lock is held.
+    """The current guess of a cache. Callers of its methods hold the cache's lock.
 
     Args:
-        changed: the lock, which is notified of all changes.
-        begin: makes room for a part of a guess and returns what reads it; None where it is there, or there is no room.
+        changed: the lock, notified of all changes.
+        begin: makes room for a part of a guess and returns a function that reads it; None if it is in memory or there
+            is no room.
 
     Attributes:
-        demands: how many threads wait for reads.
+        demands: the number of threads that wait for demand reads.
     """
 
     def __init__(self, changed: Condition, begin: Callable[[Any], Callable[[], None] | None]) -> None:
@@ -52,27 +53,27 @@ class Guesses:
         self._seconds, self._precision = 0.0, 1.0
 
     def counts(self) -> dict[str, Any]:
-        """What happened so far, as `Statistics` names it; guesses count against whoever asks next."""
+        """Return counters, with the names of `Statistics`; each guess is compared with the next demand."""
         return {"guessed": self._guessed, "right": self._right, "wanted": self._wanted, "hidden": self._seconds}
 
     @property
     def pay(self) -> bool:
-        """Whether enough of the last guesses was needed."""
+        """Whether a sufficient fraction of recent guesses was needed."""
         return self._precision >= PAYS
 
     def make(self, about: Iterable[Any], parts: Iterable[Any]) -> None:
-        """Read parts as long as nothing else is wanted.
+        """Read parts as long as there is no other demand.
 
         Args:
-            about: everything that is guessed to be needed next, also what is in memory.
-            parts: what is to be read if guesses pay.
+            about: everything predicted to be needed next, including what is in memory.
+            parts: what to read if guesses pay.
         """
         self._about, self._parts = frozenset(about), deque(parts if self.pay else ())
         for _ in range(min(AHEAD, len(self._parts))):
             self._pool.submit(self._follow, self._parts)
 
     def meet(self, needed: Collection[Any]) -> None:
-        """Hear what is really needed: the guess is over."""
+        """Compare the guess with the actual demand; this ends the guess."""
         self._parts = deque()
         if self._about and needed:
             right = len(self._about.intersection(needed))
@@ -90,7 +91,7 @@ class Guesses:
                 self._ended()
 
     def _next(self, parts: deque[Any]) -> Callable[[], None] | None:
-        """The next read of a guess, once nobody waits for others; None when the guess is over."""
+        """Wait until there is no demand and return the guess's next read; None if the guess has ended."""
         with self._changed:
             self._changed.wait_for(lambda: parts is not self._parts or not self.demands)
             while parts is self._parts and parts:

@@ -1,20 +1,21 @@
-"""Which records of channels are in memory, within a budget: the cache where channels stream one by one.
+"""A cache of channel records within a memory budget, for streaming single channels.
 
-Missing records that are near each other are read together, because another read would take longer; what lies between
-them is forgotten, so that all that is kept was wanted once (`moepack._core.StreamedChannels`). A token asks for
-thousands of records, so what is known of them lies in arrays over all records of a model.
+Missing records that are close to each other in the file are read together, because a separate read would take longer.
+The bytes between them are discarded, so only requested records are kept (`moepack._core.StreamedChannels`). A token
+requests thousands of records, so bookkeeping uses arrays over all records of a model.
 
-On a guess of what the next call wants, records are read while nobody waits for others (`Guesses`); such a read counts
-as a use, so that what was read ahead is not what goes next.
+Records predicted for the next call are read while no thread waits for demand reads (`Guesses`). A speculative read
+counts as a use, so that its records are not the next to be evicted.
 
-When room is needed, records go that nobody holds and whose uses count least, where a use counts half after `HALF_LIFE`
-calls (LRFU: Lee and others, 2001): so records that most tokens want stay even where those of one token do not fit. Uses
-are counted by stretches of neighbours, which agree on how often they are wanted: of one record there are too few.
+To make room, the cache evicts unreferenced records with the lowest use counts. The weight of a use halves every
+`HALF_LIFE` calls (LRFU: Lee and others, 2001). Records that most tokens need therefore stay in memory even if the
+records of a single token do not fit. Uses are counted per stretch of neighboring records, which are needed at similar
+rates; a single record has too few uses.
 
 Invariants:
-- Records in memory, those that are being read included, are never more than the budget.
-- A thread waits for room only while it holds nothing, so that waiting ends.
-- A record that could not be read is not in memory, and everyone who waits for it tries to read it.
+- The number of records in memory, including those being read, never exceeds the budget.
+- A thread waits for room only while it holds no records, so waiting terminates.
+- A record whose read failed is not in memory, and every thread that waits for it tries to read it.
 """
 
 import time
@@ -35,57 +36,57 @@ from moepack.runtime.streaming.residency import Statistics
 __all__ = ["Numbers", "RecordCache", "RecordTensor"]
 
 STRETCH = 16
-"""Neighbouring records whose uses are counted together, and of a guess those that are read together."""
+"""Neighboring records whose uses are counted together; guesses are also read in stretches of this length."""
 
 HALF_LIFE = 256
-"""Calls after which a use counts half."""
+"""Calls after which the weight of a use halves."""
 
 GUESSED = 4
-"""One part in so many of the budget is read on a guess at most."""
+"""At most 1/`GUESSED` of the budget is read speculatively."""
 
 PAUSE = 32
-"""Calls that make no guess after one that took longer than the reads of its call, for there the processor is short, and
-while guesses do not pay."""
+"""Calls without a prediction after one that took longer than its call's reads (the processor is then the bottleneck),
+and while guesses do not pay."""
 
 BATCH = 64
-"""One part in so many of the budget goes at least when room is needed: choosing looks at all records."""
+"""At least 1/`BATCH` of the budget is evicted at once, because choosing scans all records."""
 
 _ABSENT, _COMING, _THERE = 0, 1, 2
 _GROWTH = 2 ** (1 / HALF_LIFE)
 
 Numbers = NDArray[np.int64]
-"""Numbers of records over all tensors, or of one, ascending, each once."""
+"""Unique ascending record indices, over all tensors or within one."""
 
 
 class RecordTensor(Protocol):
-    """A tensor whose records come and go."""
+    """A tensor whose records are loaded and evicted."""
 
     @property
     def count(self) -> int:
-        """How many records it has."""
+        """The number of records."""
         ...
 
     def read(self, records: Numbers, threads: int) -> tuple[int, int]:
-        """Read records, by so many threads at most; how many reads that took, and their bytes."""
+        """Read records with at most `threads` threads; return the number of reads and their bytes."""
         ...
 
     def drop(self, records: Numbers) -> None:
-        """Let records go, if they are there."""
+        """Evict records that are in memory."""
         ...
 
 
 class RecordCache:
-    """Records in memory.
+    """Channel records in memory.
 
     Args:
         budget: the most records.
-        nbytes: what each takes.
-        tensors: whose records, in the order of their numbers.
-        readers: threads that read.
+        nbytes: bytes per record.
+        tensors: the tensors of the records, in index order.
+        readers: the number of reading threads.
 
     Attributes:
         budget: the most records.
-        first: the number of each tensor's first record, and behind the last one how many there are.
+        first: the index of each tensor's first record, followed by the total count.
     """
 
     def __init__(self, budget: int, nbytes: int, tensors: Sequence[RecordTensor], readers: int) -> None:
@@ -104,20 +105,20 @@ class RecordCache:
 
     @property
     def statistics(self) -> Statistics:
-        """What happened so far; hits and misses are records."""
+        """Counters; hits and misses count records."""
         with self._changed:
             return replace(self._statistics, resident=self._resident * self._nbytes, **self._guesses.counts())
 
     def hold(self, records: Numbers, meanwhile: Callable[[], None] | None = None) -> None:
-        """Have records in memory, at most as many as the budget, until `release`.
+        """Load records, at most `budget`, and keep them in memory until `release`.
 
         Args:
-            records: which.
-            meanwhile: makes a guess; is called while reads are under way, if any are, and seldom where that took longer
-                than they did or guesses do not pay.
+            records: the records.
+            meanwhile: makes a prediction. It is called while reads are in flight, and skipped for a while after it took
+                longer than the reads or guesses did not pay.
 
         Raises:
-            CorruptionError, LoadError: one cannot be read; none is held.
+            CorruptionError, LoadError: a record cannot be read; none is held.
         """
         start = time.perf_counter()
         missing = self._claim(records)
@@ -134,20 +135,20 @@ class RecordCache:
             self._statistics.waited += time.perf_counter() - start
 
     def _demanded(self) -> None:
-        """Let guesses be read again."""
+        """Allow speculative reads again."""
         with self._changed:
             self._guesses.demands -= 1
             self._changed.notify_all()
 
     def guess(self, records: Numbers) -> None:
-        """Read records that are likely to be wanted next, as long as nobody waits for others."""
+        """Read records that are likely to be needed next, as long as no thread waits for others."""
         with self._changed:
             absent = records[self._state[records] == _ABSENT][: self.budget // GUESSED]
             parts = np.split(absent, np.flatnonzero(np.diff(absent // STRETCH)) + 1) if len(absent) else []
             self._guesses.make(records.tolist(), parts)
 
     def _begin(self, records: Numbers) -> Callable[[], None] | None:
-        """Make room for records that are read together on a guess."""
+        """Make room for a group of records that a guess reads together."""
         records = records[self._state[records] == _ABSENT][: max(self.budget - self._held, 0)]
         if not len(records):
             return None
@@ -167,7 +168,7 @@ class RecordCache:
             self.release(records)
 
     def release(self, records: Numbers) -> None:
-        """Let records that were held go when room is needed."""
+        """Release held records, which makes them evictable."""
         with self._changed:
             self._holders[records] -= 1
             self._held -= self._unheld(records)
@@ -177,7 +178,7 @@ class RecordCache:
         return int((self._holders[records] == 0).sum())
 
     def _claim(self, records: Numbers) -> Numbers:
-        """Hold records and make room for those that are missing: the caller reads these."""
+        """Hold records and make room for missing ones, which the caller must read."""
         with self._changed:
             self._guesses.meet(records.tolist())
             self._guesses.demands += 1
@@ -199,13 +200,13 @@ class RecordCache:
         self._holders[records] += 1
 
     def _missed(self, records: Numbers) -> Numbers:
-        """Wait until nobody reads any of the records; returns those that another thread could not read, to be read."""
+        """Wait until none of the records is being read; return those that another thread failed to read."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._state[records] == _COMING).any())
             return self._absent(records)
 
     def _absent(self, records: Numbers) -> Numbers:
-        """Find records that are not in memory and make room for them: from here on they are coming."""
+        """Find records that are not in memory, make room for them, and mark them as being read."""
         missing: Numbers = records[self._state[records] == _ABSENT]
         if (excess := self._resident + len(missing) - self.budget) > 0:
             free = np.flatnonzero((self._state == _THERE) & (self._holders == 0))
@@ -223,18 +224,18 @@ class RecordCache:
             tensor.drop(own)
 
     def _by_tensor(self, records: Numbers) -> Iterator[tuple[RecordTensor, Numbers]]:
-        """The tensors that records are of, each with their numbers there."""
+        """The tensors of the records, each with the records' indices within it."""
         for number, own in enumerate(np.split(records, np.searchsorted(records, self.first[1:-1]))):
             if len(own):
                 yield self._tensors[number], own - self.first[number]
 
     def _bring(self, records: Numbers, threads: int) -> tuple[int, int]:
-        """Read records; how many reads that took, and their bytes."""
+        """Read records; return the number of reads and their bytes."""
         counts = [tensor.read(own, threads) for tensor, own in self._by_tensor(records)]
         return sum(reads for reads, _ in counts), sum(nbytes for _, nbytes in counts)
 
     def _read(self, missing: Numbers, meanwhile: Callable[[], None] | None = None) -> None:
-        """Read records that are coming."""
+        """Read records that are marked as being read."""
         count = None
         try:
             if meanwhile is None or not len(missing) or self._pauses():
@@ -249,17 +250,17 @@ class RecordCache:
             self._settle(missing, count)
 
     def _pauses(self) -> bool:
-        """Whether this call makes no guess."""
+        """Whether this call skips the prediction."""
         self._pause = max(self._pause - 1, 0)
         return self._pause > 0
 
     def _use_time(self, meanwhile: Callable[[], None], reads: Future[tuple[int, int]]) -> None:
-        """Call something while reads are under way; if it took longer than they did, leave it for a while."""
+        """Call `meanwhile` while reads are in flight; pause it if it took longer than they did."""
         meanwhile()
         self._pause = PAUSE if reads.done() or not self._guesses.pay else 0
 
     def _settle(self, missing: Numbers, count: tuple[int, int] | None, guessed: bool = False) -> None:
-        """Say to everyone who waits for records how their reads ended; None where they failed."""
+        """Record the outcome of reads and notify waiting threads; `count` is None if the reads failed."""
         with self._changed:
             if count is None:
                 self._drop(missing)

@@ -1,11 +1,12 @@
-"""The bytes of a packed tensor in an address range of their own, where an expert takes memory only while it is needed.
+"""The bytes of a packed tensor in a reserved address range, where an expert occupies memory only while it is needed.
 
-Kernels read a region as they read a mapped file, so experts of every packed format stream without a line in the format.
-What all experts share (header, tables, parameters) is copied at once and stays; an expert's codes come with `read` and
-go with `drop`, in whole pages. The pages at both ends of its codes, which it shares with its neighbours, stay too.
+Kernels read a region like a mapped file, so experts of every packed format can be streamed without format-specific
+code. Data shared by all experts (header, tables, parameters) is copied at once and stays in memory. The codes of an
+expert are loaded by `read` and released by `drop`, in whole pages. Pages at both ends that an expert's codes share with
+their neighbors also stay in memory.
 
-Invariant: the bytes are those of the file, but for experts that were not read or were dropped, which are zeros. Whoever
-multiplies by an expert keeps it from being dropped (`Residency`).
+Invariant: the bytes equal those of the file, except that experts that were not read or were dropped are zero. Code that
+multiplies by an expert must prevent it from being dropped (`Residency`).
 """
 
 import mmap
@@ -21,28 +22,28 @@ from moepack.runtime.streaming.source import PAGE, READ, Source
 __all__ = ["Piece", "Region"]
 
 Piece = tuple[Source, memoryview, int]
-"""A read: whose `read`, and its arguments."""
+"""A read: the source to read from, and the arguments of its `read`."""
 
 _NORESERVE = 0x4000
-"""Linux's MAP_NORESERVE, which Python does not name: the range may be larger than the memory."""
+"""Linux's MAP_NORESERVE, which Python does not define: the range may exceed the memory."""
 
 
 class Region:
-    """A tensor's address range.
+    """The address range of a tensor.
 
     Args:
-        source: the file that holds it.
-        place: its first byte there.
-        data: its bytes, flat uint8, mapped; they are not kept.
-        payloads: where the bytes of each expert's codes lie in it, [E, 2].
+        source: the file that contains it.
+        place: the offset of its first byte in the file.
+        data: its mapped bytes, flat uint8; no reference is kept.
+        payloads: the byte range of each expert's codes within `data`, [E, 2].
 
     Raises:
-        OSError: the system refuses the address range.
+        OSError: the system cannot reserve the address range.
 
     Attributes:
-        data: the bytes, flat uint8 as a tensor.
-        shared: how many of them stay in memory, in whole pages.
-        sizes: bytes of each expert that come and go.
+        data: the bytes, as a flat uint8 tensor.
+        shared: bytes that always stay in memory, in whole pages.
+        sizes: streamed bytes of each expert.
     """
 
     def __init__(self, source: Source, place: int, data: NDArray[np.uint8], payloads: NDArray[np.int64]) -> None:
@@ -51,7 +52,7 @@ class Region:
         self._place = place - phase
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         self._memory = mmap.mmap(-1, -(-(phase + len(data)) // PAGE) * PAGE, flags=flags)
-        self._memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would bring bytes of other experts
+        self._memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would load bytes of other experts
         own = np.frombuffer(self._memory, np.uint8)[phase : phase + len(data)]
         self._runs = _whole_pages(payloads + phase)
         for start, stop in _between([run for run in self._runs if run], phase, phase + len(data)):
@@ -61,33 +62,33 @@ class Region:
         self.data = as_bytes(own)
 
     def start(self, expert: int) -> int:
-        """Where in `data` the first byte lies of those of an expert that come and go."""
+        """The offset within `data` of an expert's first streamed byte."""
         return self._runs[expert].start - self._phase
 
     def piece(self, expert: int, start: int, stop: int) -> Piece:
-        """The read of some of the bytes of an expert that come and go, counted from the first of them, whole pages."""
+        """A read of an expert's streamed bytes from `start` to `stop`, relative to the first one, in whole pages."""
         run = self._runs[expert][start:stop]
         return self._source, memoryview(self._memory)[run.start : run.stop], self._place + run.start
 
     def reads(self, expert: int) -> Iterator[Piece]:
-        """The reads that bring an expert."""
+        """The reads that load an expert."""
         for start in range(0, self.sizes[expert], READ):
             yield self.piece(expert, start, start + READ)
 
     def drop(self, expert: int, start: int = 0, stop: int | None = None) -> None:
-        """Give memory of an expert back, by default all of it."""
+        """Release the memory of an expert, by default all of it."""
         run = self._runs[expert][start:stop]
         if run:
             self._memory.madvise(mmap.MADV_DONTNEED, run.start, len(run))
 
 
 def _whole_pages(payloads: NDArray[np.int64]) -> list[range]:
-    """The pages that belong to one payload alone."""
+    """The pages that contain only bytes of one payload, for each payload."""
     starts, stops = -(-payloads[:, 0] // PAGE) * PAGE, payloads[:, 1] // PAGE * PAGE
     return [range(start, max(start, stop)) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
 def _between(runs: Sequence[range], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """What lies outside of runs, from `first` to `last`."""
+    """The gaps between runs, from `first` to `last`."""
     ends = [first, *(end for run in sorted(runs, key=lambda run: run.start) for end in (run.start, run.stop)), last]
     return ((start, stop) for start, stop in list(pairwise(ends))[::2])

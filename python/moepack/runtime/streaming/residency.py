@@ -1,14 +1,14 @@
-"""Which experts are in memory, within a budget of bytes.
+"""Decides which experts are in memory, within a budget in bytes.
 
-Threads that compute with experts *hold* them: what is held is never dropped, what is missing is read by a pool of
-threads, several reads at a time, because the rate of a drive comes from their number. Two threads that miss one expert
-read it once. When room is needed, an expert goes that nobody holds: of those whose last use is longest ago
-(`CANDIDATES` of them) the one with the fewest uses.
+Threads that compute with experts *hold* them. Held experts are never dropped. Missing experts are read by a thread pool
+with several concurrent reads, because a drive needs concurrency to reach its full rate. Two threads that miss the same
+expert read it once. To make room, the policy considers the `CANDIDATES` least recently used experts that are not held,
+and drops the one with the fewest uses.
 
 Invariants:
-- The bytes of resident experts, those that are being read included, never exceed the budget.
-- A thread waits for room only while it holds nothing, so that waiting ends.
-- An expert that could not be read is not resident, and the error reaches everyone who waits for it.
+- The bytes of resident experts, including those being read, never exceed the budget.
+- A thread waits for room only while it holds nothing, so waiting terminates.
+- An expert whose read failed is not resident, and the error is raised in every thread that waits for it.
 """
 
 import time
@@ -25,28 +25,28 @@ from moepack.runtime.streaming.region import Piece, Region
 __all__ = ["Expert", "Residency", "Statistics"]
 
 CANDIDATES = 8
-"""Experts of which the least used goes."""
+"""The number of least recently used experts among which the least used one is dropped."""
 
 
 @dataclass
 class Statistics:
-    """What streaming did so far.
+    """Counters of streaming.
 
     Attributes:
-        hits: experts, or records, that were in memory when they were needed, counted at each layer of each call.
+        hits: experts or records that were in memory when needed, counted per layer and call.
         misses: those that were not.
-        computed: those of the misses that did not come: the CPU multiplied them, in the host's memory, for a GPU.
-        bytes_read: bytes that came from the drive.
-        reads: how many reads brought them.
-        waited: seconds that computing threads waited for them.
-        resident: their bytes in memory now.
-        most: the most that they ever were.
-        guessed: experts or records that were guessed to be needed next.
-        right: those of them that were.
-        wanted: experts or records that were needed after a guess.
-        bytes_guessed: bytes that were read on a guess, among those read.
-        bytes_used: those of them that were needed before they were dropped; the others were read in vain.
-        hidden: seconds in which guesses were read and nobody waited for the drive.
+        computed: misses that were not transferred to a GPU but multiplied by the CPU in host memory.
+        bytes_read: bytes read from the drive.
+        reads: the number of reads.
+        waited: seconds that computing threads waited for reads.
+        resident: bytes currently in memory.
+        most: the peak of `resident`.
+        guessed: experts or records predicted to be needed next.
+        right: predicted ones that were needed.
+        wanted: experts or records needed after a prediction.
+        bytes_guessed: speculatively read bytes, included in `bytes_read`.
+        bytes_used: speculatively read bytes that were needed before they were dropped; the others were wasted.
+        hidden: seconds of speculative reads during which no thread waited for the drive.
     """
 
     hits: int = 0
@@ -66,19 +66,19 @@ class Statistics:
 
     @property
     def in_vain(self) -> int:
-        """Bytes that were read on a guess and not needed, so far."""
+        """Speculatively read bytes that have not been needed so far."""
         return self.bytes_guessed - self.bytes_used
 
 
 @dataclass(eq=False)
 class Expert:
-    """An expert of a layer: its codes in the regions of all projections.
+    """An expert of a layer, with its codes in the regions of all projections.
 
     Attributes:
-        regions: those of the projections.
-        number: which expert it is.
-        nbytes: bytes that come and go.
-        unused: whether it was read on a guess and nobody has needed it yet.
+        regions: the regions of the projections.
+        number: the index of the expert.
+        nbytes: streamed bytes.
+        unused: whether it was read speculatively and has not been needed yet.
     """
 
     regions: Sequence[Region]
@@ -93,12 +93,12 @@ class Expert:
         self.nbytes = sum(region.sizes[self.number] for region in self.regions)
 
     def reads(self) -> Iterator[Piece]:
-        """The reads that bring it, as those of `Region`."""
+        """The reads that load it; see `Region`."""
         for region in self.regions:
             yield from region.reads(self.number)
 
     def drop(self) -> None:
-        """Give its memory back."""
+        """Release its memory."""
         for region in self.regions:
             region.drop(self.number)
 
@@ -107,10 +107,10 @@ class Residency:
     """Experts in memory.
 
     Args:
-        budget: the most bytes that they may take.
-        readers: threads that read.
-        recent_first: look for the expert that goes among those of the latest use instead. Where the experts of one
-            token do not fit, those of the layers behind are used next, and those just used last.
+        budget: the most bytes of experts.
+        readers: the number of reading threads.
+        recent_first: choose the victim among the most recently used experts instead. If the experts of one token do not
+            fit, those of later layers are needed next, and those just used are needed last.
     """
 
     def __init__(self, budget: int, readers: int, *, recent_first: bool = False) -> None:
@@ -124,27 +124,27 @@ class Residency:
 
     @property
     def statistics(self) -> Statistics:
-        """What happened so far."""
+        """A snapshot of the counters."""
         with self._changed:
             return replace(self._statistics, **self._guesses.counts())
 
     def hold(self, experts: Sequence[Expert], meanwhile: Callable[[], None] | None = None) -> None:
-        """Have experts in memory, together at most as large as the budget, until `release`.
+        """Load experts, which must fit into the budget together, and keep them in memory until `release`.
 
         Args:
-            experts: which.
-            meanwhile: is called while reads are under way, if any are.
+            experts: the experts.
+            meanwhile: called while reads are in flight, if there are any.
 
         Raises:
-            CorruptionError, LoadError: one cannot be read; none is held.
+            CorruptionError, LoadError: an expert cannot be read; none is held.
         """
         for _ in self.come(experts, meanwhile):
             pass
 
     def come(self, experts: Sequence[Expert], meanwhile: Callable[[], None] | None = None) -> Iterator[list[Expert]]:
-        """Hold experts, as `hold` does, and give them as they come: those first that are there.
+        """Hold experts like `hold`, and yield them as they arrive, starting with those in memory.
 
-        They are held until `release`; where the iterator ends before it has given all, none is.
+        They are held until `release`. If the iterator ends early, none is held.
         """
         missing, coming = self._claim(experts)
         left, reads = dict(zip(coming, experts, strict=True)), list[Future[None]]()
@@ -170,7 +170,7 @@ class Residency:
             raise
 
     def _wait(self, coming: Collection[Future[None]]) -> list[Future[None]]:
-        """Wait until some have come that somebody waits for."""
+        """Wait until at least one of the requested experts has arrived."""
         start = time.perf_counter()
         done = wait(coming, return_when=FIRST_COMPLETED).done
         for ready in done:
@@ -180,18 +180,18 @@ class Residency:
         return [ready for ready in coming if ready in done]
 
     def _demanded(self) -> None:
-        """Let guesses be read again."""
+        """Allow speculative reads again."""
         with self._changed:
             self._guesses.demands -= 1
             self._changed.notify_all()
 
     def guess(self, experts: Sequence[Expert]) -> None:
-        """Read experts that are likely to be needed next, as long as nobody waits for others."""
+        """Read experts that are likely to be needed next, as long as no thread waits for others."""
         with self._changed:
             self._guesses.make(experts, [expert for expert in experts if expert.ready is None])
 
     def _begin(self, expert: Expert) -> Callable[[], None] | None:
-        """Make room for an expert that is read on a guess."""
+        """Make room for a speculative read of an expert."""
         if self._recent_first or expert.ready is not None or self._held + expert.nbytes > self.budget:
             return None
         self._held, expert.holders, expert.ready, expert.unused = self._held + expert.nbytes, 1, Future(), True
@@ -211,7 +211,7 @@ class Residency:
         self.release([expert])
 
     def release(self, experts: Sequence[Expert]) -> None:
-        """Let experts that were held go when room is needed."""
+        """Release held experts, which may then be dropped."""
         with self._changed:
             for expert in experts:
                 expert.holders -= 1
@@ -219,7 +219,7 @@ class Residency:
             self._changed.notify_all()
 
     def _claim(self, experts: Sequence[Expert]) -> tuple[list[Expert], list[Future[None]]]:
-        """Hold experts and make room for those that are missing; returns these, and what says that all are there."""
+        """Hold experts and make room for missing ones; return these, and the futures of all experts."""
         with self._changed:
             self._guesses.meet(experts)
             self._guesses.demands += 1
@@ -258,7 +258,7 @@ class Residency:
         self._statistics.resident -= expert.nbytes
 
     def _read(self, expert: Expert) -> list[Future[None]]:
-        """Begin to read an expert."""
+        """Start to read an expert."""
         reads = [self._pool.submit(source.read, memory, place) for source, memory, place in expert.reads()]
         left = len(reads)
 
@@ -277,7 +277,7 @@ class Residency:
         return reads
 
     def _settle(self, expert: Expert, error: BaseException | None, reads: int, guessed: bool = False) -> None:
-        """Say to everyone who waits for an expert how its reads ended."""
+        """Record the outcome of an expert's reads and notify waiting threads."""
         ready = expert.ready
         assert ready is not None
         with self._changed:
@@ -294,11 +294,11 @@ class Residency:
 
 
 def _error(reads: Sequence[Future[None]]) -> BaseException | None:
-    """What went wrong with reads that have ended."""
+    """The first error of completed reads."""
     errors = [CancelledError() if read.cancelled() else read.exception() for read in reads]
     return next(filter(None, errors), None)
 
 
 def _unheld(experts: Sequence[Expert]) -> int:
-    """Bytes of the experts that nobody holds."""
+    """Total bytes of the experts that are not held."""
     return sum(expert.nbytes for expert in experts if not expert.holders)

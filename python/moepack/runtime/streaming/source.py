@@ -1,8 +1,8 @@
-"""Positional reads of a file, past the page cache where the file system lets them.
+"""Positional file reads that bypass the page cache if the file system supports it.
 
-A cache of our own beside buffered reads would keep bytes twice, and what the page cache takes is nobody's budget. So
-files are read through O_DIRECT, whole pages into whole pages; where that is refused, or slower on this drive, each
-buffered read tells the page cache to drop what it has read.
+A cache on top of buffered reads would keep bytes twice, and the page cache is not part of any budget. Files are
+therefore read with O_DIRECT, in whole pages to page-aligned memory. If O_DIRECT is not supported or is slower on this
+drive, each buffered read tells the page cache to drop its pages.
 """
 
 import mmap
@@ -17,25 +17,25 @@ from moepack.errors import CorruptionError, LoadError
 __all__ = ["PAGE", "READ", "Source"]
 
 PAGE = mmap.PAGESIZE
-"""Bytes of a page; places, lengths and memory of direct reads are multiples."""
+"""The page size in bytes; offsets, lengths and addresses of direct reads are multiples of it."""
 
 READ = 1 << 20
-"""Most bytes of a read: drives reach their full rate at a quarter of this, with several reads at a time."""
+"""The most bytes per read: drives reach their full rate at a quarter of this with several concurrent reads."""
 
 _PROBES = 8
-"""Reads of each kind that are timed before one is chosen."""
+"""Timed reads of each kind before one kind is chosen."""
 
 
 class Source:
-    """A file that is open for reads of whole pages.
+    """A file open for reads of whole pages.
 
-    The descriptor keeps the file that was opened, whatever takes its name later.
+    The descriptor refers to the opened file, even if another file takes its name later.
 
     Args:
         file: its path.
 
     Raises:
-        LoadError: it cannot be opened.
+        LoadError: the file cannot be opened.
     """
 
     def __init__(self, file: Path) -> None:
@@ -48,14 +48,14 @@ class Source:
         self.is_direct = self._direct is not None and self._prefers_direct()
 
     def read(self, into: memoryview, place: int) -> None:
-        """Fill memory with the file's bytes from `place` on.
+        """Fill memory with the file's bytes, starting at offset `place`.
 
         Args:
             into: whole pages of memory.
-            place: of the first byte, a multiple of `PAGE`.
+            place: the offset of the first byte, a multiple of `PAGE`.
 
         Raises:
-            CorruptionError: the file ends before.
+            CorruptionError: the file is too short.
             LoadError: the drive reports an error.
         """
         try:
@@ -74,20 +74,20 @@ class Source:
             into, place = into[count:], place + count
 
     def ended(self, place: int) -> CorruptionError:
-        """The error of a file that ends at a byte before what is read."""
+        """Build the error for a file that ends at byte `place`, before the requested range."""
         return CorruptionError(f"ends at byte {place}: it was truncated while it was open", file=self.file)
 
     def _forget(self, place: int, count: int) -> None:
-        """Let the page cache drop some bytes."""
+        """Drop a range from the page cache."""
         with suppress(OSError, AttributeError):
             os.posix_fadvise(self._buffered, place, count, os.POSIX_FADV_DONTNEED)
 
     def forget(self) -> None:
-        """Let the page cache drop the file; pages that somebody has mapped stay."""
+        """Drop the file from the page cache; mapped pages remain."""
         self._forget(0, 0)
 
     def _prefers_direct(self) -> bool:
-        """Whether direct reads work here and are not clearly slower than buffered ones."""
+        """Whether direct reads work and are not clearly slower than buffered ones."""
         size = os.fstat(self._buffered).st_size
         places = [size * number // (2 * _PROBES) // PAGE * PAGE for number in range(2 * _PROBES)]
         length = min(READ, size // (2 * _PROBES) // PAGE * PAGE)
@@ -97,7 +97,7 @@ class Source:
         self.forget()
         try:
             direct = _seconds(lambda place: self._read(memory, place, True), places[::2])
-        except OSError:  # file systems that accept the flag and refuse the read
+        except OSError:  # some file systems accept the flag but fail the read
             return False
         return direct < 1.5 * _seconds(lambda place: self._read(memory, place, False), places[1::2])
 
@@ -108,7 +108,7 @@ class Source:
 
 
 def _open_direct(file: Path) -> int | None:
-    """A descriptor for direct reads, or None."""
+    """A descriptor for direct reads; None if they are not supported."""
     with suppress(OSError, AttributeError):
         return os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     return None

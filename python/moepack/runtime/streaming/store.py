@@ -1,13 +1,14 @@
-"""A store that keeps experts on disk and reads them as they are chosen, within a budget for all weights.
+"""A store that keeps experts on disk and reads them when they are chosen, within a budget for all weights.
 
-What every token needs (parameters, packed linear layers, the shared parts of experts) stays in memory; the rest of the
-budget is for experts. Where the experts of a call are larger than that, as those of a prompt may be, they come in
-portions, each of which is read while the one before is multiplied. Those of a single token are multiplied as they come.
+Weights that every token needs (parameters, packed linear layers, shared parts of experts) stay in memory; the rest of
+the budget is for experts. If the experts of a call exceed it, as they may for a prompt, they are processed in portions,
+and each portion is read while the previous one is multiplied. For a single token, experts are multiplied as they
+arrive.
 
-Where something guesses which experts the next layer will choose (`Foresight`), those are read while this one computes.
+If a prediction of the next layer's experts is available (`Foresight`), they are read while this layer computes.
 
-Invariant: outputs depend on weights, inputs and the budget alone, never on what happens to be in memory: portions are
-cut by the experts' numbers, and their outputs are added up in that order.
+Invariant: outputs depend only on weights, inputs and the budget, never on the current contents of memory. Portions are
+split by expert index, and their outputs are added in that order.
 """
 
 import warnings
@@ -39,10 +40,10 @@ from moepack.units import size
 __all__ = ["READERS", "StreamingStore", "cut_portions", "expert_layers", "statistics_of"]
 
 READERS = 16
-"""Threads that read: drives reach their rate with 8 to 16 reads at a time."""
+"""Reading threads: drives reach their full rate with 8 to 16 concurrent reads."""
 
 AHEAD = 4
-"""Threads that read the next portion of a call."""
+"""Threads that read a call's next portion."""
 
 _CPU = torch.device("cpu")
 
@@ -51,7 +52,7 @@ class StreamingStore(ExpertStore):
     """Keeps a model's weights within a number of bytes.
 
     Args:
-        memory: the most bytes that weights may take, those that are always in memory included.
+        memory: the most bytes for weights, including those that are always in memory.
     """
 
     def __init__(self, memory: int) -> None:
@@ -64,24 +65,24 @@ class StreamingStore(ExpertStore):
 
     @property
     def statistics(self) -> Statistics:
-        """What streaming did so far."""
+        """Counters of streaming."""
         found: Statistics = self._residency.statistics
         return found
 
     def take(self, model: Any) -> None:
-        """Take over the experts of a model whose packed bytes are mapped, on the CPU.
+        """Take over the experts of a packed model that is mapped on the CPU.
 
         Args:
-            model: a packed model as `moepack.load` gives it.
+            model: a packed model from `moepack.load`.
 
         Raises:
-            CorruptionError: a file is not what it was when it was mapped.
-            LoadError: the weights that every token needs and one expert are larger than the memory, a file cannot be
-                read, or the model has no packed experts.
+            CorruptionError: a file has changed since it was mapped.
+            LoadError: the weights that every token needs plus one expert exceed the memory, a file cannot be read, or
+                the model has no packed experts.
         """
         layers = expert_layers(model)
         if not layers:
-            raise LoadError("the model has no packed experts that could stay on disk")
+            raise LoadError("the model has no packed experts to keep on disk")
         taken = {id(layer._buffers.get(name)) for layer in layers for name in self._streamed(layer)}
         always = sum(tensor.nbytes for tensor in model.parameters())
         always += sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in taken)
@@ -91,15 +92,15 @@ class StreamingStore(ExpertStore):
         self._residency = self._begin(always, described(model.config.model_type).top_k(vars(model.config)))
 
     def foresee(self, layer: Layer, following: Layer, foresight: Foresight) -> None:
-        """Read ahead what the layer that follows another is guessed to want."""
+        """Read ahead what a prediction says the following layer needs."""
         self._next[layer] = following, foresight
 
     def _streamed(self, layer: PackedModule) -> tuple[str, ...]:
-        """The projections whose codes stay on disk."""
+        """The projections with codes that stay on disk."""
         return layer.projections
 
     def _take_layer(self, layer: PackedModule) -> int:
-        """Move the streamed projections of a layer to where they come and go; bytes of them that stay in memory."""
+        """Move the streamed projections of a layer to regions; return their bytes that stay in memory."""
         mapped = [expert_payloads(matrix) for matrix in layer.store.fetch(layer, None, _CPU)]
         located = [self._located(layer, projection) for projection in layer.projections]
         regions = [Region(*each, payloads) for each, payloads in zip(located, mapped, strict=True)]
@@ -109,59 +110,59 @@ class StreamingStore(ExpertStore):
         return sum(region.shared for region in regions)
 
     def _adopt(self, layer: PackedModule, projection: str, region: Region) -> Matrix:
-        """Let a region's bytes be those of a projection."""
+        """Make a region's bytes those of a projection."""
         layer._buffers.pop(projection)
         matrix = matrix_over(region.data, **layer.places[projection])
         layer.readers[projection], layer.store = (region.data.data_ptr(), matrix), self
         return matrix
 
     def _located(self, layer: PackedModule, projection: str) -> tuple[Source, int, NDArray[np.uint8]]:
-        """The file that a projection lies in, its first byte there, and its bytes as they are mapped."""
+        """The file of a projection, its offset in the file, and its mapped bytes."""
         place, buffer = layer.places[projection], layer.get_buffer(projection)
         if place.get("file") is None:
-            raise LoadError(f"the bytes of {projection} do not come from a file that experts could be read from")
+            raise LoadError(f"the bytes of {projection} do not come from a file, so experts cannot be read from disk")
         file, tensor = Path(place["file"]), place["tensor"]
         if file not in self._sources:
             self._sources[file] = Source(file), read_header(file, CorruptionError)
         source, header = self._sources[file]
         info = header.tensors.get(tensor)
         if info is None or info.nbytes != buffer.nbytes:
-            raise CorruptionError("is not what it was when it was opened", **place)
+            raise CorruptionError("has changed since it was opened", **place)
         return source, info.offset, buffer.numpy()
 
     def _begin(self, always: int, top_k: int) -> Any:
-        """What keeps within the memory that is left, if it is enough."""
+        """Create the cache for the remaining memory, or raise if it is too small."""
         sizes = [max(expert.nbytes for expert in experts) for _, experts in self._layers.values()]
         least, budget, demand = always + max(sizes), self._memory - always, top_k * sum(sizes)
         if self._memory < least:
             raise LoadError(
-                f"{size(self._memory)} of memory for the weights are too little: every token needs {size(always)} of "
-                f"them and an expert takes {size(max(sizes))}; {size(always + demand)} keep the experts of one token"
+                f"{size(self._memory)} of memory for weights is too little: every token needs {size(always)} and an "
+                f"expert takes {size(max(sizes))}; {size(always + demand)} holds the experts of one token"
             )
         if budget < demand:
             message = (
-                f"{size(budget)} of memory are left for experts, less than the {size(demand)} that one token uses: "
-                f"most are read again for each token; give the weights {size(always + demand)} or more"
+                f"{size(budget)} of memory is left for experts, less than the {size(demand)} that one token uses: "
+                f"most are read again for each token; at least {size(always + demand)} for weights avoids this"
             )
             warnings.warn(message, MoepackWarning, stacklevel=2)
         return Residency(budget, READERS, recent_first=budget < demand)
 
     def put(self, layer: Layer, projection: str, data: AnyTensor, **place: Any) -> None:
-        """Refuse: bytes come by `take`."""
-        raise LoadError("a model that streams its experts does not take new weights", **place)
+        """Raise: weights are only set by `take`."""
+        raise LoadError("a model that streams its experts does not accept new weights", **place)
 
     def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> Matrices:
-        """Refuse: experts are in memory while `portions` says so, and no longer."""
-        raise LoadError("experts that stay on disk cannot be had all at once")
+        """Raise: experts are only in memory during `portions`."""
+        raise LoadError("experts that stay on disk cannot be loaded all at once")
 
     def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:
-        """Read experts while nobody waits for others; see `ExpertStore.prefetch`."""
+        """Read experts while no thread waits for others; see `ExpertStore.prefetch`."""
         own = self._layers[layer][1]
         numbers = range(len(own)) if experts is None else _numbers(experts, len(own))
         self._residency.guess([own[number] for number in numbers])
 
     def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Portions:
-        """Read the chosen experts, in portions where they are larger than the memory; see `ExpertStore.portions`."""
+        """Read the chosen experts, in portions if they exceed the memory; see `ExpertStore.portions`."""
         self._refuse_elsewhere(device)
         matrices, own = self._layers[layer]
         parts = cut_portions(own, _numbers(experts, len(own)), self._residency.budget)
@@ -173,9 +174,9 @@ class StreamingStore(ExpertStore):
                 yield matrices, _only(part, experts, len(own))
 
     def summed(self, layer: Layer, call: Call, multiply: Multiply) -> Tensor:
-        """Multiply the experts of a single token as they come, where the memory takes all; see `ExpertStore.summed`.
+        """Multiply a single token's experts as they arrive, if all fit into memory; see `ExpertStore.summed`.
 
-        Their outputs are added up in the order of the router's choice.
+        The outputs are added in the order of the router's choice.
         """
         x, experts, weights = call
         self._refuse_elsewhere(x.device)
@@ -193,7 +194,7 @@ class StreamingStore(ExpertStore):
         return outputs[:1]
 
     def _arrivals(self, layer: Layer, needed: Sequence[Expert], experts: Tensor) -> Iterator[Tensor]:
-        """The numbers of a call's experts as they come, in place of others none; bytes are there until the end."""
+        """Yield the experts of a call as they arrive, with others masked; their bytes stay in memory until the end."""
         coming, left = self._residency.come(needed), len(needed)
         try:
             for came in coming:
@@ -205,7 +206,7 @@ class StreamingStore(ExpertStore):
         self._residency.release(needed)
 
     def _look_ahead(self, layer: Layer) -> None:
-        """Guess which experts the next layer will choose, and begin to read them."""
+        """Predict which experts the next layer will choose, and start to read them."""
         following, foresight = self._next.get(layer, (None, None))
         if following is not None and foresight is not None and (found := foresight.choice()) is not None:
             self.prefetch(following, found[1], _CPU)
@@ -215,7 +216,7 @@ class StreamingStore(ExpertStore):
             raise LoadError(f"experts that stay on disk are multiplied on the CPU, not on '{device}'")
 
     def _held(self, parts: Sequence[Any], meanwhile: Callable[[], None] | None = None) -> Iterator[Any]:
-        """Hold one part after the other, and read the next one meanwhile; see `Residency.hold`."""
+        """Hold parts one after another, and read the next one in the meantime; see `Residency.hold`."""
         ahead: Future[None] | None = None
         try:
             for number, part in enumerate(parts):
@@ -233,30 +234,30 @@ class StreamingStore(ExpertStore):
 
 
 def expert_layers(model: Any) -> list[PackedModule]:
-    """The layers of packed experts of a model."""
+    """Return the packed expert layers of a model."""
     modules = (module for module in model.modules() if isinstance(module, PackedModule))
     return [module for module in modules if module.shapes[module.projections[0]][0] > 1]
 
 
 def statistics_of(model: Any) -> Statistics | None:
-    """Return what streaming did so far for a model; None if its experts are not streamed."""
+    """Return the streaming counters of a model; None if its experts are not streamed."""
     stores = (module.store for module in model.modules() if isinstance(module, PackedModule))
     return next((store.statistics for store in stores if store.statistics is not None), None)
 
 
 def _only(part: Sequence[Expert], experts: Tensor, count: int) -> Tensor:
-    """The numbers of experts that are in a part, `count` in place of others."""
+    """Expert indices with those outside of a part replaced by `count`."""
     chosen = torch.isin(experts, torch.tensor([expert.number for expert in part]))
     return torch.where(chosen, experts, count)
 
 
 def _numbers(experts: Tensor, count: int) -> list[int]:
-    """The numbers of experts that are chosen, ascending; others than 0 to `count` are no experts."""
+    """The unique valid indices (0 to `count` - 1), ascending."""
     return [number for number in sorted(set(experts.flatten().tolist())) if 0 <= number < count]
 
 
 def cut_portions(experts: Sequence[Expert], numbers: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut experts' numbers in portions: one if the budget takes all, else of half the budget or one expert each."""
+    """Split expert indices into portions: one if all fit, otherwise portions of half the budget or one expert."""
     if sum(experts[number].nbytes for number in numbers) <= budget:
         return [list(numbers)]
     portions: list[list[int]] = [[]]

@@ -1,8 +1,8 @@
-"""Which experts tokens choose, and what caches of them would have hit: a recorded trace, replayed under each policy.
+"""Recorded traces of routing, and the hit rates that caches would have had under each policy.
 
-A cache holds so many experts of all layers together, as `StreamingStore` does. Tokens come one after the other and
-visit the layers in order, as in decoding. Belady's policy knows the future and drops what is used last: no other hits
-more often.
+A cache holds a number of experts of all layers together, like `StreamingStore`. Tokens are processed one after another
+and visit the layers in order, as in decoding. Belady's policy knows the future and drops the expert that is used last;
+it is optimal.
 """
 
 from collections import Counter, OrderedDict
@@ -28,11 +28,11 @@ __all__ = ["POLICIES", "Trace", "hit_rate", "recorded"]
 
 @dataclass(frozen=True)
 class Trace:
-    """The choices of some tokens.
+    """The routing of a sequence of tokens.
 
     Attributes:
-        chosen: [T, L, k] int64, the experts of each token in each layer; -1 where it has fewer.
-        experts: of a layer.
+        chosen: [T, L, k] int64, the experts of each token in each layer; padded with -1.
+        experts: experts per layer.
     """
 
     chosen: NDArray[np.int64]
@@ -40,18 +40,18 @@ class Trace:
 
     @property
     def requests(self) -> list[int]:
-        """Experts in the order in which they are needed, numbered over all layers."""
+        """Requested experts in order, numbered over all layers."""
         numbers = self.chosen + self.experts * np.arange(self.chosen.shape[1])[:, None]
         requests: list[int] = numbers[self.chosen >= 0].tolist()
         return requests
 
     @property
     def size(self) -> int:
-        """Experts of all layers."""
+        """The number of experts in all layers."""
         return self.experts * int(self.chosen.shape[1])
 
     def save(self, file: Path) -> None:
-        """Write the trace, as NumPy's `npz`."""
+        """Write the trace in NumPy's `npz` format."""
         with file.open("wb") as out:
             np.savez_compressed(out, chosen=self.chosen.astype(np.int32), experts=self.experts)
 
@@ -60,28 +60,28 @@ class Trace:
         """Read a trace.
 
         Raises:
-            LoadError: the file holds none.
+            LoadError: the file is not a trace.
         """
         try:
             with np.load(file, allow_pickle=False) as found:
                 chosen, experts = found["chosen"].astype(np.int64), int(found["experts"])
-        except Exception as error:  # NumPy's errors, errors of zip files and their compression, and others
-            raise LoadError("holds no trace of routing", file=file) from error
+        except Exception as error:  # errors of NumPy, of zip files and their compression, and others
+            raise LoadError("is not a routing trace", file=file) from error
         if chosen.ndim != 3 or experts < 1 or not ((chosen >= -1) & (chosen < experts)).all():
-            raise LoadError("holds no trace of routing", file=file)
+            raise LoadError("is not a routing trace", file=file)
         return cls(chosen, experts)
 
 
 @contextmanager
 def recorded(model: Any) -> Iterator[Callable[[], Trace]]:
-    """Record what a packed model's routers choose; the function that is given returns the trace so far.
+    """Record what a packed model's routers choose; yields a function that returns the trace so far.
 
     Raises:
-        LoadError: the model has no packed experts whose routers could be watched.
+        LoadError: the model has no packed experts with observable routing.
     """
     layers = expert_layers(model)
     if not layers or any(not hasattr(layer, "num_experts") for layer in layers):
-        raise LoadError("the model has no packed experts whose routing could be recorded")
+        raise LoadError("the model has no packed experts with routing to record")
     seen: list[list[torch.Tensor]] = [[] for _ in layers]
 
     def note(at: int) -> Callable[..., None]:
@@ -104,19 +104,19 @@ def recorded(model: Any) -> Iterator[Callable[[], Trace]]:
 
 
 def hit_rate(trace: Trace, policy: str, capacity: int) -> float:
-    """The share of requests that a cache of so many experts hits, from an empty one on.
+    """Return the fraction of requests that a cache hits, starting empty.
 
     Args:
         trace: the requests.
         policy: one of `POLICIES`.
-        capacity: experts that fit, at least 1.
+        capacity: the number of experts that fit, at least 1.
     """
     requests = trace.requests
     return POLICIES[policy](requests, capacity) / max(len(requests), 1)
 
 
 def _by_score(score: Callable[[Sequence[int]], Iterable[float]]) -> Callable[[Sequence[int], int], int]:
-    """A policy that drops the expert with the least score, given at its last request by `score` for all requests."""
+    """A policy that drops the expert with the lowest score; `score` returns one for each request."""
 
     def hits(requests: Sequence[int], capacity: int) -> int:
         resident: dict[int, float] = {}
@@ -128,7 +128,7 @@ def _by_score(score: Callable[[Sequence[int]], Iterable[float]]) -> Callable[[Se
             elif len(resident) == capacity:
                 while True:
                     value, victim = heappop(heap)
-                    if resident.get(victim) == value:  # else it was asked for again since
+                    if resident.get(victim) == value:  # otherwise it was requested again since
                         break
                 del resident[victim]
             resident[request] = own
@@ -139,7 +139,7 @@ def _by_score(score: Callable[[Sequence[int]], Iterable[float]]) -> Callable[[Se
 
 
 def _uses(requests: Sequence[int]) -> Iterator[float]:
-    """How often an expert was asked for; of several, later ones count more."""
+    """The number of requests for each expert so far; ties favor later requests."""
     counts = Counter[int]()
     for time, request in enumerate(requests):
         counts[request] += 1
@@ -147,7 +147,7 @@ def _uses(requests: Sequence[int]) -> Iterator[float]:
 
 
 def _decayed(requests: Sequence[int]) -> Iterator[float]:
-    """The logarithm of the uses of an expert, each counting half after `HALF_LIFE` requests (LRFU)."""
+    """The logarithm of an expert's uses, whose weight halves every `HALF_LIFE` requests (LRFU)."""
     scores: dict[int, float] = {}
     for time, request in enumerate(requests):
         scores[request] = float(np.logaddexp2(scores.get(request, -np.inf), time / HALF_LIFE))
@@ -155,7 +155,7 @@ def _decayed(requests: Sequence[int]) -> Iterator[float]:
 
 
 def _next_use(requests: Sequence[int]) -> list[float]:
-    """How soon an expert is asked for again, as a score."""
+    """Scores that are higher for experts that are requested again sooner."""
     scores, coming = [0.0] * len(requests), dict[int, float]()
     for time in reversed(range(len(requests))):
         scores[time] = -coming.get(requests[time], float(2 * len(requests) - time))
@@ -164,7 +164,7 @@ def _next_use(requests: Sequence[int]) -> list[float]:
 
 
 def _least_of_oldest(requests: Sequence[int], capacity: int) -> int:
-    """The policy of `Residency`: of the experts whose last use is longest ago the least used one goes."""
+    """The policy of `Residency`: drop the least used of the least recently used experts."""
     resident, uses, found = OrderedDict[int, None](), Counter[int](), 0
     for request in requests:
         if request in resident:
@@ -186,4 +186,5 @@ POLICIES: dict[str, Callable[[Sequence[int], int], int]] = {
     "whole experts": _least_of_oldest,
     "belady": _by_score(_next_use),
 }
-"""Hits by requests and capacity: the last use, all uses, uses that fade (as `Blocks`), `Residency`'s, the best."""
+"""Functions that return hits for requests and capacity: LRU, LFU, LFU with decay (as in `RecordCache`), `Residency`'s
+policy, and the optimum."""

@@ -1,9 +1,8 @@
-"""A device with too little memory: of a model's experts it holds some, and the host the others.
+"""Offloading: a device holds some experts of a model, and the host the others.
 
-`keep_on` puts a model that is loaded on the CPU on a device. Whole experts of formats whose experts are runs of bytes
-of one length come and go (`store`). Of experts that are kept by channels the device holds the first channels, which
-most tokens want, and its kernels read the others from the host's memory (`channels`); of the other formats it holds
-the first layers (`layers`).
+`keep_on` moves a model that is loaded on the CPU to a device. Formats in which experts have equal length are cached as
+whole experts (`store`). For experts stored by channel, the device holds the first channels, which most tokens need, and
+its kernels read the others from host memory (`channels`). For all other formats, it holds the first layers (`layers`).
 """
 
 from functools import partial
@@ -32,23 +31,23 @@ _CPU = torch.device("cpu")
 
 
 def keep_on(model: Any, device: Device, memory: int, host_memory: int | None = None, misses: Misses = "auto") -> None:
-    """Move a packed model to a device, of whose memory its weights take a number of bytes.
+    """Move a packed model to a device, with a limit on device memory for its weights.
 
     Args:
-        model: as `moepack.load` gives it, on the CPU.
-        device: where it computes.
-        memory: the most bytes that weights take there.
-        host_memory: the most that experts take of the host's memory; the others stay on the drive. None keeps all.
-        misses: what becomes of chosen experts that are not on the device: "moved" over the bus, "computed" by the CPU,
-            or "auto", whichever is faster. Only where whole experts come and go.
+        model: a model on the CPU from `moepack.load`.
+        device: the device that computes.
+        memory: the most bytes of device memory for weights.
+        host_memory: the most bytes of host memory for experts; the others stay on the drive. None keeps all in memory.
+        misses: how to handle chosen experts that are not on the device: "moved" transfers them over the bus, "computed"
+            multiplies them on the CPU, and "auto" uses whichever is faster. Only for formats cached as whole experts.
 
     Raises:
-        DeviceMemoryError: what every token needs and the experts of one token are larger than `memory`.
-        LoadError: the model has no packed experts, they have a format without kernels, or are too large for the host.
+        DeviceMemoryError: the weights that every token needs and the experts of one token exceed `memory`.
+        LoadError: the model has no packed experts, their format has no kernels, or they do not fit into host memory.
     """
     layers = expert_layers(model)
     if not layers:
-        raise LoadError("the model has no packed experts that could stay on the host")
+        raise LoadError("the model has no packed experts to keep on the host")
     leaving = {id(layer.get_buffer(projection)) for layer in layers for projection in layer.projections}
     tensors = (*model.parameters(), *model.buffers())
     budget = Budget(memory, sum(tensor.nbytes for tensor in tensors if id(tensor) not in leaving))

@@ -1,7 +1,7 @@
-"""Room on a device for experts of one form: a packed tensor for each projection, whose experts are slots.
+"""Device memory for experts of one layout: a packed tensor for each projection, with experts as slots.
 
-Formats whose experts are runs of bytes of one length, and nothing beside them, fit: a slot's bytes are an expert's, and
-the tensor over all slots is as good as one that `compress` wrote, so every kernel reads it as it is.
+This requires a format that stores experts as byte ranges of equal length and nothing else. A slot contains the bytes of
+an expert, and the tensor over all slots is identical to one written by `compress`, so every kernel can read it.
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,17 +19,17 @@ from moepack.runtime.tiers.slots import Slots
 __all__ = ["Arena", "Budget", "Stack", "arena_bytes", "is_slotted"]
 
 HEADER = 128
-"""Bytes before the first expert, in which bytes 16 to 23 are the number of experts (docs/format.md)."""
+"""Bytes before the first expert; bytes 16 to 23 are the number of experts (docs/format.md)."""
 
 _EXPERTS = slice(16, 24)
 
 
 class Budget(NamedTuple):
-    """Memory of a device.
+    """The memory of a device.
 
     Attributes:
-        memory: the most bytes that weights may take.
-        always: those of them that every token needs.
+        memory: the most bytes for weights.
+        always: bytes that every token needs, included in `memory`.
     """
 
     memory: int
@@ -49,18 +49,18 @@ class Stack(NamedTuple):
 
     @property
     def experts(self) -> int:
-        """How many there are."""
+        """The number of experts."""
         return int(self.matrix.shape[0])
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of an expert."""
+        """Bytes per expert."""
         ((_, size),) = self.matrix.sections().values()
         return int(size) // max(self.experts, 1)
 
     @property
     def form(self) -> Hashable:
-        """What is equal where experts fit the same slots."""
+        """A key that is equal for layers whose experts fit into the same slots."""
         header = self.data[:HEADER].numpy().copy()
         header[_EXPERTS] = 0
         return header.tobytes()
@@ -71,21 +71,21 @@ class Stack(NamedTuple):
 
 
 class Arena:
-    """Slots for experts of one form.
+    """Slots for experts of one layout.
 
     Args:
-        device: where.
-        stacks: the projections of a layer of this form.
-        count: how many slots.
+        device: the device.
+        stacks: the projections of a layer with this layout.
+        count: the number of slots.
 
     Raises:
-        DeviceMemoryError: they do not fit.
+        DeviceMemoryError: the slots do not fit.
 
     Attributes:
-        slots: the accounting.
-        matrices: of all projections, experts being slots.
+        slots: bookkeeping of the slots.
+        matrices: the matrices of all projections; their experts are slots.
         sizes: bytes of an expert in each projection.
-        expert_bytes: of an expert, all projections.
+        expert_bytes: bytes of an expert in all projections.
     """
 
     def __init__(self, device: Device, stacks: Sequence[Stack], count: int) -> None:
@@ -104,17 +104,17 @@ class Arena:
         self.matrices: Matrices = tuple(device.matrix(data, stack.matrix, count) for data, stack in pairs)
 
     def copies(self, slot: int, sources: Sequence[Tensor]) -> list[Copy]:
-        """The copies that bring an expert, given in pinned memory projection by projection, to a slot."""
+        """Return the copies that load an expert into a slot, given its bytes in pinned memory for each projection."""
         return [(source, slots[slot]) for source, slots in zip(sources, self._slots, strict=True)]
 
 
 def is_slotted(kind: str) -> bool:
-    """Whether experts of a format fit slots."""
+    """Whether experts of a format fit into slots."""
     return kind in ("groupwise", "codebook")
 
 
 def arena_bytes(expert_bytes: int, count: int) -> int:
-    """Bytes of a packed tensor of so many experts."""
+    """Return the size of a packed tensor with `count` experts."""
     return -(-(HEADER + count * expert_bytes) // 64) * 64
 
 

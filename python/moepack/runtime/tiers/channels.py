@@ -1,8 +1,8 @@
-"""Experts that are kept by channels: a device holds what decides and the first channels, the host the others.
+"""Experts stored by channel: a device holds the weights that select channels and the first channels of each expert.
 
-`floe` stores the channels that most tokens want first, so these need no cache to be found. Kernels choose channels and
-read those that are not on the device from pinned memory, only these and while they compute: the host takes no part, and
-a decoding step is recorded whole.
+`floe` stores the channels that most tokens need first, so they can be kept without a cache. Kernels select channels and
+read only those that are not on the device from pinned host memory while they compute. The host does not take part, so
+a decoding step is recorded as a whole.
 """
 
 import torch
@@ -21,17 +21,17 @@ _CPU = torch.device("cpu")
 
 
 class ChannelTier(PlacedStore):
-    """Keeps the first channels of experts on a device.
+    """Keeps the first channels of each expert on a device.
 
     Args:
-        device: where.
-        layers: layers of experts by channels, on the CPU.
-        budget: what the model may take there; of what every token needs, that outside of these layers is known.
-        host_memory: the most that records may take of the host's memory; None for what is available.
+        device: the device.
+        layers: expert layers stored by channel, on the CPU.
+        budget: the device memory; its `always` covers only weights outside of these layers.
+        host_memory: the most bytes of host memory for records; None for the available memory.
 
     Raises:
-        DeviceMemoryError: what every token needs is larger than the budget.
-        LoadError: the records are larger than the host's memory.
+        DeviceMemoryError: the weights that every token needs exceed the budget.
+        LoadError: the records do not fit into host memory.
     """
 
     def __init__(self, device: Device, layers: list[PackedModule], budget: Budget, host_memory: int | None) -> None:
@@ -45,8 +45,8 @@ class ChannelTier(PlacedStore):
         needed = budget.always + sum(nbytes for own in deciding.values() for _, nbytes in own)
         if needed > budget.memory:
             raise DeviceMemoryError(
-                f"{size(budget.memory)} of the device's memory are too little: every token needs {size(needed)} of it, "
-                "and what is more keeps channels"
+                f"{size(budget.memory)} of device memory is too little: every token needs {size(needed)}, and "
+                "additional memory holds channels"
             )
         share = min(1.0, (budget.memory - needed) / max(sum(each.nbytes for each in records.values()), 1))
         for layer, own in deciding.items():
@@ -57,7 +57,7 @@ class ChannelTier(PlacedStore):
 
     @property
     def statistics(self) -> Statistics:
-        """What happened so far; hits and misses are channels of single calls, and bytes those of the missing ones."""
+        """Counters; hits and misses count channels per call, and bytes read are those of the misses."""
         counts = Statistics()
         for matrices in self._layers.values():
             found = self._device.counts(matrices[-1])

@@ -1,7 +1,7 @@
-"""What a tier asks of a device: memory, copies beside the computation, and matrices over slots.
+"""The device interface of tiers: memory, copies that overlap with computation, and matrices over slots.
 
-`Gpu` is the real one. Everything else of a tier knows this interface alone, so that a stand-in whose memory is the
-host's shows on any machine that the right bytes are in the right slots.
+`Gpu` is the real device. All other code of a tier uses only this interface. A test double that uses host memory can
+therefore verify on any machine that the right bytes are in the right slots.
 """
 
 import ctypes
@@ -30,30 +30,30 @@ from moepack.runtime.experts import PackedExperts
 __all__ = ["Arrival", "ChannelCounts", "Copy", "Device", "Gpu", "pinned"]
 
 Copy = tuple[Tensor, Tensor]
-"""From pinned memory of the host to memory of the device: flat uint8 of one length."""
+"""Source in pinned host memory and destination in device memory: flat uint8 of equal length."""
 
-_cuda: Any = torch.cuda  # whose classes have no types
+_cuda: Any = torch.cuda  # its classes are untyped
 
 
 class Arrival(Protocol):
-    """Copies that are under way."""
+    """Copies in flight."""
 
     def wait(self) -> None:
-        """Let what is launched from here on see their bytes."""
+        """Make kernels that are launched from now on wait for the bytes."""
         ...
 
     def finish(self) -> None:
-        """Wait on the host until they are done."""
+        """Block the host until the copies are done."""
         ...
 
 
 class ChannelCounts(NamedTuple):
-    """What happened to the records of a layer so far.
+    """Counters for the records of a layer.
 
     Attributes:
-        resident, others: channels that were computed from the device's memory, and from the host's.
-        record_bytes: of a record.
-        resident_bytes: of all records on the device.
+        resident, others: channels computed from device memory, and from host memory.
+        record_bytes: bytes per record.
+        resident_bytes: bytes of all records on the device.
     """
 
     resident: int
@@ -63,17 +63,17 @@ class ChannelCounts(NamedTuple):
 
 
 class Device(ABC):
-    """A device with too little memory.
+    """A device whose memory cannot hold the whole model.
 
     Attributes:
-        place: its name for torch.
+        place: the torch device.
     """
 
     place: torch.device
 
     @abstractmethod
     def allocate(self, size: int) -> Tensor:
-        """New bytes on the device, flat uint8.
+        """Allocate bytes on the device, flat uint8.
 
         Raises:
             DeviceMemoryError: they do not fit.
@@ -81,55 +81,55 @@ class Device(ABC):
 
     @abstractmethod
     def pinned(self, size: int) -> Tensor:
-        """New bytes on the host from which copies run beside the computation."""
+        """Allocate host memory from which copies overlap with computation."""
 
     @abstractmethod
     def matrix(self, data: Tensor, like: Any, count: int) -> Matrix:
-        """The matrix over a packed tensor on the device.
+        """Create a matrix over a packed tensor on the device.
 
         Args:
-            data: its bytes, of which the header is there.
-            like: a packed tensor on the CPU that differs in the number of its experts alone.
-            count: experts of `data`.
+            data: its bytes; the header must be written already.
+            like: a packed tensor on the CPU that differs only in the number of experts.
+            count: the number of experts in `data`.
         """
 
     @abstractmethod
     def uploaded(self, data: Tensor, place: dict[str, Any]) -> tuple[Matrix, int]:
-        """The matrix over a copy of packed bytes, and what it takes on the device; `place` is for messages."""
+        """Copy packed bytes; return the matrix and its size on the device. `place` is for messages."""
 
     @abstractmethod
     def left_on_the_host(self, matrix: Matrix) -> tuple[Matrix, int]:
-        """A matrix whose bytes go to pinned memory, where kernels read them, and what it takes on the device then."""
+        """Move a matrix's bytes to pinned memory that kernels can read; return it and its remaining device bytes."""
 
     @abstractmethod
     def channels(self, records: Tensor, like: Any, resident: int) -> Matrix:
-        """The matrix over records of channels in pinned memory.
+        """Create a matrix over channel records in pinned memory.
 
         Args:
             records: a packed tensor.
             like: the same tensor, open on the CPU.
-            resident: the first channels of each expert that the device has itself.
+            resident: the number of channels per expert, from the first, to copy to the device.
         """
 
     @abstractmethod
     def counts(self, records: Matrix) -> ChannelCounts:
-        """What was computed of a matrix that `channels` gave."""
+        """Counters of a matrix created by `channels`."""
 
     @abstractmethod
     def numbers(self, values: NDArray[np.int64]) -> Tensor:
-        """Numbers on the device, ahead of what is brought from here on."""
+        """Copy numbers to the device, ordered before later `bring` calls."""
 
     @abstractmethod
     def bring(self, copies: Iterable[Copy]) -> Arrival:
-        """Start copies, behind everything that this thread has launched so far, and behind those that were started."""
+        """Start copies that wait for everything this thread has launched so far and for previously started copies."""
 
     @abstractmethod
     def enter(self) -> None:
-        """Let what is launched from here on come behind what the thread before has launched until `leave`."""
+        """Order later launches after everything that the previous thread launched until its `leave`."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Say that this thread launches nothing more that uses slots; waits for copies that nobody has waited for."""
+        """Declare that this thread launches no more work on slots; waits for copies that were not waited for."""
 
     @property
     def stalled(self) -> float:
@@ -138,15 +138,15 @@ class Device(ABC):
 
     @abstractmethod
     def overlaps(self, matrices: Sequence[Matrix], layer: Any, index: Tensor) -> bool:
-        """Whether a call of a layer can begin with the experts that are there."""
+        """Whether a call of a layer can start with the experts that are on the device."""
 
     @abstractmethod
     def beginning(self, matrices: Sequence[Matrix], there: Tensor, late: Tensor, arrival: Arrival) -> Sequence[Matrix]:
-        """Matrices of a call that computes the experts in `there` [T, k], and waits itself for those in `late`."""
+        """Matrices for a call that computes the experts in `there` [T, k] first and waits for those in `late`."""
 
 
 class _Copies:
-    """Copies of the side stream of a GPU."""
+    """Copies on the side stream of a GPU."""
 
     def __init__(self, device: "Gpu", done: Any) -> None:
         self._device, self._done = device, done
@@ -164,10 +164,10 @@ class Gpu(Device):
     """A GPU.
 
     Args:
-        device: which.
+        device: the GPU.
 
     Raises:
-        DeviceError: it cannot be used.
+        DeviceError: the GPU cannot be used.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -217,14 +217,14 @@ class Gpu(Device):
         return matrix
 
     def counts(self, records: Matrix) -> ChannelCounts:
-        """See `Device.counts`; waits for the device."""
+        """See `Device.counts`; synchronizes with the device."""
         tables, size = cast(DeviceMatrix, records).tables, cast(DeviceMatrix, records).sections["records"][1]
         computed, _, resident = tables["computed"].tolist()
         experts, rows, _ = records.shape
         return ChannelCounts(resident, computed - resident, size // max(experts * rows, 1), tables["resident"].nbytes)
 
     def numbers(self, values: NDArray[np.int64]) -> Tensor:
-        """See `Device.numbers`; through pinned memory, which torch keeps until it is copied."""
+        """See `Device.numbers`; uses pinned memory, which torch keeps until the copy is done."""
         return torch.from_numpy(values).pin_memory().to(self.place, non_blocking=True)
 
     def bring(self, copies: Iterable[Copy]) -> Arrival:
@@ -239,7 +239,7 @@ class Gpu(Device):
         return _Copies(self, done)
 
     def wait(self, done: Any) -> None:
-        """Let the current stream wait for an event, and note for how long."""
+        """Make the current stream wait for an event, and record the duration."""
         stream, begin, end = _cuda.current_stream(self.place), *(_cuda.Event(enable_timing=True) for _ in "12")
         begin.record(stream)
         stream.wait_event(done)
@@ -263,14 +263,14 @@ class Gpu(Device):
 
     @property
     def stalled(self) -> float:
-        """See `Device.stalled`; waits that have not ended are not among them."""
+        """See `Device.stalled`; unfinished waits are not included."""
         while self._waits and self._waits[0][1].query():
             begin, end = self._waits.popleft()
             self._stalled += begin.elapsed_time(end) / 1e3
         return self._stalled
 
     def overlaps(self, matrices: Sequence[Matrix], layer: Any, index: Tensor) -> bool:
-        """See `Device.overlaps`: where kernels take the call, in two launches of gate and up projections."""
+        """See `Device.overlaps`: true if kernels support the call with two launches of gate and up projections."""
         projections = cast(Sequence[DeviceMatrix], matrices)
         return isinstance(layer, PackedExperts) and has_kernels(projections, index, layer.act_fn)
 
@@ -282,13 +282,13 @@ class Gpu(Device):
 
 
 def pinned(size: int) -> Tensor:
-    """New bytes of the host, flat uint8, that GPUs copy and read themselves.
+    """Allocate flat uint8 host memory that GPUs copy from and read directly.
 
-    torch rounds its own pinned memory up to a power of two; and pages that are registered with the driver later are
-    copied at half the rate of what the driver allocates (26 and 53 GB/s on an H100), while the host waits.
+    torch rounds its pinned allocations up to a power of two. Pages that are registered with the driver after allocation
+    are copied at half the rate of memory that the driver allocates (26 and 53 GB/s on an H100), while the host waits.
 
     Raises:
-        DeviceError: the driver does not pin so much, or CuPy is missing.
+        DeviceError: the driver cannot pin that much memory, or CuPy is missing.
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
@@ -300,16 +300,16 @@ def pinned(size: int) -> Tensor:
         reason = " ".join(str(error).split())
         raise DeviceError(f"{size / 1e9:.2f} GB of memory cannot be pinned: {reason}") from error
     memory = (ctypes.c_uint8 * size).from_address(address)
-    weakref.finalize(memory, runtime.freeHost, address).atexit = False  # the driver may be gone by then
+    weakref.finalize(memory, runtime.freeHost, address).atexit = False  # the driver may be unloaded by then
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 _FOR_ALL = 3
-"""cudaHostAllocPortable and cudaHostAllocMapped: all GPUs copy and read it."""
+"""cudaHostAllocPortable and cudaHostAllocMapped: all GPUs can copy from and read the memory."""
 
 
 class _Seen:
-    """Pinned memory as CUDA's array interface describes memory."""
+    """Exposes pinned memory through CUDA's array interface."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -319,5 +319,5 @@ class _Seen:
 
 
 def _seen_by(device: torch.device, memory: Tensor) -> Tensor:
-    """Pinned memory as a GPU's tensor: kernels read it across the bus."""
+    """View pinned memory as a tensor of a GPU, whose kernels read it over the bus."""
     return torch.as_tensor(_Seen(memory), device=device)

@@ -1,7 +1,7 @@
-"""Where the experts of a device are on the host: all in pinned memory, or on the drive with some of them in memory.
+"""The experts on the host: all in pinned memory, or on the drive with some of them in memory.
 
-Either gives an expert's bytes in pinned memory. From the drive they come by `moepack.runtime.streaming`, and through
-pinned buffers that copies to the device empty in turn.
+Both provide an expert's bytes in pinned memory. Experts on the drive are read by `moepack.runtime.streaming`, and
+copied to the device through pinned buffers that are used in turn.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,33 +25,33 @@ from moepack.units import size
 __all__ = ["Drive", "Host", "Pin", "Pinned", "Send"]
 
 BUFFERS = 4
-"""Experts on their way from the drive to the device."""
+"""The number of experts that can be in transfer from the drive to the device."""
 
 Pin = Callable[[int], Tensor]
-"""Makes pinned memory of so many bytes."""
+"""Allocates the given number of bytes of pinned memory."""
 
 Send = Callable[[int, Sequence[Tensor]], Arrival]
-"""Starts to copy an expert of a number, whose bytes are given projection by projection."""
+"""Starts to copy an expert, given its index and its bytes for each projection."""
 
 
 class Host(Protocol):
-    """Experts on the host."""
+    """The experts on the host."""
 
     @property
     def statistics(self) -> Statistics | None:
-        """What reading from the drive did so far; None without a drive."""
+        """Counters of reads from the drive; None without a drive."""
         ...
 
     def send(self, layer: Any, experts: Sequence[int], to: Send) -> None:
-        """Give the bytes of experts in pinned memory, one after the other.
+        """Pass the bytes of experts in pinned memory to `to`, one expert after another.
 
         Raises:
-            CorruptionError, LoadError: they cannot be read.
+            CorruptionError, LoadError: an expert cannot be read.
         """
         ...
 
     def portions(self, layer: Any, experts: Tensor, device: torch.device) -> Portions:
-        """Give experts to the CPU; see `ExpertStore.portions`."""
+        """Yield experts for the CPU; see `ExpertStore.portions`."""
         ...
 
 
@@ -60,10 +60,10 @@ class Pinned:
 
     Args:
         stacks: the projections of each layer.
-        pin: makes the memory.
+        pin: allocates pinned memory.
 
     Raises:
-        LoadError: there is too little memory.
+        LoadError: the experts do not fit into memory.
     """
 
     statistics = None
@@ -73,8 +73,8 @@ class Pinned:
         available = available_bytes()
         if available is not None and needed > available:
             raise LoadError(
-                f"the experts take {size(needed)} of the host's memory and {size(available)} are available: "
-                "host_memory= keeps some of them there and the others on the drive"
+                f"the experts take {size(needed)} of host memory, but only {size(available)} are available: "
+                "host_memory= keeps some of them in memory and the others on the drive"
             )
         self._layers: WeakKeyDictionary[Any, list[Stack]] = WeakKeyDictionary()
         for layer, own in stacks.items():
@@ -97,15 +97,15 @@ def _copied(stack: Stack, pin: Pin) -> Stack:
 
 
 class Drive(StreamingStore):
-    """Experts on the drive, of which some are in memory.
+    """Experts on the drive, with some of them in memory.
 
     Args:
-        memory: the most bytes that they take there, pinned buffers included.
+        memory: the most bytes for experts, including pinned buffers.
         stacks: the projections of each layer.
-        pin: makes pinned memory.
+        pin: allocates pinned memory.
 
     Raises:
-        LoadError: the memory does not take the buffers and an expert, or a projection does not lie in a file.
+        LoadError: the buffers and one expert do not fit into the memory, or a projection is not in a file.
     """
 
     def __init__(self, memory: int, stacks: dict[Any, list[Stack]], pin: Pin) -> None:
@@ -115,12 +115,12 @@ class Drive(StreamingStore):
         largest = max(map(sum, self._lengths.values()))
         least = shared + BUFFERS * largest + max(own[0].nbytes for _, own in self._layers.values())
         if memory < least:
-            raise LoadError(f"{size(memory)} of the host's memory are too little for experts: {size(least)} are needed")
+            raise LoadError(f"{size(memory)} of host memory is too little for experts: {size(least)} are needed")
         self._residency = Residency(memory - shared - BUFFERS * largest, READERS)
         self._buffers = cycle([_Buffer(pin(largest)) for _ in range(BUFFERS)])
 
     def send(self, layer: Any, experts: Sequence[int], to: Send) -> None:
-        """See `Host.send`; experts are read together, as many as fit."""
+        """See `Host.send`; reads as many experts together as fit."""
         own = self._layers[layer][1]
         for part in cut_portions(own, experts, self._residency.budget):
             held = [own[number] for number in part]
@@ -135,10 +135,10 @@ class Drive(StreamingStore):
 
 
 class _Buffer:
-    """Pinned memory for an expert.
+    """Pinned memory for one expert.
 
     Attributes:
-        leaving: the copy of what it holds.
+        leaving: the copy of its contents to the device.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -146,7 +146,7 @@ class _Buffer:
         self.leaving: Arrival | None = None
 
     def filled(self, regions: Sequence[Region], expert: int, lengths: Sequence[int]) -> Sequence[Tensor]:
-        """The expert's bytes, projection by projection."""
+        """Fill the buffer with the expert's bytes; return them for each projection."""
         if self.leaving is not None:
             self.leaving.finish()
         parts = torch.split(self._memory[: sum(lengths)], list(lengths))

@@ -1,9 +1,9 @@
-"""Experts of formats that do not come and go: a device holds the first layers, and reads the others where they are.
+"""Experts of formats without slots: a device holds the first layers and reads the others from host memory.
 
-Experts of such formats differ in length, or share tables beside their codes, so they have no slots. Their tensors are
-laid out on the device, one at a time, and those that do not fit go back to pinned memory of the host, from where the
-kernels read the bytes of the experts that a token chooses, and no others. Nothing is kept of what was read; the host
-takes no part, and a decoding step is recorded whole.
+In these formats, experts differ in length or share tables, so they cannot be cached in slots. Their tensors are laid
+out on the device one at a time, and those that do not fit are moved back to pinned host memory. From there, kernels
+read only the bytes of the experts that a token chooses, without caching them. The host does not take part, so a
+decoding step is recorded as a whole.
 """
 
 from typing import Any
@@ -25,10 +25,10 @@ __all__ = ["LayerTier", "PlacedStore", "check_host"]
 
 
 class PlacedStore(ExpertStore):
-    """Bytes of layers that stay where they were put, on a device or on the host, for kernels that read both.
+    """A store whose bytes stay on a device or on the host, for kernels that read both.
 
     Args:
-        device: whose kernels.
+        device: the device of the kernels.
     """
 
     def __init__(self, device: Device) -> None:
@@ -36,31 +36,31 @@ class PlacedStore(ExpertStore):
         self._layers: WeakKeyDictionary[Any, Matrices] = WeakKeyDictionary()
 
     def put(self, layer: Layer, projection: str, data: AnyTensor, **place: Any) -> None:
-        """Refuse: bytes come when the store is made."""
-        raise LoadError("a model of which a device holds a part does not take new weights", **place)
+        """Raise: bytes are set when the store is created."""
+        raise LoadError("a model that is partly on a device does not accept new weights", **place)
 
     def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> Matrices:
-        """Return the matrices, wherever their bytes are."""
+        """Return the matrices, regardless of where their bytes are."""
         if device.type != self._device.place.type:
             raise LoadError(f"experts of '{self._device.place}' cannot be used on '{device}'")
         return self._layers[layer]
 
     def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:
-        """Do nothing: the bus is busy with experts that are needed."""
+        """Do nothing: the bus is needed for demanded experts."""
 
 
 class LayerTier(PlacedStore):
-    """Keeps the first layers on a device, as far as they fit.
+    """Keeps as many of the first layers on a device as fit.
 
     Args:
-        device: where.
-        layers: layers of experts, on the CPU.
-        budget: what the model may take there.
-        host_memory: the most that the other layers may take of the host's memory; None for what is available.
+        device: the device.
+        layers: expert layers, on the CPU.
+        budget: the device memory for the model.
+        host_memory: the most bytes of host memory for the other layers; None for the available memory.
 
     Raises:
-        DeviceMemoryError: what every token needs, tables of experts included, is larger than the budget.
-        LoadError: the layers are larger than the host's memory.
+        DeviceMemoryError: the weights that every token needs, including tables of experts, exceed the budget.
+        LoadError: the layers do not fit into host memory.
     """
 
     def __init__(self, device: Device, layers: list[PackedModule], budget: Budget, host_memory: int | None) -> None:
@@ -80,20 +80,20 @@ class LayerTier(PlacedStore):
                 needed += sum(nbytes for _, nbytes in left) - taken
         if needed > budget.memory:
             raise DeviceMemoryError(
-                f"{size(budget.memory)} of the device's memory are too little: every token needs {size(needed)} of it"
+                f"{size(budget.memory)} of device memory is too little: every token needs {size(needed)}"
             )
 
 
 def check_host(needed: int, given: int | None) -> None:
-    """Make sure that the host has room.
+    """Check that experts fit into host memory.
 
     Args:
         needed: bytes.
-        given: the most that may be taken; None for what is available.
+        given: the most bytes to use; None for the available memory.
 
     Raises:
-        LoadError: it has not.
+        LoadError: they do not fit.
     """
     limit = available_bytes() if given is None else given
     if limit is not None and needed > limit:
-        raise LoadError(f"experts take {size(needed)} of the host's memory and more, of which there are {size(limit)}")
+        raise LoadError(f"experts take at least {size(needed)} of host memory, but only {size(limit)} are available")

@@ -1,9 +1,10 @@
-"""What becomes of chosen experts that are not on the device: they come over the bus, or the CPU multiplies them.
+"""Handles chosen experts that are not on the device: they are moved over the bus, or the CPU multiplies them.
 
-A copy takes the bus as long as it takes, whatever the expert is needed for, and leaves the expert on the device. The
-CPU reads the same bytes where they are, often faster than the bus moves them, and both work at a time. How fast either
-is, beside the other, is measured when a model is loaded (`measured`), and each call is shared out by that (`Rates`).
-How fast the CPU is depends on what else it does, so its times follow those of the calls (`Shares`).
+A copy occupies the bus for a fixed time, regardless of how many tokens need the expert, and leaves the expert on the
+device. The CPU reads the same bytes in place, often faster than the bus moves them, and both can work concurrently.
+The speed of each, alone and concurrently with the other, is measured when a model is loaded (`measured`), and each call
+is split accordingly (`Rates`). The speed of the CPU depends on its other load, so its times follow those of actual
+calls (`Shares`).
 """
 
 import time
@@ -26,44 +27,47 @@ from moepack.runtime.tiers.host import Host
 __all__ = ["COMPUTED", "MISSES", "MOVED", "SECONDS", "Misses", "Rates", "Shares", "measured"]
 
 Misses = Literal["auto", "moved", "computed"]
-"""What becomes of missing experts: "moved": all come; "computed": the CPU multiplies all for which no slot is free;
-"auto": they are shared out so that all are done soonest."""
+"""How to handle missing experts. "moved": transfer all. "computed": the CPU multiplies all that have no free slot.
+"auto": split them so that everything finishes as early as possible."""
 
 MISSES: tuple[Misses, ...] = ("auto", "moved", "computed")
 """The values of `Misses`."""
 
 SECONDS = 0.5
-"""How long to measure: other threads may be busy for a while with what they did before."""
+"""The least duration of the measurement: other threads may be busy for a while with earlier work."""
 
 MARGIN = 1.1
-"""Factor by which times of the CPU are multiplied: where both are as fast, an expert that comes is there for its next
-use. With half of the experts on an H100, whose host takes 0.7 of the bus's time for one, 1.0 to 1.25 are level."""
+"""Factor applied to CPU times: at equal speed, moving an expert is preferable, because it is then on the device for its
+next use. With half of the experts on an H100, whose host takes 0.7 of the bus's time per expert, 1.0 to 1.25 are
+equally fast."""
 
 WEIGHT = 0.25
-"""Exponent of a call's time over the expected one, by which the CPU's times are multiplied: 1 would forget the past."""
+"""Exponent applied to a call's time relative to the expected time; the CPU's times are multiplied by the result. An
+exponent of 1 would ignore all earlier calls."""
 
 AGEING = 0.9995
-"""Factor of the CPU's times at each call that leaves it nothing, so that it is tried again some day: where a time is
-four times too long after 2,800 calls, where the CPU is ten times slower than the bus once in 700, which costs 1.3 %."""
+"""Factor applied to the CPU's times on each call that leaves it no work, so it is eventually tried again: after 2,800
+calls if a time is four times too long, and once in 700 calls if the CPU is ten times slower than the bus, which costs
+1.3 %."""
 
 _MOST = 4.0
-"""Largest ratio that counts: what takes much longer has been interrupted."""
+"""The largest ratio that counts: calls that take much longer were interrupted."""
 
 _ROUNDS = 6
-"""Fewest measurements, of which the later half counts."""
+"""The least number of measurements; the later half counts."""
 
 _CPU = torch.device("cpu")
 
 
 class Rates(NamedTuple):
-    """What missing experts of one form cost.
+    """Costs of missing experts of one layout.
 
     Attributes:
-        bus: seconds for an expert to come to the device, while the CPU is idle.
+        bus: seconds to move an expert to the device while the CPU is idle.
         bus_beside: the same while the CPU multiplies.
-        overhead: seconds of a call of the CPU beyond those for its experts.
-        product: seconds for the CPU to multiply an expert by one token, while the bus is idle.
-        product_beside: the same while experts come.
+        overhead: seconds per CPU call in addition to the time for its experts.
+        product: seconds for the CPU to multiply an expert by one token while the bus is idle.
+        product_beside: the same while experts are moved.
     """
 
     bus: float
@@ -73,11 +77,11 @@ class Rates(NamedTuple):
     product_beside: float
 
     def cpu_share(self, tokens: Sequence[int]) -> int:
-        """How many of some missing experts the CPU multiplies, the first ones, so that all are done soonest.
+        """How many missing experts, from the first, the CPU should multiply so that everything finishes earliest.
 
         Args:
-            tokens: of each expert, ascending. An expert with n tokens is taken to cost the CPU n times what it costs
-                with one, which is the most that it can.
+            tokens: the number of tokens of each expert, ascending. An expert with n tokens is assumed to cost the CPU
+                n times as much as with one, which is an upper bound.
         """
         missing = len(tokens)
 
@@ -92,37 +96,37 @@ class Rates(NamedTuple):
 
     @property
     def patience(self) -> float:
-        """How many products of the CPU take as long as one expert takes to come.
+        """The time to move one expert, in CPU products.
 
-        Bringing an expert pays when it will be used so much more often than the one that goes; `Slots.gain` tells how
-        much more often it has been.
+        Moving an expert pays off if it will have this many more uses than the expert that it replaces; `Slots.gain`
+        returns the difference in uses so far.
         """
         each = self.of_cpu(1, beside=False)
         return self.bus / each if each else inf
 
     def of_cpu(self, pairs: int, *, beside: bool) -> float:
-        """Seconds of the CPU for so many pairs of an expert and a token."""
+        """CPU seconds for a number of (expert, token) pairs."""
         return self.overhead + pairs * (self.product_beside if beside else self.product)
 
     def with_cpu(self, factor: float) -> "Rates":
-        """Return rates whose times of the CPU are multiplied by a factor."""
+        """Return rates with CPU times multiplied by a factor."""
         bus, bus_beside, *of_cpu = self
         return Rates(bus, bus_beside, *(factor * time for time in of_cpu))
 
 
 MOVED, COMPUTED = Rates(0.0, 0.0, 1.0, 1.0, 1.0), Rates(1.0, 1.0, 0.0, 0.0, 0.0)
-"""Rates by which all come, and by which the CPU multiplies all for which no slot is free."""
+"""Rates under which all experts are moved, and under which the CPU multiplies all that have no free slot."""
 
 
 class Shares:
-    """How the calls of one form's experts are shared out.
+    """Splits calls between device and CPU, for experts of one layout.
 
     Args:
-        rates: by which.
-        follow: whether the CPU's times follow those of calls.
+        rates: the initial rates.
+        follow: whether CPU times follow those of actual calls.
 
     Attributes:
-        rates: the current ones.
+        rates: the current rates.
     """
 
     def __init__(self, rates: Rates, *, follow: bool = False) -> None:
@@ -136,31 +140,31 @@ class Shares:
         return share
 
     def note(self, experts: int, pairs: int, seconds: float, *, beside: bool) -> None:
-        """Note how long the CPU took for a share.
+        """Record the CPU time of a call.
 
         Args:
-            experts: of the share.
-            pairs: of an expert and a token.
-            seconds: how long.
-            beside: whether other experts came meanwhile.
+            experts: the number of experts.
+            pairs: the number of (expert, token) pairs.
+            seconds: the time.
+            beside: whether other experts were moved at the same time.
         """
         expected = self.rates.of_cpu(pairs, beside=beside)
         if self._follow and expected:
-            # The tokens of one expert together take less than was expected, however fast the CPU is.
+            # Several tokens of one expert take less time than predicted, regardless of the CPU's speed.
             least = 1 / _MOST if experts == pairs else 1.0
             self.rates = self.rates.with_cpu(min(max(MARGIN * seconds / expected, least), _MOST) ** WEIGHT)
 
 
 def measured(device: Device, arena: Arena, host: Host, layer: Any, top_k: int, seconds: float = SECONDS) -> Rates:
-    """Measure what experts take that are not on a device.
+    """Measure the costs of experts that are not on a device.
 
     Args:
-        device: which.
-        arena: slots of the experts' form; their bytes are lost.
-        host: where the experts are.
-        layer: a layer of these experts, of the kind `PackedExperts`.
-        top_k: experts that a token chooses.
-        seconds: how long to measure, at least.
+        device: the device.
+        arena: slots of the experts' layout; their contents are lost.
+        host: holds the experts.
+        layer: a `PackedExperts` layer with these experts.
+        top_k: experts per token.
+        seconds: the least duration of the measurement.
     """
     end, rounds = time.perf_counter() + seconds, list[_Round]()
     with ThreadPoolExecutor(1) as pool:
@@ -169,7 +173,7 @@ def measured(device: Device, arena: Arena, host: Host, layer: Any, top_k: int, s
             rounds.append(trial.round())
     bus, bus_beside, one, many, beside = (median(times) for times in zip(*rounds[len(rounds) // 2 :], strict=True))
     share = many / trial.many
-    each = min(max((many - one) / (trial.many - 1), share / 2), share)  # by the slope, which may be noise
+    each = min(max((many - one) / (trial.many - 1), share / 2), share)  # from the slope, which may be noisy
     overhead = max(one - each, 0.0)
     of_cpu = overhead, each, max((beside - overhead) / trial.many, each)
     return Rates(bus, bus_beside, *of_cpu).with_cpu(MARGIN)
@@ -179,9 +183,9 @@ class _Round(NamedTuple):
     """Seconds of one measurement.
 
     Attributes:
-        bus, bus_beside: as of `Rates`.
-        one, many: of products with one expert and with many.
-        beside: of a product with many while experts come.
+        bus, bus_beside: as in `Rates`.
+        one, many: products with one expert and with many.
+        beside: a product with many experts while others are moved.
     """
 
     bus: float
@@ -192,14 +196,14 @@ class _Round(NamedTuple):
 
 
 class _Trial:
-    """Products and copies of experts of one form.
+    """Runs products and copies of experts of one layout.
 
     Args:
-        device, arena, host, layer, top_k: as of `measured`.
-        pool: a thread for products beside copies.
+        device, arena, host, layer, top_k: as in `measured`.
+        pool: a thread for products that run concurrently with copies.
 
     Attributes:
-        many: experts of a product.
+        many: the number of experts in a large product.
     """
 
     def __init__(
@@ -213,19 +217,19 @@ class _Trial:
     def round(self) -> _Round:
         """Measure everything once."""
         one, many, bus = self._product(1), self._product(self.many), self._bus()
-        # Each again and again while the other has not ended once.
+        # Repeat each until the other has completed at least once.
         multiplied, moved = Event(), Event()
         products = self._pool.submit(_again, lambda: self._product(self.many), multiplied, moved)
         bus_beside = _again(self._bus, moved, multiplied)
         return _Round(bus, bus_beside, one, many, products.result())
 
     def _numbers(self, count: int) -> Tensor:
-        """Other experts at each time, [1, count], which no cache of the CPU has."""
+        """Different experts on each call, [1, count], which are not in the CPU's caches."""
         self._next += count
         return torch.arange(self._next, self._next + count).remainder(self._experts).view(1, -1)
 
     def _bus(self) -> float:
-        """Seconds for an expert to come."""
+        """Seconds to move an expert."""
         count: int = min(self.many, self._experts, self._arena.slots.count)
         seconds = 0.0
         slots, arrivals = cycle(range(count)), list[Arrival]()
@@ -234,7 +238,7 @@ class _Trial:
             arrivals.append(self._device.bring(self._arena.copies(next(slots), sources)))
             return arrivals[-1]
 
-        for _, chosen in self._host.portions(self._layer, self._numbers(count), _CPU):  # read from the drive before
+        for _, chosen in self._host.portions(self._layer, self._numbers(count), _CPU):  # read from the drive first
             start = time.perf_counter()
             self._host.send(self._layer, [number for number in chosen[0].tolist() if number < self._experts], send)
             arrivals[-1].finish()
@@ -242,7 +246,7 @@ class _Trial:
         return seconds / count
 
     def _product(self, count: int) -> float:
-        """Seconds of one token's product with so many experts, and of its way to the CPU and back."""
+        """Seconds for one token's product with `count` experts, including transfers to the CPU and back."""
         seconds, layer = 0.0, self._layer
         for matrices, chosen in self._host.portions(layer, self._numbers(count), _CPU):
             start = time.perf_counter()
@@ -253,12 +257,12 @@ class _Trial:
 
 
 def _again(run: Callable[[], float], ran: Event, other: Event) -> float:
-    """Run something once, and again until something else has run once; the mean of what it gives."""
+    """Run a function at least once and until `other` is set; return the mean of its results."""
     given = list[float]()
     try:
         while not given or not other.is_set():
             given.append(run())
             ran.set()
     finally:
-        ran.set()  # nobody waits for what has failed
+        ran.set()  # do not block the other thread after a failure
     return sum(given) / len(given)

@@ -1,12 +1,12 @@
-"""Which experts are in the slots of a device: the accounting, without a byte of them.
+"""Bookkeeping of a device's slots: which experts they contain, without their bytes.
 
-A slot has room for one expert. Where an expert needs a slot and none is free, one goes that the call does not need: of
-those whose last use is longest ago (`CANDIDATES` of them) the one with the fewest uses, as on the host (`Residency`).
+A slot has room for one expert. If an expert needs a slot and none is free, an expert that the call does not need is
+evicted: among the `CANDIDATES` least recently used ones, the one with the fewest uses, as on the host (`Residency`).
 Nothing is written back.
 
 Invariants:
-- An expert has one slot or none, a slot at most one expert.
-- Experts of the call at hand, and those that it says are still in use, keep their slots.
+- An expert has at most one slot, and a slot at most one expert.
+- Experts of the current call, and those that it marks as still in use, keep their slots.
 """
 
 from collections import Counter, OrderedDict
@@ -19,17 +19,17 @@ from moepack.runtime.streaming.residency import CANDIDATES
 __all__ = ["Expert", "Slots"]
 
 Expert = tuple[int, int]
-"""The numbers of a layer and of one of its experts."""
+"""The indices of a layer and of an expert within it."""
 
 
 class Slots:
     """Slots of one size.
 
     Args:
-        count: how many there are.
+        count: the number of slots.
 
     Attributes:
-        count: the same.
+        count: the number of slots.
     """
 
     def __init__(self, count: int) -> None:
@@ -39,7 +39,7 @@ class Slots:
         self._uses: Counter[Expert] = Counter()
 
     def __len__(self) -> int:
-        """How many hold an expert."""
+        """The number of occupied slots."""
         return len(self._slots)
 
     def experts(self) -> Set[Expert]:
@@ -47,20 +47,20 @@ class Slots:
         return self._slots.keys()
 
     def uses(self, expert: Expert) -> int:
-        """How often it was used, less half of that at each time when it lost its slot."""
+        """The number of uses of an expert, halved each time it was evicted."""
         return self._uses[expert]
 
     def use(self, experts: Iterable[Expert]) -> None:
-        """Note uses of experts without a slot."""
+        """Count uses of experts without a slot."""
         self._uses.update(experts)
 
     def gain(self, expert: Expert, used: Collection[Expert]) -> float:
-        """How many more uses an expert without a slot has than the one that would go.
+        """Return how many more uses an expert without a slot has than the next victim.
 
-        Infinite where a slot is free, and minus infinity where none may go.
+        Infinite if a slot is free, and minus infinity if nothing can be evicted.
 
         Args:
-            expert: which.
+            expert: the expert.
             used: experts that keep their slots.
         """
         if self._free:
@@ -69,14 +69,14 @@ class Slots:
         return -inf if leaving is None else self._uses[expert] - self._uses[leaving]
 
     def take(self, experts: Sequence[Expert], used: Collection[Expert] = ()) -> tuple[list[int], list[Expert]]:
-        """Give experts slots.
+        """Assign slots to experts.
 
         Args:
-            experts: each once; with `used` at most as many as there are slots.
-            used: others whose slots must stay as they are.
+            experts: unique experts; together with `used`, at most as many as there are slots.
+            used: other experts that must keep their slots.
 
         Returns:
-            The slot of each expert, and those of the experts that are new in theirs: the caller brings their bytes.
+            The slot of each expert, and the experts that are new in theirs; the caller must load their bytes.
         """
         missing = [expert for expert in experts if expert not in self._slots]
         held = {*experts, *used}
@@ -89,17 +89,17 @@ class Slots:
         return [self._slots[expert] for expert in experts], missing
 
     def forget(self, experts: Iterable[Expert]) -> None:
-        """Free the slots of experts whose bytes did not come."""
+        """Free the slots of experts whose bytes could not be loaded."""
         self._free += [self._slots.pop(expert) for expert in experts]
 
     def _vacated(self, held: Collection[Expert]) -> int:
-        """The slot of an expert that goes."""
+        """Evict an expert and return its slot."""
         victim = self._next(held)
         assert victim is not None
         self._uses[victim] //= 2
         return self._slots.pop(victim)
 
     def _next(self, held: Collection[Expert]) -> Expert | None:
-        """The expert that goes next, if any may."""
+        """The next victim, if there is one."""
         old = islice((expert for expert in self._slots if expert not in held), CANDIDATES)
         return min(old, key=self._uses.__getitem__, default=None)

@@ -1,16 +1,16 @@
-"""A store whose experts are on the host, and of which a device holds as many as its memory takes.
+"""A store with all experts on the host and as many on the device as fit into its memory.
 
-What every token needs is on the device. When a layer is called, the router's choice comes to the host, which waits for
-it: which experts are missing is known there alone, and accounting on the device would have to keep every expert's state
-up to date in kernels of its own. Missing experts are copied beside the computation, and those that are there are
-computed meanwhile; or the CPU multiplies the missing ones, by a rule (`misses`). A prompt chooses nearly all experts:
-where they do not fit, they come in portions, the next one on its way while one is multiplied.
+Weights that every token needs are on the device. When a layer is called, the router's choice is copied to the host,
+which waits for it: only the host knows which experts are missing, and bookkeeping on the device would need kernels that
+keep the state of every expert up to date. Missing experts are copied while those on the device are computed, or the CPU
+multiplies the missing ones, depending on measured costs (`misses`). A prompt chooses nearly all experts. If they do not
+fit, they are processed in portions, and the next one is copied while the current one is multiplied.
 
 Invariants:
-- Where all missing experts come, outputs depend on weights, inputs and the number of slots, never on what happens to be
-  in them: sums have the order of the router's choice, portions that of the experts' numbers. Where the CPU multiplies
-  some, its sum is added to the device's, and which experts are in which depends on slots and measured times.
-- One thread at a time uses slots; what another launches on its stream comes behind.
+- If all missing experts are moved, outputs depend only on weights, inputs and the number of slots, never on the slots'
+  contents: sums follow the order of the router's choice, and portions the order of expert indices. If the CPU
+  multiplies some, its sum is added to the device's, and the split depends on slots and measured times.
+- Only one thread uses slots at a time; work that another thread launches on its stream is ordered after it.
 """
 
 from collections import Counter
@@ -43,15 +43,15 @@ __all__ = ["TierStore"]
 _CPU = torch.device("cpu")
 
 _SHARED = PackedExperts, PackedSwitchExperts
-"""Modules whose calls are shared out with the CPU; others ask for `portions`, and all of theirs come."""
+"""Modules whose calls are split with the CPU; others call `portions`, and all their experts are moved."""
 
 
 class _Layer(NamedTuple):
-    """A layer's place in an arena.
+    """A layer's arena.
 
     Attributes:
-        arena: which.
-        number: of the layer.
+        arena: the arena.
+        number: the index of the layer.
     """
 
     arena: Arena
@@ -59,12 +59,12 @@ class _Layer(NamedTuple):
 
 
 class _Portion(NamedTuple):
-    """Experts that are on the device or on their way.
+    """Experts that are on the device or being moved there.
 
     Attributes:
-        matrices: the arena's; they wait themselves if a call can begin without the late experts.
+        matrices: the arena's matrices; they wait for late experts themselves if a call can start without them.
         places: [T, k], slots of these experts.
-        arrival: what is to be waited for otherwise.
+        arrival: otherwise, the copies to wait for.
     """
 
     matrices: Matrices
@@ -73,19 +73,19 @@ class _Portion(NamedTuple):
 
 
 class TierStore(ExpertStore):
-    """Keeps a number of bytes of experts on a device.
+    """Keeps experts within a number of bytes on a device.
 
     Args:
-        device: where.
-        host: makes what has all experts, once it is known that the device has room.
-        stacks: the projections of each layer, whose experts have one form.
-        budget: what slots may take.
-        top_k: experts that a token chooses in a layer.
-        misses: what becomes of chosen experts that have no slot.
+        device: the device.
+        host: creates the object that holds all experts; called once the slots are allocated.
+        stacks: the projections of each layer; the experts of a layer have one layout.
+        budget: the device memory.
+        top_k: experts per token in a layer.
+        misses: how to handle chosen experts that have no slot.
 
     Raises:
-        DeviceMemoryError: the experts of one token do not fit, so that every one would be gone when it is asked for
-            again; the message says what is enough.
+        DeviceMemoryError: the experts of one token do not fit, so each would be evicted before its next use; the
+            message contains the required size.
     """
 
     asks_host = True
@@ -119,33 +119,33 @@ class TierStore(ExpertStore):
 
     @property
     def statistics(self) -> Statistics:
-        """What happened so far; bytes and reads are those that came from the host, `waited` what the device did."""
+        """Counters; bytes and reads are transfers from the host, and `waited` is the waiting time of the device."""
         self._counts.waited = self._device.stalled
         return self._counts
 
     @property
     def host_statistics(self) -> Statistics | None:
-        """What reading from the drive did so far; None where the host has all experts."""
+        """Counters of reads from the drive; None if all experts are in host memory."""
         return self._host.statistics
 
     def put(self, layer: Layer, projection: str, data: AnyTensor, **place: Any) -> None:
-        """Refuse: bytes come when the store is made."""
-        raise LoadError("a model whose experts come and go does not take new weights", **place)
+        """Raise: bytes are set when the store is created."""
+        raise LoadError("a model with offloaded experts does not accept new weights", **place)
 
     def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> Matrices:
-        """Refuse: experts are on the device while `portions` says so, and no longer."""
-        raise LoadError("experts that come and go cannot be had all at once")
+        """Raise: experts are only on the device during `portions`."""
+        raise LoadError("offloaded experts cannot be loaded all at once")
 
     def prefetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> None:
-        """Do nothing: the bus is busy with experts that are needed."""
+        """Do nothing: the bus is needed for demanded experts."""
 
     def portions(self, layer: Layer, experts: Tensor, device: torch.device) -> Portions:
-        """Bring the chosen experts, in portions where they do not fit; see `ExpertStore.portions`."""
+        """Move the chosen experts to the device, in portions if they do not fit; see `ExpertStore.portions`."""
         self._refuse_elsewhere(device)
         yield from self._portions(layer, _on_host(layer, experts))
 
     def summed(self, layer: Layer, call: Call, multiply: Multiply) -> Tensor:
-        """Bring some of the chosen experts, and give the CPU the others meanwhile; see `ExpertStore.summed`."""
+        """Move some of the chosen experts while the CPU computes the others; see `ExpertStore.summed`."""
         self._refuse_elsewhere(call.x.device)
         chosen = _on_host(layer, call.experts)
         with self._lock:
@@ -156,19 +156,19 @@ class TierStore(ExpertStore):
     def _shared(
         self, layer: Layer, call: Call, multiply: Multiply, chosen: NDArray[np.int64], left: list[int]
     ) -> Tensor:
-        """Sum the outputs of a call whose experts in `left` the CPU multiplies."""
+        """Sum the outputs of a call; the CPU multiplies the experts in `left`."""
         start, reads, none = perf_counter(), self._counts.reads, _expert_count(layer)
         is_left = np.zeros(none + 1, bool)
         is_left[left] = True
         of_cpu = is_left[chosen]
         on_cpu, others = torch.from_numpy(np.where(of_cpu, chosen, none)), np.where(of_cpu, none, chosen)
-        # Before anything is launched behind which it would have to wait.
+        # Copy before launching anything that these copies would have to wait for.
         home = Call(call.x.cpu(), on_cpu, call.weights.cpu())
         share = self._beside.submit(_timed, self._host.portions(layer, on_cpu, _CPU), home, multiply, start)
         try:
             outputs = sum_portions(self._portions(layer, others), call, multiply) if (others < none).any() else 0
         finally:
-            wait([share])  # which is over when the lock is free, whatever has happened here
+            wait([share])  # must be done before the lock is released, even after an error
         of_share, seconds = share.result()
         shares = self._shares[self._layers[layer].arena]
         shares.note(len(left), int(of_cpu.sum()), seconds, beside=self._counts.reads > reads)
@@ -179,9 +179,9 @@ class TierStore(ExpertStore):
             raise LoadError(f"experts of '{self._device.place}' cannot be used on '{device}'")
 
     def _left(self, layer: Layer, chosen: NDArray[np.int64]) -> list[int]:
-        """The missing experts that the CPU multiplies: those of the fewest tokens, and of them the least used.
+        """Return the missing experts for the CPU: those with the fewest tokens, and among them the least used.
 
-        Where it could multiply all of them sooner than one comes, the most used one comes still if that pays
+        If the CPU would finish all of them before one is moved, the most used one is still moved if that pays off
         (`Rates.patience`).
         """
         arena, own = self._layers[layer]
@@ -202,7 +202,7 @@ class TierStore(ExpertStore):
         return [expert for _, expert in left]
 
     def _portions(self, layer: Layer, chosen: NDArray[np.int64]) -> Portions:
-        """Bring experts, in portions where they do not fit."""
+        """Move experts to the device, in portions if they do not fit."""
         arena = self._layers[layer].arena
         parts = _parts(sorted({*chosen.ravel().tolist()} - {_expert_count(layer)}), arena.slots.count)
         with self._lock:
@@ -222,9 +222,9 @@ class TierStore(ExpertStore):
                 self._device.leave()
 
     def _bring(self, layer: Layer, chosen: NDArray[np.int64], experts: Sequence[int], used: Sequence[int]) -> _Portion:
-        """Start to bring a portion's experts, beside those of the portion at hand.
+        """Start to move a portion's experts while the current portion stays in its slots.
 
-        Their slots go to the device first: behind the experts, on the same bus, they would come after them.
+        The slot indices are sent first, because they would otherwise queue behind the experts on the same bus.
         """
         arena, own = self._layers[layer]
         slots, missing = arena.slots.take([(own, expert) for expert in experts], [(own, expert) for expert in used])
@@ -261,7 +261,7 @@ class TierStore(ExpertStore):
 
 
 def _timed(portions: Portions, call: Call, multiply: Multiply, start: float) -> tuple[Tensor, float]:
-    """The sum of a call, and the seconds since its start without those in which its experts came from the drive."""
+    """The sum of a call, and the seconds since `start` without time spent reading experts from the drive."""
     waited = 0.0
 
     def noted() -> Portions:
@@ -280,23 +280,23 @@ def _timed(portions: Portions, call: Call, multiply: Multiply, start: float) -> 
 
 
 def _expert_count(layer: Layer) -> int:
-    """Experts of a layer."""
+    """The number of experts in a layer."""
     return next(iter(layer.shapes.values()))[0]
 
 
 def _on_host(layer: Layer, experts: Tensor) -> NDArray[np.int64]:
-    """The router's choice, the number of experts in place of what is none; waits for the device."""
+    """Copy the router's choice to the host, with invalid indices replaced by the expert count; synchronizes."""
     chosen, count = experts.cpu().numpy(), _expert_count(layer)
     return np.where((chosen >= 0) & (chosen < count), chosen, count)
 
 
 def form_of(stacks: Sequence[Stack]) -> tuple[Any, ...]:
-    """What is equal where experts of layers fit the same slots."""
+    """Return a key that is equal for layers whose experts fit into the same slots."""
     return tuple(stack.form for stack in stacks)
 
 
 def slot_counts(stacks: dict[Any, list[Stack]], budget: Budget, top_k: int) -> dict[Any, int]:
-    """How many slots each form gets: what a token needs, and of the rest a share by the bytes of its experts.
+    """Return the number of slots of each layout: those for one token, plus the rest in proportion to expert bytes.
 
     Raises:
         DeviceMemoryError: the experts of one token do not fit.
@@ -311,9 +311,9 @@ def slot_counts(stacks: dict[Any, list[Stack]], budget: Budget, top_k: int) -> d
     rest = budget.memory - budget.always - demand
     if rest < 0:
         raise DeviceMemoryError(
-            f"{size(budget.memory)} of the device's memory are too little: every token needs {size(budget.always)} of "
-            f"it, and its experts take {size(demand)}, without which each would be gone when it is chosen again; "
-            f"{size(budget.always + demand)} is the least that is of use"
+            f"{size(budget.memory)} of device memory is too little: every token needs {size(budget.always)}, and its "
+            f"experts take {size(demand)}, below which each is evicted before its next use; "
+            f"the minimum is {size(budget.always + demand)}"
         )
     total = max(sum(sum(of_form) * experts[form] for form, of_form in sizes.items()), 1)
     return {
@@ -322,7 +322,7 @@ def slot_counts(stacks: dict[Any, list[Stack]], budget: Budget, top_k: int) -> d
 
 
 def _parts(numbers: list[int], slots: int) -> list[list[int]]:
-    """Ascending experts in portions: one if all fit, else of half the slots, so that two portions do."""
+    """Split ascending expert indices into portions: one if all fit, otherwise half the slots, so two portions fit."""
     most = max(1, len(numbers) if len(numbers) <= slots else slots // 2)
     return [numbers[first : first + most] for first in range(0, len(numbers), most)] or [[]]
 
@@ -330,8 +330,8 @@ def _parts(numbers: list[int], slots: int) -> list[list[int]]:
 def _placed(
     chosen: NDArray[np.int64], parts: Sequence[Sequence[int]], slots: dict[int, int], none: int
 ) -> NDArray[np.int64]:
-    """Slots of some experts in the place of their numbers, and `none` in that of others, for several such parts."""
+    """Replace expert indices by slots for each part of the experts; experts outside of the part become `none`."""
     table = np.full((len(parts), int(chosen.max(initial=0)) + 1), none)
     for row, part in zip(table, parts, strict=True):
         row[list(part)] = [slots[expert] for expert in part]
-    return np.take(table, chosen, axis=1)  # contiguous, as kernels read it, which `table[:, chosen]` is not
+    return np.take(table, chosen, axis=1)  # contiguous, as kernels require; `table[:, chosen]` is not

@@ -1,4 +1,4 @@
-"""Everything that the core and its NumPy arrays need: products (`backend`), a decoder's views (`decoding`)."""
+"""Code that uses the core and its NumPy arrays: products (`backend`) and array views for the decoder (`views`)."""
 
 from moepack.runtime.backends.cpu.backend import CpuBackend
 

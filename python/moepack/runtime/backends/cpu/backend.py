@@ -1,7 +1,7 @@
-"""Products of packed weights on the CPU, by the core and by formats that are written in Python.
+"""Products of packed weights on the CPU, by the core or by formats written in Python.
 
-Tokens are sorted by expert, so that each expert's bytes are decoded once a call whatever the number of its tokens, and
-all experts are multiplied in one call; a layer gated by SiLU whose formats are all the core's is one call altogether.
+Tokens are sorted by expert, so the bytes of each expert are decoded once per call for any number of tokens, and all
+experts are multiplied in one call. A layer with a SiLU gate and core formats only is a single call into the core.
 """
 
 from collections.abc import Sequence
@@ -31,15 +31,15 @@ from moepack.runtime.compute import product_mode
 __all__ = ["CpuBackend", "Routing", "sort_by_expert"]
 
 CHANNELS = "channels"
-"""The kind of tensors that hold gate and down projection channel by channel."""
+"""The kind of tensors that store gate and down projections by channel."""
 
 
 class Routing(NamedTuple):
-    """Token and expert pairs in the order of the experts.
+    """Pairs of tokens and experts, sorted by expert.
 
     Attributes:
-        order: [N], the positions in the flattened [T, k] index, sorted by expert, sentinels left out.
-        offsets: [E + 1], where each expert's run starts in `order`; the last is N.
+        order: [N], positions in the flattened [T, k] index, sorted by expert, without out-of-range experts.
+        offsets: [E + 1], the start of each expert's run in `order`; the last is N.
     """
 
     order: NDArray[np.int64]
@@ -50,11 +50,11 @@ class CpuBackend(Backend):
     """The core's kernels; matrices are open tensors (`moepack.registry`)."""
 
     def supports(self, device: torch.device) -> bool:
-        """Whether it is the CPU."""
+        """Whether the device is the CPU."""
         return device.type == "cpu"
 
     def open(self, data: Tensor, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> OpenTensor:
-        """Open bytes by their magic; see `Backend.open`."""
+        """Open bytes by their magic number; see `Backend.open`."""
         return open_tensor(data.numpy(), file=file, tensor=tensor)
 
     def linear(self, matrix: Matrix, x: Tensor, mode: str | None) -> Tensor:
@@ -70,7 +70,7 @@ class CpuBackend(Backend):
     def transposed(self, matrix: Matrix, y: Tensor, offsets: Tensor | None) -> Tensor:
         """See `Backend.transposed`."""
         if not isinstance(matrix, PackedTensor):
-            raise LoadError(f"no gradient passes through weights of the format {matrix.format}")
+            raise LoadError(f"the format {matrix.format} does not support gradients")
         runs = np.array([0, len(y)], np.int64) if offsets is None else offsets.numpy()
         found = torch.from_numpy(matrix.matmul_transposed(activations(y[: runs[-1]]), runs))
         return functional.pad(found, (0, 0, 0, len(y) - len(found)))
@@ -173,12 +173,12 @@ class CpuBackend(Backend):
 
 
 class _Judged(NamedTuple):
-    """What decides over channels, for each pair of a token and an expert, [N, I].
+    """Values that select channels, for each (token, expert) pair, [N, I].
 
     Attributes:
         ups: outputs of the up projection.
         gates, inner: outputs of the coarse gate, and silu(gate) * up; None without coarse copies.
-        below: which channels are below their threshold.
+        below: mask of channels below their threshold.
     """
 
     ups: Tensor
@@ -188,7 +188,7 @@ class _Judged(NamedTuple):
 
 
 class _Places:
-    """The pairs of tokens and experts of an index [T, k], sorted by expert."""
+    """The (token, expert) pairs of an index [T, k], sorted by expert."""
 
     def __init__(self, index: Tensor, experts: int) -> None:
         self.index = index
@@ -196,11 +196,11 @@ class _Places:
         self._pairs = torch.from_numpy(self.positions)
 
     def product(self, matrix: Matrix, x: Tensor, mode: str | None) -> Tensor:
-        """The product of tokens [T, H] with their experts' matrices, [N, I]."""
+        """Multiply tokens [T, H] by the matrices of their experts; return [N, I]."""
         return _product(matrix, x[self._pairs // self.index.shape[1]], self.offsets, mode)
 
     def judged(self, matrices: Sequence[Matrix], x: Tensor, weights: Tensor | None, mode: str | None) -> _Judged:
-        """Judge channels by the outputs of up, or by coarse gate and up and the router's weights."""
+        """Compare channels with thresholds: by outputs of up, or by coarse gate, up and routing weights."""
         *deciders, channels = matrices
         thresholds = _thresholds(channels)[self.index.reshape(-1)[self._pairs].long()][:, None]
         if len(deciders) == 1:
@@ -213,11 +213,11 @@ class _Places:
         return _Judged(ups, gates, inner, sizes < thresholds)
 
     def taken(self, values: Tensor) -> Tensor:
-        """The rows [N, I] of the pairs, from where they stand in the index, [T, k, I]."""
+        """Gather the rows [N, I] of the pairs from [T, k, I]."""
         return values.reshape(-1, values.shape[-1])[self._pairs]
 
     def placed(self, values: Tensor) -> Tensor:
-        """Put rows [N, I] where their pairs stand in the index: [T, k, I], zero elsewhere."""
+        """Scatter the rows [N, I] of the pairs to [T, k, I], zero elsewhere."""
         if len(self.positions) == self.index.numel() and (self.positions[1:] > self.positions[:-1]).all():
             return values.view(*self.index.shape, -1)
         placed = values.new_zeros((self.index.numel(), values.shape[1]))
@@ -233,10 +233,10 @@ def _thresholds(channels: Matrix) -> Tensor:
 
 
 def deciding_mode(up: Any, mode: str | None) -> str | None:
-    """Return the mode of an up projection that decides over channels.
+    """Return the mode of an up projection that selects channels.
 
-    It is what `product_mode` says, but int8 in place of auto for codes of 2 bits: their own error is some fifty times
-    that of activations of 8 bits.
+    It equals `product_mode`, except that auto becomes int8 for 2-bit codes: their own error is about fifty times that
+    of 8-bit activations.
     """
     chosen = product_mode(up, mode)
     coarse = chosen == "auto" and "int8" in up.modes and up.details().get("bits") == 2
@@ -244,7 +244,7 @@ def deciding_mode(up: Any, mode: str | None) -> str | None:
 
 
 def sort_by_expert(index: NDArray[np.int64], experts: int) -> Routing:
-    """Sort a flat array of expert numbers, stably; numbers >= `experts` are sentinels and are dropped."""
+    """Sort a flat array of expert indices, stably; values >= `experts` are dropped."""
     offsets = np.zeros(experts + 1, np.int64)
     np.cumsum(np.bincount(index, minlength=experts)[:experts], out=offsets[1:])
     order = index.argsort(kind="stable")[: offsets[-1]]
@@ -271,15 +271,15 @@ def _product(matrix: Any, x: Tensor, offsets: NDArray[np.int64], mode: str | Non
 def _weighted_sum(outputs: Tensor, positions: NDArray[np.int64], weights: Tensor) -> Tensor:
     """Sum each token's outputs.
 
-    An embedding bag gathers and sums in one pass, a third of the time of putting the rows back in order first.
+    An embedding bag gathers and sums in one pass; reordering the rows first takes three times as long.
 
     Args:
-        outputs: [N, H] float32, in the order of the experts.
-        positions: [N], where each row belongs in the flattened [T, k].
+        outputs: [N, H] float32, sorted by expert.
+        positions: [N], the position of each row in the flattened [T, k].
         weights: [T, k] float32.
 
     Returns:
-        [T, H]; what no row belongs to counts as zero.
+        [T, H]; positions without a row count as zero.
     """
     count, total = len(positions), weights.numel()
     rows = np.full(total, count, np.int64)

@@ -1,4 +1,4 @@
-"""Packed weights on NVIDIA GPUs: kernels of the folder `cuda`, compiled by NVRTC and launched through CuPy."""
+"""Packed weights on NVIDIA GPUs: kernels from the `cuda` folder, compiled by NVRTC and launched with CuPy."""
 
 from moepack.runtime.backends.gpu.backend import GpuBackend, upload
 from moepack.runtime.backends.gpu.compiler import require_compiler

@@ -1,11 +1,11 @@
 """Products of packed weights on a GPU.
 
-Few tokens, up to `TOKENS` of a call and `PAIRS` of tokens with their experts, are multiplied by the kernels of the
-format: two launches a layer, from the router's tensors on the device, without waiting for the device. More tokens, and
-layers that the kernels do not know (another activation than SiLU, no gate, biases or clamps), go through `prompt`:
-weights are decoded to bfloat16 a few experts at a time.
+For few tokens, up to `TOKENS` per call and `PAIRS` of tokens and experts, kernels of the format read the router's
+tensors on the device: two launches per layer, without synchronization. More tokens, and layers that the kernels do not
+support (activations other than SiLU, no gate, biases or clamps), use `prompt`, which decodes weights to bfloat16 a few
+experts at a time.
 
-Compute modes mean nothing here: how each format rounds activations is said in its source in the folder `cuda`.
+Compute modes have no effect on GPUs; the sources in the `cuda` folder document how each format rounds activations.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,29 +32,29 @@ from moepack.runtime.backends.gpu.upload import Uploader
 __all__ = ["PAIRS", "REARRANGED", "TOKENS", "GpuBackend", "has_kernels", "upload"]
 
 TOKENS = 64
-"""Most tokens of a call that the kernels take."""
+"""The most tokens per call for the kernels."""
 
 PAIRS = 512
-"""Most pairs of a token and an expert: a block lists those of its expert in shared memory."""
+"""The most (token, expert) pairs: a block lists those of its expert in shared memory."""
 
 CHANNELS = "channels"
-"""The kind of tensors that hold gate and down projection channel by channel."""
+"""The kind of tensors that store gate and down projections by channel."""
 
 _FEWER = {"ternary": 8}
-"""Most tokens of a linear layer that kernels take, for formats where decoding all weights is faster from there on."""
+"""The most tokens for the kernels in linear layers, for formats in which decoding all weights is faster above that."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class GpuBackend(Backend):
-    """The kernels of the folder `cuda`; matrices are `DeviceMatrix`."""
+    """The kernels of the `cuda` folder; matrices are `DeviceMatrix`."""
 
     def supports(self, device: torch.device) -> bool:
-        """Whether it is a GPU, usable or not: opening a matrix says what is wrong with it."""
+        """Whether the device is a GPU; opening a matrix raises if it cannot be used."""
         return device.type == "cuda"
 
     def open(self, data: Tensor, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> DeviceMatrix:
-        """Open bytes on a GPU, which are read back once to be checked; see `Backend.open`.
+        """Open bytes on a GPU; they are copied to the host once to be validated. See `Backend.open`.
 
         Raises:
             DeviceError: the GPU cannot be used.
@@ -82,7 +82,7 @@ class GpuBackend(Backend):
         return out
 
     def grouped(self, matrix: Matrix, x: Tensor, offsets: Tensor, mode: str | None) -> Tensor:
-        """See `Backend.grouped`; weights are decoded, however few the tokens."""
+        """See `Backend.grouped`; weights are always decoded."""
         weights, x = cast(DeviceMatrix, matrix), _activations(x)
         if not (len(x) and all(weights.shape)):
             return torch.zeros((len(x), weights.shape[1]), dtype=torch.float32, device=x.device)
@@ -121,7 +121,7 @@ class GpuBackend(Backend):
     def sparse_experts(
         self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None
     ) -> tuple[Tensor, int]:
-        """See `Backend.sparse_experts`; channels are counted by the kernels, so the number here is 0."""
+        """See `Backend.sparse_experts`; the kernels count channels on the device, so the returned count is 0."""
         own = cast(Sequence[DeviceMatrix], matrices)
         x, index, weights = _activations(x), index.long().contiguous(), weights.float().contiguous()
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
@@ -137,18 +137,18 @@ class GpuBackend(Backend):
 def upload(
     data: Tensor, uploader: Uploader, *, file: str | PathLike[str] | None = None, tensor: str | None = None
 ) -> DeviceMatrix:
-    """Copy packed bytes from the CPU to a GPU, decoding or rearranging what is entropy coded.
+    """Copy packed bytes from the CPU to a GPU, rearranging entropy-coded data.
 
     Args:
-        data: flat uint8, maybe a read-only file map.
-        uploader: of the GPU.
-        file: where they come from, for messages.
+        data: flat uint8, possibly a read-only file map.
+        uploader: the uploader of the GPU.
+        file: their file, for messages.
         tensor: their name, for messages.
 
     Raises:
-        CorruptionError: the bytes contradict their format.
-        LoadError: their format is unknown or has no kernels.
-        DeviceMemoryError: they do not fit.
+        CorruptionError: the bytes violate their format.
+        LoadError: the format is unknown or has no kernels.
+        DeviceMemoryError: the bytes do not fit.
         DeviceError: the GPU cannot run the kernels.
     """
     opened = open_tensor(data.numpy(), file=file, tensor=tensor)
@@ -157,18 +157,18 @@ def upload(
         with torch.cuda.device(uploader.device):
             return _prepared(lay_out(packed, opened.details(), uploader, f"'{tensor}'"), opened)
     if opened.kind not in FAMILIES:
-        raise LoadError(f"a tensor of the kind '{opened.kind}' runs on the CPU alone", file=file, tensor=tensor)
+        raise LoadError(f"a tensor of the kind '{opened.kind}' can only run on the CPU", file=file, tensor=tensor)
     place = allocate(len(data), uploader.device, f"'{tensor}'")
     uploader.copy(data, place)
     return _prepared(place, opened)
 
 
 REARRANGED = {"coded": coded.uploaded}
-"""What makes the bytes for a GPU of a packed tensor's, for kinds whose bytes are others there."""
+"""Functions that convert a packed tensor's bytes to their layout on a GPU, for kinds with a different layout."""
 
 
 def _prepared(data: Tensor, opened: OpenTensor) -> DeviceMatrix:
-    """The matrix of bytes on a GPU, of which `opened` knows a copy on the CPU."""
+    """Create the matrix for bytes on a GPU; `opened` is a copy of them on the CPU."""
     kernels = kernels_of(opened.kind)
     sections = opened.sections() if isinstance(opened, PackedTensor) else {}
     matrix = DeviceMatrix(data, opened.shape, opened.kind, opened.format, opened.details(), sections)
@@ -178,22 +178,22 @@ def _prepared(data: Tensor, opened: OpenTensor) -> DeviceMatrix:
 
 
 def _calls(index: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of tokens in calls that kernels take.
+    """Split tensors of tokens into calls that kernels can process.
 
     Raises:
-        ValueError: a token of `index` [T, k] has too many experts.
+        ValueError: the tokens of `index` [T, k] have too many experts.
     """
     if index.shape[1] > PAIRS:
-        raise ValueError(f"a token has at most {PAIRS} experts here, not {index.shape[1]}")
+        raise ValueError(f"GPU kernels support at most {PAIRS} experts per token, got {index.shape[1]}")
     few = min(TOKENS, PAIRS // index.shape[1])
     return zip(*(torch.split(tensor, few) for tensor in tensors), strict=True)
 
 
 def _activations(x: Tensor) -> Tensor:
-    """Activations as kernels take them: contiguous, at a multiple of 16.
+    """Prepare activations for kernels: contiguous and aligned to 16 bytes.
 
     Raises:
-        ValueError: they are no floats of one of three dtypes, or have not two axes.
+        ValueError: the dtype is not one of three floating-point types, or the tensor is not 2-D.
     """
     if x.dtype not in _DTYPES or x.ndim != 2:
         raise ValueError(f"activations must be [tokens, columns] float32, bfloat16 or float16, got {x.dtype} {x.shape}")
@@ -202,10 +202,10 @@ def _activations(x: Tensor) -> Tensor:
 
 
 def _current(needed: Sequence[Any], x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which the GPU of the activations is the current one.
+    """A context that makes the GPU of the activations the current one.
 
     Raises:
-        LoadError: something else is on another device.
+        LoadError: another argument is on another device.
     """
     for other in needed:
         if other.device != x.device:
@@ -215,7 +215,7 @@ def _current(needed: Sequence[Any], x: Tensor) -> AbstractContextManager[Any]:
 
 
 def has_kernels(matrices: Sequence[DeviceMatrix], index: Tensor, activation: Any) -> bool:
-    """Whether kernels do a layer, with an activation, of tokens that choose as `index` [T, k] says."""
+    """Return whether kernels support a layer with an activation, for tokens with the experts in `index` [T, k]."""
     tokens, choices = index.shape
     few = tokens <= TOKENS and tokens * choices <= PAIRS
     gated = len(matrices) == 3 and is_silu(activation)

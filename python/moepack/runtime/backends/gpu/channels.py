@@ -1,10 +1,10 @@
-"""Experts of which some channels are computed, on a GPU: launches of `cuda/channels.cu`.
+"""Experts on a GPU that compute only some of their channels: launches of `cuda/channels.cu`.
 
-The up projection may be of any family that writes a row for each pair of a token and an expert. Which channels pass is
-found on the device; the host learns nothing and waits for nothing.
+The up projection may belong to any family that can write a row for each pair of a token and an expert. Channels are
+selected on the device, without involving the host or waiting for it.
 
-Records lie in the memory of the GPU, or those of the first channels do and the others in pinned memory of the host,
-from where the kernels read the chosen ones over the bus.
+All records are in GPU memory, or only those of the first channels are, and the others are in pinned host memory. From
+there, kernels read the selected records over the bus.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,21 +37,21 @@ _SPARSE = np.dtype(
 )
 
 _RESIDENT = 2
-"""Blocks of `compute` on a multiprocessor at a time."""
+"""Resident blocks of `compute` per multiprocessor."""
 
 _TRANSFER_BLOCKS = 16
-"""Blocks that fill the bus (PCIe 5: 32 and 64 are no faster), and leave multiprocessors to products."""
+"""Blocks that saturate the bus (PCIe 5: 32 and 64 are no faster) and leave multiprocessors to products."""
 
 
 class ChannelKernels:
-    """Kernels of `channels`, which are no matrix: of what other families have there is `dequantize` alone.
+    """Kernels of `channels`, which is not a matrix: of the methods of other families, it only has `dequantize`.
 
     The tables of a tensor:
 
-    - `computed`, int64 [3]: channels that were computed, that the tokens' experts have, and that were computed and are
-      resident, over all calls and replays;
+    - `computed`, int64 [3]: over all calls and replays, the number of computed channels, of all channels of the tokens'
+      experts, and of computed channels that are resident;
     - `thresholds`, float32 [E];
-    - `resident`, uint8 [E, n, bytes], the records of the first channels; only where the others are on the host.
+    - `resident`, uint8 [E, n, bytes]: the records of the first channels; only if the others are on the host.
     """
 
     def prepare(self, matrix: DeviceMatrix) -> None:
@@ -63,12 +63,12 @@ class ChannelKernels:
         _program(matrix.details["bits"]).load()
 
     def keep(self, matrix: DeviceMatrix, channels: int) -> None:
-        """Keep the records of the first channels of each expert on the current GPU, of a tensor on the host."""
+        """Copy the records of each expert's first channels from host memory to the current GPU, and keep them."""
         experts, rows, _ = matrix.shape
         start, size = matrix.sections["records"]
         records = matrix.data[start : start + size].view(experts, rows, -1)
         resident = torch.empty((experts, channels, records.shape[2]), dtype=torch.uint8, device="cuda")
-        for expert in range(experts):  # whose bytes are contiguous, so that copies run at the speed of the bus
+        for expert in range(experts):  # contiguous per expert, so copies run at the speed of the bus
             resident[expert].copy_(records[expert, :channels], non_blocking=True)
         matrix.tables["resident"] = resident
 
@@ -81,13 +81,13 @@ class ChannelKernels:
         weights: Tensor,
         out: Tensor,
     ) -> None:
-        """Sum the outputs of each token's experts; launches as those of `Kernels`.
+        """Sum the outputs of each token's experts; launches like `Kernels`.
 
         Args:
             up: [E, I, H].
             channels: [E, I, 2 H].
             x: [T, H], bfloat16, float16 or float32.
-            index: [T, k] int64, at most 512 in all; a number that is no expert's is skipped.
+            index: [T, k] int64, at most 512 entries; out-of-range values are skipped.
             weights: [T, k] float32.
             out: [T, H] float32.
         """
@@ -106,13 +106,13 @@ class ChannelKernels:
         weights: Tensor,
         out: Tensor,
     ) -> None:
-        """Sum the outputs of each token's experts by coarse copies, of which some channels are refined.
+        """Sum the outputs of each token's experts, computed from coarse copies and refined in some channels.
 
         Args:
             gate, up: [E, I, H].
             down: [E, H, I].
-            residuals: [E, I, 2 H], what finer values add to gate and down.
-            x, index, weights, out: as of `sparse`.
+            residuals: [E, I, 2 H], the differences between fine and coarse gate and down values.
+            x, index, weights, out: as in `sparse`.
         """
         gates, ups = _projected([gate, up], x, index)
         inner = torch.empty_like(ups)
@@ -138,21 +138,21 @@ KERNELS = ChannelKernels()
 
 
 def gather(records: Tensor, chosen: Tensor, count: Tensor, out: Tensor, blocks: int = _TRANSFER_BLOCKS) -> None:
-    """Copy chosen records from pinned memory of the host to a GPU, on torch's current stream.
+    """Copy selected records from pinned host memory to a GPU, on torch's current stream.
 
     Args:
         records: [N, bytes] uint8, pinned; bytes is a multiple of 16.
-        chosen: int32 on the GPU, numbers of records.
-        count: one int32 on the GPU: how many of them.
-        out: uint8 on the GPU, room for so many; they come side by side.
-        blocks: that copy.
+        chosen: int32 on the GPU, record indices.
+        count: one int32 on the GPU, the number of indices to use.
+        out: uint8 on the GPU, with room for this many records, which are written consecutively.
+        blocks: the number of copying blocks.
     """
     arguments: list[Argument] = [records, chosen, count, np.int64(records.shape[1]), out]
     _program(16).launch("gather", blocks, 512, arguments)
 
 
 def _projected(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor) -> list[Tensor]:
-    """The products of each slot with matrices [E, I, H], float32 [slots, I]."""
+    """Multiply each slot by matrices [E, I, H]; return float32 [slots, I]."""
     found = []
     for matrix in matrices:
         found.append(torch.empty((index.numel(), matrix.shape[1]), dtype=torch.float32, device=x.device))
@@ -170,7 +170,7 @@ def _launcher(
     gates: Tensor | None = None,
     inner: Tensor | None = None,
 ) -> Callable[[str], None]:
-    """What launches the kernels of a call by their names; it keeps the memory that passes between them."""
+    """Return a function that launches a call's kernels by name; it owns the buffers shared between them."""
     slots, (experts, rows, columns) = index.numel(), channels.shape
     columns //= 2
     listed = torch.empty((slots, rows), dtype=torch.int32, device=x.device)
@@ -199,7 +199,7 @@ def _launcher(
 
 
 def _records(matrix: DeviceMatrix, thresholds: Tensor | None) -> tuple[int, ...]:
-    """The kernels' `Records`."""
+    """The kernels' `Records` structure."""
     experts, channels, columns = matrix.shape
     data, resident = matrix.pointer("records"), matrix.tables.get("resident")
     size = matrix.sections["records"][1] // max(experts * channels, 1)

@@ -1,6 +1,6 @@
-"""Products by codebook weights on a GPU: launches of `cuda/codebook.cu`.
+"""Products with codebook weights on a GPU: launches of `cuda/codebook.cu`.
 
-Tensors that were made for rounded activations, or store rotated weights, have their tokens prepared by another launch.
+For tensors that were quantized for rounded activations or store rotated weights, an extra launch prepares the tokens.
 """
 
 from functools import cache
@@ -37,25 +37,25 @@ _FEW = np.dtype(
     + [(name, np.int32) for name in ("slots", "tokens", "experts", "rows", "chunks", "by_chunks")]
 )
 _PAYS_FROM = 5
-"""Least tokens that the kernels of linear layers on Hopper multiply faster than the others, measured on an H100."""
+"""The least tokens for which the linear kernels for Hopper are faster than the others, measured on an H100."""
 
 _FEW_TOKENS = 4
-"""Most tokens of a linear layer that share a product."""
+"""The most tokens of a linear layer that share a product."""
 
 _FEW_THREADS = 512
-"""Threads of a block in kernels for few tokens."""
+"""Threads per block in kernels for few tokens."""
 
 _FEW_CHUNKS = 64
-"""Chunks that all rings of a block hold together."""
+"""Total chunks in all rings of a block."""
 
 _CELL_BYTES = 256
-"""Bytes of a chunk of a token in shared memory, without its note."""
+"""Bytes of a token's chunk in shared memory, without its note."""
 
 _ROW_THREADS = 512
-"""Threads of a block in kernels that have a block for each row."""
+"""Threads per block in kernels with one block per row."""
 
 _ROTATED = 32768
-"""Most columns that a block rotates at a time."""
+"""The most columns that a block rotates at once."""
 
 
 class CodebookKernels(LayerKernels):
@@ -70,13 +70,13 @@ class CodebookKernels(LayerKernels):
         return 272
 
     def specification(self, matrix: DeviceMatrix) -> tuple[int, int, int, int]:
-        """Bits of codes, bytes of a centroid; bits of activations and columns rotated together."""
+        """Bits of codes, bytes of a centroid, bits of activations, and columns that are rotated together."""
         details = matrix.details
         rounded = details["activation_bits"]
         return details["bits"], 1 if rounded else 2, rounded, details["hadamard"]
 
     def blocks(self, tokens: int) -> Blocks:
-        """One block where tiles are large, for its registers."""
+        """One resident block for large tiles, because of its registers."""
         return Blocks() if tokens == TOKENS[0] else Blocks(resident=1)
 
     def prepare(self, matrix: DeviceMatrix) -> None:
@@ -91,13 +91,13 @@ class CodebookKernels(LayerKernels):
         return _compiled(bits, planes, tokens)
 
     def struct(self, matrix: DeviceMatrix) -> Struct:
-        """The kernels' `Codebook::Matrix`."""
+        """The kernels' `Codebook::Matrix` structure."""
         chunks = matrix.details["block_size"] // CHUNK
         reciprocal = 0 if chunks >= -(-matrix.shape[2] // CHUNK) else -(-(1 << 20) // chunks)
         return np.array([(*self._base(matrix), chunks, reciprocal)], _MATRIX)
 
     def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
-        """See `Kernels.linear`; takes memory of torch's allocator."""
+        """See `Kernels.linear`; uses memory from torch's allocator."""
         if _PAYS_FROM <= len(x) <= linear.COLUMNS[-1] and self._has_linear(matrix):
             rounded = matrix.details["activation_bits"]
             steps = torch.empty(len(x), dtype=torch.float32, device=x.device) if rounded else None
@@ -133,7 +133,7 @@ class CodebookKernels(LayerKernels):
         weights: Tensor | None,
         out: Tensor,
     ) -> None:
-        """Launch a kernel for few tokens: one token and its experts, or the tokens of a linear layer."""
+        """Launch a kernel for few tokens: one token with its experts, or the tokens of a linear layer."""
         first = matrices[0]
         experts, rows, columns = first.shape
         x = padded(self.activations(first, x))
@@ -149,12 +149,12 @@ class CodebookKernels(LayerKernels):
         self.program(first, TOKENS[0]).launch(kernel, grid, _FEW_THREADS, arguments, shared, early=True)
 
     def activations(self, matrix: DeviceMatrix, x: Tensor, steps: Tensor | None = None) -> Tensor:
-        """Tokens rotated and rounded, float32, with zeros behind their ends; x itself where the tensor wants neither.
+        """Rotate and round tokens to float32 with zero padding; return x itself if the tensor needs neither.
 
         Args:
-            matrix: says how.
+            matrix: specifies rotation and rounding.
             x: [N, C].
-            steps: [N], is written: rounded tokens are then integers to be multiplied by them.
+            steps: [N], written; rounded tokens are then integers in units of these steps.
         """
         *_, bits, rotated = self.specification(matrix)
         if not bits and rotated == 1:
@@ -182,7 +182,7 @@ class CodebookKernels(LayerKernels):
         self.program(matrix, TOKENS[0]).launch("dequantize", grid, _ROW_THREADS, arguments, _rotated_bytes(rotated))
 
     def _has_linear(self, matrix: DeviceMatrix) -> bool:
-        """Whether linear layers have kernels of their own: of 4 bits, with a codebook for each row."""
+        """Whether linear layers have their own kernels: for 4 bits, with one codebook per row."""
         one_block = matrix.details["block_size"] >= matrix.shape[2]
         return matrix.details["bits"] == 4 and one_block and device_of(matrix.data).has_warpgroups
 
@@ -191,7 +191,7 @@ class CodebookKernels(LayerKernels):
         return _compiled_linear(bits, planes)
 
     def _base(self, matrix: DeviceMatrix) -> tuple[int, int]:
-        """The address of the first panel, and bytes of a panel."""
+        """The address of the first panel, and the bytes per panel."""
         experts, rows, _ = matrix.shape
         size = matrix.sections["panels"][1] // max(experts * -(-rows // BLOCK_ROWS), 1)
         return matrix.pointer("panels"), size
@@ -201,11 +201,11 @@ KERNELS = CodebookKernels()
 
 
 def _few_bytes(matrix: DeviceMatrix, slots: int, tokens: int) -> int:
-    """The shared memory that a kernel for few tokens takes; 0 if it is too much, or the kernels cannot divide."""
+    """Shared memory of a kernel for few tokens; 0 if it exceeds the limit, or the kernels' division would overflow."""
     chunks = -(-matrix.shape[2] // CHUNK)
     cells, device = slots * tokens * chunks, device_of(matrix.data)
     ring = _FEW_CHUNKS * BLOCK_ROWS * CHUNK // 8 * matrix.details["bits"]
-    # A block's units, of a gate and an up projection at most: a place of sums each, and one more for each warp.
+    # Units of a block, for at most gate and up: one slot of sums each, plus one per warp.
     units = -(-(-(-matrix.shape[1] // BLOCK_ROWS) * slots) // device.processors)
     places = 2 * units + _FEW_THREADS // 32
     size = ring + cells * _CELL_BYTES + 16 * -(-cells // 4) + 4 * places * tokens * BLOCK_ROWS

@@ -1,7 +1,7 @@
-"""Products by coded integers on a GPU: launches of `cuda/coded.cu`.
+"""Products with coded integers on a GPU: launches of `cuda/coded.cu`.
 
-On a GPU these tensors have another layout, of their own magic (`rust/core`, formats/coded/device): `uploaded` makes it,
-and opening it anywhere else turns it back, so that models still move from a GPU to the CPU.
+On a GPU these tensors use another layout with its own magic number (`rust/core`, formats/coded/device). `uploaded`
+creates it. Opening it on another device converts it back, so models can still be moved from a GPU to the CPU.
 """
 
 from functools import cache
@@ -28,25 +28,25 @@ SECTIONS = ("head", "scales", "columns", "tables", "blocks", "starts", "firsts",
 _CHUNK = 256
 _GROUP = 16
 _STATIC_BYTES = 13 << 10
-"""Shared memory of a block beside what it is launched with: routing, notes, and what the driver takes."""
+"""Shared memory of a block in addition to its dynamic part: routing, notes, and the driver's reserve."""
 
 _SLACK = 128
-"""Bytes behind a record in shared memory that lanes may read: those of rows and columns that do not exist."""
+"""Bytes after a record in shared memory that lanes may read, for rows and columns that do not exist."""
 
 _SUM_BYTES = 32 << 10
-"""Bytes of the sums of a round of many tasks."""
+"""Bytes of sums in a round of many tasks."""
 
 _MOST_SUM_BYTES = 96 << 10
-"""Most bytes of the sums of one task: long rows have tiles of fewer tokens."""
+"""The most bytes of sums of one task: long rows use tiles of fewer tokens."""
 
 _CELL_BYTES = 40 << 10
-"""Bytes of operands that each block makes for itself; more are made in a launch of their own."""
+"""The most bytes of operands that each block lays out itself; larger ones use a separate launch."""
 
 _THREADS = {1: 1024, 8: 1024, 16: 896, 32: 512}
-"""Most threads of a block for tiles of so many tokens, by the registers that their sums need."""
+"""The most threads per block by tokens per tile, limited by the registers that their sums need."""
 
 _MOST_TABLES = 64
-"""Most tables of a tensor."""
+"""The most tables of a tensor."""
 
 _MATRIX = np.dtype(
     [(name, np.uint64) for name in ("scales", "tables", "blocks", "starts", "firsts", "corrections", "records")]
@@ -66,16 +66,16 @@ _COLUMN_SCALES = np.dtype([("first", np.uint64), ("stride", np.int32), ("unused"
 
 
 def uploaded(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The bytes that a GPU gets of a packed tensor `coded`, or of its layout for GPUs.
+    """Return the GPU bytes of a packed `coded` tensor in either layout.
 
     Raises:
-        CorruptionError: the bytes are no such tensor.
+        CorruptionError: the bytes are not such a tensor.
     """
     return _core.coded_to_device(packed(data))
 
 
 def packed(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The packed tensor of either layout."""
+    """Return the packed tensor for either layout."""
     return _core.coded_from_device(data) if data[: len(MAGIC)].tobytes() == MAGIC else data
 
 
@@ -87,10 +87,13 @@ register("coded-device", MAGIC, _open)
 
 
 class CodedKernels:
-    """Kernels of `coded`. Numbers of a matrix, int64 on the CPU, in `tables["numbers"]`: tables, chunks of a segment,
-    bytes of the longest record, whether each row has a scale. `tables["columns"]` is a digest of its scales of columns.
+    """Kernels of `coded`. The tables of a matrix:
 
-    Products of a matrix whose columns have scales take memory of torch's allocator for the scaled activations.
+    - `numbers`, int64 on the CPU: the number of tables, chunks per segment, bytes of the longest record, and whether
+      each row has a scale;
+    - `columns`: a digest of the column scales.
+
+    Products with column scales allocate memory from torch's allocator for the scaled activations.
     """
 
     def prepare(self, matrix: DeviceMatrix) -> None:
@@ -110,8 +113,11 @@ class CodedKernels:
         _launch("project", [matrix], x, None, None, out, 1)
 
     def gated(self, gate: DeviceMatrix, up: DeviceMatrix, x: Tensor, index: Tensor, hidden: Tensor) -> None:
-        """See `Kernels.gated`; matrices with different scales of columns share no activations and are multiplied in a
-        launch each, and outputs of the second take memory of torch's allocator."""
+        """See `Kernels.gated`.
+
+        Matrices with different column scales cannot share activations, so they are multiplied in separate launches.
+        Outputs of the second launch use memory from torch's allocator.
+        """
         top_k = index.shape[1]
         if torch.equal(gate.tables["columns"], up.tables["columns"]):
             _launch("gated", [gate, up], x, index, None, hidden, top_k)
@@ -127,8 +133,11 @@ class CodedKernels:
         _launch("project", [matrix], x, index, None, out, index.shape[1])
 
     def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
-        """See `Kernels.combine`; where there is no room for the sums of all experts, outputs of slots take memory of
-        torch's allocator and are added in a launch of their own."""
+        """See `Kernels.combine`.
+
+        If the sums of all experts do not fit into shared memory, outputs of slots use memory from torch's allocator and
+        are added in a separate launch.
+        """
         if _launch("combine", [down], hidden, index, weights, out, index.shape[1]):
             return
         slots = torch.empty((index.numel(), down.shape[1]), dtype=torch.float32, device=out.device)
@@ -164,16 +173,16 @@ def _launch(
     out: Tensor,
     top_k: int,
 ) -> bool:
-    """Launch a product; `combine` only if the sums of all experts fit, which it returns."""
+    """Launch a product and return True; a `combine` launch requires that the sums of all experts fit, else False."""
     first, processors = matrices[0], _device(out.device.index)[0]
     more = -x.shape[1] % 8
-    x = functional.pad(x, (0, more)) if more else x  # rows begin at multiples of 16 bytes
+    x = functional.pad(x, (0, more)) if more else x  # rows start at multiples of 16 bytes
     slots, combines = len(x) if index is None else index.numel(), kernel == "combine"
     chunks, groups = (-(-first.shape[2] // size) for size in (_CHUNK, _GROUP))
     segments = -(-chunks // _numbers(first)[1])
     tokens = _tile(slots, first.shape[0], top_k, segments * len(matrices))
     tiles = min(slots, first.shape[0] + slots // tokens)
-    # Units of a task: the segments of each matrix, or, of a sum over experts, those of all tiles.
+    # Units of a task: the segments of each matrix, or for a sum over experts, those of all tiles.
     units = segments * (tiles if combines else len(matrices))
     tasks = -(-first.shape[1] // BLOCK_ROWS) * (1 if combines else tiles)
     of_block, unit_bytes = -(-tasks // processors), min(slots, tokens) * BLOCK_ROWS * 4
@@ -203,10 +212,10 @@ def _launch(
 def _scaled(
     matrix: DeviceMatrix, x: Tensor, index: Tensor | None, top_k: int, slots: int, of_slots: bool
 ) -> tuple[Tensor, int]:
-    """Multiply activations, of slots or of tokens, by the scales of columns.
+    """Multiply activations, per slot or per token, by the column scales.
 
     Returns:
-        The products, float32, and how many slots share a row of them, unless rows were those of slots.
+        The products, float32, and the number of slots that share a row of them (if rows were not per slot already).
     """
     scales = _column_scales(matrix)
     each = top_k if scales["stride"][0] and not of_slots else 1
@@ -220,7 +229,7 @@ def _scaled(
 def _launch_items(
     kernel: str, matrix: DeviceMatrix, items: int, arguments: list[Argument], device: torch.device
 ) -> None:
-    """Launch a kernel whose threads share `items`."""
+    """Launch a kernel whose threads process `items`."""
     grid = min(-(-items // 512), 4 * _device(device.index)[0])
     _program(8, _dependent([matrix])).launch(kernel, grid, 512, arguments, early=True)
 
@@ -228,7 +237,7 @@ def _launch_items(
 def _problem(
     matrices: list[DeviceMatrix], x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor, top_k: int
 ) -> Struct:
-    """The kernels' `CodedProblem`, without what lies where in shared memory."""
+    """The kernels' `CodedProblem` structure, without the layout of shared memory."""
     experts, rows, columns = matrices[0].shape
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (index, weights, out)]
     slots = len(x) if index is None else index.numel()
@@ -240,8 +249,11 @@ def _problem(
 
 
 def _share(problem: Struct, matrices: list[DeviceMatrix], most: int, threads: int, sums: int, cells: int) -> int:
-    """Share out the shared memory of a block that uses at most so many tables of a matrix; returns its warps, each of
-    which has two records."""
+    """Divide the shared memory of a block that uses at most `most` tables per matrix.
+
+    Returns:
+        The number of warps; each has two records.
+    """
     stage = -(-(max(_numbers(matrix)[2] for matrix in matrices) + _SLACK) // 128) * 128
     space = _device(matrices[0].device.index)[1]
     tables = sum(min(_numbers(matrix)[0], most) for matrix in matrices) << 10
@@ -254,15 +266,18 @@ def _share(problem: Struct, matrices: list[DeviceMatrix], most: int, threads: in
 
 
 def _shared(problem: Struct, warps: int) -> int:
-    """Bytes of dynamic shared memory of a launch."""
+    """Dynamic shared memory of a launch in bytes."""
     return int(sum(problem[name][0] for name in ("table_bytes", "sum_bytes", "cell_bytes"))) + warps * 2 * int(
         problem["stage"][0]
     )
 
 
 def _tile(slots: int, experts: int, top_k: int, units: int) -> int:
-    """Most tokens of a tile: what an expert has where tokens choose all, otherwise twice its share; fewer where sums of
-    so many units do not fit."""
+    """Return the most tokens per tile.
+
+    All tokens of an expert if tokens choose all experts, otherwise twice the average; fewer if the sums of `units`
+    units would not fit.
+    """
     if slots == top_k:
         return 1
     wanted = max(2, slots // top_k if top_k >= experts else min(slots, 2 * slots / experts))
@@ -271,14 +286,14 @@ def _tile(slots: int, experts: int, top_k: int, units: int) -> int:
 
 
 def _struct(matrix: DeviceMatrix) -> Struct:
-    """The kernels' `CodedMatrix`."""
+    """The kernels' `CodedMatrix` structure."""
     tables, _, _, row_scales = _numbers(matrix)
     pointers = [matrix.pointer(name) for name in SECTIONS if name not in ("head", "columns")]
     return np.array([(*pointers, row_scales, tables)], _MATRIX)
 
 
 def _column_scales(matrix: DeviceMatrix) -> Struct:
-    """The kernels' `ColumnScales`: rows of scales are padded to a multiple of 16."""
+    """The kernels' `ColumnScales` structure; rows of scales are padded to a multiple of 16."""
     size, row = matrix.sections["columns"][1], -(-matrix.shape[2] // _GROUP) * _GROUP
     return np.array([(matrix.pointer("columns") if size else 0, row if size > 4 * row else 0, 0)], _COLUMN_SCALES)
 
@@ -289,7 +304,7 @@ def _numbers(matrix: DeviceMatrix) -> list[int]:
 
 
 def _dependent(matrices: list[DeviceMatrix]) -> bool:
-    """Whether a matrix has dependent codes; the kernels that follow their paths run plain codes beside them, slower."""
+    """Whether any matrix has dependent codes; kernels that follow their paths also run plain codes, but slower."""
     return any(matrix.details.get("dependent", False) for matrix in matrices)
 
 
@@ -300,6 +315,6 @@ def _program(tokens: int, dependent: bool = False) -> Program:
 
 @cache
 def _device(index: int) -> tuple[int, int]:
-    """The multiprocessors of a GPU, and the dynamic shared memory of a block that has one for itself."""
+    """The number of multiprocessors of a GPU, and the dynamic shared memory of a block that occupies one alone."""
     properties = torch.cuda.get_device_properties(index)
     return properties.multi_processor_count, properties.shared_memory_per_block_optin - _STATIC_BYTES

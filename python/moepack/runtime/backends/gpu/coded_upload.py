@@ -1,7 +1,7 @@
-"""The layout of coded integers on a GPU, made there: launches of `cuda/coded_upload.cu`.
+"""Converts coded integers to their GPU layout on the GPU: launches of `cuda/coded_upload.cu`.
 
-Processors decode streams to lay their bytes out again at 1 to 2 GB/s; a GPU decodes all streams at once. The host makes
-what lies before the records, which is small.
+A CPU decodes streams for the new layout at 1 to 2 GB/s; a GPU decodes all streams at once. The host only creates the
+small part before the records.
 """
 
 from collections.abc import Mapping
@@ -23,16 +23,16 @@ from moepack.runtime.backends.gpu.upload import Uploader
 __all__ = ["lay_out"]
 
 _UNIT = 16
-"""Bytes that places of records are counted in."""
+"""The unit of record offsets in bytes."""
 
 _WARPS = 4
-"""Streams of a block."""
+"""Streams per block."""
 
 _CHUNK, _QUAD = 256, 4
-"""Columns of a record, and of what a step decodes."""
+"""Columns per record, and columns that a step decodes."""
 
 _ALIGNMENT, _SLACK = 64, 256
-"""What the size of a layout is a multiple of; bytes behind the last record."""
+"""The alignment of a layout's size; bytes after the last record."""
 
 _HEADER_WORDS, _LONGEST = 26, 6
 _TABLES, _BLOCKS, _STARTS, _RECORDS = 3, 4, 5, 8
@@ -46,21 +46,21 @@ _UPLOAD = np.dtype(
 
 
 def lay_out(data: Tensor, details: Mapping[str, Any], uploader: Uploader, what: str) -> Tensor:
-    """Return the layout of a packed tensor `coded` on a GPU, the bytes of `_core.coded_to_device`.
+    """Return the GPU layout of a packed `coded` tensor, identical to `_core.coded_to_device`.
 
     Args:
         data: the packed tensor, flat uint8 on the CPU.
-        details: what the tensor says beside its shape.
-        uploader: of the GPU, which is the current one.
-        what: the tensor, for messages.
+        details: the tensor's properties other than its shape.
+        uploader: the uploader of the GPU, which must be the current device.
+        what: a description of the tensor, for messages.
 
     Raises:
-        CorruptionError: the bytes are no such tensor.
-        DeviceMemoryError: they do not fit, twice over while they are laid out.
-        LoadError: there are more records than can be counted.
+        CorruptionError: the bytes are not such a tensor.
+        DeviceMemoryError: the bytes do not fit; they are needed twice during the conversion.
+        LoadError: the number of records exceeds the kernels' limit.
     """
     if details.get("pairs", False):
-        # Kernels know symbols of one weight; a thread of a Zen 3 makes them of 0.8 * 10^9 weights a second.
+        # Kernels only support symbols of one weight; a Zen 3 thread converts 0.8 * 10^9 weights per second.
         data = torch.from_numpy(_core.coded_without_pairs(data.numpy()))
     frame, starts = _core.coded_frame(data.numpy())
     words = frame[: 8 * _HEADER_WORDS].view(np.int64)
@@ -79,7 +79,7 @@ def lay_out(data: Tensor, details: Mapping[str, Any], uploader: Uploader, what: 
     ends = units.cumsum(0)
     size = _UNIT * int(ends[-1])
     if size // _UNIT >= 1 << 32:
-        raise LoadError(f"{what} has more records than GPU kernels count")
+        raise LoadError(f"{what} has more records than GPU kernels can address")
     words[_LONGEST], sections[_RECORDS, 1] = _UNIT * int(units.max()), size
     out = allocate(-(-(first + size + _SLACK) // _ALIGNMENT) * _ALIGNMENT, device, what)
     out[:first], out[first + size :] = head, 0
@@ -92,7 +92,7 @@ def lay_out(data: Tensor, details: Mapping[str, Any], uploader: Uploader, what: 
 
 
 def _upload(words: NDArray[np.int64], count: int, details: Mapping[str, Any]) -> NDArray[np.void]:
-    """The kernels' `Upload` of so many streams, without what is on the GPU."""
+    """The kernels' `Upload` structure for `count` streams, without GPU pointers."""
     experts, rows, columns, _, of_segment = map(int, words[1:6])
     upload = np.zeros(1, _UPLOAD)
     upload["count"], upload["of_expert"], upload["stream_blocks"] = (

@@ -1,8 +1,9 @@
-"""CUDA sources to machine code, through NVRTC alone: needs no GPU and no CUDA toolkit.
+"""Compiles CUDA sources to machine code with NVRTC only; needs no GPU and no CUDA toolkit.
 
-A source is a file of the folder `cuda`; what it includes lies there or in the CUDA headers of PyPI. The machine code is
-kept in a folder of the user's, by everything it depends on: the source, all headers of `cuda`, the options, the
-architecture and NVRTC's version. So a change anywhere compiles anew, and what was checked is what runs.
+Sources are files in the `cuda` folder; their includes are there or in CUDA's headers from PyPI. Machine code is cached
+in a user folder. The cache key covers everything that it depends on: the source, all headers in `cuda`, the options,
+the architecture and the version of NVRTC. Any change triggers recompilation, so the code that runs is always that of
+the current sources.
 """
 
 import hashlib
@@ -21,10 +22,10 @@ from moepack.errors import DeviceError
 __all__ = ["VARIABLE", "Cubin", "architecture", "compile_source", "require_compiler", "sources"]
 
 VARIABLE = "MOEPACK_CACHE"
-"""The environment variable that names the folder for compiled kernels."""
+"""The environment variable that sets the folder for compiled kernels."""
 
 _LEAST = (8, 0)
-"""The oldest compute capability that the kernels are written for: bfloat16 and asynchronous copies begin there."""
+"""The oldest supported compute capability, the first with bfloat16 and asynchronous copies."""
 
 _INSTALL = "kernels are compiled by NVRTC through CuPy: pip install 'moepack[gpu]'"
 
@@ -34,7 +35,7 @@ class Cubin(NamedTuple):
 
     Attributes:
         path: the file.
-        log: what the assembler says of each kernel: registers, stack, spills, shared memory.
+        log: the assembler's output for each kernel: registers, stack, spills, shared memory.
     """
 
     path: Path
@@ -42,10 +43,10 @@ class Cubin(NamedTuple):
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """Return the architecture that a GPU of a compute capability is compiled for, `sm_90a` for (9, 0).
+    """Return the target architecture for a compute capability, for example `sm_90a` for (9, 0).
 
     Raises:
-        DeviceError: the GPU is older than the kernels.
+        DeviceError: the GPU is too old.
     """
     if capability < _LEAST:
         have, least = (".".join(map(str, pair)) for pair in (capability, _LEAST))
@@ -56,10 +57,10 @@ def architecture(capability: tuple[int, int]) -> str:
 
 @cache
 def sources() -> Path:
-    """Return the folder of the CUDA sources, which the package has; in the repository it is a link to `cuda`.
+    """Return the folder of the CUDA sources in the package; in the repository it is a link to `cuda`.
 
     Raises:
-        DeviceError: it is missing.
+        DeviceError: the folder is missing.
     """
     folder = Path(moepack.__file__).parent / "cuda"
     if not (folder / "common").is_dir():
@@ -68,12 +69,12 @@ def sources() -> Path:
 
 
 def compile_source(source: str, arch: str, options: Sequence[str] = ()) -> Cubin:
-    """Compile a source, or find what was compiled before.
+    """Compile a source, or return the cached machine code.
 
     Args:
         source: its name in the folder `cuda`.
         arch: `sm_80`, `sm_90a` and so on.
-        options: of NVRTC, definitions (`-DBITS=3`) above all.
+        options: options of NVRTC, mostly definitions (`-DBITS=3`).
 
     Raises:
         DeviceError: NVRTC is missing or does not know the architecture, or the source does not compile.
@@ -84,14 +85,14 @@ def compile_source(source: str, arch: str, options: Sequence[str] = ()) -> Cubin
     notes = kept.with_suffix(".log")
     if not (kept.is_file() and notes.is_file()):
         code, log = _compile(path, options)
-        # The code comes last: where it is, its log is.
+        # The code is written last, so its presence implies that of the log.
         _write(notes, log.encode())
         _write(kept, code)
     return Cubin(kept, notes.read_text(encoding="utf-8"))
 
 
 def require_compiler() -> None:
-    """Make sure that sources can be compiled.
+    """Check that sources can be compiled.
 
     Raises:
         DeviceError: NVRTC, the CUDA headers or the sources are missing.
@@ -103,7 +104,7 @@ _OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 
 
 def _compile(path: Path, options: Sequence[str]) -> tuple[bytes, str]:
-    """Machine code and log of a source."""
+    """Compile a source; return its machine code and log."""
     nvrtc = _nvrtc()
     text = path.read_text(encoding="utf-8")
     program = nvrtc.createProgram(text, path.name, (), ())
@@ -120,16 +121,17 @@ def _compile(path: Path, options: Sequence[str]) -> tuple[bytes, str]:
 
 
 def _whole(code: bytes) -> bytes:
-    """Machine code up to its last byte, a zero that CuPy 14.2 takes for the end of a string and cuts off.
+    """Restore trailing zeros of machine code, which CuPy 14.2 treats as the end of a string and cuts off.
 
-    The last part of the file are its program headers (ELF: their offset at 32, size and number at 54)."""
+    The file ends with its program headers (ELF: their offset at 32, size and count at 54).
+    """
     offset, size, count = *struct.unpack_from("<Q", code, 32), *struct.unpack_from("<HH", code, 54)
     return code.ljust(offset + size * count, b"\0")
 
 
 @cache
 def _nvrtc() -> Any:
-    """CuPy's module of NVRTC's functions, whose library it loads at the first call.
+    """Return CuPy's NVRTC module, which loads the library on first use.
 
     Raises:
         DeviceError: CuPy or NVRTC is missing.
@@ -145,7 +147,7 @@ def _nvrtc() -> Any:
 
 @cache
 def _includes() -> tuple[Path, ...]:
-    """Folders of headers: our own, CUDA's, and those of its C++ library, which lie below."""
+    """Header folders: our own, CUDA's, and those of its C++ library, which are below the latter."""
     try:
         from cuda.pathfinder import find_nvidia_header_directory
 
@@ -158,7 +160,7 @@ def _includes() -> tuple[Path, ...]:
 
 
 def _key(path: Path, options: Sequence[str]) -> str:
-    """What machine code depends on, in 16 hexadecimal digits."""
+    """Hash everything that machine code depends on, to 16 hexadecimal digits."""
     digest = hashlib.sha256(repr((_nvrtc().getVersion(), options)).encode())
     for file in (path, *_headers()):
         digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
@@ -171,7 +173,7 @@ def _headers() -> Iterator[Path]:
 
 @cache
 def _folder() -> Path:
-    """Where machine code is kept; a folder of this process's own where that cannot be written to."""
+    """The cache folder; a temporary folder of this process if it is not writable."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get(VARIABLE) or Path(home) / "moepack") / "kernels"
     try:
@@ -183,7 +185,7 @@ def _folder() -> Path:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file that other processes see whole or not at all."""
+    """Write a file atomically, so other processes never see a part of it."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
     os.replace(file.name, path)

@@ -1,4 +1,4 @@
-"""Which kernels multiply which format. A family is a module here with an object `KERNELS` (`matrix.Kernels`)."""
+"""Maps formats to kernels. A family is a module in this package with an object `KERNELS` (`matrix.Kernels`)."""
 
 from functools import cache
 from importlib import import_module
@@ -16,7 +16,7 @@ FAMILIES = {
     "coded": "coded",
     "channels": "channels",
 }
-"""The module of each kind of packed tensor; `channels` are no matrix."""
+"""The module for each kind of packed tensor; `channels` is not a matrix."""
 
 
 @cache
@@ -24,7 +24,7 @@ def kernels_of(kind: str) -> Kernels:
     """Return the kernels of a kind.
 
     Raises:
-        LoadError: there are none: the format is written in Python, or runs on the CPU alone.
+        LoadError: there are none: the format is written in Python, or only runs on the CPU.
     """
     if kind not in FAMILIES:
         raise LoadError(f"tensors of the kind '{kind}' run on the CPU, there are no GPU kernels for them")

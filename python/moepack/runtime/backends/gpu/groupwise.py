@@ -1,7 +1,7 @@
-"""Products by group-wise integers on a GPU, with and without low-rank factors: launches of `cuda/groupwise.cu`.
+"""Products with group-wise integers on a GPU, with and without low-rank factors: launches of `cuda/groupwise.cu`.
 
-Weights are decoded exactly; activations are rounded to f16 under a power of two for each token and 128 columns, which
-keeps bfloat16 and float16 as they are and 11 bits of float32; sums are float32.
+Weights are decoded exactly. Activations are rounded to f16 with a power-of-two scale for each token and 128 columns,
+which preserves bfloat16 and float16 exactly and 11 bits of float32. Sums are float32.
 """
 
 from functools import cache
@@ -36,7 +36,7 @@ _FACTORS = np.dtype(
 )
 _COMPENSATED = np.dtype([("matrix", _MATRIX), ("factors", _FACTORS)])
 _FEW = 4
-"""Most tokens of a linear layer that single warps multiply where there are warpgroups."""
+"""The most tokens of a linear layer that single warps multiply on GPUs with warpgroups."""
 
 _HEADER = 128
 """Bytes before the blocks of a group-wise tensor."""
@@ -45,19 +45,19 @@ _HEADER = 128
 class GroupwiseKernels(LayerKernels):
     """Kernels of `groupwise` and `compensated`. Tables of a compensated matrix:
 
-    - `starts`, int32 [E + 1]: each expert's first row of either factor;
+    - `starts`, int32 [E + 1]: the first row of each expert in either factor;
     - `most`, int64 on the CPU: the largest rank.
 
-    V x takes memory of torch's allocator and a launch of its own.
+    V x uses memory from torch's allocator and a separate launch.
     """
 
     def tile_tokens(self, slots: int, tokens: int, device: Device) -> int:
-        """See `LayerKernels.tile_tokens`; linear layers of more than four tokens are left to warpgroups."""
+        """See `LayerKernels.tile_tokens`; linear layers with more than four tokens use warpgroups."""
         few = _FEW if device.has_warpgroups and slots == tokens else TOKENS[0]
         return TOKENS[0] if tokens <= few else TOKENS[-1]
 
     def lays_out(self, most: int, device: Device) -> bool:
-        """See `LayerKernels.lays_out`; blocks make the cells of warpgroups faster than a launch of their own."""
+        """See `LayerKernels.lays_out`; blocks prepare the cells of warpgroups faster than a separate launch."""
         return most == TOKENS[0] or not device.has_warpgroups
 
     def prepare(self, matrix: DeviceMatrix) -> None:
@@ -80,7 +80,7 @@ class GroupwiseKernels(LayerKernels):
         return details["bits"], group, details["symmetric"], details["dtype"] == "float16", details.get("rank_bits", 0)
 
     def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
-        """See `Kernels.linear`; takes memory of torch's allocator."""
+        """See `Kernels.linear`; uses memory from torch's allocator."""
         many = len(x) > linear.COLUMNS[-1] or not self._has_linear(matrix)
         if many or len(x) < groupwise_linear.pays_from(matrix):
             super().linear(matrix, x, out)
@@ -91,7 +91,7 @@ class GroupwiseKernels(LayerKernels):
             linear.launch(kernels, matrix, self._base(matrix), cell_bytes, x, out, gpu)
 
     def blocks(self, tokens: int) -> Blocks:
-        """One large block where tiles are: its warps share the activations of more rows."""
+        """One large block for large tiles: its warps share the activations of more rows."""
         return Blocks() if tokens == TOKENS[0] else Blocks(16, 1)
 
     def program(self, matrix: DeviceMatrix, tokens: int) -> Program:
@@ -99,7 +99,7 @@ class GroupwiseKernels(LayerKernels):
         return _compiled(*self.specification(matrix), tokens)
 
     def struct(self, matrix: DeviceMatrix) -> Struct:
-        """The kernels' `Groupwise::Matrix`, whose V x is nowhere."""
+        """The kernels' `Groupwise::Matrix` structure, without V x."""
         base, (_, rows, columns) = self._base(matrix), matrix.shape
         if matrix.kind != "compensated":
             return np.array([base], _MATRIX)
@@ -127,7 +127,7 @@ class GroupwiseKernels(LayerKernels):
         return 2 * CHUNK + 16 * -(-(1 + _sums(group, symmetric)) // 4)
 
     def ring_bytes(self, matrix: DeviceMatrix) -> int:
-        """See `LayerKernels.ring_bytes`; at most 512 bytes of a chunk are parameters."""
+        """See `LayerKernels.ring_bytes`; a chunk has at most 512 bytes of parameters."""
         return max(4608, 3 * (CHUNK // 32 * 64 * self.specification(matrix)[0] + 512))
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
@@ -151,7 +151,7 @@ class GroupwiseKernels(LayerKernels):
         return groupwise_linear.program(*self.specification(matrix)[:4])
 
     def _base(self, matrix: DeviceMatrix) -> tuple[int, int]:
-        """The address of the first block of rows, and bytes of a block."""
+        """The address of the first block of rows, and the bytes per block."""
         experts, rows, _ = matrix.shape
         section, header = ("base", _HEADER) if matrix.kind == "compensated" else ("blocks", 0)
         size = (matrix.sections[section][1] - header) // max(experts * -(-rows // BLOCK_ROWS), 1)
@@ -170,5 +170,5 @@ def _compiled(bits: int, group: int, symmetric: bool, halves: bool, rank_bits: i
 
 
 def _sums(group: int, symmetric: bool) -> int:
-    """Sums of activations that cells hold for a chunk: one for each group with an offset (SUMS in the kernels)."""
+    """Activation sums that cells hold per chunk: one for each group with an offset (SUMS in the kernels)."""
     return 0 if symmetric else CHUNK // min(group or CHUNK, CHUNK)

@@ -1,4 +1,4 @@
-"""Linear layers of group-wise integers on Hopper: `cuda/groupwise_linear.cu`, and when they pay."""
+"""Linear layers of group-wise integers on Hopper: `cuda/groupwise_linear.cu`, and when to use it."""
 
 import math
 from functools import cache
@@ -10,15 +10,16 @@ from moepack.runtime.backends.gpu.program import Program
 __all__ = ["pays_from", "program"]
 
 _SMALL, _LARGE = 1 << 22, 1 << 24
-"""Weights of a matrix from which few bits pay with one token, and to which others pay with a few (`pays_from`)."""
+"""Matrix sizes in weights: few bits pay off with one token from the first on; other widths pay off with a few tokens
+below the second (`pays_from`)."""
 
 
 def pays_from(matrix: DeviceMatrix) -> int:
-    """The least tokens of which these kernels multiply faster than those of layers of experts do, measured on an H100.
+    """The least tokens for which these kernels are faster than those of expert layers, measured on an H100.
 
-    Decoding bounds integers of 2 and 3 bits, and is what these kernels do with fewer instructions. Others decode as
-    fast as their bytes come, and gain where they would be decoded twice, for more than 16 tokens. Layers of experts
-    take a launch less for a few tokens, one more for the others.
+    Integers of 2 and 3 bits are bound by decoding, which these kernels do with fewer instructions. Other widths decode
+    as fast as their bytes arrive, and gain if they would otherwise be decoded twice, for more than 16 tokens. Kernels
+    of expert layers need one launch less for a few tokens, and one more for larger numbers.
     """
     weights = math.prod(matrix.shape)
     if matrix.details["bits"] <= 3:
@@ -28,7 +29,7 @@ def pays_from(matrix: DeviceMatrix) -> int:
 
 @cache
 def program(bits: int, group: int, symmetric: bool, halves: bool) -> Program:
-    """The kernels of a specification (`GroupwiseKernels.specification`)."""
+    """The kernels for a specification (`GroupwiseKernels.specification`)."""
     return Program(
         "groupwise_linear.cu", BITS=bits, GROUP=group, SYMMETRIC=int(symmetric), HALVES=int(halves),
         TOKENS=COLUMNS[-1], RANK_BITS=0,

@@ -1,4 +1,4 @@
-"""Launches of kernels that are built on `cuda/common/layer.cuh`: how work is cut, and the structures that they take."""
+"""Launches of kernels based on `cuda/common/layer.cuh`: how work is divided, and the structures that they read."""
 
 from abc import ABC, abstractmethod
 from functools import cache
@@ -32,36 +32,36 @@ __all__ = [
 THREADS = 256
 BLOCK_ROWS = 16
 CHUNK = 128
-"""Columns of a chunk."""
+"""Columns per chunk."""
 
 RESIDENT = 2
-"""Blocks of a multiprocessor at a time, for whose registers and shared memory kernels are compiled."""
+"""Resident blocks per multiprocessor, for whose registers and shared memory kernels are compiled."""
 
 TOKENS = (8, 32)
-"""Most tokens of a tile, the columns of a product: a program each."""
+"""The most tokens per tile, which are the columns of a product; each has its own program."""
 
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 _STATIC_BYTES = 9 << 10
-"""Shared memory of a block beside what it is launched with: the routing, and what the driver takes."""
+"""Shared memory of a block in addition to its dynamic part: the routing, and the driver's reserve."""
 
 _FEW = 4
-"""Most tokens whose activations every block lays out for itself."""
+"""The most tokens whose activations every block lays out for itself."""
 
 _FEW_CELLS = 128
-"""Most of their cells."""
+"""The most cells of these tokens."""
 
 _OWN_CELLS = 200
-"""Most cells of a block that it makes itself of more tokens: a launch of its own takes longer."""
+"""The most cells per block for more tokens that blocks lay out themselves, before a separate launch is faster."""
 
 _SPLITS = (1, 2, 4, 8, 16)
-"""Blocks that may share a sum."""
+"""Numbers of blocks that may share a sum."""
 
 _MOST_OF_CLUSTER = 8
-"""Blocks of a cluster that every GPU with clusters takes."""
+"""The cluster size that every GPU with clusters supports."""
 
 _SLACK_CELLS = 12
-"""More cells than what kernels read behind the last one (SLACK)."""
+"""More cells than kernels read after the last one (SLACK)."""
 
 _DIVISOR = np.dtype([("by", np.uint32), ("inverse", np.uint32)])
 _PROBLEM = np.dtype(
@@ -75,13 +75,13 @@ Struct = NDArray[Any]
 
 
 class Device(NamedTuple):
-    """What a launch asks of a GPU.
+    """Properties of a GPU that launches depend on.
 
     Attributes:
-        processors: its multiprocessors.
-        shared: shared memory of one of them, in bytes.
-        most_shared: dynamic shared memory that a block may have.
-        has_warpgroups: whether warpgroups multiply (wgmma), which leaves registers to make many cells.
+        processors: the number of multiprocessors.
+        shared: shared memory per multiprocessor in bytes.
+        most_shared: the most dynamic shared memory per block in bytes.
+        has_warpgroups: whether warpgroups can multiply (wgmma), which leaves registers to prepare many cells.
     """
 
     processors: int
@@ -91,11 +91,11 @@ class Device(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks that a launch runs.
+    """The blocks of a launch.
 
     Attributes:
-        warps: of a block.
-        resident: on a multiprocessor at a time.
+        warps: warps per block.
+        resident: resident blocks per multiprocessor.
     """
 
     warps: int = THREADS // 32
@@ -103,13 +103,13 @@ class Blocks(NamedTuple):
 
 
 class Division(NamedTuple):
-    """How a launch is cut.
+    """The division of a launch.
 
     Attributes:
-        row_blocks: blocks of 16 rows of a row tile.
-        teams: how many share the row tiles.
-        splits: blocks of a team, which share the sum over columns.
-        in_parts: whether they write parts of it, which another launch adds; otherwise they are a cluster.
+        row_blocks: blocks of 16 rows per row tile.
+        teams: the number of teams that share the row tiles.
+        splits: blocks per team, which share the sum over columns.
+        in_parts: whether the blocks write partial sums, which another launch adds; otherwise they form a cluster.
     """
 
     row_blocks: int
@@ -119,14 +119,14 @@ class Division(NamedTuple):
 
 
 class LayerKernels(ABC):
-    """The launches of a family whose Format fills `Layer` (`cuda/common/layer.cuh`)."""
+    """Launches of a family whose Format implements `Layer` (`cuda/common/layer.cuh`)."""
 
     def tile_tokens(self, slots: int, tokens: int, device: Device) -> int:
-        """Most tokens of a tile of a launch of so many slots and tokens, one of `TOKENS`."""
+        """The most tokens per tile for a launch with this many slots and tokens; one of `TOKENS`."""
         return TOKENS[0] if tokens <= TOKENS[0] else TOKENS[-1]
 
     def lays_out(self, most: int, device: Device) -> bool:
-        """Whether `lay_out_tokens` and `lay_out_hidden` may make the cells of tiles of at most so many tokens."""
+        """Whether `lay_out_tokens` and `lay_out_hidden` may prepare the cells of tiles with at most `most` tokens."""
         return False
 
     @abstractmethod
@@ -134,40 +134,40 @@ class LayerKernels(ABC):
         """Bytes of a token's chunk in shared memory."""
 
     def ring_bytes(self, matrix: DeviceMatrix) -> int:
-        """At least what a warp's chunks on their way take (RING in the kernels)."""
+        """An upper bound for the bytes of a warp's chunks in flight (RING in the kernels)."""
         return 6 << 10
 
     def blocks(self, tokens: int) -> Blocks:
-        """What runs the kernels for tiles of so many tokens."""
+        """The blocks for tiles of this many tokens."""
         return Blocks()
 
     @abstractmethod
     def specification(self, matrix: DeviceMatrix) -> tuple[Any, ...]:
-        """What the kernels of a matrix are specialized to."""
+        """The parameters for which a matrix's kernels are specialized."""
 
     @abstractmethod
     def program(self, matrix: DeviceMatrix, tokens: int) -> Program:
-        """The kernels of a matrix for tiles of so many tokens."""
+        """The kernels of a matrix for tiles of this many tokens."""
 
     @abstractmethod
     def struct(self, matrix: DeviceMatrix) -> Struct:
-        """The Format's `Matrix`."""
+        """The Format's `Matrix` structure."""
 
     def launched(self, matrix: DeviceMatrix, problem: Struct, shared: int) -> tuple[Struct, Tensor | None]:
-        """Launch what comes before a product.
+        """Launch what a product depends on.
 
         Args:
-            matrix: of the product.
+            matrix: the matrix of the product.
             problem: its arguments.
-            shared: slots that have a row of x in common: 1, or the experts of a token.
+            shared: the number of slots that share a row of x: 1, or the experts per token.
 
         Returns:
-            The Format's `Matrix`, and what must live until the product is launched.
+            The Format's `Matrix` structure, and an object to keep alive until the product is launched.
         """
         return self.struct(matrix), None
 
     def activations(self, matrix: DeviceMatrix, x: Tensor) -> Tensor:
-        """What the kernels of a matrix read instead of x."""
+        """Transform activations for the kernels of a matrix; by default returns x."""
         return x
 
     def prepare(self, matrix: DeviceMatrix) -> None:
@@ -180,7 +180,7 @@ class LayerKernels(ABC):
         self._sum(matrix, x, None, None, out)
 
     def gated(self, gate: DeviceMatrix, up: DeviceMatrix, x: Tensor, index: Tensor, hidden: Tensor) -> None:
-        """See `Kernels.gated`; a gate and an up projection of different specifications are two launches."""
+        """See `Kernels.gated`; gate and up projections with different specifications need two launches."""
         if self.specification(gate) == self.specification(up):
             self._by_slot("gated", [gate, up], x, index, hidden)
         else:
@@ -188,7 +188,7 @@ class LayerKernels(ABC):
             self._by_slot("multiply", [up], x, index, hidden)
 
     def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
-        """See `Kernels.combine`; where the sum is split over blocks, its parts take memory of torch's allocator."""
+        """See `Kernels.combine`; if the sum is split over blocks, its parts use memory from torch's allocator."""
         self._sum(down, hidden, index, weights, out)
 
     def project(self, matrix: DeviceMatrix, x: Tensor, index: Tensor, out: Tensor) -> None:
@@ -196,7 +196,7 @@ class LayerKernels(ABC):
         self._by_slot("project", [matrix], x, index, out)
 
     def by_slot(self, matrices: list[DeviceMatrix], slots: int, tokens: int) -> Division:
-        """How to cut a launch that writes a row for each slot; more rows of a tile share its activations."""
+        """Divide a launch that writes a row per slot; all rows of a tile share its activations."""
         _, _, columns = matrices[0].shape
         most = self._tile(matrices[0], slots, tokens)
         blocks = self._blocks_at_a_time(matrices[0], most)
@@ -205,7 +205,7 @@ class LayerKernels(ABC):
         return Division(4 if slots > _FEW * 4 or columns > 16 * CHUNK else 2, blocks)
 
     def of_sum(self, matrix: DeviceMatrix, slots: int, tokens: int) -> Division:
-        """How to cut the launch that sums the outputs of each token."""
+        """Divide the launch that sums the outputs of each token."""
         most, row_blocks = self._tile(matrix, slots, tokens), -(-matrix.shape[1] // BLOCK_ROWS)
         at_a_time = self._blocks_at_a_time(matrix, most)
         if tokens <= _FEW:
@@ -233,7 +233,7 @@ class LayerKernels(ABC):
         return _clusters(self.program(matrix, most), size, 32 * self.blocks(most).warps, shared, device)
 
     def _by_slot(self, kernel: str, matrices: list[DeviceMatrix], x: Tensor, index: Tensor, out: Tensor) -> None:
-        """Launch a kernel that writes a row for each slot."""
+        """Launch a kernel that writes a row per slot."""
         first = matrices[0]
         x = padded(self.activations(first, x))
         problem = _problem(first, x, index, None, out, len(x), self.by_slot(matrices, index.numel(), len(x)))
@@ -243,7 +243,7 @@ class LayerKernels(ABC):
         del cells, before
 
     def _sum(self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor) -> None:
-        """Launch the kernel that sums the outputs of each token; of half of them at a time where memory is short."""
+        """Launch the kernel that sums the outputs of each token; halves the tokens if shared memory is short."""
         most = self._tile(matrix, len(x), len(out))
         if self._shared(matrix, most, len(out)) > device_of(out).most_shared and len(out) > 1:
             per_token = len(x) // len(out)
@@ -268,13 +268,13 @@ class LayerKernels(ABC):
             self.program(matrix, TOKENS[0]).launch("add_splits", grid, THREADS, arguments, early=True)
 
     def _lay_out(self, kernel: str, matrix: DeviceMatrix, problem: Struct) -> Tensor | None:
-        """Make the cells of all slots in a launch of its own, where blocks making their own would take longer.
+        """Prepare the cells of all slots in a separate launch, if that is faster than preparing them in each block.
 
         Returns:
-            The cells; whoever launches the kernel that reads them keeps them until then.
+            The cells; the caller keeps them alive until the kernel that reads them is launched.
         """
         tokens, top_k, chunks = problem["tokens"][0], problem["top_k"]["by"][0], problem["chunks"]["by"][0]
-        # Blocks share a sum out by columns, other launches by experts.
+        # Sums are divided over blocks by columns, other launches by experts.
         hidden, device = kernel == "lay_out_hidden", device_of(matrix.data)
         parts = 1 << problem["split_bits"][0] if hidden else min(problem["experts"][0], tokens * top_k)
         many = _OWN_CELLS * parts if tokens > TOKENS[0] and device.has_warpgroups else 0
@@ -289,7 +289,7 @@ class LayerKernels(ABC):
         return cells
 
     def _launch(self, kernel: str, of: DeviceMatrix, problem: Struct, structs: list[Struct]) -> None:
-        """Launch a kernel of a matrix with as many blocks as run at a time."""
+        """Launch a kernel of a matrix with as many blocks as can be resident."""
         tokens, top_k = int(problem["tokens"][0]), int(problem["top_k"]["by"][0])
         most, team = self._tile(of, tokens * top_k, tokens), 1 << int(problem["split_bits"][0])
         grid, shared, cluster = self._blocks_at_a_time(of, most), 0, 1
@@ -301,7 +301,7 @@ class LayerKernels(ABC):
         self.program(of, most).launch(kernel, grid, threads, arguments, shared, early=True, cluster=cluster)
 
     def _shared(self, matrix: DeviceMatrix, most: int, outputs: int) -> int:
-        """Bytes of dynamic shared memory of a block: at least its rings, sums and, twice, the cells of a tile."""
+        """Dynamic shared memory per block in bytes: at least its rings, its sums, and twice the cells of a tile."""
         warps, resident = self.blocks(most)
         cells = 2 * TOKENS[-1] + _SLACK_CELLS
         least = warps * (self.ring_bytes(matrix) + outputs * BLOCK_ROWS * 4) + cells * self.cell_bytes(matrix)
@@ -310,7 +310,7 @@ class LayerKernels(ABC):
 
 
 def device_of(tensor: Tensor) -> Device:
-    """The GPU of a tensor."""
+    """Return the properties of a tensor's GPU."""
     return _device(tensor.device.index)
 
 
@@ -328,13 +328,13 @@ def _clusters(program: Program, size: int, threads: int, shared: int, device: in
 
 
 def padded(x: Tensor) -> Tensor:
-    """Activations whose rows begin at multiples of 16 bytes."""
+    """Pad activations so that rows start at multiples of 16 bytes."""
     more = -x.shape[1] % 8
     return functional.pad(x, (0, more)) if more else x
 
 
 def _divisor(by: int) -> tuple[int, int]:
-    """The kernels' `Divisor`."""
+    """The kernels' `Divisor` structure."""
     return by, (2**32 - 1) // by
 
 
@@ -347,7 +347,7 @@ def _problem(
     tokens: int,
     division: Division,
 ) -> Struct:
-    """The arguments of a launch beside the matrices."""
+    """The arguments of a launch other than the matrices."""
     experts, rows, columns = matrix.shape
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (index, weights, out)]
     top_k = 1 if index is None else index.shape[1]

@@ -1,4 +1,4 @@
-"""Linear layers of up to 64 tokens on Hopper: the three launches of `cuda/common/linear.cuh`."""
+"""Linear layers with up to 64 tokens on Hopper: the three launches of `cuda/common/linear.cuh`."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ from moepack.runtime.backends.gpu.program import Program
 __all__ = ["COLUMNS", "TILE_ROWS", "launch"]
 
 COLUMNS = (8, 16, 32, 64)
-"""Tokens of a product: a kernel each."""
+"""Tokens per product; each has its own kernel."""
 
 TILE_ROWS = 256
 _THREADS, _PREPARING, _LANE_COLUMNS = 640, 512, 16
 _AHEAD = 4
-"""Chunks whose codes a block asks for before activations are there: more would make activations wait."""
+"""Chunks whose codes a block requests before activations are available; more would delay the activations."""
 
 _OWN_TOKENS, _OWN_BYTES = 16, 64 << 10
-"""Most tokens, and bytes of their cells, that every block lays out for itself instead of a launch before."""
+"""The most tokens, and bytes of their cells, that every block lays out itself instead of a preceding launch."""
 
 _LINEAR = np.dtype(
     [("x", np.uint64), ("type", np.int32), ("width", np.int32), ("data", np.uint64), ("block_bytes", np.int64)]
@@ -40,17 +40,17 @@ def launch(
     gpu: Device,
     units: Tensor | None = None,
 ) -> None:
-    """Multiply x [N, C], at most 64 tokens, by the only expert, into out [N, R] float32.
+    """Multiply x [N, C], at most 64 tokens, by the single expert; write to out [N, R] float32.
 
     Args:
-        kernels: those of the matrix's specification.
+        kernels: the kernels for the matrix's specification.
         matrix: the weights.
-        base: the address of the first block of rows, bytes of a block.
-        cell_bytes: of a token and a chunk of columns.
+        base: the address of the first block of rows, and the bytes per block.
+        cell_bytes: bytes of a cell, which holds a token's chunk of columns.
         x: bfloat16, float16 or float32.
-        out: is written.
-        gpu: of all of them.
-        units: [N] float32, what the values of a token are multiples of; None where they are as they are.
+        out: written.
+        gpu: the GPU of all tensors.
+        units: [N] float32, scales of each token's values; None if the values are unscaled.
     """
     x, (_, rows, width) = padded(x), matrix.shape
     tokens, chunks, tiles = len(x), -(-width // CHUNK), -(-rows // TILE_ROWS)
@@ -60,7 +60,7 @@ def launch(
     own = min(-(-items // blocks), chunks)
     if tokens > _OWN_TOKENS or own * columns * cell_bytes > _OWN_BYTES:
         own = 0
-    # Cells, scales and the parts of sums of a tile, which so many blocks share at most.
+    # Cells, scales, and partial sums for the largest number of blocks that share a tile.
     cells = 0 if own else chunks * columns * cell_bytes
     sizes = cells, 4 * COLUMNS[-1], 4 * tokens * rows * (-(-chunks * blocks // items) + 1)
     starts = np.cumsum([0, *(-(-size // 128) * 128 for size in sizes)]).tolist()

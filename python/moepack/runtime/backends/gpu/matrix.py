@@ -1,7 +1,7 @@
-"""Packed matrices on a GPU, and what a family of kernels does with them.
+"""Packed matrices on a GPU, and the interface of kernel families.
 
-The bytes on the device are those on disk: kernels read the sections of the format where they lie. What a family needs
-beside them (tables of starts, sums) it makes once a matrix, in `Kernels.prepare`.
+The bytes on the device are those on disk: kernels read the sections of the format in place. Additional data that a
+family needs (tables of starts, sums) is created once per matrix by `Kernels.prepare`.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ __all__ = ["DeviceMatrix", "Kernels", "Late"]
 
 @dataclass(frozen=True, eq=False)
 class Late:
-    """Experts of a call whose bytes are on their way.
+    """Experts of a call whose bytes are still being copied.
 
     Attributes:
-        there: [T, k] int64, the experts whose bytes are there; a number that is no expert's in place of others.
-        index: the same of those that are on their way.
-        wait: lets what is launched from here on see their bytes.
+        there: [T, k] int64, the experts whose bytes have arrived; out-of-range values replace the others.
+        index: the same for experts that are still being copied.
+        wait: orders later launches after the copies.
     """
 
     there: Tensor
@@ -34,16 +34,16 @@ class DeviceMatrix:
     """One packed projection on a GPU.
 
     Attributes:
-        data: the packed bytes, uint8, flat, at a multiple of 64; of `channels` maybe in pinned memory of the host.
+        data: the packed bytes, flat uint8, aligned to 64 bytes; for `channels`, possibly in pinned host memory.
         shape: experts, rows and columns.
-        kind: the format as manifests name it: `groupwise`.
-        format: the format for people: `groupwise-4bit`.
-        details: what the format says beside the shape (`_core.PackedTensor.details`).
-        sections: offset and bytes in `data` of each part of the format (`_core.PackedTensor.sections`).
-        tables: what `Kernels.prepare` has made, by name.
-        slots: whether its experts are those of slots, whose numbers say nothing: sums over them then have the order of
-            the router's choice.
-        late: what a call waits for itself; only of a first projection.
+        kind: the format as in manifests, for example `groupwise`.
+        format: the human-readable format, for example `groupwise-4bit`.
+        details: properties of the format other than the shape (`_core.PackedTensor.details`).
+        sections: offset and size in `data` of each section of the format (`_core.PackedTensor.sections`).
+        tables: the tables created by `Kernels.prepare`, by name.
+        slots: whether its experts are slots, whose indices have no meaning; sums over them then follow the order of the
+            router's choice.
+        late: experts that a call has to wait for; only set on first projections.
     """
 
     data: Tensor
@@ -58,66 +58,66 @@ class DeviceMatrix:
 
     @property
     def nbytes(self) -> int:
-        """All bytes on the device."""
+        """Bytes on the device, including tables."""
         return int(self.data.nbytes + sum(table.nbytes for table in self.tables.values() if table.is_cuda))
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes are."""
+        """The device of the bytes."""
         return self.data.device
 
     def pointer(self, section: str) -> int:
-        """The address of a section."""
+        """Return the address of a section."""
         return self.data.data_ptr() + self.sections[section][0]
 
 
 class Kernels(Protocol):
     """The kernels of a family of formats.
 
-    Every method but `prepare` launches on torch's current stream of the matrix's device, allocates nothing, waits for
-    nothing and reads nothing back, so that it can be captured in a CUDA graph. `gated` and `combine` may belong to
-    different families: `hidden` is all that passes between them.
+    All methods except `prepare` launch on torch's current stream of the matrix's device. They do not allocate,
+    synchronize or read back, so they can be captured in a CUDA graph. `gated` and `combine` may belong to different
+    families; they only share `hidden`.
     """
 
     def prepare(self, matrix: DeviceMatrix) -> None:
-        """Compile what the matrix needs and make its tables; called once, before anything else."""
+        """Compile the kernels for a matrix and create its tables; called once, before any other method."""
         ...
 
     def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
-        """Multiply x [N, C], bfloat16, float16 or float32, by the only expert, into out [N, R] float32."""
+        """Multiply x [N, C], bfloat16, float16 or float32, by the single expert; write to out [N, R] float32."""
         ...
 
     def gated(self, gate: DeviceMatrix, up: DeviceMatrix, x: Tensor, index: Tensor, hidden: Tensor) -> None:
-        """Write silu(gate x) * (up x) of each token and each of its experts.
+        """Write silu(gate x) * (up x) for each token and each of its experts.
 
         Args:
             gate: [E, I, C].
-            up: of the same family and shape; maybe with another specification.
+            up: same family and shape; the specification may differ.
             x: [T, C], bfloat16, float16 or float32.
-            index: [T, k] int64; a number that is no expert's is skipped.
-            hidden: [T * k, I] float32; rows of skipped experts stay as they are.
+            index: [T, k] int64; out-of-range values are skipped.
+            hidden: [T * k, I] float32; rows of skipped experts are not written.
         """
         ...
 
     def project(self, matrix: DeviceMatrix, x: Tensor, index: Tensor, out: Tensor) -> None:
-        """Write the products of each token and each of its experts, as sums that no other token or expert changes.
+        """Write the product for each token and each of its experts, with sums independent of other tokens and experts.
 
         Args:
             matrix: [E, R, C].
             x: [T, C], bfloat16, float16 or float32.
-            index: [T, k] int64; a number that is no expert's is skipped.
-            out: [T * k, R] float32; rows of skipped experts stay as they are.
+            index: [T, k] int64; out-of-range values are skipped.
+            out: [T * k, R] float32; rows of skipped experts are not written.
         """
         ...
 
     def combine(self, down: DeviceMatrix, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
         """Sum the experts' outputs: out[t] = sum over j of weights[t, j] * down(hidden[t * k + j]).
 
-        Sums are float32, in an order that the routing alone determines.
+        Sums are float32, in an order that depends only on the routing.
 
         Args:
             down: [E, H, I].
-            hidden: [T * k, I], what `gated` wrote; rows of skipped experts are not read.
+            hidden: [T * k, I], written by `gated`; rows of skipped experts are not read.
             index: [T, k] int64.
             weights: [T, k] float32.
             out: [T, H] float32; tokens without experts get zeros.
@@ -125,5 +125,5 @@ class Kernels(Protocol):
         ...
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
-        """Write the values of the experts from `first` on, as many as out [n, R, C], bfloat16 or float32, holds."""
+        """Decode the experts from `first` on to out [n, R, C], bfloat16 or float32; n is the number of experts."""
         ...

@@ -1,9 +1,9 @@
-"""Kernels of a CUDA source on the current device: compiled at the first use, loaded once a device, launched on torch's
+"""Kernels of a CUDA source on the current device: compiled on first use, loaded once per device, launched on torch's
 current stream.
 
-They are launched by the driver's cuLaunchKernelEx, which CuPy does not offer: it lets a kernel begin before the one in
-front of it has ended (programmatic dependent launch, CUDA C++ Programming Guide), in graphs too. Such a kernel waits
-itself before it touches what others write (`enter_launch` in the sources).
+Launches use the driver's cuLaunchKernelEx, which CuPy does not expose. It allows a kernel to start before the previous
+one has ended (programmatic dependent launch, CUDA C++ Programming Guide), also in graphs. Such a kernel must wait
+itself before it accesses memory that other kernels write (`enter_launch` in the sources).
 """
 
 import ctypes
@@ -52,16 +52,16 @@ _CLUSTER, _EARLY = 4, 6
 """CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 
 _HOPPER = (9, 0)
-"""The oldest compute capability that has them."""
+"""The oldest compute capability that supports them."""
 
 
 class Program:
     """A CUDA source with its definitions.
 
     Args:
-        source: its name in the folder `cuda`.
-        options: of NVRTC, beside the definitions.
-        **definitions: macros, each a number or a word: what one kernel is specialized to.
+        source: its name in the `cuda` folder.
+        options: options of NVRTC other than definitions.
+        **definitions: macros with numbers or words as values, which specialize the kernels.
     """
 
     def __init__(self, source: str, options: Sequence[str] = (), **definitions: int | str) -> None:
@@ -71,11 +71,11 @@ class Program:
         self._kernels: dict[tuple[int, str], Any] = {}
 
     def cubin(self, arch: str) -> Cubin:
-        """Compile for an architecture; errors as for `compile_source`."""
+        """Compile for an architecture; errors as in `compile_source`."""
         return compile_source(self.source, arch, self.options)
 
     def load(self) -> None:
-        """Compile and load for the current device, which launches do where it was not done before.
+        """Compile and load for the current device; the first launch does this if necessary.
 
         Raises:
             DeviceError: the source does not compile, the driver cannot load it, or the stream is being captured.
@@ -83,14 +83,12 @@ class Program:
         device = torch.cuda.current_device()
         if device not in self._modules:
             if torch.cuda.is_current_stream_capturing():
-                raise DeviceError(
-                    f"{self.source} is not loaded yet: run the model once before a CUDA graph is captured"
-                )
+                raise DeviceError(f"{self.source} is not loaded yet: run the model once before capturing a CUDA graph")
             cubin = self.cubin(_architecture(device))
             self._modules[device] = _loaded(cubin)
 
     def kernel(self, name: str, shared: int = 0) -> Any:
-        """Return CuPy's kernel of a name on the current device, allowed to use `shared` bytes of dynamic memory."""
+        """Return a CuPy kernel by name on the current device, permitted to use `shared` bytes of dynamic memory."""
         key = torch.cuda.current_device(), name
         kernel = self._kernels.get(key)
         if kernel is None:
@@ -114,17 +112,17 @@ class Program:
         """Launch a kernel on torch's current stream of the current device.
 
         Args:
-            name: of an `extern "C"` kernel.
+            name: the name of an `extern "C"` kernel.
             grid: blocks.
-            block: threads of a block.
-            arguments: tensors become pointers, None a null pointer, numbers `int` and `float`; NumPy's scalars and
-                structures are passed as they are (`np.uint64(address)` for an address).
+            block: threads per block.
+            arguments: tensors become pointers, None a null pointer, numbers `int` and `float`. NumPy scalars and
+                structures are passed unchanged (`np.uint64(address)` for an address).
             shared: bytes of dynamic shared memory.
-            early: whether the kernel may begin before the one in front of it has ended, which it waits for itself.
-            cluster: blocks of a cluster, if the device has clusters; the grid is a multiple.
+            early: whether the kernel may start before the previous one has ended; it must then wait itself.
+            cluster: blocks per cluster, if the device supports clusters; must divide the grid.
 
         Raises:
-            DeviceError: the driver refuses the launch.
+            DeviceError: the driver rejects the launch.
         """
         kernel = self.kernel(name, shared)
         passed = [_passed(argument) for argument in arguments]
@@ -132,15 +130,15 @@ class Program:
         configuration = _configuration(grid, block, shared, early=early, cluster=cluster)
         function = ctypes.c_void_p(kernel.kernel.ptr)
         if error := _driver().cuLaunchKernelEx(ctypes.byref(configuration), function, pointers, None):
-            raise DeviceError(f"the driver does not launch '{name}' of {self.source}: error {error}")
+            raise DeviceError(f"the driver cannot launch '{name}' of {self.source}: error {error}")
 
     def clusters(self, name: str, cluster: int, block: int, shared: int) -> int:
-        """Return how many clusters of so many blocks the current device runs at a time; arguments as for `launch`."""
+        """Return how many clusters of `cluster` blocks the current device can run at once; arguments as in `launch`."""
         kernel, found = self.kernel(name, shared), ctypes.c_int()
         configuration = _configuration(cluster, block, shared, early=False, cluster=cluster)
         function = ctypes.c_void_p(kernel.kernel.ptr)
         if error := _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), function, ctypes.byref(configuration)):
-            raise DeviceError(f"the driver does not run clusters of '{name}' of {self.source}: error {error}")
+            raise DeviceError(f"the driver cannot run clusters of '{name}' of {self.source}: error {error}")
         return found.value
 
 
@@ -152,7 +150,7 @@ def _driver() -> ctypes.CDLL:
 def _configuration(
     grid: int | tuple[int, ...], block: int | tuple[int, ...], shared: int, *, early: bool, cluster: int
 ) -> _Configuration:
-    """A launch on torch's current stream."""
+    """Configure a launch on torch's current stream."""
     wanted = [_Attribute(_EARLY, value=_three(1))] * early + [_Attribute(_CLUSTER, value=_three(cluster))] * (
         cluster > 1
     )
@@ -164,13 +162,13 @@ def _configuration(
 
 
 def _three(size: int | tuple[int, ...]) -> Any:
-    """The three sizes of a grid or a block."""
+    """The three dimensions of a grid or a block."""
     sizes = (size,) if isinstance(size, int) else size
     return (ctypes.c_uint * 3)(*sizes, *[1] * (3 - len(sizes)))
 
 
 def _passed(argument: Argument) -> NDArray[Any]:
-    """An argument as the kernel finds it in memory."""
+    """An argument in the memory layout that kernels read."""
     if isinstance(argument, np.ndarray | np.generic):
         return np.ascontiguousarray(argument)
     if argument is None or isinstance(argument, Tensor):
@@ -180,7 +178,7 @@ def _passed(argument: Argument) -> NDArray[Any]:
 
 @cache
 def is_hopper(device: int) -> bool:
-    """Whether launches may begin early and blocks be clusters: a GPU is of Hopper's generation or newer."""
+    """Return whether launches may start early and blocks may form clusters: on Hopper and newer."""
     return torch.cuda.get_device_capability(device) >= _HOPPER
 
 
@@ -190,7 +188,7 @@ def _architecture(device: int) -> str:
 
 
 def _loaded(cubin: Cubin) -> Any:
-    """CuPy's module of machine code, on the current device."""
+    """Load machine code as a CuPy module on the current device."""
     try:
         import cupy
     except ImportError as error:

@@ -1,9 +1,9 @@
-"""Products of many tokens: weights are decoded, a few experts at a time, and multiplied by cuBLAS: in float32 if the
-activations are, otherwise in bfloat16.
+"""Products of many tokens: weights are decoded a few experts at a time and multiplied by cuBLAS, in float32 for float32
+activations, otherwise in bfloat16.
 
-The decoded weights cost as many bytes as a bfloat16 model reads, once a call instead of once a token; with more than
-some 60 tokens an expert that is less than the arithmetic. The host learns how many tokens each expert has, which waits
-for the device, so this path cannot be captured in a CUDA graph.
+Decoding writes as many bytes as a bfloat16 model reads, once per call instead of once per token. With more than about
+60 tokens per expert, this costs less than the arithmetic. The number of tokens of each expert is copied to the host,
+which synchronizes with the device, so this path cannot be captured in a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from moepack.runtime.backends.gpu.matrix import DeviceMatrix
 __all__ = ["experts", "grouped", "linear"]
 
 DECODED_BYTES = 512 << 20
-"""The most bytes of decoded weights at a time, unless one expert of a layer has more."""
+"""The most bytes of decoded weights at once, unless a single expert of a layer exceeds it."""
 
 
 def linear(matrix: DeviceMatrix, x: Tensor) -> Tensor:
-    """Multiply x [N, C] to [N, R] float32."""
+    """Multiply x [N, C]; return [N, R] float32."""
     x = x.to(_computing(x))
     return (x @ _decoded(matrix, 0, 1, x.dtype)[0].T).float()
 
@@ -30,12 +30,12 @@ def linear(matrix: DeviceMatrix, x: Tensor) -> Tensor:
 def experts(
     matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor, activation: Activation
 ) -> Tensor:
-    """Sum the outputs of each token's experts; arguments and result as for `Backend.experts`, on one GPU."""
+    """Sum the outputs of each token's experts; arguments and result as in `Backend.experts`, on one GPU."""
     count = matrices[0].shape[0]
     flat = index.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < count), flat, count)
     sorted_experts, order = flat.sort(stable=True)
-    # A search finds where each expert's run ends; counting by atomics would be no faster and needs no less waiting.
+    # A search finds the end of each expert's run. Counting with atomics is no faster and would also synchronize.
     ends = torch.searchsorted(sorted_experts, torch.arange(count, device=flat.device), right=True).tolist()
     outputs = torch.zeros((flat.numel(), matrices[-1].shape[1]), dtype=torch.float32, device=x.device)
     x = x.to(_computing(x))
@@ -47,7 +47,7 @@ def experts(
 
 
 def grouped(matrix: DeviceMatrix, x: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply rows, sorted by expert; arguments and result as for `Backend.grouped`, on one GPU."""
+    """Multiply rows, sorted by expert; arguments and result as in `Backend.grouped`, on one GPU."""
     outputs = torch.zeros((len(x), matrix.shape[1]), dtype=torch.float32, device=x.device)
     x = x.to(_computing(x))
     for run in _runs([matrix], offsets[1:].tolist(), x.dtype.itemsize):
@@ -56,17 +56,17 @@ def grouped(matrix: DeviceMatrix, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _computing(x: Tensor) -> torch.dtype:
-    """What weights are decoded to."""
+    """The dtype to which weights are decoded."""
     return torch.float32 if x.dtype is torch.float32 else torch.bfloat16
 
 
 class _Run:
-    """Neighbouring experts whose weights are decoded together, and the run of their tokens.
+    """Consecutive experts whose weights are decoded together, with their tokens.
 
     Attributes:
         first: the first expert.
-        ends: where the tokens of each end, counted from the first token of the run.
-        tokens: the run's tokens in the order of the experts.
+        ends: the end of each expert's tokens, relative to the first token of the run.
+        tokens: the tokens of the run, sorted by expert.
     """
 
     def __init__(self, first: int, start: int, ends: Sequence[int]) -> None:
@@ -76,7 +76,7 @@ class _Run:
 
 
 def _runs(matrices: Sequence[DeviceMatrix], ends: Sequence[int], itemsize: int) -> list[_Run]:
-    """Runs of experts, without those that begin or end a run and have no tokens."""
+    """Split experts into runs, without leading and trailing experts that have no tokens."""
     size = itemsize * max(rows * columns for _, rows, columns in (matrix.shape for matrix in matrices))
     most = max(1, DECODED_BYTES // size)
     starts = [0, *ends]
@@ -92,7 +92,7 @@ def _runs(matrices: Sequence[DeviceMatrix], ends: Sequence[int], itemsize: int) 
 
 
 def _run(matrices: Sequence[DeviceMatrix], x: Tensor, run: _Run, activation: Activation) -> Tensor:
-    """Outputs [n, H] of a run's tokens x [n, C]."""
+    """Compute the outputs [n, H] of a run's tokens x [n, C]."""
     first, *middle, last = matrices
     inner = activation(_product(first, x, run))
     for matrix in middle:
@@ -101,7 +101,7 @@ def _run(matrices: Sequence[DeviceMatrix], x: Tensor, run: _Run, activation: Act
 
 
 def _product(matrix: DeviceMatrix, x: Tensor, run: _Run) -> Tensor:
-    """Each expert's rows of x by its weights, in the dtype of x."""
+    """Multiply each expert's rows of x by its weights, in the dtype of x."""
     weights = _decoded(matrix, run.first, len(run.ends), x.dtype)
     if x.dtype is torch.bfloat16 and _can_group(weights):
         ends = torch.tensor(run.ends, dtype=torch.int32, device=x.device)
@@ -113,13 +113,13 @@ def _product(matrix: DeviceMatrix, x: Tensor, run: _Run) -> Tensor:
 
 
 def _can_group(weights: Tensor) -> bool:
-    """Whether torch multiplies all experts in one launch."""
+    """Whether torch can multiply all experts in one launch."""
     aligned = all(size % 8 == 0 for size in weights.shape[1:])
     return aligned and weights.is_cuda and torch.cuda.get_device_capability(weights.device) >= (9, 0)
 
 
 def _decoded(matrix: DeviceMatrix, first: int, count: int, dtype: torch.dtype) -> Tensor:
-    """The values of some experts, [count, R, C]."""
+    """Decode experts to [count, R, C]."""
     _, rows, columns = matrix.shape
     out = torch.empty((count, rows, columns), dtype=dtype, device=matrix.device)
     kernels_of(matrix.kind).dequantize(matrix, first, out)

@@ -1,8 +1,8 @@
-"""Layers of experts in slots: the outputs of each token in the order of the router's choice, late experts last.
+"""Expert layers in slots: outputs are summed in the order of the router's choice, with late experts computed last.
 
-A slot has another expert at each call, so sums over experts have the order of the choice. The host takes part in every
-such layer, and no work of the GPU hides how long launching takes (0.6 ms on the host of an H100, where the kernels run
-for 0.1): the launches of few tokens are recorded in CUDA graphs, one for each shape of call, and replayed.
+A slot holds different experts in different calls, so sums over experts follow the order of the choice. The host takes
+part in every such layer, and no GPU work hides the launch overhead (0.6 ms on the host of an H100, for kernels that run
+0.1 ms). Launches for few tokens are therefore recorded in CUDA graphs, one for each shape of call, and replayed.
 """
 
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ from moepack.runtime.recording import pause, record
 __all__ = ["experts"]
 
 RECORDED = 8
-"""Most tokens of a call whose launches are recorded: the memory that a recording keeps grows with them."""
+"""The most tokens of a recorded call; the memory that a recording keeps grows with the tokens."""
 
 _Shape = tuple[int, int, torch.dtype, bool]
-"""Tokens and experts of each, the dtype of the activations, and whether experts are late."""
+"""Tokens, experts per token, the dtype of activations, and whether experts are late."""
 
 
 def experts(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Sum the outputs of experts in slots, [T, H] float32; not in two threads at a time for the same slots.
+    """Sum the outputs of experts in slots, [T, H] float32; not thread-safe for the same slots.
 
     Args:
-        matrices: of the gate, up and down projections, whose experts are slots; the first may have late ones.
-        x: [T, C], as kernels take it.
-        index: [T, k] int64, slots; a number that is no slot's is skipped.
+        matrices: gate, up and down projections whose experts are slots; the first may have late experts.
+        x: [T, C], in a layout for kernels.
+        index: [T, k] int64, slots; out-of-range values are skipped.
         weights: [T, k] float32.
     """
     late = matrices[0].late
@@ -45,24 +45,24 @@ def experts(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights:
         return recording.replayed(x, index, weights, late).sum(1)
     outputs = _outputs(matrices, x, index, weights).sum(1)
     if len(x) <= RECORDED and shape not in known.refused:
-        known.launched.add(shape)  # so its kernels are loaded, which a recording does not allow
+        known.launched.add(shape)  # its kernels are now loaded, which a recording requires
     return outputs
 
 
 class _Recordings:
-    """The recordings for the slots of one form.
+    """The recordings for the slots of one layout.
 
     Attributes:
-        of_shape: those that there are.
+        of_shape: the recordings by shape.
         launched: shapes that have run unrecorded.
-        refused: shapes that could not be recorded, for want of memory, say.
+        refused: shapes that could not be recorded, for example for lack of memory.
     """
 
     def __init__(self) -> None:
         self.of_shape: dict[_Shape, _Recording] = {}
         self.launched: set[_Shape] = set()
         self.refused: set[_Shape] = set()
-        # One for all: no two run at a time, and what one gives is read before the next one runs.
+        # Shared by all: no two run at once, and the result of one is read before the next one runs.
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def record(
@@ -78,11 +78,11 @@ class _Recordings:
 
 
 _recorded: WeakKeyDictionary[DeviceMatrix, _Recordings] = WeakKeyDictionary()
-"""Recordings by the last projection, which is the same object in all calls of a form."""
+"""Recordings by last projection, which is the same object in all calls of a layout."""
 
 
 def _outputs(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The outputs of each token's experts times their weights, [T, k, H]."""
+    """Compute the outputs of each token's experts times their weights, [T, k, H]."""
     gate, up, down = matrices
     gated, (_, rows, inner) = kernels_of(gate.kind).gated, down.shape
     hidden = torch.empty((index.numel(), inner), dtype=torch.float32, device=x.device)
@@ -99,28 +99,28 @@ def _outputs(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights
 
 @dataclass
 class _Waiting:
-    """What the call at hand waits for."""
+    """Waits for the late experts of the current call."""
 
     late: Late | None
 
     def __call__(self) -> None:
-        """Wait for it."""
+        """Wait for them."""
         if self.late is not None:
             self.late.wait()
 
 
 class _Recording:
-    """The launches of calls of one shape.
+    """The recorded launches for calls of one shape.
 
     Args:
-        matrices, x, index, weights: of such a call.
-        pool: the memory that recordings share.
+        matrices, x, index, weights: the arguments of such a call.
+        pool: the memory pool shared by recordings.
     """
 
     def __init__(self, matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor, pool: Any) -> None:
         first, *others = matrices
         self._waiting = waiting = _Waiting(None)
-        with torch.inference_mode(False), torch.no_grad():  # calls outside of inference mode write into these, too
+        with torch.inference_mode(False), torch.no_grad():  # calls outside of inference mode also write to these
             self._given = [tensor.clone() for tensor in _tensors(x, index, weights, first.late)]
             given_x, given_index, given_weights, *parts = self._given
             own = replace(first, late=Late(parts[0], parts[1], waiting) if parts else None)
@@ -129,7 +129,7 @@ class _Recording:
             )
 
     def replayed(self, x: Tensor, index: Tensor, weights: Tensor, late: Late | None) -> Tensor:
-        """Run the launches for a call; the result is written anew by the next one."""
+        """Run the launches for a call; the next replay overwrites the result."""
         for given, tensor in zip(self._given, _tensors(x, index, weights, late), strict=True):
             given.copy_(tensor)
         self._waiting.late = late

@@ -1,4 +1,4 @@
-"""Products by ternary weights on a GPU: tables and launches of `cuda/ternary.cu`."""
+"""Products with ternary weights on a GPU: tables and launches of `cuda/ternary.cu`."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ __all__ = ["KERNELS", "TernaryKernels"]
 WARP = 32
 TABLE_BYTES = 8192
 PRODUCTS = 8192
-"""Most products that a block of `combine` keeps, in floats."""
+"""The most products that a block of `combine` keeps, in floats."""
 
 _Struct = NDArray[Any]
 _POINTER, _INT = np.uint64, np.int32
@@ -42,12 +42,12 @@ _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class _Form(NamedTuple):
-    """How a launch runs.
+    """The configuration of a launch.
 
     Attributes:
-        tokens: of a tile.
-        in_global: activations stay in global memory.
-        staged: tiles whose activations are in shared memory at a time.
+        tokens: tokens per tile.
+        in_global: whether activations stay in global memory.
+        staged: the number of tiles whose activations are in shared memory at once.
         shared: bytes of shared memory.
     """
 
@@ -60,10 +60,10 @@ class _Form(NamedTuple):
 class TernaryKernels:
     """Kernels of `fsv8` and `dict16`. The tables of a matrix:
 
-    - `rows`, 16 bytes a row: start, length and dictionary, levels;
+    - `rows`, 16 bytes per row: start, length and dictionary, levels;
     - `columns`, int16: the column of every 32nd code;
     - `entries`, int32: the words of the codes;
-    - `numbers`, int64 on the CPU: dictionaries, longest word, codes.
+    - `numbers`, int64 on the CPU: number of dictionaries, longest word, number of codes.
     """
 
     def prepare(self, matrix: DeviceMatrix) -> None:
@@ -78,7 +78,7 @@ class TernaryKernels:
         words = [_words(number) for number in numbers]
         codes = matrix.sections["payload"][1] // (2 if _is_dict16(matrix) else 1)
         if codes >= 1 << 32:
-            raise LoadError(f"GPU kernels read at most 2^32 ternary codes of a tensor, this one has {codes}")
+            raise LoadError(f"GPU kernels support at most 2^32 ternary codes per tensor, this one has {codes}")
         device = matrix.device
         entries = torch.from_numpy(np.concatenate([word.entries for word in words]).view(np.int32))
         matrix.tables["entries"] = entries.to(device)
@@ -106,7 +106,7 @@ class TernaryKernels:
             LoadError: one projection is `fsv8` and the other `dict16`.
         """
         if _is_dict16(gate) != _is_dict16(up):
-            raise LoadError(f"GPU kernels multiply gate and up of one code, not {gate.format} and {up.format}")
+            raise LoadError(f"GPU kernels require one code for gate and up, got {gate.format} and {up.format}")
         pad = max(_pad(gate), _pad(up))
         form = _gated_form(gate, up, pad, index)
         launch = _launch(x, index, index.shape[1])
@@ -114,7 +114,7 @@ class TernaryKernels:
         _launched("gated", gate, form, index.numel(), device_of(gate.data).processors, arguments, _lanes(gate))
 
     def project(self, matrix: DeviceMatrix, x: Tensor, index: Tensor, out: Tensor) -> None:
-        """See `Kernels.project`; rows of skipped experts become zeros."""
+        """See `Kernels.project`; writes zeros to rows of skipped experts."""
         rows = x.repeat_interleave(index.shape[1], 0) if index.shape[1] > 1 else x
         self._combine(matrix, rows, index.view(-1, 1), None, out)
 
@@ -123,7 +123,7 @@ class TernaryKernels:
         self._combine(down, hidden, index, weights, out)
 
     def dequantize(self, matrix: DeviceMatrix, first: int, out: Tensor) -> None:
-        """See `Kernels.dequantize`; levels are rounded to bfloat16, which they are unless a tensor says otherwise."""
+        """See `Kernels.dequantize`; levels are rounded to bfloat16, which is exact for tensors with bfloat16 levels."""
         if out.dtype is torch.float32:
             self.dequantize(matrix, first, rounded := torch.empty_like(out, dtype=torch.bfloat16))
             out.copy_(rounded)
@@ -141,7 +141,7 @@ class TernaryKernels:
     def _combine(
         self, matrix: DeviceMatrix, x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor
     ) -> None:
-        """A linear layer is a sum over one expert without weights."""
+        """Sum over experts; a linear layer is a sum over a single expert without weights."""
         each = 1 if index is None else index.shape[1]
         rows, slots = matrix.shape[1], len(x)
         grid = max(device_of(matrix.data).processors, -(-rows * slots // PRODUCTS) if each > 1 else 1)
@@ -155,12 +155,12 @@ KERNELS = TernaryKernels()
 
 
 class _Words(NamedTuple):
-    """The table of a dictionary as the kernels read it (`cuda/ternary.cuh`).
+    """A dictionary's table in the layout for kernels (`cuda/ternary.cuh`).
 
     Attributes:
-        entries: uint32; of FSV8 2048, whatever the class bits.
-        longest: word, in weights.
-        three_slots: the form of the entries.
+        entries: uint32; always 2048 for FSV8, regardless of the class bits.
+        longest: the longest word, in weights.
+        three_slots: the layout of the entries.
     """
 
     entries: NDArray[np.uint32]
@@ -170,7 +170,7 @@ class _Words(NamedTuple):
 
 @cache
 def _words(dictionary: int | None) -> _Words:
-    """The table of an FSV8 dictionary, or of dict16."""
+    """Build the table of an FSV8 dictionary, or of dict16."""
     entries, class_bits, three_slots = ternary_table(dictionary)
     # The upper two bits of 0.0, of -2.0 for symbol 1 and of 2.0 for symbol 2.
     kinds = np.array([0, 3, 1, 0], np.uint32)
@@ -187,7 +187,7 @@ def _words(dictionary: int | None) -> _Words:
 
 
 def _block(dict16: bool, tokens: int, lanes: int, slots: int) -> int:
-    """Threads of a block: many where there is much to do; all of them run what comes before the first row."""
+    """Threads per block: many if there is much work, but all of them run the code before the first row."""
     if tokens > 1 or dict16:
         return 768
     return 896 if slots > 1 else 512 if lanes == WARP else 768
@@ -202,14 +202,14 @@ def _program(dict16: bool, tokens: int, lanes: int, in_global: bool, slots: int 
 def _launched(
     kernel: str, matrix: DeviceMatrix, form: _Form, slots: int, grid: int, arguments: list[Any], lanes: int
 ) -> None:
-    """Launch a kernel of a form; slots beyond the second make no difference."""
+    """Launch a kernel; all slot counts above one use the same program."""
     key = _is_dict16(matrix), form.tokens, lanes
     program = _program(*key, form.in_global, min(slots, 2))
     program.launch(kernel, grid, _block(*key, slots), arguments, form.shared)
 
 
 def _gated_form(gate: DeviceMatrix, up: DeviceMatrix, pad: int, index: Tensor) -> _Form:
-    """Tiles of one or four tokens, whichever fits and reads fewer weights."""
+    """Choose tiles of one or four tokens: the first size, in order of fewer weight reads, that fits."""
     space = device_of(gate.data).most_shared
     for tokens in _tile_sizes(index.numel(), gate.shape[0]):
         shared = _table_bytes(gate) + _table_bytes(up) + (gate.shape[2] + 2 * pad) * 4 * tokens
@@ -219,7 +219,7 @@ def _gated_form(gate: DeviceMatrix, up: DeviceMatrix, pad: int, index: Tensor) -
 
 
 def _combine_form(matrix: DeviceMatrix, slots: int, products: int) -> _Form:
-    """As many tiles at a time as fit beside the products."""
+    """Stage as many tiles at once as fit beside the products."""
     experts, _, columns = matrix.shape
     pad, fixed = _pad(matrix), _table_bytes(matrix) + 4 * products
     for tokens in _tile_sizes(slots, experts):
@@ -232,7 +232,7 @@ def _combine_form(matrix: DeviceMatrix, slots: int, products: int) -> _Form:
 
 
 def _tile_sizes(slots: int, experts: int) -> tuple[int, ...]:
-    """Tokens of a tile, the best first: four where experts have more than one or two."""
+    """Tokens per tile, best first: four if experts have more than one or two tokens."""
     return (4, 1) if slots > 2 * min(slots, experts) else (1,)
 
 
@@ -250,19 +250,19 @@ def _table_bytes(matrix: DeviceMatrix) -> int:
 
 
 def _pad(matrix: DeviceMatrix) -> int:
-    """Columns that a lane's eight codes, one that begins in front of them and one behind them reach."""
+    """The most columns covered by a lane's eight codes, plus the codes that overlap their start and end."""
     return -(-(9 * _numbers(matrix)[1] + 8) // 4) * 4
 
 
 def _lanes(matrix: DeviceMatrix) -> int:
-    """The lanes of a row: a round of eight codes a lane should cover about half of it."""
+    """Lanes per row: a round of eight codes per lane should cover about half of the row."""
     experts, rows, _ = matrix.shape
     codes = _numbers(matrix)[2] / max(experts * rows, 1)
     return 8 if codes <= 200 else 16 if codes <= 320 else 32
 
 
 def _struct(matrix: DeviceMatrix, pad: int | None = None) -> _Struct:
-    """The kernels' `Matrix`."""
+    """The kernels' `Matrix` structure."""
     tables = matrix.tables
     pointers = (tables["rows"].data_ptr(), tables["columns"].data_ptr(), matrix.pointer("payload"))
     dictionaries = 0 if _is_dict16(matrix) else _numbers(matrix)[0]
@@ -271,18 +271,18 @@ def _struct(matrix: DeviceMatrix, pad: int | None = None) -> _Struct:
 
 
 def _launch(x: Tensor, index: Tensor | None, shared: int) -> _Struct:
-    """The kernels' `Launch`: slots are those of the index, or the rows of x."""
+    """The kernels' `Launch` structure; slots are the entries of the index, or the rows of x."""
     pointer, slots = (0, len(x)) if index is None else (index.data_ptr(), index.numel())
     return np.array([(x.data_ptr(), _TYPES[x.dtype], x.shape[1], pointer, slots, shared)], _LAUNCH)
 
 
 def _tensor(matrix: DeviceMatrix, header: NDArray[np.uint8], three_slots: int) -> _Struct:
-    """The kernels' `Tensor`; the header is that of docs/format.md, section 5."""
+    """The kernels' `Tensor` structure; docs/format.md, section 5, specifies the header."""
     pointers = tuple(matrix.pointer(section) for section in ("levels", "index", "starts"))
     wide = -(-matrix.shape[2] // 4) > 4095
     return np.array([(*pointers, *matrix.shape, header[11], header[22], wide, three_slots)], _TENSOR)
 
 
 def _threads(count: int) -> tuple[int, int]:
-    """Grid and block for so many threads."""
+    """The grid and block for a number of threads."""
     return -(-count // 128), 128

@@ -1,7 +1,7 @@
-"""Bytes from mapped files to a GPU, through pinned buffers that a few threads fill in turn.
+"""Copies bytes from mapped files to a GPU, through pinned buffers that a few threads fill in turn.
 
-Reading a mapped file costs page faults, which one thread serves at 2 to 3 GB/s; a copy from pinned memory runs at the
-speed of the bus. With several threads, each with a buffer and a stream of its own, reading and copying overlap.
+Reading a mapped file causes page faults, which a single thread serves at 2 to 3 GB/s. A copy from pinned memory runs at
+the speed of the bus. Several threads, each with its own buffer and stream, overlap reading and copying.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -14,24 +14,24 @@ from torch import Tensor
 __all__ = ["Uploader", "pieces"]
 
 PIECE = 16 << 20
-"""Bytes of a buffer: far more than what hides the start of a copy, and little memory."""
+"""Bytes per buffer: far more than needed to hide the start of a copy, but little memory."""
 
 THREADS = 4
 
-_cuda: Any = torch.cuda  # whose classes have no types
+_cuda: Any = torch.cuda  # its classes are untyped
 
 
 class _Slot:
-    """A pinned buffer with the stream that empties it."""
+    """A pinned buffer, and the stream that copies from it."""
 
     def __init__(self, device: torch.device) -> None:
         self.buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
         self.stream: torch.cuda.Stream = _cuda.Stream(device)
         self.empty: torch.cuda.Event = _cuda.Event()
 
-    @torch.inference_mode()  # of this thread: the buffers may have been made in it
+    @torch.inference_mode()  # thread-local: the buffers may be inference tensors
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Start to copy at most `PIECE` bytes; returns when the source has been read."""
+        """Start to copy at most `PIECE` bytes; returns once the source has been read."""
         self.empty.synchronize()
         filled = self.buffer[: len(source)].copy_(source)
         with torch.cuda.stream(self.stream):
@@ -55,10 +55,10 @@ class Uploader:
         self._pool = ThreadPoolExecutor(THREADS, "moepack-upload")
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy flat uint8 from the CPU to the GPU; what is launched on the current stream afterwards sees the bytes."""
+        """Copy flat uint8 from the CPU to the GPU; later launches on the current stream see the bytes."""
         current = torch.cuda.current_stream(self.device)
         for slot in self._slots:
-            slot.stream.wait_stream(current)  # the memory of the target may still be in use there
+            slot.stream.wait_stream(current)  # the target's memory may still be in use on that stream
         places = pieces(len(source))
         list(self._pool.map(lambda place: self._copy(source[place], target[place]), places))
         for slot in self._slots:
@@ -73,5 +73,5 @@ class Uploader:
 
 
 def pieces(size: int) -> list[slice]:
-    """Cut so many bytes into pieces that fit a buffer."""
+    """Split a size in bytes into slices that fit into a buffer."""
     return [slice(start, min(start + PIECE, size)) for start in range(0, size, PIECE)]
