@@ -183,7 +183,7 @@ def test_a_cluster_with_a_token(mixtral: Path, tmp_path: Path, guarded: str, mon
     assert support.contents(tmp_path / "shared") == support.contents(tmp_path / "alone")
     with monkeypatch.context() as change:
         change.setenv(access.TOKEN_PATH, str(tmp_path / "none"))
-        assert f"there is none here ({tmp_path / 'none'}: No such file" in refusal()
+        assert f"this machine has none ({tmp_path / 'none'}: No such file" in refusal()
         change.setenv(access.TOKEN_VALUE, "wrong")
         assert "does not accept the token in RAY_AUTH_TOKEN:" in refusal()
     monkeypatch.setenv(access.AUTH_MODE, "disabled")
@@ -203,7 +203,7 @@ def test_a_server_that_is_not_rays(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(access.TIMEOUTS, name, "1")
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        pytest.raises(ClusterError, match="does not answer as a Ray cluster does"),
+        pytest.raises(ClusterError, match="does not answer like a Ray cluster"),
     ):
         access.reach(f"127.0.0.1:{server.getsockname()[1]}")
 

@@ -56,9 +56,7 @@ class Assignment:
         """
         requests = [request for method in self.methods if (request := method.request) is not None]
         if any(request != requests[0] for request in requests):
-            raise ValueError(
-                "all methods of a job must use the same calibration set and the same calibration settings"
-            )
+            raise ValueError("all methods of a job must use the same calibration set and the same calibration settings")
         return requests[0] if requests else None
 
     def layers(self, model: MoeModel) -> list[PackedLayer]:
@@ -107,12 +105,16 @@ class Assignment:
         if isinstance(chosen, PackedTensor):
             opened = open_tensor(chosen.data, tensor=weights.name)
             if (*opened.shape, opened.ndim) != (*weights.shape, weights.ndim):
-                raise ValueError(f"'{weights.name}' has shape {list(weights.shape)}, but the packed tensor has another shape")
+                raise ValueError(
+                    f"'{weights.name}' has shape {list(weights.shape)}, but the packed tensor has another shape"
+                )
             return
         if weights.role != "experts" and weights.role not in chosen.dense_roles:
             raise ValueError(f"the method {chosen.name} does not pack '{weights.name}' ({weights.role})")
         if chosen.rewrites and chosen is not self.method:
-            raise ValueError(f"the method {chosen.name} changes the whole checkpoint and cannot pack only '{weights.name}'")
+            raise ValueError(
+                f"the method {chosen.name} changes the whole checkpoint and cannot pack only '{weights.name}'"
+            )
 
     def decided(self, weights: Weights) -> Any:
         """Return what was decided in advance for a tensor, or the identity of its packed tensor."""

@@ -222,7 +222,7 @@ def _disk(plan: Plan, checkpoint: Checkpoint, target: Path) -> tuple[int, int]:
     """Return the maximum bytes written and the free bytes; raise DiskError if a requested size does not fit."""
     needed, free = space_bound(plan, checkpoint, ()), _free_disk(target)
     if plan.assignment.method.budget is not None and needed > free:
-        raise DiskError(f"needs up to {needed:,} bytes, {free:,} are free", file=target.parent)
+        raise DiskError(f"needs up to {needed:,} bytes, but {free:,} are free", file=target.parent)
     return needed, free
 
 

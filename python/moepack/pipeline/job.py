@@ -159,7 +159,7 @@ def _chosen(method: str | Method, settings: Mapping[str, Any]) -> Method:
     if isinstance(method, str):
         return create(method, **settings)
     if settings:
-        raise ValueError(f"{', '.join(settings)}: pass settings only with method=\"name\"")
+        raise ValueError(f'{", ".join(settings)}: pass settings only with method="name"')
     return method
 
 

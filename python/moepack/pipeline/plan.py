@@ -122,7 +122,7 @@ def _small_files(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _is_pointer(file: Path) -> bool:
-    """Return whether a file is a git-lfs pointer, and warn if so. Unreadable files are reported when they are copied."""
+    """Return whether a file is a git-lfs pointer, and warn if so. Unreadable files are reported when copied."""
     try:
         if not is_pointer(file):
             return False

@@ -124,7 +124,9 @@ class Cluster:
             _refuse(each)
         own = torch.backends.cpu.get_cpu_capability()
         if others := sorted({each.host for each in findings if each.processor != own}):
-            message = f"{', '.join(others)}: processors differ from this machine's, so rounding and output bytes may differ"
+            message = (
+                f"{', '.join(others)}: processors differ from this machine's, so rounding and output bytes may differ"
+            )
             warnings.warn(message, MoepackWarning, stacklevel=2)
 
     def _looked(self, node: Mapping[str, Any], task: Any, until: float) -> probe.Findings | None:
