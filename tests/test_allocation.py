@@ -331,7 +331,7 @@ def test_degenerate_sets() -> None:
         return [one.specification for one in hull(points(*pairs))[0]]
 
     assert allocate([], 0) == []
-    with pytest.raises(ValueError, match="without candidates"):
+    with pytest.raises(ValueError, match="has no candidates"):
         allocate([[]], 10)
     with pytest.raises(ValueError, match="take 3 bytes, the budget is 2"):
         allocate([points((3, 1.0))], 2)

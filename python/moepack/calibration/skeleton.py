@@ -1,8 +1,8 @@
-"""A transformers model without weights, whose parts are filled from the checkpoint one at a time.
+"""A transformers model without weights, whose parts are loaded from the checkpoint one at a time.
 
-The model is built on torch's meta device, so it costs nothing whatever its size. Experts modules are replaced by a
-recorder at once: their matrices are never loaded through the model but fetched expert by expert. `loaded` fills one
-submodule (a block, an embedding, a norm) with its dense weights, and empties it again.
+The model is built on torch's meta device, so it takes no memory at any size. Experts modules are immediately replaced
+by a recorder: their matrices are never loaded through the model but fetched expert by expert. `loaded` loads the dense
+weights of one submodule (a block, an embedding, a norm) and drops them again.
 
 Invariant: outside of `loaded`, no parameter holds memory.
 """
@@ -27,7 +27,7 @@ __all__ = ["Skeleton"]
 
 
 def _built(checkpoint: Checkpoint) -> tuple[Any, nn.Module]:
-    """Configuration and model, on the meta device."""
+    """Return configuration and model, on the meta device."""
     with building(checkpoint.path):
         model = meta_model(checkpoint.path, checkpoint.config).eval()
     return model.config, model
@@ -37,7 +37,7 @@ _EXACT = (torch.bool, torch.int32, torch.int64)
 
 
 def _unset(dtype: torch.dtype) -> float:
-    """A value that no buffer is computed to."""
+    """Return a value that no computed buffer contains."""
     if dtype not in _EXACT:
         return float("nan")
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
@@ -49,15 +49,15 @@ class Skeleton:
     Attributes:
         module: the transformers model.
         config: its configuration.
-        recorders: the stand-in of each sparse layer, by the layer's name.
+        recorders: the recorder of each sparse layer, by the layer's name.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: MoeModel, *, dtype: torch.dtype, device: torch.device) -> None:
         """Build the model.
 
         Raises:
-            UnsupportedModelError: transformers cannot build a model of config.json, or it has no experts where the
-                checkpoint's description expects them.
+            UnsupportedModelError: transformers cannot build a model from config.json, or it lacks experts that the
+                checkpoint's description names.
         """
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
         self.config, self.module = _built(checkpoint)
@@ -77,7 +77,7 @@ class Skeleton:
     def _fill_buffers(self) -> None:
         """Compute the buffers that no checkpoint stores, such as the frequencies of rotary embeddings.
 
-        Buffers that transformers does not compute again stay without values: towers that are not run may have them.
+        Buffers that transformers does not recompute keep no values; submodules that are not run may have them.
         """
         for module in self.module.modules():
             lost = {
@@ -98,10 +98,11 @@ class Skeleton:
 
     @contextmanager
     def loaded(self, name: str, without: str | None = None) -> Iterator[nn.Module]:
-        """The submodule `name` with its dense weights on the device, but for its child `without`; dropped on exit.
+        """Load the dense weights of the submodule `name` onto the device, except its child `without`; drop them on
+        exit.
 
         Raises:
-            CheckpointError: a weight is missing or has another shape than the model's.
+            CheckpointError: a weight is missing or does not have the model's shape.
         """
         module = self.module.get_submodule(name)
         filled: list[tuple[nn.Module, str, Tensor]] = []
@@ -113,7 +114,7 @@ class Skeleton:
                     for leaf, tensor in tensors.items():
                         if tensor is not None and tensor.is_meta:
                             if leaf in owner._non_persistent_buffers_set:
-                                raise UnsupportedModelError(f"do not know how to compute the buffer '{path}.{leaf}'")
+                                raise UnsupportedModelError(f"cannot compute the buffer '{path}.{leaf}'")
                             filled.append((owner, leaf, tensor))
                             self._put(tensors, leaf, self._fetch(f"{path}.{leaf}", tensor))
             yield module
@@ -126,14 +127,16 @@ class Skeleton:
         store[leaf] = nn.Parameter(value, requires_grad=False) if isinstance(store[leaf], nn.Parameter) else value
 
     def _fetch(self, name: str, like: Tensor) -> Tensor:
-        """A tensor of the model, on the device."""
+        """Return a tensor of the model, on the device."""
         source = self._names.plain.get(name) or self._names.plain.get(self._names.tied.get(name, ""))
         value = self._names.converted(name, self.module) if source is None else self.checkpoint.tensor(source)
         if value is None:
-            raise CheckpointError("the model needs it, the checkpoint lacks it", file=self.checkpoint.path, tensor=name)
+            raise CheckpointError(
+                "the model requires it, but the checkpoint does not have it", file=self.checkpoint.path, tensor=name
+            )
         if value.shape != like.shape:
-            message = f"has shape {list(value.shape)}, the model expects {list(like.shape)}"
+            message = f"has shape {list(value.shape)}, but the model expects {list(like.shape)}"
             raise CheckpointError(message, file=self.checkpoint.path, tensor=source or name)
         dtype = self.dtype if like.is_floating_point() else value.dtype
-        # Always a copy: the mapped pages are given back with the source, and nothing may write to them.
+        # Always a copy: the mapped pages are released with the source, and nothing may write to them.
         return value.to(self.device, dtype, copy=True)

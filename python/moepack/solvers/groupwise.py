@@ -104,20 +104,20 @@ def quantize_groupwise(
         weight: `[..., R, C]`, bf16, f16, f32 or f64; torch or numpy. Computed in float32.
         bits: 2, 3, 4 or 8.
         group_size: 16, 32, 64, 128 or 256 columns that share a scale; None for the whole row.
-        symmetric: one scale a group; otherwise a scale and an offset.
-        search: find the scale with the least squared error; otherwise take it from the largest magnitude as the paper
-            does, or from minimum and maximum.
-        dtype: of the stored parameters, float16 or bfloat16. Below 6e-5 a float16 scale loses precision, and below
-            3e-8 its group becomes zero (or its offset).
+        symmetric: one scale per group; otherwise a scale and an offset.
+        search: find the scale with the least squared error; otherwise compute it from the largest magnitude, as in the
+            paper, or from minimum and maximum.
+        dtype: dtype of the stored parameters, float16 or bfloat16. Below 6e-5 a float16 scale loses precision, and
+            below 3e-8 its group (or its offset) becomes zero.
         name: the tensor's name, for errors.
 
     Returns:
-        Codes and parameters, of the library and on the device of `weight`. A group of zeros has the scale zero.
+        Codes and parameters, in the library and on the device of `weight`. A group of zeros has scale zero.
 
     Raises:
-        InvalidTensorError: the weight holds NaN or infinity, is no stack of matrices, is not dense and of a
-            floating-point dtype, or needs a parameter beyond the range of `dtype`.
-        ValueError: there is no such grid.
+        InvalidTensorError: the weight contains NaN or infinity, is not a stack of matrices, is not dense, does not have
+            a floating-point dtype, or needs a parameter out of range of `dtype`.
+        ValueError: the grid is not supported.
         TypeError: `weight` is neither a torch tensor nor a numpy array.
     """
     check_grid(bits, group_size)

@@ -26,10 +26,10 @@ STEPS = 2.0 ** torch.arange(-18, 6, dtype=torch.float64)
 # : Level gains tried. The first gain that can spend the whole budget is used, starting from the first or the last one.
 GAINS = (1.2, 1.1, 1.0)
 #: A layer uses its experts evenly if the exponential of the entropy of their importance is at least the first fraction
-#: of their number. It is sparse below the second number of bits per weight. Among uneven experts, a price moves bits to
-#: those that are used, which generalizes to any text, so a layer with bits to move gets gain 1 (measured at 1.25 bits: a
-#: loss increase of 0.34 of the scaled grid's instead of 0.63). Among even experts, a price only follows the calibration
-#: text, and large levels generalize better.
+#: of their number. It is sparse below the second number of bits per weight. Among uneven experts, a price moves bits
+#: to those that are used, which generalizes to any text, so a layer with bits to move gets gain 1 (measured at 1.25
+#: bits: a loss increase of 0.34 of the scaled grid's instead of 0.63). Among even experts, a price only follows the
+#: calibration text, and large levels generalize better.
 EVEN, SPARSE = 0.75, 1.15
 # : Rows sampled per matrix.
 ROWS = 16
