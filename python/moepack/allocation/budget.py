@@ -153,8 +153,10 @@ class Steps:
         return self._counts(int(np.searchsorted(-self._prices, -price)))
 
     def within(self, budget: int) -> Counts:
-        """Return how many steps of each chain a budget buys; a step that does not fit ends its chain, others may still
-        fit."""
+        """Return how many steps of each chain a budget buys.
+
+        A step that does not fit ends its chain, others may still fit.
+        """
         first = self._fitting(budget)
         counts, ended = self._counts(first), np.zeros(self._chains, bool)
         left = budget - int(self.spent[first - 1]) if first else budget

@@ -44,21 +44,24 @@ def shares(counts: Sequence[int]) -> Numbers:
 
 
 def relative(squares: Numbers, chosen: Numbers | None = None) -> Numbers:
-    """Return the importance of errors relative to the squared weights [E]: by shares of choices [E], or of all
-    squares."""
+    """Return the importance of errors relative to the squared weights [E], by shares of choices [E] or of squares."""
     return (squares / squares.sum() if chosen is None else chosen) / squares
 
 
 def curvatures(diagonals: Tensor) -> Tensor:
-    """Return importance [E] from the mean diagonals of Hessians [E]; non-finite values count as 0, and 0 as the
-    minimum."""
+    """Return importance [E] from the mean diagonals of Hessians [E].
+
+    Non-finite values count as 0, and 0 as the minimum.
+    """
     finite = torch.where(torch.isfinite(diagonals), diagonals, 0.0)
     mean = finite.mean()
     return finite.clamp(min=float(LEAST_CURVATURE * mean)) if mean > 0 else torch.ones_like(finite)
 
 
 def evenness(importance: Tensor) -> float:
-    """Return how evenly experts [E] matter: the exponential of the entropy of their shares, over E; 1 if all are
-    equal."""
+    """Return how evenly experts [E] matter, 1 if all are equal.
+
+    This is the exponential of the entropy of their shares, divided by E.
+    """
     part = importance / importance.sum().clamp(min=torch.finfo(torch.float64).tiny)
     return float(torch.exp(-torch.xlogy(part, part).sum())) / max(len(part), 1)

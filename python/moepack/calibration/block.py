@@ -61,8 +61,10 @@ class BlockRun:
             stream.sums = stream.hidden
 
     def experts(self, layer: MoeLayer, mask: Tensor, factor: float) -> Iterator[ExpertsRun]:
-        """Yield the experts, whose outputs are added to the streams' sums; `mask` [B L] marks the positions that
-        count."""
+        """Yield the experts, whose outputs are added to the streams' sums.
+
+        `mask` [B L] marks the positions that count.
+        """
         with self.skeleton.loaded(layer.name) as recorder:
             assert isinstance(recorder, Recorder) and self.streams[0].inputs is not None
             rows = len(self.streams[0].inputs.tokens)
@@ -70,8 +72,10 @@ class BlockRun:
             yield ExpertsRun(self.settings, layer, recorder, self.streams, counted, factor)
 
     def repeated(self, layers: Sequence[MoeLayer], mask: Tensor) -> Iterator[ExpertsRun]:
-        """Yield all expert layers in the order in which the block calls them; then run the block and replace the hidden
-        states."""
+        """Yield all expert layers in the order in which the block calls them.
+
+        Then run the block and replace the hidden states.
+        """
         for layer in layers:
             with self.skeleton.loaded(self.stack.blocks[self.index]) as module:
                 for number in range(len(self.streams)):

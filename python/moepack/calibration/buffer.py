@@ -61,8 +61,10 @@ class ListBuffer:
         return len(self.starts) - 1
 
     def samples(self, first: int, last: int) -> Tensor:
-        """Return samples ``first`` to ``last`` (exclusive), which must have equal length: a view [last - first, L,
-        H]."""
+        """Return samples ``first`` to ``last`` (exclusive), a view [last - first, L, H].
+
+        The samples must have equal length.
+        """
         states = self.tokens[int(self.starts[first]) : int(self.starts[last])]
         return states.view(last - first, -1, states.shape[-1])
 

@@ -27,9 +27,11 @@ from moepack.solvers.activations import Rounding
 __all__ = ["LinearsRun"]
 
 Forward = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
-"""Runs a block over all batches of stream i (0: compressed, -1: original). After each batch, yields the masks [B L] of
-the positions that count: those of the block's own states, and, in a decoder, those of the encoder's states (otherwise
-the same mask)."""
+"""Runs a block over all batches of stream i (0: compressed, -1: original).
+
+After each batch, yields the masks [B L] of the positions that count: those of the block's own states, and, in a
+decoder, those of the encoder's states (otherwise the same mask).
+"""
 
 _READS_ENCODER = re.compile(r"\.EncDecAttention\.[kv]$")
 

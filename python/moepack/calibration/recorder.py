@@ -74,8 +74,7 @@ class Recorder(OwnCode):
         return rows.new_full((len(rows), self.width), self.answer) if self.outputs is None else self.outputs
 
     def _every(self, hidden: Tensor) -> Tensor:
-        """Handle a call with all tokens for each expert, scaled by the router and zero for experts that were not
-        chosen."""
+        """Handle a call with all tokens for each expert, scaled by the router and zero for experts not chosen."""
         scaled = hidden.view(self.num_experts, -1, hidden.shape[-1])
         chosen = scaled.any(-1)
         if bool((chosen.sum(0) > 1).any()):

@@ -138,8 +138,7 @@ class Calibrator:
         return Stream(compressed, hidden, encoder=encoder)
 
     def _buffer(self, name: str, lengths: list[int], width: int) -> ListBuffer:
-        """Return a zero buffer, reusing the one with the same name if it fits, because its content is no longer
-        needed."""
+        """Return a zero buffer, reusing one with the same name, whose content is no longer needed, if it fits."""
         known = self._buffers.get(name)
         if known is not None and known.tokens.shape[1] == width and known.starts.diff().tolist() == lengths:
             known.tokens.zero_()
@@ -181,8 +180,7 @@ class Calibrator:
     def _factor(
         self, stack: Stack, index: int, module: nn.Module, stream: Stream, layers: list[MoeLayer]
     ) -> float | None:
-        """Return the factor of the experts' outputs in the block's output, or None if the block must run again with
-        them."""
+        """Return the factor of the experts' outputs in the block's output; None if the block must run again."""
         if len(layers) > 1:
             return None
         if layers and stack.name not in self._factors:

@@ -98,8 +98,9 @@ class Skeleton:
 
     @contextmanager
     def loaded(self, name: str, without: str | None = None) -> Iterator[nn.Module]:
-        """Load the dense weights of the submodule `name` onto the device, except its child `without`; drop them on
-        exit.
+        """Load the dense weights of the submodule `name` onto the device, except its child `without`.
+
+        The weights are dropped on exit.
 
         Raises:
             CheckpointError: a weight is missing or does not have the model's shape.

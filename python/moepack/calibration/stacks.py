@@ -209,6 +209,8 @@ class Stack:
 
     @property
     def _is_seq2seq(self) -> bool:
-        """Whether the model is an encoder-decoder, whose blocks also return position biases, which do not depend on the
-        experts."""
+        """Whether the model is an encoder-decoder.
+
+        Its blocks also return position biases, which do not depend on the experts.
+        """
         return bool(self.skeleton.config.is_encoder_decoder)

@@ -204,16 +204,17 @@ class LayerRun(ABC):
         """Yield the stages; `_take` returns the answer to the one just yielded."""
 
     def rows(self) -> tuple[Tensor, Tensor] | None:
-        """Return the experts' inputs, [T, C], and the choices of each token, [T, k], with -1 for none; None for linear
-        layers.
+        """Return the experts' inputs, [T, C], and the choices of each token, [T, k], with -1 for none.
 
-        Both buffers are reused for the next layer.
+        Linear layers return None. Both buffers are reused for the next layer.
         """
         return None
 
     def previews(self) -> Iterator[Stage]:
-        """Yield all stages of experts in advance; inputs of later ones are computed with the original weights of
-        earlier ones."""
+        """Yield all stages of experts in advance.
+
+        Inputs of later ones are computed with the original weights of earlier ones.
+        """
         return iter(())
 
     def answer(self, values: Mapping[str, Tensor]) -> None:

@@ -37,8 +37,7 @@ class Wanted:
     text: dict[str, Any]
 
     def bits(self, roles: tuple[str, ...], dense_bits: float = 0.0) -> float:
-        """Return bits per weight of the experts and these roles, or of the experts alone if the roles take
-        `dense_bits`."""
+        """Return bits per weight of the experts and `roles`, or of the experts alone if `roles` take `dense_bits`."""
         experts = {part.packed_name: part.shape for layer in self.model.layers for part in layer.projections}
         linears = [linear for dense in self.model.dense for linear in dense.linears if linear.role in roles]
         packed = experts.keys() | {linear.source for linear in linears}

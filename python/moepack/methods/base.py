@@ -80,8 +80,10 @@ class LayerPlan(Protocol):
     """State that a method collects about one layer before its first stage is solved."""
 
     def plan(self, stage: Stage) -> None:
-        """Inspect a stage in advance. After running out of memory, the same experts are shown again in smaller
-        groups."""
+        """Inspect a stage in advance.
+
+        After running out of memory, the same experts are shown again in smaller groups.
+        """
 
 
 class Method(ABC):
@@ -183,8 +185,10 @@ class Method(ABC):
 
     @property
     def plans(self) -> bool:
-        """Whether sizes are known only after `prepare`; a second call of `prepare` for the same checkpoint costs
-        nothing."""
+        """Whether sizes are known only after `prepare`.
+
+        A second call of `prepare` for the same checkpoint costs nothing.
+        """
         return False
 
     def prepare(  # noqa: B027 - most methods prepare nothing
@@ -243,8 +247,10 @@ class Method(ABC):
 
     @property
     def expected_loss(self) -> tuple[float, float] | None:
-        """Lower and upper bound of the expected loss increase in nats per token; None if unknown. Valid after
-        `prepare`."""
+        """Lower and upper bound of the expected loss increase in nats per token.
+
+        None if unknown. Valid after `prepare`.
+        """
         return None
 
     def files(self) -> Mapping[str, bytes]:

@@ -49,8 +49,10 @@ class Executor(ABC):
 
     @abstractmethod
     def run(self, run: LayerRun, known: Packed) -> dict[str, PackedTensor]:
-        """Pack the tensors of a layer while the model runs it, except those in `known`; raises as
-        `LayerPacker.pack`."""
+        """Pack the tensors of a layer while the model runs it, except those in `known`.
+
+        Raises as `LayerPacker.pack`.
+        """
 
     def close(self) -> None:  # noqa: B027 - needed only if resources are open
         """Discard unfinished work."""

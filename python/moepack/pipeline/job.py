@@ -166,8 +166,7 @@ def _chosen(method: str | Method, settings: Mapping[str, Any]) -> Method:
 def _sound(
     model: Path, target: Path, assignment: Assignment, mtp_bits: int | None
 ) -> tuple[Checkpoint, MoeModel, Assignment]:
-    """Open a checkpoint, run all checks that need no method to work, and return checkpoint, description and
-    assignment."""
+    """Open and check a checkpoint before the work starts; return it with its description and assignment."""
     checkpoint = open_checkpoint(model)
     described = describe(checkpoint)
     assignment = assignment.with_beyond(described, mtp_bits)

@@ -164,8 +164,7 @@ class Workspace:
             raise DiskError(f"needs up to {need:,} bytes, but {free:,} are free", file=self.path.parent)
 
     def sweep(self, keep: Collection[str]) -> None:
-        """Remove files that are neither in `keep` nor the journal, such as copies of files that the source no longer
-        has."""
+        """Remove files that are neither in `keep` nor the journal, such as copies of removed source files."""
         with disk_errors(self.path, "clear"):
             for entry in self.path.iterdir():
                 if entry.is_dir():

@@ -78,8 +78,7 @@ class LayerPacker:
         self.executor.expect([Unit(layer, name) for layer in layers for name in self._alone(layer)])
 
     def _alone(self, layer: PackedLayer) -> list[str]:
-        """Return the names of a layer's tensors that are packed independently because their methods use weights
-        only."""
+        """Return the names of a layer's tensors whose methods use weights only; they are packed independently."""
         unseen = self._calibrator is None or self._is_unreached(layer)
         return [name for name, weights in layer_tensors(layer).items() if self._looks_at_weights(weights, unseen)]
 

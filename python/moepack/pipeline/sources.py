@@ -28,8 +28,10 @@ class Sources:
         self._digest = cache(self._tensor_digest)
 
     def digests(self, files: Iterable[str]) -> dict[str, str]:
-        """Return the SHA-256 (hexadecimal) of the inputs of each planned shard in `files`; reads all tensors
-        involved."""
+        """Return the SHA-256 (hexadecimal) of the inputs of each planned shard in `files`.
+
+        Reads all tensors involved.
+        """
         wanted = set(files)
         return {shard.file: self._shard_digest(shard) for shard in self.plan.shards if shard.file in wanted}
 

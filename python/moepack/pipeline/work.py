@@ -75,8 +75,10 @@ class LayerWork:
                         plan.plan(stage.only(names).finite())
 
     def _observed(self, name: str, weights: Weights) -> Callable[[int], Tensor]:
-        """Return a function that returns an expert's float16 weights and records their magnitude; methods may call it
-        in threads."""
+        """Return a function that returns an expert's float16 weights and records their magnitude.
+
+        Methods may call it in threads.
+        """
 
         def expert(index: int) -> Tensor:
             found = weights.expert(index)

@@ -36,8 +36,10 @@ class Rounding:
         return block_width(columns) if self.hadamard and layer.rsplit(".", 1)[-1] in _UNREACHED else 1
 
     def __call__(self, x: Tensor, layer: str) -> Tensor:
-        """Round a layer's input, [..., C]; a rotation is undone afterwards, so the layer's weights are those of the
-        model."""
+        """Round a layer's input, [..., C].
+
+        A rotation is undone afterwards, so the layer's weights are those of the model.
+        """
         if not self.bits:
             return x
         width = self.width(layer, x.shape[-1])

@@ -341,8 +341,10 @@ def round_to_nearest(x: Tensor, spec: GroupSpec, start: Fit | None = None) -> Fi
 
 
 def assign(x: Tensor, scales: Tensor, offsets: Tensor, spec: GroupSpec) -> Fit:
-    """Return the nearest codes for given parameters; if the scale is zero, code zero (the middle on symmetric
-    grids)."""
+    """Return the nearest codes for given parameters.
+
+    If the scale is zero, code zero (the middle on symmetric grids).
+    """
     inverse = torch.where(scales != 0, 1 / scales, 0.0)
     shift = torch.where(scales != 0, -offsets * inverse, float(spec.middle if spec.symmetric else 0))
     codes = torch.addcmul(shift, x, inverse).round_().clamp_(0, spec.top)

@@ -147,8 +147,9 @@ def gptq(
 
 
 def without_compensation(factors: Factors, loss: Tensor) -> bool:
-    """Reset the factors of experts whose loss [E, C] is not finite, so that they are rounded; return whether there were
-    any.
+    """Reset the factors of experts whose loss [E, C] is not finite, so that they are rounded.
+
+    Return whether there were any.
 
     The cause is overflow inside the compensation, which only occurs for weights near the largest float.
     """
@@ -229,8 +230,10 @@ def _attempt(
 
 
 def _finite(matrices: Tensor) -> Tensor:
-    """Return whether each matrix [n, C, C] is finite, [n] bool. NaN propagates through extremes, so no mask is
-    needed."""
+    """Return whether each matrix [n, C, C] is finite, [n] bool.
+
+    NaN propagates through extremes, so no mask is needed.
+    """
     if matrices.numel() == 0:
         return torch.ones(len(matrices), dtype=torch.bool, device=matrices.device)
     flat = matrices.flatten(1)  # two passes: along a dimension, aminmax is 30 times slower
@@ -320,8 +323,10 @@ def _spread(free: Tensor, upper: Tensor, errors: Tensor) -> None:
 
 
 def _block_sizes(block: int, group: int | None) -> tuple[int, int]:
-    """Return block and sub-block sizes so that a group starts a sub-block and lies in one block: its weights are then
-    current."""
+    """Return block and sub-block sizes so that a group starts a sub-block and lies in one block.
+
+    The group's weights are then current.
+    """
     if group is None:
         return block, min(SUB_BLOCK, block)
     block = max(block // group, 1) * group

@@ -135,8 +135,7 @@ def decompose(
 
 
 def _exact(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return left vectors [E, r, R], singular values [E, r] and right vectors [E, r, C] of the leading part,
-    float64."""
+    """Return the leading left vectors [E, r, R], singular values [E, r] and right vectors [E, r, C], float64."""
     if matrices.shape[1] < matrices.shape[2]:
         right, values, left = _exact(matrices.mT, rank)
         return left, values, right
@@ -149,8 +148,10 @@ def _exact(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _randomised(matrices: Tensor, width: int, start: Tensor | None, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return leading vectors and singular values like `_exact`, in a subspace of `width`: iterated from random, or
-    `start`."""
+    """Return leading vectors and singular values like `_exact`, in a subspace of `width`.
+
+    The subspace is found by iteration from a random one, or is `start`.
+    """
     experts, _, columns = matrices.shape
     if start is None:
         generator = torch.Generator().manual_seed(seed)
@@ -252,10 +253,9 @@ def _values(stored: AffineCodes | Tensor) -> Tensor:
 
 
 def _solved(other: Tensor, image: Tensor, damping: float) -> Tensor:
-    """Return the factor [E, r, C] whose product with other^T [E, R, r] is closest to a target; image [E, r, C] = other
-    target.
+    """Return the factor [E, r, C] whose product with other^T [E, R, r] is closest to a target.
 
-    Solves (other other^T + ridge) x = image. Zero rows of `other` give zero rows.
+    Solves (other other^T + ridge) x = image, where image [E, r, C] = other target. Zero rows of `other` give zero rows.
     """
     gram = other @ other.mT
     ridge = damping * gram.diagonal(dim1=1, dim2=2).amax(1)

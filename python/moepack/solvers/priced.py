@@ -176,8 +176,7 @@ class Profile:
         return counts
 
     def _drawn(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return evenly spaced quantiles of a class's distribution, shuffled, and the number of weights that each
-        represents."""
+        """Return evenly spaced quantiles of a class's distribution, shuffled, and the weights that each represents."""
         if number not in self._draws:
             sums = self.counts[number].cumsum(0)
             places = (torch.arange(DRAWN, dtype=torch.float64) + 0.5) * (float(sums[-1]) / DRAWN)
@@ -215,8 +214,10 @@ class Lengths:
         return worth_of(self.dependent)
 
     def cheapest(self, values: Tensor, number: int, price: float = PRICE) -> Tensor:
-        """Return the codes of values [n] of class `number` in units of the step; n is a multiple of the rows of a row
-        block."""
+        """Return the codes of values [n] of class `number` in units of the step.
+
+        n must be a multiple of the rows of a row block.
+        """
         rows = values.view(BLOCK_ROWS, -1)
         return round_priced(rows, 1.0, Lengths(self.bits[number : number + 1], self.dependent), price).flatten()
 

@@ -134,8 +134,13 @@ def _cheapest(exact: Tensor, prices: Tensor, lengths: CodeLengths) -> Tensor:
 
 
 def dependent_codes(exact: Tensor, prices: Tensor, largest: int = LARGEST) -> CodeLengths:
-    """Like `priced_codes` for dependent codes, with one run per expert; [E, R, C] float32 on the CPU, and prices
-    [E]."""
+    """Return code lengths like `priced_codes`, for dependent codes with one run per expert.
+
+    Args:
+        exact: [E, R, C] float32 on the CPU, in steps.
+        prices: [E], squared steps per bit.
+        largest: the largest magnitude with its own code length.
+    """
     runs = torch.arange(len(exact))[:, None].expand(exact.shape[:2])
     lengths = CodeLengths.counted(exact.round(), runs, largest)
     for _ in range(ROUNDS):

@@ -145,8 +145,7 @@ class FineQuant(Method):
         return self.bits if role == "experts" else self._dense[role]
 
     def expected(self, weights: Weights) -> Expected:
-        """Return the size: exact for a fixed group size, the budget if there is one, or estimated from the first
-        expert."""
+        """Return the size: exact for a fixed group size, otherwise the budget or an estimate from the first expert."""
         bits = self._bits(weights.role)
         if isinstance(self.group_size, int) or self.group_size == ROW:
             return Expected(self.bound(weights.shape, weights.role), exact=True)

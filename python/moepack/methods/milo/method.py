@@ -112,8 +112,10 @@ class Milo(Method):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All settings that change the output; the text is represented by its fingerprint once `prepare` has read
-        it."""
+        """All settings that change the output.
+
+        The text is represented by its fingerprint once `prepare` has read it.
+        """
         found: dict[str, Any] = {
             "bits": self.bits,
             "group_size": self.group_size,

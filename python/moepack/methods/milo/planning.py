@@ -143,8 +143,10 @@ class Planner:
         return np.concatenate(found)[:, 0]
 
     def _measure(self, source: Source, of: Callable[[Tensor, Sequence[int]], Tensor]) -> Numbers:
-        """Return statistics of every matrix of a tensor, [E, n], computed by `of` from weights [e, R, C] and expert
-        numbers."""
+        """Return statistics of every matrix of a tensor, [E, n].
+
+        `of` computes them from weights [e, R, C] and expert numbers.
+        """
         _, rows, columns = source.shape
         parts = list(batches(range(source.shape[0]), rows * columns))
         found = [np.empty(0)] * len(parts)

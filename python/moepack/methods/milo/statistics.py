@@ -28,8 +28,10 @@ def kurtosis(weights: Tensor) -> Tensor:
 
 
 def residual_spectrum(residual: Tensor) -> Tensor:
-    """Return the squared singular values of each residual [E, R, C], descending: all, or the leading 256 of large
-    matrices."""
+    """Return the squared singular values of each residual [E, R, C], descending.
+
+    Large matrices return only the leading 256.
+    """
     side = min(residual.shape[1:])
     if side > FULL_SIDE:
         return truncated_svd(residual, LEADING).right.square().sum(2).square()
@@ -40,8 +42,10 @@ def residual_spectrum(residual: Tensor) -> Tensor:
 
 
 def residual_rank(spectrum: Tensor, side: int) -> list[int | None]:
-    """Return how many of `side` singular values are below half of the largest (MiLo, table 2); None if some are
-    unknown."""
+    """Return how many of `side` singular values are below half of the largest (MiLo, table 2).
+
+    None if some are unknown.
+    """
     if spectrum.shape[1] < side:
         return [None] * len(spectrum)
     values = spectrum.sqrt()

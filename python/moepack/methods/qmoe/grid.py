@@ -38,8 +38,10 @@ class Rounding:
 
 @dataclass(frozen=True)
 class GridSolver:
-    """GPTQ, with corrections that make its result generalize to the whole model and other texts. See `Qmoe` for
-    settings."""
+    """GPTQ, with corrections that make its result generalize to the whole model and other texts.
+
+    See `Qmoe` for settings.
+    """
 
     settings: GptqSettings
     drift: float

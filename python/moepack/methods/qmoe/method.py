@@ -160,8 +160,7 @@ class Qmoe(Method):
         return {name: value for name, value in asdict(self).items() if name not in ignored}
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the maximum packed size in bytes: for experts including the coverage details, for a linear layer
-        exact."""
+        """Return the maximum packed size in bytes: exact for a linear layer, with coverage details for experts."""
         if role != "experts":
             return packed_bytes(shape, self._dense.bits[role], self.group_size)
         return self._form.bound(shape) + 128 * shape[0]

@@ -256,8 +256,10 @@ def solved_apart(stage: Stage, solver: Callable[[], LayerSolver]) -> dict[str, S
 
 
 def parts_of(codes: Tensor, scales: Tensor, dependent: bool) -> dict[str, Tensor]:
-    """Return a solution's parts: codes [G, R, C], the value of one code step, [G, 1] or [1, 1], and whether codes are
-    dependent."""
+    """Return a solution's parts.
+
+    These are the codes [G, R, C], the value of one code step, [G, 1] or [1, 1], and whether codes are dependent.
+    """
     return {"codes": codes, "scale": scales, "dependent": torch.full(scales.shape, dependent)}
 
 

@@ -200,8 +200,10 @@ class Rate(Method):
         return self.layer_solver(bits, largest_at(self.bits_per_weight))
 
     def layer_solver(self, bits: Mapping[str, float], largest: int) -> LayerSolver:
-        """Return a solver for the given bits by tensor name; `largest` is the largest magnitude with its own code
-        length."""
+        """Return a solver for the given bits by tensor name.
+
+        `largest` is the largest magnitude with its own code length.
+        """
         dependent = self.codes == "dependent" and not low_bits_of(largest)
         settings = UniformSettings(largest=largest, dependent=dependent, even=self._importance.measured)
         return LayerSolver(bits, settings, self._importance.scales)

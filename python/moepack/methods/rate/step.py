@@ -192,8 +192,10 @@ def _coded(sample: Sample, step: float, kinds: _Kinds) -> dict[str, float]:
 
 
 def encoded(codes: Tensor, largest: int, dependent: bool) -> npt.NDArray[np.uint8]:
-    """Encode codes [E, R, C] as stored, but with scale 1; `largest` is the largest magnitude with its own code
-    length."""
+    """Encode codes [E, R, C] as stored, but with scale 1.
+
+    `largest` is the largest magnitude with its own code length.
+    """
     return _core.encode_coded(codes.numpy(), np.ones((1, 1), np.float32), ndim=3, **form_of(largest, dependent))
 
 
