@@ -333,7 +333,7 @@ def test_degenerate_sets() -> None:
     assert allocate([], 0) == []
     with pytest.raises(ValueError, match="has no candidates"):
         allocate([[]], 10)
-    with pytest.raises(ValueError, match="take 3 bytes, the budget is 2"):
+    with pytest.raises(ValueError, match="take 3 bytes, but the budget is 2"):
         allocate([points((3, 1.0))], 2)
     # Of equal candidates the first; a larger one that brings nothing never.
     assert allocate([points((3, 1.0), (3, 1.0), (4, 1.0))], 9)[0].candidate.specification == 0

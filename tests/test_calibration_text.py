@@ -75,11 +75,11 @@ def test_json_lines_arrays_and_directories(tmp_path):
         ("blank.txt", b" \n\t\n", "empty"),
         ("nul.txt", b"text\0text", "binary"),
         ("latin.txt", b"caf\xe9 au lait", "not UTF-8 text"),
-        ("bad.jsonl", b'{"text": "x"}\n{oops}\n', "line 2 is no JSON"),
-        ("deep.jsonl", b"[" * 100_000, "line 1 is no JSON"),
-        ("deep.json", b"[" * 100_000, "line 1 is no JSON"),
-        ("digits.jsonl", b'{"text": "x"}\n{"a": ' + b"9" * 5000 + b"}\n", "line 2 is no JSON"),
-        ("fields.jsonl", b'{"a": "x", "b": "y"}\n', "record 1 has no field 'text'"),
+        ("bad.jsonl", b'{"text": "x"}\n{oops}\n', "line 2 is not valid JSON"),
+        ("deep.jsonl", b"[" * 100_000, "line 1 is not valid JSON"),
+        ("deep.json", b"[" * 100_000, "line 1 is not valid JSON"),
+        ("digits.jsonl", b'{"text": "x"}\n{"a": ' + b"9" * 5000 + b"}\n", "line 2 is not valid JSON"),
+        ("fields.jsonl", b'{"a": "x", "b": "y"}\n', "record 1 has neither a field 'text'"),
         ("number.jsonl", b"3\n", "record 1"),
         ("surrogate.jsonl", b'{"text": "x"}\n{"text": "ab\\ud83d"}\n', "record 2 has a lone surrogate at character 2"),
     ],
@@ -133,7 +133,7 @@ def test_span_corruption_is_seeded_and_its_limits_are_errors():
     assert seq2seq_samples(windows, SPECIAL).fingerprint() != seq2seq_samples(windows, SPECIAL, seed=1).fingerprint()
     with pytest.raises(CalibrationError, match="too short"):
         seq2seq_samples(windows[:, :6], SPECIAL)
-    with pytest.raises(CalibrationError, match="6 sentinels, the model has 5"):
+    with pytest.raises(CalibrationError, match="6 sentinels, but the model has 5"):
         seq2seq_samples(torch.arange(200, 330).view(1, 130), SPECIAL)
     assert decoder_samples(windows).fingerprint() != decoder_samples(windows + 1).fingerprint()
 

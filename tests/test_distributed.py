@@ -129,7 +129,7 @@ def test_nodes_are_looked_at(mixtral: Path, tmp_path: Path, monkeypatch: pytest.
     assert caught.value.file == str(tmp_path / "b")
     with pytest.raises(ClusterError, match="is a different file there"):
         cluster._refuse(probe.look({str(file): "1 2 3"}))
-    with pytest.raises(ClusterError, match=rf"node a has moepack 0\.0\.9, here it is {moepack.__version__}"):
+    with pytest.raises(ClusterError, match=rf"node a has moepack 0\.0\.9, this machine has {moepack.__version__}"):
         cluster._refuse(found._replace(host="a", version="0.0.9"))
     monkeypatch.setitem(sys.modules, "moepack", None)
     with pytest.raises(ClusterError, match="cannot import moepack"):
