@@ -1,5 +1,7 @@
-"""Looks up every dependency in public vulnerability databases: the crates of Cargo.lock in RustSec's advisory-db, the
-installed Python packages in PyPA's advisory-database. Both are git repositories that must already be on disk.
+"""Looks up every dependency in public vulnerability databases.
+
+The crates of Cargo.lock are looked up in RustSec's advisory-db, the installed Python packages in PyPA's
+advisory-database. Both are git repositories that must already be on disk.
 
     python benches/audit.py RUSTSEC PYPA
 

@@ -3,7 +3,7 @@
 A cell is a line of the results: model, bits ("4x8": of weights and activations), block, row, loss, and the share of
 changed routes. Losses are shown as nats per token above the original model's; missing measurements are empty. Cells
 with losses on further texts ("also") are trials for choosing settings; they are compared with no drift, which was the
-default at that time. """
+default at that time."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ skips 50 to 80 %, with up projections of 2 or 4 bits; the increase is interpolat
 both counts. `recall` measures how much of a layer's demand can be guessed from the input of the preceding layer's
 experts: its experts by its router, or by the linear map that best fits its router's logits on the calibration text; its
 channels by its up projection, if the experts are known. Figures are added to those in the file; `packed` and `equal` do
-not measure its points again. `table` prints the file as in the docs. """
+not measure its points again. `table` prints the file as in the docs."""
 
 from __future__ import annotations
 

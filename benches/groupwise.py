@@ -8,7 +8,7 @@ One token: 14336x4096 and 4096x14336; each peer uses at least 1 GB of weights pe
 The machine's plain reading bandwidth is measured before every peer. Many tokens: 16, 64 and 256 on 14336x4096. The
 layer is Qwen3-30B-A3B's: 128 experts of 768 x 2048, 8 per token, int4 in groups of 64, over several layers' weights.
 Prints medians over rounds. Peers run one after the other, because each has its own thread pool that keeps spinning for
-a while; moepack runs first and last. """
+a while; moepack runs first and last."""
 
 from __future__ import annotations
 

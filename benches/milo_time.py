@@ -9,7 +9,7 @@ and, on a CPU, one per thread. `gptq`: the same matrices by this package's GPTQ 
 tokens, extrapolated to the 65,536 that an expert sees of 128 samples of 2,048 tokens (attention: all 262,144),
 factorization and rounding. Passing the samples through the model, which GPTQ needs and MiLo does not, is not included.
 `quality`: the error on a model's own matrices compared with the slow variant: torch's solver, decomposed anew each
-round. """
+round."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ that is read along, with the most used records in memory: the best that any usag
 
 Two lower bounds show the bottleneck of a side: the bytes of a token at the drive's rate (`drive`: direct reads, with
 the same concurrency and sizes as the side's own), and computing alone (`resident`: the same store, with enough memory
-for all experts). """
+for all experts)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ tokens, and returns the weights that the package's own runtime would use. Packag
 environment has all of them. `ggml_quantizer.py` has llama.cpp.
 
 Sizes include everything that a reader of the codes needs: the codes at their nominal width, a scale and a zero per
-group at the package's stored width, and a group index per column if columns are reordered. """
+group at the package's stored width, and a group index per column if columns are reordered."""
 
 from __future__ import annotations
 

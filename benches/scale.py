@@ -1,5 +1,4 @@
-"""Compresses a checkpoint of Switch-base-128's shapes: seconds per 10^9 weights, peak memory, and an estimate for
-c2048.
+"""Compresses a checkpoint of Switch-base-128's shapes: seconds per 10^9 weights, peak memory, and a c2048 estimate.
 
     python benches/scale.py [--layers 12] [--experts 128] [--methods ternary qmoe rate] [--samples 64] [--threads N]
                             [--device cuda] [--directory DIR] [--workers 1 2 4]

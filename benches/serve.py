@@ -11,7 +11,7 @@ leak.
 `--random` creates the random model of `benches/llama.py` with a tokenizer: in four bits (groups of 32, 8-bit
 activations), the same weights exported by `moepack export --to gguf` for llama.cpp's own server (xllamacpp from PyPI),
 and random 4-bit codebook codes. The servers alternate `--rounds` times, and medians over rounds count; only one runs at
-a time. Each serves as many requests concurrently as there are clients. """
+a time. Each serves as many requests concurrently as there are clients."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The method packs every layer as in `moepack compress`; bits are those of the packed bytes, including all metadata.
 Losses are those of `moepack.evaluate` with the packed values in transformers' own model, so that they can be measured
-on a GPU, where packed bytes cannot be read yet. """
+on a GPU, where packed bytes cannot be read yet."""
 
 from __future__ import annotations
 

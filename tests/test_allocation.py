@@ -1,7 +1,7 @@
-"""The allocation of bytes: properties of the solver, and the choices of the searches that it stands for.
+"""Byte allocation: properties of the solver, and equality with the naive searches that it replaces.
 
-The twins below are those searches written naively, each for its one kind of proposal: group sizes by a heap of steps,
-ranks by one sorted list, grids by bisection of a price, prices by a walk along a summed curve.
+The reference searches below are naive and handle one kind of proposal each: group sizes by a heap of steps, ranks by
+one sorted list, grids by bisection of a price, prices by a walk along a summed curve.
 """
 
 import heapq

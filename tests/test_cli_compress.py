@@ -1,4 +1,4 @@
-"""`moepack compress`: the plan before the work, the options of each method, models of the hub."""
+"""`moepack compress`: the plan, the options of each method, models on the hub."""
 
 import io
 from inspect import signature

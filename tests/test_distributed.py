@@ -1,5 +1,6 @@
-"""A job that is shared, on a cluster of copies in this process: the same bytes whatever the order of tasks, refusals,
-faults. `test_ray.py` does it with Ray's own processes, where Ray is installed.
+"""Shared jobs on a simulated cluster of copies in this process: identical bytes for any task order, rejections, faults.
+
+`test_ray.py` uses Ray's own processes, if Ray is installed.
 """
 
 import os

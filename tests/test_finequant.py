@@ -1,4 +1,4 @@
-"""The method `finequant`: the rules that choose group sizes, bits by role, and the way through the whole program."""
+"""The method `finequant`: rules for group sizes, bits by role, and the whole path from checkpoint to running model."""
 
 import copy
 import json

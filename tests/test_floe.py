@@ -1,4 +1,4 @@
-"""The method `floe`: thresholds, records, and the whole way from a checkpoint to text."""
+"""The method `floe`: thresholds, records, and the whole path from a checkpoint to text."""
 
 import shutil
 import warnings

@@ -1,4 +1,4 @@
-"""Methods by themselves: the registry, the ternary method, and experts in parallel."""
+"""Methods in isolation: the registry, the ternary method, and parallel experts."""
 
 import threading
 

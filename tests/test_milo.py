@@ -1,4 +1,4 @@
-"""The method `milo`: joint optimisation, rank policies, budgets, bad input, and the way through the whole program."""
+"""The method `milo`: joint optimization, rank policies, budgets, bad input, and the whole path to a running model."""
 
 import json
 from itertools import pairwise

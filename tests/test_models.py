@@ -1,6 +1,6 @@
 """Architectures of the installed transformers: a sample of each layout of experts, from a tiny model to its export.
 
-The whole table is `moepack models`.
+`moepack models` tests the whole table.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Float16 sources whose weights or activations come near the largest number that float16 holds are warned of."""
+"""Warnings for float16 sources whose weights or activations come close to the float16 maximum."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""compress: correctness, determinism, resuming, memory, and what it does when something is wrong."""
+"""compress: correctness, determinism, resuming, memory, and error handling."""
 
 import errno
 import json

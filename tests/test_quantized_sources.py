@@ -1,4 +1,4 @@
-"""Checkpoints that come quantized: their weights beside other decoders, and what is packed from them."""
+"""Quantized source checkpoints: their weights against other decoders, and packing them."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Compression on a Ray cluster of this machine: the same bytes, nodes that die or do not fit, tokens, Ctrl-C."""
+"""Compression on a Ray cluster on this machine: identical bytes, dying and unsuitable nodes, tokens, Ctrl-C."""
 
 import os
 import re

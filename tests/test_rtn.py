@@ -1,4 +1,4 @@
-"""Rounding to the paper's ternary grid, against its definition written with loops."""
+"""Rounding to the paper's ternary grid against a loop-based definition."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Fine-tuned centroids and scales: gradients, the objective, and what is written."""
+"""Fine-tuned centroids and scales: gradients, the objective, and the written directory."""
 
 import math
 import os

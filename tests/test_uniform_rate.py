@@ -1,4 +1,4 @@
-"""The method `rate`: the bits that were asked for, what bad weights do, and the way through the whole program."""
+"""The method `rate`: meets the requested bits, rejects bad weights, and the whole path to a running model."""
 
 from pathlib import Path
 from typing import Any
