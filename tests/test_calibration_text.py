@@ -29,7 +29,7 @@ def test_windows_lie_at_even_distances_over_the_text(tmp_path):
 def test_a_short_text_gives_fewer_windows_and_one_at_least(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("abcdefghij" * 2 + "x")
-    with pytest.warns(MoepackWarning, match=r"text\.txt: the text holds 2 samples of 10 tokens, 8 were asked for"):
+    with pytest.warns(MoepackWarning, match=r"text\.txt: the text holds 2 samples of 10 tokens, but 8 were requested"):
         assert token_windows(tokenizer, file, 8, 10, 200).shape == (2, 10)
     assert token_windows(tokenizer, file, 1, 21, 200).shape == (1, 21)
     with pytest.raises(CalibrationError, match="21 tokens are less than one sample of 22"):

@@ -125,7 +125,7 @@ def test_nodes_are_looked_at(mixtral: Path, tmp_path: Path, monkeypatch: pytest.
     cluster._refuse(found)
     assert found.version == moepack.__version__ and found.processor == torch.backends.cpu.get_cpu_capability()
     missing = probe.look({str(file): stamp, str(tmp_path / "b"): stamp})
-    with pytest.raises(ClusterError, match=f"b: node {found.host} does not see it: No such file") as caught:
+    with pytest.raises(ClusterError, match=f"b: node {found.host} does not see this file: No such file") as caught:
         cluster._refuse(missing)
     assert caught.value.file == str(tmp_path / "b")
     with pytest.raises(ClusterError, match="is a different file there"):

@@ -187,7 +187,7 @@ def test_a_cluster_with_a_token(mixtral: Path, tmp_path: Path, guarded: str, mon
         change.setenv(access.TOKEN_VALUE, "wrong")
         assert "does not accept the token in RAY_AUTH_TOKEN:" in refusal()
     monkeypatch.setenv(access.AUTH_MODE, "disabled")
-    assert "it asks for a token, and RAY_AUTH_MODE is 'disabled' here" in refusal()
+    assert "it requires a token, but RAY_AUTH_MODE is 'disabled' here" in refusal()
     monkeypatch.setenv(access.AUTH_MODE, "token")
     # What Ray sees is changed where its attempt runs.
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
