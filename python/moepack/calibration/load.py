@@ -17,7 +17,7 @@ from moepack.errors import CalibrationError
 
 __all__ = ["CalibrationRequest", "load_samples", "span_tokens"]
 
-# : T5's tokenizers have this many sentinels; smaller vocabularies may have fewer.
+#: T5's tokenizers have this many sentinels; smaller vocabularies may have fewer.
 SENTINELS = 100
 
 

@@ -31,9 +31,9 @@ __all__ = ["BUILT_IN", "Tokenizer", "check_source", "read_texts", "token_windows
 BUILT_IN = "built-in"
 """The source that comes with the package: about 12,700 tokens of prose, articles, chat, code and other languages."""
 
-# : Maximum characters read per requested token; natural text has 3 to 6.
+#: Maximum characters read per requested token; natural text has 3 to 6.
 CHARACTERS_PER_TOKEN = 32
-# : File suffixes read from a directory.
+#: File suffixes read from a directory.
 TEXT_SUFFIXES, JSON_SUFFIXES = (".txt", ".md", ".text"), (".jsonl", ".ndjson", ".json")
 
 

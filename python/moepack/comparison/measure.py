@@ -34,7 +34,7 @@ class Point:
 
     Attributes:
         method: name of the method.
-        wanted, size: requested and actual bytes of all weight files; `wanted` is None without a request.
+        wanted, size: requested and actual bytes of all weight files; `wanted` is None if no size was requested.
         rise: by text, the loss increase over the original in nats per token.
         expected_rise, expected_seconds, expected_memory: estimates of the plan; None if unknown. Of a range of
             increases, the geometric mean.

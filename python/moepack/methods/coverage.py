@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["coverage_notes", "listed"]
 
-# : Maximum number of experts named in one sentence; the manifest lists all of them.
+#: Maximum number of experts named in one sentence; the manifest lists all of them.
 NAMED = 12
 
 

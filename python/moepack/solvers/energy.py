@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["energy_factors"]
 
-# : Factors are limited to this range: a factor cannot repair a row that lost more than three quarters of its energy.
+#: Factors are limited to this range: a factor cannot repair a row that lost more than three quarters of its energy.
 LOWEST, HIGHEST = 0.5, 2.0
 
 

@@ -37,7 +37,7 @@ DAMPING_GROWTH, DAMPING_LIMIT = 10.0, 1e4
 #: Bytes of Hessians factorized at a time on a CPU, where several copies of them exist and large ones gain nothing from
 #: batching.
 FACTOR_BYTES = 64 << 20
-# : Damping d bounds the condition number by C / d; beyond this bound, float32 loses the small eigenvalues.
+#: Damping d bounds the condition number by C / d; beyond this bound, float32 loses the small eigenvalues.
 FLOAT32_CONDITION = 1e6
 
 

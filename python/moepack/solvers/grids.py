@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moepack.solvers.groupwise import quantize_groupwise
 
-# : Shares of a group's range that a search tries besides the whole range.
+#: Shares of a group's range that a search tries besides the whole range.
 NARROWINGS = tuple(1.0 - 0.05 * step for step in range(1, 11))
-# : Number of subsequent least-squares fits; further ones reduce the error by less than 0.1 %.
+#: Number of subsequent least-squares fits; further ones reduce the error by less than 0.1 %.
 LINES = 4
 
 

@@ -36,9 +36,9 @@ __all__ = ["RateGrid", "RateProblem", "RateSettings", "row_bits"]
 #: Bits of a row's level (16: the two are opposite), length (12) and dictionary (4), and its share of the group starts
 #: (64 bits for 64 rows).
 ROW_METADATA = 33
-# : Half a byte for the rounded length of a non-empty row, and its last code, which represents zeros beyond its end.
+#: Half a byte for the rounded length of a non-empty row, and its last code, which represents zeros beyond its end.
 ROW_TAIL = 5
-# : Size of FSV8 relative to the entropy of a row, with a choice among eight dictionaries.
+#: Size of FSV8 relative to the entropy of a row, with a choice among eight dictionaries.
 CODE_EXCESS = 1.007
 
 

@@ -15,7 +15,7 @@ from moepack.solvers.grids import AffineGrid
 
 __all__ = ["refit_groups"]
 
-# : Sweeps over the groups; a third sweep changes no measured figure.
+#: Sweeps over the groups; a third sweep changes no measured figure.
 SWEEPS = 2
 #: A group with equal codes has no scale of its own: its normal equations are singular below this determinant, relative
 #: to the product of their diagonal.

@@ -59,7 +59,7 @@ def parse_ranks(spec: str) -> tuple[Term, ...]:
 
 
 def rank_step(sides: Counts) -> int:
-    """Return the number of which ranks are multiples, given the smaller sides of all matrices."""
+    """Return the granularity of ranks, given the smaller sides of all matrices."""
     return 8 if sides.max(initial=0) < _SMALL_SIDE else 16
 
 

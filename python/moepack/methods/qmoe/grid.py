@@ -20,7 +20,7 @@ __all__ = ["GridSolver", "Rounding"]
 Solved = tuple[Tensor, Tensor, Tensor, tuple[ExpertReport, ...]]
 """Codes [G, R, C], stored parameters [G, R, P], values [G, R, C], and reports of the experts (empty for rounding)."""
 
-# : Damping of the regression that undoes the drift, relative to the mean diagonal of the Hessian.
+#: Damping of the regression that undoes the drift, relative to the mean diagonal of the Hessian.
 DRIFT_DAMPING = 0.2
 
 

@@ -30,11 +30,11 @@ from moepack.solvers.rate import RateSettings
 
 __all__ = ["PUBLISHED", "Qmoe"]
 
-# : The paper's settings (QMoE, section 4.1 and its code), as keyword arguments of `Qmoe`.
+#: The paper's settings (QMoE, section 4.1 and its code), as keyword arguments of `Qmoe`.
 PUBLISHED: Mapping[str, Any] = MappingProxyType(
     {"damping": 0.1, "drift": 0.0, "weigh_tokens": False, "refit": False, "match_energy": False}
 )
-# : Range of the rate. Below, narrow rows hold little but metadata; above, no row has more to code.
+#: Range of the rate. Below, narrow rows hold little but metadata; above, no row has more to code.
 LEAST_BITS, MOST_BITS = 0.4, 2.0
 
 

@@ -19,11 +19,11 @@ from moepack.solvers.rate import RateProblem, RateSettings, row_bits
 
 __all__ = ["RateCurves", "RateSolver"]
 
-# : A layer within this fraction of its budget is done; otherwise its last stage is solved again, at most RETRIES times.
+#: A layer within this fraction of its budget is done; otherwise its last stage is solved again, at most RETRIES times.
 TOLERANCE, RETRIES = 0.002, 3
-# : Prices tried, relative to the layer's unit: the output error per weight of a typical matrix set to zero.
+#: Prices tried, relative to the layer's unit: the output error per weight of a typical matrix set to zero.
 STEPS = 2.0 ** torch.arange(-18, 6, dtype=torch.float64)
-# : Level gains tried. The first gain that can spend the whole budget is used, starting from the first or the last one.
+#: Level gains tried. The first gain that can spend the whole budget is used, starting from the first or the last one.
 GAINS = (1.2, 1.1, 1.0)
 #: A layer uses its experts evenly if the exponential of the entropy of their importance is at least the first fraction
 #: of their number. It is sparse below the second number of bits per weight. Among uneven experts, a price moves bits
@@ -31,7 +31,7 @@ GAINS = (1.2, 1.1, 1.0)
 #: bits: a loss increase of 0.34 of the scaled grid's instead of 0.63). Among even experts, a price only follows the
 #: calibration text, and large levels generalize better.
 EVEN, SPARSE = 0.75, 1.15
-# : Rows sampled per matrix.
+#: Rows sampled per matrix.
 ROWS = 16
 
 
