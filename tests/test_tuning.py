@@ -235,7 +235,9 @@ def test_progress_is_shown_in_tokens_and_a_short_text_is_told(packed, text, tmp_
         main(arguments)
     lines = capsys.readouterr().err.splitlines()
     assert caught.value.code == 0, lines
-    assert re.fullmatch(r"warning: .*text.txt: the text holds \d+ samples of 32 tokens, but 5000 were requested", lines[0])
+    assert re.fullmatch(
+        r"warning: .*text.txt: the text holds \d+ samples of 32 tokens, but 5000 were requested", lines[0]
+    )
     assert lines[1:] == ["192 tokens", "  0%  loading both models", "  0%  fine-tuning"], lines
 
 
