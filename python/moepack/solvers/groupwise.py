@@ -8,7 +8,8 @@ judged with the scale that fits them best. Symmetric grids have one more negativ
 both signs are tried: the side that needs the outermost code gets it.
 
 Scales and offsets are rounded to the stored dtype before the codes are chosen, so a reader reconstructs exactly the
-judged values. Groups are first normalized by their largest magnitude, so that no sum overflows for any unit of the weights.
+judged values. Groups are first normalized by their largest magnitude, so that no sum overflows for any unit of the
+weights.
 
 Shapes: `[..., R, C]` weights, G = ceil(C / group size) groups per row; the last group may be short.
 """
