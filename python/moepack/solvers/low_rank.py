@@ -38,7 +38,7 @@ EXACT_SIDE = 512
 _OVERSAMPLING = 16
 _POWER_ITERATIONS = 2
 _WARM_SHARE = 3
-"""If the rank is at most the smaller side divided by this, iterating from a start is cheaper than an exact
+"""Up to a subspace width of the smaller side divided by this, iterating from a start is cheaper than exact
 decomposition."""
 _RIDGE = 0.64
 """Damping of the normal equations of a refit, relative to their diagonal, in units of the squared step 4^-bits. Rounded

@@ -80,8 +80,8 @@ HALF_COUNT = 0.5
 
 
 PAIRS = 0.002
-"""Maximum overhead, as a share of bits, of two-weight symbols over single ones; products are a third faster with
-them."""
+"""Maximum overhead, as a share of bits, of two-weight symbols over single ones; they cut the time of products by a
+third."""
 
 
 def largest_at(bits_per_weight: float) -> int:
