@@ -51,8 +51,8 @@ class Rate(Method):
         bits_per_weight: bits per packed weight, including all metadata; 0.4 to 8.
         roles: what is packed outside the experts at the same price: "all", "none", or comma-separated roles (embedding,
             attention, shared, mlp, head). A head tied to the embedding is packed with it.
-        codes: "dependent" or "plain". Dependent codes reduce the error by a fifth at equal bytes and are at most a sixth
-            slower; they are used for tensors with enough bits. "plain" uses plain codes for all tensors.
+        codes: "dependent" or "plain". Dependent codes reduce the error by a fifth at equal bytes and are at most a
+            sixth slower; they are used for tensors with enough bits. "plain" uses plain codes for all tensors.
         calibration: text file, JSON lines, directory or hub data set; None disables calibration.
         samples: maximum number of calibration windows.
         sequence_length: tokens per window.
