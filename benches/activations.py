@@ -1,10 +1,10 @@
-"""What rounding activations to 4 bits costs, by the layers that read them: weights stay as they are.
+"""Measures the loss of rounding activations to 4 bits, by kind of layer; weights are not quantized.
 
     python benches/activations.py MODEL ... --text TEXT [--chars N] [--out FILE]
 
-Each row rounds the inputs of one kind of layer, asymmetric, over a token's range: as they are; clipped to 0.8 of the
-range; rotated by Hadamard's matrix in blocks of the largest power of two that divides the columns, and rotated back.
-Differences of the loss from the original's, nats a token, as JSON and a table.
+Each row rounds the inputs of one kind of layer, asymmetrically over a token's range: unchanged; clipped to 0.8 of the
+range; or rotated by a Hadamard matrix in blocks of the largest power of two that divides the columns, and rotated back.
+Prints loss differences from the original in nats per token, as JSON and a table.
 """
 
 from __future__ import annotations

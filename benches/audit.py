@@ -1,9 +1,11 @@
-"""Looks up every dependency in the public lists of known faults: the crates of Cargo.lock in RustSec's advisory-db, the
-installed Python packages in PyPA's advisory-database. Both are git repositories that must lie in a folder already.
+"""Looks up every dependency in public vulnerability databases.
+
+The crates of Cargo.lock are looked up in RustSec's advisory-db, the installed Python packages in PyPA's
+advisory-database. Both are git repositories that must already be on disk.
 
     python benches/audit.py RUSTSEC PYPA
 
-Prints what is affected and how much was looked at; the exit code is 1 if something is affected.
+Prints affected dependencies and the number checked; the exit code is 1 if any is affected.
 """
 
 import importlib.metadata

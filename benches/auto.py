@@ -1,13 +1,13 @@
-"""Times the default mode `auto` of every packed format beside torch's bf16 product in one run.
+"""Times the default mode `auto` of every packed format and torch's bf16 product in one run.
 
     OMP_WAIT_POLICY=PASSIVE python benches/auto.py [--threads 2] [--seconds 1] [--formats int4 codebook4 fsv8]
         [--shapes 14336x4096 4096x14336] [--tokens 1 4 16 64 256] [--layer] [--cold 1000000000] [--out build/auto.json]
 
-Weights are random. Torch, `exact`, `auto` and, where a format has it, `int8` take turns call by call, so that a drift
-of the machine's speed meets all, and each goes through copies of its weights that no cache holds together. Reported
-are medians in microseconds and how many times as fast as torch bf16 a mode is. `--layer` adds Qwen3-30B-A3B's layer
-(128 experts of 768 x 2048, 8 a token) beside a loop over experts in torch. The last line is the lowest of the ratios
-of `auto` with 256 tokens: 1 and more is what it is for on processors with bf16 products.
+Weights are random. Torch, `exact`, `auto` and, if a format has it, `int8` alternate call by call, so that drifts of the
+machine's speed affect all of them. Each uses copies of its weights that together exceed every cache. Prints medians in
+microseconds and the speed of each mode relative to torch bf16. `--layer` adds a layer of Qwen3-30B-A3B (128 experts of
+768 x 2048, 8 per token) and a loop over experts in torch. The last line is the lowest ratio of `auto` with 256 tokens,
+which should be at least 1 on processors with bf16 products.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""`auto` beside single methods at equal sizes of the whole checkpoint, and what its plan promised.
+"""Compares `auto` with single methods at equal sizes of the whole checkpoint, and with its own plan.
 
     python benches/auto_sizes.py MODEL [MODEL ...] --calibration FILE --text FILE [--text FILE]
         [--bits 0.9 1.3 2 2.5 3 4 5] [--methods auto rate qmoe milo finequant] [--samples 64] [--chars 100000]
         [--threads 1] [--processes 1] [--device cpu] [--table] [--out build/auto-sizes.json]
 
-Sizes are bits over all weights of the checkpoint, and count all of its safetensors files. Printed are the size made
-over the size asked for, the increase of the loss by text, and for `auto` what its plan said of increase, time and
-memory; at last, what `auto` loses over the best single method of no larger size. With --merge, figures of earlier runs
-are put in front.
+Sizes are bits per weight over the whole checkpoint, including all of its safetensors files. Prints actual over
+requested size, the loss increase by text, and for `auto` the planned increase, time and memory; finally, the difference
+of `auto` to the best single method of no larger size. --merge prepends figures of earlier runs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Every product of two builds of the extension, in turns in one process: what a change of the core costs or gains.
+"""Compares every product of two builds of the extension, alternating in one process.
 
     python benches/builds.py OLD.so NEW.so [--threads 2] [--isa avx2 scalar] [--only groupwise4 layer] [--tokens 1 16]
         [--shape 2048x2048] [--cold 64] [--seconds 0.5] [--out build/builds.json]
 
 A product is a format, a mode, an instruction set and a number of tokens of one matrix, or a layer of gated experts.
-Both builds multiply the same packed bytes, copies of which fill `--cold` megabytes (0: one copy). Products
-must be the same bits, but for the floating-point modes, which must be near. Reported are microseconds, medians of both
-builds' calls and the fastest, and NEW / OLD of each: where other work takes the processor at times, the fastest calls
-have met none of it; of one thread (`--threads 1`) only its own processor time counts. A build may have one class for
-all formats or one for each.
+Both builds multiply the same packed bytes, whose copies fill `--cold` megabytes (0: one copy). Results must be
+bit-identical, except in floating-point modes, where they must be close. Prints microseconds (medians and minima of both
+builds) and the ratios NEW / OLD. On a loaded machine, the minima are the undisturbed calls; with one thread
+(`--threads 1`) only its own processor time counts. A build may have one class for all formats or one per format.
 """
 
 from __future__ import annotations

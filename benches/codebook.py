@@ -1,13 +1,12 @@
-"""Products by codebook weights beside torch bf16 and int8, and onnxruntime's and bitsandbytes' 4 bits where installed.
+"""Times products with codebook weights, torch bf16 and int8, and, if installed, 4 bits of onnxruntime and bitsandbytes.
 
     python benches/codebook.py --threads 2 --tokens 1 4 16 64 256 --out build/codebook.json
 
-Every peer multiplies by copies of its weights in turn, together larger than any cache, so a call finds them in memory
-and not in the cache; peers take turns in one run, and the median of their calls counts, or with `--fastest` the fastest
-of them: where other work takes the processor at times, one thread's fastest call has met none of it. `read` is the time
-that a plain sum over the same number of bytes takes, the floor of one token. Reported are microseconds and the speed-up
-over torch bf16. `--layer` adds Qwen3-30B-A3B's layer of experts (128 of 3 x 768 x 2048, 8 a token) beside onnxruntime's
-QMoE and a loop over experts in torch.
+Every peer cycles through copies of its weights that together exceed every cache, so weights come from memory. Peers
+alternate in one run, and the median of their calls counts, or with `--fastest` the minimum: on a loaded machine, one
+thread's fastest call is the undisturbed one. `read` is the time of a plain sum over the same number of bytes, a lower
+bound for one token. Prints microseconds and the speed-up over torch bf16. `--layer` adds a layer of experts of
+Qwen3-30B-A3B (128 of 3 x 768 x 2048, 8 per token), onnxruntime's QMoE, and a loop over experts in torch.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Coded integers: size against the entropy, speed of encoding, decoding, look-ups and products, beside int4.
+"""Measures coded integers against int4: size over entropy, and speed of encoding, decoding, look-ups and products.
 
     python benches/coded.py --threads 1 --out build/coded.json
 
-Codes are those of a Gaussian or a Laplace source, rounded to multiples of a step that gives the entropy asked for: at
-0.63 bits of a Gaussian they are ternary, 88.5 % of them zero. Low rates are measured with symbols of one weight and of
-two. Speeds are 10^9 weights a second, of products by all tokens; decoding is that of a whole check. Looking up is in
-microseconds a row, of random rows, one or 512 a call. Products multiply by
-copies of a tensor in turn, together larger than any cache, and the fastest call counts: by the processor's time of one
-thread, which other work on the machine disturbs less, otherwise by the clock.
+Codes are those of a Gaussian or Laplace source, rounded to multiples of a step that gives the requested entropy: at
+0.63 bits, Gaussian codes are ternary, with 88.5 % zeros. Low rates are measured with one-weight and two-weight symbols.
+Speeds are 10^9 weights per second; for products, over all tokens; for decoding, including all checks. Look-ups are in
+microseconds per random row, with one or 512 rows per call. Products cycle through copies of a tensor that together
+exceed every cache. The fastest call counts, measured by the processor time of one thread, which other load disturbs
+less, or otherwise by the clock.
 
-Beside those in int8 stands the share of the speed that int4 has with as many threads, and for one token from how many
-such cores on memory is the bound: what all cores together read of it in a second, over the bytes that one decodes.
+Next to int8 products, the speed relative to int4 with as many threads is printed and, for one token, the number of such
+cores from which memory is the limit: the bytes that all cores together read per second, over the bytes that one core
+decodes per second.
 """
 
 import argparse

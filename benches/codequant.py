@@ -1,17 +1,17 @@
-"""CodeQuant beside rounding and k-means: increase of the loss by bits of weights and activations, as tables.
+"""Compares CodeQuant with rounding and k-means: loss increase by bits of weights and activations, as tables.
 
     python benches/codequant.py MODEL ... --calibration TEXT --text TEXT --rows-file FILE [--bits 4x8 4x4 ...]
         [--blocks row 128] [--rows NAME ...] [--jobs N] [--device cuda]
     python benches/codequant.py --cells FILE ...        # lines of "MODEL BITS BLOCK ROW"
-    python benches/codequant.py ... --also TEXT ...     # trials of settings, measured on further texts too
+    python benches/codequant.py ... --also TEXT ...     # trials of settings, also measured on further texts
     python benches/codequant.py --rows-file FILE        # only the tables
-    python benches/codequant.py MODEL ... --rows-file FILE --recount    # bits a weight of its rows by today's layout
+    python benches/codequant.py MODEL ... --rows-file FILE --recount    # bits per weight by the current layout
 
 Every cell packs the model's experts and linear layers (attention, shared experts, dense feed-forward layers) and
-measures the packed model: on the CPU as it runs, on another device by `moepack.tuning.thaw`, which
-computes the same with torch (`tests/test_tuning.py`; the cell "runtime" measures both). A row that ends in ", tuned" is
-the packed model of the row before the comma with centroids fine-tuned, ", tuned without KL" the same without the
-routers' term. Finished cells are appended to the file at once and not measured again, so long runs can be cut.
+measures the packed model: on the CPU with the runtime, on another device by `moepack.tuning.thaw`, which computes the
+same with torch (`tests/test_tuning.py`; the cell "runtime" measures both). A row that ends in ", tuned" is the packed
+model of the row before the comma with fine-tuned centroids, ", tuned without KL" the same without the routers' term.
+Finished cells are appended to the file immediately and are not measured again, so long runs can be interrupted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The tables of docs/methods/codequant.md from measured cells; `benches/codequant.py` prints them.
+"""Creates the tables of docs/methods/codequant.md from measured cells; `benches/codequant.py` prints them.
 
-A cell is a line of the results: model, bits ("4x8": of weights and of activations), block, row, loss, and the share of
-changed routes. Losses are shown as nats a token above the original model's; what was not measured stays empty. Cells
-with losses on further texts ("also") are of trials that settings are chosen by; they are shown against no drift, which
-was the default when they were made.
-"""
+A cell is a line of the results: model, bits ("4x8": of weights and activations), block, row, loss, and the share of
+changed routes. Losses are shown as nats per token above the original model's; missing measurements are empty. Cells
+with losses on further texts ("also") are trials for choosing settings; they are compared with no drift, which was the
+default at that time."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""All methods on one axis: size of the whole checkpoint against loss, as the README's table and picture.
+"""Compares all methods by size of the whole checkpoint and loss, for the README's table and picture.
 
     python benches/compare.py MODEL [MODEL ...] --calibration TEXT --text TEXT [--text TEXT] [--device cuda]
 
-Every point is a directory that `moepack.compress` wrote. Its size is that of all its safetensors files, whatever they
-hold, so that methods which leave attention alone stand beside methods which pack it; its loss is that of the ordinary
-checkpoint that `moepack.export` makes of it, or, where products round activations, of the packed model itself. The
-points of lines that end in ", tuned" are then fine-tuned (`moepack tune`). Parts may run apart, with `--only`, and meet
-with `--merge`.
+Every point is a directory written by `moepack.compress`. Its size is that of all its safetensors files, so that methods
+that do not pack attention are comparable with methods that do. Its loss is that of the plain checkpoint that
+`moepack.export` writes, or, if products round activations, of the packed model itself. The points of lines that end in
+", tuned" are then fine-tuned (`moepack tune`). Parts can run separately with `--only` and be combined with `--merge`.
 """
 
 from __future__ import annotations

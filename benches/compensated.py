@@ -1,10 +1,10 @@
-"""How fast compensated weights are multiplied (docs/methods/milo.md).
+"""Times products with compensated weights (docs/methods/milo.md).
 
     python benches/compensated.py [--threads 2] [--json benches/results/compensated.json]
 
-One token by 4096 x 14336, INT3 alone and INT3 with a compensator of rank 32, in both compute modes; four
-experts in turn, so that the weights come from memory (103 MB), calls alternating, in arrays that are aligned as mapped
-files are; the least and the median time.
+One token times 4096 x 14336, INT3 alone and INT3 with a compensator of rank 32, in both compute modes. Four experts
+alternate so that weights come from memory (103 MB), calls alternate, and arrays are aligned like mapped files. Prints
+the minimum and the median time.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Decoding speed of packed models beside bf16 in torch: tokens a second, one prompt, all in one run.
+"""Compares the decoding speed of packed models with bf16 in torch: tokens per second, one prompt, all in one run.
 
     python benches/decode.py MODEL [MODEL ...] [--calibration TEXT] [--threads N] [--rounds 7] [--tokens 32]
 
-Each model is packed by the method `ternary` and, with a calibration text, by `qmoe` at ternary and two bits; one more
-model is made up (Mixtral's layout, random weights) whose experts, packed or not, exceed the last-level cache. The
-peer is the same checkpoint in bf16 under every implementation of experts that transformers has on a CPU; the fastest
-of them is what the packed model is held against. All decode greedily from the same prompt with transformers'
-`generate`, take turns round by round so that a drift of the machine's speed meets all of them, with the same number of
-threads; medians over the rounds are printed, after one round to warm up.
+Each model is packed by the method `ternary` and, with a calibration text, by `qmoe` with ternary and two-bit experts.
+One more model is synthetic (Mixtral's layout, random weights); its experts, packed or not, exceed the last-level cache.
+The baseline is the same checkpoint in bf16 with the fastest of transformers' CPU implementations of experts. All decode
+greedily from the same prompt with transformers' `generate` and the same number of threads. They alternate round by
+round, so that drifts of the machine's speed affect all of them. Prints medians over the rounds, after one warm-up
+round.
 
     python benches/decode.py --steps deepseek_v3 gpt_oss qwen3_next --no-large
 
-makes up a small model of each architecture, packs it to four bits (experts and linear layers), and compares its steps
-in the core with those of transformers over the same packed layers.
+creates a small random model of each architecture, packs it to four bits (experts and linear layers), and compares its
+decoding steps in the core with those of transformers with the same packed layers.
 """
 
 from __future__ import annotations

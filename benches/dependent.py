@@ -1,10 +1,10 @@
-"""What dependent codes are worth: the loss of `rate` with them beside its loss with plain codes, at equal bits.
+"""Measures the gain of dependent codes: the loss of `rate` with dependent and with plain codes, at equal bits.
 
     python benches/dependent.py MODEL [MODEL ...] --text FILE [--text FILE] [--calibration FILE] [--samples 64]
         [--rates 1.5 2.2 3.2 4.2] [--chars 30000] [--merge FILE] [--out FILE]
 
-Experts alone are packed, as `moepack compress` does it, with a text if there is one. Bits are those of the packed
-bytes; increases are in nats a token over the original.
+Only experts are packed, as by `moepack compress`, with a text if one is given. Bits are those of the packed bytes; loss
+increases are in nats per token over the original.
 """
 
 from __future__ import annotations

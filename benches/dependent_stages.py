@@ -1,10 +1,10 @@
-"""What dependent quantization leaves of the output error of GPTQ, stage by stage of a model's first layer: seconds.
+"""Compares GPTQ's output error with dependent and plain codes, by stage of a model's first layer. Takes seconds.
 
     python benches/dependent_stages.py MODEL [MODEL ...] --calibration FILE [--experts 1] [--rows 512] [--samples 4]
 
-Some rows of some experts are solved as `rate` does it with a text, at steps that give plain codes about 1.5, 2.1 and
-3.1 bits, then by dependent codes at the steps at which these take the same bits, by the model of the coder. Printed is
-the damped output error, which GPTQ makes least, over that of plain codes.
+Some rows of some experts are solved as by `rate` with a text, at steps that give plain codes about 1.5, 2.1 and 3.1
+bits, then with dependent codes at the steps that take the same bits in the coder's model. Prints the damped output
+error, which GPTQ minimizes, relative to that of plain codes.
 """
 
 from __future__ import annotations

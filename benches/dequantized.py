@@ -1,4 +1,5 @@
-"""The values of a packed directory in transformers' own model: what a device without our kernels can measure."""
+"""Puts the values of a packed directory into transformers' own model, to measure it on devices without packed
+kernels."""
 
 from __future__ import annotations
 

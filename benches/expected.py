@@ -1,11 +1,11 @@
-"""What the plan of `auto` expected beside what was measured: increase of the loss, size, time and memory.
+"""Compares the plan of `auto` with measurements: loss increase, size, time and memory.
 
     python benches/expected.py benches/results/auto-sizes-*.json
 
-Reads figures of benches/auto_sizes.py. The increase is expected anew, with the present constants, from the errors that
-each row lists by role. Printed are the measured increase over the expected one by text, the size over the one asked
-for, and expected and measured seconds and memory where the plan said them; at last, how many increases are within a
-factor of 1.5, at 0.9 to 5 bits.
+Reads figures of benches/auto_sizes.py. The expected increase is recomputed with the current constants from the errors
+by role in each row. Prints the measured over the expected increase by text, the actual over the requested size, and
+expected and measured seconds and memory, if planned; finally, how many increases are within a factor of 1.5 at 0.9 to
+5 bits.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
-"""Integers in groups: bytes against loss, for fixed, adaptive and budgeted group sizes, bits by role, and grids.
+"""Measures group-wise integers: bytes and loss for fixed, adaptive and budgeted group sizes, bits by role, and grids.
 
     python benches/finequant.py MODEL... --evaluation TEXT --json F [--chars N] [--only PART ...] [--device cuda]
     python benches/finequant.py --json F [--gaussian] [--merge OTHER.json] [--plot PNG]
 
-`rule` says why the adaptive rules do what they do, without running the model: the squared error that each allocation
-leaves (as the budget counts it), over that of fixed sizes at equal bytes.
+`rule` explains the adaptive rules without running the model: the squared error of each allocation (as the budget counts
+it) relative to fixed sizes at equal bytes.
 
-Every point of the parts `quality`, `curve`, `outliers` and `roles` is a packed directory made by the product and
-evaluated as `moepack eval` does (windows of 512 tokens), against the original model: loss increase and KL divergence in
-nats a token, bits a weight over everything that was packed, all metadata counted. `quality` also multiplies in the mode
-int8. On a GPU the packed values are measured in transformers' own model; packing itself always runs on the CPU.
-`grids` compares quantization grids, some of which have no stored format (log-scale, truncation), by replacing the
-weights of the original model's experts.
+Every point of the parts `quality`, `curve`, `outliers` and `roles` is a packed directory, evaluated like `moepack eval`
+(windows of 512 tokens) against the original model: loss increase and KL divergence in nats per token, and bits per
+packed weight, including all metadata. `quality` also multiplies in the mode int8. On a GPU the packed values are
+measured in transformers' own model; packing always runs on the CPU. `grids` compares quantization grids, some of which
+have no stored format (log-scale, truncation), by replacing the weights of the original model's experts.
 
-Rows go to the JSON file as they are measured, and what it holds already is not measured again: a run that was cut off
-continues, and models, texts and parts can be added one by one. The logits of the original are kept: 2.2 GB for 250,000
-characters and 8,192 tokens of vocabulary.
+Rows are written to the JSON file as they are measured and are not measured again: interrupted runs continue, and
+models, texts and parts can be added one by one. The original's logits are kept: 2.2 GB for 250,000 characters and a
+vocabulary of 8,192 tokens.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""What is left to gain by choosing scales, at four bits: the loss against how scales and codes are found.
+"""Measures the remaining gain of better scales at four bits: the loss by algorithm for scales and codes.
 
     python benches/finequant_scales.py MODEL... --calibration TEXT --evaluation TEXT [TEXT ...] --rows rows.jsonl
 
-Only experts are replaced. Each row has the loss and divergence over the original model, and two relative errors: that
-of the weights, and that of the experts' outputs on the calibration text, sum of (w - q) H (w - q)^T over that of
-w H w^T, H = X^T X. `weighted` minimises the error weighted by the diagonal of H; `GPTQ` sees all of H and moves the
-errors of a column to the next ones: it needs a text, and shows what the format itself could hold. Bits a weight count
-16 bits for a scale and for an offset. Rows are appended as they are measured and not measured again.
+Only experts are replaced. Each row has the loss and divergence from the original model and two relative errors: of the
+weights, and of the experts' outputs on the calibration text, sum of (w - q) H (w - q)^T over that of w H w^T,
+H = X^T X. `weighted` minimizes the error weighted by the diagonal of H. `GPTQ` uses all of H and moves the errors of a
+column to later ones; it needs a text and shows the potential of the format. Bits per weight include 16 bits for each
+scale and offset. Rows are appended as they are measured and are not measured again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FloE: the sparse product beside dense ones, and what it costs in loss.
+"""Measures FloE: the speed of sparse and dense products, and the loss.
 
     python benches/floe.py product [--threads 1] [--out build/floe-product.json]
     python benches/floe.py rules MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
@@ -8,30 +8,30 @@
     python benches/floe.py recall MODEL --calibration TEXT --text TEXT [--chars 12000] [--out build/floe.json]
     python benches/floe.py table [--out build/floe.json]
 
-`product` takes one token through one expert of Mixtral (14,336 channels, 4,096 columns) whose weights lie in memory and
-not in a cache: the up projection has 2 bits and takes activations of 8, as in a model, or exact ones; records have 4, 8
-or 16. Thresholds are quantiles of the outputs for the very tokens. Beside it stand the same layer with nothing skipped,
-gate, up and down as ordinary tensors of the same bits with the same activations, and coarse copies with residuals.
-The fastest call counts, by the processor's time of one thread, otherwise by the clock.
+`product` runs one token through one expert of Mixtral (14,336 channels, 4,096 columns) whose weights are in memory and
+not in a cache. The up projection has 2 bits and takes 8-bit activations, as in a model, or exact ones; records have 4,
+8 or 16 bits. Thresholds are quantiles of the outputs for the same tokens. Baselines are the same layer without
+skipping, gate, up and down as ordinary tensors with the same bits and activations, and coarse copies with residuals.
+The fastest call counts, by the processor time of one thread, otherwise by the clock.
 
 `rules` measures the loss of a bf16 model whose experts skip channels by one of four rules (FloE, equations 3 to 5; the
-first sparse layer stays whole): the up projection's output, the gate's after SiLU, their product, or that times the
-router's weight. Thresholds are quantiles over the calibration text, for each expert, of the last rule for each layer;
-all weights are bf16, so this is what the rule alone costs.
+first sparse layer is not sparse): the up projection's output, the gate's after SiLU, their product, or that times the
+router's weight. Thresholds are quantiles over the calibration text, per expert, for the last rule per layer. All
+weights are bf16, so this is the loss of the rule alone.
 
-`forms` sets the default of `floe` beside the paper's form: thresholds, sizes, loss, and the processor's time to
-compress a model and to generate a token. `packed` measures packed models: by `floe`, with and without coarse copies,
-and in 2 and 3 bits, with the bits of an expert weight that stay in memory (what decides, coarse copies), those that a
-token moves, and what it loses more where guesses decide over channels (`--approximate`). `equal` sets the paper's
-form beside coarse copies in the same memory and with the same bytes moved: what decides leaves memory for the
-channels of each expert that are stored first, which the calibration text wanted most, and only others are moved. The
-paper's form skips 50 to 80 %, with up projections of 2 or 4 bits; between the points the increase is interpolated,
-and the better of both counts. `recall` tells how much of what a layer asks for could be guessed from what enters the
-experts of the layer before: its experts by its router, or by the linear map that fits its router's logits on the
-calibration text best; its channels by its up projection, where the experts are known.
+`forms` compares the default of `floe` with the paper's form: thresholds, sizes, loss, and the processor time to compress
+a model and to generate a token. `packed` measures models packed by `floe`, with and without coarse copies, and in 2 and
+3 bits: bits per expert weight that stay in memory (selectors, coarse copies), bits that a token moves, and the
+additional loss if guesses select channels (`--approximate`). `equal` compares the paper's form with coarse copies in
+the same memory and with the same bytes moved: memory beyond the selectors holds the channels of each expert that are
+stored first, which the calibration text used most, and only others are moved. The paper's form skips 50 to 80 %, with
+up projections of 2 or 4 bits; the increase is interpolated between the points, and the better of both counts. `recall`
+measures how much of a layer's demand can be guessed from the input of the preceding layer's experts: its experts by its
+router, or by the linear map that best fits its router's logits on the calibration text; its channels by its up
+projection, if the experts are known.
 
-Figures are added to those in the file, whose points `forms`, `packed` and `equal` do not measure again; `table` prints
-it as it stands in docs.
+Figures are added to those in the file; `forms`, `packed` and `equal` do not measure its points again. `table` prints
+the file as in the docs.
 """
 
 from __future__ import annotations

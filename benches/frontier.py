@@ -1,16 +1,16 @@
-"""Loss over bits: what methods lose at the bits that they take, model by model, in one run.
+"""Measures loss over bits of all methods, model by model, in one run.
 
     python benches/frontier.py MODEL [MODEL ...] --calibration FILE --text FILE [--text FILE] [--only gate_proj up_proj]
         [--methods free text ...] [--rates 1.25 1.6 2.2 3.2 4.2] [--samples 64] [--chars 100000] [--threads 1]
         [--device cpu] [--out build/frontier.json] [--picture build/frontier.png]
 
-Measured are `rate` at the given bits a weight without a text (free) and with one (text), `finequant` with 2, 3 and 4
-bits, `milo`, `qmoe` with two bits, its ternary experts at the rates up to 2 (knob), and the types of ggml with an
-importance matrix from the same samples (ggml: where llama-cpp-python or xllamacpp is installed, on projections of 256
-columns or multiples), on the experts alone or some of their projections. Bits are those of the packed bytes, all
-metadata counted; losses are in nats a token over those of the original. With --merge, figures of earlier runs are put
-in front; with --shares, the losses of `rate` are put beside those of ggml at equal bits, between whose types losses
-are interpolated log-linearly, those aside that another of fewer bits beats.
+Measured are `rate` at the given bits per weight without a text (free) and with one (text), `finequant` with 2, 3 and 4
+bits, `milo`, `qmoe` with two bits and with ternary experts at the rates up to 2 (knob), and ggml's types with an
+importance matrix from the same samples (ggml: if llama-cpp-python or xllamacpp is installed, on projections with
+multiples of 256 columns), on the experts alone or on some of their projections. Bits are those of the packed bytes,
+including all metadata; losses are in nats per token over those of the original. --merge prepends figures of earlier
+runs. --shares compares the losses of `rate` with those of ggml at equal bits; losses between ggml's types are
+interpolated log-linearly, without types that another type beats with fewer bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Products of ggml, from the libraries that llama-cpp-python or xllamacpp install, as a peer of a benchmark.
+"""Products of ggml as a benchmark peer, from the libraries of llama-cpp-python or xllamacpp.
 
-Weights lie as llama.cpp keeps them: repacked for the processor where ggml has kernels for that, else as in a file.
-All copies are multiplied by one graph, on ggml's own threads, with the activations that ggml quantizes to int8 itself.
+Weights have llama.cpp's layout: repacked for the processor if ggml has kernels for that, otherwise as in a file. One
+graph multiplies all copies on ggml's own threads; ggml itself quantizes activations to int8.
 """
 
 from __future__ import annotations

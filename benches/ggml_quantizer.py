@@ -1,12 +1,11 @@
-"""llama.cpp's own quantizer, applied to a Llama checkpoint, by the library in `llama-cpp-python`.
+"""Applies llama.cpp's own quantizer to a Llama checkpoint, using the library in `llama-cpp-python`.
 
-The checkpoint is written as a GGUF file in float32. `llama_model_quantize` makes a file of the wanted type, in which it
-chooses a type for each tensor, and `gguf` decodes it. No runtime of llama.cpp takes part.
+The checkpoint is written as a GGUF file in float32. `llama_model_quantize` creates a file of the requested type, in
+which it chooses a type for each tensor, and `gguf` decodes it. llama.cpp's runtime is not used.
 
-K and I types have blocks of 256 columns. A row whose length is no multiple of that falls back to a larger type, so
-a model with 576 columns quantized to Q2_K has five bits a weight. `folded` writes four such rows as one of 2,304,
-whose blocks then cross rows; the importances are repeated likewise. What is measured then is what the types are worth
-where their blocks fit.
+K and I types have blocks of 256 columns. A row whose length is not a multiple of that falls back to a larger type, so a
+model with 576 columns quantized to Q2_K has five bits per weight. `folded` writes four such rows as one of 2,304, whose
+blocks then cross rows; the importances are repeated likewise. This measures the types as if their blocks fitted.
 """
 
 from __future__ import annotations

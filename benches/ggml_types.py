@@ -1,7 +1,7 @@
-"""Types of ggml as a method: matrices rounded and read back by ggml itself, with an importance matrix.
+"""ggml's types as a method: ggml itself rounds matrices, with an importance matrix, and reads them back.
 
-The importance of a column is the mean square of what the original model's experts read there, expert by expert, as
-llama.cpp's `llama-imatrix` collects it.
+The importance of a column is the mean square of the original model's inputs in this column, per expert, as collected
+by llama.cpp's `llama-imatrix`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Batched against one-by-one GPTQ: what grouping experts is worth (QMoE, table 1).
+"""Compares batched GPTQ with GPTQ expert by expert: the gain of grouping experts (QMoE, table 1).
 
 python benches/gptq.py [--experts 64] [--rows 256] [--columns 128] [--device cpu]
 
-Random weights and Hessians of 512 correlated tokens; the best of some rounds, both ways in the same process.
+Random weights and Hessians of 512 correlated tokens; the best of several rounds, both in the same process.
 """
 
 import argparse

@@ -1,15 +1,14 @@
-"""Times products of group-wise integers, and a whole layer of experts, beside other packages from PyPI.
+"""Times products of group-wise integers, and a whole layer of experts, against other packages from PyPI.
 
     python benches/groupwise.py [--threads 2] [--seconds 1.5] [--parts one many layer] [--shapes 14336x4096 4096x14336]
         [--isas avx512 avx2 scalar] [--peers torch onnxruntime auto-round-lib llama-cpp-python] [--weights 4:64 3:64]
         [--out build/groupwise.json]
 
-One token: 14336x4096 and 4096x14336, each peer going through at least 1 GB of weights a round, so that no cache holds
-any; the plain reading bandwidth of the machine is measured before every peer. Many tokens: 16, 64 and 256 on
-14336x4096. The layer is Qwen3-30B-A3B's: 128 experts of 768 x 2048, 8 a token, int4 in groups of 64, over several
-layers' weights. Medians over rounds. Peers come one after the other, for each has a pool of threads of its own that
-spins for a while; moepack comes first and last.
-"""
+One token: 14336x4096 and 4096x14336; each peer uses at least 1 GB of weights per round, so that no cache holds them.
+The machine's plain reading bandwidth is measured before every peer. Many tokens: 16, 64 and 256 on 14336x4096. The
+layer is Qwen3-30B-A3B's: 128 experts of 768 x 2048, 8 per token, int4 in groups of 64, over several layers' weights.
+Prints medians over rounds. Peers run one after the other, because each has its own thread pool that keeps spinning for
+a while; moepack runs first and last."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""What every format loses beside coded integers in as many bytes: whether it could be worth proposing to `auto`.
+"""Compares the loss of every format with coded integers of equal size, to decide whether `auto` should propose it.
 
     python benches/hull.py MODEL [MODEL ...] [--weights 1048576] [--threads 1] [--out build/hull.json]
 
-One tensor of each projection and kind of linear layer is looked at, cut to whole rows. A line a format: bits a weight,
-and the least and the most of its squared error over that of coded integers of the same size, over all tensors. Below 1
-it would lie under their hull. Coded integers are rounded for the least error and coded, so their size is what it is;
-the others are given the benefit of the doubt:
+Uses one tensor of each projection and kind of linear layer, cut to whole rows. Prints one line per format: bits per
+weight, and the minimum and maximum over all tensors of its squared error relative to coded integers of the same size. A
+ratio below 1 would lie below their hull. Coded integers are rounded for the least error and coded, so their size is
+exact; the other formats get optimistic assumptions:
 
-- integers in groups are `moepack.solvers.groupwise`, with a search for the best scales;
-- codebooks have the centroids of least error for each row, found by Lloyd's rounds, 16 bits each;
-- compensated integers have the best low-rank correction of their error, not rounded, at 3.25 bits a number;
+- group-wise integers use `moepack.solvers.groupwise` with a search for the best scales;
+- codebooks have the centroids of least error for each row, found by Lloyd's algorithm, 16 bits each;
+- compensated integers have the best unrounded low-rank correction of their error, at 3.25 bits per number;
 - ternary codes take the entropy of their symbols, and the best threshold and level for each row, 16 bits each.
 """
 

@@ -1,9 +1,10 @@
-"""What noise as strong as all tensors of a role would cost a model, were its loss a parabola: twice the nats a token.
+"""Estimates the loss of replacing all tensors of a role by noise of equal strength, if the loss were quadratic.
 
     python benches/importance.py MODEL [MODEL ...] --calibration FILE [--windows 8] [--threads 1]
 
-It is the sum over a role's tensors of the measured importance (`moepack.calibration.fisher`) times the squares of the
-weights; without a text `auto` takes it to be alike for all models (`moepack.methods.rate.importance.LOST`).
+Prints twice the nats per token: the sum over a role's tensors of the measured importance (`moepack.calibration.fisher`)
+times the squares of the weights. Without a text, `auto` assumes one value for all models
+(`moepack.methods.rate.importance.LOST`).
 """
 
 from __future__ import annotations

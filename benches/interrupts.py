@@ -1,11 +1,11 @@
-"""How long commands go on after Ctrl-C.
+"""Measures how long commands continue after Ctrl-C.
 
     python benches/interrupts.py [MODEL]
 
-Each command runs in a process of its own, is interrupted (SIGINT) at several moments, and must end with exit code 130.
+Each command runs in its own process, is interrupted (SIGINT) at several moments, and must end with exit code 130.
 Prints a JSON object: for each command the longest time in seconds from the signal to the end, and the exit codes.
 
-Libraries are imported first: some extensions end the process (SIGABRT) when an interruption meets their import.
+Libraries are imported first: some extensions abort the process (SIGABRT) if their import is interrupted.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""How near `rate` comes to the bits that it was asked for: everything that it packs, all metadata counted.
+"""Measures how closely `rate` meets the requested bits over everything it packs, including all metadata.
 
     python benches/landing.py MODEL [MODEL ...] [--rates 0.9 1.25 1.6 2.2 3.2 4.2 6] [--calibration FILE] [--samples 64]
         [--roles all] [--threads 1] [--out build/landing.json]
 
-A line each: bits asked for, bits that the packed bytes take, and how far that is away, in percent. `within` is the
-largest distance of a model.
+Each line has the requested bits, the packed bits, and the deviation in percent. `within` is the largest deviation of a
+model.
 """
 
 from __future__ import annotations

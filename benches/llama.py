@@ -1,25 +1,24 @@
-"""A packed model beside llama.cpp: tokens a second when decoding and when reading a prompt, and peak memory.
+"""Compares a packed model with llama.cpp: tokens per second for decoding and for a prompt, and peak memory.
 
     python benches/llama.py [--threads 2] [--types Q4_0 IQ4_NL] [--tokens 64] [--prompt 256] [--directory DIR]
     python benches/llama.py --formats IQ2_XS IQ3_XXS IQ4_XS [--losses FILE ...]
 
-Both run a made-up model of Qwen3-MoE's shapes (7 layers of 64 experts of 3 x 768 x 2048, 8 a token: 2.2 * 10^9 weights)
-with random weights: llama.cpp (the library of xllamacpp or llama-cpp-python, and `gguf`, from PyPI) with one type for
-every linear layer but the router. Nothing about quality can be learned from it.
+Both run a synthetic model of Qwen3-MoE's shapes (7 layers of 64 experts of 3 x 768 x 2048, 8 per token: 2.2 * 10^9
+weights) with random weights: llama.cpp (the library of xllamacpp or llama-cpp-python, and `gguf`, from PyPI) with one
+type for every linear layer except the router. This measures no quality.
 
-Beside `--types` stands moepack with a codebook of 16 centroids a row for the same tensors. Embeddings, which are the
-head too, have 16 bits in both. moepack runs twice: with weights mapped from files that the page cache holds, and with
-resident ones.
+`--types` compares with moepack's codebooks of 16 centroids per row for the same tensors. Embeddings, which are also the
+head, have 16 bits in both. moepack runs twice: with weights mapped from files in the page cache, and with resident
+ones.
 
-Beside each of `--formats` stand coded integers of the method `rate`, embeddings packed in both, activations of 8 bits
-in both. All tensors get the same bits, as they do there: those at which `rate` with a text loses what the type loses
-with an importance matrix, in the rows that `benches/frontier.py` wrote to `--losses`, by default those of
-`benches/results` (losses interpolated log-linearly, the mean over models and texts); `--bits` gives others.
+`--formats` compares with coded integers of the method `rate`; both pack embeddings and use 8-bit activations. All
+tensors have the same bits, as in llama.cpp: those at which `rate` with a text has the loss of the type with an
+importance matrix, in the rows that `benches/frontier.py` wrote to `--losses`, by default those of `benches/results`
+(losses interpolated log-linearly, averaged over models and texts); `--bits` overrides them.
 
-Each side runs in a process of its own; sides take turns, and the medians over rounds count: by the clock, but with one
-thread by the processor's time, which other work on the machine disturbs less. Decoding is greedy behind a
-prompt of 16 tokens; reading is one pass over a prompt. Memory is the peak of the process's resident set: mapped weights
-are in it once they have been touched.
+Each side runs in its own process; sides alternate, and medians over rounds count: by the clock, but with one thread by
+processor time, which other load disturbs less. Decoding is greedy after a prompt of 16 tokens; a prompt is read in one
+pass. Memory is the peak resident set of the process, which includes mapped weights once they have been touched.
 """
 
 from __future__ import annotations

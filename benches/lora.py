@@ -1,12 +1,12 @@
-"""LoRA beside packed experts and beside bfloat16: memory, time and loss after equal steps.
+"""Compares LoRA on packed experts and on bfloat16: memory, time and loss after equal steps.
 
     python benches/lora.py MODEL --train TEXT --held-out TEXT --json F [--steps 40] [--tokens 64] [--batch 4]
 
-Both sides train the same adapters (rank 8 on the query and value projections) from the same seed on the same
-windows, by AdamW. Activations are bfloat16, adapters float32. Each side runs in a process of its own: `weights` are the
-bytes of what the model holds and does not train, `peak` is the growth of the resident set from before loading to its
-peak in the last step, mapped pages counted, and `loss` is that of windows of another text in nats a token, before the
-first step and after the last.
+Both sides train the same adapters (rank 8 on the query and value projections) from the same seed on the same windows
+with AdamW. Activations are bfloat16, adapters float32. Each side runs in its own process. `weights` are the bytes of
+frozen weights, `peak` is the growth of the resident set from before loading to its peak in the last step, including
+mapped pages, and `loss` is measured on windows of another text in nats per token, before the first step and after the
+last.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a measurement ran on: every benchmark stores this beside its figures, which say nothing without it."""
+"""Describes the machine of a measurement; every benchmark stores this with its figures."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Where the bits of coded tensors go: what their codes carry, and what the format takes beside it, by length of row.
+"""Breaks down the bits of coded tensors into entropy of the codes and format overhead, by row length.
 
     python benches/metadata.py MODEL [MODEL ...] [--rates 1.25 2.2 3.2] [--threads 1] [--out build/metadata.json]
 
-Models are rounded to a rate without a text, experts alone. In bits a weight: what is stored; the entropy of the codes
-where every stream has frequencies of its own, and where a tensor has one set for all (the first is below the second
-where rows differ in width, and less than a code can take, for frequencies have to be stored); and of the rest the part
-of states and index (`moepack.methods.rate.step.STREAM_BITS` a stream).
+Models are rounded to a rate without a text, experts only. In bits per weight: the stored size; the entropy of the codes
+with separate frequencies for every stream, and with one set per tensor (the first is below the second if rows differ in
+width, and not achievable, because frequencies must be stored); and the part of the rest taken by states and index
+(`moepack.methods.rate.step.STREAM_BITS` per stream).
 """
 
 from __future__ import annotations

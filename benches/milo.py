@@ -1,11 +1,11 @@
-"""What low-rank compensators bring (docs/methods/milo.md): loss over the original's, by method, rank policy and bytes.
+"""Measures the gain of low-rank compensators (docs/methods/milo.md): loss increase by method, rank policy and bytes.
 
     python benches/milo.py MODEL... --texts TEST.txt BOOKS.txt --calibration CALIBRATION.txt --rows rows.jsonl
     python benches/milo.py --rows rows.jsonl --json benches/results/milo.json --tables
 
-Everything is packed as `moepack compress` packs it: experts, attention, shared experts and dense layers, in groups of
-64; bytes are those of the packed tensors. The packed values are then put into transformers' own model and measured by
-`moepack.evaluate`. Rows are appended as they are measured, and those that are there are not measured again.
+Everything is packed as by `moepack compress`: experts, attention, shared experts and dense layers, in groups of 64;
+bytes are those of the packed tensors. The packed values are then put into transformers' own model and measured by
+`moepack.evaluate`. Rows are appended as they are measured and are not measured again.
 """
 
 from __future__ import annotations

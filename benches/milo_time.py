@@ -1,15 +1,15 @@
-"""How long MiLo takes to quantize (docs/methods/milo.md), with GPTQ beside it, and what that makes of Mixtral-8x7B.
+"""Times MiLo's quantization (docs/methods/milo.md) and GPTQ, and extrapolates to Mixtral-8x7B.
 
     python benches/milo_time.py [--device cuda] [--threads 2] [--only milo gptq] [--json benches/results/milo-time.json]
     python benches/milo_time.py --only quality --models MODEL...
 
-`milo`: matrices of Mixtral-8x7B's shapes (Gaussian) with rank 32 and INT3 factors, first what a budget needs to know
-of them (both grids and the leading singular values of what they lose), then the joint optimisation, one matrix alone
-and, on a CPU, one a thread. `gptq`: the same matrices by this package's GPTQ with groups of 64: its Hessian from some
+`milo`: matrices of Mixtral-8x7B's shapes (Gaussian) with rank 32 and INT3 factors; first the statistics that a budget
+needs (both grids and the leading singular values of their residuals), then the joint optimization, one matrix alone
+and, on a CPU, one per thread. `gptq`: the same matrices by this package's GPTQ with groups of 64: its Hessian from some
 tokens, extrapolated to the 65,536 that an expert sees of 128 samples of 2,048 tokens (attention: all 262,144),
-factorisation and rounding. Passing the samples through the model, which GPTQ needs and MiLo does not, is not counted.
-`quality`: the error on a model's own matrices against the slow way: torch's solver, decomposed anew each round.
-"""
+factorization and rounding. Passing the samples through the model, which GPTQ needs and MiLo does not, is not included.
+`quality`: the error on a model's own matrices compared with the slow variant: torch's solver, decomposed anew each
+round."""
 
 from __future__ import annotations
 

@@ -1,26 +1,26 @@
-"""Decoding with less memory than the experts take: streamed within a budget, beside files that the system maps.
+"""Measures decoding with less memory than the experts take: streaming within a budget, and mapped files.
 
     python benches/offload.py [--model experts|channels] [--share 0.33] [--tokens 48] [--directory DIR]
 
-`experts`: the model is the made-up one of benches/llama.py, 64 experts a layer, of which each token takes 8 at random:
-the worst case of any cache.
+`experts`: the synthetic model of benches/llama.py, with 64 experts per layer, of which each token uses 8 at random: the
+worst case for any cache.
 
-`channels`: the model has two layers of Mixtral's shapes (8 experts of 3 x 14336 x 4096, 2 a token, at random) and is
-packed as by `floe`: random up projections of 2 bits, random int8 records, of which a token wants a fifth. How much
-tokens agree on channels decides what a cache can do, so rows of up projections have scales of a log-normal distribution
-(`SKEW`), largest first, as `floe` stores them. Single channels stream beside whole experts of the same directory in the
-same memory, and beside mapped files. Building the model takes 9 GB of memory.
+`channels`: a model with two layers of Mixtral's shapes (8 experts of 3 x 14336 x 4096, 2 per token, at random), packed
+as by `floe`: random up projections of 2 bits, random int8 records, of which a token uses a fifth. The hit rate of a
+cache depends on how much tokens agree on channels, so rows of up projections have log-normally distributed scales
+(`SKEW`), largest first, as stored by `floe`. Streaming single channels is compared with whole experts of the same
+directory in the same memory, and with mapped files. Building the model takes 9 GB of memory.
 
-Each side runs in a process of its own whose memory, page cache included, is limited by a control
-group to the budget and what the process itself takes; where no group can be made, the mapped side has all memory and
-the figures say so. The page cache forgets the model's files before each run.
+Each side runs in its own process. A control group limits its memory, including the page cache, to the budget plus the
+process's own memory; if no group can be created, the mapped side has all memory, and the figures say so. The model's
+files are dropped from the page cache before each run.
 
-`--bytes` computes without a model what channels must read for a token, by the most bytes between two records that are
-read along, with the records that are wanted most in memory: the most that any policy by use can keep.
+`--bytes` computes without a model how many bytes channels must read per token, by the maximum gap between two records
+that is read along, with the most used records in memory: the best that any usage-based policy can achieve.
 
-Two floors tell what bounds a side: the bytes of a token at the drive's rate (`drive`: reads past the page cache, as
-many at a time and as large as the side's own), and computing alone (`resident`: the same store, with memory for all).
-"""
+Two lower bounds show the bottleneck of a side: the bytes of a token at the drive's rate (`drive`: direct reads, with
+the same concurrency and sizes as the side's own), and computing alone (`resident`: the same store, with enough memory
+for all experts)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""How fast kernels read packed weights from memory of each kind: pages of 4 KB or 2 MB, mapped files or own memory.
+"""Times kernels reading packed weights from each kind of memory: pages of 4 KB or 2 MB, mapped files or private memory.
 
     python benches/pages.py [--threads 2] [--rounds 7] [--directory build/pages] [--out build/pages.json]
 
-Weights are int4 in groups of 64, 20 layers of 64 experts of 768 x 2048 (0.84 MB each, 1.07 GB in all). A round takes
-every expert once, one token each, eight a product as in decoding, in random order: no cache holds any and every product
-begins at pages that were not used lately. Kinds take turns, and the medians over rounds count.
+Weights are int4 in groups of 64, 20 layers of 64 experts of 768 x 2048 (0.84 MB each, 1.07 GB in total). A round uses
+every expert once, one token each, eight per product as in decoding, in random order: no cache holds the experts, and
+every product starts at pages that were not used recently. Kinds alternate, and medians over rounds count.
 
-A file of its own stands for each state that the page cache can be in, which decides about the size of the pages as much
-as the mapping does; which states exist is up to the kernel and the file system, so both are saved with the figures.
+Each state of the page cache has its own file, because this state affects the page size as much as the mapping does. The
+available states depend on the kernel and the file system, so both are stored with the figures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ways to multiply by quantized weights, of moepack and of other packages from PyPI, in one shape for a benchmark.
+"""Products with quantized weights of moepack and other PyPI packages, behind one interface for benchmarks.
 
 A peer holds several copies of a matrix, together larger than any cache, and multiplies by all of them in one round.
-Packages that are not installed, or lack a kernel, are reported as absent and never guessed at.
+Packages that are not installed, or lack a kernel, are reported as absent.
 """
 
 from __future__ import annotations

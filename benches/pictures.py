@@ -1,4 +1,4 @@
-"""Pictures of benchmarks: one panel a model, side by side, written without a display."""
+"""Plots benchmark results: one panel per model, side by side, written without a display."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What `auto --prefer speed` gains in tokens a second, and what it costs in loss, beside `--prefer quality`.
+"""Compares `auto --prefer speed` with `--prefer quality`: tokens per second and loss.
 
     python benches/prefer.py MODEL [MODEL ...] --calibration FILE --text FILE [--bits 3 4 5] [--samples 64]
         [--chars 100000] [--device cpu] [--threads 2] [--rounds 7] [--tokens 32] [--out build/prefer.json]
 
-Both have the same size and text. Models decode on the processor, taking turns round by round; medians are printed, and
-what the plan expected of products alone. --device is where the text is read and losses are measured.
+Both have the same size and text. Models decode on the CPU, alternating round by round. Prints medians, and the speed
+that the plan expected from products alone. --device is where the text is read and losses are measured.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Calibrated against rounded experts: coded bits a weight and loss, as JSON and the table of docs/methods/qmoe.md.
+"""Compares calibrated and rounded experts: coded bits per weight and loss, as JSON and the table of
+docs/methods/qmoe.md.
 
     python benches/qmoe.py MODEL [MODEL ...] --calibration TEXT --text TEXT [--text TEXT] [--device cuda]
 
-Each model is packed once for each method and measured by `yardstick.py`: windows of 512 tokens for decoders, span
-corruption for encoder-decoders.
+Each model is packed once per method and measured by `yardstick.py`: windows of 512 tokens for decoders, span corruption
+for encoder-decoders.
 """
 
 from __future__ import annotations

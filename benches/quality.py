@@ -1,10 +1,10 @@
-"""README's table of losses: `moepack compress`, then `moepack eval --reference`, for each model and text.
+"""Creates README's table of losses: `moepack compress`, then `moepack eval --reference`, for each model and text.
 
     python benches/quality.py MODEL [MODEL ...] --text FILE [--text FILE] [-- COMPRESS OPTIONS]
 
-What follows `--` goes to `moepack compress`; without it, experts are rounded to ternary. Both commands run as a user
-runs them, in processes of their own; packed directories go to a temporary directory. On two cores the five models of
-the README take half an hour with 250,000 characters of two texts. Example of a calibrated table:
+Arguments after `--` are passed to `moepack compress`; without them, experts are rounded to ternary. Both commands run
+in their own processes, as for a user; packed directories are temporary. On two cores, the five models of the README
+take half an hour with 250,000 characters of two texts. Example of a calibrated table:
 
     python benches/quality.py MODEL --text FILE -- --method qmoe --calibration TEXT --bits-per-weight 1.05
 """

@@ -1,4 +1,4 @@
-"""Weights that a quantizer makes of a checkpoint: what all quantizers here share."""
+"""Quantized weights of a checkpoint: the common part of all quantizers here."""
 
 from __future__ import annotations
 

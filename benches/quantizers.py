@@ -1,12 +1,11 @@
-"""Quantizers of other packages, and the weights that they make of a Llama checkpoint.
+"""Quantizers of other packages, applied to a Llama checkpoint.
 
 Each function quantizes the linear layers of a checkpoint with one package and its defaults, on given calibration
-tokens, and returns the weights that the package's own runtime would multiply by. A package is imported where it is
-used, since no environment holds all of them. `ggml_quantizer.py` has llama.cpp.
+tokens, and returns the weights that the package's own runtime would use. Packages are imported lazily, because no
+environment has all of them. `ggml_quantizer.py` has llama.cpp.
 
-Sizes count what a reader of the codes needs: the codes at their nominal width, a scale and a zero for each group at the
-width that the package stores, and a group index for each column where columns are out of order.
-"""
+Sizes include everything that a reader of the codes needs: the codes at their nominal width, a scale and a zero per
+group at the package's stored width, and a group index per column if columns are reordered."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Loss over bits a weight: the rate knob beside GPTQ with scaled levels, as JSON, a Markdown table and a PNG.
+"""Plots loss over bits per weight: the rate setting and GPTQ with scaled levels, as JSON, a Markdown table and a PNG.
 
     python benches/rate_distortion.py MODEL [MODEL ...] --calibration FILE --text FILE [--text FILE] [--device cuda]
 
-The frontier is GPTQ on the paper's grid with both levels of every row scaled by one factor, which trades bits for loss
-as well; the knob is what `moepack compress --method qmoe --bits-per-weight X` does. Both see the same samples through
-the same calibration, and are measured by `yardstick.py`. Needs matplotlib for the picture.
+The frontier is GPTQ on the paper's grid with both levels of every row scaled by one factor, which also trades bits for
+loss; the knob is `moepack compress --method qmoe --bits-per-weight X`. Both use the same samples and the same
+calibration, and are measured by `yardstick.py`. The picture requires matplotlib.
 """
 
 from __future__ import annotations

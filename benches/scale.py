@@ -1,22 +1,22 @@
-"""Compress a checkpoint of the Switch-base-128 shapes: seconds for 10^9 weights, peak memory, and c2048 from that.
+"""Compresses a checkpoint of Switch-base-128's shapes: seconds per 10^9 weights, peak memory, and a c2048 estimate.
 
     python benches/scale.py [--layers 12] [--experts 128] [--methods ternary qmoe rate] [--samples 64] [--threads N]
                             [--device cuda] [--directory DIR] [--workers 1 2 4]
 
-The checkpoint is made up (shapes of google/switch-base-128: d_model 768, d_ff 3072, 128 experts, a sparse layer after
+The checkpoint is synthetic (shapes of google/switch-base-128: d_model 768, d_ff 3072, 128 experts, a sparse layer after
 each dense one), in shards, and removed afterwards: 12 layers are 7.2 * 10^9 expert weights, 14.5 GB. Its experts are
-overlapping windows of one run of Gaussian numbers, which costs no time to draw and has no effect on the time to
-compress; its router is random, so tokens spread over the experts. Nothing about quality can be learned from it.
-Fewer experts and as many times fewer samples leave the time a weight what it is, and the memory less.
+overlapping windows of one sequence of Gaussian numbers, which is fast to generate and does not affect the time to
+compress; its router is random, so tokens spread over the experts. This measures no quality. Fewer experts with
+proportionally fewer samples take the same time per weight and less memory.
 
-`rate` takes 3 bits, without a text and, unless `--codes` says otherwise, in plain codes. Each method runs in a process
-of its own, which this one watches: memory is looked at every 20 ms. Processor seconds are given beside wall seconds,
-because they hold on a machine that has other work.
+`rate` uses 3 bits, without a text and, unless `--codes` is given, plain codes. Each method runs in its own process,
+which this one monitors: memory is sampled every 20 ms. Processor seconds are printed besides wall seconds, because they
+are meaningful on a loaded machine.
 
-With `--workers`, each method runs by itself in one thread, then shared by so many workers of one thread each, on a Ray
-cluster of this machine. What starting costs is left out: the job is the second one of its cluster. The efficiency is
-the local run's processor time over that of all processes of the cluster, driver and Ray's own among them: wall time
-says as much only where each worker has a core.
+With `--workers`, each method first runs alone in one thread, then shared by the given numbers of workers of one thread
+each, on a Ray cluster of this machine. Start-up cost is excluded: the job is the second one of its cluster. The
+efficiency is the local run's processor time over that of all processes of the cluster, including the driver and Ray's
+own; wall time would be as meaningful only if each worker had a core.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""What errors of weights cost a model that somebody else trained, and what follows for the steps of its integers.
+"""Measures how weight errors affect the loss of a pretrained model, and the best integer steps that follow.
 
     python benches/sensitivity.py samples MODEL --results FILE [--device cuda]
     python benches/sensitivity.py texts MODEL --texts FILE ... --sources FILE ... [--bits 3 4] [--steps 40]
         [--device cuda]
     python benches/sensitivity.py steps MODEL --texts FILE ... --sources FILE [--bits 3 4] [--device cuda]
 
-`samples` lets MODEL write a text of its own, from random first tokens at a temperature of 1.
+`samples` generates a text with MODEL, from random first tokens at temperature 1.
 
-`texts` compresses MODEL by `auto` with each source, which may be `none` or `built-in`. It prints the loss that the plan
-expected, beside the increase of the loss and the divergence that were measured. With --steps, `moepack tune` follows on
-the same source, and a second row shows what it leaves.
+`texts` compresses MODEL by `auto` with each source, which may be `none` or `built-in`. Prints the loss that the plan
+expected, and the measured loss increase and divergence. With --steps, `moepack tune` follows on the same source, and a
+second row shows its result.
 
-`steps` rounds all weights to integers, whose steps follow the squared gradients F of the source's text: for a whole
-tensor (the mean of F), or in proportion to 1 / sqrt(rows^b columns^a) within it, with the means of F over columns and
-over rows. The size counts the entropy of each tensor's integers; scales are not counted (16 bits a row and a column).
-There is no error compensation and there are no dependent codes: it shows what the steps alone are worth.
+`steps` rounds all weights to integers whose steps follow the squared gradients F of the source's text: per tensor (the
+mean of F), or proportional to 1 / sqrt(rows^b columns^a) within it, with the means of F over columns and over rows. The
+size is the entropy of each tensor's integers, without scales (16 bits per row and column). There is no error
+compensation, and there are no dependent codes: this measures the effect of the steps alone.
 
-MODEL is a Mixtral checkpoint that fits on the device in float32 three times, such as `benches/real.py` makes.
+MODEL is a Mixtral checkpoint, such as from `benches/real.py`; three float32 copies must fit on the device.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""`moepack serve` under load, beside llama.cpp's server where it is installed: first token, tokens a second, memory.
+"""Measures `moepack serve`, and llama.cpp's server if installed, under load: first token, tokens per second, memory.
 
     python benches/serve.py MODEL [--clients 1 8 64] [--tokens 32] [--minutes 0] [--threads 2]
     python benches/serve.py --random [--clients 1 8] [--directory build/serve]
 
-Each client asks for streamed answers one after another, of prompts that begin differently; tokens are what the servers
-say they made. Greedy, and no answer ends early where the model does not end it itself. With `--minutes` the last number
-of clients goes on for so long, and the server's own memory is told over time: what it grows by after the first quarter
-is a leak.
+Each client requests streamed answers one after another, with prompts that start differently; token counts are those
+reported by the servers. Decoding is greedy, and answers end only if the model ends them. With `--minutes`, the last
+number of clients runs for that long, and the server's memory is reported over time: growth after the first quarter is a
+leak.
 
-`--random` makes the random model of `benches/llama.py` with a tokenizer: in four bits (groups of 32, activations of
-eight bits), the same weights as `moepack export --to gguf` writes them for llama.cpp's own server (xllamacpp from
-PyPI), and random codes of four bits in codebooks. The servers take turns, `--rounds` times, and the medians over rounds
-count; only one runs at a time. Each answers as many at a time as there are clients.
-"""
+`--random` creates the random model of `benches/llama.py` with a tokenizer: in four bits (groups of 32, 8-bit
+activations), the same weights exported by `moepack export --to gguf` for llama.cpp's own server (xllamacpp from PyPI),
+and random 4-bit codebook codes. The servers alternate `--rounds` times, and medians over rounds count; only one runs at
+a time. Each serves as many requests concurrently as there are clients."""
 
 from __future__ import annotations
 

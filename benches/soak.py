@@ -1,12 +1,12 @@
-"""Uses everything again and again, and watches for growth: memory, open files and threads must stay what they were.
+"""Runs everything repeatedly and checks that memory, open files and threads do not grow.
 
     python benches/soak.py [--minutes 10] [--model DIR ...]
 
-A round compresses each model with every method, verifies the result, loads it, writes some tokens with it, and exports
-it. Prints a line a model and a JSON object at the end; the exit code is 1 if something failed or grew.
+A round compresses each model with every method, verifies the result, loads it, generates some tokens, and exports it.
+Prints one line per model and a JSON object at the end; the exit code is 1 if anything failed or grew.
 
-The first rounds fill caches (imports, torch's and the allocator's); growth is counted from the round after a quarter of
-the time on.
+The first rounds fill caches (imports, torch's and the allocator's); growth counts from the round after a quarter of the
+time.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Memory of compressing checkpoints that come quantized: fp8 with block scales (Qwen3) and mxfp4 (gpt-oss).
+"""Measures the memory of compressing quantized checkpoints: fp8 with block scales (Qwen3) and mxfp4 (gpt-oss).
 
     python benches/sources.py [--experts 16] [--layers 2] [--out FILE]
 
-The checkpoints are made up (hidden 1,024, inner 2,048, a shard for each layer; 16 experts in 2 layers are 0.2 GB in
-fp8, 0.11 GB in mxfp4) and removed afterwards. Each is compressed by `finequant` at 4 bits in a process of its own, on
-one thread; its largest anonymous memory stands beside what is promised: 1 GiB + 4 times the largest layer in bf16.
+The checkpoints are synthetic (hidden 1,024, inner 2,048, one shard per layer; 16 experts in 2 layers are 0.2 GB in fp8,
+0.11 GB in mxfp4) and removed afterwards. Each is compressed by `finequant` at 4 bits in its own process, on one thread.
+Prints its peak anonymous memory and the guaranteed bound: 1 GiB + 4 times the largest layer in bf16.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Times the ternary codecs beside torch bf16 in one run: ratio, encoding, and products from cold weights.
+"""Times the ternary codecs and torch bf16 in one run: compression ratio, encoding, and products from cold weights.
 
     python benches/ternary.py [--threads 1] [--seconds 2] [--isa avx512 avx2 scalar] [--out build/ternary.json]
 
-Every product reads weights that were not touched for at least 600 MB of other weights, so no cache holds them; the
-peers take turns call by call, so that a drift of the machine's speed meets all of them; medians are printed.
+Between two uses of the same weights, at least 600 MB of other weights are read, so no cache holds them. The peers
+alternate call by call, so that drifts of the machine's speed affect all of them. Prints medians.
 """
 
 from __future__ import annotations

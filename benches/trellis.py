@@ -1,9 +1,10 @@
-"""Squared error of dependent codes of Gaussian and Laplace weights over that of plain ones with as many bits: seconds.
+"""Measures the squared error of dependent codes relative to plain ones at equal bits. Takes seconds.
 
     python benches/trellis.py
 
-In brackets stands the share of the weights' length that is kept (values projected on weights). Both are rounded as
-`rate` does it without a text, and coded; the step of dependent codes is the one at which they take the same bytes.
+Weights are Gaussian and Laplace. The share of the weights' length that is kept (values projected on weights) is in
+parentheses. Both kinds are rounded as by `rate` without a text, and coded; the step of dependent codes is the one at
+which they take the same bytes.
 """
 
 from __future__ import annotations

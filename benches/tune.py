@@ -1,13 +1,13 @@
-"""What `moepack tune` gains on coded integers: loss before and after, and that of a larger directory of equal bits.
+"""Measures the gain of `moepack tune` on coded integers: loss before and after, and that of a directory of equal bits.
 
     python benches/tune.py MODEL [MODEL ...] --tuning FILE --text FILE [--text FILE] [--calibration FILE] [--rates 2.2]
         [--roles none] [--samples 64] [--tokens 256] [--steps 100] [--batch 8] [--learning 5e-4] [--long 512]
         [--chars 60000] [--threads 1] [--device cpu] [--out build/tune.json]
 
-Directories are those of the method `rate`, without a text or, with --calibration, solved on its samples, and are
-fine-tuned on samples of so many tokens of another text, or of the same. A line each: bits a weight of all that is
-packed, metadata counted, and the increase of the loss over the original in nats a token. Fine-tuned rows of --long
-columns and more have scales of their own; "as many bits" is a directory that is given their bits when it is compressed.
+Directories are packed by the method `rate`, without a text or, with --calibration, solved on its samples. They are
+fine-tuned on samples with the given number of tokens of another text, or of the same one. Each line has the bits per
+packed weight, including metadata, and the loss increase over the original in nats per token. Fine-tuned rows with at
+least --long columns have their own scales; "as many bits" is a directory compressed directly to the resulting bits.
 """
 
 from __future__ import annotations

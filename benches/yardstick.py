@@ -1,9 +1,8 @@
-"""What a method costs a model: coded bits a weight, and the increase of the loss, on any device.
+"""Measures a method on a model: coded bits per weight and loss increase, on any device.
 
-The method packs every layer as `moepack compress` would have it do; bits are those of the packed bytes, all metadata
-counted. Losses are `moepack.evaluate`'s, with the packed values put into transformers' own model, so that they can be
-measured on a GPU, where packed bytes cannot be read yet.
-"""
+The method packs every layer as in `moepack compress`; bits are those of the packed bytes, including all metadata.
+Losses are those of `moepack.evaluate` with the packed values in transformers' own model, so that they can be measured
+on a GPU, where packed bytes cannot be read yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed models and the same models with decoded weights, and what tests of adapters ask of both."""
+"""Packed models, the same models with decoded weights, and shared checks for adapter tests."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Fixtures that every test file shares: tiny random checkpoints, built once a session. Treat them as read-only."""
+"""Shared fixtures: tiny random checkpoints, built once per session. Treat them as read-only."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""Run `compress` again and again, each time killed at a later moment, and continue it. A script of its own.
+"""Run `compress` repeatedly, kill it at increasingly late moments, and resume it. A standalone script.
 
     python crash_worker.py MODEL WORK_DIRECTORY [METHOD [KILLS]]
 
-Forks before any thread exists; the child counts everything that reaches the disk (writes, flushes, renames, removals)
-and kills itself with SIGKILL in the middle of the k-th, after half of its bytes where it is a write. Then a second
-child continues, and the result must equal an uninterrupted run byte for byte. All moments are tried, or KILLS of them,
-spread over the run. Prints how many kills there were.
+Forks before any thread exists. The child counts everything that reaches the disk (writes, flushes, renames, removals)
+and kills itself with SIGKILL during the k-th operation; a write is interrupted after half of its bytes. A second child
+then resumes, and the result must equal an uninterrupted run byte for byte. All moments are tried, or KILLS of them,
+spread over the run. Prints the number of kills.
 
 Methods that run the model read WORK_DIRECTORY/text.txt.
 """

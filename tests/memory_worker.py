@@ -1,4 +1,4 @@
-"""Compress a checkpoint and say how much anonymous memory the imports alone took. A script of its own.
+"""Compress a checkpoint and print the anonymous memory taken by the imports alone. A standalone script.
 
 python memory_worker.py MODEL OUT
 """

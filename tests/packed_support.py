@@ -1,4 +1,4 @@
-"""Small helpers for tests that take packed directories apart."""
+"""Small helpers for tests that inspect or modify packed directories."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The QMoE authors' format, written by an encoder of our own from the specification."""
+"""An independent encoder of the QMoE authors' format, written from the specification."""
 
 import heapq
 from functools import cache

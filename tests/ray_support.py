@@ -1,4 +1,4 @@
-"""Importable by processes of a cluster: methods that take their time or wait, and looks at a node that end badly."""
+"""Objects that processes of a Ray cluster can import: slow or waiting methods, and node checks that fail."""
 
 import os
 import signal

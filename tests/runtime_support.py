@@ -1,7 +1,7 @@
 """Tiny models of every supported architecture, and packed directories of them in a trivial format.
 
-The format here ("MOEPTEST": a header and the weights as float32) stands in for a real one where a test is about
-loading and routing, so that a fault of a codec cannot hide one of the runtime, nor the other way round.
+The format ("MOEPTEST": a header and float32 weights) replaces a real one in tests of loading and routing, so that a
+codec fault cannot hide a runtime fault, and vice versa.
 """
 
 import math

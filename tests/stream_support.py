@@ -1,4 +1,4 @@
-"""The states behind a model's last block: as calibration computed them, and as the packed model does."""
+"""States after a model's last block, as computed by calibration and by the packed model."""
 
 import torch
 

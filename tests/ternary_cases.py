@@ -1,4 +1,4 @@
-"""Random ternary tensors for the tests, and what they stand for."""
+"""Random ternary tensors for tests, and their values."""
 
 import torch
 

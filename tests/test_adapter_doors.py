@@ -1,4 +1,4 @@
-"""Every door of peft and transformers to packed models, every method of peft, and what is refused."""
+"""peft adapters on packed models: every entry point of peft and transformers, every method of peft, and rejections."""
 
 import copy
 from pathlib import Path

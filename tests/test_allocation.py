@@ -1,7 +1,7 @@
-"""The allocation of bytes: properties of the solver, and the choices of the searches that it stands for.
+"""Byte allocation: properties of the solver, and equality with the naive searches that it replaces.
 
-The twins below are those searches written naively, each for its one kind of proposal: group sizes by a heap of steps,
-ranks by one sorted list, grids by bisection of a price, prices by a walk along a summed curve.
+The reference searches below are naive and handle one kind of proposal each: group sizes by a heap of steps, ranks by
+one sorted list, grids by bisection of a price, prices by a walk along a summed curve.
 """
 
 import heapq
@@ -331,9 +331,9 @@ def test_degenerate_sets() -> None:
         return [one.specification for one in hull(points(*pairs))[0]]
 
     assert allocate([], 0) == []
-    with pytest.raises(ValueError, match="without candidates"):
+    with pytest.raises(ValueError, match="has no candidates"):
         allocate([[]], 10)
-    with pytest.raises(ValueError, match="take 3 bytes, the budget is 2"):
+    with pytest.raises(ValueError, match="take 3 bytes, but the budget is 2"):
         allocate([points((3, 1.0))], 2)
     # Of equal candidates the first; a larger one that brings nothing never.
     assert allocate([points((3, 1.0), (3, 1.0), (4, 1.0))], 9)[0].candidate.specification == 0

@@ -1,6 +1,6 @@
-"""What a sequence gets depends on nobody else: alone, beside a long one, behind a long one, with a prefix of another.
+"""A sequence's output does not depend on other sequences: alone, next to or after a long one, or with a shared prefix.
 
-Alone is what a model gives that has just been loaded and reads that sequence in one pass, then token by token.
+The reference is a freshly loaded model that reads the sequence in one pass, then token by token.
 """
 
 import copy

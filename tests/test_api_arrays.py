@@ -1,7 +1,7 @@
-"""Functions of the API take torch tensors and NumPy arrays alike, however they lie in memory, and answer in kind.
+"""API functions accept torch tensors and NumPy arrays with any memory layout and return the argument's kind.
 
-A case computes a function from its arguments, given as contiguous torch tensors; the property is that any other layout
-of the same values, in either library, gives the same values back in the library of the argument.
+Each case computes a function from contiguous torch tensors. Any other layout of the same values, in either library,
+must give the same values in the library of the argument.
 """
 
 import inspect

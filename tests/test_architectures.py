@@ -1,4 +1,4 @@
-"""What `describe` says about a checkpoint, held against the model that transformers builds from it."""
+"""`describe` agrees with the model that transformers builds from the same checkpoint."""
 
 import json
 import re

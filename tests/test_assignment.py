@@ -1,4 +1,4 @@
-"""Jobs of several methods: tensors given to other methods or packed elsewhere; and jobs whose checkpoint is mended."""
+"""Jobs with several methods, tensors packed elsewhere, and jobs whose checkpoint is repaired."""
 
 import shutil
 from collections.abc import Callable

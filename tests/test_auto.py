@@ -1,4 +1,4 @@
-"""The method `auto`: a size is met, what cannot be is refused before a weight is read, and importance decides."""
+"""The method `auto`: meets a size, rejects unreachable sizes before reading weights, and allocates by importance."""
 
 import math
 import re

@@ -194,7 +194,7 @@ def test_smaller_groups_are_tried_when_memory_runs_out(mixtral):
 
 def test_a_layer_must_be_answered_to_its_end(mixtral):
     calibrate = calibrator(mixtral, decoder_samples(WINDOWS))
-    with pytest.raises(RuntimeError, match=r"left before its last stage"):
+    with pytest.raises(RuntimeError, match=r"not iterated to its last stage"):
         for run in calibrate.layers():
             next(iter(run))
     with pytest.raises(RuntimeError, match=r"a stage of 'model\.layers\.0\.mlp\.experts' was not answered"):

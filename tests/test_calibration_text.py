@@ -29,7 +29,7 @@ def test_windows_lie_at_even_distances_over_the_text(tmp_path):
 def test_a_short_text_gives_fewer_windows_and_one_at_least(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("abcdefghij" * 2 + "x")
-    with pytest.warns(MoepackWarning, match=r"text\.txt: the text holds 2 samples of 10 tokens, 8 were asked for"):
+    with pytest.warns(MoepackWarning, match=r"text\.txt: the text holds 2 samples of 10 tokens, but 8 were requested"):
         assert token_windows(tokenizer, file, 8, 10, 200).shape == (2, 10)
     assert token_windows(tokenizer, file, 1, 21, 200).shape == (1, 21)
     with pytest.raises(CalibrationError, match="21 tokens are less than one sample of 22"):
@@ -75,11 +75,11 @@ def test_json_lines_arrays_and_directories(tmp_path):
         ("blank.txt", b" \n\t\n", "empty"),
         ("nul.txt", b"text\0text", "binary"),
         ("latin.txt", b"caf\xe9 au lait", "not UTF-8 text"),
-        ("bad.jsonl", b'{"text": "x"}\n{oops}\n', "line 2 is no JSON"),
-        ("deep.jsonl", b"[" * 100_000, "line 1 is no JSON"),
-        ("deep.json", b"[" * 100_000, "line 1 is no JSON"),
-        ("digits.jsonl", b'{"text": "x"}\n{"a": ' + b"9" * 5000 + b"}\n", "line 2 is no JSON"),
-        ("fields.jsonl", b'{"a": "x", "b": "y"}\n', "record 1 has no field 'text'"),
+        ("bad.jsonl", b'{"text": "x"}\n{oops}\n', "line 2 is not valid JSON"),
+        ("deep.jsonl", b"[" * 100_000, "line 1 is not valid JSON"),
+        ("deep.json", b"[" * 100_000, "line 1 is not valid JSON"),
+        ("digits.jsonl", b'{"text": "x"}\n{"a": ' + b"9" * 5000 + b"}\n", "line 2 is not valid JSON"),
+        ("fields.jsonl", b'{"a": "x", "b": "y"}\n', "record 1 has neither a field 'text'"),
         ("number.jsonl", b"3\n", "record 1"),
         ("surrogate.jsonl", b'{"text": "x"}\n{"text": "ab\\ud83d"}\n', "record 2 has a lone surrogate at character 2"),
     ],
@@ -133,7 +133,7 @@ def test_span_corruption_is_seeded_and_its_limits_are_errors():
     assert seq2seq_samples(windows, SPECIAL).fingerprint() != seq2seq_samples(windows, SPECIAL, seed=1).fingerprint()
     with pytest.raises(CalibrationError, match="too short"):
         seq2seq_samples(windows[:, :6], SPECIAL)
-    with pytest.raises(CalibrationError, match="6 sentinels, the model has 5"):
+    with pytest.raises(CalibrationError, match="6 sentinels, but the model has 5"):
         seq2seq_samples(torch.arange(200, 330).view(1, 130), SPECIAL)
     assert decoder_samples(windows).fingerprint() != decoder_samples(windows + 1).fingerprint()
 

@@ -1,4 +1,4 @@
-"""Channels that stay on disk: the right records, within the budget, whatever tokens ask for."""
+"""Streamed channels: the right records, within the budget, for any token choices."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Tensors of channels: golden files by two implementations, and the sparse layer beside its reference."""
+"""Channels tensors: golden files by two implementations, and the sparse layer against its reference."""
 
 import json
 import pathlib

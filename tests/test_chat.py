@@ -1,4 +1,4 @@
-"""The command `chat`: through a terminal, and from a script."""
+"""The command `chat`: in a terminal, and from a script."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""The check at the end of `compress`: what the packed model loses, and a note where that is far from the plan."""
+"""The check at the end of `compress`: the measured loss, and a note if it is far from the plan."""
 
 from pathlib import Path
 

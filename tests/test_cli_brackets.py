@@ -1,4 +1,4 @@
-"""Help, messages and tables are printed as they are written: brackets in them are not Rich's markup."""
+"""Help, messages and tables print brackets verbatim instead of interpreting them as Rich markup."""
 
 import inspect as python_inspect
 import io

@@ -1,4 +1,4 @@
-"""`moepack compress`: the plan before the work, the options of each method, models of the hub."""
+"""`moepack compress`: the plan, the options of each method, models on the hub."""
 
 import io
 from inspect import signature
@@ -256,7 +256,7 @@ def test_auto_is_the_default(mixtral: Path, tmp_path: Path, capsys: pytest.Captu
 def test_settings_are_keywords(mixtral: Path, tmp_path: Path) -> None:
     report = moepack.compress(mixtral, tmp_path / "one", method="finequant", bits=8, dense_bits=4)
     assert report.bits_per_weight > 8 and report.dense_weights
-    with pytest.raises(ValueError, match="bits: settings are of methods given by name"):
+    with pytest.raises(ValueError, match="bits: pass settings only with method="):
         moepack.compress(mixtral, tmp_path / "two", method=create("finequant"), bits=8)
 
 

@@ -1,4 +1,4 @@
-"""The commands compress, inspect and verify, and what the command line promises for all commands."""
+"""The commands compress, inspect and verify, and guarantees of the command line for all commands."""
 
 import json
 import os

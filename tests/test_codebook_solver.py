@@ -1,4 +1,4 @@
-"""Clustering on the output error, against definitions in float64; rounded activations, against the kernels."""
+"""Clustering on the output error against float64 definitions, and rounded activations against the kernels."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The extension module: what it accepts, what it returns and what it raises."""
+"""The extension module: accepted arguments, results and errors."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Coded tensors: the core beside an independent reader, their size, their products, and damage."""
+"""Coded tensors: the core against an independent reader, size, products, and damage."""
 
 import json
 import math

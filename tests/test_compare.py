@@ -1,4 +1,4 @@
-"""`moepack compare`: methods meet a size, figures, and a chart that any browser opens."""
+"""`moepack compare`: methods meet a size, figures, and a chart that any browser can open."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The mode auto: few tokens as exact, many within the rounding of bf16; tensors made for rounded activations round."""
+"""The mode auto: few tokens as in exact, many within bf16 rounding; tensors for rounded activations round them."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The compute mode: of the process, of a model, of the environment; a matrix multiplies as it was told."""
+"""The compute mode of the process, a model and the environment; each matrix uses the mode it was given."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Models in the QMoE authors' format become packed directories, value for value."""
+"""Conversion of models in the QMoE authors' format to packed directories, with identical values."""
 
 import json
 import shutil

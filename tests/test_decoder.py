@@ -1,4 +1,4 @@
-"""Decoding in the core beside transformers' own: the same numbers where it takes part, no part where it must not."""
+"""Decoding in the core against transformers': equal numbers where it is used, and not used where it must not be."""
 
 import copy
 import io

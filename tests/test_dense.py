@@ -1,4 +1,4 @@
-"""Linear layers outside the experts: which they are, how they are packed, and that they compute what they did."""
+"""Linear layers outside the experts: detection, packing, and equal results."""
 
 import json
 import os

@@ -1,5 +1,6 @@
-"""What the package is built of: crates of the registry alone, under licenses that may be passed on, and listed in the
-installed package (a software bill of materials in CycloneDX, where PEP 770 puts it). Known faults of them:
+"""Dependencies of the package: registry crates only, with redistributable licenses, listed in the installed package.
+
+The list is a CycloneDX software bill of materials at the location defined by PEP 770. Known vulnerabilities:
 `benches/audit.py`.
 """
 

@@ -1,4 +1,4 @@
-"""Dependent codes: what the searches find, how long they expect codes to be, and which tensors have them."""
+"""Dependent codes: search results, expected code lengths, and which tensors use them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Descriptions of architectures: each is enough to compress and to load; so is one that is written here."""
+"""Architecture descriptions: each suffices to compress and load, including one defined here."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,6 @@
-"""A job that is shared, on a cluster of copies in this process: the same bytes whatever the order of tasks, refusals,
-faults. `test_ray.py` does it with Ray's own processes, where Ray is installed.
+"""Shared jobs on a simulated cluster of copies in this process: identical bytes for any task order, rejections, faults.
+
+`test_ray.py` uses Ray's own processes, if Ray is installed.
 """
 
 import os
@@ -124,13 +125,13 @@ def test_nodes_are_looked_at(mixtral: Path, tmp_path: Path, monkeypatch: pytest.
     cluster._refuse(found)
     assert found.version == moepack.__version__ and found.processor == torch.backends.cpu.get_cpu_capability()
     missing = probe.look({str(file): stamp, str(tmp_path / "b"): stamp})
-    with pytest.raises(ClusterError, match=f"b: node {found.host} does not see it: No such file") as caught:
+    with pytest.raises(ClusterError, match=f"b: node {found.host} does not see this file: No such file") as caught:
         cluster._refuse(missing)
     assert caught.value.file == str(tmp_path / "b")
-    with pytest.raises(ClusterError, match="is another file there"):
+    with pytest.raises(ClusterError, match="is a different file there"):
         cluster._refuse(probe.look({str(file): "1 2 3"}))
-    with pytest.raises(ClusterError, match=rf"node a has moepack 0\.0\.9, here it is {moepack.__version__}"):
+    with pytest.raises(ClusterError, match=rf"node a has moepack 0\.0\.9, this machine has {moepack.__version__}"):
         cluster._refuse(found._replace(host="a", version="0.0.9"))
     monkeypatch.setitem(sys.modules, "moepack", None)
-    with pytest.raises(ClusterError, match="has no moepack that loads"):
+    with pytest.raises(ClusterError, match="cannot import moepack"):
         cluster._refuse(probe.look({}))

@@ -1,4 +1,4 @@
-"""Packed embeddings and heads: rows looked up in coded bytes, ties, and the way through the whole program."""
+"""Packed embeddings and heads: row look-ups in coded bytes, ties, and the whole path from compress to generate."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The errors: where they sit, what they say, what survives pickling (a worker process sends them back)."""
+"""The error types: hierarchy, messages, and pickling (worker processes send them back)."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The yardstick: windows, span corruption, loss, and the distance from a reference, each against its definition."""
+"""Evaluation: windows, span corruption, loss, and divergence from a reference, each against its definition."""
 
 import json
 import math

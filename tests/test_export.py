@@ -1,4 +1,4 @@
-"""What `moepack export` writes, read back by the programs that it is written for."""
+"""Output of `moepack export`, read back by the target programs."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Decoding in the core of every family that it knows: what transformers computes, token by token and at once."""
+"""Decoding in the core equals transformers for every supported family, token by token and in one pass."""
 
 from pathlib import Path
 from typing import Any

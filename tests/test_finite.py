@@ -1,4 +1,4 @@
-"""Logits that are not finite: an error at every door, which names the layer and says what to try."""
+"""Non-finite logits raise an error at every entry point that names the layer and suggests a fix."""
 
 import math
 import shutil

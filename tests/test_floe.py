@@ -1,4 +1,4 @@
-"""The method `floe` in both forms: thresholds, records, and the whole way from a checkpoint to text."""
+"""The method `floe` in both forms: thresholds, records, and the whole path from a checkpoint to text."""
 
 import math
 import shutil

@@ -1,4 +1,4 @@
-"""docs/format.md is enough to read a ternary tensor: a reader made from it agrees with the core."""
+"""docs/format.md suffices to read a ternary tensor: a reader written from it agrees with the core."""
 
 from pathlib import Path
 

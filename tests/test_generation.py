@@ -1,4 +1,4 @@
-"""Generating text: sampling, stop strings, chat templates, pieces of text, and the command `generate`."""
+"""Text generation: sampling, stop strings, chat templates, streamed text, and the command `generate`."""
 
 from queue import Queue
 

@@ -1,4 +1,4 @@
-"""GGUF files: what gguf's reader finds in them, that llama.cpp agrees where it is installed, and what is refused."""
+"""GGUF files: content as read by gguf, agreement with llama.cpp if it is installed, and rejections."""
 
 import json
 import shutil

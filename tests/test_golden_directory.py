@@ -1,4 +1,4 @@
-"""A directory that was written once is read for ever. `rust/core/tests/directory_golden.rs` reads the same files."""
+"""A golden directory stays readable. `rust/core/tests/directory_golden.rs` reads the same files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Group-wise tensors that were written once are read for ever, and written the same again: by two implementations."""
+"""Golden group-wise tensors: two implementations read and write the same bytes."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Packed ternary tensors that were written once are read for ever, and written the same again."""
+"""Golden ternary tensors are read and written with the same bytes."""
 
 import json
 import pathlib

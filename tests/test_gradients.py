@@ -1,4 +1,4 @@
-"""Gradients through packed weights are those of the dequantized weights: of products, experts, layers, models."""
+"""Gradients through packed weights equal those of the dequantized weights: products, experts, layers, models."""
 
 from pathlib import Path
 from typing import Any

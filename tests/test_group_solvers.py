@@ -1,4 +1,4 @@
-"""Round-to-nearest, HQQ and least squares on groups, against oracles with loops and against their own definitions."""
+"""Round-to-nearest, HQQ and least squares on groups, against loop-based oracles and their definitions."""
 
 import numpy as np
 import pytest

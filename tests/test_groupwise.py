@@ -1,4 +1,4 @@
-"""Group-wise tensors through the bindings, beside the reference of tests/oracle; the core tests every spec itself."""
+"""Group-wise tensors through the bindings against the reference in tests/oracle; the core tests every spec itself."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Group-wise quantization and the tensor that holds it: against a naive reference, and everything that may be odd."""
+"""Group-wise quantization and its tensor class: against a naive reference, and with unusual input."""
 
 import copy
 import pickle

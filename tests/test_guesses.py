@@ -1,4 +1,4 @@
-"""Reads on a guess: after those that somebody waits for, within the budget, forgotten where they fail."""
+"""Reads on guesses: after demand reads, within the budget, and discarded on failure."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Checkpoints whose config.json names the model below the head, though the head is there."""
+"""Checkpoints whose config.json names the headless model although the head is stored."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Packed directories through transformers: every architecture, every way to go wrong."""
+"""Packed directories through transformers: every architecture, and every failure mode."""
 
 import dataclasses
 import json

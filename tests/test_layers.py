@@ -1,4 +1,4 @@
-"""Layers of gated experts in one call, whatever formats their projections are in."""
+"""Layers of gated experts in one call, with projections in any mix of formats."""
 
 import itertools
 

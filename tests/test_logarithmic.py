@@ -1,4 +1,4 @@
-"""The logarithmic grid: against a loop over all of its values, and its place beside the uniform grid."""
+"""The logarithmic grid: against a loop over all of its values, and compared with the uniform grid."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Adapters of LoRA on packed models: found, computed and trained as on the unpacked ones."""
+"""LoRA adapters on packed models are found, computed and trained as on the unpacked models."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Memory maps and the advice that they are given."""
+"""Memory maps and their madvise hints."""
 
 import mmap
 

@@ -1,4 +1,4 @@
-"""`moepack export --adapter`: what is written is what peft merges into the unpacked model."""
+"""`moepack export --adapter` writes what peft merges into the unpacked model."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Methods by themselves: the registry, the ternary method, and experts in parallel."""
+"""Methods in isolation: the registry, the ternary method, and parallel experts."""
 
 import threading
 
@@ -76,11 +76,11 @@ def test_ternary_names_the_source_of_a_bad_weight() -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown method 'magic'; there is: .*ternary"):
+    with pytest.raises(ValueError, match=r"unknown method 'magic'; available: .*ternary"):
         create("magic")
-    with pytest.raises(ValueError, match="unknown code 'morse'; there is: fsv8, dict16"):
+    with pytest.raises(ValueError, match="unknown code 'morse'; available: fsv8, dict16"):
         create("ternary", code="morse")
-    with pytest.raises(ValueError, match="no setting group_size; it has: code"):
+    with pytest.raises(ValueError, match="no setting group_size; available: code"):
         create("ternary", group_size=64)
-    with pytest.raises(ValueError, match="the method codequant needs calibration"):
+    with pytest.raises(ValueError, match="the method codequant requires calibration"):
         create("codequant")

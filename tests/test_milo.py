@@ -1,4 +1,4 @@
-"""The method `milo`: joint optimisation, rank policies, budgets, bad input, and the way through the whole program."""
+"""The method `milo`: joint optimization, rank policies, budgets, bad input, and the whole path to a running model."""
 
 import json
 from itertools import pairwise
@@ -152,7 +152,7 @@ def test_policies_add_up_and_stop_at_the_matrix() -> None:
     assert sum(ranks("uniform:12")) == 10 * 12
     assert ranks("uniform:0") == [0] * 10
     assert ranks("sparse:1000") == [0] * 2 + [64] * 8
-    with pytest.raises(ValueError, match="needs a text"):
+    with pytest.raises(ValueError, match="requires a text"):
         named_ranks(parse_ranks("frequency:8"), *found, flat, None)
 
 
@@ -237,7 +237,7 @@ def test_a_memory_budget_is_kept_and_spent(mixtral: Path, bare: Path, tmp_path: 
     moepack.compress(mixtral, tmp_path / "percent", method=Milo(rank="budget:5", rounds=2))
     assert files_size(tmp_path / "percent") == pytest.approx(files_size(tmp_path / "1.05"), rel=0.03)
     for symmetric, budget in ((None, plain * 0.8), (False, plain * 0.98)):
-        with pytest.raises(ValueError, match=r"below the .* no compensators take"):
+        with pytest.raises(ValueError, match=r"below the size without compensators"):
             moepack.compress(mixtral, tmp_path / "no", method=Milo(memory_budget=int(budget), symmetric=symmetric))
 
 

@@ -1,4 +1,4 @@
-"""Float16 sources whose weights or activations come near the largest number that float16 holds are warned of."""
+"""Warnings for float16 sources whose weights or activations come close to the float16 maximum."""
 
 import warnings
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_weights_near_the_limit_are_told(
     assert bool(notes) is told
     if told:
         (note,) = notes
-        assert "weights come near" in note and f"({round(torch.tensor(largest).half().item()):,})" in note
+        assert "weights come close" in note and f"({round(torch.tensor(largest).half().item()):,})" in note
         assert "--dtype bfloat16" in note
 
 
@@ -90,4 +90,4 @@ def test_activations_near_the_limit_are_told(w1: float, told: bool, tmp_path: Pa
         warnings.simplefilter("always", MoepackWarning)
         method = Rate(8.0, calibration=str(tmp_path / "text.txt"), samples=4, sequence_length=64)
         notes = warned(compress(source, tmp_path / "packed", method=method), caught)
-    assert bool(notes) is told and all("activations come near" in note and "mlp.experts" in note for note in notes)
+    assert bool(notes) is told and all("activations come close" in note and "mlp.experts" in note for note in notes)

@@ -1,4 +1,4 @@
-"""Programs that never import moepack load packed directories where it is installed: through torch's entry points."""
+"""Programs that never import moepack load packed directories through torch's entry points."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Guesses of what the next layer wants: fitted, stored, read ahead; they change nothing unless they are asked to."""
+"""Predictors of the next layer's experts: fitted, stored, read ahead; outputs change only on request."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Rounding with the length of codes in mind: its definition, and what it is for, less error at the same rate."""
+"""Rounding with code-length cost: its definition, and less error at equal rate."""
 
 import math
 

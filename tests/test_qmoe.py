@@ -204,7 +204,7 @@ def test_experts_without_tokens_are_almost_empty_at_a_rate_and_named(tiny_checkp
     file.write_text("a" * 64)
     chosen = method(file, samples=1, bits_per_weight=1.25)
     report = compress(tiny_checkpoint("qwen3_moe"), tmp_path / "out", method=chosen)
-    assert any("no calibration token" in note and "almost empty" in note for note in report.notes)
+    assert any("no calibration token" in note and "stored with almost no bits" in note for note in report.notes)
     assert not any("rounded to nearest" in note for note in report.notes)
     packed = PackedDirectory.open(tmp_path / "out")
     name = "model.layers.0.mlp.experts.gate_proj"
@@ -427,7 +427,7 @@ def test_a_resume_with_dense_layers_gives_the_same_bytes(tiny_checkpoint, text, 
 
 
 def test_dense_layers_that_cannot_be_packed_are_refused_by_name(mixtral, text, tmp_path):
-    with pytest.raises(ValueError, match="packs no head"):
+    with pytest.raises(ValueError, match="does not pack the head"):
         method(text, dense_bits="head=8")
     with pytest.raises(ValueError, match="roles are"):
         method(text, dense_bits="attention=5")

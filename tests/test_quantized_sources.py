@@ -1,4 +1,4 @@
-"""Checkpoints that come quantized: their weights beside other decoders, and what is packed from them."""
+"""Quantized source checkpoints: their weights against other decoders, and packing them."""
 
 import json
 from collections.abc import Callable
@@ -271,7 +271,7 @@ def test_a_quantized_original_is_loaded_as_it_is_packed(method: str, plain: Path
 def test_codes_are_not_made_longer(plain: Path, tmp_path: Path) -> None:
     directory = quantized(plain, tmp_path / "codes", "gptq")
     for name, bits in (("up", 8), ("stays", 4)):
-        refused = pytest.raises(UnsupportedModelError, match=r"source has \S+ bits .*gptq.* ask for fewer bits")
+        refused = pytest.raises(UnsupportedModelError, match=r"source has \S+ bits .*gptq.* request fewer bits")
         with refused if bits == 8 else nullcontext():
             compress(directory, tmp_path / name, method=FineQuant(bits=bits))
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))

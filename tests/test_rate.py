@@ -1,4 +1,4 @@
-"""The rate knob: decisions, estimates of bits, moments, prices, and whole runs."""
+"""The rate setting of ternary experts: decisions, bit estimates, moments, prices, and whole runs."""
 
 import math
 

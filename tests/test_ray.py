@@ -1,4 +1,4 @@
-"""Compression on a Ray cluster of this machine: the same bytes, nodes that die or do not fit, tokens, Ctrl-C."""
+"""Compression on a Ray cluster on this machine: identical bytes, dying and unsuitable nodes, tokens, Ctrl-C."""
 
 import os
 import re
@@ -106,7 +106,7 @@ def test_nodes_that_do_not_fit_are_refused(
     other.mkdir()
     (other / "__init__.py").write_text("__version__ = '0.0.9'")
     stranger = nodes.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(tmp_path)})
-    with pytest.raises(ClusterError, match=rf"has moepack 0\.0\.9, here it is {moepack.__version__}"):
+    with pytest.raises(ClusterError, match=rf"has moepack 0\.0\.9, this machine has {moepack.__version__}"):
         compress()
     nodes.remove_node(stranger)
     assert not (tmp_path / "out.partial").exists()
@@ -183,11 +183,11 @@ def test_a_cluster_with_a_token(mixtral: Path, tmp_path: Path, guarded: str, mon
     assert support.contents(tmp_path / "shared") == support.contents(tmp_path / "alone")
     with monkeypatch.context() as change:
         change.setenv(access.TOKEN_PATH, str(tmp_path / "none"))
-        assert f"there is none here ({tmp_path / 'none'}: No such file" in refusal()
+        assert f"this machine has none ({tmp_path / 'none'}: No such file" in refusal()
         change.setenv(access.TOKEN_VALUE, "wrong")
         assert "does not accept the token in RAY_AUTH_TOKEN:" in refusal()
     monkeypatch.setenv(access.AUTH_MODE, "disabled")
-    assert "it asks for a token, and RAY_AUTH_MODE is 'disabled' here" in refusal()
+    assert "it requires a token, but RAY_AUTH_MODE is 'disabled' here" in refusal()
     monkeypatch.setenv(access.AUTH_MODE, "token")
     # What Ray sees is changed where its attempt runs.
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -203,7 +203,7 @@ def test_a_server_that_is_not_rays(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(access.TIMEOUTS, name, "1")
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        pytest.raises(ClusterError, match="does not answer as a Ray cluster does"),
+        pytest.raises(ClusterError, match="does not answer like a Ray cluster"),
     ):
         access.reach(f"127.0.0.1:{server.getsockname()[1]}")
 

@@ -1,6 +1,6 @@
-"""Reading checkpoints: what safetensors writes is read back bit for bit, and every broken directory is refused by name.
+"""Reading checkpoints: files by safetensors are read bit for bit, and every broken directory is rejected by name.
 
-The broken ones are made byte by byte, because no library writes them.
+Broken files are built byte by byte, because no library writes them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The yardstick of `benches/real.py`: forms of one function, rescaled or not, compute the same logits."""
+"""The models of `benches/real.py`: all forms of a function, rescaled or not, compute the same logits."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What surrounds GPTQ on group-wise grids: the search for a group's parameters, and their refit to chosen codes."""
+"""GPTQ on group-wise grids: the search for a group's parameters, and their refit to chosen codes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Packed formats: the core's registry, and the whole journey of a format that a test registers in one place."""
+"""Packed formats: the core's registry, and the whole path of a format that a test registers in one place."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The report: a page that stands alone, a card that the hub reads, and figures that are those of the directory."""
+"""The report: a self-contained page, a card that the hub can read, and figures that match the directory."""
 
 import re
 import shutil

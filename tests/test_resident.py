@@ -1,4 +1,4 @@
-"""Weights moved from mapped files into memory of the process's own."""
+"""Weights moved from mapped files to private memory."""
 
 from pathlib import Path
 

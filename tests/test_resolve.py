@@ -1,4 +1,4 @@
-"""Models by the id that they have on the hub. Nothing is fetched: the cache is made up, and the hub is offline."""
+"""Models by hub id. Nothing is downloaded: the cache is simulated, and the hub is offline."""
 
 import hashlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`benches/rivals.py`: sizes that it prints, and what it hands to llama.cpp's quantizer and takes back."""
+"""`benches/rivals.py`: printed sizes, and the exchange with llama.cpp's quantizer."""
 
 import sys
 from pathlib import Path

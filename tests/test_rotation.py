@@ -1,4 +1,4 @@
-"""Rotations: orthogonal, learned on activations, folded so that the model stays the same, kept for resumed runs."""
+"""Rotations: orthogonal, learned on activations, folded without changing the model, and kept for resumed runs."""
 
 from pathlib import Path
 

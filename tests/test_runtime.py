@@ -1,4 +1,4 @@
-"""Routing and packed experts modules on their own, with weights in a format that a test can read."""
+"""Routing and packed experts modules in isolation, with weights in a format that tests can read."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""`save_pretrained` of a packed model: an equal directory, whatever was added to it."""
+"""`save_pretrained` of a packed model writes an equal directory, with any additions."""
 
 import copy
 import os

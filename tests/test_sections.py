@@ -1,4 +1,4 @@
-"""Where the parts of a packed tensor lie, which kernels outside of the core rely on."""
+"""Section offsets of packed tensors, on which kernels outside the core rely."""
 
 from pathlib import Path
 

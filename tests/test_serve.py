@@ -1,4 +1,4 @@
-"""OpenAI's interface over HTTP: the `openai` client, plain HTTP as curl sends it, bad requests and broken clients."""
+"""OpenAI's interface over HTTP: the `openai` client, plain HTTP like curl's, bad requests and broken clients."""
 
 import http.client
 import json

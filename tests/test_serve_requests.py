@@ -1,4 +1,4 @@
-"""What requests may say: every field is honoured or refused by name, and every failure has OpenAI's form."""
+"""Request fields: each is honoured or rejected by name, and every failure has OpenAI's form."""
 
 import asyncio
 import json

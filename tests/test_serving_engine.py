@@ -1,4 +1,4 @@
-"""The engine that steps many sequences together: what it answers, whom it lets in, and what it gives back."""
+"""The engine that steps many sequences together: results, admission, and released resources."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""A sequence that the model fails at, or has no memory for: others get the tokens that they get without it."""
+"""A sequence that fails in the model or runs out of memory does not change the tokens of other sequences."""
 
 import copy
 import threading

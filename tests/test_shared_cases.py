@@ -1,6 +1,7 @@
-"""Situations that people reported of other programs, as scripts beside the checkout.
+"""Situations reported for other programs, as scripts next to the checkout.
 
-Each makes its own checkpoint and exits with 0 if all is well, 1 and a message if not, and 2 if it cannot be set up.
+Each script creates its own checkpoint and exits with 0 on success, 1 and a message on failure, and 2 if its setup
+fails.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What lies beside weights goes where the model goes, and the same files count for every command."""
+"""Side files follow the model, and all commands use the same set of files."""
 
 import json
 import shutil

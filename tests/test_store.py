@@ -1,4 +1,4 @@
-"""Backends and stores of other kinds take part without a change of the modules above them."""
+"""Other kinds of backends and stores work without changes to the modules above them."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Experts that stay on disk: the right bytes, within the budget, whatever happens to the file."""
+"""Streamed experts: the right bytes, within the budget, whatever happens to the file."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""`moepack eval --tasks`: lm-eval on a packed model, with a task of one's own, offline."""
+"""`moepack eval --tasks`: lm-eval on a packed model, with a custom task, offline."""
 
 import json
 import os

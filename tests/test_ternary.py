@@ -1,4 +1,4 @@
-"""Encoded ternary tensors: what goes in comes out, in every code, dtype, shape and file; the rest is refused."""
+"""Encoded ternary tensors round-trip in every code, dtype, shape and file; other input is rejected."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Products with encoded tensors, against the product in float64 with the bound of a float32 sum."""
+"""Products with encoded tensors against float64, within the bound of a float32 sum."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The Rust codec and the plain-Python oracle agree, byte by byte."""
+"""The Rust codec and the plain-Python oracle agree byte by byte."""
 
 import numpy as np
 import pytest

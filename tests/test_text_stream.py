@@ -1,4 +1,4 @@
-"""Streamed text is the text of all tokens at once, for every kind of tokenizer and every way to cut the tokens."""
+"""Streamed text equals the text of all tokens at once, for every kind of tokenizer and every split of the tokens."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Text files of users: encodings, byte order marks, places of faults, and every door that reads such a file."""
+"""Users' text files: encodings, byte order marks, error positions, and every entry point that reads such a file."""
 
 import codecs
 import io

@@ -1,4 +1,4 @@
-"""A head that config.json ties to the embedding and that is stored with other values."""
+"""A head that config.json ties to the embedding but that is stored with other values."""
 
 import json
 from pathlib import Path

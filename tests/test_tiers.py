@@ -1,4 +1,4 @@
-"""A device with too little memory, stood in for by memory of the host: the right experts in the right slots."""
+"""A device with too little memory, simulated in host memory: the right experts in the right slots."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Traces of routing: what is recorded, and what policies hit."""
+"""Routing traces: recorded content, and hit rates of policies."""
 
 from itertools import product
 from pathlib import Path

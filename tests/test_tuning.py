@@ -1,4 +1,4 @@
-"""Fine-tuned centroids and scales: gradients, the objective, and what is written."""
+"""Fine-tuned centroids and scales: gradients, the objective, and the written directory."""
 
 import math
 import os
@@ -235,7 +235,9 @@ def test_progress_is_shown_in_tokens_and_a_short_text_is_told(packed, text, tmp_
         main(arguments)
     lines = capsys.readouterr().err.splitlines()
     assert caught.value.code == 0, lines
-    assert re.fullmatch(r"warning: .*text.txt: the text holds \d+ samples of 32 tokens, 5000 were asked for", lines[0])
+    assert re.fullmatch(
+        r"warning: .*text.txt: the text holds \d+ samples of 32 tokens, but 5000 were requested", lines[0]
+    )
     assert lines[1:] == ["192 tokens", "  0%  loading both models", "  0%  fine-tuning"], lines
 
 
@@ -258,7 +260,7 @@ def test_too_little_space_is_said_before_the_work(packed, text, tmp_path, monkey
     monkeypatch.setattr("moepack.pipeline.tune.tune_model", lambda *arguments: pytest.fail("worked"))
     usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DiskError, match=r"needs up to [\d,]+ bytes, 1,000 are free"):
+    with pytest.raises(DiskError, match=r"needs up to [\d,]+ bytes, but 1,000 are free"):
         tune(*packed, tmp_path / "out", calibration=str(text), samples=3, sequence_length=32)
     assert list(tmp_path.iterdir()) == []
 
@@ -316,7 +318,9 @@ def test_another_original_is_told(packed, text, tmp_path, recwarn):
     other = tmp_path / "other"
     shutil.copytree(packed[1], other)
     (other / "config.json").write_text((other / "config.json").read_text() + "\n")
-    with pytest.warns(MoepackWarning, match=r"other: is not what .* was made of, or was changed since"):
+    with pytest.warns(
+        MoepackWarning, match=r"other: is not the checkpoint that .* was packed from, or was changed since"
+    ):
         tune(packed[0], other, tmp_path / "again", **few)
 
 

@@ -1,4 +1,4 @@
-"""The method `rate`: the bits that were asked for, what bad weights do, and the way through the whole program."""
+"""The method `rate`: meets the requested bits, rejects bad weights, and the whole path to a running model."""
 
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ def test_unknown_roles_are_refused() -> None:
 def test_a_rate_below_the_metadata_is_refused_with_the_least(mixtral: Path) -> None:
     checkpoint = Checkpoint.open(mixtral)
     sample = take_sample(checkpoint, describe(checkpoint), frozenset())
-    with pytest.raises(ValueError, match=r"already take \d\.\d+ bits a weight"):
+    with pytest.raises(ValueError, match=r"metadata alone takes \d\.\d+ bits per weight"):
         find_step(sample, 0.01)
 
 

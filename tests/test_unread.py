@@ -1,4 +1,4 @@
-"""Tensors that the model does not have are told wherever a checkpoint is looked at, and have no effect."""
+"""Tensors that the model lacks are reported wherever a checkpoint is inspected, and have no effect."""
 
 import json
 import shutil

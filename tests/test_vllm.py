@@ -1,4 +1,4 @@
-"""The plugin for vLLM, against a stand-in for its interfaces: what runs packed, what is decoded, what is refused."""
+"""The vLLM plugin against a stub of its interfaces: packed layers, decoded layers, and rejections."""
 
 import json
 import tomllib

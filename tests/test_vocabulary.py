@@ -1,4 +1,4 @@
-"""Tokens that the tokenizer knows and the embedding does not: refused at every door, by id, spelling and rows."""
+"""Tokens beyond the embedding are rejected at every entry point, with id, text and number of rows."""
 
 import io
 import shutil

@@ -1,4 +1,4 @@
-"""Wheels hold nothing that depends on who built them: `.ci/wheels.py` takes it out."""
+"""Wheels contain nothing that depends on the build machine: `.ci/wheels.py` removes it."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Names of tensors that a wrapper changed: whatever stock transformers loads is read, and what a wrapper hides, too."""
+"""Tensor names changed by wrappers: everything that plain transformers loads is read, and what a wrapper hides, too."""
 
 import json
 from collections.abc import Callable

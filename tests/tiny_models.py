@@ -1,7 +1,7 @@
-"""Tiny random MoE checkpoints in the hub's layout, a few hundred KB each, made on the fly.
+"""Tiny random MoE checkpoints in the hub's layout, a few hundred KB each, created on demand.
 
 `build(architecture, directory, seed)` writes config, bf16 weights (hub names), a byte-level tokenizer and a generation
-config. Weights are random, so only mechanics can be tested on them, never quality.
+config. Weights are random, so they can test mechanics but not quality.
 """
 
 from pathlib import Path

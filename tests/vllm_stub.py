@@ -1,6 +1,6 @@
-"""A stand-in for vLLM: the interfaces that moepack's plugin touches, as vLLM documents them, and a model made of them.
+"""A stub of vLLM: the interfaces that moepack's plugin uses, as documented by vLLM, and a model made of them.
 
-Routing and attention are left out: a test calls the layers. `VllmConfig` is what vLLM builds before it starts workers.
+Routing and attention are omitted: tests call the layers. `VllmConfig` is built by vLLM before it starts workers.
 """
 
 import sys

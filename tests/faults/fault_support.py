@@ -1,4 +1,4 @@
-"""Helpers for tests of faults: checkpoints with a fault, and what a refusal must be."""
+"""Helpers for fault tests: checkpoints with a fault, and the required form of a rejection."""
 
 import json
 import shutil

@@ -1,8 +1,7 @@
-"""Every single bit of a packed directory is under a checksum: flip it, and `verify` names the file, as damaged or, of
-side files that may be edited, as changed.
+"""Every bit of a packed directory is covered by a checksum: `verify` names the file of any flipped bit.
 
-The golden directory is small enough to try all of its bits, which takes minutes: `MOEPACK_ALL_BITS=1 pytest
-tests/faults/test_bits.py`. Otherwise every 499th is tried.
+Editable side files are reported as changed, all others as damaged. The golden directory is small enough to try all
+bytes, which takes minutes: `MOEPACK_ALL_BITS=1 pytest tests/faults/test_bits.py`. Otherwise every 499th is tried.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Saved tensors whose file somebody writes to while it is used: an error or other numbers, and never a crash."""
+"""Saved tensors whose file is modified during use give an error or wrong numbers, but never a crash."""
 
 import faulthandler
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Tensors of a few bytes that claim to be large, new or of another dictionary: refused when they are opened."""
+"""Tensors of a few bytes that claim to be large, new or of another dictionary are rejected on opening."""
 
 import time
 from contextlib import suppress

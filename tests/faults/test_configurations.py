@@ -1,4 +1,4 @@
-"""Configurations that promise what their files do not hold: refused before anything is built or allocated."""
+"""Configurations that claim more than their files hold are rejected before anything is built or allocated."""
 
 import json
 import shutil

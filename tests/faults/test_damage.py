@@ -1,4 +1,4 @@
-"""Damage to packed directories: whatever byte is hit, it is found and named, and nothing crashes."""
+"""Damage to packed directories: any damaged byte is found and named, and nothing crashes."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,5 +1,4 @@
-"""A disk that fails (EIO): the call that fails ends with a `DiskError`, nothing half-written has its name, and the work
-can go on."""
+"""Disk failures (EIO) end in a `DiskError`, no partial file gets its final name, and the work can continue."""
 
 import errno
 import os

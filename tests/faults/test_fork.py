@@ -1,4 +1,4 @@
-"""A forked process computes with threads of its own: it has none of its parent's."""
+"""A forked process computes with its own threads, because it has none of its parent's."""
 
 import multiprocessing
 

@@ -1,4 +1,4 @@
-"""Ctrl-C ends every command that takes time, with the exit code of a shell. How soon: `benches/interrupts.py`."""
+"""Ctrl-C ends every long-running command with a shell's exit code. Latency: `benches/interrupts.py`."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Pipes, devices and files of holes where a model's files should be: refused before anything waits for them."""
+"""Pipes, devices and sparse files in place of a model's files are rejected before anything blocks on them."""
 
 import os
 import shutil

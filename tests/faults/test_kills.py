@@ -1,6 +1,6 @@
-"""A job that is killed (SIGKILL, in the middle of a write) and continued gives the bytes of one that was not.
+"""A job killed with SIGKILL during a write and then resumed gives the bytes of an uninterrupted job.
 
-Three moments of every method are tried, all of them with `MOEPACK_ALL_KILLS=1`, which takes an hour.
+Three moments of every method are tried; with `MOEPACK_ALL_KILLS=1` all of them, which takes an hour.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""Links: inside a model's directory and in the hub's cache they are files; those that lead out are not followed."""
+"""Links inside a model's directory and in the hub's cache are treated as files; links that lead out are not
+followed."""
 
 import shutil
 from pathlib import Path

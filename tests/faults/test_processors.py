@@ -1,5 +1,7 @@
-"""Processors that lack an instruction set, played by `MOEPACK_ISA`: everything runs on portable code, and a set that is
-not there is an error and no illegal instruction."""
+"""Processors without an instruction set, simulated by `MOEPACK_ISA`: everything runs on portable code.
+
+A missing instruction set is an error, not an illegal instruction.
+"""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
-"""Readers of untrusted files under mutation: whatever their content, a typed error or a sound value comes out.
+"""Mutation tests of readers of untrusted files: any content gives a typed error or a valid value.
 
-Texts are mutated twice: as bytes, and as the JSON that they hold, which gets behind the parser. (Headers of safetensors
-files: `test_reader.py`. Packed tensors: `rust/fuzz`.)
+Texts are mutated both as bytes and as the JSON they contain, which reaches code behind the parser. (Headers of
+safetensors files: `test_reader.py`. Packed tensors: `rust/fuzz`.)
 """
 
 import json

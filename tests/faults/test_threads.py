@@ -1,4 +1,4 @@
-"""Threads that share a model or a tensor compute what one alone does; interpreters beside the first are refused."""
+"""Threads that share a model or a tensor compute the same as one alone; subinterpreters are rejected."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Values that no model means: refused before the work, or warned of by name, by every method alike."""
+"""Values that no model intends are rejected before the work, or reported by name, by every method alike."""
 
 import warnings
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Write the golden packed directory and what is in it.
+"""Write the golden packed directory and its content.
 
     python tests/golden/make_directory.py
 
-makes tests/golden/directory-v1 (a one-layer Mixtral of a few KB) and directory-v1.json (the codes, levels and dense
-bytes that a reader must find). Directories of released versions stay readable for ever: a new version adds a golden
+creates tests/golden/directory-v1 (a one-layer Mixtral of a few KB) and directory-v1.json (the codes, levels and dense
+bytes that a reader must find). Directories of released versions must stay readable: a new version adds a golden
 directory and never changes this one.
 """
 

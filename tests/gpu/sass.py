@@ -1,4 +1,4 @@
-"""Reads the machine code of kernels: what nvdisasm prints, cut into instructions and basic blocks."""
+"""Parses kernel machine code: splits nvdisasm output into instructions and basic blocks."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What the GPU backend does around its kernels, which stand-ins on the CPU replace."""
+"""The GPU backend around its kernels, which are replaced by CPU stand-ins."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""Packed models on a GPU that is there."""
+"""Packed models on a real GPU."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""Experts that come and go on a GPU that is there."""
+"""Swapped experts on a real GPU."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Recorded decoding steps. What a CUDA graph does is stood in for by a function that is called again."""
+"""Recorded decoding steps. CUDA graphs are simulated by functions that are called again."""
 
 from contextlib import suppress
 

@@ -1,4 +1,4 @@
-"""Coded integers as GPUs decode them, compiled for the host: the codes are the core's."""
+"""The GPU decoder of coded integers, compiled for the host, yields the core's codes."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Ternary codes and codes into codebooks as a GPU decodes them, compiled for the host: they are the core's."""
+"""The GPU decoders of ternary codes and codebook codes, compiled for the host, yield the core's codes."""
 
 import shutil
 import subprocess

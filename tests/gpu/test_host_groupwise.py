@@ -1,4 +1,4 @@
-"""Group-wise integers as GPUs decode them, compiled for the host: a warp multiplies the weights of the core."""
+"""The GPU decoder of group-wise integers, compiled for the host: a warp multiplies the core's weights."""
 
 import shutil
 import subprocess

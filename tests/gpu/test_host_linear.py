@@ -1,4 +1,4 @@
-"""Linear layers as warpgroups multiply them, compiled for the host: products by the weights of the core."""
+"""Warpgroup products of linear layers, compiled for the host, use the core's weights."""
 
 import re
 import shutil

@@ -1,5 +1,7 @@
-"""Every kernel, compiled for each architecture and disassembled: registers, spills, local memory, operations that
-decoding takes for each weight. Needs no GPU."""
+"""Every kernel, compiled for each architecture and disassembled. Needs no GPU.
+
+Checks registers, spills, local memory, and the number of decoding operations per weight.
+"""
 
 import os
 import re

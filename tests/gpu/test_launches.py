@@ -1,4 +1,4 @@
-"""How launches are cut, on GPUs that are not there: what the driver would be asked for, recorded."""
+"""Launch configurations on simulated GPUs: recorded requests to the driver."""
 
 import ctypes
 import itertools

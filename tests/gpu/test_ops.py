@@ -1,4 +1,4 @@
-"""Operators of packed products: what torch checks of them, and models that are compiled."""
+"""Operators of packed products: torch's operator checks, and compiled models."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where packed models are put: device maps, memory, and errors. Everything but GPUs themselves."""
+"""Placement of packed models: device maps, memory, and errors. Needs no GPU."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Recordings enter the device of what they record. torch's streams, devices and graphs are stood in for."""
+"""Recordings enter the device of the recorded call. torch's streams, devices and graphs are simulated."""
 
 from contextlib import contextmanager
 

@@ -1,4 +1,4 @@
-"""Layers of experts in slots: recorded calls give what launched ones give, with kernels and recordings stood in for."""
+"""Expert layers in slots: recorded calls equal launched ones, with simulated kernels and recordings."""
 
 import gc
 import weakref

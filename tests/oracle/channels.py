@@ -1,6 +1,6 @@
-"""Tensors of channels written from docs/format.md, section 10, and from nothing else; and their layer, in float64.
+"""Channels tensors written only from docs/format.md, section 10, and their layer in float64.
 
-Slow and plain: a half at a time.
+Slow and simple: one half-byte at a time.
 """
 
 import struct

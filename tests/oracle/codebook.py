@@ -1,4 +1,4 @@
-"""Codebook tensors written from docs/format.md, section 7, and from nothing else. Slow and plain: bit by bit."""
+"""Codebook tensors written only from docs/format.md, section 7. Slow and simple: bit by bit."""
 
 import struct
 from dataclasses import dataclass

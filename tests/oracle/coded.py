@@ -1,4 +1,4 @@
-"""A reader of coded tensors written from docs/format.md, section 9, and from nothing else. Slow and plain."""
+"""A reader of coded tensors written only from docs/format.md, section 9. Slow and simple."""
 
 import struct
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""Compensated tensors written and read from docs/format.md, section 8, and from nothing else.
+"""Compensated tensors, written and read only from docs/format.md, section 8.
 
-Slow and plain: a code is placed bit by bit.
+Slow and simple: codes are placed bit by bit.
 """
 
 import struct

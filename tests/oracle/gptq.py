@@ -1,7 +1,7 @@
 """GPTQ for one expert, column by column in float64: the oracle of the batched solver.
 
-Nothing here is shared with the package: the inverse Hessian is updated by eliminating one column at a time (the
-formulation of optimal brain surgeon), where the solver works from a triangular factor.
+It shares no code with the package: the inverse Hessian is updated by eliminating one column at a time (the formulation
+of optimal brain surgeon), whereas the solver uses a triangular factor.
 """
 
 import numpy as np

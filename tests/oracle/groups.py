@@ -1,6 +1,6 @@
 """One group of weights, quantized with plain loops in float64: the oracles of the group-wise solvers.
 
-Nothing here is shared with the package; parameters are not rounded to a stored type.
+They share no code with the package; parameters are not rounded to a stored dtype.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
-"""Group-wise tensors written from docs/format.md, section 6, and from nothing else; and their products, in float64.
+"""Group-wise tensors written only from docs/format.md, section 6, and their products in float64.
 
-Slow and plain: a code is placed bit by bit.
+Slow and simple: codes are placed bit by bit.
 """
 
 import struct

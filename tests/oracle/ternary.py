@@ -1,6 +1,6 @@
-"""Packed ternary tensors in plain Python: slow, readable, and written from the format alone.
+"""Packed ternary tensors in plain Python: slow, readable, and written only from the format.
 
-The tests hold the Rust codec against this. Nothing here is fast or tolerant: an assertion is the only error.
+Tests compare the Rust codec with this. It is neither fast nor tolerant: assertions are the only errors.
 """
 
 import heapq

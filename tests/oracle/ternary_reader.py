@@ -1,4 +1,4 @@
-"""A reader of ternary tensors written from docs/format.md, section 5, and from nothing else. Slow and plain."""
+"""A reader of ternary tensors written only from docs/format.md, section 5. Slow and simple."""
 
 import heapq
 import itertools

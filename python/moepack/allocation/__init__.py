@@ -1,6 +1,6 @@
-"""How the bytes of a model are shared out: methods propose candidates, one solver chooses.
+"""Allocates the bytes of a model: methods propose candidates, and one solver chooses.
 
-Nothing here knows a method, a checkpoint or a format: tensors come as bytes and expected losses.
+This room knows no method, checkpoint or format: tensors are represented by bytes and expected losses.
 """
 
 from moepack.allocation.budget import Choice, allocate

@@ -1,13 +1,14 @@
-"""The budget solver: one candidate of each tensor, and how many steps of its chains, within a number of bytes.
+"""The budget solver: chooses one candidate per tensor, and the number of steps of its chains, within a number of bytes.
 
-Every set starts with its cheapest candidate and moves along the lower convex hull of loss over bytes, the steps of all
-sets by falling price of a byte (Everett 1963: what one price buys is optimal for the bytes that it takes). A set whose
-candidates have no chains goes as far as its steps are bought. Where candidates have chains, the price of the first step
-that does not fit decides the candidate, for its steps exclude those of the others, and then the chains' own steps are
-bought one by one. So the loss exceeds the least possible by no more than what that step would pay for the bytes left.
+Every set of candidates starts with its cheapest one and moves along the lower convex hull of loss over bytes. The steps
+of all sets are bought in order of decreasing price of a byte (Everett 1963: what one price buys is optimal for the
+bytes that it takes). A set whose candidates have no chains advances as far as its steps are bought. If candidates have
+chains, the price of the first step that does not fit decides the candidate, because its steps exclude those of the
+others; then the chains' own steps are bought one by one. So the loss exceeds the minimum by at most that step's price
+times the remaining bytes.
 
-Steps of equal price have one order, which fixes the bytes of packed models: the earlier step of its chain first, then
-the earlier chain. Steps that gain nothing are never bought.
+Steps of equal price have a fixed order, which makes the output deterministic: the earlier step of its chain first, then
+the earlier chain. Steps without gain are never bought.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from moepack.allocation.candidates import Candidate, Chain, Counts, S
 __all__ = ["Choice", "Steps", "allocate", "hull"]
 
 _TRIALS = 12
-"""Budgets that are tried, by bisection, until bytes as stored come within a 4000th of what steps may take."""
+"""Maximum number of budgets tried by bisection; the stored size then comes within 1/4000 of the bytes available to
+steps."""
 
 
 @dataclass(frozen=True)
 class Choice(Generic[S]):
-    """What was chosen for a tensor: a candidate, and the number of steps of each of its chains."""
+    """The choice for a tensor: a candidate, and the number of steps of each of its chains."""
 
     candidate: Candidate[S]
     steps: Counts
@@ -40,20 +42,21 @@ def allocate(
     budget: int,
     size: Callable[[Sequence[Choice[S]]], int] = lambda _: 0,
 ) -> list[Choice[S]]:
-    """Choose for all tensors so that the sum of the losses is small and the bytes are within the budget.
+    """Choose for all tensors so that the total loss is small and the bytes are within the budget.
 
     Args:
-        tensors: the candidates of each.
-        budget: bytes.
-        size: bytes of choices as they are stored, where padding makes them more than the sum of candidates and steps.
+        tensors: the candidates of each tensor.
+        budget: maximum size in bytes.
+        size: returns the stored size of choices in bytes, if padding makes it larger than the sum of candidates and
+            steps.
 
     Raises:
-        ValueError: the smallest candidates take more than the budget, or a tensor has none.
+        ValueError: the smallest candidates exceed the budget, or a tensor has none.
     """
     hulls = [hull(candidates) for candidates in tensors]
     least = sum(along[0].nbytes for along, _ in hulls)
     if least > budget:
-        raise ValueError(f"the smallest candidates take {least:,} bytes, the budget is {budget:,}")
+        raise ValueError(f"the smallest candidates take {least:,} bytes, but the budget is {budget:,}")
     decided = Steps([chain for _, chain in hulls]).above(budget - least).tolist()
     starts = [_Start.of(*found, at) for found, at in zip(hulls, decided, strict=True)]
     steps = Steps([chain for start in starts for chain in start.chains])
@@ -79,32 +82,32 @@ def allocate(
 
 @dataclass(frozen=True)
 class _Start(Generic[S]):
-    """Where a tensor starts: the candidates that its one chain leads along, or one candidate with chains of its own."""
+    """A tensor's starting point: candidates along one chain, or one candidate with its own chains."""
 
     along: Sequence[Candidate[S]]
     chains: Sequence[Chain]
 
     @classmethod
     def of(cls, along: Sequence[Candidate[S]], chain: Chain, decided: int) -> _Start[S]:
-        """The start of a set for which the price decided on a point of its hull."""
+        """Return the start of a set for which the price chose the hull point `decided`."""
         if any(candidate.chains for candidate in along):
             along = [along[decided]]
         return cls(along, [chain] if len(along) > 1 else along[0].chains)
 
     def choice(self, steps: Counts) -> Choice[S]:
-        """What so many steps of the chains lead to."""
+        """Return the choice after the given numbers of steps."""
         return Choice(self.along[0], steps) if len(self.along) == 1 else Choice(self.along[steps[0]], steps[:0])
 
 
 def hull(candidates: Sequence[Candidate[S]]) -> tuple[list[Candidate[S]], Chain]:
-    """The lower convex hull of a set, the best steps of each candidate's chains included.
+    """Return the lower convex hull of a set, including the best steps of each candidate's chains.
 
     Returns:
-        The candidate at each point (of equal ones the first), from the least bytes on, and the chain of steps from
-        point to point.
+        The candidate at each point (of equal ones the first) in order of increasing bytes, and the chain of steps
+        between the points.
     """
     if not candidates:
-        raise ValueError("a tensor without candidates")
+        raise ValueError("a tensor has no candidates")
     steps = [Steps(candidate.chains) for candidate in candidates]
     owners = np.repeat(np.arange(len(steps)), [1 + len(own.spent) for own in steps])
     nbytes = np.concatenate([np.append(0, own.spent) + c.nbytes for c, own in zip(candidates, steps, strict=True)])
@@ -115,7 +118,7 @@ def hull(candidates: Sequence[Candidate[S]]) -> tuple[list[Candidate[S]], Chain]
     while True:
         chain = Chain(np.diff(nbytes[kept]), -np.diff(losses[kept]))
         slopes = chain.gains / chain.costs
-        # A point on or above the line between its neighbours is no corner, whatever becomes of the neighbours.
+        # A point on or above the line between its neighbours is never a corner, even if neighbours are removed.
         corners = np.ones(len(kept), bool)
         corners[1:-1] = slopes[1:] < slopes[:-1]
         if corners.all():
@@ -127,7 +130,7 @@ class Steps:
     """The steps of some chains in the order in which they are bought.
 
     Attributes:
-        spent, gained: bytes and gains of all steps up to and with each.
+        spent, gained: cumulative bytes and gains up to and including each step.
     """
 
     def __init__(self, chains: Sequence[Chain]) -> None:
@@ -144,13 +147,16 @@ class Steps:
         self.gained = np.cumsum(np.concatenate([np.empty(0), *(chain.gains for chain in chains)])[order])
 
     def above(self, budget: int) -> Counts:
-        """How many steps of each chain pay more than the first step that does not fit into a budget."""
+        """Return how many steps of each chain have a higher price than the first step that exceeds a budget."""
         first = self._fitting(budget)
         price = self._prices[first] if first < len(self._prices) else 0.0
         return self._counts(int(np.searchsorted(-self._prices, -price)))
 
     def within(self, budget: int) -> Counts:
-        """How many steps of each chain a budget buys; one that does not fit ends its chain, others may still fit."""
+        """Return how many steps of each chain a budget buys.
+
+        A step that does not fit ends its chain, others may still fit.
+        """
         first = self._fitting(budget)
         counts, ended = self._counts(first), np.zeros(self._chains, bool)
         left = budget - int(self.spent[first - 1]) if first else budget

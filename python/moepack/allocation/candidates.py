@@ -1,8 +1,8 @@
-"""What may be stored of one tensor: the candidates that methods propose and `moepack.allocation.budget` chooses among.
+"""Candidates for storing one tensor, proposed by methods and chosen by `moepack.allocation.budget`.
 
-A method proposes a *set* of candidates that exclude one another (formats, grids, group sizes). A candidate may bring
-*chains* of further steps (the ranks of each expert's compensator). What is only known by solving is proposed as a curve
-of bits over prices instead (`moepack.allocation.price`).
+A method proposes a *set* of mutually exclusive candidates (formats, grids, group sizes). A candidate may have *chains*
+of further steps (the ranks of each expert's compensator). Sizes that are known only after solving are proposed as
+curves of bits over prices instead (`moepack.allocation.price`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Chain:
-    """Steps that are taken in order, each of which needs all before it.
+    """Steps that are taken in order; each requires all before it.
 
     Attributes:
         costs: [n] bytes that each step adds, positive.
-        gains: [n] what each step takes off the expected loss.
+        gains: [n] reduction of the expected loss by each step.
     """
 
     costs: Counts
@@ -35,7 +35,7 @@ class Chain:
 
     @property
     def prices(self) -> Numbers:
-        """What each step pays for a byte; no more than those before it, or it could not be bought in order."""
+        """The gain per byte of each step, limited to those before it so that steps are bought in order."""
         return np.minimum.accumulate(self.gains / self.costs)
 
 
@@ -45,10 +45,10 @@ class Candidate(Generic[S]):
 
     Attributes:
         format: kind of the packed tensor, such as `groupwise`.
-        specification: what its method needs to make it.
-        nbytes: size with all metadata, without the steps of its chains.
-        loss: expected rise of the loss (`moepack.allocation.importance`), without the steps of its chains.
-        chains: steps that may be added, in any number from the first of each.
+        specification: parameters that the method needs to create it.
+        nbytes: size including all metadata, without the steps of its chains.
+        loss: expected loss increase (`moepack.allocation.importance`), without the steps of its chains.
+        chains: optional steps, any number from the start of each.
     """
 
     format: str

@@ -1,9 +1,9 @@
-"""A budget for what is only known by solving: one price of a bit, looked up again before each solution.
+"""A budget for sizes that are known only after solving: one price of a bit, updated before each solution.
 
-Matrices propose *curves*: an estimate of the bits that they take at each price of a ladder. The price of the budget is
-where the sum of all curves crosses it. What a matrix really took is booked when it is solved, and the price is looked
-up again for those that remain, on curves scaled by what the estimate was wrong by; so errors do not add up, and what
-missed its budget can be tried again.
+Matrices propose *curves*: estimates of their bits at each price of a ladder. The price is where the sum of all curves
+crosses the budget. The actual bits of a matrix are booked when it is solved. The price is then updated for the
+remaining ones, with curves scaled by the estimation error; so errors do not accumulate, and stages that missed the
+budget can be solved again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["PricedBudget"]
 
 
 class PricedBudget:
-    """Bits of some stages of matrices, spent range by range."""
+    """The bit budget of several stages of matrices, spent in ranges."""
 
     def __init__(self, budget: float, ladder: Tensor, curves: Mapping[str, Tensor]) -> None:
-        """Start with nothing booked.
+        """Create a budget without bookings.
 
         Args:
-            budget: bits of everything.
-            ladder: [P] prices, float64, each the same multiple of the one before.
+            budget: total bits.
+            ladder: [P] prices, float64, in a geometric sequence.
             curves: by stage [E, P] float64, bits of each matrix at each price; E is the same for all.
         """
         self.budget, self.ladder, self.curves = budget, ladder, dict(curves)
@@ -34,7 +34,7 @@ class PricedBudget:
         self._last = 0.0
 
     def price(self, stage: str, matrices: range) -> float:
-        """The price for matrices about to be solved; forgets what was booked for them."""
+        """Return the price for matrices that are about to be solved; clears their bookings."""
         self._spent[stage][matrices.start : matrices.stop] = torch.nan
         left, curve = self.budget, torch.zeros(len(self.ladder), dtype=torch.float64)
         for name, curves in self.curves.items():
@@ -45,7 +45,7 @@ class PricedBudget:
         return self._last
 
     def book(self, stage: str, matrices: range, bits: Tensor) -> None:
-        """Note the bits [G] that matrices took at the last price that was asked for."""
+        """Record the bits [G] that matrices took at the last returned price."""
         group = slice(matrices.start, matrices.stop)
         self._spent[stage][group] = bits.double().cpu()
         expected = self._lookup(self.curves[stage][group].sum(0), self._last)
@@ -53,16 +53,16 @@ class PricedBudget:
             self._bias[stage] = float(self._spent[stage][group].sum()) / expected
 
     def expect(self, stage: str, curves: Tensor) -> None:
-        """Replace the curves [E, P] of a stage, of which more is known by now."""
+        """Replace the curves [E, P] of a stage by better estimates."""
         self.curves[stage] = curves
 
     def excess(self) -> float | None:
-        """What everything took over the budget, as a part of it; `None` while something is not booked."""
+        """Return the relative excess over the budget; `None` while bookings are missing."""
         total = float(sum(self._spent.values(), torch.zeros((), dtype=torch.float64)).sum())
         return None if total != total or self.budget == 0 else total / self.budget - 1
 
     def _crossing(self, curve: Tensor, bits: float) -> float:
-        """The price at which a falling curve has `bits`; logarithmic between the ladder's, its end beyond it."""
+        """Return the price at which a falling curve has `bits`: logarithmic interpolation, clamped to the ladder."""
         curve = curve.cummin(0).values
         above = int((curve >= bits).sum())
         if above in (0, len(self.ladder)):
@@ -72,7 +72,7 @@ class PricedBudget:
         return float(self.ladder[above - 1] * (self.ladder[above] / self.ladder[above - 1]) ** part)
 
     def _lookup(self, curve: Tensor, price: float) -> float:
-        """The value of a curve at a price; linear in its logarithm."""
+        """Return the value of a curve at a price; linear in its logarithm."""
         octaves = torch.log2(self.ladder)
         steps = (math.log2(price) - octaves[0]) / (octaves[1] - octaves[0])
         position = steps.clamp(0, len(self.ladder) - 1)

@@ -1,7 +1,7 @@
-"""Calibration: feeding text through a model block by block and showing each layer what it reads.
+"""Calibration: feeds text through a model block by block and records the inputs of each layer.
 
-`token_windows` and the `*_samples` functions make the samples, `Calibrator` runs them, and `Stage` is what a method is
-given to solve.
+`token_windows` and the `*_samples` functions create the samples, `Calibrator` runs them, and a `Stage` is what a method
+solves.
 """
 
 from moepack.calibration.load import CalibrationRequest

@@ -1,8 +1,9 @@
-"""What a model gives its blocks beside the hidden states: masks, positions, rotary tables, and what blocks pass on.
+"""Arguments that a model passes to its blocks besides the hidden states: masks, positions, rotary tables, and block
+outputs.
 
-The arguments are recorded once, while stand-ins take the blocks' places, and given again whenever a block runs. Three
-kinds are known by what they are while they are recorded: what the block before returned beside its hidden states
-(`Carried`), states of the encoder (`ENCODER`), and mappings in which blocks leave something for later ones (`Shared`).
+The arguments are recorded once, with stand-ins in place of the blocks, and passed again whenever a block runs. Three
+kinds are represented by placeholders: other outputs of the preceding block (`Carried`), states of the encoder
+(`ENCODER`), and mappings through which blocks pass data to later ones (`Shared`).
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ __all__ = ["ENCODER", "Arguments", "Carried", "Shared", "StandIn", "Stopped", "m
 
 @dataclass(frozen=True)
 class Carried:
-    """Stands for an output of the block before, beside its hidden states."""
+    """Placeholder for an output of the preceding block besides its hidden states."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Stands for a mapping that blocks write into."""
+    """Placeholder for a mapping that blocks write into."""
 
     make: Callable[[], Any]
 
 
 ENCODER = object()
-"""Stands for the encoder's states."""
+"""Placeholder for the encoder's states."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class Arguments:
     named: dict[str, Any]
 
     def replaced(self, change: Callable[[Any], Any]) -> Arguments:
-        """The arguments with each of them changed."""
+        """Return the arguments with `change` applied to each."""
         named = {name: change(value) for name, value in self.named.items()}
         return replace(self, positional=tuple(map(change, self.positional)), named=named)
 
     def marked(self, encoder: Tensor | None) -> Arguments:
-        """The arguments with marks for what differs from run to run."""
+        """Return the arguments with placeholders for values that differ between runs."""
 
         def mark(value: Any) -> Any:
             if encoder is not None and value is encoder:
@@ -60,11 +61,11 @@ class Arguments:
 
 
 def same(one: Any, other: Any, known: dict[tuple[int, int], bool] | None = None) -> bool:
-    """Whether two arguments are equal; objects that are no values of their own are, if their types are.
+    """Return whether two arguments are equal; objects without value semantics are equal if their types are.
 
     Args:
         one, other: the arguments.
-        known: pairs of tensors that were compared before, by their ids: blocks are given the same masks.
+        known: cached results for pairs of tensors, by their ids, because blocks receive the same masks.
     """
     known = {} if known is None else known
     if isinstance(one, Arguments) and isinstance(other, Arguments):
@@ -113,17 +114,17 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 class Stopped(Exception):
-    """Ends the stack's forward behind the last block that is of interest."""
+    """Ends the stack's forward pass after the last block of interest."""
 
 
 class StandIn(nn.Module):
-    """Takes a block's place: keeps its arguments and passes the hidden states on.
+    """Takes a block's place: records its arguments and passes the hidden states on.
 
     Attributes:
-        last: whether the forward ends here.
-        outputs: how many outputs blocks have beside the hidden states; None where they return these alone.
-        change: what becomes of the hidden states.
-        arguments, hidden: those of the last call.
+        last: whether the forward pass ends here.
+        outputs: number of outputs of a block besides the hidden states; None if it returns only these.
+        change: function applied to the hidden states.
+        arguments, hidden: arguments and hidden states of the last call.
     """
 
     def __init__(self, block: nn.Module, last: bool, outputs: int | None = None) -> None:
@@ -142,7 +143,7 @@ class StandIn(nn.Module):
             return getattr(self.__dict__["block"], name)
 
     def forward(self, hidden: Tensor, *positional: Any, **named: Any) -> Any:
-        """Note the arguments."""
+        """Record the arguments."""
         self.hidden, self.arguments = hidden, Arguments(positional, named)
         if self.last:
             raise Stopped

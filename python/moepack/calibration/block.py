@@ -1,9 +1,9 @@
-"""A block that runs over all streams: alone, or several times, until the outputs of its experts are part of it.
+"""Runs a block over all streams, once or repeatedly, until the outputs of its experts are included.
 
-Where a block's output is linear in that of its experts, it runs once without them, and their outputs are added to the
-hidden states. Where it is not (a norm, a projection or several residual streams follow them), or where experts read
-what others give, it runs again for each of them, with the outputs of those before as answers: exact whatever the block
-computes, at the price of the time.
+If a block's output is linear in that of its experts, it runs once without them, and their outputs are added to the
+hidden states. Otherwise (a norm, a projection or several residual streams follow the experts, or experts read the
+outputs of others), it runs again for each layer of experts, which answers with the outputs of those before. This is
+exact for any block, but takes more time.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from moepack.checkpoint import MoeLayer
 __all__ = ["BlockRun", "MakeBuffer"]
 
 MakeBuffer = Callable[[str, list[int], int], ListBuffer]
-"""Makes a buffer of zeros: its name (again for one whose content is no longer needed), lengths of samples, width."""
+"""Creates a zero buffer from a name (reused once its content is no longer needed), lengths of samples, and width."""
 
 
 class BlockRun:
     """One block of a stack.
 
     Args:
-        skeleton, settings: of the calibration.
+        skeleton, settings: skeleton and settings of the calibration.
         stack, index: the block.
-        streams: whose states pass it.
-        make: makes buffers.
+        streams: the streams that pass through the block.
+        make: creates buffers.
     """
 
     def __init__(
@@ -55,13 +55,16 @@ class BlockRun:
         self._outputs: list[dict[str, ListBuffer]] = [{} for _ in streams]
 
     def advance(self, module: nn.Module, layer: MoeLayer | None = None) -> None:
-        """Run the block in place of the hidden states; what the experts of `layer` read is kept."""
+        """Run the block and replace the hidden states; the inputs of the experts of `layer` are kept."""
         for number, stream in enumerate(self.streams):
             self._pass(module, number, layer, keep=True)
             stream.sums = stream.hidden
 
     def experts(self, layer: MoeLayer, mask: Tensor, factor: float) -> Iterator[ExpertsRun]:
-        """The experts, whose outputs are added to the streams' sums; `mask` [B L] are positions that count."""
+        """Yield the experts, whose outputs are added to the streams' sums.
+
+        `mask` [B L] marks the positions that count.
+        """
         with self.skeleton.loaded(layer.name) as recorder:
             assert isinstance(recorder, Recorder) and self.streams[0].inputs is not None
             rows = len(self.streams[0].inputs.tokens)
@@ -69,7 +72,10 @@ class BlockRun:
             yield ExpertsRun(self.settings, layer, recorder, self.streams, counted, factor)
 
     def repeated(self, layers: Sequence[MoeLayer], mask: Tensor) -> Iterator[ExpertsRun]:
-        """All experts, in the order in which the block calls them; then the block in place of the hidden states."""
+        """Yield all expert layers in the order in which the block calls them.
+
+        Then run the block and replace the hidden states.
+        """
         for layer in layers:
             with self.skeleton.loaded(self.stack.blocks[self.index]) as module:
                 for number in range(len(self.streams)):
@@ -85,13 +91,13 @@ class BlockRun:
                 self._pass(module, number, None, keep=True)
 
     def _pass(self, module: nn.Module, number: int, layer: MoeLayer | None, keep: bool) -> None:
-        """Run the block over a stream, with the experts' outputs that are known.
+        """Run the block over a stream, with the experts' outputs known so far.
 
         Args:
             module: the block, loaded.
             number: the stream.
-            layer: whose rows are kept.
-            keep: whether the outputs become the hidden states.
+            layer: the layer whose inputs are kept.
+            keep: whether the outputs replace the hidden states.
         """
         stream, recorders = self.streams[number], self.skeleton.recorders
         recorder = None if layer is None else recorders[layer.name]
@@ -118,7 +124,7 @@ class BlockRun:
 
 
 class _Seen:
-    """What the experts of a layer are sent, batch by batch."""
+    """Collects the inputs of a layer's experts, batch by batch."""
 
     def __init__(self, stream: Stream, make: Callable[[list[int], int], ListBuffer]) -> None:
         self._stream, self._make = stream, make
@@ -127,7 +133,7 @@ class _Seen:
         self._weights: list[Tensor] = []
 
     def add(self, first: int, last: int, rows: Tensor | None, recorder: Recorder, layer: MoeLayer) -> None:
-        """Keep the rows of samples `first` to `last`; none where the experts were not called."""
+        """Keep the rows of samples `first` to `last`; none if the experts were not called."""
         if self._inputs is None:
             count = 0 if rows is None else len(rows) // (last - first)
             self._inputs = self._make([count] * len(self._stream.hidden), layer.projections[0].shape[2])
@@ -140,7 +146,7 @@ class _Seen:
         self._weights.append(recorder.weights.to(where))
 
     def finish(self) -> None:
-        """Hand what was kept to the stream."""
+        """Pass the collected rows to the stream."""
         self._stream.inputs = self._inputs
         self._stream.index = torch.cat(self._index or [torch.empty(0, 1, dtype=torch.int32)])
         self._stream.weights = torch.cat(self._weights or [torch.empty(0, 1)])

@@ -1,8 +1,8 @@
 """The list buffer: all hidden states of the calibration set in one place (QMoE, section 3.2 and figure 3).
 
-Tokens of all samples lie back to back, with delimiters between the samples. So a sample is a slice, and the tokens of
-an expert, wherever they are, are one vectorised gather; results are written back in place. The storage is memory, a
-device's memory where the calibration set fits there, or a memory-mapped file where it is larger than memory.
+Tokens of all samples are stored back to back, with delimiters between the samples. A sample is therefore a slice, and
+the tokens of an expert are one vectorized gather; results are written back in place. The storage is CPU memory, device
+memory if the calibration set fits, or a memory-mapped file if it exceeds memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ListBuffer:
     """Hidden states [T, H] of N samples.
 
     Attributes:
-        tokens: the storage [T, H]; changing it changes the buffer.
+        tokens: the storage [T, H]; modifying it modifies the buffer.
         starts: [N + 1] int64 delimiters: sample i is ``tokens[starts[i] : starts[i + 1]]``.
     """
 
@@ -33,17 +33,17 @@ class ListBuffer:
         file: Path | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Make a buffer of zeros.
+        """Create a buffer of zeros.
 
         Args:
             lengths: tokens of each sample.
             width: H.
-            dtype: of the states.
-            file: where to map the storage, or ``None`` for memory. The file is made anew; the caller removes it.
-            device: whose memory, without a file; the CPU's by default.
+            dtype: dtype of the states.
+            file: file to map as storage, or ``None`` for memory. The file is recreated; the caller removes it.
+            device: device of the memory, if there is no file; the CPU by default.
 
         Raises:
-            DiskError: the file cannot be made.
+            DiskError: the file cannot be created.
         """
         self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64).cumsum(0)])
         size = int(self.starts[-1]) * width
@@ -61,15 +61,18 @@ class ListBuffer:
         return len(self.starts) - 1
 
     def samples(self, first: int, last: int) -> Tensor:
-        """Samples ``first`` to ``last`` (exclusive), which must have one length: a view [last - first, L, H]."""
+        """Return samples ``first`` to ``last`` (exclusive), a view [last - first, L, H].
+
+        The samples must have equal length.
+        """
         states = self.tokens[int(self.starts[first]) : int(self.starts[last])]
         return states.view(last - first, -1, states.shape[-1])
 
     def gather(self, tokens: Tensor, device: torch.device | None = None) -> Tensor:
-        """Rows of ``tokens`` [n] int64 (positions in the whole buffer), [n, H], on ``device``."""
+        """Return the rows ``tokens`` [n] int64 (positions in the whole buffer), [n, H], on ``device``."""
         rows = self.tokens.index_select(0, tokens.to(self.tokens.device))
         return rows if device is None else rows.to(device)
 
     def add(self, tokens: Tensor, states: Tensor) -> None:
-        """Add states [n, H] to the rows ``tokens`` [n] in place; a row may occur more than once."""
+        """Add states [n, H] to the rows ``tokens`` [n] in place; rows may repeat."""
         self.tokens.index_add_(0, tokens.to(self.tokens.device), states.to(self.tokens.device, self.tokens.dtype))

@@ -1,11 +1,11 @@
-"""The experts of one block, group by group: which tokens each of them gets, and its stages.
+"""Runs the experts of one block group by group: the tokens of each expert, and its stages.
 
 The tokens of a group are gathered, the group's weights are replaced by compressed ones, and the outputs of the
-compressed experts are added to the streams' sums. So what enters the next block has passed through them.
+compressed experts are added to the streams' sums. The input of the next block has therefore passed through them.
 
-Invariant: one group's weights are in memory at a time; results do not depend on the group size but for the order of
-floating-point sums. Groups do not read what others give, so each may be solved in another process (`apart`), and its
-outputs added here (`add`) in the order of the groups: the sums are then the same bits.
+Invariant: one group's weights are in memory at a time; results depend on the group size only through the order of
+floating-point sums. Groups do not depend on each other's outputs, so each may be solved in another process (`apart`)
+and its outputs added here (`add`) in the order of the groups, which gives bit-identical sums.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["ExpertsRun"]
 Group = dict[str, Tensor]
 """Weights of a group of experts by projection, [G, R, C]."""
 Solved = Generator[Stage, None, tuple[Group, Group] | None]
-"""Stages of a group, then its original and its compressed weights; None of a preview."""
+"""Yields the stages of a group; returns its original and compressed weights, or None for a preview."""
 
 
 @dataclass
 class _Routes:
-    """Which rows go to which expert: positions [n] sorted by expert, with their router weights."""
+    """Assignment of rows to experts: positions [n] sorted by expert, with their router weights."""
 
     tokens: Tensor
     weights: Tensor
@@ -47,7 +47,7 @@ class _Routes:
 
     @classmethod
     def of(cls, stream: Stream, experts: int, keep: Tensor | None = None) -> _Routes:
-        """Sort the choices [T, k] of a stream's router by expert; `keep` [T] bool leaves tokens out."""
+        """Sort the choices [T, k] of a stream's router by expert; `keep` [T] bool selects tokens."""
         choices = stream.index.flatten().long()
         wanted = choices >= 0
         if keep is not None:
@@ -60,17 +60,17 @@ class _Routes:
         return cls(where // stream.index.shape[1], stream.weights.flatten()[where], starts)
 
     def pieces(self, expert: int, cap: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Tokens and weights of an expert, at most `cap` at a time."""
+        """Yield tokens and weights of an expert, at most `cap` at a time."""
         for first in range(self.starts[expert], self.starts[expert + 1], cap):
             last = min(first + cap, self.starts[expert + 1])
             yield self.tokens[first:last], self.weights[first:last]
 
 
 class ExpertsRun(LayerRun):
-    """The experts of a block whose dense part was run: the streams hold what each expert is sent.
+    """The experts of a block whose dense part has run: the streams hold the inputs of each expert.
 
     Attributes:
-        groups: experts that are solved together, in order.
+        groups: groups of experts that are solved together, in order.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class ExpertsRun(LayerRun):
         """Sort the tokens by expert.
 
         Args:
-            settings: how calibration runs.
+            settings: settings of the calibration.
             layer: the layer.
-            recorder: knows what is computed between and behind the projections.
-            streams: the first holds the values; the last is the original model's where there are two.
+            recorder: computes what lies between and behind the projections.
+            streams: the first holds the values; the last is the original model's if there are two.
             mask: [N] bool, rows that count for Hessians.
-            factor: with which the output of the experts enters the sums.
+            factor: factor of the experts' output in the sums.
         """
         super().__init__(layer)
         self.settings, self.recorder, self.streams, self.factor = settings, recorder, streams, factor
@@ -103,25 +103,25 @@ class ExpertsRun(LayerRun):
         *self._first, self._last = [projection.name for projection in layer.projections]
 
     def apart(self) -> ExpertsRun:
-        """This run for other processes: nothing of the model but what the experts read."""
+        """Return a copy of this run for other processes, which holds only the inputs of the experts."""
         found = copy(self)
         found.streams = [replace(stream, hidden=ListBuffer([], 1), sums=None, encoder=None, carried={}, _shared={})
                          for stream in self.streams]  # fmt: skip
         return found
 
     def only(self, group: range) -> ExpertsRun:
-        """One of the groups of a run that is apart; the outputs of its experts are kept (`additions`)."""
+        """Return one group of a run from `apart`; the outputs of its experts are kept in `additions`."""
         found = copy(self)
         found.groups, found.streams = [group], [replace(stream, sums=Additions()) for stream in self.streams]
         return found
 
     @property
     def additions(self) -> list[Additions]:
-        """What a group that is apart adds to the sums of each stream."""
+        """The additions of a separately solved group to the sums of each stream."""
         return [stream.sums for stream in self.streams if isinstance(stream.sums, Additions)]
 
     def add(self, additions: Sequence[Additions]) -> None:
-        """Add the outputs of a group that was solved apart. All groups are to be added, in their order."""
+        """Add the outputs of a separately solved group. All groups must be added, in order."""
         for stream, added in zip(self.streams, additions, strict=True):
             assert stream.sums is not None
             for rows, outputs in added.made:
@@ -141,7 +141,7 @@ class ExpertsRun(LayerRun):
         yield from self._groups(self._preview)
 
     def _groups(self, work: Callable[[range], Solved]) -> Iterator[Stage]:
-        """The stages of all groups; a group for which the device is too small is halved."""
+        """Yield the stages of all groups; a group that exceeds device memory is halved."""
         device, pending = self.settings.device, [*self.groups]
         while pending:
             group = pending.pop(0)
@@ -179,7 +179,7 @@ class ExpertsRun(LayerRun):
         return None
 
     def _weights(self, group: range) -> Group:
-        """The group's original weights, float32 on the device."""
+        """Return the group's original weights, float32 on the device."""
         return {
             name: torch.stack([tensor.expert(e).float() for e in group]).to(self.settings.device)
             for name, tensor in self.tensors.items()
@@ -190,7 +190,7 @@ class ExpertsRun(LayerRun):
         return {name: values[name].to(self.settings.device, self.settings.dtype) for name in names}
 
     def _stage(self, group: range, names: list[str], original: Group, feeding: Group | None) -> Stage:
-        """A stage; `feeding` holds the weights whose outputs are its inputs, `None` for the first projections."""
+        """Return a stage; `feeding` holds the weights that compute its inputs, `None` for the first projections."""
         weights = {name: original[name] for name in names}
         columns, device = weights[names[0]].shape[-1], self.settings.device
 
@@ -224,7 +224,7 @@ class ExpertsRun(LayerRun):
         return Stage(self.layer.name, {name: self.tensors[name] for name in names}, group, weights, inputs)
 
     def _tokens(self, group: range, position: int, original: Group, feeding: Group | None) -> Iterator[Tokens]:
-        """The tokens of one expert with their originals and weights, in pieces."""
+        """Yield the tokens of one expert with their originals and weights, in pieces."""
         for tokens, share in self._counted.pieces(group[position], self._cap):
             x, before = (self._rows(stream, tokens) for stream in (0, -1))
             counts = share.to(x.device).float().square()
@@ -238,13 +238,13 @@ class ExpertsRun(LayerRun):
                 yield Tokens(before_last, after, counts)
 
     def _rows(self, stream: int, rows: Tensor) -> Tensor:
-        """What the experts read, on the device."""
+        """Return the inputs of the experts, on the device."""
         inputs = self.streams[stream].inputs
         assert inputs is not None
         return inputs.gather(rows, self.settings.device)
 
     def _activations(self, x: Tensor, weights: Group, group: range, position: int, compressed: bool = False) -> Tensor:
-        """Inputs of the last projection for tokens x [n, C]; in the compressed model they are rounded."""
+        """Return inputs of the last projection for tokens x [n, C]; rounded in the compressed model."""
         if not self._first:
             return x
         outputs = self._between(group[position], self._outputs(x, weights, position))
@@ -254,7 +254,7 @@ class ExpertsRun(LayerRun):
         return self.recorder.between(parts, expert)
 
     def _outputs(self, x: Tensor, weights: Group, position: int) -> list[Tensor]:
-        """Outputs of the first projections for tokens x [n, C]."""
+        """Return outputs of the first projections for tokens x [n, C]."""
         return [x @ weights[name][position].to(x.dtype).T for name in self._first]
 
     def _forward(self, group: range, original: Group, compressed: Group) -> None:

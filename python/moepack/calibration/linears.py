@@ -1,8 +1,8 @@
-"""The linear layers of a block, before its experts: what each one reads, and their replacement in the compressed model.
+"""The linear layers of a block, before its experts: their inputs, and their replacement in the compressed model.
 
 Layers that read the same input form a stage (query, key and value projections; gate and up projections of a shared
-expert). Stages come in the order in which the block runs them: the moments of a stage are gathered with the earlier
-ones already compressed, so errors inside a block are seen as well as those of blocks before it.
+expert). Stages are yielded in the order in which the block runs them. The moments of a stage are gathered with the
+earlier stages already compressed, so they reflect errors inside a block as well as those of earlier blocks.
 
 Invariant: outside of `compressed`, the block holds its original weights.
 """
@@ -27,15 +27,17 @@ from moepack.solvers.activations import Rounding
 __all__ = ["LinearsRun"]
 
 Forward = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
-"""Runs a block over all batches of stream i (0: compressed, -1: original); gives for each batch, when it is done, the
-masks [B L] of the positions that count: those of the block's own states, and in a decoder those of the encoder's states
-(the same mask elsewhere)."""
+"""Runs a block over all batches of stream i (0: compressed, -1: original).
+
+After each batch, yields the masks [B L] of the positions that count: those of the block's own states, and, in a
+decoder, those of the encoder's states (otherwise the same mask).
+"""
 
 _READS_ENCODER = re.compile(r"\.EncDecAttention\.[kv]$")
 
 
 class LinearsRun(LayerRun):
-    """The linear layers of a block that is loaded."""
+    """The linear layers of a loaded block."""
 
     def __init__(
         self,
@@ -49,15 +51,15 @@ class LinearsRun(LayerRun):
         """Find the layers of `layer` in the block at `path`.
 
         Args:
-            layer: the linear layers that are packed.
+            layer: the linear layers to pack.
             block: the block's module.
             path: its path in the model.
-            rounding: what the compressed layers make of their inputs.
+            rounding: how the compressed layers round their inputs.
             forward: runs the block.
-            streams: the streams that moments are taken from, the compressed one first.
+            streams: the streams from which moments are taken, the compressed one first.
 
         Raises:
-            UnsupportedModelError: one of them is no `nn.Linear`.
+            UnsupportedModelError: a layer is not an `nn.Linear`.
         """
         super().__init__(layer)
         self.rounding, self._forward, self._streams = rounding, forward, streams
@@ -92,7 +94,7 @@ class LinearsRun(LayerRun):
         return next(iter(self.modules.values())).weight.device
 
     def _order(self) -> list[list[str]]:
-        """The paths in the order in which the block runs them, those of one input together."""
+        """Return the paths in the order in which the block runs them, grouped by input."""
         inputs: list[Tensor] = []
         stages: list[list[str]] = []
 
@@ -123,7 +125,7 @@ class LinearsRun(LayerRun):
         return self._inputs(0, path)
 
     def _inputs(self, stream: int, path: str) -> Iterator[Tensor]:
-        """What a layer reads, [n, C] a batch."""
+        """Yield the inputs of a layer, [n, C] per batch."""
         seen: list[Tensor] = []
 
         def note(_: str, x: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ class LinearsRun(LayerRun):
 
         batches = self._forward(stream)
         while True:
-            # Streams take turns, so a block must hold the weights of its stream for one batch at a time.
+            # Streams alternate, so a block holds the weights of its stream for one batch at a time.
             with self.compressed(stream == 0), self._hooked([path], note):
                 done = next(batches, None)
             if done is None:
@@ -145,7 +147,7 @@ class LinearsRun(LayerRun):
 
     @contextmanager
     def _hooked(self, paths: list[str], note: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-        """Show the inputs of layers to `note`, which answers with what they shall read."""
+        """Pass the inputs of layers to `note`, which returns the inputs to use instead."""
         hooks = []
         for path in paths:
 
@@ -161,7 +163,7 @@ class LinearsRun(LayerRun):
 
     @contextmanager
     def compressed(self, wanted: bool = True) -> Iterator[None]:
-        """Let the layers that were solved compute as the packed ones will."""
+        """Make the solved layers compute like the packed ones."""
         if not wanted:
             yield
             return

@@ -1,4 +1,4 @@
-"""From a checkpoint and a source of text to calibration samples: the tokenizer and the special tokens."""
+"""Creates calibration samples from a checkpoint and a text source, using the tokenizer and special tokens."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from moepack.errors import CalibrationError
 
 __all__ = ["CalibrationRequest", "load_samples", "span_tokens"]
 
-#: T5's tokenizers have this many sentinels; a smaller vocabulary may have fewer.
+#: T5's tokenizers have this many sentinels; smaller vocabularies may have fewer.
 SENTINELS = 100
 
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """What a method wants to see of a running model.
+    """The calibration that a method needs.
 
     Attributes:
-        source, samples, length, premask, seed: the calibration set, as `load_samples` takes them.
+        source, samples, length, premask, seed: the calibration set, as for `load_samples`.
         settings: how the model runs.
     """
 
@@ -38,7 +38,7 @@ class CalibrationRequest:
     seed: int = 0
 
     def load(self, checkpoint: Checkpoint) -> Samples:
-        """The calibration set; errors as of `load_samples`."""
+        """Return the calibration set; raises as `load_samples`."""
         return load_samples(checkpoint, self.source, self.samples, self.length, premask=self.premask, seed=self.seed)
 
 
@@ -51,19 +51,19 @@ def load_samples(
     premask: bool = True,
     seed: int = 0,
 ) -> Samples:
-    """Calibration samples of a checkpoint's model.
+    """Return calibration samples for a checkpoint's model.
 
     Args:
-        checkpoint: with a tokenizer beside its weights.
+        checkpoint: a checkpoint with a tokenizer.
         source: see `read_texts`.
-        samples: windows, at most.
-        length: tokens a window, before span corruption.
-        premask: leave the positions of special tokens out of the Hessians (encoder-decoder models).
-        seed: of the span corruption.
+        samples: maximum number of windows.
+        length: tokens per window, before span corruption.
+        premask: exclude the positions of special tokens from the Hessians (encoder-decoder models).
+        seed: seed of the span corruption.
 
     Raises:
         UnsupportedModelError: transformers cannot build the configuration.
-        CalibrationError: the text or the tokenizer is unusable, or a window is longer than the model's positions.
+        CalibrationError: the text or the tokenizer is unusable, or a window exceeds the model's positions.
     """
     with building(checkpoint.path):
         config = AutoConfig.from_pretrained(checkpoint.path)
@@ -84,10 +84,10 @@ def load_samples(
 
 
 def span_tokens(tokenizer: Any, config: Any) -> SpanTokens:
-    """Special ids of an encoder-decoder model with T5's sentinels `<extra_id_0>`, `<extra_id_1>`, ...
+    """Return the special ids of an encoder-decoder model with T5's sentinels `<extra_id_0>`, `<extra_id_1>`, ...
 
     Raises:
-        CalibrationError: the tokenizer has no sentinels, or the model no end or start token.
+        CalibrationError: the tokenizer has no sentinels, or the model has no end or start token.
     """
     vocabulary = tokenizer.get_vocab()
     sentinels: list[int] = []
@@ -95,5 +95,5 @@ def span_tokens(tokenizer: Any, config: Any) -> SpanTokens:
         sentinels.append(int(vocabulary[token]))
     start = getattr(config, "decoder_start_token_id", None)
     if not sentinels or config.eos_token_id is None or start is None:
-        raise CalibrationError("span corruption needs <extra_id_0> in the tokenizer and end and start tokens")
+        raise CalibrationError("span corruption requires <extra_id_0> in the tokenizer, an end token and a start token")
     return SpanTokens(tuple(sentinels), int(config.eos_token_id), int(start))

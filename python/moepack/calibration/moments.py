@@ -1,13 +1,13 @@
-"""Second moments of an expert's inputs, weighted by what the model's output makes of each token.
+"""Second moments of an expert's inputs, weighted by the effect of each token on the model's output.
 
 A squared error of an expert's output enters the hidden state times the squared router weight. An error of a first
-projection's output reaches it through the activation and the last projection: for output r of projection p by
-(d h_r / d p_r)^2 |W_r|^2, with h the inputs of the last projection and W_r the column of its weights that reads h_r.
-The mean over r and p weights the token, so that one Hessian serves all first projections. Errors of different
-projections, experts and tokens then have the same unit, and a bit can go where it saves most.
+projection's output reaches it through the activation and the last projection: for output r of projection p by (d h_r /
+d p_r)^2 |W_r|^2, where h are the inputs of the last projection and W_r is the column of its weights that reads h_r. The
+mean over r and p is the token's weight, so that one Hessian serves all first projections. Errors of different
+projections, experts and tokens then have the same unit, and bits can go where they save most.
 
-The drift is the moment between a token's inputs and their distance from the original model's: sum of a (x' - x)^T x.
-Regressed on the inputs, it tells what of the earlier layers' error this layer could undo.
+The drift is the moment between a token's inputs and their deviation from the original model's: the sum of a (x' - x)^T
+x. Its regression on the inputs gives the part of the earlier layers' error that this layer could undo.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ __all__ = ["Moments", "Tokens", "expert_moments", "sensitivity"]
 
 @dataclass(frozen=True)
 class Tokens:
-    """A piece of an expert's tokens, as one of its projections reads them.
+    """A piece of an expert's tokens, as read by one of its projections.
 
     Attributes:
-        inputs: [n, C], from the compressed model. originals: [n, C], from the original one.
-        weights: [n], what a squared output error of the projection counts.
+        inputs: [n, C], from the compressed model.
+        originals: [n, C], from the original model.
+        weights: [n], weight of a squared output error of the projection.
     """
 
     inputs: Tensor
@@ -57,11 +58,11 @@ def expert_moments(groups: Sequence[Iterable[Tokens]], columns: int, device: tor
 
 
 def sensitivity(parts: Sequence[Tensor], activate: Callable[[Sequence[Tensor]], Tensor], last: Tensor) -> Tensor:
-    """How much a squared error of the first projections' outputs counts in the expert's output, [n] float32.
+    """Return the weight of a squared error of the first projections' outputs in the expert's output, [n] float32.
 
     Args:
         parts: outputs [n, I] of the first projections.
-        activate: the inputs [n, I] of the last projection from them, element by element.
+        activate: computes the inputs [n, I] of the last projection from them, elementwise.
         last: weights [R, I] of the last projection.
     """
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""What stands in for an experts module while its block runs: notes what experts are sent and answers in their place."""
+"""Stands in for an experts module while its block runs: records the experts' inputs and returns given outputs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ __all__ = ["Recorder"]
 
 
 class Recorder(OwnCode):
-    """Stands in for an experts module, however that is called (`moepack.checkpoint.experts` lists the ways).
+    """Stands in for an experts module with any calling convention listed in `moepack.checkpoint.experts`.
 
-    A row is what one expert or several are sent: a token; or, where the caller has sorted tokens by expert, a token of
-    one expert.
+    A row is an input of one or more experts: a token, or, if the caller has sorted tokens by expert, a token of one
+    expert.
 
     Attributes:
-        inputs: [N, C], the rows of the last call; None where there was none.
-        index: [N, k] int64, the experts of each row, -1 where a row has none. weights: [N, k] float32.
-        outputs: [N, R], what is answered for those rows; None answers with a constant.
+        inputs: [N, C], the rows of the last call; None if there was none.
+        index: [N, k] int64, the experts of each row; -1 means none.
+        weights: [N, k] float32.
+        outputs: [N, R], returned for those rows; None returns a constant.
         answer: the constant.
     """
 
@@ -32,12 +33,14 @@ class Recorder(OwnCode):
         """Take the place of `original`.
 
         Raises:
-            UnsupportedModelError: nothing is known of how it is called.
+            UnsupportedModelError: its calling convention is unknown.
         """
         super().__init__()
         form = form_of(original)
         if form is None and not isinstance(original, nn.ModuleDict):
-            raise UnsupportedModelError(f"do not know how '{layer.name}' ({type(original).__name__}) is called")
+            raise UnsupportedModelError(
+                f"the calling convention of '{layer.name}' ({type(original).__name__}) is unknown"
+            )
         self.kind = "switch" if form is None else form.kind
         self.num_experts, self.width = layer.experts, layer.projections[-1].shape[1]
         self.adopt(next(iter(original.values())) if isinstance(original, nn.ModuleDict) else original)
@@ -47,7 +50,7 @@ class Recorder(OwnCode):
         self.outputs: Tensor | None = None
 
     def forward(self, hidden: Tensor, *routing: Any, **named: Any) -> Tensor:
-        """Record a call of an experts module, and answer."""
+        """Record a call of an experts module and return the outputs."""
         routing = (*routing, *named.values())
         if self.kind == "every":
             return self._every(hidden)
@@ -59,7 +62,7 @@ class Recorder(OwnCode):
         flat, own = hidden.reshape(-1, hidden.shape[-1]), None
         if self.kind == "switch":  # one-hot, [T, 1, E]
             index = torch.where(index.sum(-1) > 0, index.argmax(-1), -1)
-        if self.kind == "identity":  # experts beyond the last give the token back
+        if self.kind == "identity":  # indices beyond the last expert return the token itself
             own = flat * (weights * (index >= self.num_experts)).sum(-1, keepdim=True)
         outputs = self._record(flat, index, weights)
         return (outputs if own is None else outputs + own.to(outputs.dtype)).view(*hidden.shape[:-1], -1)
@@ -71,22 +74,22 @@ class Recorder(OwnCode):
         return rows.new_full((len(rows), self.width), self.answer) if self.outputs is None else self.outputs
 
     def _every(self, hidden: Tensor) -> Tensor:
-        """A call with all tokens for each expert, scaled by the router and zero where it did not choose."""
+        """Handle a call with all tokens for each expert, scaled by the router and zero for experts not chosen."""
         scaled = hidden.view(self.num_experts, -1, hidden.shape[-1])
         chosen = scaled.any(-1)
         if bool((chosen.sum(0) > 1).any()):
             raise UnsupportedModelError(
-                "methods that run the model know Llama 4 with one expert a token, this one sends tokens to several"
+                "calibration supports Llama 4 only with one expert per token, but this model routes tokens to several"
             )
         expert = chosen.int().argmax(0)
         rows = scaled[expert, torch.arange(len(expert), device=expert.device)]
         index = torch.where(chosen.any(0), expert, -1)[:, None]
         outputs = torch.zeros_like(scaled)
-        # The caller sums over experts, so one place is as good as another.
+        # The caller sums over experts, so the position does not matter.
         outputs[0] = self._record(rows, index, torch.ones_like(index))
         return outputs.view(hidden.shape)
 
     def forget(self) -> None:
-        """Drop what was recorded."""
+        """Discard the recorded data."""
         self.inputs = self.outputs = None
         self.index = self.weights = torch.empty(0)

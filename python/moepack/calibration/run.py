@@ -1,12 +1,12 @@
-"""Block-by-block calibration: the whole calibration set through one block, then through the next (QMoE, section 3.2).
+"""Block-by-block calibration: the whole calibration set passes through one block, then the next (QMoE, section 3.2).
 
-For each block the dense part (attention, router, shared experts) runs sample by sample over the list buffer with only
-that block's dense weights in memory. Where the block has experts, they follow in groups (see `experts`).
+For each block, the dense part (attention, router, shared experts) runs sample by sample over the list buffer, with only
+that block's dense weights in memory. The block's experts, if any, follow in groups (see `experts`).
 
-Two streams may run side by side. The *compressed* stream is what the packed model will compute. The *original* stream
-passes through the original experts: its routing tells which tokens an expert was trained for, which matters because
-routing degrades behind compressed layers until some experts see no token at all. By default the values come from the
-compressed stream and the assignment of tokens to experts from the original one.
+Two streams may run side by side. The *compressed* stream computes what the packed model computes. The *original* stream
+passes through the original experts. Its routing shows which tokens an expert was trained for, because routing degrades
+behind compressed layers until some experts see no token at all. By default, the values come from the compressed stream
+and the assignment of tokens to experts from the original one.
 
 Invariants: one block's dense weights and one group's experts are in memory at a time; running again with the same
 answers gives the same bits.
@@ -37,34 +37,34 @@ __all__ = ["Calibrator"]
 
 
 class Calibrator:
-    """Runs a model block by block, and compresses it on the way:
+    """Runs a model block by block and compresses it on the way:
 
-    for run in calibrator.layers():
-        for stage in run:
-            with run.smaller_groups():
-                run.answer(values of the stage's tensors)
+        for run in calibrator.layers():
+            for stage in run:
+                with run.smaller_groups():
+                    run.answer(values of the stage's tensors)
 
     Attributes:
-        stack: the list of blocks that runs.
-        hidden: what its last block gave, once all were run.
-        largest: the largest magnitude of activations so far, by block, and by layer of experts.
+        stack: the current list of blocks.
+        hidden: the output of its last block, after all blocks have run.
+        largest: the largest magnitude of activations so far, by block and by layer of experts.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, model: MoeModel, samples: Samples, settings: CalibrationSettings | None = None
     ) -> None:
-        """Build the model's skeleton; no weight is read yet.
+        """Build the model's skeleton; reads no weights.
 
         Raises:
             CalibrationError: the samples do not fit the architecture.
             TokenError: the embedding has no row for a token of the samples.
-            UnsupportedModelError: transformers' model is not built as its description says.
+            UnsupportedModelError: transformers' model does not match its description.
         """
         self.settings = settings or CalibrationSettings()
         self.samples, self.model = samples, model
         self.skeleton = Skeleton(checkpoint, model, dtype=self.settings.dtype, device=self.settings.device)
         if bool(self.skeleton.config.is_encoder_decoder) != (samples.targets is not None):
-            raise CalibrationError("span-corrupted samples are for encoder-decoder models, and only for them")
+            raise CalibrationError("span-corrupted samples are required for encoder-decoder models, and only for these")
         for ids in (samples.inputs, samples.targets):
             if ids is not None:
                 require_known(ids, vocabulary_of(self.skeleton.module))
@@ -79,17 +79,17 @@ class Calibrator:
 
     @torch.no_grad()
     def layers(self, dense: Mapping[str, DenseLayer] | None = None) -> Iterator[LayerRun]:
-        """Run all blocks in the order of execution.
+        """Run all blocks in execution order.
 
         Args:
-            dense: by block, the linear layers that are compressed too; they come before the experts of their block.
+            dense: by block, the linear layers to compress; they precede the experts of their block.
 
         Yields:
-            Each layer while the model passes it. It must be iterated to its end before the next is asked for.
+            Each layer while the model passes it. Iterate it to its end before requesting the next.
 
         Raises:
             CalibrationError: the model computes NaN or infinity; names the block.
-            DeviceMemoryError: the device is too small for one expert, or for a block's dense part.
+            DeviceMemoryError: the device cannot hold one expert, or a block's dense part.
         """
         encoders: list[ListBuffer | None] = [None] * self._streams()
         for name, blocks, ids, mask in self._stacks():
@@ -102,7 +102,7 @@ class Calibrator:
                         yield run
                         self.largest[run.layer.name] = run.largest
                         if not run.finished:
-                            raise RuntimeError(f"'{run.layer.name}' was left before its last stage")
+                            raise RuntimeError(f"'{run.layer.name}' was not iterated to its last stage")
                 self.largest |= stack.largest
             self.hidden = streams[0].hidden
             if name == "encoder":
@@ -113,12 +113,12 @@ class Calibrator:
         return self.samples.targets is not None
 
     def _streams(self) -> int:
-        """How many streams run: the original one is only left out where nothing asks for it."""
+        """Return the number of streams; the original one runs only if it is needed."""
         wanted = self.settings.drift or self.settings.routing == "original"
         return 2 if self.settings.activations == "compressed" and wanted else 1
 
     def _stacks(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-        """Path of the owner, the name in it, ids and mask of each list of blocks."""
+        """Yield the owner's path, attribute name, ids and mask of each list of blocks."""
         if self.samples.targets is None or self.samples.target_mask is None:
             yield *decoder_blocks(self.model), self.samples.inputs, self.samples.input_mask
         else:
@@ -126,14 +126,14 @@ class Calibrator:
             yield "decoder", "block", self.samples.targets, self.samples.target_mask
 
     def _stream(self, stack: Stack, ids: Tensor, encoder: ListBuffer | None, number: int) -> Stream:
-        """Make stream `number` (0 is the one that Hessians use) and fill it with the embeddings."""
+        """Create stream `number` (0 is the one used for Hessians) and fill it with the embeddings."""
         compressed = self.settings.activations == "compressed" and number == 0
         lengths = [ids.shape[1]] * ids.shape[0]
         hidden = stack.embed(ids, lambda width: self._buffer(f"{stack.name}.hidden.{number}", lengths, width), encoder)
         return Stream(compressed, hidden, encoder=encoder)
 
     def _buffer(self, name: str, lengths: list[int], width: int) -> ListBuffer:
-        """A buffer of zeros; that of the same name, where it fits, for its content is no longer needed."""
+        """Return a zero buffer, reusing one with the same name, whose content is no longer needed, if it fits."""
         known = self._buffers.get(name)
         if known is not None and known.tokens.shape[1] == width and known.starts.diff().tolist() == lengths:
             known.tokens.zero_()
@@ -144,7 +144,7 @@ class Calibrator:
         return self._buffers[name]
 
     def _finish(self, stack: Stack, stream: Stream) -> ListBuffer:
-        """Apply the encoder's final norm in place: what the decoder attends to."""
+        """Apply the encoder's final norm in place; the decoder attends to the result."""
         with self.skeleton.loaded(f"{stack.name}.final_layer_norm") as norm:
             for first, last in stack.batches(len(stream.hidden)):
                 states = stream.hidden.samples(first, last)
@@ -154,7 +154,7 @@ class Calibrator:
     def _block(
         self, stack: Stack, index: int, streams: list[Stream], mask: Tensor, dense: DenseLayer | None
     ) -> Iterator[LayerRun]:
-        """Run one block; yields its linear layers, then its experts, where there are some."""
+        """Run one block; yields its linear layers, then its experts, if any."""
         block = stack.blocks[index]
         layers = self._by_block.get(block, [])
         work = BlockRun(self.skeleton, self.settings, stack, index, streams, self._buffer)
@@ -175,7 +175,7 @@ class Calibrator:
     def _factor(
         self, stack: Stack, index: int, module: nn.Module, stream: Stream, layers: list[MoeLayer]
     ) -> float | None:
-        """With what the experts' outputs may be added to the block's; None where the block must run again with them."""
+        """Return the factor of the experts' outputs in the block's output; None if the block must run again."""
         if len(layers) > 1:
             return None
         if layers and stack.name not in self._factors:
@@ -188,7 +188,7 @@ class Calibrator:
     def _forward(
         self, stack: Stack, index: int, module: nn.Module, streams: list[Stream], mask: Tensor, number: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run a block over a stream, and keep nothing; see `linears.Forward`."""
+        """Run a block over a stream without keeping results; see `linears.Forward`."""
         stream = streams[number]
         read = mask if stream.encoder is None else self.samples.input_mask
         for first, last in stack.batches(len(stream.hidden)):
@@ -197,6 +197,6 @@ class Calibrator:
 
 
 def _enclosing(name: str) -> list[str]:
-    """All module paths above `name`, so that a block is found by a lookup."""
+    """Return all module paths above `name`, so that a block is found by a lookup."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]

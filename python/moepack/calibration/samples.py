@@ -1,10 +1,9 @@
-"""Calibration samples: what is fed to the model, and which positions count.
+"""Calibration samples: the model's inputs, and the positions that count.
 
-A decoder-only model gets the windows as they are. An encoder-decoder model gets T5's span corruption of them: 15% of
-the tokens, in spans of 3 on average, are replaced by sentinels in the encoder's text and written out in the decoder's.
-
-Positions of special tokens are left out of the Hessians (premasking; QMoE, section 3.3): in the encoder the sentinels,
-in the decoder the positions that *predict* a sentinel. All samples of one stream have one length.
+A decoder-only model receives the windows unchanged. An encoder-decoder model receives T5's span corruption of them: 15%
+of the tokens, in spans of 3 on average, are replaced by sentinels in the encoder's input and written out in the
+decoder's. Positions of special tokens are excluded from the Hessians (premasking; QMoE, section 3.3): the sentinels in
+the encoder, and the positions that *predict* a sentinel in the decoder. All samples of one stream have the same length.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Samples:
     """Calibration samples of one model.
 
     Attributes:
-        inputs: [N, L] int64, of the decoder-only model or of the encoder.
+        inputs: [N, L] int64, inputs of the decoder-only model or of the encoder.
         input_mask: [N, L] bool, the positions that count for Hessians.
         targets: [N, T] int64 inputs of the decoder (shifted right), or ``None`` for a decoder-only model.
         target_mask: [N, T] bool, or ``None``.
@@ -41,7 +40,7 @@ class Samples:
     target_mask: Tensor | None = None
 
     def fingerprint(self) -> str:
-        """SHA-256 of every id and mask, in hexadecimal: what identifies the calibration set in a journal."""
+        """Return the SHA-256 of all ids and masks (hexadecimal), which identifies the calibration set in a journal."""
         digest = hashlib.sha256()
         for tensor in (self.inputs, self.input_mask, self.targets, self.target_mask):
             if tensor is not None:
@@ -52,7 +51,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class SpanTokens:
-    """Special ids of an encoder-decoder model: sentinels in the order of use, end of text, and the decoder's start."""
+    """Special ids of an encoder-decoder model: sentinels in order of use, end of text, and the decoder's start."""
 
     sentinels: tuple[int, ...]
     end: int
@@ -60,18 +59,18 @@ class SpanTokens:
 
 
 def decoder_samples(windows: Tensor) -> Samples:
-    """Samples of a decoder-only model; every position counts."""
+    """Return samples of a decoder-only model; every position counts."""
     return Samples(windows, torch.ones_like(windows, dtype=torch.bool))
 
 
 def seq2seq_samples(windows: Tensor, special: SpanTokens, *, seed: int = 0, premask: bool = True) -> Samples:
-    """Span corruption of windows [N, L].
+    """Apply span corruption to windows [N, L].
 
     Args:
         windows: token ids.
         special: ids of the sentinels, the end and the start token.
-        seed: of the spans.
-        premask: leave the positions of special tokens out of the Hessians.
+        seed: seed of the spans.
+        premask: exclude the positions of special tokens from the Hessians.
 
     Raises:
         CalibrationError: a window is too short for one span, or needs more sentinels than the model has.
@@ -80,10 +79,10 @@ def seq2seq_samples(windows: Tensor, special: SpanTokens, *, seed: int = 0, prem
     noise = int(length * NOISE_DENSITY)
     spans = max(1, noise // MEAN_SPAN)
     if noise < 1:
-        raise CalibrationError(f"samples of {length} tokens are too short for span corruption: 7 are needed")
+        raise CalibrationError(f"samples of {length} tokens are too short for span corruption, which requires 7")
     if spans > len(special.sentinels):
         raise CalibrationError(
-            f"samples of {length} tokens need {spans} sentinels, the model has {len(special.sentinels)}: "
+            f"samples of {length} tokens need {spans} sentinels, but the model has {len(special.sentinels)}: "
             "use a shorter sequence length"
         )
     generator = np.random.default_rng(seed)
@@ -99,7 +98,7 @@ def seq2seq_samples(windows: Tensor, special: SpanTokens, *, seed: int = 0, prem
 def _corrupt(
     window: npt.NDArray[np.int64], spans: int, noise: int, special: SpanTokens, generator: np.random.Generator
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(encoder ids, labels) of one window: kept and noise segments alternate, beginning with a kept one."""
+    """Return (encoder ids, labels) of one window: kept and noise segments alternate, starting with a kept one."""
     kept = _segments(len(window) - noise, spans, generator)
     lost = _segments(noise, spans, generator)
     lengths = np.stack([kept, lost], axis=1).ravel()
@@ -115,6 +114,6 @@ def _corrupt(
 
 
 def _segments(total: int, count: int, generator: np.random.Generator) -> npt.NDArray[np.int64]:
-    """``count`` positive lengths with the sum ``total``, uniform over all such lists."""
+    """Return ``count`` positive lengths with the sum ``total``, uniform over all such lists."""
     cuts = np.sort(generator.choice(np.arange(1, total), count - 1, replace=False))
     return np.diff(np.concatenate([[0], cuts, [total]])).astype(np.int64)

@@ -1,4 +1,4 @@
-"""How calibration runs."""
+"""Settings of the calibration."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ __all__ = ["CalibrationSettings"]
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """How calibration runs.
+    """Settings of the calibration.
 
     Attributes:
-        activations: "compressed" feeds each block what the compressed blocks before it give; "original" feeds it what
-            the original model gives.
-        routing: whose router assigns tokens to experts for the Hessians: "original" or "compressed". Only looked at
-            with compressed activations.
-        drift: run the original model beside the compressed one even where its routing is not used, so that moments
-            know the drift. Only looked at with compressed activations.
-        rounding: what the compressed stream makes of what compressed layers read.
+        activations: "compressed" feeds each block the outputs of the compressed blocks before it; "original" those of
+            the original blocks.
+        routing: whose router assigns tokens to experts for the Hessians: "original" or "compressed". Only used with
+            compressed activations.
+        drift: run the original model beside the compressed one even if its routing is not used, so that moments include
+            the drift. Only used with compressed activations.
+        rounding: how the compressed stream rounds the inputs of compressed layers.
         group: experts solved together.
-        token_cap: most tokens of an expert held at a time, as a multiple of the mean over experts; the rest follows
-            in further pieces.
-        batch: samples a forward pass.
-        dtype: of weights, hidden states and matrix products; Hessians are always float32.
+        token_cap: maximum number of tokens of an expert held at a time, as a multiple of the mean over experts; the
+            rest follows in further pieces.
+        batch: samples per forward pass.
+        dtype: dtype of weights, hidden states and matrix products; Hessians are always float32.
         device: where blocks and experts run.
         buffer_directory: where to map the list buffers, or `None` for memory.
-        buffer_device: whose memory holds the list buffers where they are not mapped: the CPU's, or that of `device` for
-            calibration sets that fit there (N * L * H states for each stream, twice).
+        buffer_device: device whose memory holds unmapped list buffers: the CPU, or `device` for calibration sets that
+            fit there (N * L * H states per stream, twice).
     """
 
     activations: Literal["compressed", "original"] = "compressed"

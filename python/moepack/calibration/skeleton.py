@@ -1,8 +1,8 @@
-"""A transformers model without weights, whose parts are filled from the checkpoint one at a time.
+"""A transformers model without weights, whose parts are loaded from the checkpoint one at a time.
 
-The model is built on torch's meta device, so it costs nothing whatever its size. Experts modules are replaced by a
-recorder at once, where that is asked for: their matrices are never loaded through the model but fetched expert by
-expert. `loaded` fills one submodule (a block, an embedding, a norm) with its weights, and empties it again.
+The model is built on torch's meta device, so it takes no memory at any size. Experts modules are optionally replaced by a
+recorder: their matrices are then never loaded through the model but fetched expert by expert. `loaded` loads the weights
+of one submodule (a block, an embedding, a norm) and drops them again.
 
 Invariants: outside of `loaded`, no parameter holds memory. Within it a tied parameter is one object wherever it is
 used, so its gradient is that of all uses.
@@ -29,7 +29,7 @@ __all__ = ["Skeleton"]
 
 
 def _built(checkpoint: Checkpoint) -> tuple[Any, nn.Module]:
-    """Configuration and model, on the meta device."""
+    """Return configuration and model, on the meta device."""
     with building(checkpoint.path):
         model = meta_model(checkpoint.path, checkpoint.config).eval()
     return model.config, model
@@ -39,7 +39,7 @@ _EXACT = (torch.bool, torch.int32, torch.int64)
 
 
 def _unset(dtype: torch.dtype) -> float:
-    """A value that no buffer is computed to."""
+    """Return a value that no computed buffer contains."""
     if dtype not in _EXACT:
         return float("nan")
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
@@ -51,7 +51,7 @@ class Skeleton:
     Attributes:
         module: the transformers model.
         config: its configuration.
-        recorders: the stand-in of each sparse layer, by the layer's name; empty where experts are kept.
+        recorders: the recorder of each sparse layer, by the layer's name; empty if experts are kept.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Skeleton:
             recorded: replace experts modules by recorders.
 
         Raises:
-            UnsupportedModelError: transformers cannot build a model of config.json, or it has no experts where the
-                checkpoint's description expects them.
+            UnsupportedModelError: transformers cannot build a model from config.json, or it lacks experts that the
+                checkpoint's description names.
         """
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
         self.config, self.module = _built(checkpoint)
@@ -95,7 +95,7 @@ class Skeleton:
     def _fill_buffers(self) -> None:
         """Compute the buffers that no checkpoint stores, such as the frequencies of rotary embeddings.
 
-        Buffers that transformers does not compute again stay without values: towers that are not run may have them.
+        Buffers that transformers does not recompute keep no values; submodules that are not run may have them.
         """
         for module in self.module.modules():
             lost = {
@@ -116,12 +116,13 @@ class Skeleton:
 
     @contextmanager
     def loaded(self, name: str, without: str | None = None) -> Iterator[nn.Module]:
-        """The submodule `name` with its weights on the device, but for its child `without`; dropped on exit.
+        """Load the weights of the submodule `name` onto the device, except its child `without`.
 
-        May be nested: what is loaded already is left as it is, and tied parameters are shared.
+        The weights are dropped on exit. Calls may be nested: weights that are already loaded stay, and tied parameters
+        are shared.
 
         Raises:
-            CheckpointError: a weight is missing or has another shape than the model's.
+            CheckpointError: a weight is missing or does not have the model's shape.
         """
         module = self.module.get_submodule(name)
         filled: list[tuple[nn.Module, str, Tensor]] = []
@@ -134,7 +135,7 @@ class Skeleton:
                     for leaf, tensor in tensors.items():
                         if tensor is not None and tensor.is_meta:
                             if leaf in owner._non_persistent_buffers_set:
-                                raise UnsupportedModelError(f"do not know how to compute the buffer '{path}.{leaf}'")
+                                raise UnsupportedModelError(f"cannot compute the buffer '{path}.{leaf}'")
                             filled.append((owner, leaf, tensor))
                             is_parameter = isinstance(tensor, nn.Parameter)
                             fetch = partial(self._parameter, held=held) if is_parameter else self._fetch
@@ -168,14 +169,16 @@ class Skeleton:
         return self._held[origin]
 
     def _fetch(self, name: str, like: Tensor) -> Tensor:
-        """A tensor of the model, on the device."""
+        """Return a tensor of the model, on the device."""
         source = self._names.plain.get(name) or self._names.plain.get(self._names.tied.get(name, ""))
         value = self._names.converted(name, self.module) if source is None else self.checkpoint.tensor(source)
         if value is None:
-            raise CheckpointError("the model needs it, the checkpoint lacks it", file=self.checkpoint.path, tensor=name)
+            raise CheckpointError(
+                "the model requires it, but the checkpoint does not have it", file=self.checkpoint.path, tensor=name
+            )
         if value.shape != like.shape:
-            message = f"has shape {list(value.shape)}, the model expects {list(like.shape)}"
+            message = f"has shape {list(value.shape)}, but the model expects {list(like.shape)}"
             raise CheckpointError(message, file=self.checkpoint.path, tensor=source or name)
         dtype = self.dtype if like.is_floating_point() else value.dtype
-        # Always a copy: the mapped pages are given back with the source, and nothing may write to them.
+        # Always a copy: the mapped pages are released with the source, and nothing may write to them.
         return value.to(self.device, dtype, copy=True)

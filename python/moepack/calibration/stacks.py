@@ -1,9 +1,9 @@
 """Blocks of a model, run one at a time over the whole calibration set.
 
-A stack is a list of blocks that pass one hidden state on: the decoder of a causal model, or the encoder or the decoder
-of a sequence-to-sequence model. What a block needs beside the hidden state is recorded by running the stack's own
-forward over stand-ins for its blocks (`arguments`), so no architecture's mask logic is written again here. All samples
-have one length, so most arguments depend on the batch size only; those that depend on the tokens are kept by batch.
+A stack is a list of blocks that pass on one hidden state: the decoder of a causal model, or the encoder or decoder of a
+sequence-to-sequence model. Other inputs of a block are recorded by running the stack's own forward pass over stand-ins
+for its blocks (`arguments`), so no architecture's mask logic is duplicated here. All samples have the same length, so
+most arguments depend only on the batch size; those that depend on the tokens are kept per batch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from moepack.runtime.finite import advice
 
 __all__ = ["Stack", "decoder_blocks"]
 
-#: The stand-in's answer when the share of the experts in a block's output is measured: so large that rounding of the
-#: residual stream does not show (2^10 in float32 leaves 13 bits below one).
+#: The recorder's constant output when the factor of the experts in a block's output is measured. It is large enough
+#: that rounding of the residual stream is negligible (2^10 in float32 leaves 13 bits below one).
 PROBE = 1024.0
 
 
@@ -55,9 +55,9 @@ class Stack:
         name: path of the module that owns the list, such as `model` or `encoder`.
         list_name: the list's name in it.
         blocks: paths of the blocks.
-        shape: of a token's hidden state, [H] but where blocks have several of them.
-        outputs: how many outputs blocks have beside the hidden states; None where they return these alone.
-        largest: the largest magnitude of what each block gave, by its path.
+        shape: shape of a token's hidden state: [H], or more axes if blocks have several residual streams.
+        outputs: number of outputs of a block besides the hidden states; None if it returns only these.
+        largest: the largest output magnitude of each block, by path.
     """
 
     def __init__(self, skeleton: Skeleton, name: str, blocks: str, batch: int) -> None:
@@ -73,15 +73,16 @@ class Stack:
         self._arguments: dict[int, list[Arguments]] = {}
 
     def embed(self, ids: Tensor, make: Callable[[int], ListBuffer], encoder: ListBuffer | None = None) -> ListBuffer:
-        """What enters the first block for ids [N, L]; records the blocks' other arguments.
+        """Return the first block's input for ids [N, L]; records the blocks' other arguments.
 
         Args:
             ids: the samples.
-            make: makes a buffer of a width.
+            make: creates a buffer with a given width.
             encoder: the encoder's final states, for the decoder of a sequence-to-sequence model.
 
         Raises:
-            UnsupportedModelError: blocks read more than the hidden states of the block before and what is recorded.
+            UnsupportedModelError: blocks depend on more than the preceding block's hidden states and the recorded
+                arguments.
         """
         buffer = None
         with self.skeleton.loaded(self.name, without=self.list_name):
@@ -101,15 +102,15 @@ class Stack:
         return buffer
 
     def _refuse_memories(self, found: list[StandIn], changed: list[StandIn]) -> None:
-        """Refuse arguments that follow from the hidden states of earlier blocks."""
+        """Reject arguments that depend on the hidden states of earlier blocks."""
         if not same([stand_in.arguments for stand_in in found], [stand_in.arguments for stand_in in changed]):
             raise UnsupportedModelError(
-                f"blocks of '{self.name}' read more than the block before them gives, which methods that run the "
-                "model cannot follow; finequant and rate pack it without calibration"
+                f"blocks of '{self.name}' depend on more than the preceding block's outputs, which calibration does "
+                "not support; finequant and rate pack the model without calibration"
             )
 
     def _probed(self, ids: Tensor, encoder: Tensor | None) -> int | None:
-        """How many outputs the first block has beside the hidden states; None where it returns these alone."""
+        """Return the number of outputs of the first block besides the hidden states; None if it returns only these."""
         (first, *_) = self.recorded(ids, encoder, count=1)
         states = first.hidden
         with self.skeleton.loaded(self.blocks[0]) as block:
@@ -123,11 +124,11 @@ class Stack:
         change: Callable[[Tensor], Tensor] = lambda hidden: hidden,
         count: int | None = None,
     ) -> list[StandIn]:
-        """Run the stack's forward over stand-ins for its blocks, which hold what blocks are given.
+        """Run the stack's forward pass over stand-ins for its blocks, which record what blocks are given.
 
         Args:
             ids: [B, L] tokens. encoder: the encoder's states, in a decoder that attends to them.
-            change: what each block makes of the hidden states.
+            change: maps the hidden states through each block.
             count: run up to this block; None runs all.
         """
         extra = {} if encoder is None else {"encoder_hidden_states": encoder}
@@ -153,7 +154,7 @@ class Stack:
             setattr(self.module, self.list_name, blocks)
 
     def _keep(self, first: int, arguments: list[Arguments]) -> None:
-        """Keep the arguments of a batch, or those of an earlier one where they are equal."""
+        """Keep the arguments of a batch, sharing those of an earlier batch if they are equal."""
         known = next((kept for kept in self._arguments.values() if same(kept, arguments)), arguments)
         self._arguments.setdefault(first, known)
 
@@ -162,21 +163,21 @@ class Stack:
         return self._arguments[first][index]
 
     def batches(self, samples: int) -> Iterator[tuple[int, int]]:
-        """First and last (exclusive) sample of each batch."""
+        """Yield first and last (exclusive) sample of each batch."""
         for first in range(0, samples, self.batch):
             yield first, min(first + self.batch, samples)
 
     def run(self, index: int, block: nn.Module, stream: Stream, first: int, last: int, keep: bool = False) -> Tensor:
-        """A batch of a stream through block `index`, which must be loaded, [B, L, W].
+        """Run a batch of a stream through block `index`, which must be loaded; returns [B, L, W].
 
         Args:
             index, block: the block.
-            stream: whose states.
+            stream: the stream.
             first, last: the samples of the batch.
-            keep: whether what the block gives beside is what the next one reads.
+            keep: whether the next block reads this block's other outputs.
 
         Raises:
-            CalibrationError: the output holds NaN or infinity.
+            CalibrationError: the output contains NaN or infinity.
         """
         hidden, encoder = stream.batch(first, last, self.skeleton.device)
         states = hidden.view(*hidden.shape[:2], *self.shape)
@@ -202,7 +203,7 @@ class Stack:
         shared: dict[Any, Any],
         encoder: Tensor | None,
     ) -> Any:
-        """A block's outputs, with the marked arguments filled in."""
+        """Return a block's outputs, with the placeholders in its arguments filled in."""
 
         def fill(value: Any) -> Any:
             if isinstance(value, Carried):
@@ -217,10 +218,10 @@ class Stack:
     def experts_factor(
         self, index: int, block: nn.Module, recorder: Recorder, stream: Stream, first: int, last: int
     ) -> float | None:
-        """The factor with which the output of the experts enters the block's output; 1 but for GraniteMoE.
+        """Return the factor of the experts' output in the block's output; 1 except for GraniteMoE.
 
-        Running the block without its experts and adding their output later is only right if the block is linear in
-        it; that is measured on one batch. None where it is not, or where the block gives more than hidden states.
+        Running the block without its experts and adding their output later is correct only if the block is linear in
+        it, which is measured on one batch. Returns None if it is not, or if the block returns more than hidden states.
         """
         if recorder.kind == "product" or (self.outputs is not None and not self._is_seq2seq):
             return None
@@ -231,8 +232,8 @@ class Stack:
         finally:
             recorder.answer = 0.0
         factor = float(share.double().mean())
-        # float32 keeps 2^-14 of the probe beside a residual stream of 2^20; bfloat16 only 2^-8. A norm behind the
-        # experts leaves a share of nearly zero.
+        # float32 resolves 2^-14 of the probe on a residual stream of 2^20; bfloat16 only 2^-8. A norm behind the
+        # experts makes the share nearly zero.
         tolerance = abs(factor) * (1e-3 if self.skeleton.dtype == torch.float32 else 2e-2)
         if factor == 0 or not bool(((share - factor).abs() <= tolerance).all()):
             return None
@@ -245,5 +246,8 @@ class Stack:
 
     @property
     def _is_seq2seq(self) -> bool:
-        """Blocks of encoder-decoders give position biases beside, which do not depend on the experts."""
+        """Whether the model is an encoder-decoder.
+
+        Its blocks also return position biases, which do not depend on the experts.
+        """
         return bool(self.skeleton.config.is_encoder_decoder)

@@ -1,8 +1,8 @@
-"""What a compression method is given to solve: the tensors of a layer that read the same input.
+"""The problem that a compression method solves: the tensors of a layer that read the same input.
 
-A layer is solved stage by stage. With calibration, the model runs while that happens: a `LayerRun` yields the stages of
-one layer in the order of execution, and each must be answered with the values that the packed tensors will hold before
-the next is computed. Without calibration a stage is one whole tensor (`WholeTensor`), and it needs no answer.
+A layer is solved stage by stage. With calibration, the model runs at the same time: a `LayerRun` yields the stages of
+one layer in execution order, and each must be answered with the values of the packed tensors before the next is
+computed. Without calibration, a stage is one whole tensor (`WholeTensor`) and needs no answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 PackedLayer = MoeLayer | DenseLayer
-"""What is packed together: the experts of a layer, or the linear layers of a block."""
+"""Tensors packed together: the experts of a layer, or the linear layers of a block."""
 
 Shape = tuple[int, int, int]
 """Shape of a projection: experts, rows (outputs), columns (inputs)."""
@@ -41,17 +41,17 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one tensor to be packed, lazily.
+    """The weights of one tensor to pack, loaded lazily.
 
     Attributes:
-        name: name that the packed tensor will have; errors name it.
+        name: name of the packed tensor, used in errors.
         shape: experts, rows, columns.
-        expert: gives expert i's weights, [rows, columns], in the checkpoint's dtype. Fetch one at a time.
-        sources: for each expert, the checkpoint's tensor that holds it; errors about its values name that.
-        role: "experts", or what a linear layer outside the experts is: "attention", "shared", "mlp" or "head". Such a
-            layer is one matrix: its shape is [1, rows, columns], and its blob has two axes.
+        expert: returns expert i's weights, [rows, columns], in the checkpoint's dtype. Fetch one at a time.
+        sources: for each expert, the checkpoint tensor that holds it, used in errors about its values.
+        role: "experts", or the role of a linear layer outside the experts: "attention", "shared", "mlp" or "head". Such
+            a layer is one matrix: its shape is [1, rows, columns], and its blob has two axes.
         nbytes: size in bytes in the checkpoint.
-        dtype: of the weights in the checkpoint, where that is known.
+        dtype: dtype of the weights in the checkpoint, if known.
     """
 
     name: str
@@ -64,16 +64,16 @@ class Weights:
 
     @property
     def ndim(self) -> int:
-        """Axes of the blob: 3 for experts, 2 for a linear layer."""
+        """Number of axes of the blob: 3 for experts, 2 for a linear layer."""
         return 3 if self.role == "experts" else 2
 
     def one_expert(self) -> Weights:
-        """The first expert alone, for a look at what a method makes of such weights."""
+        """Return the first expert alone, to test a method on such weights."""
         return replace(self, shape=(1, *self.shape[1:]), sources=self.sources[:1])
 
 
 def layer_tensors(layer: PackedLayer) -> dict[str, Weights]:
-    """The tensors of a layer in the order of the computation, by the projection's name or the linear layer's path."""
+    """Return the tensors of a layer in computation order, by projection name or linear layer path."""
     if isinstance(layer, MoeLayer):
         return {
             p.name: Weights(
@@ -92,17 +92,17 @@ def layer_tensors(layer: PackedLayer) -> dict[str, Weights]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the tensors of a stage read, as the compressed model computes it.
+    """Inputs of a stage's tensors, as the compressed model computes them.
 
     Attributes:
-        tokens: [G] int64, tokens that each Hessian is made of; empty for linear layers, which every token visits.
-        pieces: the tokens of the group's i-th expert, [n, C], in pieces.
+        tokens: [G] int64, number of tokens in each Hessian; empty for linear layers, which every token visits.
+        pieces: yields the tokens of the group's i-th expert, [n, C], in pieces.
         hessians: computes [G, C, C] float32 on the device, the sum of x^T x over those tokens.
-        moments: computes the moments of the same tokens, weighted by their effect (all alike for linear layers), with
-            the drift from the original model (zero where it does not run beside).
-        weights: the router's weights of the same tokens, [n], in the same pieces; nothing for linear layers.
-        rows: which tokens of the text they are, [n] int64, in the same pieces, as `LayerRun.rows` counts them; nothing
-            for linear layers.
+        moments: computes the moments of the same tokens, weighted by their effect (equally for linear layers), with the
+            drift from the original model (zero if the original model does not run).
+        weights: the router's weights of the same tokens, [n], in the same pieces; empty for linear layers.
+        rows: the rows of `LayerRun.rows` that the same tokens are, [n] int64, in the same pieces; empty for linear
+            layers.
     """
 
     tokens: Tensor
@@ -115,17 +115,17 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Stage:
-    """Tensors of a layer that are solved together, because they read the same input.
+    """Tensors of a layer that are solved together because they read the same input.
 
     Attributes:
         layer: name of the layer.
-        tensors: what is solved: projections of the experts, or linear layers, by name or path.
-        experts: which experts of the tensors, ascending; all of them without calibration.
-        weights: with calibration, [G, R, C] float32 on the device by name. Empty without: a method then fetches one
-            expert at a time from `tensors`.
-        inputs: what the tensors read; None without calibration.
-        plan: what the method's `layer_plan` returned, after it saw all stages of the layer.
-        advance: to be called with the number of weights just solved, at least once an expert or a stage.
+        tensors: projections of the experts by name, or linear layers by path.
+        experts: the experts in this stage, ascending; all of them without calibration.
+        weights: with calibration, [G, R, C] float32 on the device by name. Empty without calibration: a method then
+            fetches one expert at a time from `tensors`.
+        inputs: inputs of the tensors; None without calibration.
+        plan: result of the method's `layer_plan` after it has seen all stages of the layer.
+        advance: callback for the number of weights just solved, to be called at least once per expert or stage.
     """
 
     layer: str
@@ -147,7 +147,7 @@ class Stage:
         return replace(self, tensors={name: self.tensors[name] for name in names}, weights=weights)
 
     def finite(self) -> Stage:
-        """Return this stage, if its weights are finite.
+        """Return this stage after checking that its weights are finite.
 
         Raises:
             InvalidTensorError: they are not; names the checkpoint's tensor.
@@ -173,7 +173,7 @@ class Stage:
 
 
 class LayerRun(ABC):
-    """A layer that the model passes, as stages to be answered in turn. Iterate once, and to the end:
+    """A layer that the model is passing, as stages to answer in turn. Iterate once, and to the end:
 
         for stage in run:
             with run.smaller_groups():
@@ -181,9 +181,9 @@ class LayerRun(ABC):
 
     Attributes:
         layer: the layer.
-        tensors: its tensors, as `layer_tensors` gives them.
-        tokens: [E] int64, tokens that each expert's Hessians are made of; None for linear layers.
-        finished: whether all stages were answered and the layer's outputs are what the next one reads.
+        tensors: its tensors, as returned by `layer_tensors`.
+        tokens: [E] int64, number of tokens in each expert's Hessians; None for linear layers.
+        finished: whether all stages were answered and the next layer can read the layer's outputs.
         largest: the largest magnitude of activations inside the experts so far.
     """
 
@@ -201,36 +201,41 @@ class LayerRun(ABC):
 
     @abstractmethod
     def _stages(self) -> Iterator[Stage]:
-        """Yield the stages; `_take` gives the answer to the one just yielded."""
+        """Yield the stages; `_take` returns the answer to the one just yielded."""
 
     def rows(self) -> tuple[Tensor, Tensor] | None:
-        """What the experts read, [T, C], and which of them each token chose, [T, k], -1 where it has fewer; None of
-        linear layers. Both are used again for the next layer."""
+        """Return the experts' inputs, [T, C], and the choices of each token, [T, k], with -1 for none.
+
+        Linear layers return None. Both buffers are reused for the next layer.
+        """
         return None
 
     def previews(self) -> Iterator[Stage]:
-        """All stages of experts in advance, later ones with inputs computed by the original weights of the earlier."""
+        """Yield all stages of experts in advance.
+
+        Inputs of later ones are computed with the original weights of earlier ones.
+        """
         return iter(())
 
     def answer(self, values: Mapping[str, Tensor]) -> None:
-        """Say what the stage's tensors become, [G, R, C] by name, on any device."""
+        """Set the new values of the stage's tensors, [G, R, C] by name, on any device."""
         self._answer = values
 
     @contextmanager
     def smaller_groups(self) -> Iterator[None]:
-        """Answer a stage for which the device is too small: its experts come again, in groups of half the size."""
+        """Handle running out of device memory: the stage's experts are yielded again in groups of half the size."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             self._answer = error
 
     def keep(self) -> None:
-        """Answer every stage with the original weights; InvalidTensorError if they are not finite."""
+        """Answer every stage with the original weights; raises InvalidTensorError if they are not finite."""
         for stage in self:
             self.answer(stage.finite().weights)
 
     def _take(self) -> Mapping[str, Tensor]:
-        """The answer to the last stage; raises the OutOfMemoryError that was given instead."""
+        """Return the answer to the last stage, or raise its OutOfMemoryError."""
         answer, self._answer = self._answer, None
         if isinstance(answer, torch.OutOfMemoryError):
             raise answer
@@ -253,7 +258,7 @@ class WholeTensor(LayerRun):
 
 @contextmanager
 def enough_memory(device: torch.device, what: str) -> Iterator[None]:
-    """Turn torch's error into a `DeviceMemoryError` that says what the device is too small for."""
+    """Convert torch's out-of-memory error into a `DeviceMemoryError` that says what did not fit."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,13 +1,13 @@
-"""Calibration text: from a file, a directory or a data set to token windows.
+"""Calibration text: turns a file, a directory or a data set into token windows.
 
-A source is plain text, JSON lines (field "text", or the only string field), a directory of both, the name of a data set
-on the hub, or `BUILT_IN`. The tokens of all documents are joined, and windows are taken from them at even distances, so
-that a short calibration run still sees the whole text. Nothing here is random.
+A source is plain text, JSON lines (field "text", or the only string field), a directory of both, the name of a hub data
+set, or `BUILT_IN`. The tokens of all documents are concatenated, and windows are evenly spaced over them, so that a
+short calibration run still covers the whole text. No step is random.
 
-The built-in text stands for what models are used for: encyclopedic articles, a novel, other languages, source code,
-chat, news, science and law. The kinds alternate every few hundred tokens, because a run may read only some windows. The
-novel is *Little Women* (Louisa May Alcott, 1868; in the public domain). All other parts were written for this package;
-the people and works that they describe are invented.
+The built-in text represents typical uses of models: encyclopedic articles, a novel, other languages, source code, chat,
+news, science and law. The kinds alternate every few hundred tokens, because a run may read only some windows. The novel
+is *Little Women* (Louisa May Alcott, 1868; in the public domain). All other parts were written for this package; the
+people and works that they describe are invented.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["BUILT_IN", "Tokenizer", "check_source", "read_texts", "token_windows
 BUILT_IN = "built-in"
 """The source that comes with the package: about 12,700 tokens of prose, articles, chat, code and other languages."""
 
-#: Text beyond this many characters a token asked for is not read: natural text has 3 to 6.
+#: Maximum characters read per requested token; natural text has 3 to 6.
 CHARACTERS_PER_TOKEN = 32
-#: Endings read from a directory.
+#: File suffixes read from a directory.
 TEXT_SUFFIXES, JSON_SUFFIXES = (".txt", ".md", ".text"), (".jsonl", ".ndjson", ".json")
 
 
 _JSON_ERRORS = (ValueError, RecursionError)
-"""What Python's parser raises: also for integers of too many digits, and where lists or objects nest too deeply."""
+"""Exceptions of Python's JSON parser, including integers with too many digits and excessive nesting."""
 
 
 class Tokenizer(Protocol):
@@ -49,23 +49,23 @@ class Tokenizer(Protocol):
 
 
 def check_source(source: str | PathLike[str]) -> None:
-    """Notice a file or directory that is not there, before anything else is done; data sets of the hub are not asked.
+    """Check early that a file or directory exists; hub data sets are not checked.
 
     Raises:
-        CalibrationError: there is none of this name, and it cannot be one of a data set.
+        CalibrationError: no such file or directory exists, and the name cannot be that of a data set.
     """
     path = _path(source)
     named = path.suffix in TEXT_SUFFIXES + JSON_SUFFIXES or str(source).partition(":")[0].count("/") != 1
     if not path.exists() and (named or str(source).startswith(("/", "."))):
-        raise CalibrationError("there is no such calibration file or directory", file=path)
+        raise CalibrationError("no such calibration file or directory", file=path)
 
 
 def read_texts(source: str | PathLike[str], *, limit: int | None = None) -> Iterator[str]:
-    """Documents of a calibration source, in a fixed order.
+    """Yield the documents of a calibration source, in a fixed order.
 
     Args:
-        source: a file, a directory (searched in sorted order, without descending), a data set of the hub as
-            ``owner/name`` or ``owner/name:split``, or `BUILT_IN`.
+        source: a file, a directory (read in sorted order, without subdirectories), a hub data set as ``owner/name`` or
+            ``owner/name:split``, or `BUILT_IN`.
         limit: stop after this many characters.
 
     Raises:
@@ -92,14 +92,14 @@ def _path(source: str | PathLike[str]) -> Path:
 def token_windows(
     tokenizer: Tokenizer, source: str | PathLike[str], samples: int, length: int, vocabulary: int
 ) -> Tensor:
-    """Token windows [N, length] int64 with N <= samples; fewer, with a `MoepackWarning`, where the text is shorter.
+    """Return token windows [N, length] int64, N <= samples. Too short a text gives fewer, with a `MoepackWarning`.
 
     Args:
-        tokenizer: of the model to be calibrated.
+        tokenizer: tokenizer of the model to calibrate.
         source: see `read_texts`.
-        samples: windows wanted.
-        length: tokens a window.
-        vocabulary: rows of the model's embedding; no id may reach it.
+        samples: requested number of windows.
+        length: tokens per window.
+        vocabulary: number of rows of the model's embedding; all ids must be below it.
 
     Raises:
         CalibrationError: the text is empty, binary or shorter than one window, or a token is out of the vocabulary.
@@ -116,7 +116,7 @@ def token_windows(
         raise CalibrationError(unknown(token, vocabulary, tokenizer), file=source)
     count = min(samples, len(ids) // length)
     if count < samples and source != BUILT_IN:
-        message = f"{source}: the text holds {count} samples of {length} tokens, {samples} were asked for"
+        message = f"{source}: the text holds {count} samples of {length} tokens, but {samples} were requested"
         warnings.warn(message, MoepackWarning, stacklevel=2)
     slack = len(ids) - count * length
     starts = [i * length + (slack * i // (count - 1) if count > 1 else 0) for i in range(count)]
@@ -143,7 +143,7 @@ def _file_documents(file: Path) -> Iterator[str]:
         yield text
         return
     if file.suffix == ".json":
-        # Many ".json" files hold one array; everything else is read as lines.
+        # Many ".json" files hold one array; other files are read as lines.
         try:
             rows = json.loads(text)
         except _JSON_ERRORS:
@@ -156,7 +156,7 @@ def _file_documents(file: Path) -> Iterator[str]:
             try:
                 row = json.loads(line)
             except _JSON_ERRORS as error:
-                raise CalibrationError(f"line {number} is no JSON: {error}", file=file) from error
+                raise CalibrationError(f"line {number} is not valid JSON: {error}", file=file) from error
             yield _field(row, file, number)
 
 
@@ -178,7 +178,7 @@ def _only_string(row: object, file: Path | str, number: int) -> str:
         strings = [value for value in row.values() if isinstance(value, str)]
         if len(strings) == 1:
             return strings[0]
-    raise CalibrationError(f"record {number} has no field 'text' and not exactly one string field", file=file)
+    raise CalibrationError(f"record {number} has neither a field 'text' nor exactly one string field", file=file)
 
 
 def _hub_documents(name: str) -> Iterator[str]:
@@ -189,7 +189,7 @@ def _hub_documents(name: str) -> Iterator[str]:
         from datasets import load_dataset
     except ImportError as error:
         raise CalibrationError(
-            "not a file; reading a data set of the hub needs `pip install datasets`", file=name
+            "not a file; reading a hub data set requires `pip install datasets`", file=name
         ) from error
     try:
         rows = load_dataset(repository, split=split or "train", streaming=True)

@@ -1,6 +1,6 @@
-"""Methods on one axis, for any model: size of all files of weights against the loss that they cost.
+"""Compares methods on any model: size of all weight files against loss.
 
-`fitting` gives each method the settings that meet a size, `measure` compresses and evaluates, `chart` draws.
+`fitting` chooses each method's settings for a given size, `measure` compresses and evaluates, `chart` draws.
 """
 
 from moepack.comparison.chart import draw

@@ -1,4 +1,4 @@
-"""The chart of a comparison: increase of the loss over size, one line a method, as SVG without any library."""
+"""The chart of a comparison: loss increase over size, one line per method, as SVG without a plotting library."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from html import escape
 __all__ = ["draw"]
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 440, 70, 40, 200, 50
-"""The picture, and its margins, in pixels."""
+"""Size and margins of the picture in pixels."""
 
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2")
 
 LEAST = 1e-4
-"""Nats below which differences are noise: the bottom of the logarithmic axis."""
+"""Lower end of the logarithmic axis in nats; smaller differences are noise."""
 
 
 def draw(title: str, axis: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """An SVG picture.
+    """Return an SVG picture.
 
     Args:
-        title: above the chart.
-        axis: what the horizontal axis shows.
-        lines: by method, size and increase of the loss of each point; the loss is drawn logarithmically.
+        title: title above the chart.
+        axis: label of the horizontal axis.
+        lines: by method, size and loss increase of each point; the loss axis is logarithmic.
     """
     points = [point for line in lines.values() for point in line]
     low, high = min((x for x, _ in points), default=0.0), max((x for x, _ in points), default=1.0)

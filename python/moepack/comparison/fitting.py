@@ -1,4 +1,4 @@
-"""The settings with which each method makes a checkpoint of a size, or comes as near below it as it can."""
+"""Chooses settings with which each method meets a size, or comes as close below it as it can."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from moepack.methods.rate.method import MOST_BITS
 __all__ = ["FITTING", "Wanted", "fitted"]
 
 DENSE = ("attention", "shared", "mlp")
-"""Roles that all methods but `auto` and `rate` pack, in 8 bits where they are given bits at all."""
+"""Roles that all methods except `auto` and `rate` pack, with 8 bits if bits are given."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A size to be met.
+    """A target size.
 
     Attributes:
-        checkpoint, model: what is compressed.
-        size: bytes of all files of weights.
-        text: settings of the calibration; empty without.
+        checkpoint, model: the model to compress.
+        size: bytes of all weight files.
+        text: settings of the calibration; empty without calibration.
     """
 
     checkpoint: Checkpoint
@@ -37,7 +37,7 @@ class Wanted:
     text: dict[str, Any]
 
     def bits(self, roles: tuple[str, ...], dense_bits: float = 0.0) -> float:
-        """Bits for each weight of the experts and these roles; of the experts alone where others take `dense_bits`."""
+        """Return bits per weight of the experts and `roles`, or of the experts alone if `roles` take `dense_bits`."""
         experts = {part.packed_name: part.shape for layer in self.model.layers for part in layer.projections}
         linears = [linear for dense in self.model.dense for linear in dense.linears if linear.role in roles]
         packed = experts.keys() | {linear.source for linear in linears}
@@ -69,7 +69,7 @@ def _milo(wanted: Wanted) -> Method:
 
 def _qmoe(wanted: Wanted) -> Method:
     if not wanted.text:
-        raise ValueError("needs a text")
+        raise ValueError("requires a text")
     rate = wanted.bits(DENSE, 8.25)
     if rate >= 2.4:
         return Qmoe(bits="2", dense_bits=8, **wanted.text)
@@ -85,15 +85,15 @@ FITTING: dict[str, Callable[[Wanted], Method]] = {
     "milo": _milo,
     "qmoe": _qmoe,
 }
-"""The methods that can be compared; each raises ValueError where it cannot meet the size."""
+"""The methods that can be compared; each raises ValueError if it cannot meet the size."""
 
 
 def fitted(name: str, wanted: Wanted) -> Method:
-    """The method of this name with settings that meet a size.
+    """Return the method `name` with settings that meet a size.
 
     Raises:
-        ValueError: the method cannot make the model that small, or there is none of this name.
+        ValueError: the method cannot reach that size, or is unknown.
     """
     if name not in FITTING:
-        raise ValueError(f"cannot compare '{name}'; there is: {', '.join(FITTING)}")
+        raise ValueError(f"cannot compare '{name}'; available: {', '.join(FITTING)}")
     return FITTING[name](wanted)

@@ -1,4 +1,4 @@
-"""Compressing a model to many sizes by many methods, and what each costs."""
+"""Compresses a model to many sizes with many methods, and measures the results."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Point:
     """One packed model.
 
     Attributes:
-        method: name of what made it.
-        wanted, size: bytes of all files of weights, as asked for and as made; None where nothing was asked for.
-        rise: by text, the loss over that of the original, nats a token.
-        expected_rise, expected_seconds, expected_memory: what the plan said, None where it did not; of a range of
-            increases the geometric middle.
-        seconds, memory: of compressing; bytes of the process's own memory.
-        errors: by role, what `auto` counts errors of its tensors with (`moepack.methods.auto.packer`), or None.
+        method: name of the method.
+        wanted, size: requested and actual bytes of all weight files; `wanted` is None if no size was requested.
+        rise: by text, the loss increase over the original in nats per token.
+        expected_rise, expected_seconds, expected_memory: estimates of the plan; None if unknown. Of a range of
+            increases, the geometric mean.
+        seconds, memory: time of compressing, and private memory of the process in bytes.
+        errors: by role, the error scale that `auto` used (`moepack.methods.auto.packer`), or None.
     """
 
     method: str
@@ -54,7 +54,7 @@ class Point:
     errors: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as JSON values."""
+        """Return the figures as JSON values."""
         return asdict(self)
 
 
@@ -62,7 +62,9 @@ class Comparison:
     """One model, and its losses on some texts.
 
     Attributes:
-        path: the checkpoint. size: bytes of its files of weights. original: nats a token by text.
+        path: the checkpoint.
+        size: bytes of its weight files.
+        original: loss in nats per token by text.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Comparison:
         self.original = self._losses(open_model(self.path, torch.float32).to(device))
 
     def points(self, sizes: Collection[int], methods: Collection[str], text: dict[str, Any]) -> Iterator[Point]:
-        """Every method at every size that it can meet; `text` has the settings of the calibration, if any."""
+        """Yield every method at every size that it can meet; `text` has the calibration settings, if any."""
         for size in sizes:
             for name in methods:
                 try:
@@ -93,7 +95,7 @@ class Comparison:
     def point(
         self, name: str, method: Method, wanted: int | None = None, then: Callable[[Path], Path] = lambda packed: packed
     ) -> Point:
-        """Compress in a temporary directory and measure what `then` makes of it; errors as of `compress`."""
+        """Compress in a temporary directory and measure the result of `then`; raises as `compress`."""
         with tempfile.TemporaryDirectory() as directory:
             packed = Path(directory) / "packed"
             plan = estimate(self.path, packed, method)
@@ -110,8 +112,11 @@ class Comparison:
         )  # fmt: skip
 
     def _opened(self, packed: Path, method: Method) -> Any:
-        """The packed model; on another device than the CPU its weights as they are decoded, which has the same loss
-        where products do not round activations."""
+        """Open the packed model.
+
+        On a device other than the CPU, it is opened with decoded weights, which gives the same loss if products do not
+        round activations.
+        """
         if self._device == "cpu" or getattr(method, "activation_bits", 16) != 16:
             return open_model(packed, torch.float32)
         plain = packed.with_name("plain")
@@ -126,6 +131,6 @@ class Comparison:
 
 
 def weight_bytes(directory: Path) -> int:
-    """Bytes of all files of weights, and of the predictors of a packed directory."""
+    """Return the bytes of all weight files, and of the predictors of a packed directory."""
     names = [name for name in (*weight_files(directory), PREDICTORS) if (directory / name).is_file()]
     return sum((directory / name).stat().st_size for name in names)

@@ -1,4 +1,4 @@
-"""Compression methods, one room each. `create` finds one by name."""
+"""Compression methods, one room each. `create` instantiates a method by name."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -24,7 +24,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "rate": Rate,
     "ternary": Ternary,
 }
-"""The methods by name; each is called with its settings as keywords."""
+"""The methods by name; each takes its settings as keyword arguments."""
 
 __all__ = [
     "METHODS",
@@ -51,15 +51,15 @@ def create(name: str, **settings: Any) -> Method:
     """Return the method `name` with `settings`.
 
     Raises:
-        ValueError: there is no such method, it has no such setting, or it needs one that is missing.
+        ValueError: the method or a setting is unknown, or a required setting is missing.
     """
     if name not in METHODS:
-        raise ValueError(f"unknown method '{name}'; there is: {', '.join(sorted(METHODS))}")
+        raise ValueError(f"unknown method '{name}'; available: {', '.join(sorted(METHODS))}")
     known = signature(METHODS[name]).parameters
     if unknown := [setting for setting in settings if setting not in known]:
-        raise ValueError(f"the method {name} has no setting {', '.join(unknown)}; it has: {', '.join(known)}")
+        raise ValueError(f"the method {name} has no setting {', '.join(unknown)}; available: {', '.join(known)}")
     if missing := [key for key, of in known.items() if of.default is of.empty and key not in settings]:
-        raise ValueError(f"the method {name} needs {', '.join(missing)}")
+        raise ValueError(f"the method {name} requires {', '.join(missing)}")
     try:
         return METHODS[name](**settings)
     except TypeError as error:

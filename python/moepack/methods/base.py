@@ -1,10 +1,10 @@
-"""What a compression method is to the pipeline.
+"""The interface between a compression method and the pipeline.
 
-A method solves the stages of a layer and packs what it found. It never opens a file, never learns where weights come
-from or where packed bytes go, and keeps nothing of a layer: whatever it decides for the whole model it decides in
-`prepare`, and everything about a layer is in the stage that it is given.
+A method solves the stages of a layer and packs the solutions. It opens no files and does not know where weights come
+from or where packed bytes go. It keeps no state of a layer: decisions for the whole model are made in `prepare`, and
+everything about a layer is in its stages.
 
-A method is deterministic: the same weights, inputs, settings and version give the same bytes, because resumed work must
+A method is deterministic. The same weights, inputs, settings and version give the same bytes, because resumed work must
 equal uninterrupted work.
 """
 
@@ -33,9 +33,9 @@ class PackedTensor:
     """A packed projection.
 
     Attributes:
-        kind: which reader understands the bytes, for example `ternary`.
-        data: flat uint8 array, its length a multiple of 64.
-        details: what `inspect` shows of it, JSON values.
+        kind: packed format, for example `ternary`.
+        data: flat uint8 array; its length is a multiple of 64.
+        details: JSON values that `inspect` shows.
     """
 
     kind: str
@@ -45,14 +45,14 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class Solution:
-    """What a method found for one tensor of a stage.
+    """The solution of a method for one tensor of a stage.
 
     Attributes:
-        parts: what `pack` stores, by name (codes, scales, ...). Where a stage may hold some of the experts only, with
-            calibration, the first axis of each part runs over the stage's experts.
-        values: [G, R, C] float32 that the packed tensor will hold, exactly: the next layer sees them. None without
+        parts: tensors that `pack` stores, by name (codes, scales, ...). With calibration, a stage may hold only some of
+            the experts; the first axis of each part then runs over the stage's experts.
+        values: [G, R, C] float32, exactly the values of the packed tensor, which the next layer sees. None without
             calibration.
-        details: of a whole tensor, what its manifest entry tells beside the details that `pack` finds.
+        details: details of a whole tensor for its manifest entry, in addition to those that `pack` returns.
         rounded: experts whose inputs could not be used, with the reason.
     """
 
@@ -64,11 +64,12 @@ class Solution:
 
 @dataclass(frozen=True)
 class Expected:
-    """The size of a packed tensor before it is made.
+    """The size of a packed tensor before it is packed.
 
     Attributes:
-        nbytes: bytes, all metadata counted.
-        exact: whether shape and settings alone fix it; otherwise the weights' values have a say, and it is about that.
+        nbytes: size in bytes, including all metadata.
+        exact: whether shape and settings alone determine the size; otherwise it depends on the weights and is
+            approximate.
     """
 
     nbytes: float
@@ -76,61 +77,64 @@ class Expected:
 
 
 class LayerPlan(Protocol):
-    """What a method notes of one layer before its first stage is solved."""
+    """State that a method collects about one layer before its first stage is solved."""
 
     def plan(self, stage: Stage) -> None:
-        """See a stage in advance; a second time for the same experts, in smaller groups, where memory ran out."""
+        """Inspect a stage in advance.
+
+        After running out of memory, the same experts are shown again in smaller groups.
+        """
 
 
 class Method(ABC):
     """A compression method with its settings."""
 
     name: ClassVar[str]
-    """Name of the method, as the command line spells it."""
+    """Name of the method on the command line."""
 
     packs_empty: ClassVar[bool] = False
-    """Whether it packs tensors without values, such as experts of no width."""
+    """Whether the method packs tensors without values, such as experts of zero width."""
 
     @property
     @abstractmethod
     def settings(self) -> Mapping[str, Any]:
-        """Every setting that changes the bytes, as JSON values; part of the job's fingerprint."""
+        """All settings that change the output, as JSON values; part of the job's fingerprint."""
 
     @property
     def request(self) -> CalibrationRequest | None:
-        """What the method must see of the running model. None: it looks at weights alone, and is given one whole
-        tensor at a time."""
+        """The required calibration. None: the method uses weights only and receives one whole tensor at a time."""
         return None
 
     @property
     def dense_roles(self) -> frozenset[str]:
-        """Which linear layers outside the experts are packed (`checkpoint.dense.ROLES`); the others stay as they are.
-        Follows from the settings."""
+        """Roles of the linear layers outside the experts to pack (`checkpoint.dense.ROLES`); the others are copied.
+
+        The roles depend on the settings only.
+        """
         return frozenset()
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether `rewrite` or `prepare` take their time, for they read the weights of the whole model."""
+        """Whether `rewrite` or `prepare` takes long because it reads the weights of the whole model."""
         return False
 
     @property
     def rewrites(self) -> bool:
-        """Whether `rewrite` changes checkpoints; only the method of a whole job may."""
+        """Whether `rewrite` changes checkpoints; only a job's main method may."""
         return False
 
     @property
     def counts_on(self) -> bool:
-        """Whether what earlier tensors took (`book`) has a say in those of later layers."""
+        """Whether the packed sizes of earlier tensors (`book`) influence those of later layers."""
         return False
 
     @property
     def in_turn(self) -> bool:
-        """Whether the groups of experts of a layer are solved one after another, for they share its bits."""
+        """Whether the groups of experts of a layer are solved one after another because they share one bit budget."""
         return False
 
     def arranged(self, layer: MoeLayer) -> MoeLayer:
-        """Return a sparse layer with the projections that are packed, as they are unless the method puts them together
-        otherwise; only the method of a whole job may.
+        """Return a sparse layer with the projections to pack; only a job's main method may rearrange them.
 
         Raises:
             UnsupportedModelError: the method cannot pack such a layer.
@@ -139,79 +143,89 @@ class Method(ABC):
 
     @abstractmethod
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the most bytes that a tensor can take packed; a linear layer has the shape [1, rows, columns]."""
+        """Return the maximum packed size of a tensor in bytes; a linear layer has the shape [1, rows, columns]."""
 
     def expected(self, weights: Weights) -> Expected:
-        """Return the size before anything is prepared or calibrated; where values matter, one expert is packed to find
-        out. The most that it can be if the method does not say."""
+        """Return the size before preparation and calibration.
+
+        If the size depends on values, one expert is packed as a sample. The default is the upper bound.
+        """
         return Expected(self.bound(weights.shape, weights.role), exact=False)
 
     def sample(self, weights: Weights) -> PackedTensor:
-        """Pack a tensor by itself; only without calibration."""
+        """Pack one tensor on its own; only without calibration."""
         stage = Stage(weights.name, {weights.name: weights}, range(weights.shape[0]))
         return self.pack(weights, self.solve(stage)[weights.name])
 
     def rewrite(self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, Tensor] | None) -> Rewriting | None:
-        """Change a checkpoint, with what will not be packed. Called once a job, before `prepare`, which sees the
-        changed one.
+        """Change a checkpoint, including tensors that are not packed.
+
+        Called once per job, before `prepare`, which receives the changed checkpoint.
 
         Args:
             checkpoint: the original.
             model: its description.
-            kept: the state that an interrupted run left. Where it is used again, the result's state is this very
-                object.
+            kept: the state saved by an interrupted run. If it is reused, the result's state must be this same object.
 
         Returns:
-            The changed checkpoint, or None if it is to be packed as it is.
+            The changed checkpoint, or None to pack the original.
 
         Raises:
             ResumeError: `kept` is damaged.
-            UnsupportedModelError: the model cannot be changed so.
+            UnsupportedModelError: the method cannot change this model.
         """
         return None
 
-    def aim(self, checkpoint: Checkpoint, model: MoeModel) -> None:  # noqa: B027 - most methods are given no size
-        """Refuse what cannot be done with a checkpoint, before a weight is read. Called before `prepare`.
+    def aim(self, checkpoint: Checkpoint, model: MoeModel) -> None:  # noqa: B027 - most methods have no target size
+        """Check a checkpoint against the settings before any weight is read. Called before `prepare`.
 
         Raises:
-            ValueError: the size that was asked for cannot be.
+            ValueError: the requested size cannot be reached.
         """
 
     @property
     def plans(self) -> bool:
-        """Whether sizes are known only after `prepare`, whose second call for a checkpoint costs nothing."""
+        """Whether sizes are known only after `prepare`.
+
+        A second call of `prepare` for the same checkpoint costs nothing.
+        """
         return False
 
     def prepare(  # noqa: B027 - most methods prepare nothing
         self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None
     ) -> None:
-        """Decide what concerns the whole model. Called once a job, resumed or not, before the first stage; must come
-        to the same result each time.
+        """Make decisions for the whole model.
+
+        Called once per job, resumed or not, before the first stage. Must be deterministic.
 
         Args:
-            checkpoint: what is compressed.
+            checkpoint: the checkpoint to compress.
             model: its description.
-            progress: is told how far the work has come, where it takes long.
+            progress: receives progress if the work takes long.
 
         Raises:
             InvalidTensorError: weights that cannot be compressed; names the tensor.
         """
 
     def decided(self, name: str) -> Any:
-        """Return what `prepare` decided for the packed tensor `name` alone, as a JSON value: with it, the bytes follow
-        from the settings and from what the method is given to solve."""
+        """Return what `prepare` decided for the packed tensor `name`, as a JSON value.
+
+        The tensor's bytes must depend only on this value, the settings and the stages.
+        """
         return None
 
     def layer_plan(self, experts: int) -> LayerPlan | None:
-        """Return what is to see all stages of a layer of so many experts before they are solved, as `Stage.plan`;
-        None where stages are solved one by one."""
+        """Return an object that inspects all stages of a layer before they are solved (`Stage.plan`), or None.
+
+        None means that stages are solved independently. `experts` is the number of experts of the layer.
+        """
         return None
 
     @abstractmethod
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
-        """Quantize the tensors of a stage; gives each a solution, by its name in the stage.
+        """Quantize the tensors of a stage; return a solution for each, by its name in the stage.
 
-        Where memory runs out the same experts come again in smaller groups.
+        After running out of memory, the same experts are passed again in smaller groups.
 
         Raises:
             InvalidTensorError: weights that cannot be compressed; names the tensor.
@@ -223,33 +237,37 @@ class Method(ABC):
 
     @property
     def budget(self) -> int | None:
-        """The most bytes that all files of weights may take, where that is known; after `aim`."""
+        """Maximum size of all weight files in bytes if a size was requested; valid after `aim`."""
         return None
 
     @property
     def kernel(self) -> str | None:
-        """The products that tell the speed of the packed model: "int" or "coded" (`moepack.runtime.speeds`)."""
+        """The kind of product that determines the packed model's speed: "int" or "coded" (`moepack.runtime.speeds`)."""
         return None
 
     @property
     def expected_loss(self) -> tuple[float, float] | None:
-        """The least and the most nats a token that a model is expected to lose; None if nothing was measured that
-        tells. After `prepare`."""
+        """Lower and upper bound of the expected loss increase in nats per token.
+
+        None if unknown. Valid after `prepare`.
+        """
         return None
 
     def files(self) -> Mapping[str, bytes]:
-        """Return small files that belong beside the weights, by name; after `prepare`."""
+        """Return additional small files for the packed directory, by name; valid after `prepare`."""
         return {}
 
     def book(self, name: str, nbytes: int) -> None:  # noqa: B027 - few methods share bytes between layers
-        """Learn what a packed tensor takes. Called for all tensors in the order of work, also for those that an
-        interrupted run packed."""
+        """Record the packed size of a tensor.
+
+        Called for all tensors in processing order, including those that an interrupted run packed.
+        """
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Return what the user should know of a finished job, in full sentences.
+        """Return notes on a finished job for the user, as complete sentences.
 
         Args:
-            layers: by layer, what calibration saw: `tokens` (a list over experts) and `rounded` (experts without use of
-                their inputs, with the reason). Empty without calibration.
+            layers: calibration results by layer: `tokens` (a list over experts) and `rounded` (experts quantized
+                without their inputs, with the reason). Empty without calibration.
         """
         return ()

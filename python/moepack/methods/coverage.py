@@ -1,4 +1,4 @@
-"""What a calibrated run has to tell: experts that saw too few tokens, experts that were only rounded."""
+"""Notes on a calibrated run: experts that saw too few tokens, and experts that were only rounded."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 __all__ = ["coverage_notes", "listed"]
 
-#: Experts named in one sentence; the manifest lists all of them.
+#: Maximum number of experts named in one sentence; the manifest lists all of them.
 NAMED = 12
 
 
 def coverage_notes(
     layers: Mapping[str, Mapping[str, Any]], minimum: int, *, priced: bool = False, emptied: bool = False
 ) -> tuple[str, ...]:
-    """Full sentences about the layers that deserve one.
+    """Return notes on layers with few or unused tokens, as complete sentences.
 
     Args:
-        layers: by layer, the details of its first projection: `tokens` (a list over experts) and `rounded` (experts
+        layers: the details of each layer's first projection: `tokens` (a list over experts) and `rounded` (experts
             without error compensation, with the reason).
-        minimum: tokens below which an expert is named.
-        priced: whether bits had a price, so that experts are not rounded to nearest.
-        emptied: whether an expert that no token reaches is given next to no bits.
+        minimum: number of tokens below which an expert is named.
+        priced: whether bits had a price; without one, experts without error compensation are rounded to nearest.
+        emptied: whether an expert that no token reaches is stored with almost no bits.
     """
     notes: list[str] = []
     uncompensated = "quantized without error compensation" if priced else "rounded to nearest"
-    fate = "almost empty, for their bits went where tokens are" if emptied else uncompensated
+    fate = "stored with almost no bits, which went to experts with tokens" if emptied else uncompensated
     for layer, details in layers.items():
         tokens: Sequence[int] = details["tokens"]
         few = [expert for expert, count in enumerate(tokens) if 0 < count < minimum]
@@ -41,7 +41,7 @@ def coverage_notes(
 
 
 def listed(experts: Sequence[int]) -> str:
-    """`expert 3`, `experts 3, 4`, or the first dozen and how many more."""
+    """Return `expert 3`, `experts 3, 4`, or the first dozen and the number of further ones."""
     names = ", ".join(map(str, experts[:NAMED]))
     more = f" and {len(experts) - NAMED} more" if len(experts) > NAMED else ""
     return f"expert{'s' if len(experts) > 1 else ''} {names}{more}"

@@ -1,4 +1,4 @@
-"""The files of a packed directory's weights: what they hold beside packed tensors."""
+"""Sizes of weight files apart from packed tensors."""
 
 from collections.abc import Collection
 
@@ -7,11 +7,11 @@ from moepack.checkpoint import Checkpoint, MoeModel
 __all__ = ["kept_bytes"]
 
 TENSOR_HEADER, SHARD_HEADER = 90, 112
-"""Bytes of a shard's header: for each tensor besides its name, and for the file with its padding."""
+"""Header bytes of a shard: per tensor, excluding its name, and per file, including padding."""
 
 
 def kept_bytes(checkpoint: Checkpoint, model: MoeModel, packed: Collection[str]) -> int:
-    """What all safetensors files hold beside the packed tensors, to within the padding of headers.
+    """Return the bytes of all safetensors files without packed tensors, to within the padding of headers.
 
     Args:
         checkpoint: the source.

@@ -1,8 +1,8 @@
-"""Experts in parallel.
+"""Processes experts in parallel.
 
-Torch splits each operation over its threads and waits for all of them after each; for matrices of the size of an
-expert, and on a machine that has other work, the waiting costs more than the work (measured: 15 times slower on two
-cores under load). Here each thread takes whole experts instead, and each operation runs in one.
+Torch splits each operation over its threads and waits for all of them after each operation. For matrices as small as an
+expert's, and on a machine with other load, waiting costs more than the work (measured: 15 times slower on two cores
+under load). Here, each thread processes whole experts, and each operation runs in one thread.
 """
 
 from collections.abc import Callable
@@ -11,24 +11,25 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 MAX_WORKERS = 8
-"""Most experts in work at a time: each may need 40 MB of temporaries, and memory is bounded for any number of cores."""
+"""Maximum number of experts processed at a time. Each may need 40 MB of temporaries, so this bounds memory for any
+number of cores."""
 
 
 def for_experts(
     work: Callable[[int], None], experts: int, done: Callable[[], None], *, most: int = MAX_WORKERS, alone: bool = False
 ) -> None:
-    """Call `work` with each expert's number, in parallel over as many threads as torch is set to use.
+    """Call `work` with each expert's number, in parallel on as many threads as torch uses.
 
     Args:
-        work: called once an expert, from any thread.
-        experts: how many there are.
-        done: called in this thread after each expert, in order.
-        most: experts in work at a time, at most; 1 where each needs much memory.
-        alone: every operation runs in one thread even where there is only one expert, so that sums, and what follows
-            from them, never depend on the number of threads.
+        work: called once per expert, from any thread.
+        experts: number of experts.
+        done: called in the calling thread after each expert, in order.
+        most: maximum number of experts processed at a time; 1 if each needs much memory.
+        alone: run every operation in one thread even if there is only one expert, so that sums, and results that depend
+            on them, are independent of the number of threads.
 
     Raises:
-        Exception: what `work` raised for the first expert that failed.
+        Exception: the exception of the first expert for which `work` failed.
     """
     threads = torch.get_num_threads()
     workers = min(threads, MAX_WORKERS, most, experts)
@@ -42,5 +43,5 @@ def for_experts(
             for _ in pool.map(work, range(experts)):
                 done()
     finally:
-        # The workers' setting is also what threads to come inherit.
+        # Later threads would inherit the workers' setting.
         torch.set_num_threads(threads)

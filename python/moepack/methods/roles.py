@@ -1,4 +1,4 @@
-"""The setting `dense_bits`: which linear layers outside the experts are packed, with how many bits, role by role."""
+"""The setting `dense_bits`: bits per role of the linear layers outside the experts to pack."""
 
 from collections.abc import Mapping
 
@@ -9,10 +9,10 @@ __all__ = ["as_number", "dense_text", "parse_dense_bits"]
 
 
 def parse_dense_bits(given: str | int | None) -> dict[str, int]:
-    """Read `dense_bits`: nothing, one number for all roles but the head, or `role=bits` pairs with commas.
+    """Parse `dense_bits`: None, one number for all roles except the head, or comma-separated `role=bits` pairs.
 
     Raises:
-        ValueError: an unknown role or number of bits.
+        ValueError: a role or number of bits is unknown.
     """
     if given is None or given == "":
         return {}
@@ -32,15 +32,15 @@ def parse_dense_bits(given: str | int | None) -> dict[str, int]:
 
 
 def dense_text(bits: Mapping[str, int]) -> str:
-    """The canonical spelling of what `parse_dense_bits` gives."""
+    """Return the canonical text form of the result of `parse_dense_bits`."""
     return ",".join(f"{role}={number}" for role, number in bits.items())
 
 
 def as_number(value: int | str, what: str) -> int:
-    """Read a setting that is a number.
+    """Convert a setting to an integer.
 
     Raises:
-        ValueError: it is none; names the setting.
+        ValueError: it is not an integer; names the setting.
     """
     try:
         return int(value)

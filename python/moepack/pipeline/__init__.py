@@ -1,8 +1,8 @@
-"""The compression pipeline: the only place that knows checkpoints, methods and the format at once.
+"""The compression pipeline. No other room imports checkpoints, methods and the format together.
 
-`job` does the work (`convert` for models in the QMoE authors' format): `plan` decides what is written, `assignment`
-which method packs what, `solving` runs the methods over the layers, `journal` and `sources` make it resumable, and
-`report` counts.
+`job` runs a compression; `convert` converts models in the QMoE authors' format. `plan` decides which files are written,
+`assignment` which method packs each tensor, and `solving` runs the methods over the layers. `journal` and `sources`
+make a job resumable. `report` counts bytes and weights.
 """
 
 from moepack.pipeline.assignment import Assignment

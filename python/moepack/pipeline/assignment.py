@@ -1,7 +1,8 @@
-"""Which method packs which tensor of a job.
+"""Assigns a method to each tensor of a job.
 
-A job has one method; single tensors may be given to others, or come packed from elsewhere (another machine, an earlier
-job). Everything that follows from the methods together is decided here: what is packed, and what calibration shows.
+A job has one main method. Individual tensors may use another method, or may come already packed, for example from
+another machine or an earlier job. This module combines all methods of a job: which tensors are packed, and what
+calibration must record.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Assignment:
     """The methods of a job.
 
     Attributes:
-        method: packs every tensor that is not among `others`: experts, and linear layers of its roles.
-        others: by the packed tensor's name, the method that packs it, or the packed tensor itself.
+        method: packs experts, linear layers of its roles, and every other tensor that is not in `others`.
+        others: maps a packed tensor's name to the method that packs it, or to the packed tensor itself.
     """
 
     method: Method
@@ -35,7 +36,7 @@ class Assignment:
 
     @property
     def methods(self) -> list[Method]:
-        """The methods, each once, the job's own first."""
+        """The distinct methods, the main method first."""
         found = [self.method]
         for other in self.others.values():
             if isinstance(other, Method) and not any(other is known for known in found):
@@ -43,30 +44,28 @@ class Assignment:
         return found
 
     def of(self, weights: Weights) -> Method | PackedTensor:
-        """What packs a tensor, or the packed tensor."""
+        """Return the method that packs a tensor, or the tensor already packed."""
         return self.others.get(weights.name, self.method)
 
     @property
     def request(self) -> CalibrationRequest | None:
-        """What the methods must see of the running model; None if none looks at it.
+        """The calibration that the methods need; None if no method uses calibration.
 
         Raises:
-            ValueError: two methods want to see different things; the model runs once.
+            ValueError: two methods need different calibrations, but the model runs only once.
         """
         requests = [request for method in self.methods if (request := method.request) is not None]
         if any(request != requests[0] for request in requests):
-            raise ValueError(
-                "the methods of a job must have the same calibration set and the same way to run the model"
-            )
+            raise ValueError("all methods of a job must use the same calibration set and the same calibration settings")
         return requests[0] if requests else None
 
     def layers(self, model: MoeModel) -> list[PackedLayer]:
-        """What is packed, in the order of execution; the linear layers of a block come before its experts.
+        """Return the layers to pack, in execution order. The linear layers of a block precede its experts.
 
         Raises:
-            CorruptionError: a packed tensor among `others` contradicts its format.
-            UnsupportedModelError: the job's method cannot pack the model's experts.
-            ValueError: `others` names a tensor that is not there, or gives one to what cannot stand for it.
+            CorruptionError: a packed tensor in `others` violates its format.
+            UnsupportedModelError: the main method cannot pack the model's experts.
+            ValueError: `others` names an unknown tensor, or assigns an unsuitable method or packed tensor.
         """
         roles = self.method.dense_roles
         dense = (
@@ -79,45 +78,51 @@ class Assignment:
         layers.sort(key=lambda layer: position(layer.name))
         tensors = {weights.name: weights for layer in layers for weights in layer_tensors(layer).values()}
         if unknown := self.others.keys() - tensors.keys():
-            raise ValueError(f"there is no tensor '{min(unknown)}' to be packed")
+            raise ValueError(f"no tensor '{min(unknown)}' can be packed")
         for name in self.others:
             self._check(tensors[name])
         return layers
 
     def with_beyond(self, model: MoeModel, bits: int | None) -> Assignment:
-        """Pack the experts that transformers' model does not have, too: integers in groups, rounded without a text.
+        """Also pack the multi-token-prediction experts, which transformers' model lacks, as group-wise integers.
+
+        These experts are rounded to nearest, without calibration.
 
         Raises:
-            ValueError: there are none, or the bits are none that `finequant` knows.
+            ValueError: the model has no such experts, or `finequant` does not support `bits`.
         """
         if bits is None:
             return self
         if not model.beyond:
-            raise ValueError("there are no experts of multi-token prediction that could be packed")
+            raise ValueError("the model has no multi-token-prediction experts to pack")
         method = create("finequant", bits=bits)
         names = (part.packed_name for layer in model.beyond for part in layer.projections)
         return replace(self, others={**dict.fromkeys(names, method), **self.others})
 
     def _check(self, weights: Weights) -> None:
-        """Refuse what cannot stand for a tensor."""
+        """Raise ValueError if the assigned method or packed tensor does not fit the tensor."""
         chosen = self.of(weights)
         if isinstance(chosen, PackedTensor):
             opened = open_tensor(chosen.data, tensor=weights.name)
             if (*opened.shape, opened.ndim) != (*weights.shape, weights.ndim):
-                raise ValueError(f"'{weights.name}' is {list(weights.shape)}, the packed tensor is of another shape")
+                raise ValueError(
+                    f"'{weights.name}' has shape {list(weights.shape)}, but the packed tensor has another shape"
+                )
             return
         if weights.role != "experts" and weights.role not in chosen.dense_roles:
             raise ValueError(f"the method {chosen.name} does not pack '{weights.name}' ({weights.role})")
         if chosen.rewrites and chosen is not self.method:
-            raise ValueError(f"the method {chosen.name} changes the whole checkpoint, not '{weights.name}' alone")
+            raise ValueError(
+                f"the method {chosen.name} changes the whole checkpoint and cannot pack only '{weights.name}'"
+            )
 
     def decided(self, weights: Weights) -> Any:
-        """What was decided in advance for a tensor, or which packed tensor it is."""
+        """Return what was decided in advance for a tensor, or the identity of its packed tensor."""
         chosen = self.of(weights)
         return _identity(chosen) if isinstance(chosen, PackedTensor) else chosen.decided(weights.name)
 
     def bound(self, layer: PackedLayer) -> int:
-        """Return the most bytes that a layer can take packed."""
+        """Return the maximum packed size of a layer in bytes."""
         total = 0
         for weights in layer_tensors(layer).values():
             chosen = self.of(weights)
@@ -129,14 +134,14 @@ class Assignment:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the job's method, and what packs the other tensors."""
+        """The settings of the main method, plus the assignments of all other tensors."""
         if not self.others:
             return dict(self.method.settings)
         return {**self.method.settings, "assigned": {name: _identity(x) for name, x in sorted(self.others.items())}}
 
 
 def _identity(other: Method | PackedTensor) -> str:
-    """What the bytes of a tensor follow from, for the fingerprint of a job."""
+    """Return a string that identifies a method with its settings, or a packed tensor, for the job's fingerprint."""
     if isinstance(other, PackedTensor):
         return f"{other.kind} {hashlib.sha256(other.data.data).hexdigest()}"
     return f"{other.name} " + ", ".join(f"{key}={value}" for key, value in sorted(other.settings.items()))

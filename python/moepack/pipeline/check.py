@@ -1,7 +1,7 @@
-"""What a packed model loses, measured at the end of `compress` on a part of the calibration text.
+"""Measures the loss of a packed model on a part of the calibration text, at the end of `compress`.
 
-A plan's loss is expected from sums over tensors. The check runs both models, so it notices what a plan cannot: errors
-that add up, and texts that say little about the model.
+The plan's expected loss is a sum over tensors. The check runs both models, so it detects what a sum cannot: errors that
+accumulate over layers, and calibration texts that do not represent the model's use.
 """
 
 import tempfile
@@ -19,28 +19,28 @@ from moepack.units import nats
 __all__ = ["LARGE", "checked", "far_notes", "is_checked", "measured_increase"]
 
 CHARACTERS = 10_000
-"""Of the calibration text: about 2,000 tokens."""
+"""Characters of the calibration text that are used, about 2,000 tokens."""
 
 LARGE = 10**8
-"""Weights from which on a check takes less than a tenth of the time of a calibrated run, whatever the machine. Loading
-two models takes longer than that for smaller ones."""
+"""Number of weights from which a check takes less than a tenth of the time of a calibrated run on any machine. For
+smaller models, loading two models alone takes longer."""
 
 FAR = 1.5
-"""A loss is far from what was expected beyond this multiple of the upper bound."""
+"""A loss above this multiple of the expected upper bound is reported."""
 
 
 def is_checked(asked: bool | None, method: Method, weights: int) -> bool:
-    """Whether a job ends with the check: as asked, or where it is cheap beside a calibrated run."""
+    """Return whether to run the check: as requested, or by default if it is cheap compared to a calibrated run."""
     return asked if asked is not None else method.request is not None and weights >= LARGE
 
 
 def checked(report: CompressReport, model: Path, method: Method) -> CompressReport:
-    """The report with what the packed model loses, or with a note that says why that is unknown.
+    """Return the report with the measured loss increase, or with a note that says why it could not be measured.
 
     Args:
-        report: of a directory that is complete; nothing here changes it.
+        report: report of a complete directory, which is not modified.
         model: the checkpoint.
-        method: what packed it, and knows the text and what the plan expected.
+        method: the method that packed it; gives the calibration text and the expected loss.
     """
     source = BUILT_IN if method.request is None else method.request.source
     try:
@@ -48,38 +48,41 @@ def checked(report: CompressReport, model: Path, method: Method) -> CompressRepo
     except MoepackError as error:
         return replace(report, notes=(*report.notes, f"the check of the packed model failed: {error}"))
     if increase is None:
-        return replace(report, notes=(*report.notes, "the check of the packed model needs 512 tokens of text"))
+        return replace(report, notes=(*report.notes, "the check of the packed model needs at least 512 tokens of text"))
     return replace(report, increase=increase, notes=(*report.notes, *far_notes(increase, method.expected_loss)))
 
 
 def measured_increase(model: Path, packed: Path, source: str | PathLike[str]) -> float | None:
-    """The increase of the loss of a packed model over the original, in nats a token; None for too short a text.
+    """Return the loss of the packed model minus that of the original, in nats per token.
 
     Args:
         model: the checkpoint.
-        packed: what was made of it.
-        source: the calibration text, as `read_texts` takes it.
+        packed: the packed directory.
+        source: the calibration text, as for `read_texts`.
+
+    Returns:
+        The increase, or None if the text is shorter than one window.
 
     Raises:
-        CalibrationError, LoadError, NonFiniteError: as of `read_texts` and `evaluate`.
+        CalibrationError, LoadError, NonFiniteError: as for `read_texts` and `evaluate`.
     """
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text("\n\n".join(read_texts(source, limit=CHARACTERS)), encoding="utf-8")
         try:
             found = evaluate(packed, text, CHARACTERS, reference=model)
-        except ValueError:  # less than a window
+        except ValueError:  # shorter than one window
             return None
     assert found.reference_loss is not None, "there is a reference"
     return found.loss - found.reference_loss
 
 
 def far_notes(increase: float, expected: tuple[float, float] | None) -> tuple[str, ...]:
-    """What to do about a model that loses far more than was expected, in a full sentence."""
+    """Return advice if a model loses far more than expected, as a complete sentence."""
     if expected is None or increase <= FAR * expected[1]:
         return ()
     return (
         f"the packed model loses {nats(increase)} on a part of the calibration text, far more than the plan expected "
         f"({nats(expected[0])} to {nats(expected[1])}); more bits (--bits-per-weight, --size) or a calibration text "
-        "like those that the model reads (--calibration) make it better",
+        "closer to the model's real input (--calibration) reduce the loss",
     )

@@ -1,4 +1,4 @@
-"""`convert`: a model published in the QMoE authors' format becomes a packed directory; nothing is quantized again."""
+"""`convert`: converts a model in the QMoE authors' published format to a packed directory, without requantizing."""
 
 import os
 import time
@@ -30,22 +30,22 @@ def convert(
     resume: bool = True,
     progress: Progress | None = None,
 ) -> CompressReport:
-    """Convert a model published in the QMoE authors' format; its experts' values are kept exactly.
+    """Convert a model published in the QMoE authors' format. The experts' values are preserved exactly.
 
     Args:
         published: directory with `noexp.pt`, `exp00.pt`, ... and `config.json`.
-        out: directory to be made; it must not exist.
-        original: directory of the Switch model that they compressed: configuration, tokenizer, and (where `noexp.pt`
-            lacks them) the dense tensors. `None` takes the configuration of `published`.
+        out: directory to create; it must not exist.
+        original: directory of the original Switch model, for its configuration, its tokenizer and, if `noexp.pt` lacks
+            them, its dense tensors. `None` uses the configuration in `published`.
         code: entropy code of the result: `fsv8`, or `dict16` as published.
         threads, resume, progress: as for `compress`.
 
     Returns:
-        Sizes, times and memory; the "source" is the model in bf16.
+        Sizes, times and memory. Source sizes refer to the model in bf16.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the two directories are of different models.
-        UnsupportedModelError: there is nothing in that format, or the original is no Switch model.
+        CheckpointError: a file is missing or damaged, or the two directories hold different models.
+        UnsupportedModelError: the directory has no model in that format, or the original is not a Switch model.
         InvalidTensorError: published experts are not ternary.
         OutputExistsError, ResumeError, DiskError, KeyboardInterrupt: as for `compress`.
     """

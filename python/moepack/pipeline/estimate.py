@@ -1,9 +1,8 @@
-"""What `compress` is going to do, in numbers, before any of the work: sizes, memory, disk, time.
+"""Estimates the sizes, memory, disk space and time of a `compress` job before it starts.
 
-Sizes are what methods expect (`Method.expected`): exact where shapes and settings fix them, otherwise from one expert
-of a layer in the middle. Times follow from speeds that were measured once, on processors without other work, and memory
-from what is held at a time: both may be wrong by a factor of two on another machine, which is enough to know whether to
-wait or to look for a larger one. Nothing is written.
+Sizes come from the methods (`Method.expected`). They are exact if shapes and settings determine them; otherwise they
+are extrapolated from one expert of a middle layer. Times use speeds measured once on idle processors, and memory counts
+what is held at the same time. Both may be off by a factor of two on another machine. Nothing is written.
 """
 
 import math
@@ -38,39 +37,40 @@ from moepack.runtime.speeds import kept_speeds, token_seconds
 __all__ = ["Estimate", "Part", "estimate"]
 
 SECONDS = {"auto": 90, "ternary": 15, "rate": 60, "finequant": 90, "milo": 600, "codequant": 2000, "qmoe": 500}
-"""Seconds in which one thread of a Zen 3 packs 10^9 weights, by method; calibration comes on top."""
+"""Seconds in which one Zen 3 thread packs 10^9 weights, by method. Calibration adds to this."""
 
 TOKEN_SECONDS = 3e-10
-"""Seconds of one thread for each weight that is packed and each token of the calibration set that visits it."""
+"""Single-thread seconds per packed weight and calibration token that visits it."""
 
 SOLVER = {"each": 0.33, "column": 3.2e-4, "weight": 8e-8, "cube": 9e-11}
-"""Seconds of solving on a text by `auto` and `rate`, of one thread of a Xeon (Sapphire Rapids): to begin a layer of
-experts or a linear layer; for each column, and each weight, in each pass; and to factorise a Hessian, for its columns
-cubed."""
+"""Single-thread seconds of calibrated solving by `auto` and `rate` on a Xeon (Sapphire Rapids): to start a layer of
+experts or a linear layer ("each"); per column and pass ("column"); per weight and pass ("weight"); and per columns
+cubed to factorize a Hessian ("cube")."""
 
 DENSE_PASSES, EXPERT_PASSES = 3.7, 2.5
-"""Passes over a linear layer and over experts, in the mean."""
+"""Mean number of solver passes over a linear layer and over experts."""
 
 PROCESS = 450 << 20
-"""Bytes of a process that has imported torch."""
+"""Memory in bytes of a process that has imported torch."""
 
 RUNNING = 250 << 20
-"""Bytes that it takes beyond that once transformers has run a model in it."""
+"""Additional memory in bytes once transformers has run a model in the process."""
 
 WORKING = 32
-"""Bytes a weight of the experts in work at a time: copies in float32 and candidates."""
+"""Working memory in bytes per weight of the experts being packed: float32 copies and candidates."""
 
 HESSIAN = 16
-"""Bytes of calibration for each expert in work and pair of columns: sums of the inputs, and their inverse."""
+"""Calibration memory in bytes per expert being packed and pair of columns: the sums of the inputs, and their
+inverse."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is packed of one role.
+    """The packed tensors of one role.
 
     Attributes:
         role: "experts", "attention", "shared", "mlp" or "head".
-        weights: how many.
+        weights: number of weights.
         before, after: bytes in the checkpoint and packed.
         exact: whether `after` is exact.
     """
@@ -83,36 +83,35 @@ class Part:
 
     @property
     def bits_per_weight(self) -> float:
-        """Packed bits a weight, all metadata counted."""
+        """Packed bits per weight, including all metadata."""
         return 8 * self.after / max(self.weights, 1)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a job is going to need and to make.
+    """The expected resources and results of a job.
 
     Attributes:
         model: directory of the checkpoint.
         architecture: transformers' model type.
-        layers, experts: how many sparse layers, and experts in the first of them.
+        layers, experts: number of sparse layers, and of experts in the first of them.
         method, settings: name and settings of the method.
-        parts: what is packed, experts first.
-        kept: bytes that are taken over as they are: other tensors and small files.
-        budget: bytes that all files of weights may take where the method was given that number, or None.
-        reason: how that number came about, in words; "" without one.
-        planned: whether the method has shared out the bytes already.
-        loss: the least and the most nats a token that the model is expected to lose, or None where the method does not
-            know.
-        memory: bytes of the process's own memory, about.
-        free_memory: bytes that the machine has left, or None where it does not say.
-        disk: the most bytes that will be written.
-        free_disk: bytes that the disk has left.
-        threads: threads that work.
-        seconds: time, about; None on a device that is not the CPU.
-        run_memory: bytes that running the packed model takes, about: a process, and all files of weights.
-        tokens_per_second: of one sequence on this machine's processor, about and at most: products of packed weights
-            alone. None where the format was not measured (`moepack doctor` does).
-        notes: what a user should know of the source, and of a text that is not read, in full sentences.
+        parts: the packed tensors by role, experts first.
+        kept: bytes of tensors and small files that are copied unchanged.
+        budget: the requested size of all weight files in bytes, or None.
+        reason: how the budget was chosen, in words; "" without a budget.
+        planned: whether the method has already allocated the bytes.
+        loss: lower and upper bound of the expected loss increase in nats per token, or None if the method cannot tell.
+        memory: approximate private memory of the process in bytes.
+        free_memory: available memory of the machine in bytes, or None if unknown.
+        disk: maximum number of bytes written.
+        free_disk: free disk space in bytes.
+        threads: number of threads.
+        seconds: approximate time; None on a device other than the CPU.
+        run_memory: approximate memory in bytes to run the packed model: a process plus all weight files.
+        tokens_per_second: approximate upper bound of the decoding speed of one sequence on this machine's processor,
+            counting only products of packed weights. None if the format was not measured (`moepack doctor` measures).
+        notes: remarks on the source and on a text that is not read, as complete sentences.
     """
 
     model: Path
@@ -139,12 +138,12 @@ class Estimate:
 
     @property
     def before(self) -> int:
-        """Bytes of the checkpoint."""
+        """Size of the checkpoint in bytes."""
         return self.kept + sum(part.before for part in self.parts)
 
     @property
     def after(self) -> float:
-        """Bytes of the packed directory, about."""
+        """Approximate size of the packed directory in bytes."""
         if self.budget and not self.planned:
             return self.budget
         return self.kept + sum(part.after for part in self.parts)
@@ -158,17 +157,17 @@ def estimate(
     progress: Progress | None = None,
     mtp_bits: int | None = None,
 ) -> Estimate:
-    """Estimate what `compress` with the same arguments needs and makes.
+    """Estimate the resources and results of `compress` with the same arguments.
 
     Args:
-        model, out, mtp_bits: as for `compress`; a model of the hub is fetched.
+        model, out, mtp_bits: as for `compress`; a model on the hub is downloaded.
         method: the method with its settings.
-        threads: threads to use; None means torch's setting.
-        progress: where the method shows what it measures.
+        threads: number of threads; None means torch's setting.
+        progress: shows the progress of the method's measurements.
 
     Raises:
         CheckpointError, UnsupportedModelError, InvalidTensorError, CalibrationError, ValueError: as for `compress`.
-        OutputExistsError, DiskError: `out` exists or cannot be made, or the disk has too little room for a size.
+        OutputExistsError, DiskError: `out` exists or cannot be created, or the disk cannot hold the requested size.
     """
     target = Path(os.path.abspath(out))
     refuse_existing(target)
@@ -214,16 +213,16 @@ def estimate(
 
 
 def _kept(plan: Plan, checkpoint: Checkpoint) -> int:
-    """Bytes that are taken over as they are: small files, and tensors that are not packed."""
+    """Return the bytes of small files and unpacked tensors, which are copied unchanged."""
     files = sum((checkpoint.path / name).stat().st_size for name in plan.copies)
     return files + sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)
 
 
 def _disk(plan: Plan, checkpoint: Checkpoint, target: Path) -> tuple[int, int]:
-    """The most bytes that are written, and those that are free; a size that was asked for must fit."""
+    """Return the maximum bytes written and the free bytes; raise DiskError if a requested size does not fit."""
     needed, free = space_bound(plan, checkpoint, ()), _free_disk(target)
     if plan.assignment.method.budget is not None and needed > free:
-        raise DiskError(f"needs up to {needed:,} bytes, {free:,} are free", file=target.parent)
+        raise DiskError(f"needs up to {needed:,} bytes, but {free:,} are free", file=target.parent)
     return needed, free
 
 
@@ -232,8 +231,11 @@ def _free_disk(target: Path) -> int:
 
 
 def _parts(plan: Plan, method: Method) -> tuple[Part, ...]:
-    """Add up what is packed, by role; tensors of equal shape and place in a layer are expected to pack alike, where the
-    method did not plan each of them."""
+    """Sum up packed tensors by role.
+
+    Unless the method has planned each tensor, tensors with the same shape and position in a layer are assumed to pack
+    to the same size.
+    """
     alike: dict[tuple[str, str, tuple[int, ...]], list[Weights]] = {}
     for name, weights in _packed_tensors(plan):
         assigned = weights.name in plan.assignment.others
@@ -243,7 +245,7 @@ def _parts(plan: Plan, method: Method) -> tuple[Part, ...]:
     for (role, _, shape), members in alike.items():
         middle = members[len(members) // 2]
         chosen = plan.assignment.of(middle)
-        assert isinstance(chosen, Method), "tensors that come packed are no part of an estimate"
+        assert isinstance(chosen, Method), "estimates do not include tensors that are already packed"
         found = chosen.expected(middle)
         before = sum(member.nbytes for member in members)
         weights_count = len(members) * math.prod(shape) if before else 0  # what refines weights stands for no more
@@ -262,8 +264,12 @@ def _sum(role: str, parts: list[Part]) -> Part:
 
 
 def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) -> int:
-    """The process, codes of one tensor (a byte a weight), the packed tensors of a layer, and the experts in work; with
-    calibration the layer itself in float32, Hessians, and the states of all tokens before and after a block."""
+    """Return the memory of a job in bytes.
+
+    It counts the process, the codes of one tensor (one byte per weight), the packed tensors of a layer, and the experts
+    being packed. Calibration adds the layer in float32, the Hessians, and the states of all tokens before and after a
+    block.
+    """
     layers = [shard.layer for shard in plan.shards if shard.layer is not None]
     shapes = [weights.shape for _, weights in _packed_tensors(plan)]
     if not shapes:
@@ -281,7 +287,10 @@ def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) ->
 
 
 def _tokens_per_second(parts: Iterable[Part], share: float, method: Method, tied: bool) -> float | None:
-    """What products of packed weights take; the rows of an embedding are looked up, but for one that is a head, too."""
+    """Return the decoding speed that products of packed weights allow.
+
+    Embedding rows are looked up, so an embedding counts only if it is also the head.
+    """
     if seconds := getattr(method, "token_seconds", None):
         return float(1 / seconds)
     kind, speeds = method.kernel, kept_speeds()
@@ -295,12 +304,12 @@ def _tokens_per_second(parts: Iterable[Part], share: float, method: Method, tied
 
 
 def _tokens(method: Method) -> int:
-    """Tokens of the calibration set, at most."""
+    """Return the maximum number of calibration tokens."""
     return 0 if method.request is None else method.request.samples * method.request.length
 
 
 def _solving(plan: Plan, method: Method, workers: int) -> float:
-    """Seconds of solving uniform integers on a text: fixed ones, and those that threads share."""
+    """Return the seconds of calibrated solving of uniform integers: a fixed part, and a part shared by threads."""
     if method.request is None or method.name not in ("auto", "rate"):
         return 0.0
     fixed, shared = 0.0, 0.0
@@ -318,7 +327,7 @@ def _solving(plan: Plan, method: Method, workers: int) -> float:
 
 
 def _seconds(plan: Plan, parts: Iterable[Part], share: float, method: Method, workers: int) -> float | None:
-    """The time, if a `share` of the calibration set's tokens visits an expert."""
+    """Return the total seconds, if a `share` of the calibration tokens visits each expert."""
     if method.name not in SECONDS or getattr(method, "device", "cpu") != "cpu":
         return None
     seen = sum(part.weights * _tokens(method) * (share if part.role == "experts" else 1) for part in parts)

@@ -1,7 +1,7 @@
 """Where the tensors of a job are packed: in this process (`Here`), or on the machines of a cluster (`distributed`).
 
-A job hands over its work in one order and gets the results in that order, so that it alone writes, and what it writes
-does not depend on where the work was done.
+A job submits work and receives results in one fixed order, and only the job writes files. So the output does not depend
+on where the work ran.
 """
 
 from __future__ import annotations
@@ -21,39 +21,41 @@ __all__ = ["Executor", "Here", "Unit"]
 
 
 class Unit(NamedTuple):
-    """A tensor of a layer that is packed by itself, for its method looks at weights alone."""
+    """A tensor of a layer that is packed independently because its method uses weights only."""
 
     layer: PackedLayer
     name: str
 
 
 class Executor(ABC):
-    """Packs the tensors of one job; to be closed, as a context manager does."""
+    """Packs the tensors of one job. Close it after use, or use it as a context manager."""
 
     def start(self, assignment: Assignment, layers: Sequence[PackedLayer], advance: Callable[[int], None]) -> None:
-        """Begin a job.
+        """Start a job.
 
         Args:
-            assignment: its methods, prepared.
-            layers: what is packed.
-            advance: to be called with the number of weights just solved.
+            assignment: the methods of the job, already prepared.
+            layers: the layers to pack.
+            advance: callback that receives the number of weights just solved.
         """
         self.assignment, self.layers, self.advance = assignment, layers, advance
 
-    def expect(self, units: Sequence[Unit]) -> None:  # noqa: B027 - needed only where work begins before its turn
-        """Learn what `tensor` will be called with, in this order."""
+    def expect(self, units: Sequence[Unit]) -> None:  # noqa: B027 - needed only if work starts early
+        """Announce the units that `tensor` will be called with, in order."""
 
     @abstractmethod
     def tensor(self, unit: Unit) -> PackedTensor:
-        """Pack a tensor; errors as of `LayerPacker.pack`."""
+        """Pack a tensor; raises as `LayerPacker.pack`."""
 
     @abstractmethod
     def run(self, run: LayerRun, known: Packed) -> dict[str, PackedTensor]:
-        """Pack the tensors of a layer that the model passes, but for those that are known; errors as of
-        `LayerPacker.pack`."""
+        """Pack the tensors of a layer while the model runs it, except those in `known`.
 
-    def close(self) -> None:  # noqa: B027 - needed only where something is open
-        """Drop what is unfinished."""
+        Raises as `LayerPacker.pack`.
+        """
+
+    def close(self) -> None:  # noqa: B027 - needed only if resources are open
+        """Discard unfinished work."""
 
     def __enter__(self) -> Executor:
         return self
@@ -65,7 +67,7 @@ class Executor(ABC):
 
 
 class Here(Executor):
-    """This process."""
+    """Packs tensors in this process."""
 
     def tensor(self, unit: Unit) -> PackedTensor:
         """See `Executor`."""

@@ -1,9 +1,9 @@
-"""`compress`: from a checkpoint to a packed directory, one layer at a time.
+"""`compress`: packs a checkpoint into a directory, one layer at a time.
 
-Everything is written to `OUT.partial` beside `OUT`: a shard for each MoE layer, shards of dense tensors copied byte for
-byte, the small files, at last the manifest; then the directory is renamed. So `OUT` is either complete or absent, and
-the anonymous memory stays below 1 GiB + 4 x the largest layer: the codes of one projection, one expert in floating
-point, the blobs of two layers, one of which is written while the next is packed.
+All output goes to `OUT.partial` next to `OUT`: one shard per MoE layer, shards of dense tensors copied byte for byte,
+the small files, and finally the manifest. The directory is then renamed, so `OUT` is either complete or absent.
+Anonymous memory stays below 1 GiB + 4 x the largest layer: the codes of one projection, one expert in floating point,
+and the blobs of two layers, one of which is written while the next is packed.
 """
 
 import math
@@ -54,10 +54,10 @@ from moepack.progress import Progress, Silent
 from moepack.runtime.threads import set_threads
 
 PARTIAL = ".partial"
-"""Suffix of the directory in which the work happens."""
+"""Suffix of the working directory."""
 
 WEIGHT = "weight"
-"""What the manifest calls the projection of a linear layer."""
+"""Name of a linear layer's projection in the manifest."""
 
 _METADATA = {"format": "pt"}
 
@@ -76,42 +76,44 @@ def compress(
     progress: Progress | None = None,
     **settings: Any,
 ) -> CompressReport:
-    """Compress a Mixture-of-Experts checkpoint into a packed directory: to a size, or by a method.
+    """Compress a Mixture-of-Experts checkpoint into a packed directory, to a given size or with a given method.
 
         compress("examples/tiny-moe", "packed", size="3MB", calibration="text.txt")
         compress("examples/tiny-moe", "packed", method="finequant", bits=8)
 
     Args:
         model: directory of a Hugging Face checkpoint (safetensors), or `ORGANIZATION/NAME[@REVISION]` on the hub.
-        out: directory to be made; it must not exist.
-        method: name of a method, or one with its settings. `auto` makes a model of a size (`moepack.methods.Auto`).
-        others: tensors that something else packs: by the packed tensor's name (an experts module's path and projection,
-            such as `model.layers.0.mlp.experts.down_proj`, or a linear layer's name in the checkpoint) another method,
-            or the packed tensor itself, made elsewhere.
-        mtp_bits: packs the experts of multi-token prediction, which are kept as they are otherwise, as integers of
-            2, 3, 4 or 8 bits in groups. A size that was asked for counts them as they were.
-        threads: threads to use; None leaves the settings alone. Bytes depend on it only where a method runs the model.
-        ray: address of a Ray cluster that shares the work, or "local" for one on this machine; each of its tasks uses
-            `threads`. The bytes are those of a run without it. Needs the extra `ray`.
-        resume: continue what an interrupted run of the same job left in `out`.partial; False starts over.
-        check: run both models on 2,000 tokens of the calibration text (the built-in text without one) once `out` is
-            complete, and report the increase of the loss. None checks where that takes less than a tenth of the time:
-            methods that read a text, on models of 10^8 weights and more.
-        progress: where progress is shown; None shows nothing.
-        settings: of a method given by name; of `auto` size, bits_per_weight or ratio, calibration, prefer.
+        out: directory to create; it must not exist.
+        method: name of a method, or a method instance. `auto` packs a model to a given size (`moepack.methods.Auto`).
+        others: tensors that are packed by another method or are already packed. Keys are names of packed tensors: an
+            experts module's path and projection, such as `model.layers.0.mlp.experts.down_proj`, or a linear layer's
+            name in the checkpoint. Values are methods or packed tensors.
+        mtp_bits: packs multi-token-prediction experts as group-wise integers of 2, 3, 4 or 8 bits; None copies them. A
+            requested size counts them at their unpacked size.
+        threads: number of threads; None keeps the current setting. The output depends on it only if a method runs the
+            model.
+        ray: address of a Ray cluster that shares the work, or "local" to start one on this machine; each task uses
+            `threads`. The output is identical to that of a run without Ray. Requires the extra `ray`.
+        resume: continue an interrupted run of the same job in `out`.partial; False starts over.
+        check: after `out` is complete, run both models on 2,000 tokens of the calibration text (or of the built-in text
+            if there is none) and report the loss increase. None runs the check if it takes less than a tenth of the
+            time: with methods that use calibration, on models of at least 10^8 weights.
+        progress: receives progress; None shows nothing.
+        settings: settings of a method given by name; for `auto`: size, bits_per_weight or ratio, calibration, prefer.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete or damaged, or the hub does not give it.
-        UnsupportedModelError: its architecture is unknown, it is already quantized, or transformers cannot build it.
-        CalibrationError: the method's calibration set is unusable, or the model computes NaN on it.
-        ClusterError: machines of the cluster cannot take part, or none is left that can.
-        InvalidTensorError: a weight, or a value of what is copied, is NaN or infinite.
+        CheckpointError: the checkpoint is incomplete or damaged, or cannot be downloaded.
+        UnsupportedModelError: the architecture is unknown, the model is already quantized, or transformers cannot build
+            it.
+        CalibrationError: the calibration set is unusable, or the model computes NaN on it.
+        ClusterError: machines of the cluster cannot take part, or none is left.
+        InvalidTensorError: a weight or a copied value is NaN or infinite.
         OutputExistsError, ResumeError: `out` exists; `out`.partial belongs to another job.
-        DiskError: the disk is full or refuses.
-        ValueError: a setting has no meaning, or the size cannot be.
+        DiskError: the disk is full or a write fails.
+        ValueError: a setting is invalid, or the size cannot be reached.
 
-    Whatever is raised, and after Ctrl-C, finished layers stay in `out`.partial, and the same call continues once the
-    cause is mended; without any, nothing is left behind, but for the place of a job that was interrupted.
+    After any exception, and after Ctrl-C, finished layers remain in `out`.partial, and the same call continues once the
+    cause is fixed. If no layer is finished, nothing remains, except the working directory of an interrupted job.
     """
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     refuse_existing(target)
@@ -119,7 +121,7 @@ def compress(
     check_text(assignment.method)
     if threads is not None:
         set_threads(threads)
-    directory = resolve_model(model) if ray is None else resolve_model(model).absolute()  # as other machines find it
+    directory = resolve_model(model) if ray is None else resolve_model(model).absolute()  # valid on other machines, too
     checkpoint, described, assignment = _sound(directory, target, assignment, mtp_bits)
     state = target.with_name(target.name + STATE)
     with _executor(ray, checkpoint, assignment) as executor:
@@ -129,13 +131,13 @@ def compress(
             report = job.run(target, resume, started)
     if not is_checked(check, assignment.method, report.expert_weights + report.dense_weights):
         return report
-    progress.prepare("checking what the packed model loses")
+    progress.prepare("measuring the loss of the packed model")
     return checked(report, directory, assignment.method)
 
 
 @contextmanager
 def _unneeded_state_removed(state: Path, partial: Path) -> Iterator[None]:
-    """Remove what a method remembers for resumed runs in the end, where no partial directory is left to resume."""
+    """On exit, remove the state kept for resumed runs if no partial directory is left to resume."""
     try:
         yield
     finally:
@@ -144,7 +146,7 @@ def _unneeded_state_removed(state: Path, partial: Path) -> Iterator[None]:
 
 
 def _executor(ray: str | None, checkpoint: Checkpoint, assignment: Assignment) -> Executor:
-    """Where tensors are packed."""
+    """Return the executor that packs the tensors."""
     if ray is None:
         return Here()
     from moepack.pipeline.distributed import RayExecutor
@@ -153,23 +155,23 @@ def _executor(ray: str | None, checkpoint: Checkpoint, assignment: Assignment) -
 
 
 def _chosen(method: str | Method, settings: Mapping[str, Any]) -> Method:
-    """A method by its name and settings, or the given one, which has its own."""
+    """Create a method from its name and settings, or return the given instance, which has its own settings."""
     if isinstance(method, str):
         return create(method, **settings)
     if settings:
-        raise ValueError(f"{', '.join(settings)}: settings are of methods given by name")
+        raise ValueError(f'{", ".join(settings)}: pass settings only with method="name"')
     return method
 
 
 def _sound(
     model: Path, target: Path, assignment: Assignment, mtp_bits: int | None
 ) -> tuple[Checkpoint, MoeModel, Assignment]:
-    """A checkpoint, its description and what packs it, once nothing is known that keeps the job from ending well."""
+    """Open and check a checkpoint before the work starts; return it with its description and assignment."""
     checkpoint = open_checkpoint(model)
     described = describe(checkpoint)
     assignment = assignment.with_beyond(described, mtp_bits)
     assignment.method.aim(checkpoint, described)
-    try_creating(target)  # before the whole model is looked at
+    try_creating(target)  # before all weights are read
     copied = check_source(checkpoint, described, assignment)
     warn_all(notes := tuple(overflow_notes(copied, {})))
     return checkpoint, replace(described, notes=(*described.notes, *notes)), assignment
@@ -178,13 +180,13 @@ def _sound(
 def _looked_at(
     checkpoint: Checkpoint, model: MoeModel, assignment: Assignment, state: Path, resume: bool, progress: Progress
 ) -> tuple[Checkpoint, MoeModel, Callable[[], None]]:
-    """Let methods change the checkpoint and decide what concerns all of it.
+    """Let methods change the checkpoint and make decisions that concern the whole model.
 
     Returns:
-        What is to be packed, its description, and what keeps the change for a resumed run.
+        The checkpoint to pack, its description, and a function that saves the change for a resumed run.
     """
     if any(method.looks_ahead for method in assignment.methods):
-        progress.prepare(f"{assignment.method.name} looks at the whole model first")
+        progress.prepare(f"{assignment.method.name} reads the whole model first")
     with naming_files(checkpoint):
         changed, keep = rewritten(checkpoint, model, assignment.method, state, resume)
     if changed is not checkpoint:
@@ -197,7 +199,7 @@ def _looked_at(
 
 @contextmanager
 def naming_files(checkpoint: Checkpoint) -> Iterator[None]:
-    """Give an error about a weight the file that holds it: methods know tensors, no files."""
+    """Add the file name to errors about a weight; methods know tensors but not files."""
     try:
         yield
     except InvalidTensorError as error:
@@ -219,15 +221,15 @@ class Job:
         keep_state: Callable[[], None] = lambda: None,
         executor: Executor | None = None,
     ) -> None:
-        """Decide what will be done; errors as of `make_plan` and `LayerPacker`.
+        """Plan the job; raises as `make_plan` and `LayerPacker`.
 
         Args:
-            checkpoint: what is packed.
+            checkpoint: the checkpoint to pack.
             model: its description.
-            assignment: which method packs what.
-            progress: where progress is shown.
-            peak: the largest memory so far.
-            keep_state: keeps what a resumed run needs of the methods; called once the directory is this job's.
+            assignment: the method of each tensor.
+            progress: receives progress.
+            peak: tracks peak memory.
+            keep_state: saves the methods' state for a resumed run; called once this job owns the directory.
             executor: where tensors are packed; None packs them in this process.
         """
         self._keep_state = keep_state
@@ -241,7 +243,7 @@ class Job:
         self._sources = Sources(checkpoint, self.plan)
 
     def run(self, target: Path, resume: bool, started: float) -> CompressReport:
-        """Do the work that is missing, publish, report."""
+        """Do the missing work, publish the directory and return the report."""
         partial = target.with_name(target.name + PARTIAL)
         stamps = self.checkpoint.stamps()
         workspace = Workspace.open(partial, self._fingerprint(), resume, self._sources.digests, stamps)
@@ -252,7 +254,7 @@ class Job:
                 self._write(workspace)
             manifest = read_manifest(workspace.path)
             if os.path.lexists(target):
-                raise OutputExistsError("was made by somebody else in the meantime", file=target)
+                raise OutputExistsError("was created by another process in the meantime", file=target)
             workspace.publish(target)
         except MoepackError as error:
             self._keep_or_discard(workspace, error)
@@ -264,15 +266,15 @@ class Job:
     def _keep_or_discard(self, workspace: Workspace, error: MoepackError) -> None:
         """Prepare a failed job's directory for the next run."""
         if not (workspace.done or workspace.complete or isinstance(error, DiskError)):
-            # What is left of nothing would only be in the way of the same job with other settings.
+            # An empty working directory would only block the same job with other settings.
             workspace.discard()
         elif workspace.done and isinstance(error, InvalidTensorError | CalibrationError):
-            # The checkpoint is at fault, and will be another one when it is mended.
+            # The checkpoint is at fault; its fingerprint will change when it is repaired.
             with suppress(MoepackError):
                 workspace.note(self._sources.digests(workspace.done))
 
     def _fingerprint(self) -> dict[str, str]:
-        """Return what must be equal for two runs to be the same job."""
+        """Return the values that must be equal for two runs to be the same job."""
         settings = ", ".join(f"{key}={value}" for key, value in sorted(self.settings.items()))
         return {
             "model": self.checkpoint.fingerprint(),
@@ -302,7 +304,7 @@ class Job:
             self.progress.finish()
 
     def _write_layers(self, workspace: Workspace, writer: ShardWriter) -> None:
-        """Pack the layers that are missing; the model passes through those that an interrupted run finished."""
+        """Pack the missing layers. The model also runs through the layers that an interrupted run finished."""
         shards = [(shard, shard.layer) for shard in self.plan.shards if shard.layer is not None]
         missing = [number for number, (shard, _) in enumerate(shards) if shard.file not in workspace.done]
         self.packer.expect([shards[number][1] for number in missing])
@@ -333,7 +335,7 @@ class Job:
         self.progress.advance(weights, self.peak.sample())
 
     def _write_small_files(self, workspace: Workspace) -> None:
-        """Write copies, config, index and manifest. Cheap, so a resumed job writes all of them again."""
+        """Write copies, config, index and manifest. This is cheap, so a resumed job rewrites all of them."""
         tensors = {name: record for shard in workspace.done.values() for name, record in shard.tensors.items()}
         method = self.assignment.method.name
         quantization = quantization_config(method, self.settings, tensors)
@@ -355,7 +357,7 @@ class Job:
         return (*dict.fromkeys(notes), *_rounded_notes(records), *self._overflow_notes(manifest))
 
     def _overflow_notes(self, manifest: Manifest) -> tuple[str, ...]:
-        """Warn of packed weights, and of activations, that come near the limit of a float16 source; gives the notes."""
+        """Warn about weights and activations near the float16 limit of the source; return the notes."""
         sizes = {name: record.details.get(LARGEST) for name, record in manifest.packed().items()}
         weights = {name: float(size) for name, size in sizes.items() if size is not None}
         activations = self.packer.activations if is_half(self.checkpoint) else {}
@@ -388,12 +390,12 @@ class Job:
 
 
 def _weights(shard: Shard) -> int:
-    """Return how many weights a shard compresses."""
+    """Return the number of weights that a shard compresses."""
     return 0 if shard.layer is None else sum(math.prod(each.shape) for each in layer_tensors(shard.layer).values())
 
 
 def _read_layer(file: Path, layer: PackedLayer, record: ShardRecord) -> dict[str, PackedTensor]:
-    """The packed tensors of a finished layer, mapped."""
+    """Memory-map the packed tensors of a finished layer."""
     mapped, records = map_tensors(file, read_header(file), list(record.tensors)), record.tensors
     names = {name: weights.name for name, weights in layer_tensors(layer).items()}
     return {key: PackedTensor(records[name].kind, mapped[name], records[name].details) for key, name in names.items()}
@@ -408,7 +410,7 @@ def _view(data: Any) -> memoryview:
 
 
 def _write_layer(path: Path, layer: PackedLayer, packed: Mapping[str, PackedTensor], beyond: bool) -> ShardRecord:
-    """Write the packed tensors of a layer; `beyond` says that the model as transformers runs it does not have it."""
+    """Write the packed tensors of a layer; `beyond` marks a layer that transformers' model does not have."""
     tensors = {name: (weights, packed[name]) for name, weights in layer_tensors(layer).items()}
     entries = [_packed_entry(weights.name, tensor) for weights, tensor in tensors.values()]
     written, records, more = write_shard(path, entries, _METADATA), {}, {BEYOND: True} if beyond else {}
@@ -422,7 +424,7 @@ def _write_layer(path: Path, layer: PackedLayer, packed: Mapping[str, PackedTens
 
 
 def _write_dense(path: Path, checkpoint: Checkpoint, names: tuple[str, ...]) -> ShardRecord:
-    """Copy tensors byte for byte; their pages are mapped, so nothing is held in anonymous memory."""
+    """Copy tensors byte for byte from their mapped pages, without anonymous memory."""
     entries, records = [], {}
     for name in names:
         info = checkpoint.info(name)
@@ -447,7 +449,7 @@ def _read_copies(source: Path, plan: Plan) -> Iterator[tuple[str, bytes]]:
 
 
 def _rounded_notes(records: Iterable[TensorRecord]) -> Iterator[str]:
-    """A sentence for each reason why linear layers were rounded without a look at their inputs."""
+    """Yield one sentence for each reason why linear layers were rounded without calibration."""
     layers: dict[str, list[str]] = {}
     for record in records:
         if record.projection == WEIGHT and (reason := record.details.get("rounded")):

@@ -1,13 +1,13 @@
-"""The journal of an unfinished `compress`: whose work a partial directory is, and which shards in it are done.
+"""The journal of an unfinished `compress`: which job a partial directory belongs to, and which shards are finished.
 
-`journal.jsonl` lies in the partial directory. Its first line is the job's fingerprint, its second what the file system
-said of the model's files, for a fingerprint that samples may miss a change; each further line is a finished shard with
-everything that the manifest will say about it. A line is appended and flushed after its shard was published, so
-whatever moment a process is killed at, the journal never claims more than the disk holds. A torn last line is a shard
-that must be done again. A job that failed by its checkpoint adds what its shards were made of: where only the model's
-fingerprint differs, a later run keeps the shards that it would make of the same.
+`journal.jsonl` is in the partial directory. The first line is the job's fingerprint. The second line holds the file
+system's stamps of the model's files, because a fingerprint that samples may miss a change. Each further line is a
+finished shard with its manifest entries. A line is appended and flushed after its shard was published, so the journal
+never claims more than the disk holds, no matter when the process is killed. A torn last line marks a shard that must be
+redone. If a job fails because of its checkpoint, it also records digests of its shards' inputs; if only the model's
+fingerprint differs, a later run keeps the shards whose inputs are unchanged.
 
-One process works in a directory at a time: it holds a lock that the kernel drops with the process.
+Only one process works in a directory at a time. It holds a lock that the kernel releases when the process ends.
 """
 
 import fcntl
@@ -33,27 +33,27 @@ _STAMPS = "stamps"
 Fingerprint = Mapping[str, str]
 
 Digests = Callable[[Iterable[str]], Mapping[str, str]]
-"""Digests of what shards are made of, by the names of the shards."""
+"""Maps names of shards to digests of their inputs."""
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard: its file and the tensors in it."""
+    """A finished shard: its file and its tensors."""
 
     name: str
     file: FileRecord
     tensors: Mapping[str, TensorRecord]
 
     def to_line(self) -> bytes:
-        """Return the journal's line."""
+        """Return the journal line."""
         tensors = {name: record.to_json() for name, record in self.tensors.items()}
         return _line({"shard": self.name, "size": self.file.size, "sha256": self.file.sha256, "tensors": tensors})
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "ShardRecord":
-        """Read the content of a line; `ValueError` or `KeyError` if it is none."""
+        """Parse the content of a line; raises `ValueError` or `KeyError` if it is not a shard record."""
         if not isinstance(content["shard"], str) or Path(content["shard"]).name != content["shard"]:
-            raise ValueError(f"{content['shard']!r} is not the name of a file")
+            raise ValueError(f"{content['shard']!r} is not a file name")
         file = FileRecord.from_json({"size": content["size"], "sha256": content["sha256"]})
         tensors = {name: TensorRecord.from_json(record) for name, record in content["tensors"].items()}
         return cls(content["shard"], file, tensors)
@@ -69,7 +69,7 @@ class Workspace:
     Attributes:
         path: the directory.
         done: the finished shards by name.
-        complete: whether everything is written and only the publication is missing.
+        complete: whether everything is written and only publication is missing.
     """
 
     def __init__(self, path: Path, lock: int) -> None:
@@ -89,19 +89,19 @@ class Workspace:
         digests: Digests = lambda files: {},
         stamps: Mapping[str, str] | None = None,
     ) -> "Workspace":
-        """Create `path`, or continue in it if it is the work of the same job.
+        """Create `path`, or continue in it if it belongs to the same job.
 
         Args:
             path: the partial directory.
             fingerprint: identity of the job.
-            resume: False starts over, whatever job the directory belongs to.
-            digests: what shards are made of now, to be compared with what `note` kept of a model since mended.
-            stamps: what the file system says of each of the model's files.
+            resume: False starts over, even if the directory belongs to another job.
+            digests: computes the current digests of shard inputs, to compare with those that `note` recorded.
+            stamps: file system stamps of the model's files.
 
         Raises:
-            ResumeError: another job's work, another process at work, a directory that moepack did not make, or files of
-                the model that were written to since.
-            DiskError: it cannot be created.
+            ResumeError: the directory belongs to another job, another process or another program, or files of the model
+                were modified since.
+            DiskError: the directory cannot be created.
         """
         with disk_errors(path, "create"):
             path.mkdir(parents=True, exist_ok=True)
@@ -116,9 +116,9 @@ class Workspace:
 
     @classmethod
     def fresh(cls, path: Path, command: str) -> "Workspace":
-        """Create `path` for work that is never continued.
+        """Create `path` for work that cannot be resumed.
 
-        What a killed run of the same command left there is removed; another job's unfinished work is not.
+        Leftovers of a killed run of the same command are removed; another job's unfinished work is not.
 
         Raises:
             ResumeError, DiskError: as for `open`.
@@ -132,12 +132,12 @@ class Workspace:
         os.close(self._lock)
 
     def append(self, shard: ShardRecord) -> None:
-        """Record a published shard as done."""
+        """Record a published shard as finished."""
         self._append(shard.to_line())
         self.done[shard.name] = shard
 
     def note(self, made_of: Mapping[str, str]) -> None:
-        """Record digests of what shards were made of."""
+        """Record digests of the inputs of shards."""
         self._append(_line({_MADE_OF: dict(made_of)}))
 
     def _append(self, line: bytes) -> None:
@@ -148,23 +148,23 @@ class Workspace:
             os.fsync(stream.fileno())
 
     def discard(self) -> None:
-        """Remove the directory and what is in it."""
+        """Remove the directory and its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def reserve(self, need: int) -> None:
-        """Refuse to begin what may not fit into `need` bytes: a full disk after hours of work helps nobody.
+        """Check that `need` bytes are free before the work starts.
 
         Raises:
-            DiskError: fewer bytes are free. Where nothing was done yet, the directory is removed.
+            DiskError: too few bytes are free. If no shard is finished, the directory is removed.
         """
         free = shutil.disk_usage(self.path).free
         if need > free:
             if not self.done:
                 self.discard()
-            raise DiskError(f"needs up to {need:,} bytes, {free:,} are free", file=self.path.parent)
+            raise DiskError(f"needs up to {need:,} bytes, but {free:,} are free", file=self.path.parent)
 
     def sweep(self, keep: Collection[str]) -> None:
-        """Remove what is neither in `keep` nor the journal: copies of what the source lost since an earlier run."""
+        """Remove files that are neither in `keep` nor the journal, such as copies of removed source files."""
         with disk_errors(self.path, "clear"):
             for entry in self.path.iterdir():
                 if entry.is_dir():
@@ -173,9 +173,9 @@ class Workspace:
                     entry.unlink()
 
     def publish(self, target: Path) -> None:
-        """Drop the journal and give the directory its final name.
+        """Remove the journal and rename the directory to `target`.
 
-        `target` must not exist: the kernel replaces an empty directory without asking.
+        `target` must not exist: the kernel silently replaces an empty directory.
         """
         with disk_errors(target, "publish"):
             (self.path / JOURNAL).unlink(missing_ok=True)
@@ -187,7 +187,7 @@ class Workspace:
         self._take_lock()
         names = sorted(entry.name for entry in self.path.iterdir() if not is_temporary(entry.name))
         if names and JOURNAL not in names and MANIFEST not in names:
-            raise ResumeError(f"exists and is not the work of moepack: it holds '{names[0]}'", file=self.path)
+            raise ResumeError(f"exists and was not created by moepack: it holds '{names[0]}'", file=self.path)
         if names and resume:
             self._continue(fingerprint, digests, stamps)
         else:
@@ -205,7 +205,7 @@ class Workspace:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ResumeError("another process is at work in it", file=self.path) from error
+            raise ResumeError("another process is using it", file=self.path) from error
 
     def _continue(self, fingerprint: Fingerprint, digests: Digests, stamps: Mapping[str, str]) -> None:
         journal = self.path / JOURNAL
@@ -222,8 +222,8 @@ class Workspace:
         self._read(rest)
         same = found == fingerprint
         if self._made_of and {**found, "model": fingerprint["model"]} == fingerprint:
-            # The model was mended, or is another one. Its fingerprint cannot tell, and may even miss a change, for it
-            # samples; a shard is kept if everything that it follows from is what it was.
+            # The model was repaired, or is another model. Its fingerprint cannot tell, and may even miss a change
+            # because it samples. So a shard is kept only if all its inputs are unchanged.
             now = digests(self.done)
             kept = {name: now.get(name) == self._made_of.get(name, now.get(name) if same else "") for name in self.done}
             if same or any(kept.values()):
@@ -232,11 +232,11 @@ class Workspace:
                 return
         _compare(found, fingerprint, self.path)
         if changed := sorted(name for name in {*stamps, *self._stamps} if stamps.get(name) != self._stamps.get(name)):
-            message = f"is unfinished work on files that were written to since ({', '.join(changed)})"
+            message = f"is unfinished work on files that were modified since ({', '.join(changed)})"
             raise ResumeError(f"{message}; --no-resume starts over", file=self.path)
 
     def _read(self, lines: Iterable[bytes]) -> None:
-        """Take over what the journal says was done and is still there; a torn line ends it."""
+        """Load the finished shards that still exist; a torn line ends the journal."""
         for line in lines:
             try:
                 content = json.loads(line)
@@ -253,14 +253,14 @@ class Workspace:
                 self.done[record.name] = record
 
     def _clear(self) -> None:
-        """Empty the directory, the journal last: without it the rest would not be known as moepack's."""
+        """Empty the directory. The journal goes last, because it marks the directory as moepack's."""
         with disk_errors(self.path, "clear"):
             for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == JOURNAL):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _sweep_folder(folder: Path, keep: Collection[str]) -> None:
-    """Remove the files of a folder that are not in `keep`, and folders that are empty then."""
+    """Remove the files of a folder that are not in `keep`, and folders that become empty."""
     for place, _, files in os.walk(folder, topdown=False):
         for file in (Path(place) / name for name in files):
             if file.relative_to(folder.parent).as_posix() not in keep:
@@ -287,7 +287,7 @@ def _compare(found: Fingerprint, expected: Fingerprint, path: Path) -> None:
 
 
 def _intact(file: Path, record: FileRecord) -> bool:
-    """Say whether a finished shard is what it was; reading it again is cheap beside computing it again."""
+    """Return whether a finished shard still has its checksum; reading it is cheap compared to recomputing it."""
     try:
         with open(file, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest() == record.sha256

@@ -1,7 +1,7 @@
-"""Warns of float16 models whose numbers come near the largest that float16 holds.
+"""Warnings for float16 models with values near the float16 maximum.
 
-Beyond it is infinity, and the next norm or softmax makes NaN of that: the model writes the same word for ever. Weights
-are told from what packing and copying read anyway, activations from a calibration text, where there is one.
+Larger values become infinite, and the next norm or softmax turns infinity into NaN: the model then repeats one word
+forever. Weights are checked while they are packed or copied, activations on the calibration text if there is one.
 """
 
 import warnings
@@ -18,20 +18,20 @@ __all__ = ["LARGEST", "is_half", "near_limit", "overflow_notes", "warn_all"]
 LIMIT = torch.finfo(torch.float16).max
 
 WEIGHT = LIMIT / 32
-"""Magnitude from which a weight is told: activations of a model are rarely below 1, and a product sums thousands."""
+"""Magnitude from which a weight is reported. Activations are rarely below 1, and a product sums thousands of terms."""
 
 ACTIVATION = LIMIT / 4
-"""Magnitude from which an activation is told: another text may reach a few times as far."""
+"""Magnitude from which an activation is reported. Other texts may reach a few times this value."""
 
 LARGEST = "largest"
-"""The detail of a packed tensor that says how large its weights are in a float16 source; only near the limit."""
+"""Detail of a packed tensor: largest weight magnitude of a float16 source, stored only if it is near the limit."""
 
 SHOWN = 3
-"""The most places that a note names."""
+"""Maximum number of places that a note names."""
 
 
 def is_half(checkpoint: Checkpoint) -> bool:
-    """Say whether a model runs in float16 unless something else is asked for."""
+    """Return whether a model runs in float16 by default."""
     for config in (checkpoint.config, checkpoint.config.get("text_config")):
         found: Any = isinstance(config, dict) and (config.get("dtype") or config.get("torch_dtype"))
         if isinstance(found, str):
@@ -40,21 +40,21 @@ def is_half(checkpoint: Checkpoint) -> bool:
 
 
 def near_limit(magnitude: float) -> bool:
-    """Say whether a weight of a float16 source is so large that it should be told."""
+    """Return whether a weight of a float16 source is large enough to report."""
     return magnitude >= WEIGHT
 
 
 def warn_all(notes: Iterable[str]) -> None:
-    """Warn of each note, for those who do not print the report."""
+    """Issue each note as a warning, for callers that do not print the report."""
     for note in notes:
         warnings.warn(note, MoepackWarning, stacklevel=3)
 
 
 def overflow_notes(weights: Mapping[str, float], activations: Mapping[str, float]) -> Iterator[str]:
-    """What a user should know, in full sentences.
+    """Yield notes for the user, as complete sentences.
 
     Args:
-        weights: the largest magnitude in each float16 tensor.
+        weights: the largest magnitude of each float16 tensor.
         activations: the largest magnitude that each layer of a float16 model computes.
     """
     for what, found, least in (("weights", weights, WEIGHT), ("activations", activations, ACTIVATION)):
@@ -64,6 +64,6 @@ def overflow_notes(weights: Mapping[str, float], activations: Mapping[str, float
             places = ", ".join(f"{name} ({near[name]:,.0f})" for name in ranked[:SHOWN])
             more = f" and {len(near) - SHOWN} more" if len(near) > SHOWN else ""
             yield (
-                f"The model is in float16, which holds numbers up to {LIMIT:,.0f}, and its {what} come near that: "
-                f"{places}{more}. Run it with `--dtype bfloat16` if it computes NaN or repeats one word for ever."
+                f"The model is in float16, which holds values up to {LIMIT:,.0f}, and its {what} come close to that: "
+                f"{places}{more}. Run it with `--dtype bfloat16` if it computes NaN or repeats one word forever."
             )

@@ -1,7 +1,7 @@
-"""What `compress` will do, decided before anything is written: shards, copies, and the space they need.
+"""Plans the shards, copies and disk space of `compress` before anything is written.
 
-The plan depends only on the checkpoint and on which linear layers the methods pack, so a resumed job plans the same
-shards under the same names.
+The plan depends only on the checkpoint and on which linear layers the methods pack. A resumed job therefore plans the
+same shards under the same names.
 """
 
 import warnings
@@ -22,17 +22,17 @@ from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.journal import JOURNAL
 
 DENSE_SHARD = 2 << 30
-"""Bytes after which a shard of dense tensors is closed."""
+"""Size in bytes at which a shard of dense tensors is closed."""
 
 
 _OWN = (CONFIG, INDEX, MANIFEST, JOURNAL, ADAPTER)
-"""Files of the source that a packed directory has its own of, or must not have: with the configuration of an adapter,
-transformers would look for the adapter's weights there."""
+"""Source files that are not copied: the packed directory has its own version, or must not contain the file. If an
+adapter's configuration were copied, transformers would look for the adapter's weights in the packed directory."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file to be written: the packed tensors of `layer`, or the dense tensors `names`."""
+    """A safetensors file to write: the packed tensors of `layer`, or the dense tensors `names`."""
 
     file: str
     layer: PackedLayer | None
@@ -41,14 +41,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole job.
+    """The output files of a job.
 
     Attributes:
-        shards: in the order of work: layers in the order of execution, the linear layers of a block before its experts,
-            then dense tensors.
-        copies: names of small files of the source to be copied, which may lie in folders.
-        skipped: names in the source directory that are not taken over.
-        assignment: what packs the layers.
+        shards: in processing order: layers in execution order, the linear layers of a block before its experts, then
+            dense tensors.
+        copies: small source files to copy, as paths relative to the source directory.
+        skipped: names in the source directory that are not copied.
+        assignment: the method of each tensor.
     """
 
     shards: tuple[Shard, ...]
@@ -58,7 +58,7 @@ class Plan:
 
 
 def check_text(method: Method) -> None:
-    """Notice a calibration text that is not there before a weight is read; raises CalibrationError."""
+    """Check that the calibration text exists before weights are read; raises CalibrationError."""
     if source := getattr(method, "calibration", None):
         check_source(source)
 
@@ -68,7 +68,7 @@ def make_plan(checkpoint: Checkpoint, model: MoeModel, method: Method | Assignme
 
     Raises:
         CheckpointError: the directory cannot be listed.
-        ValueError: the assignment contradicts itself or the model.
+        ValueError: the assignment is inconsistent or does not fit the model.
     """
     assignment = method if isinstance(method, Assignment) else Assignment(method)
     layers = assignment.layers(model)
@@ -97,11 +97,11 @@ def _dense_groups(checkpoint: Checkpoint, names: Iterable[str]) -> Iterable[tupl
 
 
 def _small_files(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split the source's entries into the names of files to copy (tokenizer, templates, license, ...) and the rest.
+    """Split the source's entries into small files to copy (tokenizer, templates, license, ...) and skipped entries.
 
-    Weights, their indices, config.json (rewritten) and hidden files are neither: nobody misses them. A link out of the
-    directory is not followed, with a warning: whoever made the model must not choose which files of this machine are
-    copied. Neither is what git-lfs left of a file copied, for a tokenizer that is none would be found out too late.
+    Weights, their indices, config.json (which is rewritten) and hidden files are in neither list. A link that leaves
+    the directory is skipped with a warning, so that the model's author cannot choose which files of this machine are
+    copied. A git-lfs pointer is skipped as well, because a tokenizer that is only a pointer would fail much later.
     """
     copies: list[str] = []
     skipped: list[str] = []
@@ -122,7 +122,7 @@ def _small_files(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _is_pointer(file: Path) -> bool:
-    """Whether a file was never fetched, which is warned of; one that cannot be read is told when it is copied."""
+    """Return whether a file is a git-lfs pointer, and warn if so. Unreadable files are reported when copied."""
     try:
         if not is_pointer(file):
             return False
@@ -133,8 +133,10 @@ def _is_pointer(file: Path) -> bool:
 
 
 def space_bound(plan: Plan, checkpoint: Checkpoint, done: Iterable[str]) -> int:
-    """Return the most bytes that the shards not yet `done` and the copies can take; a size that was asked for is one
-    bound of all shards."""
+    """Return the maximum number of bytes of the copies and of all shards not in `done`.
+
+    A requested size bounds all shards together.
+    """
     finished = set(done)
     total = 0
     for shard in plan.shards:

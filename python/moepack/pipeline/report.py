@@ -1,4 +1,4 @@
-"""What `compress` did, in numbers."""
+"""The report of `compress`: sizes, time and memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ class CompressReport:
     Attributes:
         path: the packed directory.
         method: name of the method.
-        source_bytes: bytes of the checkpoint's tensors and the small files that were copied.
-        packed_bytes: bytes of the packed directory, everything counted.
-        expert_source_bytes: bytes of the compressed weights in the checkpoint.
-        expert_bytes: bytes of the same weights packed, with all their metadata.
-        expert_weights: how many weights of experts were compressed.
-        bits_per_weight: packed bits of an expert weight, all metadata counted.
-        dense_source_bytes, dense_bytes, dense_weights: the same of the linear layers outside the experts that were
-            packed.
+        source_bytes: bytes of the checkpoint's tensors and the copied small files.
+        packed_bytes: size of the packed directory in bytes.
+        expert_source_bytes: bytes of the compressed expert weights in the checkpoint.
+        expert_bytes: bytes of the same weights packed, including all metadata.
+        expert_weights: number of compressed expert weights.
+        bits_per_weight: packed bits per expert weight, including all metadata.
+        dense_source_bytes, dense_bytes, dense_weights: the same for packed linear layers outside the experts.
         seconds: wall time of this run.
-        weights_per_second: weights that this run compressed (not those of an interrupted one), a second.
-        peak_memory: most anonymous memory seen in this run, in bytes.
-        resumed_weights: weights that an interrupted run had done before.
-        skipped: entries of the source directory that were not taken over.
-        notes: what the reader of the checkpoint wants the user to know, in full sentences.
-        increase: of the loss over the original, nats a token on a part of the calibration text; None if not measured.
+        weights_per_second: weights compressed per second in this run, without those of an interrupted run.
+        peak_memory: peak anonymous memory of this run in bytes.
+        resumed_weights: weights that an interrupted run had already compressed.
+        skipped: entries of the source directory that were not copied.
+        notes: notes for the user, as complete sentences.
+        increase: loss increase over the original in nats per token, on a part of the calibration text; None if not
+            measured.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class CompressReport:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sums over packed tensors: weights, bytes before and after."""
+    """Totals over packed tensors: weights, and bytes before and after."""
 
     weights: int
     source_bytes: int
@@ -68,20 +68,20 @@ class Sizes:
 
     @property
     def bits_per_weight(self) -> float:
-        """Packed bits a weight."""
+        """Packed bits per weight."""
         return 8 * self.packed_bytes / max(self.weights, 1)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The packed tensors of a directory: experts, and linear layers outside them."""
+    """Totals of a directory: packed experts, and packed linear layers outside them."""
 
     experts: Sizes
     dense: Sizes
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Totals":
-        """Add up a manifest."""
+        """Add up the records of a manifest."""
         records = manifest.packed().values()
         return cls(
             Sizes.of(record for record in records if record.experts),
@@ -90,5 +90,5 @@ class Totals:
 
 
 def directory_bytes(manifest: Manifest) -> int:
-    """Return the size of the whole directory, the manifest included."""
+    """Return the size of the directory in bytes, including the manifest."""
     return sum(record.size for record in manifest.files.values()) + len(manifest.to_bytes())

@@ -1,8 +1,8 @@
-"""A method's change of a checkpoint, remembered beside the packed directory for resumed runs.
+"""Saves a method's change of a checkpoint next to the packed directory, for resumed runs.
 
-What the change was made from (a rotation) may have taken gradient steps whose rounding depends on the threads. So it is
-kept in `OUT.state` until the job is done: the bytes of a resumed job do not depend on where it was interrupted. The
-file names the model, method and settings that it was made from; another job ignores it.
+A change such as a rotation may come from gradient steps whose rounding depends on the threads. It is kept in
+`OUT.state` until the job is done, so the output of a resumed job does not depend on where it was interrupted. The file
+records the model, method and settings of the change; another job ignores it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moepack.methods import Method
 __all__ = ["STATE", "rewritten"]
 
 STATE = ".state"
-"""Suffix of the file."""
+"""Suffix of the state file."""
 
 _OWNER = "owner"
 
@@ -33,15 +33,15 @@ _OWNER = "owner"
 def rewritten(
     checkpoint: Checkpoint, model: MoeModel, method: Method, file: Path, resume: bool
 ) -> tuple[Checkpoint, Callable[[], None]]:
-    """The checkpoint that the method wants packed: the given one or a changed one.
+    """Return the checkpoint to pack: the original, or the one that the method changed.
 
-    Nothing is written yet: the file may belong to another job, which may be running.
+    Nothing is written yet, because the file may belong to another job that may be running.
 
     Returns:
-        The checkpoint, and what keeps the change in `file`, for the moment when the output is this job's.
+        The checkpoint, and a function that saves the change in `file`; call it once this job owns the output.
 
     Raises:
-        ResumeError: what an earlier run left there cannot be read.
+        ResumeError: the file of an earlier run cannot be read.
     """
     owner = _owner(checkpoint, method)
     kept = _kept(file, owner) if resume and file.exists() else None
@@ -58,13 +58,13 @@ def rewritten(
 
 
 def _owner(checkpoint: Checkpoint, method: Method) -> str:
-    """What a change is made from: model, method and settings."""
+    """Return a digest of model, method and settings, which determine a change."""
     content = [checkpoint.fingerprint(), method.name, dict(method.settings)]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _kept(file: Path, owner: str) -> dict[str, Tensor] | None:
-    """What an earlier run of the same job kept; None for another job's."""
+    """Load the tensors that an earlier run of the same job saved; None if the file belongs to another job."""
     try:
         with safetensors.safe_open(file, "pt") as found:
             if (found.metadata() or {}).get(_OWNER) != owner:

@@ -1,6 +1,6 @@
-"""The loop of every compression: the model passes its layers one by one, and each is packed while it does.
+"""The main loop of a compression: the model runs layer by layer, and each layer is packed while it runs.
 
-`work` solves and answers the stages of a layer; an executor says where.
+`work` solves and answers the stages of a layer; an executor decides where.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LayerPacker:
     """Packs the layers of a checkpoint.
 
     Attributes:
-        layers: what is packed, in the order of execution.
+        layers: the layers to pack, in execution order.
         samples: the calibration set, or None.
     """
 
@@ -35,11 +35,11 @@ class LayerPacker:
         advance: Callable[[int], None] = lambda _: None,
         executor: Executor | None = None,
     ) -> None:
-        """Load the calibration set, if one is asked for; the methods must be prepared.
+        """Load the calibration set if a method needs one; the methods must be prepared.
 
         Raises:
             CalibrationError: the calibration set is unusable.
-            ValueError: the assignment contradicts itself or the model.
+            ValueError: the assignment is inconsistent or does not fit the model.
         """
         self.assignment, self.executor = assignment, executor or Here()
         self.layers = assignment.layers(model)
@@ -52,9 +52,9 @@ class LayerPacker:
         self.executor.start(assignment, self.layers, advance)
 
     def runs(self) -> Iterator[LayerRun | None]:
-        """The model's way through `layers`, one by one; None for layers whose inputs nobody needs to see.
+        """Yield a run of the model for each of `layers`, or None for layers whose inputs are not needed.
 
-        Each is to be packed before the next is asked for; errors as of `Calibrator.layers`.
+        Pack each layer before requesting the next run. Raises as `Calibrator.layers`.
         """
         if self._calibrator is None:
             yield from (None for _ in self.layers)
@@ -65,7 +65,7 @@ class LayerPacker:
             yield None if self._is_unreached(layer) else next(runs)
 
     def _is_unreached(self, layer: PackedLayer) -> bool:
-        """Whether calibration does not run a layer: the embedding, the head, and what the model does not have."""
+        """Return whether calibration skips a layer: the embedding, the head, and layers that the model lacks."""
         return layer.name in self._beyond or _is_end(layer)
 
     @property
@@ -74,12 +74,11 @@ class LayerPacker:
         return {} if self._calibrator is None else dict(self._calibrator.largest)
 
     def expect(self, layers: Sequence[PackedLayer]) -> None:
-        """Say which of `layers` will be packed, in their order, with nothing known of them: work may begin on some
-        before their turn."""
+        """Announce which of `layers` will be packed from scratch, in order; an executor may start on them early."""
         self.executor.expect([Unit(layer, name) for layer in layers for name in self._alone(layer)])
 
     def _alone(self, layer: PackedLayer) -> list[str]:
-        """The tensors of a layer that are packed one by one, for their methods look at weights alone."""
+        """Return the names of a layer's tensors whose methods use weights only; they are packed independently."""
         unseen = self._calibrator is None or self._is_unreached(layer)
         return [name for name, weights in layer_tensors(layer).items() if self._looks_at_weights(weights, unseen)]
 
@@ -92,14 +91,14 @@ class LayerPacker:
 
         Args:
             layer: one of `layers`.
-            run: what `runs` gave for it.
-            done: its tensors that are packed already.
+            run: the corresponding item of `runs`.
+            done: tensors of the layer that are already packed.
 
         Raises:
             InvalidTensorError: weights that cannot be compressed; names the tensor.
             CalibrationError: the model computes NaN or infinity in its experts.
-            ClusterError: machines that share the job fail.
-            DeviceMemoryError: the device is too small.
+            ClusterError: machines of the cluster fail.
+            DeviceMemoryError: the device has too little memory.
         """
         packed, tensors = dict(done), layer_tensors(layer)
         elsewhere = {name: self.assignment.of(weights) for name, weights in tensors.items() if name not in packed}
@@ -111,5 +110,5 @@ class LayerPacker:
 
 
 def _is_end(layer: PackedLayer) -> bool:
-    """Whether a layer is the embedding or the output head: calibration runs what is between them."""
+    """Return whether a layer is the embedding or the output head; calibration runs only what lies between them."""
     return isinstance(layer, DenseLayer) and any(linear.role in (EMBEDDING, "head") for linear in layer.linears)

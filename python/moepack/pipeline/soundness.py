@@ -1,7 +1,7 @@
-"""What must hold of a checkpoint before hours of work on it, whatever the method.
+"""Checks of a checkpoint that run before any long work, independent of the method.
 
-Methods look at what they pack; the rest is copied. So a missing norm or a router of NaN would make a packed model that
-nobody can use, and only a method that runs the model would notice, late.
+Methods check the tensors that they pack; all other tensors are copied. Without these checks, a missing norm or a router
+with NaN would produce an unusable packed model, and only a method that runs the model would notice, late.
 """
 
 import math
@@ -23,14 +23,15 @@ from moepack.pipeline.overflow import is_half
 __all__ = ["check_names", "check_source"]
 
 GROWTH = 1.0
-"""Bits a weight by which a packed tensor may exceed its quantized source: other scales, or codes of whole bits."""
+"""Bits per weight by which a packed tensor may exceed its quantized source, because of other scales or whole-bit
+codes."""
 
 
 def check_names(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment) -> set[str]:
-    """Check that the checkpoint has what its model needs, by names and shapes; no tensor is read.
+    """Check by names and shapes that the checkpoint has all tensors of its model; reads no tensor.
 
     Returns:
-        The tensors that are packed.
+        The names of the tensors that are packed.
 
     Raises:
         UnsupportedModelError, CheckpointError, ValueError: as for `check_source`.
@@ -48,19 +49,20 @@ def check_names(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment)
 
 
 def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment) -> dict[str, float]:
-    """Check that the checkpoint has what its model needs, and that what is copied is finite, for which it is read.
+    """Check that the checkpoint has all tensors of its model, and that the copied ones, which are read, are finite.
 
-    What is packed is looked at when its turn comes: the layers before it are kept until it is mended.
+    Tensors to pack are checked when they are packed: the layers finished before are kept until the checkpoint is
+    repaired.
 
     Returns:
-        The largest magnitude in each tensor that is copied and is in float16, or becomes float16 when it is loaded.
+        The largest magnitude of each copied tensor that is float16 or becomes float16 when loaded.
 
     Raises:
-        UnsupportedModelError: transformers cannot build a model of config.json, a method does not pack tensors without
-            values, or the source is quantized to less than the method would make of it.
-        CheckpointError: a tensor is missing or has another shape than the model's.
-        InvalidTensorError: a tensor that is copied holds NaN or infinity.
-        ValueError: the assignment contradicts itself or the model.
+        UnsupportedModelError: transformers cannot build a model from config.json, a method does not pack empty tensors,
+            or the source is quantized to fewer bits than the method would produce.
+        CheckpointError: a tensor is missing or does not have the model's shape.
+        InvalidTensorError: a copied tensor contains NaN or infinity.
+        ValueError: the assignment is inconsistent or does not fit the model.
     """
     sources = check_names(checkpoint, model, assignment)
     copied = (name for name in model.dense_names if name not in sources)
@@ -78,7 +80,7 @@ def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment
 
 
 def _refuse_growth(checkpoint: QuantizedCheckpoint, packed: Iterable[Weights], assignment: Assignment) -> None:
-    """Refuse to make codes longer that the source has short already: the size grows, and nothing is gained."""
+    """Refuse to make a quantized source larger, which would gain nothing."""
     for weights in packed:
         method, stored = assignment.of(weights), checkpoint.stored_bits(set(weights.sources))
         if stored is None or not isinstance(method, Method) or method.plans or 0 in weights.shape:
@@ -86,8 +88,8 @@ def _refuse_growth(checkpoint: QuantizedCheckpoint, packed: Iterable[Weights], a
         bits = 8 * method.expected(weights).nbytes / math.prod(weights.shape)
         if bits > stored + GROWTH:
             message = (
-                f"the source has {stored:.2f} bits a weight ({checkpoint.method}), the method {method.name} would make "
-                f"{bits:.2f} of them: larger, and no better; ask for fewer bits"
+                f"the source has {stored:.2f} bits per weight ({checkpoint.method}), but the method {method.name} "
+                f"would store {bits:.2f}: larger, and no better; request fewer bits"
             )
             raise UnsupportedModelError(message, file=checkpoint.path, tensor=weights.name)
-        return  # tensors of a source are quantized alike; one is enough
+        return  # all tensors of a source are quantized alike, so one is enough

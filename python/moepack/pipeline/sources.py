@@ -1,8 +1,8 @@
-"""What the finished shards of a job were made of, so that work outlives the repair of its checkpoint.
+"""Digests of the inputs of finished shards, so that finished work survives the repair of a checkpoint.
 
-A weight that is NaN ends a job after hours of work, and mending it changes the fingerprint of the model. The finished
-shards are still right if nothing that they follow from was changed. So a job that fails by its checkpoint leaves
-digests of all that in its journal, and the next run keeps the shards whose digests are the same.
+A NaN weight may end a job after hours of work, and repairing it changes the model's fingerprint. The finished shards
+are still valid if their own inputs are unchanged. A job that fails because of its checkpoint therefore records digests
+of these inputs in its journal, and the next run keeps the shards with equal digests.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ __all__ = ["Sources"]
 
 
 class Sources:
-    """Digests of what each shard of a plan is made of."""
+    """Computes digests of the inputs of each shard of a plan."""
 
     def __init__(self, checkpoint: Checkpoint, plan: Plan) -> None:
         self.checkpoint, self.plan = checkpoint, plan
         self._digest = cache(self._tensor_digest)
 
     def digests(self, files: Iterable[str]) -> dict[str, str]:
-        """SHA-256 in hexadecimal by shard, for those of `files` that the plan has; reads all tensors concerned."""
+        """Return the SHA-256 (hexadecimal) of the inputs of each planned shard in `files`.
+
+        Reads all tensors involved.
+        """
         wanted = set(files)
         return {shard.file: self._shard_digest(shard) for shard in self.plan.shards if shard.file in wanted}
 
@@ -45,11 +48,11 @@ class Sources:
         return f"{info.dtype} {info.shape} {hashlib.sha256(self.checkpoint.raw(name).data).hexdigest()}"
 
     def _tensors(self, shard: Shard) -> set[str]:
-        """The checkpoint's tensors that a shard's bytes follow from, or more.
+        """Return the checkpoint's tensors that determine a shard's bytes, or a superset of them.
 
-        Without calibration a layer follows from its own sources, and from what was decided in advance. With calibration
-        all that ran before counts too: embeddings, routers, norms and layers up to this one, but not what comes after
-        it in its block or lies in later blocks.
+        Without calibration, a layer depends on its own sources and on decisions made in advance. With calibration, it
+        also depends on everything that runs before it: embeddings, routers, norms and layers up to this one, but not on
+        what follows it in its block or in later blocks.
         """
         if shard.layer is None:
             return set(shard.names)
@@ -62,6 +65,6 @@ class Sources:
 
 
 def _sources(shard: Shard) -> set[str]:
-    """The checkpoint's tensors that a layer packs."""
+    """Return the names of the checkpoint's tensors that a layer packs."""
     assert shard.layer is not None
     return {source for weights in layer_tensors(shard.layer).values() for source in weights.sources}

@@ -1,4 +1,4 @@
-"""`tune`: fine-tunes centroids, scales and gains of norms against the model that was packed; codes stay."""
+"""`tune`: fine-tunes centroids, scales and norm gains against the original model; codes do not change."""
 
 import math
 import os
@@ -48,39 +48,39 @@ def tune(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Tuned:
-    """Fine-tune a packed directory of codebooks or coded integers into a new one.
+    """Fine-tune a packed directory of codebooks or coded integers into a new directory.
 
-    Codebooks keep their size; rows of coded tensors that share a scale come to have their own, of two bytes, if they
-    are long (`moepack.tuning.tensors.LONG`).
+    Codebooks keep their size. Rows of coded tensors that share a scale each get their own 2-byte scale if they are long
+    (`moepack.tuning.tensors.LONG`).
 
     Args:
-        packed: what `moepack compress` wrote by the methods `codequant`, `rate` or `auto`.
-        original: the checkpoint that it was made of, a directory or an id of the hub.
-        out: directory to be made; it must not exist.
-        calibration: text file, JSON lines, directory or data set of the hub.
-        samples, sequence_length: windows, at most, and tokens of each.
+        packed: a directory packed by the method `codequant`, `rate` or `auto`.
+        original: the original checkpoint, a directory or a hub id.
+        out: directory to create; it must not exist.
+        calibration: text file, JSON lines, directory or hub data set.
+        samples, sequence_length: maximum number of windows, and tokens per window.
         settings: see `TuneSettings`.
         device: where both models run, in float32, with gradients.
-        progress: where progress is shown, in tokens; None shows nothing.
+        progress: receives progress in tokens; None shows nothing.
 
     Raises:
-        UnsupportedModelError: the directory holds tensors of another kind, or experts without a gate.
+        UnsupportedModelError: the directory has tensors of another kind, or experts without a gate.
         CalibrationError: the text is unusable, or the loss is not finite.
-        OutputExistsError, DiskError, LoadError, CorruptionError: as for `compress` and `load`. Whatever is raised,
-            KeyboardInterrupt too, nothing is left behind: a run cannot be resumed.
-        ResumeError: `out`.partial is the unfinished work of `compress`.
+        OutputExistsError, DiskError, LoadError, CorruptionError: as for `compress` and `load`. After any exception,
+            including KeyboardInterrupt, nothing is left behind: a run cannot be resumed.
+        ResumeError: `out`.partial is unfinished work of `compress`.
     """
     target, settings = Path(os.path.abspath(out)), settings or TuneSettings()
     refuse_existing(target)
     original = resolve_model(original)
     source = _tunable(Path(packed))
     checkpoint = open_checkpoint(original)
-    # Behind a plus follows what the checkpoint was changed by before it was packed.
+    # The part after "+" describes a change of the checkpoint before packing.
     if source.manifest.fingerprint.get("model", "").split("+")[0] != checkpoint.fingerprint():
-        message = f"{original}: is not what {packed} was made of, or was changed since"
+        message = f"{original}: is not the checkpoint that {packed} was packed from, or was changed since"
         warnings.warn(message, MoepackWarning, stacklevel=2)
     windows = load_samples(checkpoint, calibration, samples, sequence_length)
-    # Before the work: a place that cannot be written to is to be known at once.
+    # Fail before the work starts if the location is not writable.
     workspace = Workspace.fresh(target.with_name(target.name + PARTIAL), "tune")
     try:
         workspace.reserve(_space(source))
@@ -96,7 +96,7 @@ def tune(
 
 
 def _tunable(packed: Path) -> PackedDirectory:
-    """The directory, whose tensors can be fine-tuned and whose files are whole."""
+    """Open the directory; check that its tensors can be fine-tuned and its files are complete."""
     source = PackedDirectory.open(packed)
     if others := {record.kind for record in source.manifest.packed().values()} - {*KINDS}:
         message = f"only {' and '.join(KINDS)} tensors can be fine-tuned, not {min(others)}"
@@ -107,13 +107,13 @@ def _tunable(packed: Path) -> PackedDirectory:
 
 
 def _space(source: PackedDirectory) -> int:
-    """The most bytes of what will be written: coded tensors gain a scale a row, config and manifest the settings."""
+    """Return the maximum output size in bytes: coded tensors gain a scale per row, config and manifest the settings."""
     coded = (record for record in source.manifest.packed().values() if record.kind == "coded")
     return directory_bytes(source.manifest) + sum(2 * math.prod(record.shape[:-1]) for record in coded) + (1 << 20)
 
 
 def _gains(source: PackedDirectory) -> dict[str, torch.dtype]:
-    """The types of the vectors that are stored as they are; those among them that are gains of norms may change."""
+    """Return the dtypes of unpacked vectors; those that are norm gains may be tuned."""
     found: dict[str, torch.dtype] = {}
     for file in source.manifest.files:
         names = [name for name, record in source.manifest.tensors.items() if record.file == file and not record.packed]
@@ -146,7 +146,7 @@ def _tuned(
 
 
 def _write(source: PackedDirectory, workspace: Workspace, tuned: Tuned, settings: Mapping[str, Any]) -> None:
-    """Copy the directory with the tuned tensors in the places of the old ones."""
+    """Copy the directory and replace the tuned tensors."""
     manifest = source.manifest
     tensors, files = dict(manifest.tensors), dict(manifest.files)
     for file in manifest.files:
@@ -165,7 +165,7 @@ def _write(source: PackedDirectory, workspace: Workspace, tuned: Tuned, settings
 def _shard(
     source: PackedDirectory, file: str, names: Sequence[str], tuned: Tuned
 ) -> tuple[list[Entry], dict[str, TensorRecord]]:
-    """The tensors of a file in order, tuned ones in the places of the old, and their records but for checksums."""
+    """Return the entries of a file in order, with tuned tensors replaced, and their records without checksums."""
     header, mapped = read_header(source.path / file, CorruptionError), map_file(source.path / file)
     entries, records = [], {}
     for name in names:
@@ -196,7 +196,7 @@ def _write_manifest(
     files: Mapping[str, FileRecord],
     settings: Mapping[str, Any],
 ) -> None:
-    """Write what names settings and sizes: the configuration, the index and the manifest."""
+    """Write the files that hold settings and sizes: configuration, index and manifest."""
     manifest = source.manifest
     texts = {CONFIG: config_bytes(source.config, quantization_config(manifest.method, settings, tensors))}
     if INDEX in files:

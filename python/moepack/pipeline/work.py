@@ -1,7 +1,7 @@
-"""A layer at work: its stages solved by the methods of its tensors, the solutions put together and packed.
+"""Packs one layer: methods solve its stages, and the solutions are combined and packed.
 
-What is packed already is answered from its bytes, whichever method made them: tensors that an interrupted run finished,
-those of methods that do not look at inputs (packed first, tensor by tensor), and those packed elsewhere.
+Tensors that are already packed are answered from their bytes, no matter which method packed them: tensors of an
+interrupted run, tensors of methods that use no inputs (packed first, one by one), and tensors packed elsewhere.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from moepack.registry import open_tensor
 __all__ = ["LayerWork", "Packed", "pack_run"]
 
 Packed = Mapping[str, PackedTensor]
-"""Packed tensors of a layer by the projection's name or the linear layer's path."""
+"""Packed tensors of a layer by projection name or linear layer path."""
 
 
 @torch.no_grad()
 def pack_run(
     run: LayerRun, known: Packed, assignment: Assignment, advance: Callable[[int], None]
 ) -> dict[str, PackedTensor]:
-    """Solve and answer all stages of a run; gives the packed tensors that were not known."""
+    """Solve and answer all stages of a run; return the packed tensors that were not known."""
     work = LayerWork(run, known, assignment, advance)
     work.look_ahead()
     work.answer()
@@ -42,7 +42,7 @@ def pack_run(
 
 
 class LayerWork:
-    """The solutions of a layer's tensors, put together group by group."""
+    """Collects the solutions of a layer's tensors, one group of experts at a time."""
 
     def __init__(self, run: LayerRun, known: Packed, assignment: Assignment, advance: Callable[[int], None]) -> None:
         self.run, self.known, self.advance, self.main = run, known, advance, assignment.method
@@ -61,7 +61,7 @@ class LayerWork:
                 run.tensors[name] = replace(weights, expert=self._observed(name, weights))
 
     def look_ahead(self) -> None:
-        """Show all stages to the methods that want to see them before the first is solved."""
+        """Show all stages to the methods that need to see them before the first is solved."""
         for method in self.methods.values():
             if id(method) in self.plans:
                 continue
@@ -75,7 +75,10 @@ class LayerWork:
                         plan.plan(stage.only(names).finite())
 
     def _observed(self, name: str, weights: Weights) -> Callable[[int], Tensor]:
-        """What gives an expert's weights in float16, and notes how large they are; methods may call it in threads."""
+        """Return a function that returns an expert's float16 weights and records their magnitude.
+
+        Methods may call it in threads.
+        """
 
         def expert(index: int) -> Tensor:
             found = weights.expert(index)
@@ -91,7 +94,7 @@ class LayerWork:
                 self.run.answer(self.solve(stage))
 
     def solve(self, stage: Stage) -> dict[str, Tensor]:
-        """The values of a stage's tensors, from their packed bytes or from their methods."""
+        """Return the values of a stage's tensors, from their packed bytes or from their methods."""
         values = {name: self._values(name)[_slice(stage.experts)] for name in stage.tensors if name in self.known}
         for method in {id(method): method for method in self.methods.values()}.values():
             if names := self._names(stage, method):
@@ -105,7 +108,7 @@ class LayerWork:
         return values
 
     def pack(self) -> dict[str, PackedTensor]:
-        """Pack what was solved. The first tensor of experts tells what calibration saw of the layer."""
+        """Pack the solutions. The details of the first expert tensor record what calibration saw of the layer."""
         found = {}
         for position, (name, solution) in enumerate(self.solutions.items()):
             method, weights = self.methods[name], self.run.tensors[name]
@@ -134,7 +137,7 @@ class LayerWork:
         return self.values[name]
 
     def put(self, name: str, experts: range, solution: Solution) -> None:
-        """Keep what will be packed; experts that come again, in smaller groups, replace what was there."""
+        """Store a solution to pack. Experts that are solved again in smaller groups replace earlier solutions."""
         self.rounded.setdefault(name, {}).update(solution.rounded)
         count = self.run.tensors[name].shape[0]
         if isinstance(self.run, WholeTensor):
@@ -154,7 +157,7 @@ def _slice(experts: range) -> slice:
 
 
 def _warn_of_vanished(packed: PackedTensor, weights: Weights) -> None:
-    """Warn of experts whose values are so small that their packed scales, in 16 bits, are all zero."""
+    """Warn about experts whose values are so small that all their packed 16-bit scales are zero."""
     opened = open_tensor(packed.data)
     if not isinstance(opened, _core.PackedTensor):
         return
@@ -169,5 +172,5 @@ def _warn_of_vanished(packed: PackedTensor, weights: Weights) -> None:
 
 
 def _dequantized(packed: PackedTensor) -> Tensor:
-    """The values that a packed tensor holds, float32 [experts, rows, columns]."""
+    """Return the values of a packed tensor, float32 [experts, rows, columns]."""
     return torch.from_numpy(open_tensor(packed.data).dequantize())

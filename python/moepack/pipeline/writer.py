@@ -1,4 +1,4 @@
-"""Writing shards beside the work: one is hashed, written and flushed while the next layer is packed."""
+"""Writes shards in the background: one shard is hashed, written and flushed while the next layer is packed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["ShardWriter"]
 
 
 class ShardWriter:
-    """Writes the shards of a workspace in a thread of its own, one at a time; to be left, as a context manager is.
+    """Writes the shards of a workspace in its own thread, one at a time. Use it as a context manager.
 
-    The journal is this thread's alone: a shard is entered when the next one is begun, and the last one at the end,
-    whatever has ended the work.
+    Only the calling thread writes the journal: a shard is recorded when the next one starts, and the last one on exit,
+    even if an error ended the work.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -25,12 +25,12 @@ class ShardWriter:
         self._begun: Future[ShardRecord] | None = None
 
     def begin(self, write: Callable[[], ShardRecord]) -> None:
-        """Begin to write a shard, once the one before is done; raises what that one raised."""
+        """Start writing a shard after the previous one is done; raises the previous shard's error."""
         self._enter()
         self._begun = self._thread.submit(write)
 
     def _enter(self) -> None:
-        """Enter the shard that was begun."""
+        """Record the shard that was started."""
         if self._begun is not None:
             self._workspace.append(self._begun.result())
             self._begun = None

@@ -1,1 +1,1 @@
-"""Algorithms that turn weights into codes. None of them opens a file or knows a method."""
+"""Algorithms that turn weights into codes. They open no files and know no methods."""

@@ -1,11 +1,11 @@
-"""Activations rounded as the kernels of codebook tensors round them: for each token, asymmetric, 8 or 4 bits.
+"""Activations rounded as in the kernels of codebook tensors: per token, asymmetric, 8 or 4 bits.
 
-The range of a token is that of its values and zero, so that zero stays zero (CodeQuant, section 4: asymmetric min-max).
-Calibration and benches simulate with it what packed layers compute.
+The range of a token includes zero, so that zero stays zero (CodeQuant, section 4: asymmetric min-max). Calibration and
+benches use this module to simulate packed layers.
 
-Before they are rounded, activations may be rotated by Hadamard's matrix in blocks of columns (QuaRot; CodeQuant_had in
-section 4.1): an outlier is then spread over its block. Residual streams are rotated offline; this is for inputs that no
-offline rotation reaches, those behind a gate above all.
+Before rounding, activations may be rotated by a Hadamard matrix in blocks of columns (QuaRot; CodeQuant_had in section
+4.1), which spreads an outlier over its block. Residual streams are rotated offline; this rotation serves inputs that no
+offline rotation reaches, mainly those behind a gate.
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ _UNREACHED = ("o_proj", "down_proj", "w2", "kv_b_proj", "q_b_proj")
 
 @dataclass(frozen=True)
 class Rounding:
-    """What becomes of the activations that packed layers read.
+    """How packed layers round their input activations.
 
     Attributes:
-        bits: 4 or 8; 0 leaves them as they are.
+        bits: 4 or 8; 0 leaves activations unchanged.
         hadamard: rotate the inputs of layers that a rotation of the residual stream does not reach.
     """
 
@@ -32,11 +32,14 @@ class Rounding:
     hadamard: bool = False
 
     def width(self, layer: str, columns: int) -> int:
-        """Columns that the layer of this name rotates together; 1 for not at all."""
+        """Return the number of columns that the layer named `layer` rotates together; 1 means no rotation."""
         return block_width(columns) if self.hadamard and layer.rsplit(".", 1)[-1] in _UNREACHED else 1
 
     def __call__(self, x: Tensor, layer: str) -> Tensor:
-        """Round what a layer reads, [..., C]; rotated back, so that its weights are those of the model."""
+        """Round a layer's input, [..., C].
+
+        A rotation is undone afterwards, so the layer's weights are those of the model.
+        """
         if not self.bits:
             return x
         width = self.width(layer, x.shape[-1])
@@ -46,12 +49,12 @@ class Rounding:
 
 
 def block_width(columns: int) -> int:
-    """The largest power of two that divides a number of columns; 1 for none."""
+    """Return the largest power of two that divides a number of columns; 1 for zero columns."""
     return columns & -columns or 1
 
 
 def rotated(x: Tensor, width: int) -> Tensor:
-    """Multiply blocks of `width` columns, a power of two, by Hadamard's matrix; [..., C], as the kernels do it."""
+    """Multiply blocks of `width` columns, a power of two, by a Hadamard matrix; [..., C], as in the kernels."""
     half, y = 1, x
     while half < width:
         low, high = y.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
@@ -61,22 +64,22 @@ def rotated(x: Tensor, width: int) -> Tensor:
 
 
 def round_activations(x: Tensor, bits: int) -> Tensor:
-    """Round each token to a grid of its own.
+    """Round each token to its own grid.
 
     Args:
         x: [..., C], floating point; computed in float32.
-        bits: 4 or 8, or 0 or 16 to change nothing.
+        bits: 4 or 8; 0 or 16 change nothing.
 
     Returns:
-        [..., C] in the dtype of `x`; a token that holds NaN or infinity becomes NaN.
+        [..., C] in the dtype of `x`. A token with NaN or infinity becomes NaN.
 
     Raises:
-        ValueError: there is no such number of bits.
+        ValueError: `bits` is not supported.
     """
     if bits in (0, 16):
         return x
     if bits not in (4, 8):
-        raise ValueError(f"activations have 4, 8 or 16 bits, not {bits}")
+        raise ValueError(f"activations must have 4, 8 or 16 bits, not {bits}")
     if not x.shape[-1]:
         return x
     values, top = x.float(), float((1 << bits) - 1)

@@ -1,12 +1,12 @@
-"""Groups of columns on a uniform grid: what every group-wise solver takes and gives.
+"""Groups of columns on a uniform grid: the common interface of all group-wise solvers.
 
-A weight is `scale * code + offset` with a scale and an offset for each row and group of columns; symmetric grids have
-no offsets, `scale * (code - 2^(bits - 1))`, and their scales may be negative. Parameters are rounded to the type in
-which they are stored *inside* the solvers, so that a code is always the best one for the values that a reader sees.
+A weight is `scale * code + offset`, with a scale and an offset for each row and group of columns. Symmetric grids have
+no offsets, `scale * (code - 2^(bits - 1))`, and their scales may be negative. Parameters are rounded to their stored
+dtype *inside* the solvers, so that each code is the best one for the dequantized values.
 
-Groups are independent: a solver sees a matrix of groups, one a row, and nothing else. `quantize_affine` folds any stack
-of matrices into such rows, a few at a time, so that temporaries stay in the caches of a CPU whatever the tensor's size.
-A solver that is also a `RowSolver` gets whole rows on a CPU instead and does all of that in one pass.
+Groups are independent: a solver receives a matrix of groups, one per row. `quantize_affine` reshapes any stack of
+matrices into such rows in small batches, so that temporaries fit into CPU caches for any tensor size. A solver that is
+also a `RowSolver` receives whole rows on a CPU instead and processes them in one pass.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 _CHUNK = {"cpu": 1 << 18}
-"""Elements that a solver sees at a time: a megabyte of float32 on a CPU."""
+"""Elements per solver call: a megabyte of float32 on a CPU."""
 _DEVICE_CHUNK = 1 << 25
-"""Elements that a solver sees at a time on other devices, where small kernels are all overhead."""
+"""Elements per solver call on other devices, where small kernels are dominated by overhead."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class GroupSpec:
     """The grid of a tensor.
 
     Attributes:
-        bits: of a code, 1 to 8.
-        group_size: columns that share parameters; at least the columns means one group a row.
+        bits: bits per code, 1 to 8.
+        group_size: columns that share parameters; a value of at least the number of columns means one group per row.
         symmetric: no offsets.
-        storage: type of the stored parameters, float16 or bfloat16.
+        storage: dtype of the stored parameters, float16 or bfloat16.
     """
 
     bits: int
@@ -61,7 +61,7 @@ class GroupSpec:
         if self.group_size < 1:
             raise ValueError(f"a group must have at least one column, not {self.group_size}")
         if self.storage not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"parameters are float16 or bfloat16, not {self.storage}")
+            raise ValueError(f"parameters must be float16 or bfloat16, not {self.storage}")
 
     @property
     def top(self) -> int:
@@ -70,17 +70,17 @@ class GroupSpec:
 
     @property
     def middle(self) -> int:
-        """The code that stands for zero on a symmetric grid."""
+        """The code that represents zero on a symmetric grid."""
         return 1 << (self.bits - 1)
 
     def groups(self, columns: int) -> int:
-        """Groups of a row."""
+        """Return the number of groups per row."""
         return -(-columns // self.group_size)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A solver's answer for groups [N, g]: codes [N, g] as floats, scales and offsets [N, 1] as stored.
+    """A solver's result for groups [N, g]: codes [N, g] as floats, scales and offsets [N, 1] as stored.
 
     Symmetric grids have the offset `-middle * scale`, which is not stored.
     """
@@ -91,12 +91,12 @@ class Fit:
 
 
 Solver = Callable[[Tensor, GroupSpec, "Fit | None"], Fit]
-"""Takes float32 groups [N, g], the grid, and parameters to start from (their codes are ignored)."""
+"""Takes float32 groups [N, g], the grid, and initial parameters (their codes are ignored)."""
 
 
 @runtime_checkable
 class RowSolver(Protocol):
-    """A solver that has a kernel of its own on the CPU."""
+    """A solver with its own CPU kernel."""
 
     def fit_rows(
         self, rows: Tensor, spec: GroupSpec, start: tuple[Tensor, Tensor] | None, compensation: Tensor | None
@@ -106,12 +106,12 @@ class RowSolver(Protocol):
         Args:
             rows: [N, C] float32, contiguous, on the CPU.
             spec: the grid.
-            start: scales and offsets [N, G] to start from.
-            compensation: [N, C] float32, contiguous: what is added to the codes' values; becomes what the codes leave
-                of the rows.
+            start: initial scales and offsets [N, G].
+            compensation: [N, C] float32, contiguous: added to the codes' values; overwritten with the residual of the
+                rows.
 
         Returns:
-            Codes [N, C] uint8, scales and offsets [N, G] float32, and the squares of what the codes leave, [N] float64.
+            Codes [N, C] uint8, scales and offsets [N, G] float32, and the squared norms of the residuals, [N] float64.
         """
 
 
@@ -122,8 +122,8 @@ class AffineCodes:
     Attributes:
         spec: its grid.
         codes: [..., R, C] uint8.
-        scales: [..., R, G] float32, values of `spec.storage`.
-        offsets: likewise, or None for symmetric grids.
+        scales: [..., R, G] float32, representable in `spec.storage`.
+        offsets: like `scales`, or None for symmetric grids.
     """
 
     spec: GroupSpec
@@ -132,10 +132,10 @@ class AffineCodes:
     offsets: Tensor | None
 
     def values(self) -> Tensor:
-        """The float32 weights [..., R, C] that a reader sees."""
+        """Return the dequantized weights [..., R, C] float32."""
         codes, columns = self.codes.float(), self.codes.shape[-1]
         if columns and columns % self.spec.group_size == 0:
-            # Broadcasting spares a gathered copy of the parameters for every weight.
+            # Broadcasting avoids gathering the parameters for every weight.
             groups = codes.view(*self.scales.shape, self.spec.group_size)
             scales = self.scales[..., None]
             offsets = None if self.offsets is None else self.offsets[..., None]
@@ -151,7 +151,7 @@ class AffineCodes:
 
 
 def stored(values: Tensor, storage: torch.dtype) -> Tensor:
-    """Round to the stored type, saturating at its largest finite value."""
+    """Round to the stored dtype, saturating at its largest finite value."""
     limit = torch.finfo(storage).max
     return values.clamp(-limit, limit).to(storage).float()
 
@@ -165,15 +165,15 @@ def quantize_affine(
         weight: [..., R, C], floating point, on any device. Not modified.
         spec: the grid.
         solver: finds codes and parameters of a batch of groups.
-        start: parameters to start from, of the same shape and grid; solvers that take no start ignore it.
+        start: initial parameters with the same shape and grid; some solvers ignore them.
         name: the tensor's name, for errors.
 
     Returns:
         Codes and parameters on the device of `weight`.
 
     Raises:
-        InvalidTensorError: a weight is NaN, infinite, or beyond the range of the parameters' type, or `weight` is no
-            stack of matrices of floating-point numbers.
+        InvalidTensorError: a weight is NaN, infinite, or out of range of the parameters' dtype, or `weight` is not a
+            stack of floating-point matrices.
     """
     if not weight.is_floating_point() or weight.ndim < 2:
         raise InvalidTensorError(
@@ -202,15 +202,15 @@ def quantize_residual(
     start: AffineCodes | None = None,
     name: str | None = None,
 ) -> tuple[AffineCodes, Tensor]:
-    """Quantize what a compensator leaves of matrices.
+    """Quantize the difference of matrices and their compensation.
 
     Args:
         weight: [E, R, C] float32, contiguous. Not modified.
-        compensation: the same shape; becomes what the codes leave of `weight`.
+        compensation: the same shape; overwritten with `weight` minus the dequantized codes.
         spec, solver, start, name: as for :func:`quantize_affine`.
 
     Returns:
-        The codes of `weight - compensation`, and the squared norms of what they leave of `weight`, [E] float64.
+        The codes of `weight - compensation`, and the squared norms of the remaining error, [E] float64.
 
     Raises:
         InvalidTensorError: as for :func:`quantize_affine`.
@@ -230,7 +230,7 @@ def quantize_residual(
 
 
 def _native(solver: object, weights: Tensor) -> RowSolver | None:
-    """The solver, if it has a kernel for these weights."""
+    """Return the solver if it has a kernel for these weights."""
     if isinstance(solver, RowSolver) and weights.device.type == "cpu" and weights.numel():
         return solver
     return None
@@ -249,7 +249,7 @@ def _fit_groups(
     name: str | None,
     shape: torch.Size,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and offsets of rows, a run of them at a time."""
+    """Return codes, scales and offsets of rows, computed in batches."""
     codes = torch.zeros(rows.shape, dtype=torch.uint8, device=rows.device)
     scales = torch.zeros((len(rows), spec.groups(rows.shape[1])), device=rows.device)
     offsets = torch.zeros_like(scales)
@@ -274,7 +274,7 @@ def _flat(start: AffineCodes, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _runs(rows: Tensor, group_size: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Runs of rows, each with its groups of equal width and their columns; a narrower last group comes alone."""
+    """Yield batches of rows, groups of equal width, and their columns; a narrower last group is yielded separately."""
     columns = rows.shape[1]
     if not rows.numel():
         return
@@ -289,22 +289,22 @@ def _runs(rows: Tensor, group_size: int) -> Iterator[tuple[slice, slice, slice]]
 
 
 def check_range(matrix: Tensor, storage: torch.dtype, name: str | None = None) -> None:
-    """Refuse what parameters of type `storage` cannot express.
+    """Check that parameters with dtype `storage` can represent a matrix.
 
     Args:
         matrix: [R, C].
-        storage: the type.
+        storage: the dtype.
         name: the tensor's name, for the error.
 
     Raises:
-        InvalidTensorError: a weight is NaN, infinite or too large; names the first.
+        InvalidTensorError: a weight is NaN, infinite or too large; names the first one.
     """
     if matrix.numel():
         _check(matrix, storage, name, (0, 0), matrix.shape)
 
 
 def _check_rows(rows: Tensor, storage: torch.dtype, name: str | None, shape: torch.Size) -> None:
-    """Refuse what the parameters cannot express, without a copy of the weights; NaN fails both comparisons."""
+    """Check the range of rows without copying them; NaN fails both comparisons."""
     low, high = rows.aminmax()
     limit = torch.finfo(storage).max
     if not bool((low >= -limit) & (high <= limit)):
@@ -312,7 +312,7 @@ def _check_rows(rows: Tensor, storage: torch.dtype, name: str | None, shape: tor
 
 
 def _check(x: Tensor, storage: torch.dtype, name: str | None, first: tuple[int, int], shape: torch.Size) -> None:
-    """Refuse what the parameters cannot express; the sum of absolute values finds NaN and infinity in one pass."""
+    """Check the range of values; the maximum of absolute values finds NaN and infinity in one pass."""
     limit = torch.finfo(storage).max
     if bool(x.abs().amax() <= limit):
         return
@@ -320,15 +320,15 @@ def _check(x: Tensor, storage: torch.dtype, name: str | None, first: tuple[int, 
     place = [*(int(i) for i in torch.unravel_index(torch.tensor(first[0] + row), shape[:-1])), first[1] + column]
     value = float(x[row, column])
     if abs(value) < float("inf"):
-        raise InvalidTensorError(f"holds {value} at {place}, beyond the range of {storage}", tensor=name)
+        raise InvalidTensorError(f"holds {value} at {place}, out of range of {storage}", tensor=name)
     raise InvalidTensorError(f"holds {value} at {place}", tensor=name)
 
 
 def round_to_nearest(x: Tensor, spec: GroupSpec, start: Fit | None = None) -> Fit:
-    """Minimum and maximum of each group as the ends of the grid; symmetric: the largest magnitude as one end.
+    """Map the range of each group to the ends of the grid; on symmetric grids, map the largest magnitude to one end.
 
-    A constant group has scale zero and its constant as the offset. Symmetric grids give the longer, negative side
-    (`-2^(bits - 1)`) to the sign of the largest magnitude, by the sign of the scale.
+    A constant group has scale zero and its value as the offset. On symmetric grids, the sign of the scale assigns the
+    longer, negative side (`-2^(bits - 1)`) to the sign of the largest magnitude.
     """
     if spec.symmetric:
         low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
@@ -341,7 +341,10 @@ def round_to_nearest(x: Tensor, spec: GroupSpec, start: Fit | None = None) -> Fi
 
 
 def assign(x: Tensor, scales: Tensor, offsets: Tensor, spec: GroupSpec) -> Fit:
-    """The nearest codes for given parameters; code zero where the scale is zero (the middle on symmetric grids)."""
+    """Return the nearest codes for given parameters.
+
+    If the scale is zero, code zero (the middle on symmetric grids).
+    """
     inverse = torch.where(scales != 0, 1 / scales, 0.0)
     shift = torch.where(scales != 0, -offsets * inverse, float(spec.middle if spec.symmetric else 0))
     codes = torch.addcmul(shift, x, inverse).round_().clamp_(0, spec.top)

@@ -1,9 +1,9 @@
 """The magnitudes of the rows and columns of matrices.
 
-Factors a of rows and b of columns *balance* a matrix W where the mean magnitude of W[i, j] / (a[i] b[j]) is 1 over each
-row and each column (Sinkhorn and Knopp, 1967). One function can be written with rows and columns of any scale, against
-the gain of a norm or the outputs of the layer before. Such scales change a and b, and leave the balanced matrix as it
-is. Decisions on balanced matrices do not depend on them.
+Factors a of rows and b of columns *balance* a matrix W if the mean magnitude of W[i, j] / (a[i] b[j]) is 1 over each
+row and each column (Sinkhorn and Knopp, 1967). The same function can be written with any scale of rows and columns,
+compensated by the gain of a norm or the outputs of the layer before. Such scales change a and b but not the balanced
+matrix, so decisions on balanced matrices do not depend on them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 __all__ = ["Balance", "Matrices", "balance"]
 
 EXPERTS, ROWS = 16, 256
-"""Matrices of a tensor, and rows of a matrix, about, that tell the magnitudes of columns."""
+"""Matrices per tensor, and approximate rows per matrix, from which column magnitudes are estimated."""
 
 ROUNDS = 8
-"""Rounds over rows and columns: magnitudes then change by less than a hundredth."""
+"""Rounds over rows and columns, after which magnitudes change by less than a hundredth."""
 
 CHUNK = 1 << 22
-"""Weights that are looked at together."""
+"""Weights processed together."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Matrices:
     """Matrices of one shape, read one at a time.
 
     Attributes:
-        shape: of all of them, experts, rows and columns.
-        expert: gives matrix i, [R, C], in any floating type.
+        shape: number of experts, rows and columns.
+        expert: returns matrix i, [R, C], in any floating-point dtype.
     """
 
     shape: tuple[int, int, int]
@@ -41,11 +41,11 @@ class Matrices:
 
 @dataclass(frozen=True)
 class Balance:
-    """Mean magnitudes, 1 where there are no weights or none but zeros.
+    """Mean magnitudes; 1 where there are no weights or only zeros.
 
     Attributes:
         rows: [E, R] float32.
-        columns: [1, C] float32 where all matrices share them, else [E, C].
+        columns: [1, C] float32 if all matrices share them, otherwise [E, C].
     """
 
     rows: Tensor
@@ -53,9 +53,9 @@ class Balance:
 
 
 def balance(tensors: Sequence[Matrices]) -> list[Balance]:
-    """Balance the matrices of tensors that read the same input: all of them share the factors of columns.
+    """Balance the matrices of tensors that read the same input; the tensors share the column factors.
 
-    A tensor alone has factors of columns for each of its matrices. Weights that are not finite give such factors.
+    A single tensor has separate column factors for each matrix. Non-finite weights give non-finite factors.
     """
     if len(tensors) == 1:
         (tensor,) = tensors
@@ -67,19 +67,19 @@ def balance(tensors: Sequence[Matrices]) -> list[Balance]:
 
 
 def _samples(tensor: Matrices) -> Iterator[Tensor]:
-    """Rows of some matrices."""
+    """Yield sampled rows of some matrices."""
     experts = tensor.shape[0]
     for number in range(min(experts, EXPERTS)):
         yield _sampled(tensor.expert(number * experts // min(experts, EXPERTS)))
 
 
 def _sampled(matrix: Tensor) -> Tensor:
-    """The magnitudes of some rows of a matrix, at even distances, float32."""
+    """Return the magnitudes of evenly spaced rows of a matrix, float32."""
     return matrix[:: max(1, len(matrix) // ROWS)].float().abs()
 
 
 def _columns(samples: Sequence[Tensor]) -> Tensor:
-    """The factors of columns [C] that balance magnitudes [N, C] below one another."""
+    """Return the column factors [C] that balance the concatenated magnitudes [N, C]."""
     magnitudes = torch.cat(list(samples))
     found = torch.ones(magnitudes.shape[1])
     if not magnitudes.numel():
@@ -91,7 +91,7 @@ def _columns(samples: Sequence[Tensor]) -> Tensor:
 
 
 def _rows(tensor: Matrices, columns: Tensor) -> Tensor:
-    """Factors of rows [E, R] for known factors of columns."""
+    """Return row factors [E, R] for known column factors."""
     experts, rows, width = tensor.shape
     if not width:
         return torch.ones(experts, rows)
@@ -105,5 +105,5 @@ def _rows(tensor: Matrices, columns: Tensor) -> Tensor:
 
 
 def _positive(means: Tensor) -> Tensor:
-    """Means, and 1 for zero."""
+    """Replace zeros by 1."""
     return torch.where(means == 0, 1.0, means)

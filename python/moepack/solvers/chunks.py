@@ -1,4 +1,4 @@
-"""Cut a stack of matrices into runs of rows, so that temporaries stay small whatever the tensor's size."""
+"""Splits a stack of matrices into runs of rows, so that temporaries stay small for any tensor size."""
 
 from collections.abc import Iterator
 
@@ -7,13 +7,13 @@ import numpy as np
 __all__ = ["row_chunks"]
 
 _CHUNK = 1 << 19
-"""Elements handled at a time: float32 temporaries of this size take 2 MB each and stay in the caches."""
+"""Elements processed at a time: float32 temporaries of this size take 2 MB each and fit into caches."""
 
 
 def row_chunks(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], slice]]:
-    """The matrix and the rows of each run of a tensor of shape `[..., R, C]`; no run for an empty tensor.
+    """Yield the matrix index and the rows of each run of a tensor of shape `[..., R, C]`; nothing for an empty tensor.
 
-    A run lies in one matrix, so that indexing never copies a view whose matrices do not follow each other in memory.
+    A run lies within one matrix, so indexing never copies a view whose matrices are not contiguous in memory.
     """
     *stack, rows, columns = shape
     if columns == 0:

@@ -1,14 +1,14 @@
-"""Codebooks that keep a matrix's outputs: weighted k-means, then alternation (CodeQuant, section 3.2).
+"""Codebooks that preserve a matrix's outputs: weighted k-means, then alternation (CodeQuant, section 3.2).
 
-The objective is that of equation 5, |X W - X~ Wc|^2 with X what the original model feeds and X~ what the compressed one
-does. With H = X~^T X~ and D = (X - X~)^T X~, both damped, its minimum over all weights is the *target*
-W + share W D H^-1 (`moepack.solvers.drift`), and the objective is (Wc - T) H (Wc - T)^T up to a constant. So X and X~
-stay apart in the target, and every step works on one quadratic form (`moepack._core.refine_codebooks`):
+The objective is that of equation 5, |X W - X~ Wc|^2, where X are the inputs in the original model and X~ those in the
+compressed one. With H = X~^T X~ and D = (X - X~)^T X~, both damped, its unconstrained minimizer is the *target* W +
+share W D H^-1 (`moepack.solvers.drift`), and the objective is (Wc - T) H (Wc - T)^T up to a constant. So only the
+target depends on both X and X~, and every step works on one quadratic form (`moepack._core.refine_codebooks`):
 
-1. Start: exact k-means of each row or block, a column counting its entry of diag H.
-2. Assignments, then centroids by their closed form, in turn. Assignments either walk through the columns given all
-   others, after a first round with error feedback; or follow equation 8: the centroid nearest to D2_jj / D1_jj w_ij,
-   with D1 = diag H and D2 = diag(H + D).
+1. Start: exact k-means of each row or block; a column's weight is its entry of diag H.
+2. Alternate assignments and closed-form centroids. Assignments either visit the columns one by one given all others,
+after a first round with error feedback; or follow equation 8: the centroid nearest to D2_jj / D1_jj w_ij, with D1 =
+diag H and D2 = diag(H + D).
 
 Each row keeps its best iterate.
 """
@@ -34,19 +34,19 @@ __all__ = ["ClusterSettings", "Clustered", "cluster", "look_up"]
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """How codebooks are found.
+    """Settings of the codebook search.
 
     Attributes:
-        bits: of a code: 2, 3 or 4, that is 4, 8 or 16 centroids.
+        bits: bits per code: 2, 3 or 4, that is 4, 8 or 16 centroids.
         block: columns that share a codebook; None for the whole row. The last block of a row may be shorter.
-        steps: how often assignments and centroids are improved; 0 leaves k-means alone.
+        steps: number of improvements of assignments and centroids; 0 keeps the k-means result.
         assignment: "columns" or "diagonal" (equation 8).
-        weighted: let a column count its entry of diag H in k-means; False counts all the same.
+        weighted: weight columns by diag H in k-means; False weights them equally.
         damping: added to the diagonal of H, relative to its mean.
-        drift: the share of the way from the weights to the target, 0 to 1.
-        centroid_bits: to which centroids are rounded: 16, or 8 for products in the mode "int8".
+        drift: the fraction of the way from the weights to the target, 0 to 1.
+        centroid_bits: bits to which centroids are rounded: 16, or 8 for products in the mode "int8".
         start: "kmeans", or "uniform" for evenly spaced centroids from each row's or block's minimum to its maximum
-            (with no steps, rounding to nearest).
+            (with 0 steps: rounding to nearest).
     """
 
     bits: int = 4
@@ -77,14 +77,14 @@ class ClusterSettings:
 
 
 class Clustered(NamedTuple):
-    """What `cluster` found.
+    """The result of `cluster`.
 
     Attributes:
         codes: [E, R, C] uint8.
         centroids: [E, R, B, K] float32, exactly as a packed tensor stores them.
         objectives: [E, steps + 1] float64: the output error before the first step and after each, relative to the
             output energy of the target.
-        reasons: for each expert why its inputs were not used, or None.
+        reasons: for each expert, why its inputs were not used, or None.
     """
 
     codes: Tensor
@@ -98,9 +98,9 @@ def cluster(weights: Tensor, hessians: Tensor, drift: Tensor, settings: ClusterS
 
     Args:
         weights: [E, R, C], finite.
-        hessians: H of each expert, [E, C, C], up to a positive factor; where it is unusable (no token, NaN), every
-            column counts the same.
-        drift: D of each expert, [E, C, C], up to the same factor; zeros where there is one model only.
+        hessians: H of each expert, [E, C, C], up to a positive factor. If it is unusable (no token, NaN), every column
+            has equal weight.
+        drift: D of each expert, [E, C, C], up to the same factor; zeros if there is only one model.
         settings: see `ClusterSettings`.
 
     Raises:
@@ -129,13 +129,13 @@ def cluster(weights: Tensor, hessians: Tensor, drift: Tensor, settings: ClusterS
 
 
 def look_up(codes: Tensor, centroids: Tensor, block: int | None) -> Tensor:
-    """What codes [..., R, C] stand for, [..., R, C], with centroids [..., R, B, K]."""
+    """Return the values [..., R, C] of codes [..., R, C] with centroids [..., R, B, K]."""
     parts = split_blocks(codes, block)
     return torch.cat([torch.gather(centroids[..., i, :], -1, part.long()) for i, part in enumerate(parts)], -1)
 
 
 def _damped(hessians: Tensor, factors: Factors) -> Tensor:
-    """The matrices that were factorised, [E, C, C]; the identity where there is no factor."""
+    """Return the factorized matrices, [E, C, C]; the identity if there is no factor."""
     scale = torch.tensor(factors.scale).clamp(min=torch.finfo(torch.float32).tiny)
     damped = hessians / scale[:, None, None].to(hessians.dtype)
     damped.masked_fill_(factors.dead[:, :, None] | factors.dead[:, None, :], 0)
@@ -148,7 +148,7 @@ def _damped(hessians: Tensor, factors: Factors) -> Tensor:
 
 
 def _ratio(hessians: Tensor, drift: Tensor, factors: Factors) -> Tensor:
-    """D2 / D1 of equation 8, [E, C]; 1 where a column is not excited or the Hessian is unusable."""
+    """Return D2 / D1 of equation 8, [E, C]; 1 for unexcited columns and unusable Hessians."""
     before, moved = hessians.diagonal(dim1=1, dim2=2), drift.diagonal(dim1=1, dim2=2)
     ratio = 1 + moved / before
     usable = torch.tensor([reason is None for reason in factors.reasons])[:, None] & ratio.isfinite()
@@ -163,7 +163,7 @@ def _refine(
     points: Tensor | None,
     settings: ClusterSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, centroids and objectives [E, R, steps + 1]."""
+    """Return codes, centroids and objectives [E, R, steps + 1]."""
     codes, centroids = start
     found = _core.refine_codebooks(
         target.contiguous().numpy(), damped.contiguous().numpy(), codes.numpy(), centroids.contiguous().numpy(),

@@ -1,7 +1,7 @@
-"""Drift: earlier layers are compressed, so a layer reads other inputs than those its weights were trained for.
+"""Drift: earlier layers are compressed, so a layer's inputs differ from those its weights were trained for.
 
-Before they are quantized, the weights are moved towards those that would give for the inputs x of the compressed model
-the outputs that the original weights give for the original model's inputs x', a regression over the calibration set:
+Before quantization, the weights are moved towards those that map the inputs x of the compressed model to the outputs
+that the original weights give for the original model's inputs x', a regression over the calibration set:
 
     W + share * W D (H + d mean(diag H))^-1,    D = sum of a (x' - x) x^T,  H = sum of a x x^T,  a the token's weight.
 """
@@ -19,18 +19,18 @@ __all__ = ["corrected"]
 def corrected(
     weights: Tensor, hessians: Tensor, drift: Tensor, share: float, damping: float, factors: Factors | None = None
 ) -> Tensor:
-    """Weights that undo a share of the drift.
+    """Return weights that undo a share of the drift.
 
     Args:
         weights: [E, R, C] float32.
         hessians: H of each expert, [E, C, C].
         drift: D of each expert, [E, C, C].
-        share: how far to go, 0 to 1.
+        share: share of the correction, 0 to 1.
         damping: d, relative to the mean diagonal.
-        factors: of the Hessians with this damping, for callers that have them.
+        factors: factors of the Hessians with this damping, if already computed.
 
     Returns:
-        [E, R, C]; an expert whose regression cannot be solved, or overflows, keeps its weights.
+        [E, R, C]. An expert whose regression cannot be solved, or overflows, keeps its weights.
     """
     factors = factors or factorize(hessians, damping)
     usable = torch.tensor([reason is None for reason in factors.reasons], device=drift.device)

@@ -1,4 +1,4 @@
-"""Codebooks as packed tensors store them: centroids of 16 or 8 bits and a scale for each codebook."""
+"""Codebooks as stored in packed tensors: centroids of 16 or 8 bits and a scale per codebook."""
 
 from typing import NamedTuple
 
@@ -10,12 +10,12 @@ MAX_CENTROID = 127 * 256 + 127
 
 
 def centroid_bits(activation_bits: int) -> int:
-    """To how many bits a tensor rounds its centroids: to 8 where products round activations, and multiply integers."""
+    """Return the bits of centroids: 8 if products round activations and multiply integers, otherwise 16."""
     return 8 if activation_bits else 16
 
 
 class FixedPoint(NamedTuple):
-    """Codebooks as they are stored.
+    """Codebooks as stored.
 
     Attributes:
         centroids: [..., K] int16.
@@ -26,15 +26,15 @@ class FixedPoint(NamedTuple):
     scales: torch.Tensor
 
     def values(self) -> torch.Tensor:
-        """What a reader sees, [..., K] float32: the product, rounded once."""
+        """Return the dequantized centroids, [..., K] float32: the product, rounded once."""
         return self.scales[..., None] * self.centroids.float()
 
 
 def fixed_point(centroids: torch.Tensor, bits: int = 16) -> FixedPoint:
     """Round codebooks [..., K] to 16 or 8 bits relative to the largest magnitude of each.
 
-    A codebook is moved by at most 2^-16 (2^-8) of its largest magnitude. With 8 bits the mode "int8" loses no more.
-    Scales below the smallest normal number become zero, and so do all centroids.
+    A centroid changes by at most 2^-16 (2^-8) of the codebook's largest magnitude. With 8 bits, the mode "int8" adds no
+    further loss. Scales below the smallest normal number become zero, and so do all centroids.
     """
     unit = 1 << (16 - bits)
     wide = centroids.double()
@@ -48,5 +48,5 @@ def fixed_point(centroids: torch.Tensor, bits: int = 16) -> FixedPoint:
 
 
 def split_blocks(values: torch.Tensor, block: int | None) -> list[torch.Tensor]:
-    """Cut [..., C] into blocks of columns; the last may be shorter. `None`: the whole row."""
+    """Split [..., C] into blocks of columns; the last may be shorter. `None` means the whole row."""
     return list(torch.split(values, block, -1)) if block and values.shape[-1] else [values]

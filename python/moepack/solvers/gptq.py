@@ -1,19 +1,20 @@
 """GPTQ for many experts at once: one 3-D problem instead of thousands of small ones (QMoE, section 3.2).
 
-Each row w of a weight matrix is rounded column by column, and the error of a column is spread over the columns that
-are still free so that the output error of the layer, (w - q) H (w - q)^T with H = X^T X, grows least. The GPTQ paper
-does it with the inverse of H; QuIP (Chee et al., 2023, theorem 6) shows that the factors of H itself say the same:
+Each row w of a weight matrix is rounded column by column. The error of a column is distributed over the remaining
+columns so that the output error of the layer, (w - q) H (w - q)^T with H = X^T X, grows least. The GPTQ paper uses the
+inverse of H; QuIP (Chee et al., 2023, theorem 6) shows that the factors of H itself give the same result:
 
     H = F diag(p)^2 F^T, F unit upper triangular;    v_k = w_k + sum of (w_j - q_j) F_jk over j < k,  q_k = round(v_k)
 
-and the output error is the sum of (p_k (v_k - q_k))^2. With GPTQ's H^-1 = U^T U, U_kk = 1 / p_k. Nothing is inverted,
-which at 3072 columns halves the time, and is better conditioned.
+and the output error is the sum of (p_k (v_k - q_k))^2. With GPTQ's H^-1 = U^T U, U_kk = 1 / p_k. No matrix is inverted,
+which halves the time at 3072 columns and is better conditioned.
 
-Columns are taken in blocks of 128: inside a block only its own columns are updated, the rest once a block by one
-matrix product (the lazy updates of the GPTQ paper); blocks are cut again into 16 columns for the same reason.
+Columns are processed in blocks of 128. Inside a block only its own columns are updated; the rest are updated once per
+block by one matrix product (the lazy updates of the GPTQ paper). Blocks are split again into 16 columns for the same
+reason.
 
-Invariants: a result never holds NaN, whatever the Hessian; a row never depends on another row or another expert;
-an expert whose Hessian cannot be used gets F = I, which is rounding to nearest, and its report says why.
+Invariants: a result never holds NaN, for any Hessian; a row never depends on another row or another expert; an expert
+with an unusable Hessian gets F = I, which is rounding to nearest, and its report gives the reason.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from moepack.solvers.grids import Grid
 
 #: Columns updated eagerly; a power of two that keeps the inner matrix-vector products in the first-level cache.
 SUB_BLOCK = 16
-#: The factor by which damping grows after a failed factorisation, and the last value tried. A positive semi-definite
+#: The factor by which damping grows after a failed factorization, and the last value tried. A positive semi-definite
 #: matrix scaled to a mean diagonal of one is diagonally dominant long before: its largest eigenvalue is at most C.
 DAMPING_GROWTH, DAMPING_LIMIT = 10.0, 1e4
-#: Bytes of Hessians factorised at a time on a CPU: several copies of them are alive then, and large ones gain nothing
-#: from company.
+#: Bytes of Hessians factorized at a time on a CPU, where several copies of them exist and large ones gain nothing from
+#: batching.
 FACTOR_BYTES = 64 << 20
-#: Damping d bounds the condition number by C / d; beyond this bound float32 loses the small eigenvalues.
+#: Damping d bounds the condition number by C / d; beyond this bound, float32 loses the small eigenvalues.
 FLOAT32_CONDITION = 1e6
 
 
 @dataclass(frozen=True)
 class GptqSettings:
-    """How the solver works.
+    """Settings of the solver.
 
     Attributes:
         damping: added to the diagonal, relative to its mean over live columns. QMoE uses 0.1, dense GPTQ 0.01.
         block_size: columns between two lazy updates.
-        act_order: take columns by falling diagonal of H. Group-wise grids must then be static.
+        act_order: process columns by decreasing diagonal of H. Group-wise grids must then be static.
     """
 
     damping: float = 0.1
@@ -63,15 +64,15 @@ class GptqSettings:
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """What happened to one expert.
+    """The outcome for one expert.
 
     Attributes:
-        outcome: "gptq", or "rtn" where error compensation was impossible.
-        reason: why not, or ``None``.
-        damping: the relative damping with which the factorisation held; 0 for "rtn".
-        dead_columns: columns that no token excites. They keep their rounded weights.
-        loss: the damped quadratic output error, sum of (p_k (v_k - q_k))^2 over live columns times the mean diagonal of
-            H; for "rtn" the squared error of the weights.
+        outcome: "gptq", or "rtn" if error compensation was impossible.
+        reason: the reason for "rtn", otherwise ``None``.
+        damping: the relative damping with which the factorization succeeded; 0 for "rtn".
+        dead_columns: number of columns that no token excites. They keep their rounded weights.
+        loss: the damped quadratic output error, the sum of (p_k (v_k - q_k))^2 over live columns times the mean
+            diagonal of H; for "rtn" the squared error of the weights.
     """
 
     outcome: str
@@ -83,7 +84,7 @@ class ExpertReport:
 
 @dataclass(frozen=True)
 class GptqResult:
-    """Codes [E, R, C] as the grid makes them, the float32 values [E, R, C] they stand for, one report an expert."""
+    """Codes [E, R, C] in the grid's dtype, their float32 values [E, R, C], and one report per expert."""
 
     codes: Tensor
     values: Tensor
@@ -92,7 +93,7 @@ class GptqResult:
 
 @dataclass
 class Factors:
-    """What `factorize` makes of a batch of Hessians."""
+    """The result of `factorize` for a batch of Hessians."""
 
     upper: Tensor  # F, [E, C, C] float32, ones on the diagonal; the identity where reasons[e] is set
     pivots: Tensor  # p, [E, C] float32; one where reasons[e] is set
@@ -113,41 +114,44 @@ def gptq(
     """Quantize a batch of matrices with error compensation.
 
     Args:
-        weights: [E, R, C], any floating type, finite. Not modified.
-        hessians: [E, C, C], X^T X of each expert's tokens up to a positive factor; anything is survived. Not modified.
-        grid: where the weights may go. Its parameters are set by this call.
+        weights: [E, R, C], any floating-point dtype, finite. Not modified.
+        hessians: [E, C, C], X^T X of each expert's tokens up to a positive factor; unusable ones are handled. Not
+            modified.
+        grid: the allowed values. This call sets its parameters.
         settings: see :class:`GptqSettings`.
-        factors: what :func:`factorize` made of the Hessians, for callers that solve more than once; without act-order.
+        factors: result of :func:`factorize` for the Hessians, for repeated solves; not with act-order.
 
     Returns:
         Codes, values and reports; tensors on the device of ``weights``.
 
     Raises:
-        InvalidTensorError: the shapes do not fit or a weight is NaN or infinite.
+        InvalidTensorError: the shapes do not match, or a weight is NaN or infinite.
         ValueError: act-order with a grid whose groups follow the compensated weights.
     """
     settings = settings or GptqSettings()
     _validate(weights, hessians)
     if settings.act_order and grid.group_size is not None:
-        raise ValueError("act_order needs a grid with static groups")
+        raise ValueError("act_order requires a grid with static groups")
     if settings.act_order and factors is not None:
-        raise ValueError("act_order permutes the Hessians: factors cannot be given")
+        raise ValueError("act_order permutes the Hessians and cannot use given factors")
     weights = weights.float()
     order = _column_order(hessians, settings.act_order)
     factors = factors or factorize(_permuted(hessians, order), settings.damping)
     grid.fit(weights)
     codes, values, loss = _solve(weights, factors, order, grid, settings.block_size)
     if without_compensation(factors, loss):
-        # Everything is solved again: the grid must see the whole batch.
+        # Solve everything again, because the grid must see the whole batch.
         grid.fit(weights)
         codes, values, loss = _solve(weights, factors, order, grid, settings.block_size)
     return GptqResult(codes, values, reports_of(factors, loss))
 
 
 def without_compensation(factors: Factors, loss: Tensor) -> bool:
-    """Take the factors from experts whose loss [E, C] is not finite, so that they are rounded; whether there were any.
+    """Reset the factors of experts whose loss [E, C] is not finite, so that they are rounded.
 
-    Overflow inside the compensation: only weights near the largest float get here.
+    Return whether there were any.
+
+    The cause is overflow inside the compensation, which only occurs for weights near the largest float.
     """
     failed = [e for e in torch.nonzero(~torch.isfinite(loss).all(1)).flatten().tolist() if factors.reasons[e] is None]
     for e in failed:
@@ -158,7 +162,7 @@ def without_compensation(factors: Factors, loss: Tensor) -> bool:
 
 
 def reports_of(factors: Factors, loss: Tensor) -> tuple[ExpertReport, ...]:
-    """What happened to each expert, of losses [E, C] in the order of the factors."""
+    """Return the report of each expert for losses [E, C] in the order of the factors."""
     dead = factors.dead.sum(1).tolist()
     live = loss.masked_fill(factors.dead, 0).sum(1)
     return tuple(
@@ -170,9 +174,9 @@ def reports_of(factors: Factors, loss: Tensor) -> tuple[ExpertReport, ...]:
 
 
 def factorize(hessians: Tensor, damping: float) -> Factors:
-    """F and p with H = F diag(p)^2 F^T of each damped Hessian [E, C, C], divided by its mean diagonal.
+    """Return F and p with H = F diag(p)^2 F^T for each damped Hessian [E, C, C], divided by its mean diagonal.
 
-    With J the reversal of order, J H J = L L^T gives H = (J L J)(J L J)^T: one Cholesky factorisation.
+    With J the order reversal, J H J = L L^T gives H = (J L J)(J L J)^T: one Cholesky factorization.
     """
     experts, columns = hessians.shape[:2]
     diagonal = hessians.diagonal(dim1=1, dim2=2).double()
@@ -195,7 +199,7 @@ def factorize(hessians: Tensor, damping: float) -> Factors:
 
 
 def _unusable(hessian: Tensor, diagonal: Tensor, scale: float) -> str | None:
-    """Why a Hessian cannot be used at all, or ``None``."""
+    """Return why a Hessian cannot be used at all, or ``None``."""
     if not bool(_finite(hessian[None])):
         return "the Hessian is not finite"
     if bool((diagonal < 0).any()):
@@ -208,10 +212,10 @@ def _unusable(hessian: Tensor, diagonal: Tensor, scale: float) -> str | None:
 def _attempt(
     hessians: Tensor, scale: Tensor, dead: Tensor, experts: list[int], damping: float, out: tuple[Tensor, Tensor]
 ) -> list[int]:
-    """Factorise ``experts`` at one damping into ``out`` (F and p), first in float32 where that is enough.
+    """Factorize ``experts`` at one damping into ``out`` (F and p), first in float32 if that is precise enough.
 
     Returns:
-        Those that worked.
+        The experts that succeeded.
     """
     columns = hessians.shape[-1]
     dtypes = [torch.float64] if columns / damping > FLOAT32_CONDITION else [torch.float32, torch.float64]
@@ -226,7 +230,10 @@ def _attempt(
 
 
 def _finite(matrices: Tensor) -> Tensor:
-    """Whether each matrix [n, C, C] is finite, [n] bool: NaN passes through extremes, and no mask is made."""
+    """Return whether each matrix [n, C, C] is finite, [n] bool.
+
+    NaN propagates through extremes, so no mask is needed.
+    """
     if matrices.numel() == 0:
         return torch.ones(len(matrices), dtype=torch.bool, device=matrices.device)
     flat = matrices.flatten(1)  # two passes: along a dimension, aminmax is 30 times slower
@@ -234,7 +241,7 @@ def _finite(matrices: Tensor) -> Tensor:
 
 
 def _portions(experts: list[int], hessians: Tensor) -> Iterator[list[int]]:
-    """Runs of experts to factorise together: all of them on a GPU, which works on them at once."""
+    """Yield batches of experts to factorize together; on a GPU, all at once."""
     one = 4 * hessians.shape[-1] ** 2
     step = max(1, FACTOR_BYTES // max(one, 1)) if hessians.device.type == "cpu" else max(1, len(experts))
     for first in range(0, len(experts), step):
@@ -242,9 +249,9 @@ def _portions(experts: list[int], hessians: Tensor) -> Iterator[list[int]]:
 
 
 def _cholesky(hessians: Tensor, scale: Tensor, dead: Tensor, damping: float) -> tuple[Tensor, Tensor, Tensor]:
-    """F [n, C, C], p [n, C] of Hessians (a copy that may be changed), and whether each is usable, [n] bool."""
+    """Return F [n, C, C], p [n, C] of Hessians (overwritten), and whether each is usable, [n] bool."""
     matrix = hessians.div_(scale[:, None, None])
-    # A dead column has no cross terms in a true Gram matrix; clear what rounding or a caller left there.
+    # A dead column has no cross terms in a true Gram matrix; clear remainders of rounding or of the caller.
     matrix.masked_fill_(dead[:, :, None] | dead[:, None, :], 0)
     matrix.diagonal(dim1=1, dim2=2).add_(damping + dead.to(matrix.dtype))
     lower, info = torch.linalg.cholesky_ex(matrix.flip(1, 2))
@@ -272,7 +279,7 @@ def _solve(weights: Tensor, factors: Factors, order: Tensor, grid: Grid, block: 
     block, sub = _block_sizes(block, grid.group_size)
     for start in range(0, columns, block):
         stop = min(start + block, columns)
-        # Holds the original weights first; what a rounded column has strayed from its original is what it passes on.
+        # Initially the original weights; a rounded column is replaced by its deviation from the original.
         errors = source[:, start:stop].clone(memory_format=torch.contiguous_format)
         rounding = torch.empty_like(errors)
         for left in range(start, stop, sub):
@@ -300,10 +307,10 @@ def _solve(weights: Tensor, factors: Factors, order: Tensor, grid: Grid, block: 
 
 
 def _current(source: Tensor, work: Tensor, upper: Tensor) -> Tensor:
-    """What GPTQ would hold of free columns: the weights [E, K, R] that make the best of the columns before them.
+    """Return the values GPTQ would hold in free columns: the weights [E, K, R] that best compensate the columns before.
 
-    ``work`` lacks what the columns themselves will pass on to each other if nothing is lost by rounding. With
-    d = w - current that is d_k = w_k - work_k - sum of d_j F_jk over j < k: a triangular system.
+    ``work`` lacks what the columns themselves pass on to each other if rounding loses nothing. With d = w - current,
+    that is d_k = w_k - work_k - sum of d_j F_jk over j < k: a triangular system.
     """
     strayed: Tensor = torch.linalg.solve_triangular(upper.mT, source - work, upper=False, unitriangular=True)
     return source - strayed
@@ -316,7 +323,10 @@ def _spread(free: Tensor, upper: Tensor, errors: Tensor) -> None:
 
 
 def _block_sizes(block: int, group: int | None) -> tuple[int, int]:
-    """Block and sub-block such that a group starts a sub-block and lies in one block: its weights are then current."""
+    """Return block and sub-block sizes so that a group starts a sub-block and lies in one block.
+
+    The group's weights are then current.
+    """
     if group is None:
         return block, min(SUB_BLOCK, block)
     block = max(block // group, 1) * group
@@ -324,7 +334,7 @@ def _block_sizes(block: int, group: int | None) -> tuple[int, int]:
 
 
 def _column_order(hessians: Tensor, act_order: bool) -> Tensor:
-    """The order [E, C] in which columns are taken: natural, or by falling diagonal (ties and NaN: natural order)."""
+    """Return the column order [E, C]: natural, or by decreasing diagonal (ties and NaN in natural order)."""
     experts, columns = hessians.shape[:2]
     if not act_order:
         return torch.arange(columns, device=hessians.device).expand(experts, columns)
@@ -348,7 +358,7 @@ def _permuted_columns(weights: Tensor, order: Tensor) -> Tensor:
 
 
 def _restored(columns_first: Tensor, order: Tensor) -> Tensor:
-    """[E, C, R] in solving order to [E, R, C] in the original order."""
+    """Convert [E, C, R] in solving order to [E, R, C] in the original order."""
     if not _natural(order):
         columns_first = torch.empty_like(columns_first).scatter_(
             1, order[:, :, None].expand_as(columns_first), columns_first

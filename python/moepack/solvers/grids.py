@@ -1,11 +1,11 @@
-"""The grids that GPTQ rounds to: ternary rows, affine groups and symmetric groups.
+"""Grids for GPTQ: ternary rows, affine groups and symmetric groups.
 
-A grid knows which values a weight may take and nothing about error compensation; :func:`moepack.solvers.gptq.gptq`
-asks it column by column. The parameters of a grid are rounded to the type in which they are stored *before* the first
-weight is rounded, so that the values that the solver compensates are exactly those that a reader reconstructs.
+A grid knows the allowed values of a weight and nothing about error compensation; :func:`moepack.solvers.gptq.gptq`
+calls it column by column. Grid parameters are rounded to their stored dtype *before* the first weight is rounded, so
+that the solver compensates exactly the values that a reader reconstructs.
 
-Shapes: E experts, R rows (outputs), C columns (inputs), G groups of columns. All tensors are float32 unless said
-otherwise and live on the device of the weights.
+Shapes: E experts, R rows (outputs), C columns (inputs), G groups of columns. All tensors are float32 unless stated
+otherwise and are on the device of the weights.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from moepack.solvers.groupwise import quantize_groupwise
 
-#: The shares of a group's range that a search tries beside the whole range.
+#: Shares of a group's range that a search tries besides the whole range.
 NARROWINGS = tuple(1.0 - 0.05 * step for step in range(1, 11))
-#: Least-squares lines that follow; later ones gain less than 0.1 % of the error.
+#: Number of subsequent least-squares fits; further ones reduce the error by less than 0.1 %.
 LINES = 4
 
 
 class Grid(Protocol):
-    """What the solver needs of a grid. One instance serves one batch of weights.
+    """The interface between the solver and a grid. One instance serves one batch of weights.
 
-    ``group_size`` is the number of columns that share parameters which follow the *compensated* weights: the solver
-    then calls :meth:`enter` before the first column of each group. ``None`` means that :meth:`fit` says everything.
+    ``group_size`` is the number of columns that share parameters fitted to the *compensated* weights: the solver then
+    calls :meth:`enter` before the first column of each group. ``None`` means that :meth:`fit` sets all parameters.
     """
 
     group_size: int | None
@@ -43,20 +43,20 @@ class Grid(Protocol):
 
         Args:
             values: [E, R], the compensated weights.
-            columns: [E] int64, the column of the original matrix that each expert is at.
-            curvature: [E], the loss of a unit of squared rounding error there (p_j^2 of `gptq`), for grids that trade
-                error for something else; plain rounding ignores it.
+            columns: [E] int64, each expert's current column in the original matrix.
+            curvature: [E], the loss per unit of squared rounding error in this column (p_j^2 of `gptq`), for grids that
+                trade error against something else; plain rounding ignores it.
 
         Returns:
-            codes [E, R] (int8 or uint8) and the values [E, R] that they stand for.
+            codes [E, R] (int8 or uint8) and their values [E, R].
         """
 
 
 class TernaryGrid:
     """The row grid {min, 0, max} of the original weights (QMoE, section 4.1).
 
-    A value beyond half a level goes to that level, every other to zero; each level is forced to include zero.
-    Codes are int8: -1, 0, 1. ``levels`` [E, R, 2] holds (negative, positive), rounded to ``storage``.
+    A value beyond half a level is rounded to that level, every other value to zero; the range is extended to include
+    zero. Codes are int8: -1, 0, 1. ``levels`` [E, R, 2] holds (negative, positive), rounded to ``storage``.
     """
 
     group_size: int | None = None
@@ -75,10 +75,10 @@ class TernaryGrid:
         self.levels = _store(levels, self.storage)
 
     def enter(self, start: int, weights: Tensor) -> None:
-        """Nothing to do: the levels belong to the original row."""
+        """Do nothing: the levels belong to the original row."""
 
     def quantize(self, values: Tensor, columns: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
-        """Round to the nearest of the three levels; a value half-way goes to zero."""
+        """Round to the nearest of the three levels; ties go to zero."""
         low, high = self.levels.unbind(-1)
         above, below = values > 0.5 * high, values < 0.5 * low
         codes = above.to(torch.int8) - below.to(torch.int8)
@@ -87,24 +87,23 @@ class TernaryGrid:
 
 
 class AffineGrid:
-    """``scale * code + offset`` with 2^bits codes a group of columns, or a row; asymmetric.
+    """``scale * code + offset`` with 2^bits codes per group of columns or per row; asymmetric.
 
-    The offset is the group's minimum and ``offset + (2^bits - 1) * scale`` its maximum. A constant group has the scale
-    zero and its constant as the offset. Codes are uint8; ``scales`` and ``offsets`` are [E, R, G], rounded to
-    ``storage``.
+    The offset is the group's minimum and ``offset + (2^bits - 1) * scale`` its maximum. A constant group has scale zero
+    and its value as the offset. Codes are uint8; ``scales`` and ``offsets`` are [E, R, G], rounded to ``storage``.
 
-    With ``search``, a group's range is first narrowed around its middle by the factor among 1.0, 0.95, ... 0.5 that
-    leaves the least squared error: with few bits, a finer step is worth more than the outermost weights. (At 2 bits the
-    best uniform step for Gaussian weights is 0.62 of that of 64 weights' minimum and maximum.) From there, the
-    least-squares line through the codes and the codes nearest to that line are found in turn, while the error falls.
+    With ``search``, a group's range is first narrowed around its middle by the factor among 1.0, 0.95, ... 0.5 with the
+    least squared error: with few bits, a finer step gains more than the outermost weights lose. (At 2 bits the best
+    uniform step for Gaussian weights is 0.62 of that of 64 weights' minimum and maximum.) Then the least-squares line
+    through the codes and the nearest codes are alternated while the error decreases.
 
     Args:
         bits: 1 to 8.
-        group: columns a group, or ``None`` for one group a row.
-        static: take every group from the original weights instead of the compensated ones. Needed for act-order,
-            whose groups are not contiguous in time; one group a row is always static.
-        search: find each group's least squared error.
-        storage: the type of the stored parameters.
+        group: columns per group, or ``None`` for one group per row.
+        static: fit every group to the original weights instead of the compensated ones. Required for act-order, whose
+            groups are not contiguous in time; one group per row is always static.
+        search: minimize each group's squared error.
+        storage: dtype of the stored parameters.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class AffineGrid:
         self.scales = self.offsets = torch.empty(0)
 
     def fit(self, weights: Tensor) -> None:
-        """Size the parameters, and fill those of every group (dynamic groups are filled again on entry)."""
+        """Allocate the parameters and fit every group (dynamic groups are fitted again on entry)."""
         experts, rows, columns = weights.shape
         width = self.group or max(columns, 1)
         groups = -(-columns // width)
@@ -154,13 +153,13 @@ class AffineGrid:
         self.scales[..., group], self.offsets[..., group] = best
 
     def _narrowed(self, low: Tensor, high: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """Scale and offset of the middle share of a range."""
+        """Return scale and offset of the middle share of a range."""
         margin = (high - low) * (0.5 - 0.5 * share)
         offset = self.stored(low + margin)
         return self.stored((high - margin - offset).clamp(min=0) / self.levels), offset
 
     def _line(self, weights: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and offset of the least-squares line through the codes that `scale` and `offset` give."""
+        """Return scale and offset of the least-squares line through the codes for `scale` and `offset`."""
         codes = self._round(weights, scale[..., None], offset[..., None])[0]
         code, weight = codes.mean(-1, keepdim=True), weights.mean(-1, keepdim=True)
         spread = (codes - code).square().sum(-1)
@@ -171,7 +170,7 @@ class AffineGrid:
     def _better(
         self, weights: Tensor, tried: tuple[Tensor, Tensor], best: tuple[Tensor, Tensor], least: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Row by row, whichever parameters leave the smaller error, and that error."""
+        """Return, row by row, the parameters with the smaller error, and that error."""
         error = self._error(weights, *tried)
         better = error < least
         scale, offset = (torch.where(better, new, old) for new, old in zip(tried, best, strict=True))
@@ -181,7 +180,7 @@ class AffineGrid:
         return self._round(weights, scale[..., None], offset[..., None])[1].sub_(weights).square_().sum(-1)
 
     def stored(self, parameters: Tensor) -> Tensor:
-        """Round parameters to the type they are stored in."""
+        """Round parameters to their stored dtype."""
         return _store(parameters, self.storage)
 
     def values(self, codes: Tensor) -> Tensor:
@@ -195,7 +194,7 @@ class AffineGrid:
         return codes, codes * scale + offset
 
     def quantize(self, values: Tensor, columns: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
-        """Round half to even and clamp to the codes there are."""
+        """Round half to even and clamp to the code range."""
         experts = torch.arange(values.shape[0], device=values.device)
         scale, offset = self.scales[experts, :, columns // self.width], self.offsets[experts, :, columns // self.width]
         codes, rounded = self._round(values, scale, offset)
@@ -205,14 +204,14 @@ class AffineGrid:
 class SymmetricGrid:
     """Groups of columns with a scale: values are `scale * (code - 2^(bits - 1))`, scales of either sign.
 
-    The scale of a group is that of `moepack.solvers.groupwise.quantize_groupwise`. Codes are uint8; `scales` is
-    [E, R, G].
+    The scale of a group is that of `moepack.solvers.groupwise.quantize_groupwise`. Codes are uint8; `scales` is [E, R,
+    G].
 
     Args:
         bits: 2, 3, 4 or 8.
-        group: columns a group: 16, 32, 64, 128 or 256.
-        static: take every group from the original weights (act-order needs it).
-        search: scales of least squared error; otherwise from the largest magnitude.
+        group: columns per group: 16, 32, 64, 128 or 256.
+        static: fit every group to the original weights (required by act-order).
+        search: choose scales of least squared error; otherwise from the largest magnitude.
     """
 
     def __init__(self, bits: int, group: int, *, static: bool = False, search: bool = True) -> None:
@@ -222,7 +221,7 @@ class SymmetricGrid:
         self.scales = torch.empty(0)
 
     def fit(self, weights: Tensor) -> None:
-        """Size the scales, and fill those of every group (dynamic groups are filled again on entry)."""
+        """Allocate the scales and fit every group (dynamic groups are fitted again on entry)."""
         self.scales = quantize_groupwise(weights, self.bits, self.group, search=self.search).scales
 
     def enter(self, start: int, weights: Tensor) -> None:
@@ -231,7 +230,7 @@ class SymmetricGrid:
         self.scales[..., start // self.group] = found.scales[..., 0]
 
     def quantize(self, values: Tensor, columns: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
-        """Round half to even and clamp to the codes there are."""
+        """Round half to even and clamp to the code range."""
         experts = torch.arange(values.shape[0], device=values.device)
         scale = self.scales[experts, :, columns // self.group]
         steps = (values / torch.where(scale != 0, scale, torch.inf)).round_().clamp_(-self.half, self.half - 1)
@@ -239,6 +238,6 @@ class SymmetricGrid:
 
 
 def _store(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the stored type, saturating at its largest finite value."""
+    """Round to the stored dtype, saturating at its largest finite value."""
     limit = torch.finfo(dtype).max
     return values.clamp(-limit, limit).to(dtype).to(values.dtype)

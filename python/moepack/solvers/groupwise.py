@@ -1,16 +1,17 @@
-"""Round-to-nearest on uniform grids with a scale for each group of columns (FineQuant, sections 3.1 and 3.2).
+"""Round-to-nearest on uniform grids with a scale per group of columns (FineQuant, sections 3.1 and 3.2).
 
-A weight is `scale * (code - 2^(bits - 1))` (symmetric) or `scale * code + offset`. The paper's scale is
-`2 amax / (2^bits - 1)`, and it truncates; here weights are rounded, which halves the error. With `search` (the
-default) the scale is the best of a ladder of scales by squared error. For given codes q the best scale is the
-projection `<w, q> / <q, q>`, and what it explains of the group's energy is `<w, q>^2 / <q, q>`: so each step of the
-ladder only proposes codes, and is judged with the scale that suits them best. Symmetric grids have one more negative
-code than positive ones, so scales of both signs are tried: the side that needs the outermost code gets it.
+A weight is `scale * (code - 2^(bits - 1))` (symmetric) or `scale * code + offset`. The paper's scale is `2 amax /
+(2^bits - 1)`, and the paper truncates; here weights are rounded, which halves the error. With `search` (the default),
+the scale is the best of a ladder of scales by squared error. For given codes q the best scale is the projection `<w, q>
+/ <q, q>`, which explains `<w, q>^2 / <q, q>` of the group's energy. So each ladder step only proposes codes, and is
+judged with the scale that fits them best. Symmetric grids have one more negative code than positive ones, so scales of
+both signs are tried: the side that needs the outermost code gets it.
 
-Scales and offsets are rounded to the stored type before the codes are chosen, so a reader reconstructs the values that
-were judged. Groups are normalized by their largest magnitude first; no sum overflows, whatever the weights' unit.
+Scales and offsets are rounded to the stored dtype before the codes are chosen, so a reader reconstructs exactly the
+judged values. Groups are first normalized by their largest magnitude, so that no sum overflows for any unit of the
+weights.
 
-Shapes: `[..., R, C]` weights, G = ceil(C / group size) groups a row, the last of which may be short.
+Shapes: `[..., R, C]` weights, G = ceil(C / group size) groups per row; the last group may be short.
 """
 
 from collections.abc import Iterator
@@ -28,17 +29,17 @@ from moepack.solvers.chunks import row_chunks
 __all__ = ["BITS", "GROUP_SIZES", "GroupwiseCodes", "check_grid", "group_values", "quantize_groupwise"]
 
 BITS = (2, 3, 4, 8)
-"""Bits a code may have."""
+"""Supported bits per code."""
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-"""Columns a group may have, beside the whole row."""
+"""Supported columns per group, besides the whole row."""
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _PARAMETERS = (torch.float16, torch.bfloat16)
 
 _REACH = {2: (0.5, 1.6, 12), 3: (0.8, 1.7, 10), 4: (0.875, 1.5, 11), 8: (0.98, 1.06, 8)}
-"""The ladder by bits: first and last step and their number. At step t the largest weight gets t times the outermost
-code: below 1 nothing is cut off, above the largest weights are, for a finer grid."""
+"""The ladder by bits: first step, last step and number of steps. At step t the largest weight is mapped to t times the
+outermost code: below 1 no weight is clipped; above 1 the largest weights are clipped, for a finer grid."""
 
 
 class GroupwiseCodes(NamedTuple):
@@ -46,8 +47,8 @@ class GroupwiseCodes(NamedTuple):
 
     Attributes:
         codes: `[..., R, C]` uint8, below 2^bits.
-        scales: `[..., R, G]` float32, exactly what the stored type holds; may be negative.
-        offsets: `[..., R, G]` float32 likewise, or None for a symmetric grid.
+        scales: `[..., R, G]` float32, exactly representable in the stored dtype; may be negative.
+        offsets: `[..., R, G]` float32, likewise, or None for a symmetric grid.
     """
 
     codes: Tensor
@@ -56,7 +57,7 @@ class GroupwiseCodes(NamedTuple):
 
 
 class GroupwiseArrays(NamedTuple):
-    """Codes and parameters as `GroupwiseCodes` has them, in NumPy arrays."""
+    """Codes and parameters as in `GroupwiseCodes`, as NumPy arrays."""
 
     codes: npt.NDArray[np.uint8]
     scales: npt.NDArray[np.float32]
@@ -103,25 +104,25 @@ def quantize_groupwise(
         weight: `[..., R, C]`, bf16, f16, f32 or f64; torch or numpy. Computed in float32.
         bits: 2, 3, 4 or 8.
         group_size: 16, 32, 64, 128 or 256 columns that share a scale; None for the whole row.
-        symmetric: one scale a group; otherwise a scale and an offset.
-        search: find the scale with the least squared error; otherwise take it from the largest magnitude as the paper
-            does, or from minimum and maximum.
-        dtype: of the stored parameters, float16 or bfloat16. Below 6e-5 a float16 scale loses precision, and below
-            3e-8 its group becomes zero (or its offset).
+        symmetric: one scale per group; otherwise a scale and an offset.
+        search: find the scale with the least squared error; otherwise compute it from the largest magnitude, as in the
+            paper, or from minimum and maximum.
+        dtype: dtype of the stored parameters, float16 or bfloat16. Below 6e-5 a float16 scale loses precision, and
+            below 3e-8 its group (or its offset) becomes zero.
         name: the tensor's name, for errors.
 
     Returns:
-        Codes and parameters, of the library and on the device of `weight`. A group of zeros has the scale zero.
+        Codes and parameters, in the library and on the device of `weight`. A group of zeros has scale zero.
 
     Raises:
-        InvalidTensorError: the weight holds NaN or infinity, is no stack of matrices, is not dense and of a
-            floating-point dtype, or needs a parameter beyond the range of `dtype`.
-        ValueError: there is no such grid.
+        InvalidTensorError: the weight contains NaN or infinity, is not a stack of matrices, is not dense, does not have
+            a floating-point dtype, or needs a parameter out of range of `dtype`.
+        ValueError: the grid is not supported.
         TypeError: `weight` is neither a torch tensor nor a numpy array.
     """
     check_grid(bits, group_size)
     if dtype not in _PARAMETERS:
-        raise ValueError(f"parameters are float16 or bfloat16, not {dtype}")
+        raise ValueError(f"parameters must be float16 or bfloat16, not {dtype}")
     values = _matrices(weight, name)
     width = values.shape[-1] if group_size is None else group_size
     groups = -(-values.shape[-1] // width) if width else 0
@@ -129,7 +130,7 @@ def quantize_groupwise(
     scales = torch.zeros((*values.shape[:-1], groups), device=values.device)
     offsets = None if symmetric else torch.zeros_like(scales)
     for matrix, rows in row_chunks(tuple(values.shape)):
-        chunk = values[matrix][rows].float().contiguous()  # so that sums have one order, whatever the layout
+        chunk = values[matrix][rows].float().contiguous()  # so that the order of sums does not depend on the layout
         if not bool(chunk.isfinite().all()):
             raise _not_finite(chunk, [*matrix, rows.start], name)
         for columns, places in _pieces(values.shape[-1], width):
@@ -147,25 +148,25 @@ def quantize_groupwise(
 
 
 def _check_range(codes: GroupwiseCodes, dtype: torch.dtype, name: str | None) -> None:
-    """Refuse parameters that their dtype could not hold; the error names the first such group."""
+    """Raise an error for parameters that exceed their dtype; names the first such group."""
     for kind, stored in (("scale", codes.scales), ("offset", codes.offsets)):
         if stored is not None and not bool(stored.isfinite().all()):
             place = (~stored.isfinite()).nonzero()[0].tolist()
-            raise InvalidTensorError(f"the {kind} of group {place} is beyond the range of {dtype}", tensor=name)
+            raise InvalidTensorError(f"the {kind} of group {place} is out of range of {dtype}", tensor=name)
 
 
 def _matrices(weight: AnyTensor, name: str | None) -> Tensor:
-    """The weight as a tensor of matrices, if it is one of floats."""
+    """Return the weight as a tensor of floating-point matrices."""
     values = as_tensor(weight, "weight" if name is None else f"weight '{name}'")
     if values.dtype not in _FLOATS:
-        raise InvalidTensorError(f"has dtype {values.dtype}, expected a floating-point one", tensor=name)
+        raise InvalidTensorError(f"has dtype {values.dtype}, expected a floating-point dtype", tensor=name)
     if values.ndim < 2:
         raise InvalidTensorError(f"has shape {list(values.shape)}, expected [..., rows, columns]", tensor=name)
     return values
 
 
 def check_grid(bits: int, group_size: int | None) -> None:
-    """Raise `ValueError` unless there is a format of these bits and this group size (None: the whole row)."""
+    """Raise `ValueError` unless a format with these bits and this group size exists (None: the whole row)."""
     if bits not in BITS:
         raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {bits}")
     if group_size is not None and group_size not in GROUP_SIZES:
@@ -174,7 +175,7 @@ def check_grid(bits: int, group_size: int | None) -> None:
 
 
 def group_values(found: GroupwiseCodes, bits: int, group_size: int | None) -> Tensor:
-    """The values `[..., R, C]` float32 that codes and parameters stand for."""
+    """Return the dequantized values `[..., R, C]` float32."""
     columns = found.codes.shape[-1]
     group = torch.arange(columns, device=found.codes.device) // (group_size or max(columns, 1))
     scales = found.scales[..., group]
@@ -184,7 +185,7 @@ def group_values(found: GroupwiseCodes, bits: int, group_size: int | None) -> Te
 
 
 def _pieces(columns: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Columns and groups of the full groups together, then of the short one."""
+    """Yield columns and groups of all full groups together, then of the short one."""
     full = columns // width
     if full:
         yield slice(0, full * width), slice(0, full)
@@ -193,7 +194,7 @@ def _pieces(columns: int, width: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _symmetric(values: Tensor, bits: int, search: bool, dtype: torch.dtype) -> GroupwiseCodes:
-    """Quantize groups `[R, G, width]` by a scale."""
+    """Quantize groups `[R, G, width]` with a scale."""
     half = 2 ** (bits - 1)
     largest = values.abs().amax(-1)
     unit = torch.where(largest > 0, largest, torch.ones_like(largest))
@@ -207,7 +208,7 @@ def _symmetric(values: Tensor, bits: int, search: bool, dtype: torch.dtype) -> G
 
 
 def _best_scale(values: Tensor, bits: int) -> Tensor:
-    """The scale of each group of normalized values that explains most of its energy, on the ladder of both signs."""
+    """Return the scale of each normalized group that explains most of its energy, on the ladder of both signs."""
     half = 2 ** (bits - 1)
     best = torch.zeros_like(values[..., 0])
     scale = torch.zeros_like(best)
@@ -224,10 +225,10 @@ def _best_scale(values: Tensor, bits: int) -> Tensor:
 
 
 def _affine(values: Tensor, bits: int, search: bool, dtype: torch.dtype) -> GroupwiseCodes:
-    """Quantize groups `[R, G, width]` by a scale and an offset."""
+    """Quantize groups `[R, G, width]` with a scale and an offset."""
     top = 2**bits - 1
     low, high = values.amin(-1), values.amax(-1)
-    # Halves first: the range of finite weights may not be finite.
+    # Halve first: the range of finite weights may overflow.
     unit = torch.maximum(high / 2 - low / 2, torch.full_like(low, torch.finfo(torch.float32).tiny))
     middle = low / 2 + high / 2
     normalized = (values / 2 - middle[..., None] / 2) / (unit[..., None] / 2)
@@ -243,7 +244,7 @@ def _affine(values: Tensor, bits: int, search: bool, dtype: torch.dtype) -> Grou
 
 
 def _best_line(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Scale and offset of each group of values in [-1, 1] that explain most of its variance."""
+    """Return scale and offset of each group of values in [-1, 1] that explain most of its variance."""
     top = 2**bits - 1
     mean = values.mean(-1)
     centred = values - mean[..., None]

@@ -1,17 +1,18 @@
-"""Half-quadratic quantization, the solver under MiLo (equations 4-9): offsets under an l_p norm, p < 1.
+"""Half-quadratic quantization, the solver used by MiLo (equations 4-9): offsets under an l_p norm, p < 1.
 
-The problem min ||x - deq(x)||_p is split by an auxiliary M for the error, whose outliers it may absorb:
+The problem min ||x - deq(x)||_p is split by an auxiliary variable M for the error, which may absorb outliers:
 
     M <- shrink(x - deq(x)),   shrink(e) = sign(e) * relu(|e| - |e|^(p - 1) / beta),
     z <- mean(code - (x - M) / s),   code <- round(x / s + z).
 
 In terms of an offset o = -s z the second line is o <- mean(x - M - s * code). The scale stays that of minimum and
-maximum. Where the published code returns the last zero-point and stops for a whole tensor at once, this keeps the best
-iterate of each group, by the l_p norm of its error. A symmetric grid has no zero-point to move; there the same step
-moves the scale: s <- <c, x - M> / <c, c> for centred codes c.
+maximum. The published code returns the last zero-point and stops for a whole tensor at once; this implementation keeps
+the best iterate of each group by the l_p norm of its error. A symmetric grid has no zero-point; there the same step
+updates the scale: s <- <c, x - M> / <c, c> for centred codes c.
 
-The shrinkage depends on the unit of the weights: at the usual |e| < 0.05 with beta = 10 it absorbs nothing (M = 0) and
-the offset is a plain mean. That is how the published solver behaves, and what it is compared as.
+The shrinkage depends on the unit of the weights: for the usual |e| < 0.05 with beta = 10 it absorbs nothing (M = 0),
+and the offset is a plain mean. The published solver behaves the same way, and this implementation serves as that
+baseline.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class HalfQuadratic:
 
     Attributes:
         norm: p of the norm, 0 < p < 1.
-        beta: weight of the quadratic term at first.
+        beta: initial weight of the quadratic term.
         growth: factor on beta after each iteration.
-        iterations: how many there are.
+        iterations: number of iterations.
     """
 
     norm: float = 0.7
@@ -44,10 +45,10 @@ class HalfQuadratic:
 
     def __post_init__(self) -> None:
         if not 0 < self.norm < 1 or self.beta <= 0 or self.growth < 1 or self.iterations < 0:
-            raise ValueError(f"no valid settings: {self}")
+            raise ValueError(f"invalid settings: {self}")
 
     def __call__(self, x: Tensor, spec: GroupSpec, start: Fit | None = None) -> Fit:
-        """Fit groups x [N, g]; `start` is ignored, for the scale is always that of the group's range."""
+        """Fit groups x [N, g]; `start` is ignored, because the scale is always that of the group's range."""
         fit = best = round_to_nearest(x, spec)
         least: Tensor | None = None
         beta = self.beta
@@ -64,13 +65,13 @@ class HalfQuadratic:
         return best
 
     def _shrink(self, error: Tensor, beta: float) -> Tensor:
-        """Equation 7; an error of zero stays zero, where the power would be infinite."""
+        """Equation 7; a zero error stays zero, because its power would be infinite."""
         size = error.abs()
         return torch.where(size > 0, error.sign() * (size - size.pow(self.norm - 1) / beta).clamp_(min=0), 0.0)
 
 
 def _move(x: Tensor, target: Tensor, fit: Fit, spec: GroupSpec) -> Fit:
-    """Equation 8 and the rounding of equation 9; on symmetric grids the scale moves."""
+    """Equation 8 and the rounding of equation 9; on symmetric grids, update the scale."""
     if not spec.symmetric:
         offsets = stored((target - fit.codes * fit.scales).mean(1, keepdim=True), spec.storage)
         return assign(x, fit.scales, offsets, spec)

@@ -1,8 +1,8 @@
 """Codebooks by exact one-dimensional weighted k-means: the start of CodeQuant's clustering (CodeQuant, section 3.2).
 
-The weights of a row are values on a line, so their best K centroids can be computed exactly (dynamic programming, in
-the Rust core) where SqueezeLLM and the paper's code iterate from a random start. The importance of a column is the
-diagonal of the Hessian of its inputs: a rounding error counts what it does to the output.
+The weights of a row are one-dimensional, so their best K centroids can be computed exactly (dynamic programming in the
+Rust core), whereas SqueezeLLM and the paper's code iterate from a random start. The importance of a column is the
+diagonal of the Hessian of its inputs: it weights a rounding error by its effect on the output.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Codebooks(NamedTuple):
 
     Attributes:
         codes: [..., C] uint8.
-        centroids: [..., K] float32, ascending; where fewer values differ, the last one is repeated.
+        centroids: [..., K] float32, ascending; if there are fewer distinct values, the last one is repeated.
         errors: [...] float64, weighted sums of squared errors before the centroids are rounded to float32.
     """
 
@@ -30,7 +30,7 @@ class Codebooks(NamedTuple):
     errors: Tensor
 
     def values(self) -> Tensor:
-        """Look up what the codes stand for, [..., C] float32."""
+        """Return the values of the codes, [..., C] float32."""
         return torch.gather(self.centroids, -1, self.codes.long())
 
 
@@ -40,13 +40,13 @@ def kmeans(values: Tensor, clusters: int, weights: Tensor | None = None, *, name
     Args:
         values: [..., R, C], floating point, on any device; computed in float32.
         clusters: K, 1 to 16.
-        weights: [..., C], importance of each column, shared by the R rows; not negative, and all-zero ones count as
-            equal. By default every column counts the same.
+        weights: [..., C], importance of each column, shared by the R rows; non-negative. All-zero weights, and None,
+            mean equal importance.
         name: the tensor's name, for errors.
 
     Raises:
         InvalidTensorError: a value or weight is NaN or infinite, or a weight is negative.
-        ValueError: shapes or the number of clusters make no sense.
+        ValueError: shapes or the number of clusters are invalid.
     """
     if values.ndim < 2 or not values.shape[-1]:
         raise ValueError(f"values must be [..., rows, columns] with columns, not {list(values.shape)}")
@@ -77,9 +77,9 @@ def uniform(values: Tensor, clusters: int) -> Codebooks:
 
 
 def nearest(values: Tensor, centroids: Tensor) -> Tensor:
-    """Codes [..., C] uint8 of the nearest of ascending centroids [..., K]; the lower one of two equally near.
+    """Return codes [..., C] uint8 of the nearest ascending centroids [..., K]; ties go to the lower one.
 
-    A repeated centroid gets no value but by its first occurrence.
+    Of repeated centroids, only the first is used.
     """
     low, high = centroids[..., :-1], centroids[..., 1:]
     bounds = torch.where(low < high, (low + high) / 2, torch.inf)

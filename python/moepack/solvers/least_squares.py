@@ -1,17 +1,17 @@
 """Least-squares scale and offset of each group, alternated with re-rounding.
 
-With codes fixed, the best scale and offset are a linear regression of the weights on the codes; with the parameters
-fixed, the best codes are the nearest ones. Neither step raises the squared error, except by the rounding of parameters
-to their stored type, so the best iterate is kept. The result depends on where the alternation starts: the best
-of a few grids that cover the group's range or a part of it (with few bits a finer step is worth more than the outermost
-weights), some of them shifted by a third of a step.
+With fixed codes, the best scale and offset are a linear regression of the weights on the codes; with fixed parameters,
+the best codes are the nearest ones. Neither step increases the squared error, except by rounding parameters to their
+stored dtype, so the best iterate is kept. The result depends on the start: the best of a few grids that cover the
+group's range or a part of it (with few bits a finer step gains more than the outermost weights lose), some of them
+shifted by a third of a step.
 
 Compared with HQQ (`solvers/hqq.py`), whose scale stays that of minimum and maximum: on Gaussian weights at 3 bits and
-groups of 64 the relative error is 0.1645 instead of 0.185 (round to nearest: 0.192); both cost the same to run.
+groups of 64, the relative error is 0.1645 instead of 0.185 (round to nearest: 0.192), at the same cost.
 
-On a CPU the core does the same in one pass over the weights (`fit_rows`, rust/core/src/solvers/fitting): a hundred
-times faster, where torch is bound by a pass over memory for each operation. Sums are rounded in another order there,
-so a group in some thousands takes another of two equally good grids.
+On a CPU the core does the same in one pass over the weights (`fit_rows`, rust/core/src/solvers/fitting). It is a
+hundred times faster, because torch needs one pass over memory per operation. Sums are rounded in another order there,
+so about one group in several thousand takes another of two equally good grids.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from moepack.solvers.affine import Fit, GroupSpec, assign, stored
 __all__ = ["LeastSquares"]
 
 _SHARES = {1: (0.6, 0.5, 0.4), 2: (1.0, 0.85, 0.75, 0.65, 0.55), 3: (1.0, 0.9, 0.8, 0.7)}
-"""Shares of a group's range to start from, by bits; finer lists gain less than 0.3% of the error."""
+"""Initial shares of a group's range by bits; finer lists reduce the error by less than 0.3%."""
 _WIDE_SHARES = (1.0, 0.9, 0.8)
 _PHASES = (0.0, -0.3, 0.3)
-"""Shifts of the offset to start from, in steps: at 3 bits the error falls from 0.168 to 0.1645."""
+"""Initial shifts of the offset in steps: at 3 bits they reduce the error from 0.168 to 0.1645."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LeastSquares:
     """The solver.
 
     Attributes:
-        iterations: most regressions after the search; it ends when no group improves.
+        iterations: maximum number of regressions after the search; stops when no group improves.
         refinements: the same when it starts from given parameters, without a search.
     """
 
@@ -88,7 +88,7 @@ class LeastSquares:
 
 
 def _starts(x: Tensor, spec: GroupSpec) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parameters worth a try: the range narrowed and shifted, or, on symmetric grids, of either sign."""
+    """Yield initial parameters: the range narrowed and shifted, or, on symmetric grids, with either sign."""
     low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
     if spec.symmetric:
         whole = torch.where(-low >= high, -low, -high) / spec.middle
@@ -102,7 +102,7 @@ def _starts(x: Tensor, spec: GroupSpec) -> Iterator[tuple[Tensor, Tensor]]:
             for phase in _PHASES:
                 step = (high - low) * (share / spec.top)
                 offsets = stored(low + margin + phase * step, spec.storage)
-                if phase == 0:  # the end of the range stays where it is although the offset was rounded
+                if phase == 0:  # keep the end of the range although the offset was rounded
                     step = (high - margin - offsets).clamp_(min=0) / spec.top
                 yield stored(step, spec.storage), offsets
 
@@ -114,7 +114,7 @@ class _Best:
         self.fit, self.error = fit, _squared_error(fit, x)
 
     def offer(self, fit: Fit, x: Tensor) -> bool:
-        """Take over the groups that `fit` improves; whether there were any."""
+        """Store the groups that `fit` improves; return whether there were any."""
         error = _squared_error(fit, x)
         better = error < self.error
         if not bool(better.any()):
@@ -130,11 +130,11 @@ def _squared_error(fit: Fit, x: Tensor) -> Tensor:
 
 
 def _regress(x: Tensor, centred: Tensor, mean: Tensor, fit: Fit, spec: GroupSpec) -> Fit:
-    """New parameters for the codes of `fit`, and the nearest codes to them; [N, 1] sums are exact or well scaled."""
+    """Return new parameters for the codes of `fit`, and their nearest codes; [N, 1] sums are exact or well scaled."""
     codes = fit.codes - spec.middle if spec.symmetric else fit.codes - fit.codes.mean(1, keepdim=True)
     spread = codes.square().sum(1, keepdim=True)
     slope = (codes.mul_(centred)).sum(1, keepdim=True)
-    # Equal codes say nothing about the scale: it stays, and the offset alone is fitted.
+    # Equal codes do not determine the scale, so only the offset is fitted.
     scales = stored(torch.where(spread > 0, slope / spread, fit.scales), spec.storage)
     if spec.symmetric:
         return assign(x, scales, scales * -spec.middle, spec)

@@ -1,12 +1,12 @@
 """Round-to-nearest on grids of powers of two: the log-scale quantization that FineQuant compares with (appendix A).
 
 A weight is `sign * scale * 2^-k` with k in 0 .. 2^(b-1) - 1: one bit for the sign, b - 1 for the exponent. There is no
-zero; the smallest magnitude stands for it. Exponents are rounded to the nearest *value*: 2^-k takes what lies between
-3/4 and 3/2 of it, which is the paper's `ceil(log2(2/3 T))`. (Its `clip` names the bounds in reverse.)
+zero; the smallest magnitude represents it. Exponents are rounded to the nearest *value*: 2^-k covers the range from 3/4
+to 3/2 of it, which is the paper's `ceil(log2(2/3 T))`. (Its `clip` names the bounds in reverse.)
 
-The scale is the paper's second choice, the one with the least squared error: it is proposed by a ladder, and for given
-codes q it is the projection `<w, q> / <q, q>`, as on uniform grids. The format has no place for such a grid: at two
-bits it loses to uniform steps, and products with it need a table or a shift for each weight.
+The scale is the paper's second choice, with the least squared error: a ladder proposes codes q, and their scale is the
+projection `<w, q> / <q, q>`, as on uniform grids. The packed format does not support this grid: at two bits it is worse
+than uniform steps, and its products need a table or a shift for each weight.
 """
 
 import torch
@@ -17,7 +17,7 @@ from moepack.errors import InvalidTensorError
 __all__ = ["round_logarithmic"]
 
 _LADDER = (0.2, 1.4, 49)
-"""The scales that are tried, relative to the largest magnitude: first, last, and how many."""
+"""The scales tried, relative to the largest magnitude: first, last, and number."""
 
 
 def round_logarithmic(weight: Tensor, bits: int, group_size: int | None = None, *, search: bool = True) -> Tensor:
@@ -30,11 +30,11 @@ def round_logarithmic(weight: Tensor, bits: int, group_size: int | None = None, 
         search: find the scale with the least squared error; otherwise it is the largest magnitude.
 
     Returns:
-        The rounded values, float32 of the same shape; groups of zeros stay zero.
+        The rounded values, float32 with the same shape; groups of zeros stay zero.
 
     Raises:
-        InvalidTensorError: the weight holds NaN or infinity.
-        ValueError: there is no such grid.
+        InvalidTensorError: the weight contains NaN or infinity.
+        ValueError: the grid is not supported.
     """
     width = group_size or max(weight.shape[-1], 1)
     if not 2 <= bits <= 8 or weight.shape[-1] % width:
@@ -51,7 +51,7 @@ def round_logarithmic(weight: Tensor, bits: int, group_size: int | None = None, 
 
 
 def _powers(values: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """The signed powers of two, from 2^(1 - 2^(bits - 1)) to 1, nearest to `values / scale`."""
+    """Return the signed powers of two, from 2^(1 - 2^(bits - 1)) to 1, nearest to `values / scale`."""
     least = 1 - 2 ** (bits - 1)
     ratio = (values.abs() / scale).clamp(2.0**least, 1.0)
     power = torch.exp2((ratio * (2 / 3)).log2().ceil().clamp(least, 0))
@@ -59,7 +59,7 @@ def _powers(values: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def _searched(values: Tensor, bits: int) -> Tensor:
-    """The scale of each group of values in [-1, 1] that leaves the least squared error."""
+    """Return the scale of each group of values in [-1, 1] with the least squared error."""
     best = torch.full_like(values[..., :1], -1.0)
     scale = torch.ones_like(best)
     for step in torch.linspace(*_LADDER).tolist():

@@ -1,16 +1,16 @@
-"""Low-rank compensators: the best matrix of a given rank, and its factors quantized.
+"""Low-rank compensators: the best matrix of a given rank, and its quantized factors.
 
-`truncated_svd` gives U S V of a batch of matrices by rank: exact (an eigendecomposition of the smaller Gram matrix in
-float64) where the smaller side is at most 512, else by subspace iteration from a seeded random start with oversampling
-(Halko, Martinsson and Tropp 2011, algorithms 4.4 and 5.1). The random numbers are drawn on the CPU, so every device
-starts from the same ones. `decompose` also gives the subspace, from which the decomposition of a matrix that has
-changed little goes on: two products with thin matrices instead of six.
+`truncated_svd` returns the truncated U S V of a batch of matrices. It is exact (an eigendecomposition of the smaller
+Gram matrix in float64) if the smaller side is at most 512. Otherwise it uses subspace iteration from a seeded random
+start with oversampling (Halko, Martinsson and Tropp 2011, algorithms 4.4 and 5.1). The random numbers are drawn on the
+CPU, so every device starts from the same ones. `decompose` also returns the subspace, from which a slightly changed
+matrix can be decomposed with two products with thin matrices instead of six.
 
 Factors are quantized on symmetric grids with searched signed scales, in groups along the long side: a group lies within
-one singular vector, whose entries are alike. Both factors rounded independently leave the error of both; refitting one
-to the rounded other, alternately, spends what freedom is left (`quantize_factors`). The error of factors L, R follows
-from the product that the next refit needs anyway, ||E||^2 - 2 <L, R E^T> + <L L^T, R R^T>, so no product of full size
-is formed; it is found to within some 1e-7 of ||E||^2.
+one singular vector, whose entries are similar. Rounding both factors independently leaves the error of both;
+alternately refitting one to the other, rounded one reduces it (`quantize_factors`). The error of factors L, R follows
+from the product that the next refit needs anyway, ||E||^2 - 2 <L, R E^T> + <L L^T, R R^T>, so no full-size product is
+formed; it is accurate to about 1e-7 of ||E||^2.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ __all__ = [
 ]
 
 EXACT_SIDE = 512
-"""Largest smaller side that is decomposed exactly: 20 ms a matrix at 512."""
+"""Largest smaller side that is decomposed exactly: 20 ms per matrix at 512."""
 _OVERSAMPLING = 16
 _POWER_ITERATIONS = 2
 _WARM_SHARE = 3
-"""Up to this part of the smaller side, iterating from a start is cheaper than an exact decomposition."""
+"""Up to a subspace width of the smaller side divided by this, iterating from a start is cheaper than exact
+decomposition."""
 _RIDGE = 0.64
-"""Damping of the normal equations of a refit, relative to their diagonal, in units of the squared step 4^-bits: rounded
-factors of nearly full rank are ill-conditioned, and what an exact solution gains there is lost when it is rounded."""
+"""Damping of the normal equations of a refit, relative to their diagonal, in units of the squared step 4^-bits. Rounded
+factors of nearly full rank are ill-conditioned, and the gain of an exact solution is lost when it is rounded."""
 
 
 @dataclass(frozen=True)
@@ -62,38 +63,38 @@ class Factors:
         return self.left.shape[1]
 
     def product(self) -> Tensor:
-        """The matrices, [E, R, C]."""
+        """Return the matrices, [E, R, C]."""
         return self.left.mT @ self.right
 
 
 @dataclass(frozen=True)
 class PackedFactors:
-    """Factors as they are stored.
+    """Factors as stored.
 
     Attributes:
-        left: codes of U^T [E, r, R]; for 16 bits a float16 tensor.
-        right: codes of V [E, r, C], or likewise.
+        left: codes of U^T [E, r, R]; a float16 tensor for 16 bits.
+        right: codes of V [E, r, C], likewise.
     """
 
     left: AffineCodes | Tensor
     right: AffineCodes | Tensor
 
     def factors(self) -> Factors:
-        """The values that a reader sees."""
+        """Return the dequantized factors."""
         return Factors(_values(self.left), _values(self.right))
 
 
 def truncated_svd(matrices: Tensor, rank: int, *, seed: int = 0) -> Factors:
-    """The closest matrices of rank `rank` in the Frobenius norm (MiLo, equations 11 and 12).
+    """Return the closest matrices of rank `rank` in the Frobenius norm (MiLo, equations 11 and 12).
 
     Args:
         matrices: [E, R, C] float32, finite.
         rank: 0 to min(R, C).
-        seed: of the random start.
+        seed: seed of the random start.
 
     Returns:
-        Both factors carry the square roots of the singular values. Singular vectors have their largest component
-        positive in the right factor, so that the result is unique where singular values differ.
+        Both factors carry the square roots of the singular values. The largest component of each singular vector is
+        positive in the right factor, so the result is unique if singular values differ.
 
     Raises:
         ValueError: the rank is out of range.
@@ -104,14 +105,14 @@ def truncated_svd(matrices: Tensor, rank: int, *, seed: int = 0) -> Factors:
 def decompose(
     matrices: Tensor, rank: int, *, start: Tensor | None = None, seed: int = 0
 ) -> tuple[Factors, Tensor | None]:
-    """Decompose matrices as `truncated_svd` does, and keep the subspace that the factors were found in.
+    """Decompose matrices like `truncated_svd`, and return the subspace of the factors.
 
     Args:
         matrices, rank, seed: see :func:`truncated_svd`.
-        start: [E, w, C], the subspace of matrices that were nearly these: one step of iteration goes on from it.
+        start: [E, w, C], the subspace of similar matrices, from which one iteration continues.
 
     Returns:
-        The factors, and the subspace, [E, w, C]; None where the next decomposition had better be exact too.
+        The factors, and the subspace, [E, w, C]; None if the next decomposition should be exact, too.
     """
     experts, rows, columns = matrices.shape
     if not 0 <= rank <= min(rows, columns):
@@ -120,7 +121,7 @@ def decompose(
         return Factors(matrices.new_zeros((experts, rank, rows)), matrices.new_zeros((experts, rank, columns))), None
     side, width = min(rows, columns), min(rank + _OVERSAMPLING, rows, columns)
     if start is None and side <= EXACT_SIDE:
-        # The further vectors are there for the iterations to come.
+        # The additional vectors serve later iterations.
         kept = width if width <= side // _WARM_SHARE else rank
         left, values, right = _exact(matrices, kept)
     else:
@@ -134,7 +135,7 @@ def decompose(
 
 
 def _exact(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Left vectors [E, r, R], singular values [E, r] and right vectors [E, r, C] of the leading part, float64."""
+    """Return the leading left vectors [E, r, R], singular values [E, r] and right vectors [E, r, C], float64."""
     if matrices.shape[1] < matrices.shape[2]:
         right, values, left = _exact(matrices.mT, rank)
         return left, values, right
@@ -147,8 +148,9 @@ def _exact(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _randomised(matrices: Tensor, width: int, start: Tensor | None, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Leading vectors and singular values as `_exact` gives them, in a subspace of `width`: random and iterated, or
-    `start`.
+    """Return leading vectors and singular values like `_exact`, in a subspace of `width`.
+
+    The subspace is found by iteration from a random one, or is `start`.
     """
     experts, _, columns = matrices.shape
     if start is None:
@@ -169,19 +171,19 @@ def quantize_factors(
     """Quantize the factors of an approximation of `target`.
 
     Args:
-        target: [E, R, C] float32, what the product shall be close to.
+        target: [E, R, C] float32, the matrices to approximate.
         factors: its truncated decomposition.
         bits: 3 or 8 (or any of the group-wise widths) for integers, 16 for float16.
-        group_size: of the integers, along R and along C.
-        refits: how often each factor is fitted again to the other one as it is stored; 0 rounds both as they are. Of
-            all turns, that of the least error is kept for each matrix.
-        name: of the tensor, for errors.
+        group_size: group size of the integers, along R and along C.
+        refits: how often each factor is refitted to the other one as stored; 0 rounds both directly. For each matrix,
+            the turn with the least error is kept.
+        name: the tensor's name, for errors.
 
     Returns:
-        The factors, and by how much they change the squared error, see :func:`measured_error`.
+        The factors, and their change of the squared error, see :func:`measured_error`.
 
     Raises:
-        InvalidTensorError: a factor is beyond the range of float16.
+        InvalidTensorError: a factor is out of range of float16.
     """
     if bits == 16 or not factors.rank:
         rounded = PackedFactors(*(_pack(side, bits, group_size, name) for side in (factors.left, factors.right)))
@@ -210,16 +212,16 @@ def quantize_factors(
 
 
 def measured_error(target: Tensor, factors: Factors) -> Tensor:
-    """By how much factors change the squared error of a target [E, R, C]: `||target - product||^2 - ||target||^2`.
+    """Return the change of the squared error of a target [E, R, C]: `||target - product||^2 - ||target||^2`.
 
     Returns:
-        [E] float64, negative where they help.
+        [E] float64, negative if the factors help.
     """
     return _error(factors.left, factors.right, factors.right @ target.mT)
 
 
 def _error(one: Tensor, other: Tensor, image: Tensor) -> Tensor:
-    """The change of the squared error, [E] float64, by factors [E, r, n] and [E, r, m].
+    """Return the change of the squared error, [E] float64, by factors [E, r, n] and [E, r, m].
 
     `image` is the other factor's product with the target, [E, r, n].
     """
@@ -228,7 +230,7 @@ def _error(one: Tensor, other: Tensor, image: Tensor) -> Tensor:
 
 
 def _choose(better: Tensor, new: PackedFactors, old: PackedFactors) -> PackedFactors:
-    """Matrix by matrix, [E] bool."""
+    """Choose matrix by matrix, [E] bool."""
 
     def pick(a: AffineCodes | Tensor, b: AffineCodes | Tensor) -> AffineCodes | Tensor:
         where = better[:, None, None]
@@ -251,10 +253,9 @@ def _values(stored: AffineCodes | Tensor) -> Tensor:
 
 
 def _solved(other: Tensor, image: Tensor, damping: float) -> Tensor:
-    """The factor [E, r, C] whose product with other^T [E, R, r] is closest to a target, of which image [E, r, C] is
-    other target.
+    """Return the factor [E, r, C] whose product with other^T [E, R, r] is closest to a target.
 
-    Solves (other other^T + ridge) x = image. Zero rows of `other` give zero rows.
+    Solves (other other^T + ridge) x = image, where image [E, r, C] = other target. Zero rows of `other` give zero rows.
     """
     gram = other @ other.mT
     ridge = damping * gram.diagonal(dim1=1, dim2=2).amax(1)

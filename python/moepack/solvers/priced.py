@@ -1,21 +1,21 @@
-"""Integers on one uniform step, rounded with the length of their code in mind.
+"""Integers with one uniform step, rounded with regard to their code length.
 
-An entropy coder charges exactly what is used, so a weight w of step d becomes the integer q that minimises
+An entropy coder charges exactly the bits used, so a weight w with step d becomes the integer q that minimizes
 
     (w / d - q)^2 + PRICE * bits(q),
 
-its squared error and the bits that its code takes. `PRICE` is the slope of the error over the rate of a uniform
-quantizer at high rates: its error d^2 / 12 falls by a factor of four a bit. Rounding so loses less at equal bits than
-rounding to nearest with a larger step, most of all at low rates, where it is the dead zone around zero that widens.
+its squared error plus the cost of its code. `PRICE` is the slope of the error over the rate of a uniform quantizer at
+high rates: its error d^2 / 12 decreases by a factor of four per bit. At equal bits this loses less than rounding to
+nearest with a larger step, most of all at low rates, where it widens the dead zone around zero.
 
-Lengths depend on how wide rows are in units of the step, and on little else: row blocks (16 rows), which share a
-table in the coded format, belong to the *class* of their root mean square, and a class has one list of lengths. What
-a model's weights look like, class by class, is a `Profile`, from which the lengths and the bits of any step follow
-without another look at the weights.
+Lengths depend mainly on the width of rows in units of the step. Row blocks (16 rows), which share a table in the coded
+format, belong to the *class* of their root mean square, and each class has one list of lengths. A `Profile` is the
+distribution of a model's weights by class; the lengths and bits of any step follow from it without another pass over
+the weights.
 
-*Dependent* codes (docs/format.md, section 9) have two quantizers of this step, the values of one between those of the
-other, and what is coded is an index, whose parity says which quantizer comes next: the cheapest path is searched, at
-half the price. Frequencies of indices have no formula; they are those of values drawn from each class of a profile.
+*Dependent* codes (docs/format.md, section 9) use two quantizers with this step, whose values interleave. The coded
+symbol is an index whose parity selects the next quantizer; the cheapest path is searched, at half the price.
+Frequencies of indices have no formula; they are estimated from values drawn from each class of a profile.
 
 Source: entropy-constrained scalar quantization (Chou, Lookabaugh and Gray, 1989).
 """
@@ -37,101 +37,104 @@ __all__ = [
 ]  # fmt: skip
 
 PRICE = math.log(2) / 6
-"""Squared steps that a bit is worth."""
+"""Squared steps per bit."""
 
 WORTH = 0.15 * PRICE
-"""What the product takes it for. `PRICE` leaves the least squared error of weights, and takes it from those that it
-rounds towards zero; a model minds their lost energy more than the same error elsewhere (docs/methods/rate.md)."""
+"""Squared steps per bit that the methods use. `PRICE` minimizes the squared error of weights, but takes energy from
+weights that it rounds towards zero; a model suffers more from lost energy than from the same error elsewhere
+(docs/methods/rate.md)."""
 
 BLOCK_ROWS = 16
-"""Rows of a row block."""
+"""Rows per row block."""
 
 WORTH_OF_DEPENDENT = 0.5 * WORTH
-"""What the product takes it for with dependent codes: a path leaves less error to be saved (docs/methods/rate.md)."""
+"""The same with dependent codes, whose paths leave less error to save (docs/methods/rate.md)."""
 
 LARGEST, DENSE_LARGEST, DENSE_BITS = 31, 255, 5.0
-"""The largest magnitude with a length of its own, and the largest at more than so many bits a weight, where the coder
-keeps low bits apart; larger ones are stored as exceptions."""
+"""The largest magnitude with its own code length; the same above `DENSE_BITS` bits per weight, where the coder stores
+low bits separately. Larger magnitudes are stored as exceptions."""
 
 MOST = float(1 << 30)
 """The largest integer."""
 
 EXCEPTION_BITS = 32.0
-"""What an exception takes beside the code of the symbol in its place, without low bits."""
+"""Bits of an exception in addition to the symbol in its place, without low bits."""
 
 CLASSES, NARROWEST = 128, -24.0
-"""Classes, a quarter of an octave each, and the base-two logarithm of the first one's root mean square."""
+"""Number of classes, a quarter of an octave each, and the base-two logarithm of the first class's root mean square."""
 
 BINS, REACH = 4096, 16
-"""Bins of a class in a profile; the magnitude of the last ones in root mean squares, where all beyond are counted."""
+"""Bins of a class in a profile; the magnitude of the outermost bins, which count all larger values, in root mean
+squares."""
 
 ROUNDS = 4
-"""Rounds of rounding and counting; another one moves the rate by less than a thousandth."""
+"""Rounds of rounding and counting; another round changes the rate by less than a thousandth."""
 
 _WIDER = {torch.int8: torch.int16, torch.int16: torch.int32}
 
 DRAWN = 8192
-"""Values of a class that are searched for the frequencies of its dependent codes."""
+"""Values per class that are searched for the frequencies of dependent codes."""
 
 HALF_COUNT = 0.5
-"""What is added to every count, so that symbols that a sample lacks have a length."""
+"""Added to every count, so that symbols missing in a sample have a length."""
 
 
 PAIRS = 0.002
-"""The share of bits that symbols of two weights may take more than those of one: products take a third less time."""
+"""Maximum overhead, as a share of bits, of two-weight symbols over single ones; they cut the time of products by a
+third."""
 
 
 def largest_at(bits_per_weight: float) -> int:
-    """The largest magnitude with a length of its own at a rate."""
+    """Return the largest magnitude with its own code length at a rate."""
     return LARGEST if bits_per_weight <= DENSE_BITS else DENSE_LARGEST
 
 
 def exception_bits(largest: int) -> float:
-    """What an exception takes beside the code of the symbol in its place; with low bits its difference is long."""
+    """Return the bits of an exception besides the symbol in its place; with low bits, the difference takes more."""
     return EXCEPTION_BITS if largest == LARGEST else 2 * EXCEPTION_BITS
 
 
 def low_bits_of(largest: int) -> int:
-    """The most low bits that the coder may keep apart, by the largest magnitude with a length of its own."""
+    """Return the maximum number of separate low bits, given the largest magnitude with its own code length."""
     return 0 if largest == LARGEST else 3
 
 
 def form_of(largest: int, dependent: bool) -> dict[str, Any]:
-    """How the coder is told to store integers whose largest magnitude with a length of its own is given."""
+    """Return the coder's arguments, given the largest magnitude with its own code length."""
     if dependent:
         return {"dependent": True}
     return {"low_bits": low_bits_of(largest)} if low_bits_of(largest) else {"pairs": PAIRS}
 
 
 def least_spread(values: Tensor) -> float:
-    """The least root mean square of a row block of matrices [..., R, C]; infinite where there is none."""
+    """Return the least root mean square of a row block of matrices [..., R, C]; infinite if there are none."""
     squares = values.square().sum(-1, dtype=torch.float64) / max(values.shape[-1], 1)
     blocks = (block.mean(-1) for block in torch.split(squares, BLOCK_ROWS, -1) if block.numel())
     return math.sqrt(min([float(block.amin()) for block in blocks], default=math.inf))
 
 
 def _scale(number: int) -> float:
-    """The root mean square in the middle of a class."""
+    """Return the root mean square in the middle of a class."""
     return float(2.0 ** (NARROWEST + number / 4))
 
 
 class Profile:
-    """What weights look like: how many lie where, class by class.
+    """Histogram of weights by class.
 
     Attributes:
-        counts: [CLASSES, BINS] float64, of weights by their values in units of the class's root mean square.
-        largest: the largest magnitude with a length of its own, L.
+        counts: [CLASSES, BINS] float64, counts of weights by value in units of the class's root mean square.
+        largest: the largest magnitude with its own code length, L.
     """
 
     def __init__(self, largest: int = LARGEST) -> None:
-        """Start without weights."""
+        """Create an empty profile."""
         self.largest = largest
         self.counts = torch.zeros(CLASSES, BINS, dtype=torch.float64)
         self._draws: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def mean_square(self) -> float:
-        """The mean square of the weights, about."""
+        """The approximate mean square of the weights."""
         scales = torch.tensor([_scale(number) for number in range(CLASSES)], dtype=torch.float64)
         squares = self.counts @ _centers().square().double() * scales.square()
         return float(squares.sum() / self.counts.sum().clamp(min=1))
@@ -141,39 +144,39 @@ class Profile:
 
         Args:
             values: [R, C] float32, finite.
-            factor: how many weights each of them stands for.
+            factor: number of weights that each value represents.
         """
         self._draws.clear()
         for number, counts in _core.count_values(values.contiguous().numpy(), classes=CLASSES, bins=BINS, reach=REACH):
             self.counts[number] += torch.from_numpy(counts).double() * factor
 
     def bits(self, step: float, lengths: Lengths, price: float = PRICE) -> float:
-        """Bits of the weights rounded to a step."""
+        """Return the bits of the weights rounded to a step."""
         counts = self._symbols(step, lengths, price)
         exceptions = self.counts.sum() - counts.sum()
         return float((counts * lengths.bits).sum() + exception_bits(self.largest) * exceptions)
 
     def lengths(self, step: float, price: float = PRICE, dependent: bool = False) -> Lengths:
-        """Learn the lengths of the weights rounded to a step, rounding and counting in turns."""
+        """Find the code lengths of the weights rounded to a step by alternating rounding and counting."""
         found = Lengths(torch.zeros(CLASSES, 2 * self.largest + 1), dependent)
         for _ in range(ROUNDS):
             found = Lengths(_lengths(self._symbols(step, found, price)), dependent)
         return found
 
     def _symbols(self, step: float, lengths: Lengths, price: float) -> Tensor:
-        """How often each symbol comes in each class, [CLASSES, 2 L + 1] float64; exceptions are left out."""
+        """Return the count of each symbol in each class, [CLASSES, 2 L + 1] float64; exceptions are excluded."""
         largest = self.largest
         counts = torch.zeros(CLASSES, 2 * largest + 1, dtype=torch.float64)
         for number in self.counts.sum(1).nonzero().flatten().tolist():
             values, weights = self._drawn(number) if lengths.dependent else (_centers(), self.counts[number])
             codes = lengths.cheapest(values * (_scale(number) / step), number, price)
-            symbols = symbols_of(codes.int(), lengths.dependent)  # bytes could not be compared with L
+            symbols = symbols_of(codes.int(), lengths.dependent)  # int8 could not be compared with L
             listed = symbols.abs() <= largest
             counts[number].index_add_(0, symbols[listed].long() + largest, weights[listed])
         return counts
 
     def _drawn(self, number: int) -> tuple[Tensor, Tensor]:
-        """Values of a class at even distances of its distribution, shuffled, and how many weights each stands for."""
+        """Return evenly spaced quantiles of a class's distribution, shuffled, and the weights that each represents."""
         if number not in self._draws:
             sums = self.counts[number].cumsum(0)
             places = (torch.arange(DRAWN, dtype=torch.float64) + 0.5) * (float(sums[-1]) / DRAWN)
@@ -193,7 +196,7 @@ class Lengths:
     """Bits of symbols by class.
 
     Attributes:
-        bits: [CLASSES, 2 L + 1] float32, of the symbols from -L on.
+        bits: [CLASSES, 2 L + 1] float32, for the symbols from -L to L.
         dependent: whether symbols are indices of dependent codes; otherwise they are the codes.
     """
 
@@ -202,21 +205,24 @@ class Lengths:
 
     @property
     def largest(self) -> int:
-        """The largest magnitude with a length of its own, L."""
+        """The largest magnitude with its own code length, L."""
         return self.bits.shape[1] // 2
 
     @property
     def worth(self) -> float:
-        """Squared steps that the product takes a bit for."""
+        """Squared steps per bit that the methods use."""
         return worth_of(self.dependent)
 
     def cheapest(self, values: Tensor, number: int, price: float = PRICE) -> Tensor:
-        """The codes of values [n] of class `number`, given in units of the step; n a multiple of a row block's rows."""
+        """Return the codes of values [n] of class `number` in units of the step.
+
+        n must be a multiple of the rows of a row block.
+        """
         rows = values.view(BLOCK_ROWS, -1)
         return round_priced(rows, 1.0, Lengths(self.bits[number : number + 1], self.dependent), price).flatten()
 
     def total(self, values: Tensor, codes: Tensor) -> float:
-        """Bits of all codes [R, C] that a matrix [R, C] was rounded to, classes being those of the matrix."""
+        """Return the total bits of codes [R, C] of a matrix [R, C]; the matrix determines the classes."""
         total, given = 0.0, values.contiguous().numpy()
         symbols = symbols_of(codes, self.dependent).contiguous()[None].numpy()
         for number, found in _core.count_integers(given, symbols, classes=CLASSES, largest=self.largest):
@@ -228,17 +234,17 @@ class Lengths:
 
 
 def symbols_of(codes: Tensor, dependent: bool) -> Tensor:
-    """What is coded of codes of a signed type: of dependent ones their indices."""
+    """Return the coded symbols of codes with a signed dtype: for dependent codes, their indices."""
     return torch.where(codes & 3 == 1, codes, -codes) >> 2 if dependent else codes
 
 
 def scale_of(step: float, dependent: bool) -> float:
-    """What a code is worth."""
+    """Return the value of one code step."""
     return step / 4 if dependent else step
 
 
 def worth_of(dependent: bool) -> float:
-    """Squared steps that a bit is worth."""
+    """Return the squared steps per bit."""
     return WORTH_OF_DEPENDENT if dependent else WORTH
 
 
@@ -254,15 +260,15 @@ def round_priced(
     """Round a matrix.
 
     Args:
-        values: [R, C] of a floating type, on the CPU.
-        step: of the quantizer: what an integer is worth, and four dependent codes.
+        values: [R, C], any floating-point dtype, on the CPU.
+        step: step of the quantizer: the value of one integer, or of four dependent codes.
         lengths: bits of the symbols.
-        price: squared steps that a bit is worth.
-        width: classes are those of the values in units of it.
-        out: [R, C] of an integer type that takes the integers if it holds all of them; a new int8 tensor by default.
+        price: squared steps per bit.
+        width: unit of the values when their class is determined.
+        out: [R, C] integer tensor that receives the codes if it can hold all of them; a new int8 tensor by default.
 
     Returns:
-        `out`, or where codes are too large for it a new tensor of the narrowest of int16 and int32 that holds them.
+        `out`, or, if codes are too large for it, a new tensor of the narrowest of int16 and int32 that holds them.
 
     Raises:
         ValueError: a value is NaN or infinite.
@@ -277,12 +283,12 @@ def round_priced(
 
 
 def _centers() -> Tensor:
-    """The values in the middle of a profile's bins, [BINS] float32 in root mean squares."""
+    """Return the centers of a profile's bins, [BINS] float32 in root mean squares."""
     return (torch.arange(BINS) + 0.5 - BINS / 2) * (2 * REACH / BINS)
 
 
 def _lengths(counts: Tensor) -> Tensor:
-    """Bits [CLASSES, symbols] float32 of symbols counted so often; classes that have none take the nearest one's."""
+    """Return bits [CLASSES, symbols] float32 from symbol counts; empty classes use the nearest class."""
     seen = counts.sum(1).nonzero().flatten()
     if len(seen) == 0:
         return torch.zeros(counts.shape)

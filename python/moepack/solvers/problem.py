@@ -1,4 +1,4 @@
-"""A batch of matrices with their Hessians, ready for error compensation: what the solvers at a rate have in common."""
+"""A batch of matrices with Hessians, ready for error compensation: the common base of the rate-constrained solvers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Damping(Protocol):
     """The settings that `Problem` reads.
 
     Attributes:
-        damping: of the Hessians, relative to their mean diagonal.
-        shift: share of the accumulated error of earlier layers that the weights are moved to correct, 0 to 1.
+        damping: damping of the Hessians, relative to their mean diagonal.
+        shift: share of the accumulated error of earlier layers that is corrected by moving the weights, 0 to 1.
         shift_damping: damping of that regression.
     """
 
@@ -32,27 +32,27 @@ class Damping(Protocol):
 
 
 class Problem:
-    """A batch of matrices that share factorised Hessians, to be solved at different prices.
+    """A batch of matrices with factorized Hessians, to be solved at different prices.
 
     Attributes:
         weights: [E, R, C] float32, moved to correct earlier layers' errors.
         hessians: [E, C, C].
-        factors: of the damped Hessians, columns in the order of visits.
-        importance: [E], mean diagonal of each expert's Hessian: its output error for a unit of squared weight error.
+        factors: factors of the damped Hessians, with columns in processing order.
+        importance: [E], mean diagonal of each expert's Hessian: its output error per unit of squared weight error.
     """
 
     def __init__(
         self, weights: Tensor, hessians: Tensor, drift: Tensor | None, settings: Damping, order: Tensor | None = None
     ) -> None:
-        """Factorise the Hessians and move the weights.
+        """Factorize the Hessians and move the weights.
 
         Args:
             weights: [E, R, C], finite.
-            hessians: [E, C, C], sums of a x^T x over the tokens x that enter the compressed model's layer, weighted by
-                how much the model's output depends on each.
-            drift: [E, C, C], sums of a (x' - x)^T x, where x' is what enters the original model's layer; or `None`.
-            settings: how the solver works.
-            order: [C], in which columns are visited; None for as they are.
+            hessians: [E, C, C], sums of a x^T x over the input tokens x of the compressed model's layer, weighted by
+                the sensitivity a of the model's output to each.
+            drift: [E, C, C], sums of a (x' - x)^T x, where x' are the inputs in the original model; or `None`.
+            settings: settings of the solver.
+            order: [C], the processing order of columns; None for the natural order.
         """
         self.weights, self.hessians = weights.float(), hessians
         if drift is not None and settings.shift:

@@ -1,22 +1,22 @@
-"""Ternary rows at a chosen rate: GPTQ whose decisions pay for the bits that they cost.
+"""Ternary rows at a given rate: GPTQ whose decisions account for code length.
 
-An entropy coder charges exactly what is used, so a ternary row may be dense or sparse, and the question is which
-weights deserve to be non-zero. Every weight is given the code that minimises
+An entropy coder charges exactly the bits used, so a ternary row may be dense or sparse, and the solver decides which
+weights are non-zero. Every weight gets the code that minimizes
 
     p_j^2 (w - v)^2 + price * bits(code),
 
-the growth of the damped output error (the numerator is what GPTQ spreads over the free columns) plus a price for the
-code's length under the row's own frequencies. One price for a whole layer makes the marginal gain of a bit the same in
-every row, projection and expert: experts that many tokens rely on come out dense, those that none does empty.
+the increase of the damped output error (the error that GPTQ distributes over the remaining columns) plus a price for
+the code's length under the row's own frequencies. With one price for a whole layer, the marginal gain of a bit is the
+same in every row, projection and expert: experts that many tokens use become dense, unused ones empty.
 
-Levels follow the density: a row of density d gets the levels +-gain * rms / sqrt(d). With gain 1 the row keeps its
-energy: *what is zeroed is paid back in scale*. Levels at the centroids, the least-squares choice, starve the network
-of signal. A gain above 1 lets more of the rate be saved by the level and less by the price, which adapts to the
-calibration text: measured, it costs little on that text's domain and helps on another. Levels and frequencies depend
-on the codes and are found by repeating the pass.
+Levels follow the density: a row with density d gets the levels +-gain * rms / sqrt(d). With gain 1 the row keeps its
+energy: *scale compensates for zeroed weights*. Least-squares levels (the centroids) would lose output energy. With a
+gain above 1, levels save more of the rate and the price, which adapts to the calibration text, saves less: measured, it
+costs little on that text's domain and helps on another. Levels and frequencies depend on the codes and are found by
+repeating the pass.
 
-Invariants: as for :mod:`moepack.solvers.gptq`; a row depends on nothing but its weights, its expert's Hessian and its
-price, so prices may be tried on some rows and used for the others.
+Invariants: as for :mod:`moepack.solvers.gptq`; a row depends only on its weights, its expert's Hessian and its price,
+so prices may be tried on some rows and used for the others.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from moepack.solvers.problem import Problem
 
 __all__ = ["RateGrid", "RateProblem", "RateSettings", "row_bits"]
 
-#: Level (16 bits: the two are opposite), length (12) and dictionary (4) of a row; its share of the group starts (64
-#: bits for 64 rows).
+#: Bits of a row's level (16: the two are opposite), length (12) and dictionary (4), and its share of the group starts
+#: (64 bits for 64 rows).
 ROW_METADATA = 33
-#: Half a byte for the rounded length of a row that is not empty; its last code, which stands for zeros beyond its end.
+#: Half a byte for the rounded length of a non-empty row, and its last code, which represents zeros beyond its end.
 ROW_TAIL = 5
-#: What FSV8 needs over the entropy of a row, with a choice among eight dictionaries.
+#: Size of FSV8 relative to the entropy of a row, with a choice among eight dictionaries.
 CODE_EXCESS = 1.007
 
 
 @dataclass(frozen=True)
 class RateSettings:
-    """How the solver works.
+    """Settings of the solver.
 
     Attributes:
-        damping: of the Hessians, relative to their mean diagonal. Far above GPTQ's: codes that follow the calibration
-            set's covariance too closely do not carry over to other text.
-        shift: share of the accumulated error of earlier layers that the weights are moved to correct, 0 to 1.
+        damping: damping of the Hessians, relative to their mean diagonal. Far above GPTQ's, because codes that follow
+            the calibration set's covariance too closely do not generalize to other text.
+        shift: share of the accumulated error of earlier layers that is corrected by moving the weights, 0 to 1.
         shift_damping: damping of that regression.
-        passes: solutions of each matrix; each refits levels and code lengths to the last one's codes.
-        narrowest, widest: bounds of a level in units of the row's root mean square. Beyond 3 a row empties itself: the
+        passes: number of passes over each matrix; each refits levels and code lengths to the last codes.
+        narrowest, widest: bounds of a level in units of the row's root mean square. Above 3 a row empties itself: the
             fewer codes, the larger the level, the fewer codes.
     """
 
@@ -65,7 +65,7 @@ class RateSettings:
 
     def __post_init__(self) -> None:
         if self.passes < 1 or not 0 <= self.shift <= 1 or not 0 < self.narrowest <= self.widest:
-            raise ValueError(f"no valid settings: {self}")
+            raise ValueError(f"invalid settings: {self}")
 
 
 class RateGrid:
@@ -78,11 +78,11 @@ class RateGrid:
     group_size: int | None = None
 
     def __init__(self, levels: Tensor, prices: Tensor, lengths: Tensor) -> None:
-        """Describe the grid.
+        """Create the grid.
 
         Args:
             levels: [E, R, 2], (negative, positive).
-            prices: [E, R], squared error (in the units of the curvature) that a bit is worth.
+            prices: [E, R], squared error per bit (in the units of the curvature).
             lengths: [E, R, 3], bits of the codes -1, 0, 1.
         """
         self.levels = levels
@@ -90,13 +90,13 @@ class RateGrid:
         self._penalties = (lengths * prices[..., None]).unbind(-1)
 
     def fit(self, weights: Tensor) -> None:
-        """Nothing to do: the levels are given."""
+        """Do nothing: the levels are given."""
 
     def enter(self, start: int, weights: Tensor) -> None:
-        """Nothing to do: there are no groups."""
+        """Do nothing: there are no groups."""
 
     def quantize(self, values: Tensor, columns: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the cheapest code; zero where nothing is cheaper."""
+        """Choose the cheapest code; ties go to zero."""
         scale = 1 / curvature[:, None]
         costs = [
             (values - level).square_() if level is not None else values.square()
@@ -112,7 +112,7 @@ class RateGrid:
 
 
 def row_bits(codes: Tensor) -> Tensor:
-    """Bits that each row of codes [..., C] takes coded by FSV8, all metadata counted; [...] float64, an estimate."""
+    """Estimate the FSV8 size of each row of codes [..., C] in bits, including all metadata; [...] float64."""
     columns = codes.shape[-1]
     counts = torch.stack([(codes == code).sum(-1) for code in (-1, 0, 1)], -1).double()
     entropy = -(torch.xlogy(counts, counts / max(columns, 1)) / math.log(2)).sum(-1)
@@ -121,17 +121,17 @@ def row_bits(codes: Tensor) -> Tensor:
 
 
 class RateProblem(Problem):
-    """A batch of matrices, to be made ternary at different prices."""
+    """A batch of matrices to quantize to ternary values at different prices."""
 
     def __init__(
         self, weights: Tensor, hessians: Tensor, drift: Tensor | None = None, settings: RateSettings | None = None
     ) -> None:
-        """Factorise the Hessians and move the weights; arguments as for `Problem`."""
+        """Factorize the Hessians and move the weights; arguments as for `Problem`."""
         self.settings = settings or RateSettings()
         super().__init__(weights, hessians, drift, self.settings)
 
     def rows(self, picked: Tensor) -> RateProblem:
-        """The problem with the rows picked [K] int64 only; one may be picked many times."""
+        """Return the problem restricted to the rows `picked` [K] int64; rows may repeat."""
         part = copy(self)
         part.weights = self.weights[:, picked]
         return part
@@ -140,15 +140,15 @@ class RateProblem(Problem):
         """Quantize all rows.
 
         Args:
-            prices: output error that a bit is worth, [R].
-            gains: of the levels over energy preservation, [R].
+            prices: output error per bit, [R].
+            gains: factors of the levels over energy preservation, [R].
 
         Returns:
             codes [E, R, C] int8, levels [E, R, 2] float32 before they are rounded for storage, reports of the experts.
         """
         rms = self.weights.square().mean(-1).sqrt()
         relative = prices[None, :].to(rms) / self.importance[:, None]
-        # A first guess: the density where the levels just keep the energy of Gaussian rows rounded to nearest.
+        # Initial guess: the density at which the levels preserve the energy of Gaussian rows rounded to nearest.
         density = torch.full_like(rms, 1 / 3)
         lengths = _lengths(density / 2, 1 - density, density / 2)
         gptq_settings = GptqSettings(damping=self.settings.damping)
@@ -163,7 +163,7 @@ class RateProblem(Problem):
 
 
 def _lengths(negative: Tensor, zero: Tensor, positive: Tensor, columns: int = 0) -> Tensor:
-    """Bits [E, R, 3] of the codes of rows with these frequencies; one half of a code is added to each count."""
+    """Return bits [E, R, 3] of the codes of rows with these frequencies; half a code is added to each count."""
     frequencies = torch.stack([negative, zero, positive], -1)
     if columns:
         frequencies = (frequencies * columns + 0.5) / (columns + 1.5)

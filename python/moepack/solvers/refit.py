@@ -1,9 +1,9 @@
-"""Scales and offsets that fit codes best, once GPTQ has chosen the codes.
+"""Refits scales and offsets to the codes that GPTQ chose.
 
-GPTQ takes a group's scale and offset before it rounds the group, when it does not know yet where the errors of the
-columns will go. Afterwards, the output error (w - q) H (w - q)^T of a row is a quadratic of its scales and offsets; it
-is minimised one group at a time, two unknowns in closed form, in `SWEEPS` sweeps. No step makes the error larger, so
-the result is never worse than what GPTQ left, but for the rounding of the stored parameters.
+GPTQ fixes a group's scale and offset before it rounds the group, when the errors of its columns are not yet known.
+Afterwards, the output error (w - q) H (w - q)^T of a row is quadratic in its scales and offsets. It is minimized one
+group at a time, two unknowns in closed form, in `SWEEPS` sweeps. No step increases the error, so the result is never
+worse than GPTQ's, except for the rounding of stored parameters.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from moepack.solvers.grids import AffineGrid
 
 __all__ = ["refit_groups"]
 
-#: Sweeps over the groups; the third changes no figure any more.
+#: Sweeps over the groups; a third sweep changes no measured figure.
 SWEEPS = 2
-#: A group whose codes are all alike has no scale of its own: its normal equations are singular below this determinant,
-#: relative to the product of their diagonal.
+#: A group with equal codes has no scale of its own: its normal equations are singular below this determinant, relative
+#: to the product of their diagonal.
 SINGULAR = 1e-6
 
 
@@ -26,9 +26,9 @@ def refit_groups(weights: Tensor, codes: Tensor, hessians: Tensor, grid: AffineG
     """Refit the parameters of `grid`, which holds those that `codes` were chosen with.
 
     Args:
-        weights: [E, R, C] float32, what the values should come near.
+        weights: [E, R, C] float32, the values to approximate.
         codes: [E, R, C].
-        hessians: [E, C, C]; an expert's parameters are left alone where they are not finite or all zero.
+        hessians: [E, C, C]; an expert's parameters are kept if its Hessian is not finite or all zero.
         grid: its `scales` and `offsets` [E, R, G] are replaced.
         damping: added to the diagonal, relative to its mean.
 
@@ -40,7 +40,7 @@ def refit_groups(weights: Tensor, codes: Tensor, hessians: Tensor, grid: AffineG
     scaled = torch.where(usable[:, None, None], hessians, 0.0) / torch.where(usable, diagonal, 1.0)[:, None, None]
     scaled.diagonal(dim1=1, dim2=2).add_(damping)
     values = grid.values(codes)
-    # What is left of the weights, seen through H: the gradient of the error is -2 times this.
+    # The residual of the weights times H: the gradient of the error is -2 times this.
     left = torch.bmm(weights - values, scaled)
     for group in range(grid.scales.shape[-1] * SWEEPS):
         group %= grid.scales.shape[-1]
@@ -55,7 +55,7 @@ def refit_groups(weights: Tensor, codes: Tensor, hessians: Tensor, grid: AffineG
 
 
 def _steps(codes: Tensor, left: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Changes of scale and offset [E, R] that minimise the error over one group; zero where they are not determined."""
+    """Return changes of scale and offset [E, R] that minimize the error over one group; zero if undetermined."""
     seen = torch.bmm(codes, hessian)
     cc, c1, one = (seen * codes).sum(-1), seen.sum(-1), hessian.sum((1, 2))[:, None]
     bc, b1 = (left * codes).sum(-1), left.sum(-1)

@@ -1,11 +1,11 @@
 """Round-to-nearest on QMoE's row-wise ternary grid (QMoE, section 4.1: `{w_min, 0, w_max}`).
 
-The grid of a row is its minimum, zero and its maximum, the minimum and the maximum each forced to include zero (a row
-of positive weights has the levels 0 and max). A weight above max/2 becomes max, one below min/2 becomes min, the rest
-zero; a weight exactly half-way becomes zero.
+The grid of a row is its minimum, zero and its maximum, with the range extended to include zero (a row of positive
+weights has the levels 0 and max). A weight above max/2 becomes max, one below min/2 becomes min, the rest zero; a
+weight exactly half-way becomes zero.
 
-The codes follow from the exact minimum and maximum; the levels are then rounded to bfloat16, because that is what the
-paper stores, and two 16-bit levels already are 5% of a packed row of 768 weights. For bf16 weights nothing is rounded.
+The codes follow from the exact minimum and maximum. The levels are then rounded to bfloat16, because the paper stores
+bfloat16, and two 16-bit levels already take 5% of a packed row of 768 weights. For bf16 weights nothing is rounded.
 """
 
 from typing import overload
@@ -39,21 +39,21 @@ def quantize_ternary(
     level_dtype: torch.dtype = torch.bfloat16,
     name: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """Quantize a matrix, or a stack of matrices, to three levels a row.
+    """Quantize a matrix, or a stack of matrices, to three levels per row.
 
     Args:
         weight: `[..., R, C]`, bf16, f16, f32 or f64; torch or numpy, on any device, contiguous or not.
-        level_dtype: what the levels are rounded to: bfloat16 (default), float16 or float32.
+        level_dtype: dtype to which the levels are rounded: bfloat16 (default), float16 or float32.
         name: the tensor's name, for the error.
 
     Returns:
-        codes: `[..., R, C]` int8: -1 stands for the row's negative level, 0 for zero, 1 for its positive level.
+        codes: `[..., R, C]` int8: -1 for the row's negative level, 0 for zero, 1 for its positive level.
         levels: `[..., R, 2]` float32, each row's (negative, positive) with negative <= 0 <= positive, exactly
-            representable in `level_dtype`. Both are of the same library and on the same device as `weight`.
+            representable in `level_dtype`. Both are in the same library and on the same device as `weight`.
 
     Raises:
-        InvalidTensorError: the weight holds NaN or infinity, is no stack of matrices, is not dense and of a
-            floating-point dtype, or has a level beyond the range of `level_dtype`.
+        InvalidTensorError: the weight contains NaN or infinity, is not a stack of matrices, is not dense, does not have
+            a floating-point dtype, or has a level out of range of `level_dtype`.
         TypeError: `weight` is neither a torch tensor nor a numpy array.
     """
     values = as_tensor(weight, "weight" if name is None else f"weight '{name}'")
@@ -66,7 +66,7 @@ def _check(weight: torch.Tensor, level_dtype: torch.dtype, name: str | None) -> 
     if level_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"level_dtype must be bfloat16, float16 or float32, got {level_dtype}")
     if weight.dtype not in _FLOATS:
-        raise InvalidTensorError(f"has dtype {weight.dtype}, expected a floating-point one", tensor=name)
+        raise InvalidTensorError(f"has dtype {weight.dtype}, expected a floating-point dtype", tensor=name)
     if weight.ndim < 2:
         raise InvalidTensorError(f"has shape {list(weight.shape)}, expected [..., rows, columns]", tensor=name)
 
@@ -96,11 +96,11 @@ def _not_finite(
     level_dtype: torch.dtype,
     name: str | None,
 ) -> InvalidTensorError:
-    """The error for a chunk of which some level is not finite; `first` is the place of its first row."""
+    """Return the error for a chunk with a non-finite level; `first` is the position of its first row."""
     row = int((~rounded.isfinite()).any(dim=-1).nonzero()[0])
     place = [*first[:-1], first[-1] + row]
     bad = (~values[row].isfinite()).nonzero()
     if len(bad):
         column = int(bad[0])
         return InvalidTensorError(f"holds {float(values[row, column])} at {[*place, column]}", tensor=name)
-    return InvalidTensorError(f"row {place} has a level beyond the range of {level_dtype}", tensor=name)
+    return InvalidTensorError(f"row {place} has a level out of range of {level_dtype}", tensor=name)

@@ -1,16 +1,16 @@
-"""Integers of one uniform step under error compensation: GPTQ whose decisions pay for the bits that they cost.
+"""Integers with one uniform step under error compensation: GPTQ whose decisions account for code length.
 
-A weight v, compensated for the errors of the columns before it, becomes the integer q of the least
+A weight v, compensated for the errors of the columns before it, becomes the integer q that minimizes
 
     c p_j^2 (v - step q)^2 + price * bits(q),
 
-where c p_j^2 is the loss of a unit of squared error in its column (`gptq`; c is the mean diagonal of the expert's
-Hessian): the growth of the damped output error, and what the code's length is worth. At one price the last bit of every
-row, column and expert saves the same error. Lengths are those of an entropy coder whose tables follow runs of rows;
-they depend on the codes and are found by repeating the pass.
+where c p_j^2 is the loss per unit of squared error in its column (`gptq`; c is the mean diagonal of the expert's
+Hessian): the increase of the damped output error plus the cost of the code. At one price, the last bit of every row,
+column and expert saves the same error. Lengths are those of an entropy coder whose tables follow runs of rows; they
+depend on the codes and are found by repeating the pass.
 
-*Dependent* codes (docs/format.md, section 9) are a path of a trellis in each lane, the columns that are four apart. The
-core searches it, with the errors of each path that survives spread as GPTQ does (`rust/core/src/solvers/trellis`).
+*Dependent* codes (docs/format.md, section 9) form a trellis path in each lane, which consists of every fourth column.
+The core searches it, and distributes the errors of each surviving path as GPTQ does (`rust/core/src/solvers/trellis`).
 
 Invariants: as for :mod:`moepack.solvers.gptq`.
 """
@@ -39,10 +39,10 @@ from moepack.solvers.problem import Problem
 __all__ = ["CodeLengths", "UniformProblem", "UniformSettings", "dependent_codes", "priced_codes", "step_of"]
 
 PRIOR = 64.0
-"""How many codes the frequencies of all rows count for among those of a run of rows."""
+"""Weight, in codes, of the frequencies over all rows when the frequencies of a run are estimated."""
 
 LANES = 4
-"""Sequences of dependent codes in a row: columns that are so many apart."""
+"""Number of sequences of dependent codes in a row: each takes every fourth column."""
 
 ROUNDS = 3
 """Rounds of rounding and counting without compensation."""
@@ -50,17 +50,18 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class UniformSettings:
-    """How the solver works.
+    """Settings of the solver.
 
     Attributes:
-        damping: of the Hessians, relative to their mean diagonal. Codes that follow the calibration set's covariance
-            too closely do not carry over to other text: 0.2 loses a quarter more than 0.5 or 1 there.
-        shift: share of the accumulated error of earlier layers that the weights are moved to correct, 0 to 1.
+        damping: damping of the Hessians, relative to their mean diagonal. Codes that follow the calibration set's
+            covariance too closely do not generalize to other text: 0.2 loses a quarter more there than 0.5 or 1.
+        shift: share of the accumulated error of earlier layers that is corrected by moving the weights, 0 to 1.
         shift_damping: damping of that regression.
-        worth: squared steps that a bit is worth.
-        largest: the largest magnitude with a length of its own.
+        worth: squared steps per bit.
+        largest: the largest magnitude with its own code length.
         dependent: whether codes may be dependent.
-        even: whether errors of all matrices count alike: what they count is in their scale. Otherwise Hessians tell.
+        even: whether errors of all matrices have equal weight because their importance is in their scale. Otherwise the
+            Hessians determine the weight.
     """
 
     damping: float = 0.5
@@ -77,10 +78,10 @@ class CodeLengths:
     """Bits of the symbols of runs of rows: of integers, or of the indices of dependent codes.
 
     Attributes:
-        table: [N, 2 L + 3] float32, of the symbols from -L - 1 on, by run: those with a length of their own, and one
-            on either side for all beyond.
+        table: [N, 2 L + 3] float32, bits of the symbols from -L - 1 to L + 1 by run: those with their own code length,
+            and one on either side for all beyond.
         runs: [E, R] int64, the run of each row.
-        totals: [N] float64, what the codes of each run take that were counted.
+        totals: [N] float64, the bits of the counted codes of each run.
     """
 
     table: Tensor
@@ -89,7 +90,7 @@ class CodeLengths:
 
     @classmethod
     def counted(cls, codes: Tensor, runs: Tensor, largest: int = LARGEST) -> CodeLengths:
-        """Lengths from codes [E, R, C] and the runs [E, R] of their rows, numbered from 0 on."""
+        """Return lengths from codes [E, R, C] and the runs [E, R] of their rows, numbered from 0."""
         number, width = int(runs.max()) + 1 if runs.numel() else 1, 2 * largest + 3
         places = (_symbols(codes, largest) + runs[..., None] * width).flatten()
         counts = torch.bincount(places, minlength=number * width).view(number, width).double()
@@ -100,7 +101,7 @@ class CodeLengths:
         return cls(bits.float(), runs, (counts * bits).sum(1))
 
     def of(self, codes: Tensor) -> Tensor:
-        """Bits of integers [E, R], one a row, or [E, R, C]."""
+        """Return bits of integers [E, R], one per row, or [E, R, C]."""
         runs = self.runs if codes.dim() == 2 else self.runs[..., None]
         width = self.table.shape[1]
         places = _symbols(codes, width // 2 - 1) + runs * width
@@ -108,20 +109,20 @@ class CodeLengths:
 
 
 def _symbols(codes: Tensor, largest: int) -> Tensor:
-    """The places of integers in a run's table, int64."""
+    """Return the positions of integers in a run's table, int64."""
     return codes.clamp(-largest - 1, largest + 1).long() + (largest + 1)
 
 
 def _cheapest(exact: Tensor, prices: Tensor, lengths: CodeLengths) -> Tensor:
-    """The cheapest of the nearest integer, the next one towards zero, and zero.
+    """Choose the cheapest of the nearest integer, the next one towards zero, and zero.
 
     Args:
         exact: [E, R] or [E, R, C], in steps.
-        prices: of the same shape or one that expands to it, squared steps that a bit is worth.
+        prices: broadcastable to `exact`, squared steps per bit.
         lengths: bits of the codes.
 
     Returns:
-        Integers of the shape and type of `exact`.
+        Integers of the shape and dtype of `exact`.
     """
     best = exact.round().clamp_(-MOST, MOST)
     inner, least = best - best.sign(), (exact - best).square_().addcmul_(prices, lengths.of(best))
@@ -133,7 +134,13 @@ def _cheapest(exact: Tensor, prices: Tensor, lengths: CodeLengths) -> Tensor:
 
 
 def dependent_codes(exact: Tensor, prices: Tensor, largest: int = LARGEST) -> CodeLengths:
-    """As `priced_codes` of dependent codes, one run an expert; [E, R, C] float32 on the CPU, and [E]."""
+    """Return code lengths like `priced_codes`, for dependent codes with one run per expert.
+
+    Args:
+        exact: [E, R, C] float32 on the CPU, in steps.
+        prices: [E], squared steps per bit.
+        largest: the largest magnitude with its own code length.
+    """
     runs = torch.arange(len(exact))[:, None].expand(exact.shape[:2])
     lengths = CodeLengths.counted(exact.round(), runs, largest)
     for _ in range(ROUNDS):
@@ -146,13 +153,13 @@ def dependent_codes(exact: Tensor, prices: Tensor, largest: int = LARGEST) -> Co
 
 
 def priced_codes(exact: Tensor, prices: Tensor, runs: Tensor, largest: int = LARGEST) -> CodeLengths:
-    """Lengths of values that are rounded without compensation, in turns with counting.
+    """Return code lengths of values rounded without compensation, by alternating rounding and counting.
 
     Args:
         exact: [E, R, C] float32, in steps.
-        prices: [E], squared steps that a bit is worth.
+        prices: [E], squared steps per bit.
         runs: [E, R], the run of each row.
-        largest: the largest magnitude with a length of its own.
+        largest: the largest magnitude with its own code length.
     """
     lengths = CodeLengths.counted(exact.round(), runs, largest)
     for _ in range(ROUNDS):
@@ -161,12 +168,12 @@ def priced_codes(exact: Tensor, prices: Tensor, runs: Tensor, largest: int = LAR
 
 
 def step_of(price: float, curvature: float, worth: float) -> float:
-    """The step at which a bit is worth so many squared steps, a bfloat16.
+    """Return the step, a bfloat16, at which a bit is worth `worth` squared steps.
 
     Args:
-        price: loss that a bit is worth.
-        curvature: loss of a unit of squared error.
-        worth: squared steps that a bit is worth.
+        price: loss per bit.
+        curvature: loss per unit of squared error.
+        worth: squared steps per bit.
     """
     return max(float(torch.tensor((price / (worth * curvature)) ** 0.5).bfloat16()), torch.finfo(torch.bfloat16).tiny)
 
@@ -177,26 +184,26 @@ class _UniformGrid:
     group_size: int | None = None
 
     def __init__(self, step: float, prices: Tensor, lengths: CodeLengths) -> None:
-        """Describe the grid; prices [E] are the squared steps that a bit is worth where the curvature is 1."""
+        """Create the grid; prices [E] are squared steps per bit at curvature 1."""
         self.step, self.prices, self.lengths = step, prices, lengths
 
     def fit(self, weights: Tensor) -> None:
-        """Nothing to do: the step is given."""
+        """Do nothing: the step is given."""
 
     def enter(self, start: int, weights: Tensor) -> None:
-        """Nothing to do: there are no groups."""
+        """Do nothing: there are no groups."""
 
     def quantize(self, values: Tensor, columns: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the cheapest integer."""
+        """Choose the cheapest integer."""
         codes = _cheapest(values / self.step, (self.prices / curvature)[:, None], self.lengths)
         return codes.int(), codes * self.step
 
 
 class UniformProblem(Problem):
-    """A batch of matrices, to be rounded to multiples of a step or to dependent codes.
+    """A batch of matrices to round to multiples of a step or to dependent codes.
 
     Attributes:
-        curvature: [E], loss of a unit of squared error of a weight: `importance` by the mean of the Hessian's factors.
+        curvature: [E], loss per unit of squared weight error: `importance` times the mean of the Hessian's factors.
     """
 
     def __init__(
@@ -208,9 +215,9 @@ class UniformProblem(Problem):
         *,
         dependent: bool = False,
     ) -> None:
-        """Factorise the Hessians and move the weights; arguments as for `Problem`.
+        """Factorize the Hessians and move the weights; arguments as for `Problem`.
 
-        Dependent codes are solved lane after lane (docs/format.md, section 9), on the CPU.
+        Dependent codes are solved lane by lane (docs/format.md, section 9), on the CPU.
         """
         self.settings, self.dependent = settings or UniformSettings(), dependent
         super().__init__(weights, hessians, drift, self.settings, _by_lane(weights.shape[2]) if dependent else None)
@@ -222,9 +229,9 @@ class UniformProblem(Problem):
         """Quantize all rows.
 
         Args:
-            step: what an integer is worth, and four dependent codes.
-            price: output error that a bit is worth.
-            lengths: bits of the symbols, as expected.
+            step: the value of one integer, or of four dependent codes.
+            price: output error per bit.
+            lengths: expected bits of the symbols.
 
         Returns:
             Codes [E, R, C] int32, their values, and reports of the experts.
@@ -248,5 +255,5 @@ class UniformProblem(Problem):
 
 
 def _by_lane(columns: int) -> Tensor:
-    """The columns in the order in which dependent codes are solved, [C] int64."""
+    """Return the columns in the order in which dependent codes are solved, [C] int64."""
     return torch.cat([torch.arange(lane, columns, LANES) for lane in range(LANES)])

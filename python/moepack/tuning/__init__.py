@@ -1,4 +1,4 @@
-"""Fine-tuning of what codes stand for, by gradient: the packed model's outputs against the original's."""
+"""Fine-tunes the values of codes by gradient descent on the divergence of the packed model from the original."""
 
 from moepack.tuning.gains import Gain, thaw_gains
 from moepack.tuning.gradient import Objective, Tuned, TuneSettings, listening, tune_model

@@ -1,7 +1,7 @@
 """Gains of norms with gradients.
 
-A gain is a scale of columns that all readers of a norm share, so it is fine-tuned as scales are: relative to itself,
-and rounded as it is stored.
+A gain is a column scale shared by all layers that read a norm. It is fine-tuned like scales: relative to its initial
+value, and rounded as stored.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Gain(nn.Module):
     """The parametrization of a gain [C] by its relative change.
 
     Attributes:
-        first: float32 [C], the gain as it was.
-        dtype: what it is stored as.
+        first: float32 [C], the initial gain.
+        dtype: the stored dtype.
     """
 
     first: Tensor
@@ -32,12 +32,12 @@ class Gain(nn.Module):
         self.dtype = dtype
 
     def forward(self, moves: Tensor) -> Tensor:
-        """The gain as it will be stored; gradients pass through the rounding."""
+        """Return the gain as it will be stored; gradients pass through the rounding."""
         gain = self.first * (1 + moves)
         return gain + (gain.to(self.dtype).float() - gain).detach()
 
     def right_inverse(self, gain: Tensor) -> Tensor:
-        """The change of a gain that is as it was."""
+        """Return the change of an unmodified gain, zero."""
         return torch.zeros_like(gain)
 
 
@@ -46,7 +46,7 @@ def thaw_gains(model: Any, stored: Mapping[str, torch.dtype]) -> dict[str, nn.Mo
 
     Args:
         model: a packed model in float32.
-        stored: the types of the tensors that may change, by their names in the model.
+        stored: stored dtypes of the tensors that may change, by their names in the model.
 
     Returns:
         The modules whose `weight` is a gain with gradients, by the name of the gain.
@@ -63,6 +63,6 @@ def thaw_gains(model: Any, stored: Mapping[str, torch.dtype]) -> dict[str, nn.Mo
 
 
 def gain_of(module: nn.Module) -> Tensor:
-    """The gain of a module of `thaw_gains`, as it will be stored."""
+    """Return the gain of a module from `thaw_gains`, as it will be stored."""
     (gain,) = cast(Any, module).parametrizations.weight
     return cast(Tensor, module.weight).detach().to("cpu", gain.dtype)

@@ -1,8 +1,9 @@
 """Gradient steps on all centroids, scales and gains at once (CodeQuant, equation 6, over the whole model).
 
-The paper adds lambda * KL(router) to the output error of the layer behind the router, whose weights the router does not
-depend on: that term has no gradient. Here a step goes through the whole model, so each router's divergence has one with
-respect to all centroids before it; and the output error is that of the model, the divergence of its logits.
+The paper adds lambda * KL(router) to the output error of the layer behind the router. The router does not depend on
+that layer's weights, so the term has no gradient. Here a step goes through the whole model, so each router's divergence
+has a gradient with respect to all earlier centroids; and the output error is that of the model, the divergence of its
+logits.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ from moepack.tuning.tensors import Books, TunedTensor
 __all__ = ["Objective", "TuneSettings", "Tuned", "listening", "routers", "tune_model"]
 
 PACE = 8.0
-"""Steps of scales and gains over those of centroids. On SmolLM2-135M at 3 bits 4 to 8 times 5e-4 gain most."""
+"""Step size of scales and gains relative to that of centroids. On SmolLM2-135M at 3 bits, 4 to 8 times 5e-4 gains
+most."""
 
 CHECK = 20
-"""Steps between looks at the samples that are held out."""
+"""Steps between evaluations of the held-out samples."""
 
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """How a model is fine-tuned.
+    """Settings of the fine-tuning.
 
     Attributes:
-        steps: of Adam.
-        rate: its learning rate, relative to the largest centroid of a codebook; scales and gains take `PACE` times as
-            much, relative to themselves. It falls to a tenth of itself.
-        router_weight: lambda, what a router's divergence counts beside that of the logits.
-        batch: samples a step.
-        seed: of the order of samples.
+        steps: number of Adam steps.
+        rate: learning rate relative to the largest centroid of a codebook. Scales and gains use `PACE` times this,
+            relative to their initial values. It decays to a tenth.
+        router_weight: lambda, the weight of a router's divergence relative to that of the logits.
+        batch: samples per step.
+        seed: seed of the order of samples.
     """
 
     steps: int = 200
@@ -51,32 +53,32 @@ class TuneSettings:
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch < 1 or not self.rate > 0 or not self.router_weight >= 0:
-            raise ValueError("steps, batch and rate must be positive, router_weight not negative")
+            raise ValueError("steps, batch and rate must be positive, and router_weight must not be negative")
 
 
 class Objective(NamedTuple):
-    """Divergences from the original model, nats a token.
+    """Divergences from the original model in nats per token.
 
     Attributes:
         logits: KL(original || packed) of the predictions.
-        routers: the same of the routers, the mean over layers.
+        routers: the same for the routers, averaged over layers.
     """
 
     logits: float
     routers: float
 
     def total(self, weight: float) -> float:
-        """The objective."""
+        """Return the objective."""
         return self.logits + weight * self.routers
 
 
 class Tuned(NamedTuple):
-    """What became of a model.
+    """The result of fine-tuning.
 
     Attributes:
-        tensors: what was fine-tuned by module and projection, at the best iterate.
-        gains: gains of norms, as they are stored, by their names in the model.
-        before, after: of the samples that are held out.
+        tensors: the fine-tuned tensors of the best iterate, by module and projection.
+        gains: gains of norms as stored, by their names in the model.
+        before, after: objective on the held-out samples.
     """
 
     tensors: dict[str, TunedTensor]
@@ -97,29 +99,28 @@ def tune_model(
     """Fine-tune a loaded packed model; its modules are replaced by ones with gradients.
 
     Args:
-        packed: as `moepack.load` gives it, in float32.
-        original: the model that it was made of, in float32.
-        samples: [N, L] int64 token ids, two at least; an eighth of them is held out.
+        packed: a model from `moepack.load`, in float32.
+        original: the original model, in float32.
+        samples: [N, L] int64 token ids, N >= 2; an eighth of them is held out.
         settings: see `TuneSettings`.
-        device: where everything runs; both models must fit there, with gradients.
-        advance: is told the steps that are done.
-        stored: the types of gains of norms that may change, by their names in the model; none for a model whose
-            norms stay.
+        device: where everything runs; both models must fit, with gradients.
+        advance: callback for the number of finished steps.
+        stored: stored dtypes of the norm gains that may change, by their names in the model; empty to keep all norms.
 
     Returns:
-        The tensors of the best iterate by the held-out objective, which may be those that were given.
+        The tensors of the best iterate by the held-out objective, which may be the initial one.
 
     Raises:
-        CalibrationError: there is one sample only, or the loss is not finite.
+        CalibrationError: there is only one sample, or the loss is not finite.
         UnsupportedModelError: the model cannot be fine-tuned.
     """
     if len(samples) < 2:
-        raise CalibrationError("fine-tuning needs two samples at least, one of them to hold out")
+        raise CalibrationError("fine-tuning requires at least two samples, one of them held out")
     tensors = thaw(packed)
     gains = thaw_gains(packed, stored or {})
     student, teacher = packed.to(device).eval(), original.to(device).eval().requires_grad_(False)
     if device.type != "cpu" and hasattr(teacher, "set_experts_implementation"):
-        # Grouped products of float32 are not on every device.
+        # Some devices lack grouped products of float32.
         teacher.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(settings.seed)
     samples = samples[torch.randperm(len(samples), generator=generator)]
@@ -148,7 +149,7 @@ def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def _batches(samples: Tensor, settings: TuneSettings, generator: torch.Generator) -> Iterator[Tensor]:
-    """A batch for each step: all samples in random order, then in another."""
+    """Yield a batch for each step: all samples in random order, then reshuffled."""
     order: list[int] = []
     for _ in range(settings.steps):
         while len(order) < settings.batch:
@@ -165,8 +166,11 @@ def _descend(
     settings: TuneSettings,
     advance: Callable[[int], None],
 ) -> tuple[Objective, Objective]:
-    """Leave in the parameters, which come with what multiplies their rate, the iterate of the least held-out objective;
-    returns the objective of the start and its own."""
+    """Optimize the parameters and leave the iterate with the least held-out objective in them.
+
+    `paced` pairs rate multipliers with parameters. Returns the held-out objectives of the start and of the best
+    iterate.
+    """
     moves = [move for _, of_pace in paced for move in of_pace]
     groups = [{"params": of_pace, "pace": pace} for pace, of_pace in paced]
     optimizer = torch.optim.Adam(groups, lr=settings.rate, betas=(0.9, 0.99))
@@ -194,7 +198,7 @@ def _descend(
 
 
 def _divergence(expected: Tensor, found: Tensor) -> Tensor:
-    """KL(expected || found) of logits [..., V], the mean over tokens."""
+    """Return KL(expected || found) of logits [..., V], averaged over tokens."""
     log_p, log_q = (functional.log_softmax(part.float().flatten(0, -2), -1) for part in (expected, found))
     return functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
 
@@ -211,7 +215,7 @@ def _mean(divergences: Callable[[Tensor], tuple[Tensor, Tensor]], samples: Tenso
 
 @contextmanager
 def listening(model: nn.Module) -> Iterator[list[Tensor]]:
-    """The logits [T, E] of a model's routers as they run, layer by layer, in a list that its user empties."""
+    """Collect the logits [T, E] of a model's routers as they run, layer by layer, in a list that the caller clears."""
     heard: list[Tensor] = []
 
     def note(module: nn.Module, given: tuple[Any, ...]) -> None:
@@ -228,10 +232,10 @@ def listening(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """The routers of a model, packed or not: beside its experts, with a row for each of them.
+    """Return the routers of a model, packed or not: siblings of its experts with one row per expert.
 
     Raises:
-        UnsupportedModelError: a layer of experts has none.
+        UnsupportedModelError: a layer of experts has no router.
     """
     found = []
     for path, module in model.named_modules():
@@ -241,7 +245,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
         parent = model.get_submodule(path.rsplit(".", 1)[0])
         beside = [child for child in parent.children() if _rows(child) == count]
         if len(beside) != 1:
-            raise UnsupportedModelError(f"do not know the router of '{path}'")
+            raise UnsupportedModelError(f"the router of '{path}' is unknown")
         found.append(beside[0])
     return found
 

@@ -1,4 +1,4 @@
-"""Packed modules as they are fine-tuned: operations of torch around tensors whose values have gradients."""
+"""Packed modules during fine-tuning: torch operations around tensors whose values have gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TunedLinear(nn.Module):
         self.bias = packed.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply [..., C], to [..., R]."""
+        """Multiply [..., C], giving [..., R]."""
         tensor = cast(TunedTensor, self.tensors["packed"])
         rows = tensor.inputs(x).flatten(0, -2)
         products = tensor.products(rows, [len(rows)]).view(*x.shape[:-1], -1)
@@ -36,7 +36,7 @@ class TunedLinear(nn.Module):
 
 
 class TunedExperts(nn.Module):
-    """Packed gated experts with gradients; called as transformers calls experts."""
+    """Packed gated experts with gradients; called like transformers' experts."""
 
     def __init__(self, packed: PackedExperts) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class TunedExperts(nn.Module):
         self.num_experts = packed.num_experts
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Sum the chosen experts' outputs: [T, H], [T, k], [T, k], to [T, H]."""
+        """Sum the chosen experts' outputs: [T, H], [T, k], [T, k], giving [T, H]."""
         gate, up, down = (cast(TunedTensor, self.tensors[name]) for name in ("gate_proj", "up_proj", "down_proj"))
         choices = top_k_index.reshape(-1)
         order = choices.argsort(stable=True)
@@ -61,17 +61,17 @@ class TunedExperts(nn.Module):
 
 
 def thaw(model: Any) -> dict[str, TunedTensor]:
-    """Replace a packed model's modules by ones with gradients; everything else stops having them.
+    """Replace a packed model's modules by ones with gradients; all other parameters are frozen.
 
-    A coded embedding and head stay as they are: most rows of a vocabulary are rare in any text, and a tied head's are
-    the embedding's. Codebooks of a head are fine-tuned.
+    A coded embedding and head are not tuned: most rows of a vocabulary are rare in any text, and a tied head shares the
+    embedding's rows. Codebooks of a head are fine-tuned.
 
     Returns:
-        The tensors that are fine-tuned by the path of their module and their projection, as in `TensorRecord`: "model
-        .layers.0.mlp.experts/gate_proj", "model.layers.0.self_attn.o_proj/packed".
+        The fine-tuned tensors by module path and projection, as in `TensorRecord`:
+        "model.layers.0.mlp.experts/gate_proj", "model.layers.0.self_attn.o_proj/packed".
 
     Raises:
-        UnsupportedModelError: something is packed in another format, or in modules without a gate.
+        UnsupportedModelError: a tensor has another packed format, or a module has no gate.
     """
     model.requires_grad_(False)
     found: dict[str, TunedTensor] = {}

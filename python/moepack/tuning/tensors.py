@@ -1,7 +1,7 @@
-"""Packed tensors whose values have gradients; codes stay.
+"""Packed tensors whose values have gradients; codes do not change.
 
-A product computes what the packed tensor's will: values and activations rounded as they are stored and as kernels round
-them, with gradients passed straight through the steps.
+A product computes what the packed tensor will compute: values and activations are rounded as stored and as in the
+kernels, with straight-through gradients.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ __all__ = ["KINDS", "Books", "Scales", "TunedTensor"]
 
 
 LONG = 512
-"""Columns of rows that get a scale of their own: the 16 bits are 0.03 a weight there, and buy more of shorter rows when
-they are spent on codes (docs/methods/rate.md)."""
+"""Minimum number of columns of rows that get their own scale. The 16 bits are 0.03 bits per weight there; for shorter
+rows they gain more when spent on codes (docs/methods/rate.md)."""
 
 
 class TunedTensor(nn.Module, ABC):
-    """A packed tensor [E, R, C]. Its parameters are relative ways from where its values were."""
+    """A packed tensor [E, R, C]. Its parameters are relative changes of its values."""
 
     def inputs(self, x: Tensor) -> Tensor:
-        """What the weights multiply, of activations [..., C]."""
+        """Return what the weights multiply, from activations [..., C]."""
         return x.float()
 
     @abstractmethod
     def products(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Multiply runs of rows, one an expert, as `inputs` gives them: x [N, C], to [N, R]."""
+        """Multiply runs of rows, one run per expert, from `inputs`: x [N, C], giving [N, R]."""
 
     @abstractmethod
     def blob(self) -> Tensor:
-        """Pack again: the bytes, uint8."""
+        """Pack again; returns uint8 bytes."""
 
 
 class Books(TunedTensor):
-    """A codebook tensor; its bytes are as many as before.
+    """A codebook tensor; its size does not change.
 
     Attributes:
-        moves: [E, R, B, K], of each centroid, relative to the largest of its codebook.
-        bits, block, width: bits of a code, columns that share a codebook, columns that are rotated together.
+        moves: [E, R, B, K], change of each centroid, relative to the largest of its codebook.
+        bits, block, width: bits per code, columns that share a codebook, columns that are rotated together.
         activation_bits: 0, 4 or 8.
     """
 
@@ -55,7 +55,7 @@ class Books(TunedTensor):
     units: Tensor
 
     def __init__(self, data: Tensor) -> None:
-        """Read the bytes of a tensor, which are not kept."""
+        """Read the bytes of a tensor; they are not kept."""
         super().__init__()
         blob = _core.PackedTensor(data.numpy())
         details = blob.details()
@@ -74,27 +74,27 @@ class Books(TunedTensor):
         self.moves = nn.Parameter(torch.zeros_like(first))
 
     def centroids(self) -> Tensor:
-        """Where the centroids are, before they are rounded."""
+        """Return the centroids before rounding."""
         return self.first + self.units * self.moves
 
     def weights(self) -> Tensor:
-        """The rotated weights [E, R, C] as they will be stored."""
+        """Return the rotated weights [E, R, C] as they will be stored."""
         centroids = self.centroids()
         step = self.units / (127 if self.activation_bits else 32_639)
         rounded = (centroids / step.clamp(min=1e-30)).round() * step
         return look_up(self.codes, centroids + (rounded - centroids).detach(), self.block)
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Activations rotated and rounded."""
+        """Return activations, rotated and rounded."""
         x = rotated(x.float(), self.width)
         return x + (round_activations(x.detach(), self.activation_bits) - x.detach())
 
     def products(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Multiply by the centroids that the codes stand for."""
+        """Multiply by the centroids of the codes."""
         return _grouped(x, self.weights(), counts)
 
     def blob(self) -> Tensor:
-        """Pack the codes with the centroids as they are now."""
+        """Pack the codes with the current centroids."""
         stored = fixed_point(self.centroids().detach().cpu(), centroid_bits(self.activation_bits))
         data = _core.encode_codebook(
             self.codes.cpu().numpy(), stored.centroids.numpy(), stored.scales.numpy(), bits=self.bits,
@@ -105,11 +105,11 @@ class Books(TunedTensor):
 
 
 class Scales(TunedTensor):
-    """A coded tensor; its streams stay. Long rows come to have scales of their own.
+    """A coded tensor; its streams do not change. Long rows get their own scales.
 
     Attributes:
-        moves: [E, R] or [1, 1], of each scale of rows, a bfloat16, relative to itself.
-        turns: [E, C] or [1, C], of each scale of columns; [1, 0] where there are none.
+        moves: [E, R] or [1, 1], relative change of each row scale, a bfloat16.
+        turns: [E, C] or [1, C], relative change of each column scale; [1, 0] if there are none.
     """
 
     values: Tensor
@@ -130,15 +130,15 @@ class Scales(TunedTensor):
         self.turns = nn.Parameter(torch.zeros_like(self.columns))
 
     def scales(self) -> Tensor:
-        """The scales of rows as they will be stored."""
+        """Return the row scales as they will be stored."""
         return stored(self.first * (1 + self.moves))
 
     def column_scales(self) -> Tensor:
-        """The scales of columns as they will be stored."""
+        """Return the column scales as they will be stored."""
         return stored(self.columns * (1 + self.turns))
 
     def products(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Multiply by the values as they were; activations and products by what became of the scales."""
+        """Multiply by the original values; scale activations and products by the changes of the scales."""
         expert = torch.repeat_interleave(torch.tensor(counts, device=x.device))
         if self.columns.numel():
             columns = relative(self.column_scales(), self.columns)
@@ -147,7 +147,7 @@ class Scales(TunedTensor):
         return _grouped(x, self.values, counts) * rows[expert]
 
     def blob(self) -> Tensor:
-        """The tensor with the scales as they are now; equal codes are coded into equal streams."""
+        """Return the tensor with the current scales; equal codes are encoded into equal streams."""
         data, scales = self.data.numpy(), self.scales().detach().cpu().numpy()
         details = _core.PackedTensor(data).details()
         names = ("stream_rows", "low_bits", "dependent")
@@ -160,20 +160,20 @@ class Scales(TunedTensor):
 
 
 def stored(scales: Tensor) -> Tensor:
-    """Scales rounded to bfloat16, with gradients as if they were not."""
+    """Round scales to bfloat16, with straight-through gradients."""
     return scales + (scales.bfloat16().float() - scales).detach()
 
 
 def relative(scales: Tensor, first: Tensor) -> Tensor:
-    """Scales over what they were; 1 where that was zero."""
+    """Return scales divided by their initial values; 1 if those were zero."""
     return torch.where(first == 0, 1, scales / torch.where(first == 0, 1, first))
 
 
 KINDS: dict[str, type[Books | Scales]] = {"codebook": Books, "coded": Scales}
-"""What can be fine-tuned, by the format."""
+"""Classes of tensors that can be fine-tuned, by format."""
 
 
 def _grouped(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-    """Products of runs of rows with their experts: x [N, C], weights [E, R, C], to [N, R]."""
+    """Multiply runs of rows by their experts: x [N, C], weights [E, R, C], giving [N, R]."""
     runs = torch.split(x, counts)
     return torch.cat([run @ weight.T for run, weight in zip(runs, weights, strict=True)])

@@ -1,4 +1,4 @@
-"""CodeQuant: weights as codes into codebooks of their row or block, activations rounded for each token."""
+"""CodeQuant: weights as codes into codebooks per row or block, activations rounded per token."""
 
 from moepack.methods.codequant.method import CodeQuant
 

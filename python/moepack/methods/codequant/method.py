@@ -1,8 +1,8 @@
-"""The method `codequant`: clustered weights, fitted to what the compressed model feeds them (CodeQuant, section 3).
+"""The method `codequant`: clustered weights, fitted to the inputs of the compressed model (CodeQuant, section 3).
 
 The model runs block by block. The linear layers of a block (query, key and value projections; then the output
-projection; then shared experts) are clustered first, then its experts, so what enters a layer has passed through
-everything compressed before it, with activations rounded as the packed layers will round them.
+projection; then shared experts) are clustered before its experts. So the input of a layer has passed through all
+previously compressed layers, with activations rounded as the packed layers round them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["CodeQuant"]
 ROW = "row"
 ROTATIONS = ("learned", "random", "hadamard", "none")
 STATES = 1 << 16
-"""States that a rotation is learned on."""
+"""Number of states from which a rotation is learned."""
 
 
 @dataclass
@@ -44,37 +44,36 @@ class CodeQuant(Method):
     """Settings of the method.
 
     Attributes:
-        calibration: text file, JSON lines, directory or data set of the hub.
-        samples: calibration windows, at most.
-        sequence_length: tokens a window.
-        weight_bits: bits of a code, 2, 3 or 4: a codebook has 4, 8 or 16 centroids.
-        activation_bits: 16 leaves activations as they are; with 8 or 4, packed layers round what they read, for each
-            token, and multiply integers.
-        block: "row", or columns that share a codebook, a multiple of 128.
-        start: "kmeans", or "uniform" (with no steps, rounding to nearest: what the method is compared with).
-        steps: how often assignments and centroids are improved; 0 leaves weighted k-means alone.
+        calibration: text file, JSON lines, directory or hub data set.
+        samples: maximum number of calibration windows.
+        sequence_length: tokens per window.
+        weight_bits: bits per code, 2, 3 or 4: a codebook has 4, 8 or 16 centroids.
+        activation_bits: 16 keeps activations unchanged; with 8 or 4, packed layers round their inputs per token and
+            multiply integers.
+        block: "row", or the number of columns that share a codebook, a multiple of 128.
+        start: "kmeans" or "uniform" (with 0 steps: rounding to nearest, a baseline).
+        steps: number of improvements of assignments and centroids; 0 keeps the result of weighted k-means.
         assignment: "columns", or "diagonal" for the paper's equation 8 (see `moepack.solvers.codebooks`).
-        weighted: start from k-means weighted by the diagonal of the Hessian; False from plain k-means.
+        weighted: weight the initial k-means by the diagonal of the Hessian.
         damping: added to the diagonal of the Hessians, relative to its mean.
-        drift: the share of the error accumulated in earlier layers that the weights are moved to undo, 0 to 1 (the
-            difference between X and X~ in equation 5); anything but 0 runs the original model beside the compressed
-            one. By default 0.75 where activations have 8 bits, otherwise 0: it takes the noise of rounded ones for
-            error of earlier layers (docs/methods/codequant.md has what that does).
-        weigh_tokens: let a token count in an expert's objective what the layer's weighted sum makes of it (equation
-            6), not 1.
-        rotation: "learned", "random", "hadamard" or "none": what rotates the residual stream, folded into all weights
-            before they are clustered (see `moepack.methods.codequant.rotation`).
+        drift: the share of the error accumulated in earlier layers that is corrected by moving the weights, 0 to 1 (the
+            difference between X and X~ in equation 5). Values other than 0 run the original model beside the compressed
+            one. The default is 0.75 with 8-bit activations and 0 otherwise, because it mistakes the noise of rounded
+            activations for error of earlier layers (docs/methods/codequant.md).
+        weigh_tokens: weight each token in an expert's objective by its effect on the layer's weighted sum (equation 6)
+            instead of 1.
+        rotation: "learned", "random", "hadamard" or "none": the rotation of the residual stream, folded into all
+            weights before they are clustered (see `moepack.methods.codequant.rotation`).
         rotation_steps: gradient steps of a learned rotation.
-        seed: of the rotation.
-        hadamard: rotate what the output and down projections (and DeepSeek's projections of latents) read by Hadamard's
-            matrix while the model runs: no offline rotation reaches these inputs. By default where activations have 4
-            bits.
-        permute: with blocks, order the inner dimension of feed-forward layers so that codebooks serve columns that
-            belong together (see `moepack.methods.codequant.rotation.grouping`; the architectures that can be rotated).
-            Off: it helped one model of two.
-        dense: linear layers to pack beside the experts: comma-separated roles among attention, shared, mlp and head.
+        seed: seed of the rotation.
+        hadamard: rotate the inputs of output and down projections (and of DeepSeek's latent projections) by a Hadamard
+            matrix at run time; no offline rotation reaches these inputs. Enabled by default with 4-bit activations.
+        permute: with blocks, reorder the inner dimension of feed-forward layers so that similar columns share codebooks
+            (see `moepack.methods.codequant.rotation.grouping`; only for architectures that can be rotated). Off by
+            default: it helped one model of two.
+        dense: linear layers to pack besides the experts: comma-separated roles among attention, shared and mlp.
         group: experts solved together.
-        minimum_tokens: experts with fewer are named in the notes.
+        minimum_tokens: experts with fewer tokens are named in the notes.
         device: where the model runs; the solver runs on the CPU.
     """
 
@@ -115,7 +114,7 @@ class CodeQuant(Method):
         if self.drift is None:
             self.drift = 0.75 if self.activation_bits == 8 else 0.0
         if self.hadamard and self.activation_bits == 16:
-            raise ValueError("hadamard rotates activations before they are rounded: it needs activation_bits 8 or 4")
+            raise ValueError("hadamard rotates activations before they are rounded: it requires activation_bits 8 or 4")
         width = None if self.block == ROW else self._width(self.block)
         self._solver = ClusterSettings(
             bits=self.weight_bits,
@@ -145,12 +144,12 @@ class CodeQuant(Method):
 
     @property
     def _rounding(self) -> Rounding:
-        """What packed layers make of their inputs."""
+        """How packed layers round their inputs."""
         return Rounding(0 if self.activation_bits == 16 else self.activation_bits, bool(self.hadamard))
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting that changes the bytes, but for the calibration set."""
+        """All settings that change the output, except the calibration set."""
         ignored = {"minimum_tokens", "device", "calibration"}
         return {name: value for name, value in asdict(self).items() if name[0] != "_" and name not in ignored}
 
@@ -161,12 +160,12 @@ class CodeQuant(Method):
 
     @property
     def rewrites(self) -> bool:
-        """Whether the model is rotated or its inner dimensions are ordered."""
+        """Whether the model is rotated or its inner dimensions are reordered."""
         return self.rotation != "none" or self.permute
 
     @property
     def looks_ahead(self) -> bool:
-        """A rotation is learned on the states of the whole model."""
+        """Whether a rotation is learned on the states of the whole model."""
         return self.rotation == "learned"
 
     @property
@@ -182,7 +181,7 @@ class CodeQuant(Method):
         return CalibrationRequest(self.calibration, self.samples, self.sequence_length, settings)
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the size: it depends on the shape alone."""
+        """Return the size, which depends on the shape alone."""
         return packed_bytes(shape, self.weight_bits, self._solver.block, self._rounding.bits)
 
     def expected(self, weights: Weights) -> Expected:
@@ -210,7 +209,7 @@ class CodeQuant(Method):
         routers = {name for layer in model.layers for name in layer.router}
 
         def dtype(name: str) -> torch.dtype | None:
-            """Routers choose experts: they are small, and stay exact."""
+            """Return the dtype of a tensor; routers are small and stay exact in float32."""
             if name in packed:
                 return None
             return torch.float32 if name in routers else checkpoint.info(folding.source(name)).dtype
@@ -224,7 +223,7 @@ class CodeQuant(Method):
     def _state(
         self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, Tensor] | None
     ) -> Mapping[str, Tensor]:
-        """What the change is made from: the rotation, and a mark of everything that it follows from."""
+        """Return the rotation, and a mark that identifies everything it depends on."""
         if self.rotation == "none":
             return {"mark": torch.zeros(0, dtype=torch.uint8)}
         samples = self.request.load(checkpoint)
@@ -247,7 +246,7 @@ class CodeQuant(Method):
         return found.rotation
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
-        """Cluster a stage; every token counts alike in linear layers."""
+        """Cluster a stage; every token has equal weight in linear layers."""
         return solve(stage, self._solver, self._rounding, self.weigh_tokens or stage.dense)
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
@@ -255,11 +254,11 @@ class CodeQuant(Method):
         return pack(weights, solution.parts, self._solver, self._rounding)
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Say what a rotation learned; name experts that saw few tokens or were clustered without their inputs."""
+        """Report the effect of a learned rotation; name experts with few tokens or clustered without their inputs."""
         found = coverage_notes(layers, self.minimum_tokens)
         if self._errors is None:
             return found
         plain, first, last = (f"{error:.2e}" for error in self._errors)
         bits = 4 if self.activation_bits == 16 else self.activation_bits
-        rotation = f"Rounding held-out states to {bits} bits costs {plain} of their energy, {first} rotated at random"
+        rotation = f"Rounding held-out states to {bits} bits loses {plain} of their energy, {first} rotated at random"
         return (f"{rotation}, {last} with the learned rotation.", *found)

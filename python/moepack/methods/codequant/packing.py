@@ -1,4 +1,4 @@
-"""A codebook tensor's way from the solver to its bytes, and its size."""
+"""Solves and packs codebook tensors, and computes their size."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from moepack.solvers.fixed_point import centroid_bits, fixed_point
 __all__ = ["pack", "packed_bytes", "solve"]
 
 WHOLE_ROW = 1 << 20
-"""To the core a block wider than any row means the row."""
+"""A block width that exceeds any row; the core treats it as the whole row."""
 
 
 def packed_bytes(shape: Shape, bits: int, block: int | None, activation_bits: int) -> int:
-    """Size of a codebook tensor (docs/format.md, section 7); `activation_bits` are 4 or 8, or 0 for no rounding."""
+    """Return the size of a codebook tensor in bytes (docs/format.md, section 7).
+
+    `activation_bits` is 4 or 8, or 0 for no rounding.
+    """
     specification = {"bits": bits, "block_size": block or WHOLE_ROW, "activation_bits": activation_bits}
     return _core.packed_bytes("codebook", shape, **specification)
 
 
 def solve(stage: Stage, settings: ClusterSettings, rounding: Rounding, weigh_tokens: bool) -> dict[str, Solution]:
-    """Cluster a stage: its tensors share the inputs, so their rows are one problem.
+    """Cluster a stage. Its tensors share the inputs, so their rows form one problem.
 
     Args:
-        stage: with calibration.
-        settings: of the solver.
-        rounding: what packed layers make of their inputs.
-        weigh_tokens: take the moments weighted by what a token counts; False takes the Hessians, and no drift.
+        stage: a stage with calibration.
+        settings: settings of the solver.
+        rounding: how packed layers round their inputs.
+        weigh_tokens: use moments weighted by token; False uses the plain Hessians, without drift.
     """
     moments = stage.moments() if weigh_tokens else _unweighted(stage.hessians())
     stacked = torch.cat(list(stage.weights.values()), 1)

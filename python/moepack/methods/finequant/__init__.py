@@ -1,6 +1,7 @@
-"""FineQuant: uniform integers without calibration, at a granularity that is chosen for each matrix.
+"""FineQuant: uniform integers without calibration, with a granularity chosen for each matrix.
 
-`method` is the method itself, `sizes` the two rules that choose group sizes (the paper's, and one for a byte budget).
+`method` is the method itself. `sizes` has the two rules that choose group sizes: the paper's, and one for a byte
+budget.
 """
 
 from moepack.methods.finequant.method import FineQuant

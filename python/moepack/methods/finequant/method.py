@@ -1,8 +1,9 @@
-"""The method `finequant`: symmetric integers, rounded to nearest, in rows or groups of columns (FineQuant, section 3).
+"""The method `finequant`: symmetric integers, rounded to nearest, per row or per group of columns (FineQuant, section
+3).
 
-Nothing is calibrated. A tensor's group size is fixed, or follows from its weights: by the paper's adaptive rule
-(section 3.3) or by what an error costs in bytes, over all tensors of the model. Experts, attention, shared experts and
-other linear layers may have bits of their own (table 5).
+It needs no calibration. A tensor's group size is fixed, or chosen from its weights: by the paper's adaptive rule
+(section 3.3), or by loss per byte over all tensors of the model. Experts, attention, shared experts and other linear
+layers may use different bits (table 5).
 """
 
 import math
@@ -39,7 +40,7 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 ROW, ADAPTIVE, MEAN, BUDGET = "row", "adaptive", "adaptive-mean", "budget"
 
 ALPHA = {ADAPTIVE: 0.35, MEAN: 0.87}
-"""Defaults of alpha for the adaptive rules."""
+"""Default alpha of the adaptive rules."""
 
 
 @dataclass
@@ -47,21 +48,21 @@ class FineQuant(Method):
     """Settings of the method.
 
     Attributes:
-        bits: 2, 3, 4 or 8 bits a code of the experts.
+        bits: bits per code of the experts: 2, 3, 4 or 8.
         group_size: columns that share a scale (16, 32, 64, 128 or 256), "row", "adaptive" (the paper's rule),
-            "adaptive-mean" (the same with the mean over groups in place of the extreme one), or
-            "budget" (the best sizes within `bits_per_weight`).
-        bits_per_weight: budget of everything that is packed, all metadata counted; None gives the bytes of groups of
-            64.
-        dense_bits: bits of linear layers outside the experts: None leaves them as they are, a number packs attention,
-            shared experts and dense feed-forward layers, and "attention=3,shared=8" (roles: attention, shared, mlp,
-            head) says it role by role.
-        alpha: of the adaptive rules: halve groups while some range falls (adaptive), or ranges fall on average
-            (adaptive-mean), below this part of the parent's. The paper publishes none. None is 0.35 for the first
-            (ranges of Gaussian weights fall to 0.4 at 128 columns and to 0.3 at 64), 0.87 for the second (0.93, 0.89).
-        symmetric: a scale a group; False adds an offset.
-        search: scales of least squared error; False takes the paper's, from the largest magnitude.
-        scales: type of the stored scales, "float16" or "bfloat16".
+            "adaptive-mean" (the same rule with the mean over groups instead of the extreme), or "budget" (the best
+            sizes within `bits_per_weight`).
+        bits_per_weight: budget over all packed tensors, including all metadata; None means the size with groups of 64.
+        dense_bits: bits of linear layers outside the experts. None copies these layers. A number packs attention,
+            shared experts and dense feed-forward layers. "attention=3,shared=8" (roles: attention, shared, mlp, head)
+            sets bits per role.
+        alpha: threshold of the adaptive rules: groups are halved while some range (adaptive) or the mean range
+            (adaptive-mean) falls below this fraction of the parent's. The paper publishes no value. None means 0.35 for
+            the first rule (ranges of Gaussian weights fall to 0.4 at 128 columns and to 0.3 at 64) and 0.87 for the
+            second (0.93, 0.89).
+        symmetric: store only a scale per group; False adds an offset.
+        search: choose scales of least squared error; False uses the paper's scales, from the largest magnitude.
+        scales: dtype of the stored scales, "float16" or "bfloat16".
     """
 
     bits: int = 4
@@ -89,22 +90,22 @@ class FineQuant(Method):
             )
         if self.bits_per_weight is not None:
             if self.group_size != BUDGET:
-                raise ValueError("bits_per_weight needs group_size budget")
+                raise ValueError("bits_per_weight requires group_size budget")
             if not 0 < self.bits_per_weight <= 32:
                 raise ValueError(f"bits_per_weight must be a rate, such as 4.25, not {self.bits_per_weight}")
         if self.group_size in ALPHA:
             self.alpha = ALPHA[str(self.group_size)] if self.alpha is None else self.alpha
         elif self.alpha is not None:
-            raise ValueError("alpha needs group_size adaptive or adaptive-mean")
+            raise ValueError("alpha requires group_size adaptive or adaptive-mean")
         if self.alpha is not None and not 0 < self.alpha < 1:
             raise ValueError(f"alpha must be between 0 and 1, not {self.alpha}")
         if self.scales not in _DTYPES:
-            raise ValueError(f"scales are float16 or bfloat16, not {self.scales}")
+            raise ValueError(f"scales must be float16 or bfloat16, not {self.scales}")
         self._dense = parse_dense_bits(self.dense_bits)
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting that changes the bytes."""
+        """All settings that change the output."""
         values: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size}
         if self.group_size == BUDGET:
             values["bits_per_weight"] = self.bits_per_weight
@@ -120,21 +121,21 @@ class FineQuant(Method):
 
     @property
     def dense_roles(self) -> frozenset[str]:
-        """The roles that have bits."""
+        """The roles with bits."""
         return frozenset(self._dense)
 
     @property
     def kernel(self) -> str:
-        """Products of integers in groups."""
+        """Products of group-wise integers."""
         return "int"
 
     @property
     def looks_ahead(self) -> bool:
-        """A budget is spent over the whole model."""
+        """Whether there is a budget, which is allocated over the whole model."""
         return self.group_size == BUDGET
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the size with the group size, or with the smallest where it is not known yet."""
+        """Return the size with the fixed group size, or with the smallest one if it is not yet known."""
         bits = self._bits(role)
         if isinstance(self.group_size, int) or self.group_size == ROW:
             return packed_bytes(shape, bits, self._fixed(), self.symmetric)
@@ -144,7 +145,7 @@ class FineQuant(Method):
         return self.bits if role == "experts" else self._dense[role]
 
     def expected(self, weights: Weights) -> Expected:
-        """Return the size: known for one group size, the budget where there is one, by the first expert otherwise."""
+        """Return the size: exact for a fixed group size, otherwise the budget or an estimate from the first expert."""
         bits = self._bits(weights.role)
         if isinstance(self.group_size, int) or self.group_size == ROW:
             return Expected(self.bound(weights.shape, weights.role), exact=True)
@@ -161,7 +162,7 @@ class FineQuant(Method):
         """Allocate the budget, if there is one.
 
         Raises:
-            ValueError: rows with one scale already take more than the budget.
+            ValueError: the budget is below the size with one scale per row.
         """
         if self.group_size == BUDGET:
             bits = {"experts": self.bits, **self._dense}
@@ -169,7 +170,7 @@ class FineQuant(Method):
             self._sizes = plan_sizes(found, self.bits_per_weight, self.symmetric)
 
     def _size(self, weights: Weights) -> GroupSize:
-        """The group size of a tensor."""
+        """Return the group size of a tensor."""
         if self._sizes is not None:
             return self._sizes[weights.name]
         if self.alpha is None:
@@ -186,11 +187,11 @@ class FineQuant(Method):
         return free_size(weights.shape, stored_size(columns, found, self.alpha), self.symmetric)
 
     def decided(self, name: str) -> GroupSize:
-        """The group size that a budget gave a tensor."""
+        """Return the group size that the budget allocation chose for a tensor."""
         return None if self._sizes is None else self._sizes[name]
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
-        """Quantize one tensor, several experts at a time; holds its codes (a byte a weight)."""
+        """Quantize one tensor, several experts at a time; holds its codes (one byte per weight)."""
         ((name, weights),) = stage.tensors.items()
         experts, rows, columns = weights.shape
         size, bits = self._size(weights), self._bits(weights.role)
@@ -211,7 +212,7 @@ class FineQuant(Method):
                 offsets[expert] = found.offsets
             values = weight.float()
             error = (group_values(found, bits, size) - values).square_().sum(-1)
-            # Rows are summed by NumPy: torch's order would follow the number of threads, and the bytes with it.
+            # NumPy sums the rows, because torch's order depends on the number of threads.
             sums[expert] = [error.numpy().sum(dtype=np.float64), values.square().sum(-1).numpy().sum(dtype=np.float64)]
 
         for_experts(quantize, experts, lambda: stage.advance(rows * columns))
@@ -236,5 +237,5 @@ class FineQuant(Method):
 
 
 def _digits(value: float) -> float:
-    """Six significant digits: enough for a report."""
+    """Round to six significant digits for reports."""
     return float(f"{value:.5e}")

@@ -1,9 +1,9 @@
-"""The group sizes of a whole model under a byte budget.
+"""Chooses the group sizes of a whole model under a byte budget.
 
-Each tensor proposes its group sizes, with the squared error measured on a sample of rows (all rows of small tensors),
-and the budget is spent where a byte buys most. Errors of different tensors are added as they are: the mean square of
-an output's error is the squared error of its row times that of the inputs. An expert's error counts by the share of
-tokens that visit one.
+For each tensor and group size, the squared error is measured on a sample of rows (all rows of small tensors). The
+budget is then spent where a byte reduces the error most. Errors of different tensors are added directly, because the
+mean squared error of an output is the squared error of its row times the mean square of the inputs. An expert's error
+is weighted by the share of tokens that visit an expert.
 """
 
 import math
@@ -23,21 +23,21 @@ from moepack.solvers.groupwise import group_values, quantize_groupwise
 __all__ = ["REFERENCE", "Proposal", "plan_sizes", "proposals"]
 
 SAMPLE = 1 << 20
-"""Weights of a tensor that errors are measured on, about."""
+"""Approximate number of weights per tensor on which errors are measured."""
 
 REFERENCE = 64
-"""The group size whose bytes are the budget where none is given."""
+"""The group size whose total bytes are the default budget."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The group sizes of a tensor to be packed.
+    """The group size candidates of a tensor.
 
     Attributes:
-        name: its packed name.
+        name: packed name.
         shape: experts, rows, columns.
-        bits: of a code.
-        candidates: one for each size.
+        bits: bits per code.
+        candidates: one per group size.
     """
 
     name: str
@@ -49,15 +49,15 @@ class Proposal:
 def plan_sizes(
     proposed: Sequence[Proposal], bits_per_weight: float | None, symmetric: bool = True
 ) -> dict[str, GroupSize]:
-    """The group size of every tensor, by its packed name.
+    """Choose the group size of every tensor, by packed name.
 
     Args:
-        proposed: what `proposals` measured.
-        bits_per_weight: the budget, all metadata counted; None for the bytes of groups of 64.
-        symmetric: whether groups have a scale only.
+        proposed: result of `proposals`.
+        bits_per_weight: the budget, including all metadata; None means the size with groups of 64.
+        symmetric: whether groups have no offset.
 
     Raises:
-        ValueError: rows with one scale already take more than the budget.
+        ValueError: the budget is below the size with one scale per row.
     """
     weights = sum(math.prod(one.shape) for one in proposed)
     if bits_per_weight is None:
@@ -67,7 +67,7 @@ def plan_sizes(
     least = sum(min(candidate.nbytes for candidate in one.candidates) for one in proposed)
     if least > budget:
         rate = 8 * least / max(weights, 1)
-        raise ValueError(f"one scale a row already takes {rate:.3f} bits a weight, the budget is {bits_per_weight}")
+        raise ValueError(f"one scale per row takes {rate:.3f} bits per weight, but the budget is {bits_per_weight}")
     choices = allocate([one.candidates for one in proposed], budget)
     return {one.name: choice.candidate.specification for one, choice in zip(proposed, choices, strict=True)}
 
@@ -81,17 +81,17 @@ def proposals(
     importance: Mapping[str, float] | None = None,
     sizes: Sequence[GroupSize] | None = None,
 ) -> Iterator[Proposal]:
-    """What each group size costs every tensor of a model.
+    """Measure the loss and size of each group size for every tensor of a model.
 
     Args:
         checkpoint: the source.
         model: its description.
-        bits: bits a code by role ("experts" and those linear layers that are packed).
-        symmetric: whether groups have a scale only.
-        search: how scales are found.
-        importance: by the packed tensor's name, what a squared error counts. What is not there counts the share of
-            tokens that visit an expert, or 1 for a linear layer.
-        sizes: group sizes; None for all that make a difference.
+        bits: bits per code by role ("experts" and the linear layers to pack).
+        symmetric: whether groups have no offset.
+        search: whether scales minimize the squared error.
+        importance: weight of a squared error by packed tensor name. The default is the share of tokens that visit an
+            expert, or 1 for a linear layer.
+        sizes: group sizes to try; None means all distinct ones.
 
     Raises:
         InvalidTensorError: a sampled weight is NaN or infinite.
@@ -104,7 +104,7 @@ def proposals(
         found = []
         for size in sizes or sizes_for(shape[2]):
             groups = quantize_groupwise(values, width, size, symmetric=symmetric, search=search, name=name)
-            # Summed by NumPy: torch's order follows the number of threads, and sizes could follow it.
+            # NumPy sums, because torch's order depends on the number of threads, and sizes could change with it.
             error = (group_values(groups, width, size) - values).square_().sum(-1).numpy().sum(dtype="float64")
             nbytes = packed_bytes(shape, width, size, symmetric)
             found.append(Candidate("groupwise", size, nbytes, factor * float(error)))
@@ -121,7 +121,7 @@ def proposals(
 
 
 def _sample(shape: Shape, matrices: Iterable[torch.Tensor]) -> tuple[torch.Tensor, float]:
-    """Rows at even distances of every matrix, `[N, C]` float32, and how many rows each stands for."""
+    """Return evenly spaced rows of every matrix, `[N, C]` float32, and the number of rows that each represents."""
     experts, rows, columns = shape
     count = min(rows, max(1, SAMPLE // max(experts * columns, 1)))
     chosen = torch.arange(count) * rows // max(count, 1)

@@ -1,7 +1,7 @@
-"""Group sizes: what each costs, and the paper's adaptive rule.
+"""Group sizes: the packed size of each, and the paper's adaptive rule.
 
-A group size is a number of columns, or None for the whole row. The unit of choice is what is stored as one tensor: a
-projection of all experts of a layer, or a linear layer.
+A group size is a number of columns, or None for the whole row. It is chosen per stored tensor: a projection of all
+experts of a layer, or a linear layer.
 """
 
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ GroupSize = int | None
 
 
 def packed_bytes(shape: Shape, bits: int, size: GroupSize, symmetric: bool = True) -> int:
-    """Bytes of a packed tensor (docs/format.md, section 6); parameters have 16 bits."""
+    """Return the packed size of a tensor in bytes (docs/format.md, section 6); parameters have 16 bits."""
     group_size = size or max(shape[2], 1)
     return _core.packed_bytes("groupwise", shape, bits=bits, group_size=group_size, symmetric=symmetric)
 
 
 def sizes_for(columns: int) -> tuple[GroupSize, ...]:
-    """The group sizes that make a difference to rows of so many columns, the coarsest first."""
+    """Return the distinct group sizes for rows of `columns` columns, coarsest first."""
     return None, *(size for size in reversed(GROUP_SIZES) if size < columns)
 
 
 def halvings(columns: int) -> list[int]:
-    """The widths that the paper's rule goes through: the row, then powers of two down to the smallest group."""
+    """Return the widths of the paper's rule: the row, then powers of two down to the smallest group."""
     widths = [columns]
     while (half := 1 << (widths[-1] - 1).bit_length() >> 1) >= GROUP_SIZES[0]:
         widths.append(half)
@@ -40,14 +40,14 @@ def halvings(columns: int) -> list[int]:
 
 
 def halving_ratios(weight: torch.Tensor, mean: bool = False) -> NDArray[np.float64]:
-    """For each halving, the range of a group relative to that of the group it was cut from.
+    """Return, for each halving, the range of a group relative to its parent group.
 
     Args:
         weight: `[R, C]`, finite.
-        mean: over all groups; otherwise the smallest.
+        mean: average over all groups; False takes the smallest ratio.
 
     Returns:
-        A ratio in [0, 1] for each width of `halvings` but the first; parents that are zero count as 1.
+        A ratio in [0, 1] for each width of `halvings` except the first; parents that are zero give 1.
     """
     widths = halvings(weight.shape[1])
     amax = [_group_max(weight.float().abs(), widths[-1])]
@@ -58,31 +58,31 @@ def halving_ratios(weight: torch.Tensor, mean: bool = False) -> NDArray[np.float
         fan = -(-child.shape[1] // max(parent.shape[1], 1))
         above = parent.repeat_interleave(fan, dim=1)[:, : child.shape[1]]
         ratio = torch.where(above > 0, child / above, torch.ones_like(child))
-        # Summed by NumPy: torch's order follows the number of threads, and sizes could follow it.
+        # NumPy sums, because torch's order depends on the number of threads, and sizes could change with it.
         found = ratio.numpy()
         ratios.append(float(found.mean(dtype=np.float64)) if mean and found.size else float(found.min(initial=1.0)))
     return np.array(ratios)
 
 
 def _group_max(values: torch.Tensor, width: int) -> torch.Tensor:
-    """The maximum of each run of `width` non-negative columns; the last run may be short."""
+    """Return the maximum of each run of `width` non-negative columns; the last run may be shorter."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % width))
     return padded.reshape(len(values), -1, width).amax(-1) if values.numel() else values[:, :0]
 
 
 def stored_size(columns: int, ratios: Sequence[float] | NDArray[np.float64], alpha: float) -> GroupSize:
-    """The group size of the paper's rule: halve while the ratio of ranges falls below `alpha`.
+    """Return the group size of the paper's rule: halve while the ratio of ranges falls below `alpha`.
 
     (As printed, the rule halves while *any* ratio of a new range to the old one is *above* alpha, which never ends: the
-    half with the maximum always has the ratio 1.)
+    half that contains the maximum always has ratio 1.)
 
     Args:
-        columns: of the matrix.
-        ratios: as `halving_ratios` gives them.
+        columns: number of columns of the matrix.
+        ratios: result of `halving_ratios`.
         alpha: in (0, 1).
 
     Returns:
-        The coarsest group size of the format that is no coarser than where the rule ends.
+        The coarsest group size of the format that is no coarser than the rule's result.
     """
     widths = halvings(columns)
     end = next((at for at, ratio in enumerate(ratios) if ratio >= alpha), len(ratios))
@@ -90,11 +90,11 @@ def stored_size(columns: int, ratios: Sequence[float] | NDArray[np.float64], alp
 
 
 def free_size(shape: Shape, size: GroupSize, symmetric: bool = True) -> GroupSize:
-    """The smallest groups that take no more bytes than groups of `size`.
+    """Return the smallest group size that takes no more bytes than `size`.
 
-    Parameters of 16 rows fill whole registers, so the scales of two groups may take what one takes.
+    Parameters of 16 rows fill whole registers, so the scales of two groups may take no more space than those of one.
     """
-    bits = BITS[0]  # codes take the same bytes whatever the size
+    bits = BITS[0]  # codes take the same bytes at every size
     limit = packed_bytes(shape, bits, size, symmetric)
     free = [other for other in sizes_for(shape[2]) if packed_bytes(shape, bits, other, symmetric) <= limit]
     return free[-1] if free else size

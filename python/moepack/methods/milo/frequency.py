@@ -1,4 +1,4 @@
-"""How often the router chooses each expert on a text: the model runs block by block with its own weights."""
+"""Counts how often the router chooses each expert on a text, by running the original model block by block."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def count_choices(
     Args:
         checkpoint: the model.
         model: its description.
-        text: a text file, JSON lines, directory, or data set of the hub.
-        samples: most samples of it.
-        sequence_length: tokens of each.
+        text: a text file, JSON lines, directory, or hub data set.
+        samples: maximum number of samples.
+        sequence_length: tokens per sample.
         device: where the model runs.
 
     Returns:
-        By layer the counts of its experts, and the fingerprint of the samples.
+        The counts of each layer's experts, and the fingerprint of the samples.
 
     Raises:
         CalibrationError: the text is unusable, or the model computes NaN on it.

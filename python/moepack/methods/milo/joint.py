@@ -1,11 +1,11 @@
-"""Quantization and compensation of a matrix, optimised together (MiLo, algorithm 1).
+"""Jointly optimizes quantization and compensation of a matrix (MiLo, algorithm 1).
 
-Two problems alternate: quantize what the compensator leaves, W - UV, and approximate what the codes leave, W - Wdq, by
-a matrix of rank r. With `refine` the factors are quantized inside the loop, so that the quantizer sees the compensator
-as it will be run; without it they are quantized once at the end, as in the paper. The error is measured after each
-round; a matrix stops by the paper's rule (equation 14: the mean of the last three errors falls by less than 1e-4 of
-itself, or rises) or after 20 rounds, and its best round is kept. Matrices of a batch stop on their own, so that a
-result does not depend on which others were in the batch.
+Two steps alternate: quantize the remainder of the compensator, W - UV, and approximate the quantization residual, W -
+Wdq, by a matrix of rank r. With `refine`, the factors are quantized inside the loop, so that the quantizer sees the
+compensator as stored; without it, they are quantized once at the end, as in the paper. The error is measured after each
+round. A matrix stops by the paper's rule (equation 14: the mean of the last three errors falls by less than 1e-4 of
+itself, or rises) or after 20 rounds, and its best round is kept. Each matrix of a batch stops on its own, so results do
+not depend on the other matrices in the batch.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["Compensated", "JointSettings", "compensate"]
 
 @dataclass(frozen=True)
 class JointSettings:
-    """How the alternation works.
+    """Settings of the alternation.
 
     Attributes:
-        rank_bits: of the compensator: 3 or 8 for integers, 16 for float16.
+        rank_bits: bits of the compensator: 3 or 8 for integers, 16 for float16.
         factor_group: columns of a factor that share a scale.
         refine: quantize the factors inside the loop.
-        rounds: most rounds.
-        tolerance: relative fall of the windowed error below which a matrix stops.
-        window: errors that are averaged.
+        rounds: maximum number of rounds.
+        tolerance: relative decrease of the windowed error below which a matrix stops.
+        window: number of errors averaged.
         refits: passes of :func:`moepack.solvers.low_rank.quantize_factors`.
     """
 
@@ -47,14 +47,14 @@ class JointSettings:
 
 @dataclass
 class Compensated:
-    """Quantized matrices with compensators of one rank.
+    """Quantized matrices with compensators of equal rank.
 
     Attributes:
-        codes: of [E, R, C].
+        codes: codes of [E, R, C].
         factors: the compensators as stored.
-        errors: [E] float64, squared Frobenius norm of what remains.
-        rounds: [E], how many each matrix took.
-        traces: for each matrix the Frobenius norms of its rounds (equation 13).
+        errors: [E] float64, squared Frobenius norm of the remaining error.
+        rounds: [E], number of rounds per matrix.
+        traces: for each matrix, the Frobenius norm of the error after each round (equation 13).
     """
 
     codes: AffineCodes
@@ -64,26 +64,26 @@ class Compensated:
     traces: list[list[float]]
 
     def values(self) -> Tensor:
-        """The weights that a reader sees, [E, R, C] float32."""
+        """Return the dequantized weights, [E, R, C] float32."""
         return self.codes.values() + self.factors.factors().product()
 
 
 def compensate(
     weights: Tensor, rank: int, spec: GroupSpec, solver: Solver, settings: JointSettings, *, name: str | None = None
 ) -> Compensated:
-    """Quantize matrices and fit compensators of one rank to what is lost.
+    """Quantize matrices and fit compensators of one rank to the residuals.
 
     Args:
         weights: [E, R, C], finite, on any device.
-        rank: of the compensators, 0 to min(R, C); 0 is plain quantization.
+        rank: rank of the compensators, 0 to min(R, C); 0 is plain quantization.
         spec: grid of the codes.
-        solver: its solver.
+        solver: solver of the grid.
         settings: see :class:`JointSettings`.
         name: the tensor's name, for errors.
 
     Raises:
-        InvalidTensorError: a weight is NaN, infinite or beyond the range of the parameters.
-        ValueError: the rank is above the matrices' own.
+        InvalidTensorError: a weight is NaN, infinite or out of range of the parameters.
+        ValueError: the rank exceeds the smaller side of the matrices.
     """
     weights = weights.float().contiguous()
     rounds = settings.rounds if rank else 1
@@ -95,7 +95,7 @@ def compensate(
 
 
 class _Alternation:
-    """The state of a batch; `active` are the matrices that have not stopped."""
+    """The state of a batch; `active` holds the matrices that have not stopped."""
 
     def __init__(
         self, weights: Tensor, rank: int, spec: GroupSpec, solver: Solver, settings: JointSettings, name: str | None
@@ -105,7 +105,7 @@ class _Alternation:
         self.active = torch.arange(len(weights), device=weights.device)
         self.traces: list[list[float]] = [[] for _ in range(len(weights))]
         self.windows = [deque[float](maxlen=settings.window) for _ in range(len(weights))]
-        # For the active matrices: the weights, and in turn their compensation and what the codes leave of them.
+        # For the active matrices: the weights, and alternately their compensation and their quantization residual.
         self.part, self.rest = weights, torch.zeros_like(weights)
         self.start: AffineCodes | None = None
         self.space: Tensor | None = None
@@ -113,7 +113,7 @@ class _Alternation:
         self.least = weights.new_full((len(weights),), torch.inf, dtype=torch.float64)
 
     def round(self) -> bool:
-        """Do both steps for the active matrices; whether any goes on."""
+        """Run both steps for the active matrices; return whether any continues."""
         codes, squares = quantize_residual(
             self.part, self.rest, self.spec, self.solver, start=self.start, name=self.name
         )
@@ -133,7 +133,7 @@ class _Alternation:
         return quantize_factors(residual, factors, s.rank_bits, s.factor_group, refits=s.refits, name=self.name)
 
     def _keep(self, codes: AffineCodes, factors: Factors | PackedFactors, errors: Tensor) -> None:
-        """Take over the matrices that this round improved."""
+        """Store the results of matrices that this round improved."""
         better = errors < self.least[self.active]
         index = self.active[better]
         self.least[index] = errors[better]
@@ -146,7 +146,7 @@ class _Alternation:
     def _continue(
         self, stays: Tensor, codes: AffineCodes, factors: Factors | PackedFactors, space: Tensor | None
     ) -> None:
-        """Prepare the next round of the matrices that go on."""
+        """Prepare the next round of the continuing matrices."""
         values = _values(factors)
         if not bool(stays.all()):
             self.active, codes = self.active[stays], _pick(codes, stays)
@@ -157,7 +157,7 @@ class _Alternation:
         torch.matmul(values.left.mT, values.right, out=self.rest)
 
     def _go_on(self, errors: Tensor) -> Tensor:
-        """Equation 14 for each active matrix, [A] bool."""
+        """Evaluate equation 14 for each active matrix, [A] bool."""
         stays = []
         for matrix, error in zip(self.active.tolist(), errors.sqrt().tolist(), strict=True):
             window, trace = self.windows[matrix], self.traces[matrix]
@@ -169,7 +169,7 @@ class _Alternation:
         return torch.tensor(stays, dtype=torch.bool, device=errors.device)
 
     def result(self) -> Compensated:
-        """The best round of each matrix, with the errors of what is stored."""
+        """Return the best round of each matrix, with the errors of the stored values."""
         assert self.best is not None
         codes, factors = self.best
         residual = self.weights - codes.values()
@@ -180,7 +180,7 @@ class _Alternation:
 
 
 def _squared(difference: Tensor) -> Tensor:
-    """Squared Frobenius norms, [E] float64; rows are summed in float32. Overwrites its argument."""
+    """Return squared Frobenius norms, [E] float64; rows are summed in float32. Overwrites its argument."""
     return difference.square_().sum(2).double().sum(1)
 
 
@@ -189,7 +189,7 @@ def _values(factors: Factors | PackedFactors) -> Factors:
 
 
 def _tensors(codes: AffineCodes, factors: Factors | PackedFactors) -> list[Tensor]:
-    """Everything that a matrix has, with the matrices first."""
+    """Return all tensors of a batch whose first axis runs over the matrices."""
     found = [codes.codes, codes.scales] + ([] if codes.offsets is None else [codes.offsets])
     for factor in (factors.left, factors.right):
         found += [factor] if isinstance(factor, Tensor) else [factor.codes, factor.scales]

@@ -1,8 +1,8 @@
 """The method `milo`: INT3 (or 2, 4, 8 bits) with a mixture of low-rank compensators (MiLo, MLSys 2025).
 
-Every linear layer but the output head is quantized group by group; the residual of each matrix is approximated by a
-packed low-rank product, both optimised together (`joint`). Which matrix gets which rank is decided for the whole model
-in advance (`ranks`, `planning`). No calibration text is needed; one may be given to count how often experts are chosen.
+Every linear layer except the output head is quantized group by group. The residual of each matrix is approximated by a
+packed low-rank product; both are optimized jointly (`joint`). The rank of each matrix is decided in advance for the
+whole model (`ranks`, `planning`). Calibration text is optional and only serves to count how often experts are chosen.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from moepack.solvers.least_squares import LeastSquares
 __all__ = ["DEFAULT_RANK", "SOLVERS", "Milo"]
 
 SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic(), "rtn": round_to_nearest}
-"""Quantizers of groups by name."""
+"""Group quantizers by name."""
 
 DEFAULT_RANK = "budget:5"
 
 DENSE_WEIGHT = 1.0
-"""What the error of a dense layer counts in a budget by default."""
+"""Default weight of a dense layer's error in a budget."""
 
 SAMPLES, SEQUENCE_LENGTH = 128, 512
-"""How much of a text is read by default."""
+"""Default number of samples, and tokens per sample."""
 
 _GROUP_SIZES = (16, 32, 64, 128, 256)
 
@@ -49,20 +49,22 @@ class Milo(Method):
     """The method with its settings.
 
     Attributes:
-        bits: of the codes, 2, 3, 4 or 8.
+        bits: bits per code: 2, 3, 4 or 8.
         group_size: columns that share a scale.
-        symmetric: no offsets; None leaves it to a budget, tensor by tensor, and means offsets everywhere otherwise.
+        symmetric: store no offsets. None lets a budget decide per tensor, and means offsets everywhere without a
+            budget.
         solver: `lsq`, `hqq` or `rtn`.
-        rank: policies, see :mod:`moepack.methods.milo.ranks`; `uniform:0` is the plain quantizer.
-        rank_bits: of the compensators: 3, 8 or 16 (float16).
-        memory_budget: bytes that all safetensors files may take, instead of `rank`.
+        rank: rank policies, see :mod:`moepack.methods.milo.ranks`; `uniform:0` is the plain quantizer.
+        rank_bits: bits of the compensators: 3, 8 or 16 (float16).
+        memory_budget: maximum size of all safetensors files in bytes, instead of `rank`.
         refine: quantize compensators inside the alternation.
-        rounds: most rounds of the alternation.
-        calibration: a text to count expert choices on, for `frequency` and for weighing the budget; None: all alike.
-        samples, sequence_length: how much of it.
-        dense_weight: what the error of a dense layer counts in a budget, see :class:`Planner`.
-        device: where the work is done.
-        plan: ranks and grids, once `prepare` has decided them.
+        rounds: maximum number of rounds of the alternation.
+        calibration: text on which expert choices are counted, for `frequency` and to weight the budget; None weights
+            all experts equally.
+        samples, sequence_length: number of samples, and tokens per sample.
+        dense_weight: weight of a dense layer's error in a budget, see :class:`Planner`.
+        device: where the computation runs.
+        plan: ranks and grids, set by `prepare`.
     """
 
     bits: int | str = 3
@@ -92,17 +94,17 @@ class Milo(Method):
         if self.group_size not in _GROUP_SIZES:
             raise ValueError(f"group_size must be one of {_GROUP_SIZES}, not {self.group_size}")
         if self.solver not in SOLVERS:
-            raise ValueError(f"unknown solver '{self.solver}'; there is: {', '.join(SOLVERS)}")
+            raise ValueError(f"unknown solver '{self.solver}'; available: {', '.join(SOLVERS)}")
         if self.rank is not None and self.memory_budget is not None:
-            raise ValueError("rank and memory_budget exclude each other")
+            raise ValueError("rank and memory_budget are mutually exclusive")
         if (self.memory_budget is not None and self.memory_budget < 1) or self.rounds < 1:
             raise ValueError("memory_budget and rounds must be positive")
         self._terms = parse_ranks(self.rank or DEFAULT_RANK)
         if self.calibration is None:
             if any(term.policy == "frequency" for term in self._terms):
-                raise ValueError("rank by frequency needs a text: calibration says which")
+                raise ValueError("rank by frequency requires a text: set calibration")
             if (self.samples, self.sequence_length) != (SAMPLES, SEQUENCE_LENGTH):
-                raise ValueError("samples and sequence_length are of a text: calibration says which")
+                raise ValueError("samples and sequence_length require a text: set calibration")
         self._specs = [GroupSpec(self.bits, self.group_size, bool(self.symmetric))]
         if self.symmetric is None and (self.memory_budget is not None or self._terms[0].policy == "budget"):
             self._specs.append(GroupSpec(self.bits, self.group_size, True))
@@ -110,7 +112,10 @@ class Milo(Method):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting that changes the bytes; of the text its fingerprint, once `prepare` has read it."""
+        """All settings that change the output.
+
+        The text is represented by its fingerprint once `prepare` has read it.
+        """
         found: dict[str, Any] = {
             "bits": self.bits,
             "group_size": self.group_size,
@@ -137,12 +142,12 @@ class Milo(Method):
 
     @property
     def dense_roles(self) -> frozenset[str]:
-        """All but the output head."""
+        """All roles except the output head."""
         return DENSE_ROLES
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether ranks follow from weights, or from a text."""
+        """Whether ranks depend on weights or on a text."""
         policies = {term.policy for term in self._terms}
         return self.memory_budget is not None or bool(policies & {"budget", "kurtosis", "frequency"})
 
@@ -165,16 +170,16 @@ class Milo(Method):
         self.plan = planner.plan(checkpoint, model, self._terms, self.memory_budget)
 
     def decided(self, name: str) -> Any:
-        """The ranks of a tensor, and whether it does without offsets."""
+        """Return the ranks of a tensor, and whether it has no offsets."""
         return [*map(int, self.plan.ranks[name])], self.plan.specs[name].symmetric
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the most bytes that a tensor can take packed: with the largest ranks of that many experts."""
+        """Return the maximum packed size, with the largest total rank of any tensor with as many experts."""
         sums = [sum(ranks) for ranks in self.plan.ranks.values() if len(ranks) == shape[0]]
         return packed_bytes(shape, self._specs[0], max(sums, default=0), self.rank_bits)
 
     def expected(self, weights: Weights) -> Expected:
-        """Return the size with the mean of the ranks, or with what the budget adds to that without compensators."""
+        """Return the size with the mean rank, or the size without compensators plus the budget's percentage."""
         first, dense = self._terms[0], weights.role != "experts"
         if first.policy == "budget":
             return Expected(base_bytes(weights.shape, self._specs[0]) * (1 + first.amount / 100), exact=False)
@@ -183,7 +188,7 @@ class Milo(Method):
         return Expected(packed_bytes(weights.shape, self._specs[0], total, self.rank_bits), exact=False)
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
-        """Quantize and compensate one tensor, in batches of experts; holds its codes."""
+        """Quantize and compensate one tensor in batches of experts; holds its codes."""
         ((name, weights),) = stage.tensors.items()
         _, rows, columns = weights.shape
         ranks, spec = self.plan.ranks[weights.name], self.plan.specs[weights.name]
@@ -207,18 +212,18 @@ class Milo(Method):
         return {name: Solution(assembly.parts(), details=facts.details())}
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
-        """Pack the codes, and the compensators where there are any."""
+        """Pack the codes and the compensators, if any."""
         spec, ranks = self.plan.specs[weights.name], self.plan.ranks[weights.name]
         return pack(solution.parts, spec, ranks, self.rank_bits, weights.ndim)
 
     def _fetch(self, weights: Weights, expert: int) -> torch.Tensor:
-        """One matrix; what cannot be quantized is found here, where its source is known."""
+        """Return one matrix; checks its range here, where its source tensor is known."""
         matrix = weights.expert(expert).to(self.device, torch.float32)
         check_range(matrix, self._specs[0].storage, weights.sources[expert])
         return matrix
 
     def _residual_ranks(self, matrices: torch.Tensor, found: Compensated) -> list[int | None]:
-        """Ranks of what plain quantization leaves (table 2), where they are cheap to find."""
+        """Return the residual ranks of plain quantization (table 2), or None if they are expensive to compute."""
         side = min(matrices.shape[1:])
         if side > FULL_SIDE // 4 or not side:
             return [None] * len(matrices)
@@ -229,7 +234,7 @@ class Milo(Method):
 
 
 class _Facts:
-    """What `inspect` shows of each matrix of a tensor."""
+    """Statistics that `inspect` shows for each matrix of a tensor."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = [*ranks]
@@ -239,14 +244,14 @@ class _Facts:
     def add(
         self, batch: Sequence[int], matrices: torch.Tensor, found: Compensated, residual: Sequence[int | None]
     ) -> None:
-        """Note a batch; from any thread."""
+        """Record a batch; thread-safe."""
         sums = (found.errors, matrices.double().square().sum((1, 2)), kurtosis(matrices))
         for expert, lost, energy, tail, rank in zip(batch, *(part.tolist() for part in sums), residual, strict=True):
             self.lost[expert], self.energy[expert] = lost, energy
             self.kurtosis[expert], self.residual[expert] = round(tail, 4), rank
 
     def details(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         errors = [
             (lost / energy) ** 0.5 if energy else 0.0 for lost, energy in zip(self.lost, self.energy, strict=True)
         ]
@@ -257,5 +262,5 @@ class _Facts:
 
 
 def _digits(value: float) -> float:
-    """Five significant digits: enough for a report."""
+    """Round to five significant digits for reports."""
     return float(f"{value:.4e}")

@@ -1,6 +1,6 @@
-"""Compensated matrices as one packed tensor, and what that costs.
+"""Packs compensated matrices into one tensor, and computes its size.
 
-A tensor without any compensator is a plain group-wise tensor, so rank 0 costs nothing.
+A tensor without compensators is stored as a plain group-wise tensor, so rank 0 costs no bytes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ FACTOR_GROUP = 64
 
 
 def base_bytes(shape: Shape, spec: GroupSpec) -> int:
-    """Size of the group-wise tensor."""
+    """Return the size of the group-wise tensor in bytes."""
     return _core.packed_bytes("groupwise", shape, **_specification(spec))
 
 
 def factor_bytes(rows: int, columns: int, bits: int) -> int:
-    """Bytes of one rank of a compensator: what 64 of them, whose sections need no padding, add to none."""
+    """Return the bytes of one rank of a compensator, computed from 64 ranks, whose sections need no padding."""
     none, many = (_compensated((1, rows, columns), _ANY, rank, bits) for rank in (0, 64))
     return (many - none) // 64
 
 
 def packed_bytes(shape: Shape, spec: GroupSpec, total_rank: int, bits: int) -> int:
-    """Size of a tensor whose experts' ranks sum to `total_rank`."""
+    """Return the size in bytes of a tensor whose experts' ranks sum to `total_rank`."""
     return _compensated(shape, spec, total_rank, bits) if total_rank else base_bytes(shape, spec)
 
 
@@ -65,7 +65,7 @@ class Assembly:
         self.left = _Side(int(self.starts[-1]), rows, bits)
 
     def put(self, experts: Sequence[int], codes: AffineCodes, factors: PackedFactors) -> None:
-        """Take over a batch of experts of one rank."""
+        """Store a batch of experts of equal rank."""
         for position, expert in enumerate(experts):
             self.codes[expert] = codes.codes[position]
             self.scales[expert] = codes.scales[position]
@@ -76,7 +76,7 @@ class Assembly:
             self.left.put(rows, factors.left, position)
 
     def parts(self) -> dict[str, Tensor]:
-        """What `pack` takes."""
+        """Return the arguments of `pack`."""
         found = {"codes": self.codes, "scales": self.scales, "offsets": self.offsets}
         for name, side in ("right", self.right), ("left", self.left):
             found |= {name: side.codes, f"{name}_scales": side.scales, f"{name}_values": side.values}
@@ -84,7 +84,7 @@ class Assembly:
 
 
 def pack(parts: Mapping[str, Tensor], spec: GroupSpec, ranks: Sequence[int], bits: int, ndim: int) -> PackedTensor:
-    """Pack what an `Assembly` collected."""
+    """Pack the parts that an `Assembly` collected."""
     arrays = {name: part.numpy() for name, part in parts.items()}
     base = _core.encode_groupwise(
         arrays["codes"],

@@ -1,15 +1,16 @@
-"""Ranks for a whole model, decided before its first layer is compressed.
+"""Plans the ranks of a whole model before its first layer is compressed.
 
-Policies that look at weights (kurtosis, budget) read the model once, one batch of experts at a time; only a few numbers
-a matrix are kept. The budget policy rounds everything once and takes the singular values of what is lost: their squares
-are the measured fall of the error by each rank.
+Policies that use weights (kurtosis, budget) read the model once, one batch of experts at a time, and keep only a few
+numbers per matrix. The budget policy rounds every matrix once and computes the singular values of the residual; their
+squares are the measured error reduction of each rank.
 
-Errors count as shares of the squares of weights (`relative` importance). So all of a layer's experts together count as
-much as one attention projection, though they have many times its weights: what a token meets is what counts. Among a
-layer's experts those with the largest weights count most, and training has made those large that it chose often: on the
-measured models the squared norm follows the frequency with a correlation of 0.7 to 0.97 in most layers whose experts
-are chosen unequally. Where frequencies are known, they replace that.
-A budget also says which tensors do without offsets: most experts, whose ranks are worth more.
+Errors are normalized by the squared norm of the weights (`relative` importance). All experts of a layer together
+therefore count as much as one attention projection, although they have many times its weights, because what matters is
+the layers that a token passes. Within a layer, experts with larger weights count more, because training enlarges
+experts that it chooses often: on the measured models, the squared norm correlates with the frequency by 0.7 to 0.97 in
+most layers whose experts are chosen unequally. Measured frequencies, if given, replace this estimate.
+
+A budget also decides which tensors have no offsets: usually those of experts, where ranks gain more.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from moepack.solvers.affine import GroupSpec, Solver, check_range, quantize_affi
 __all__ = ["DENSE_ROLES", "Planner", "RankPlan", "Source", "batches", "workers"]
 
 DENSE_ROLES = frozenset({"attention", "shared", "mlp"})
-"""Linear layers that are packed: all but the output head."""
+"""Roles of the linear layers that are packed: all except the output head."""
 
 _BATCH = 1 << 22
-"""Weights that are worked on at a time, but at least one expert: 16 MB of float32."""
+"""Weights processed at a time, but at least one expert: 16 MB of float32."""
 _IN_WORK = 1 << 28
-"""Weights in work in all threads together, each with temporaries of some 24 bytes a weight: 6 GB at most."""
+"""Weights processed by all threads together, each with temporaries of about 24 bytes per weight: at most 6 GB."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor to be packed: name, [E, R, C], and the layer of its experts, or None where it is dense."""
+    """A tensor to pack: name, shape [E, R, C], and the layer of its experts, or None for a dense layer."""
 
     name: str
     shape: Shape
@@ -56,31 +57,31 @@ class Source:
     part: Projection | DenseLinear
 
     def experts(self, which: Sequence[int], device: torch.device) -> Tensor:
-        """Some of its matrices, [n, R, C] float32."""
+        """Return some of its matrices, [n, R, C] float32."""
         if isinstance(self.part, Projection):
             return torch.stack([self.part.expert(e).to(device, torch.float32) for e in which])
         return self.part.matrix().to(device, torch.float32)[None]
 
     def origin(self, expert: int) -> str:
-        """The checkpoint's tensor that holds a matrix."""
+        """Return the name of the checkpoint tensor that holds a matrix."""
         return self.part.parts[expert].tensor if isinstance(self.part, Projection) else self.part.source
 
 
 def batches(experts: Sequence[int], weights: int) -> Iterator[list[int]]:
-    """Cut experts of so many weights each into batches."""
+    """Split experts with `weights` weights each into batches."""
     step = max(1, _BATCH // max(weights, 1))
     for first in range(0, len(experts), step):
         yield list(experts[first : first + step])
 
 
 def workers(weights: int) -> int:
-    """How many matrices of so many weights may be in work at a time."""
+    """Return how many matrices with `weights` weights may be processed at a time."""
     return max(1, _IN_WORK // max(weights, 1))
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What was decided, by packed tensor: the rank of each expert, and the grid."""
+    """The rank of each expert, and the grid, by packed tensor."""
 
     ranks: Mapping[str, list[int]] = field(default_factory=dict)
     specs: Mapping[str, GroupSpec] = field(default_factory=dict)
@@ -88,15 +89,15 @@ class RankPlan:
 
 @dataclass
 class Planner:
-    """Finds ranks and grids.
+    """Chooses ranks and grids.
 
     Attributes:
-        specs: grids to choose from; the first unless a budget chooses.
-        solver: their solver.
-        rank_bits: of the compensators.
-        device: where weights are looked at.
-        frequency: by layer, how many tokens chose each expert; empty where it is unknown.
-        dense_weight: what a dense layer's error counts, all experts of a projection together counting 1.
+        specs: available grids; the first one is used unless a budget chooses.
+        solver: solver of the grids.
+        rank_bits: bits of the compensators.
+        device: where weights are analyzed.
+        frequency: by layer, the number of tokens that chose each expert; empty if unknown.
+        dense_weight: weight of a dense layer's error; all experts of a projection together have weight 1.
     """
 
     specs: Sequence[GroupSpec]
@@ -107,18 +108,17 @@ class Planner:
     dense_weight: float = 1.0
 
     def plan(self, checkpoint: Checkpoint, model: MoeModel, terms: Sequence[Term], memory: int | None) -> RankPlan:
-        """The rank of each expert and the grid, by packed tensor.
+        """Return the rank of each expert and the grid, by packed tensor.
 
         Args:
             checkpoint: the model.
             model: its description.
-            terms: the policies; ignored where `memory` is given.
-            memory: bytes that all safetensors files may take.
+            terms: the policies; ignored if `memory` is given.
+            memory: maximum size of all safetensors files in bytes.
 
         Raises:
             InvalidTensorError: a weight cannot be quantized.
-            ValueError: `memory` is less than the model takes without compensators, or frequencies are asked for and
-                unknown.
+            ValueError: `memory` is below the size without compensators, or a policy needs unknown frequencies.
         """
         sources = list(find_sources(model))
         counts = [source.shape[0] for source in sources]
@@ -143,7 +143,10 @@ class Planner:
         return np.concatenate(found)[:, 0]
 
     def _measure(self, source: Source, of: Callable[[Tensor, Sequence[int]], Tensor]) -> Numbers:
-        """Numbers of every matrix of a tensor, [E, n], by its weights [e, R, C] and which experts they are."""
+        """Return statistics of every matrix of a tensor, [E, n].
+
+        `of` computes them from weights [e, R, C] and expert numbers.
+        """
         _, rows, columns = source.shape
         parts = list(batches(range(source.shape[0]), rows * columns))
         found = [np.empty(0)] * len(parts)
@@ -156,13 +159,13 @@ class Planner:
         return np.concatenate(found)
 
     def _shares(self, source: Source) -> Numbers:
-        """For each matrix of a tensor the share of its layer's choices, a dense one's being 1."""
+        """Return each matrix's share of its layer's expert choices; 1 for a dense layer."""
         return np.ones(1) if source.layer is None else shares(self.frequency[source.layer])
 
     def _by_budget(self, sources: Sequence[Source], step: int, memory: int, fixed: int) -> RankPlan:
         bare = fixed + sum(min(base_bytes(source.shape, spec) for spec in self.specs) for source in sources)
         if memory < bare:
-            raise ValueError(f"the memory budget, {memory:,} bytes, is below the {bare:,} that no compensators take")
+            raise ValueError(f"the memory budget, {memory:,} bytes, is below the size without compensators, {bare:,}")
 
         def stored(choices: Sequence[Choice[GroupSpec]]) -> int:
             return sum(
@@ -179,7 +182,7 @@ class Planner:
         )
 
     def _propose(self, source: Source, spec: GroupSpec, step: int) -> Candidate[GroupSpec]:
-        """A grid: what it costs and leaves of a tensor, and by how much each step of an expert's rank reduces that."""
+        """Return a candidate for a grid: its size and loss, and the loss reduction of each rank step of each expert."""
         _, rows, columns = source.shape
 
         def errors(matrices: Tensor, which: Sequence[int]) -> Tensor:
@@ -201,7 +204,7 @@ class Planner:
 
 
 def find_sources(model: MoeModel) -> Iterator[Source]:
-    """Everything that is packed, in a fixed order."""
+    """Yield all tensors to pack, in a fixed order."""
     for block in model.dense:
         for linear in block.only(DENSE_ROLES).linears:
             yield Source(linear.source, (1, *linear.shape), None, linear)

@@ -1,17 +1,17 @@
-"""Which compensator gets which rank (MiLo, section 3.2.5), from a spec such as `dense:512+kurtosis:16`.
+"""Rank policies (MiLo, section 3.2.5), given as a spec such as `dense:512+kurtosis:16`.
 
-| policy | who gets ranks | how |
+| policy | applies to | rank |
 |---|---|---|
 | `uniform:r` | every matrix | r |
 | `dense:r` | attention, shared experts, dense feed-forward layers | r |
 | `sparse:r` | experts | r |
-| `kurtosis:r` | experts | r on average, rising with the kurtosis of the weights |
+| `kurtosis:r` | experts | r on average, increasing with the kurtosis of the weights |
 | `frequency:r` | experts | r on average, proportional to how often the router chooses the expert |
-| `budget:p` | every matrix | p percent more bytes than without compensators, spent where the error falls most |
+| `budget:p` | every matrix | p percent more bytes than without compensators, spent where the error decreases most |
 
-Terms add up; `budget` stands alone. Ranks are multiples of 16 (of 8 in models whose matrices are below 512) and never
-above the smaller side of their matrix. Where r is no multiple, neighbouring multiples are mixed so that the mean over
-the matrices is r, to within one multiple over all of them.
+Terms add up; `budget` cannot be combined. Ranks are multiples of 16 (of 8 in models whose matrices are smaller than
+512) and never exceed the smaller side of their matrix. If r is not a multiple, neighbouring multiples are mixed so that
+the mean over the matrices is r, to within one multiple over all of them.
 """
 
 from __future__ import annotations
@@ -34,52 +34,52 @@ _TERM = re.compile(r"([a-z]+):(\d+(?:\.\d+)?)")
 
 @dataclass(frozen=True)
 class Term:
-    """One term of a spec: a policy and its rank, or its percentage for `budget`."""
+    """One term of a spec: a policy and its rank, or the percentage for `budget`."""
 
     policy: str
     amount: float
 
 
 def parse_ranks(spec: str) -> tuple[Term, ...]:
-    """Read a spec.
+    """Parse a spec.
 
     Raises:
-        ValueError: it is none; the message says what a spec looks like.
+        ValueError: the spec is invalid; the message describes the syntax.
     """
     terms = []
     for part in spec.split("+"):
         match = _TERM.fullmatch(part.strip())
         if match is None or match[1] not in (*NAMED, "budget") or (match[1] != "budget" and "." in match[2]):
             policies = ", ".join((*NAMED, "budget"))
-            raise ValueError(f"rank '{spec}' is no sum of POLICY:NUMBER; policies: {policies}")
+            raise ValueError(f"rank '{spec}' is not a sum of POLICY:NUMBER terms; policies: {policies}")
         terms.append(Term(match[1], float(match[2])))
     if len(terms) > 1 and any(term.policy == "budget" for term in terms):
-        raise ValueError(f"rank '{spec}': budget stands alone")
+        raise ValueError(f"rank '{spec}': budget cannot be combined with other policies")
     return tuple(terms)
 
 
 def rank_step(sides: Counts) -> int:
-    """What ranks of matrices with these smaller sides are multiples of."""
+    """Return the granularity of ranks, given the smaller sides of all matrices."""
     return 8 if sides.max(initial=0) < _SMALL_SIDE else 16
 
 
 def named_ranks(
     terms: Sequence[Term], sides: Counts, dense: npt.NDArray[np.bool_], kurtosis: Numbers, frequency: Numbers | None
 ) -> Counts:
-    """Ranks by named policies.
+    """Return ranks by named policies.
 
     Args:
-        terms: the sum.
+        terms: the terms to add.
         sides: the smaller side of every matrix of the model, in a fixed order.
-        dense: whether every token passes through it.
-        kurtosis: of each.
-        frequency: share of the tokens of its layer that each is chosen for; None where it is unknown.
+        dense: whether every token passes through the matrix.
+        kurtosis: kurtosis of each matrix.
+        frequency: share of its layer's tokens for which each matrix is chosen; None if unknown.
 
     Returns:
         [M] ranks.
 
     Raises:
-        ValueError: `frequency` is asked for and unknown.
+        ValueError: a policy needs `frequency`, but it is unknown.
     """
     step = rank_step(sides)
     most = sides // step * step
@@ -92,7 +92,7 @@ def named_ranks(
             found = _share(order, term.amount, most[chosen], step)
         elif term.policy == "frequency":
             if frequency is None:
-                raise ValueError("rank by frequency needs a text: calibration says which")
+                raise ValueError("rank by frequency requires a text: set calibration")
             found = _share(frequency[chosen], term.amount, most[chosen], step)
         else:
             found = np.minimum(_spread(int(chosen.sum()), int(term.amount), step), most[chosen])
@@ -101,16 +101,16 @@ def named_ranks(
 
 
 def _spread(count: int, rank: int, step: int) -> Counts:
-    """`count` multiples of `step` whose mean is `rank`, the larger ones evenly among the smaller ones."""
+    """Return `count` multiples of `step` with mean `rank`; larger and smaller ones alternate evenly."""
     edges = np.arange(count + 1, dtype=np.int64) * rank // step
     return np.diff(edges) * step
 
 
 def _share(scores: Numbers, mean: float, most: Counts, step: int) -> Counts:
-    """Multiples of `step` in proportion to scores, none above `most`, of the given mean where that is possible.
+    """Return multiples of `step` proportional to scores, none above `most`, with the given mean if possible.
 
-    What a capped matrix cannot take goes to the others, in proportion again; the last units go to the largest
-    remainders, the first matrix first.
+    What a capped matrix cannot take goes to the others, again proportionally. The last units go to the largest
+    remainders, with ties broken by order.
     """
     units = np.zeros(len(scores))
     caps = most / step

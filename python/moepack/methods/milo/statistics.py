@@ -1,4 +1,4 @@
-"""What rank policies and `inspect` know of a matrix: kurtosis, residual rank, and how its error falls with the rank."""
+"""Statistics of a matrix for rank policies and `inspect`: kurtosis, residual rank, and error by rank."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from moepack.solvers.low_rank import truncated_svd
 __all__ = ["kurtosis", "residual_rank", "residual_spectrum"]
 
 RESIDUAL_SHARE = 0.5
-"""tau of the paper's table 2."""
+"""tau in the paper's table 2."""
 FULL_SIDE = 2048
-"""Smaller sides up to this are decomposed completely (9 s on two cores at 2048 x 8192); of larger matrices only the
-leading singular values are computed."""
+"""Matrices whose smaller side is at most this are fully decomposed (9 s on two cores at 2048 x 8192); for larger ones
+only the leading singular values are computed."""
 LEADING = 256
 
 
 def kurtosis(weights: Tensor) -> Tensor:
-    """Excess kurtosis of each matrix [E, R, C] (MiLo, section 3.1.1, less a Gaussian's 3); 0 where all are equal."""
+    """Return the excess kurtosis of each matrix [E, R, C] (MiLo, section 3.1.1, minus 3); 0 for constant matrices."""
     flat = weights.float().flatten(1)
     centred = flat - flat.mean(1, keepdim=True)
     centred = centred / centred.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
@@ -28,7 +28,10 @@ def kurtosis(weights: Tensor) -> Tensor:
 
 
 def residual_spectrum(residual: Tensor) -> Tensor:
-    """Squared singular values of each residual [E, R, C], descending: all, or the leading 256 of large matrices."""
+    """Return the squared singular values of each residual [E, R, C], descending.
+
+    Large matrices return only the leading 256.
+    """
     side = min(residual.shape[1:])
     if side > FULL_SIDE:
         return truncated_svd(residual, LEADING).right.square().sum(2).square()
@@ -39,7 +42,10 @@ def residual_spectrum(residual: Tensor) -> Tensor:
 
 
 def residual_rank(spectrum: Tensor, side: int) -> list[int | None]:
-    """How many of `side` singular values are below half of the largest (MiLo, table 2); None if some are unknown."""
+    """Return how many of `side` singular values are below half of the largest (MiLo, table 2).
+
+    None if some are unknown.
+    """
     if spectrum.shape[1] < side:
         return [None] * len(spectrum)
     values = spectrum.sqrt()

@@ -1,7 +1,6 @@
-"""QMoE: calibrated quantization of thousands of experts to ternary or two bits.
+"""QMoE: calibrated quantization of thousands of experts to ternary values or two bits.
 
-`method` is the method itself, `grid` and `rate` solve a layer's stages, `forms` are what a projection is stored as, and
-`notes` what the user is told.
+`method` is the method itself, `grid` and `rate` solve a layer's stages, `forms` are the stored forms of a projection.
 """
 
 from moepack.methods.qmoe.method import PUBLISHED, Qmoe

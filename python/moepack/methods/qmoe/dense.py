@@ -1,9 +1,9 @@
-"""Linear layers outside the experts (`--dense-bits`): symmetric groups as `finequant` stores them, rounded by GPTQ.
+"""Linear layers outside the experts (`--dense-bits`): symmetric groups in `finequant`'s format, rounded by GPTQ.
 
-Attention, shared experts and dense feed-forward layers are solved stage by stage in the order in which the block runs
-them, on inputs that have passed through everything that was quantized before; every token counts alike, for every token
-visits them. They are not moved to undo the drift of earlier layers, as experts are: that was measured, and with eight
-bits the models lost by it (docs/methods/qmoe.md). Routers, norms, embeddings and the output head stay what they are.
+Attention, shared experts and dense feed-forward layers are solved stage by stage in execution order, on inputs that
+have passed through all previously quantized layers. Every token has equal weight, because every token visits these
+layers. Unlike experts, they are not moved to undo the drift of earlier layers: measured at eight bits, this increased
+the loss (docs/methods/qmoe.md). Routers, norms, embeddings and the output head are copied.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["DenseSettings", "pack_linear", "solve_linears"]
 
 @dataclass(frozen=True)
 class DenseSettings:
-    """How linear layers are quantized.
+    """Quantization settings of linear layers.
 
     Attributes:
-        bits: by role; only these roles are packed.
+        bits: bits by role; only these roles are packed.
         group_size: columns that share a scale.
-        gptq: settings of the solver; None rounds to nearest, with the largest magnitude's scale.
+        gptq: settings of the solver; None rounds to nearest, with scales from the largest magnitude.
     """
 
     bits: Mapping[str, int]
@@ -39,7 +39,7 @@ class DenseSettings:
 
 
 def solve_linears(stage: Stage, settings: DenseSettings) -> dict[str, Solution]:
-    """Quantize layers that read the same input; those of equal bits are one problem."""
+    """Quantize layers that read the same input; they share the Hessian."""
     columns = next(iter(stage.weights.values())).shape[2]
     if settings.gptq is None:
         hessians = torch.zeros(1, columns, columns, device=next(iter(stage.weights.values())).device)

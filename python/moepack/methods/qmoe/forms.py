@@ -1,7 +1,7 @@
-"""What a projection is quantized to and stored as: ternary rows, or two-bit groups.
+"""Stored forms of a projection: ternary rows, or two-bit groups.
 
-A form knows its grid, the parameters beside the codes, and the packed bytes. Values are always computed from the
-parameters *as stored*, so that what calibration feeds to the next block is what a reader of the packed file sees.
+A form defines the grid, the parameters besides the codes, and the packed bytes. Values are always computed from the
+parameters *as stored*, so that calibration feeds the next block exactly what a reader of the packed file sees.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class Form(Protocol):
         """Return the fitted grid's parameters."""
 
     def scaled(self, parameters: Tensor, factors: Tensor) -> Tensor:
-        """Parameters, rounded as stored, whose values are those of `parameters` times `factors` [E, R]."""
+        """Return parameters, rounded as stored, that multiply the values by `factors` [E, R]."""
 
     def values(self, codes: Tensor, parameters: Tensor) -> Tensor:
         """Return the float32 values of codes."""
 
     def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
-        """Pack a projection; both tensors lie on the CPU."""
+        """Pack a projection; both tensors must be on the CPU."""
 
     def bound(self, shape: Shape) -> int:
-        """Return the most bytes that a projection can take packed."""
+        """Return the maximum packed size of a projection in bytes."""
 
 
 @dataclass(frozen=True)
 class TernaryForm:
-    """Ternary rows, entropy coded. Parameters are the two levels of a row, in bf16."""
+    """Entropy-coded ternary rows. Parameters are the two levels of a row, in bf16."""
 
     code: str = "fsv8"
 
@@ -56,7 +56,7 @@ class TernaryForm:
         return TernaryGrid()
 
     def parameters(self, grid: TernaryGrid) -> Tensor:
-        """Return the levels, (negative, positive)."""
+        """Return the levels (negative, positive)."""
         return grid.levels
 
     def scaled(self, parameters: Tensor, factors: Tensor) -> Tensor:
@@ -65,31 +65,31 @@ class TernaryForm:
         return (parameters * factors[..., None]).clamp(-limit, limit).bfloat16().float()
 
     def values(self, codes: Tensor, parameters: Tensor) -> Tensor:
-        """Look the levels up."""
+        """Replace codes by levels."""
         low, high = parameters.unsqueeze(2).unbind(-1)
         return torch.where(codes > 0, high, torch.where(codes < 0, low, torch.zeros_like(low)))
 
     def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
         """Encode the codes."""
-        levels = parameters.numpy().astype(np.float32) + 0.0  # without negative zeros, opposite levels are stored once
+        levels = parameters.numpy().astype(np.float32) + 0.0  # no negative zeros: opposite levels are stored once
         blob = _core.encode_ternary(codes.numpy(), levels, ndim=3, code=self.code)
         return PackedTensor(
             "ternary", blob, {"code": self.code, "nonzeros": _core.PackedTensor(blob).details()["nonzeros"]}
         )
 
     def bound(self, shape: Shape) -> int:
-        """Return the size of a blob all of whose rows are as bad as the code allows."""
+        """Return the size if every row has the worst case of the code."""
         return Ternary(self.code).bound(shape)
 
 
 @dataclass(frozen=True)
 class GroupwiseForm:
-    """Two bits a weight. Parameters are scale and offset of each group, in f16.
+    """Two bits per weight. Parameters are scale and offset of each group, in f16.
 
     Attributes:
-        group_size: columns a group: 16, 32, 64, 128 or 256.
-        static: take the groups from the original weights (act-order needs it).
-        search: narrow each group's range to the least squared error.
+        group_size: columns per group: 16, 32, 64, 128 or 256.
+        static: compute the groups from the original weights (required by act-order).
+        search: narrow each group's range to minimize the squared error.
     """
 
     group_size: int = 64
@@ -123,10 +123,10 @@ class GroupwiseForm:
         return PackedTensor("groupwise", blob, groupwise_details(blob))
 
     def bound(self, shape: Shape) -> int:
-        """Return the size of the packed tensor."""
+        """Return the packed size in bytes."""
         return packed_bytes(shape, 2, self.group_size, symmetric=False)
 
 
 def groupwise_details(blob: NDArray[np.uint8]) -> dict[str, Any]:
-    """What a manifest says of a group-wise tensor: its header's bits, group size, symmetry and parameter type."""
+    """Return the manifest details of a group-wise tensor: bits, group size, symmetry and parameter dtype."""
     return _core.PackedTensor(blob).details()

@@ -1,4 +1,4 @@
-"""A layer's stages on the form's own grid: calibrated (QMoE, section 3.2), or only rounded."""
+"""Solves a layer's stages on the form's own grid, with calibration (QMoE, section 3.2) or by rounding only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moepack.solvers.refit import refit_groups
 __all__ = ["GridSolver", "Rounding"]
 
 Solved = tuple[Tensor, Tensor, Tensor, tuple[ExpertReport, ...]]
-"""Codes [G, R, C], parameters [G, R, P] as stored, values [G, R, C], reports of the experts (none for rounding)."""
+"""Codes [G, R, C], stored parameters [G, R, P], values [G, R, C], and reports of the experts (empty for rounding)."""
 
 #: Damping of the regression that undoes the drift, relative to the mean diagonal of the Hessian.
 DRIFT_DAMPING = 0.2
@@ -38,7 +38,10 @@ class Rounding:
 
 @dataclass(frozen=True)
 class GridSolver:
-    """GPTQ, and what makes its result carry over to the whole model and to other text. See `Qmoe` for the settings."""
+    """GPTQ, with corrections that make its result generalize to the whole model and other texts.
+
+    See `Qmoe` for settings.
+    """
 
     settings: GptqSettings
     drift: float
@@ -47,7 +50,7 @@ class GridSolver:
     match_energy: bool
 
     def solve(self, stage: Stage, form: Form) -> Solved:
-        """Quantize a stage: its projections share the Hessians, so their rows are one problem."""
+        """Quantize a stage. Its projections share the Hessians, so their rows form one problem."""
         weights = torch.cat(list(stage.weights.values()), dim=1)
         hessians, wanted = self._target(stage, weights)
         grid = form.grid()
@@ -62,7 +65,7 @@ class GridSolver:
         return result.codes, parameters, values, result.reports
 
     def _target(self, stage: Stage, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The Hessians, and the weights to be approximated."""
+        """Return the Hessians, and the weights to approximate."""
         if not self.weigh_tokens and not self.drift:
             return stage.hessians(), weights
         moments = stage.moments()

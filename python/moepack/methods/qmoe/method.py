@@ -1,7 +1,7 @@
-"""The method `qmoe`: batched GPTQ on the paper's grids over streaming calibration (QMoE, sections 3.2 and 3.3).
+"""The method `qmoe`: batched GPTQ on the paper's grids with streaming calibration (QMoE, sections 3.2 and 3.3).
 
-The model runs block by block while its experts are quantized group by group, so that what enters a layer has passed
-through everything quantized before it.
+The model runs block by block while its experts are quantized group by group, so the input of a layer has passed through
+all previously quantized layers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from moepack.solvers.rate import RateSettings
 
 __all__ = ["PUBLISHED", "Qmoe"]
 
-#: The paper's own setting (QMoE, section 4.1 and its code), to be given to `Qmoe` as keywords.
+#: The paper's settings (QMoE, section 4.1 and its code), as keyword arguments of `Qmoe`.
 PUBLISHED: Mapping[str, Any] = MappingProxyType(
     {"damping": 0.1, "drift": 0.0, "weigh_tokens": False, "refit": False, "match_energy": False}
 )
-#: What the rate may be set to: below, narrow rows hold little but metadata; above, no row has more to code.
+#: Range of the rate. Below, narrow rows hold little but metadata; above, no row has more to code.
 LEAST_BITS, MOST_BITS = 0.4, 2.0
 
 
@@ -43,40 +43,40 @@ class Qmoe(Method):
     """Settings of the method.
 
     Attributes:
-        calibration: text file, JSON lines, directory or data set of the hub.
-        samples: calibration windows, at most.
-        sequence_length: tokens a window.
-        bits: "ternary", or "2" for two bits a weight with groups.
-        group_size: columns that share a scale and an offset with two bits, and a scale in packed linear layers: 16, 32,
+        calibration: text file, JSON lines, directory or hub data set.
+        samples: maximum number of calibration windows.
+        sequence_length: tokens per window.
+        bits: "ternary", or "2" for two bits per weight in groups.
+        group_size: columns that share a scale and an offset with two bits, or a scale in packed linear layers: 16, 32,
             64, 128 or 256.
-        dense_bits: bits of linear layers outside the experts: None leaves them as they are, a number packs attention,
-            shared experts and dense feed-forward layers, and "attention=4,shared=8" (roles: attention, shared, mlp)
-            says it role by role.
-        bits_per_weight: bits a weight of the coded experts, all metadata counted, or `None` for what the paper's grid
-            takes. Ternary experts only; settings of GPTQ do not apply then.
+        dense_bits: bits of linear layers outside the experts. None copies these layers. A number packs attention,
+            shared experts and dense feed-forward layers. "attention=4,shared=8" (roles: attention, shared, mlp) sets
+            bits per role.
+        bits_per_weight: bits per weight of the coded experts, including all metadata, or `None` for the size that the
+            paper's grid yields. Ternary experts only; GPTQ settings do not apply.
         code: entropy code of ternary experts, `fsv8` or `dict16`.
         damping: relative to the mean diagonal of the Hessian.
-        drift: the share of the error accumulated in earlier layers that the weights are moved to undo before they are
-            quantized, 0 to 1 (see `moepack.solvers.drift`); anything but 0 runs the original model beside the
-            compressed one, which takes twice the time outside of the solver.
-        weigh_tokens: let a token count in the Hessians what the block's output makes of it (see
-            `moepack.calibration.moments`), not 1. `bits_per_weight` always does.
-        refit: with two bits, refit scales and offsets to the codes that GPTQ chose (see `moepack.solvers.refit`).
-        act_order: take columns by falling diagonal.
-        solver: "gptq", or "rtn" to round to nearest on the grid of minimum and maximum (what calibration is compared
-            with).
-        match_energy: restore the output energy of each row by a factor on its levels. `None`: for ternary rows only;
-            two bits lose so little energy that the factors would fit the calibration set more than the model.
-        activations: "compressed" or "original": what enters the next block.
-        routing: "original" or "compressed": whose router assigns tokens for the Hessians. The original one costs a
+        drift: the share of the error accumulated in earlier layers that is corrected by moving the weights before
+            quantization, 0 to 1 (see `moepack.solvers.drift`). Values other than 0 run the original model beside the
+            compressed one, which doubles the time outside the solver.
+        weigh_tokens: weight each token in the Hessians by its effect on the block's output (see
+            `moepack.calibration.moments`) instead of 1. `bits_per_weight` always does this.
+        refit: with two bits, refit scales and offsets to GPTQ's codes (see `moepack.solvers.refit`).
+        act_order: process columns by decreasing diagonal.
+        solver: "gptq", or "rtn" to round to nearest on the grid of minimum and maximum (a baseline without
+            calibration).
+        match_energy: restore the output energy of each row by a factor on its levels. `None` enables it for ternary
+            rows only: two bits lose so little energy that the factors would overfit the calibration set.
+        activations: "compressed" or "original": which activations enter the next block.
+        routing: "original" or "compressed": whose router assigns tokens for the Hessians. The original router costs a
             second stream and was no better on the models measured (docs/methods/qmoe.md).
-        premask: leave positions of special tokens out (span corruption).
+        premask: exclude positions of special tokens (span corruption).
         group: experts solved together.
-        buffer: "memory", or "device": what holds the hidden states of the calibration set.
-        token_cap: most tokens of an expert held at a time, as a multiple of the mean.
-        minimum_tokens: experts with fewer are named in the notes.
+        buffer: "memory" or "device": where the hidden states of the calibration set are kept.
+        token_cap: maximum number of tokens held per expert, as a multiple of the mean.
+        minimum_tokens: experts with fewer tokens are named in the notes.
         device: where the model and the solver run.
-        seed: of the span corruption.
+        seed: seed of the span corruption.
     """
 
     calibration: str
@@ -123,19 +123,19 @@ class Qmoe(Method):
         self._gptq = GptqSettings(damping=self.damping, act_order=self.act_order)
         dense = parse_dense_bits(self.dense_bits)
         if "head" in dense:
-            raise ValueError("dense_bits: qmoe packs no head; roles are attention, shared and mlp")
+            raise ValueError("dense_bits: qmoe does not pack the head; roles are attention, shared and mlp")
         self.dense_bits = dense_text(dense)
         self._dense = DenseSettings(dense, self.group_size, self._gptq if self.solver == "gptq" else None)
         self._solver: GridSolver | Rounding = Rounding()
         if self.solver == "gptq":
             self._solver = GridSolver(self._gptq, self.drift, self.weigh_tokens, self.refit, bool(self.match_energy))
-        _ = self.request  # its checks
+        _ = self.request  # runs its checks
 
     def _check_rate(self, rate: float) -> None:
         if not LEAST_BITS <= rate <= MOST_BITS:
             raise ValueError(f"bits_per_weight must be {LEAST_BITS} to {MOST_BITS}, not {rate}")
         if self.bits != "ternary" or self.solver != "gptq":
-            raise ValueError("bits_per_weight needs ternary experts and the solver gptq")
+            raise ValueError("bits_per_weight requires ternary experts and the solver gptq")
 
     @property
     def request(self) -> CalibrationRequest:
@@ -155,24 +155,23 @@ class Qmoe(Method):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting that changes the bytes, but for the calibration set."""
+        """All settings that change the output, except the calibration set."""
         ignored = {"minimum_tokens", "device", "buffer", "calibration"}
         return {name: value for name, value in asdict(self).items() if name not in ignored}
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the most bytes that a tensor can take packed: of experts with the list of its coverage, of a linear
-        layer its size."""
+        """Return the maximum packed size in bytes: exact for a linear layer, with coverage details for experts."""
         if role != "experts":
             return packed_bytes(shape, self._dense.bits[role], self.group_size)
         return self._form.bound(shape) + 128 * shape[0]
 
     @property
     def dense_roles(self) -> frozenset[str]:
-        """The roles that have bits."""
+        """The roles with bits."""
         return frozenset(self._dense.bits)
 
     def expected(self, weights: Weights) -> Expected:
-        """Return the size: the rate where one was asked for, otherwise that of the first expert without calibration."""
+        """Return the size: from the requested rate, or from the first expert without calibration."""
         if weights.role != "experts":
             return Expected(self.bound(weights.shape, weights.role), exact=True)
         if self.bits_per_weight is not None:
@@ -187,17 +186,17 @@ class Qmoe(Method):
 
     @property
     def in_turn(self) -> bool:
-        """With a rate, a layer's bits are shared by its experts."""
+        """Whether there is a rate, so that the experts of a layer share one bit budget."""
         return self.bits_per_weight is not None
 
     def layer_plan(self, experts: int) -> RateSolver | None:
-        """With a rate, the stages of a layer share its bits."""
+        """Return the solver of a layer with a rate, whose stages share its bits."""
         if self.bits_per_weight is None:
             return None
         return RateSolver(self.bits_per_weight, experts, RateSettings(shift=self.drift))
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
-        """Quantize a stage: its projections share the Hessians, so their rows are one problem."""
+        """Quantize a stage. Its projections share the Hessians, so their rows form one problem."""
         if stage.dense:
             return solve_linears(stage, self._dense)
         solver = stage.plan or self._solver

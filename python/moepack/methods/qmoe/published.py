@@ -1,4 +1,4 @@
-"""Experts that QMoE's authors quantized: their codes and levels as they are, in another container."""
+"""Experts quantized by QMoE's authors: their codes and levels, unchanged, in moepack's container."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +14,7 @@ __all__ = ["Published"]
 
 @dataclass(frozen=True)
 class Published(Ternary):
-    """Stores matrices whose rows hold three values already; refuses all others, so nothing is ever quantized again.
+    """Stores matrices whose rows already hold three values; rejects all others, so that nothing is requantized.
 
     Attributes:
         code: the entropy code, `fsv8` or `dict16`.
@@ -23,10 +23,10 @@ class Published(Ternary):
     name: ClassVar[str] = "qmoe"
 
     def quantize(self, weights: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and levels of the weights [R, C] of one expert.
+        """Return codes and levels of the weights [R, C] of one expert.
 
         Raises:
-            InvalidTensorError: a row has another value than zero, one negative and one positive level.
+            InvalidTensorError: a row has values other than zero, one negative and one positive level.
         """
         codes, levels = quantize_ternary(weights, name=name)
         low, high = levels[:, :1], levels[:, 1:]

@@ -1,7 +1,7 @@
-"""Ternary experts at a chosen number of bits a weight: which stage gets which price, and what is stored of it.
+"""Ternary experts at a given number of bits per weight: chooses the price of a bit for each stage.
 
-What a layer would take at each price of a bit is tried on a few rows of every matrix before any is solved: rows are
-independent, so the same row at another price is just another row.
+Before any stage is solved, the size of a layer at each price of a bit is measured on a few rows of every matrix. Rows
+are independent, so the same row at another price is solved as another row.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from moepack.solvers.rate import RateProblem, RateSettings, row_bits
 
 __all__ = ["RateCurves", "RateSolver"]
 
-#: A layer within this part of its budget is done; otherwise its last stage is solved again, at most RETRIES times.
+#: A layer within this fraction of its budget is done; otherwise its last stage is solved again, at most RETRIES times.
 TOLERANCE, RETRIES = 0.002, 3
-#: Prices tried, relative to the layer's unit: the output error of a typical matrix if all of it were zero, per weight.
+#: Prices tried, relative to the layer's unit: the output error per weight of a typical matrix set to zero.
 STEPS = 2.0 ** torch.arange(-18, 6, dtype=torch.float64)
-#: Level gains tried; the first that can spend the whole budget is used, from the first or the last on.
+#: Level gains tried. The first gain that can spend the whole budget is used, starting from the first or the last one.
 GAINS = (1.2, 1.1, 1.0)
-#: A layer uses its experts evenly if the exponential of the entropy of their importance is this part of their number,
-#: and is sparse below these bits a weight. Among uneven experts a price moves bits to those that are used, which holds
-#: for any text, so a layer with bits to move gets the gain 1 (measured at 1.25 bits: a loss increase of 0.34 of the
-#: scaled grid's instead of 0.63). Among even ones it only follows the calibration text: large levels carry over better.
+#: A layer uses its experts evenly if the exponential of the entropy of their importance is at least the first fraction
+#: of their number. It is sparse below the second number of bits per weight. Among uneven experts, a price moves bits
+#: to those that are used, which generalizes to any text, so a layer with bits to move gets gain 1 (measured at 1.25
+#: bits: a loss increase of 0.34 of the scaled grid's instead of 0.63). Among even experts, a price only follows the
+#: calibration text, and large levels generalize better.
 EVEN, SPARSE = 0.75, 1.15
-#: Rows of a matrix that are tried.
+#: Rows sampled per matrix.
 ROWS = 16
 
 
 class RateCurves:
-    """Curves of one layer, for all gains; `unit` is what the prices are relative to, once a problem was added."""
+    """Size curves of one layer for all gains. Prices are relative to `unit`, which is set by the first `add`."""
 
     def __init__(self, bits_per_weight: float, experts: int) -> None:
-        """Start with an empty layer; `bits_per_weight` counts all metadata."""
+        """Create curves for an empty layer; `bits_per_weight` includes all metadata."""
         self.bits_per_weight, self.experts = bits_per_weight, experts
         self.unit = 0.0
         self._weights: dict[str, int] = {}
@@ -46,7 +47,7 @@ class RateCurves:
         self._importance: dict[str, Tensor] = {}
 
     def add(self, stage: str, experts: range, problem: RateProblem) -> None:
-        """Solve some rows of the experts' matrices of `stage` at all prices and gains."""
+        """Solve sampled rows of the experts' matrices of `stage` at all prices and gains."""
         _, rows, columns = problem.weights.shape
         if not self.unit:
             energy = problem.importance * problem.weights.square().mean((1, 2))
@@ -65,7 +66,7 @@ class RateCurves:
         self._weights[stage] = self.experts * rows * columns
 
     def budget(self) -> tuple[PricedBudget, float]:
-        """The budget of the layer, with prices relative to `unit`, and the gain of its levels."""
+        """Return the budget of the layer, with prices relative to `unit`, and the gain of its levels."""
         wanted = self.bits_per_weight * sum(self._weights.values())
         gain = self._gain(wanted)
         return PricedBudget(wanted, STEPS, {name: own[:, gain] for name, own in self._curves.items()}), GAINS[gain]
@@ -78,20 +79,20 @@ class RateCurves:
 
 
 class RateSolver:
-    """Solves the stages of one layer such that the layer takes the bits it was given."""
+    """Solves the stages of one layer so that the layer meets its bit budget."""
 
     def __init__(self, bits_per_weight: float, experts: int, settings: RateSettings | None = None) -> None:
-        """Start a layer of `experts` experts; `bits_per_weight` counts all metadata."""
+        """Start a layer of `experts` experts; `bits_per_weight` includes all metadata."""
         self.settings = settings or RateSettings()
         self.curves = RateCurves(bits_per_weight, experts)
         self._budget: tuple[PricedBudget, float] | None = None
 
     def plan(self, stage: Stage) -> None:
-        """See a stage before any is solved."""
+        """Inspect a stage before any is solved."""
         self.curves.add(_name(stage), stage.experts, self._problem(stage))
 
     def solve(self, stage: Stage, form: Form) -> tuple[Tensor, Tensor, Tensor, tuple[ExpertReport, ...]]:
-        """Quantize a stage; all its projections are one problem.
+        """Quantize a stage; all its projections form one problem.
 
         Returns:
             codes [G, R, C], levels [G, R, 2] as `form` stores them, values [G, R, C], reports of the experts.

@@ -1,4 +1,4 @@
-"""The method `rate`: integers of one uniform step, entropy coded, at any number of bits a weight."""
+"""The method `rate`: entropy-coded integers with one uniform step, at any number of bits per weight."""
 
 from moepack.methods.rate.method import Rate
 

@@ -1,13 +1,13 @@
-"""The calibrated form: a layer takes the bits that the step of the model gives it, and the text says where they go.
+"""The calibrated form of `rate`: the model's step fixes each layer's bits, and the text decides where they go.
 
-Layers share out a model's bits as without a text (`step`), so what a layer becomes depends on nothing that was solved
-before it but its inputs. Within a layer one price of a bit holds for all projections and experts: errors count by the
-Hessians, which are in one unit (`moepack.calibration.moments`). A projection has one step, that at which its experts
-pay the price on average; experts that count more or less round with more or less regard for lengths.
+A model's bits are divided among layers as without a text (`step`), so a layer depends on earlier layers only through
+its inputs. Within a layer, one price of a bit applies to all projections and experts. Errors are weighted by the
+Hessians, which share one unit (`moepack.calibration.moments`). A projection has one step, at which its experts pay the
+price on average; more or less important experts give code length less or more weight when rounding.
 
-Some rows of every matrix are looked at before the first is solved: they tell the price. What a group of experts then
-takes is booked, and the price looked up again for the rest; the first group of a projection is solved once more, for
-compensated weights are wider than those that were looked at.
+Sampled rows of every matrix determine the initial price before the first stage is solved. The actual bits of each group
+of experts are then booked, and the price is updated for the rest. The first group of a projection is solved once more,
+because compensated weights are wider than the sampled ones.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings
 __all__ = ["LayerSolver", "parts_of", "solved_apart"]
 
 ROWS, COLUMNS = 16, 512
-"""Rows and columns of a matrix that are looked at in advance."""
+"""Rows and columns of a matrix that are sampled in advance."""
 
 LADDER = 2.0 ** (torch.arange(-12, 13, dtype=torch.float64) / 4)
-"""Prices for which the bits of a layer are known, over the one that it starts with."""
+"""Prices at which a layer's bits are known, relative to its initial price."""
 
 LOWEST, HIGHEST, EXACT = -40.0, 8.0, 0.004
-"""Octaves around the mean loss of a weight that becomes zero in which the price is searched; to which it is found."""
+"""Search range of the price in octaves, relative to the mean loss of a weight rounded to zero; and its precision."""
 
 RIDGE = 0.25
 """Added to the diagonal of a Hessian, relative to its mean, times columns over tokens. Otherwise an expert that three
 tokens reached would be fitted to these alone."""
 
 PASSES, TOLERANCE = 4, 0.001
-"""Passes over a group at most; two at least, for lengths follow from codes. A layer this near to its bits is done."""
+"""Maximum passes over a group, at least two because lengths depend on codes; relative tolerance of a layer's bits."""
 
 
 @dataclass
 class _Outlook:
-    """What is known of a stage before it is solved.
+    """A sample of a stage, taken before it is solved.
 
     Attributes:
-        weights: [E, K, C'] of its matrices.
+        weights: [E, K, C'] sampled weights of its matrices.
         curvature: [E].
-        scale: how many weights each of them stands for.
-        settings: of the solver.
-        narrowest: the least root mean square of a row block.
-        step: once it is decided.
-        dependent: whether codes are, once the price is known.
+        scale: number of weights that each sampled weight represents.
+        settings: settings of the solver.
+        narrowest: the smallest root mean square of a row block.
+        step: the step, once it is decided.
+        dependent: whether codes are dependent, once the price is known.
     """
 
     weights: Tensor
@@ -71,13 +71,13 @@ class _Outlook:
     dependent: bool = False
 
     def step_at(self, price: float) -> float:
-        """The step, or what it would be."""
+        """Return the decided step, or the step at `price`."""
         if self.step is not None:
             return self.step
         return step_of(price, float(self.curvature.mean()), self.settings.worth)
 
     def lengths(self, price: float) -> CodeLengths:
-        """Lengths of the codes at a price, one run an expert."""
+        """Return code lengths at a price, one run per expert."""
         step = self.step_at(price)
         runs = torch.arange(len(self.weights))[:, None].expand(self.weights.shape[:2])
         prices = (price / (step * step * self.curvature)).float()
@@ -86,23 +86,23 @@ class _Outlook:
         return priced_codes(self.weights / step, prices, runs, self.settings.largest)
 
     def bits(self, price: float) -> Tensor:
-        """Bits of each expert at a price, [E] float64."""
+        """Return the bits of each expert at a price, [E] float64."""
         return self.lengths(price).totals * self.scale
 
     def decide(self, price: float) -> None:
-        """Take dependent codes where there are the bits for them at a price."""
+        """Choose dependent codes if there are enough bits for them at a price."""
         many = float(self.bits(price).sum()) >= LEAST_DEPENDENT * self.weights.numel() * self.scale
         wide = self.narrowest >= NEARLY_ZERO * self.step_at(price)
         self.dependent = self.settings.dependent and many and wide
 
     @property
     def loss(self) -> float:
-        """About what a weight loses that becomes zero; large weights, which are few, count little."""
+        """Approximate loss of a weight rounded to zero; large weights, which are few, count little."""
         return float((self.curvature * self.weights.abs().mean((1, 2)).square()).mean()) if self.weights.numel() else 0
 
 
 class LayerSolver:
-    """Solves the stages of one layer such that the layer takes its bits: a `moepack.methods.base.LayerPlan`."""
+    """Solves the stages of one layer so that it meets its bit budget: a `moepack.methods.base.LayerPlan`."""
 
     def __init__(
         self,
@@ -110,15 +110,20 @@ class LayerSolver:
         settings: UniformSettings | None = None,
         scales: Mapping[str, Scales] | None = None,
     ) -> None:
-        """Start a layer; by the tensor's name, `bits` are what it is given, all metadata counted, and `scales` factors
-        of its rows and columns: their product with the weights is what is rounded."""
+        """Start a layer.
+
+        Args:
+            bits: budget of each tensor in bits by name, including all metadata.
+            settings: settings of the solver.
+            scales: factors of rows and columns by tensor name; the solver rounds the product of weights and factors.
+        """
         self._bits, self._settings, self._scales = bits, settings or UniformSettings(), scales or {}
         self._outlooks: dict[str, _Outlook] = {}
         self._given, self._unit = 0.0, 1.0
         self._budget: PricedBudget | None = None
 
     def plan(self, stage: Stage) -> None:
-        """See a stage before any is solved."""
+        """Inspect a stage before any is solved."""
         problem, name = self._problem(stage), _name(stage)
         _, rows, columns = problem.weights.shape
         picked, across = _even(rows, ROWS), _even(columns, COLUMNS)
@@ -136,7 +141,7 @@ class LayerSolver:
         outlook.curvature[group] = problem.curvature.cpu()
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
-        """Quantize a stage; all its tensors are one problem."""
+        """Quantize a stage; all its tensors form one problem."""
         name = _name(stage)
         budget, outlook = self._budget or self._start(), self._outlooks[name]
         problem = self._problem(stage, outlook.dependent)
@@ -171,7 +176,7 @@ class LayerSolver:
         }
 
     def _start(self) -> PricedBudget:
-        """Find the price that a layer starts with, by halving, and what other ones would give."""
+        """Find the layer's initial price by bisection, and its bits at other prices."""
         self._unit = self._price()
         for outlook in self._outlooks.values():
             outlook.decide(self._unit)
@@ -182,7 +187,7 @@ class LayerSolver:
         return self._budget
 
     def _price(self) -> float:
-        """The price at which the layer takes its bits, by what was looked at."""
+        """Return the price at which the sampled layer meets its budget."""
         outlooks = self._outlooks.values()
         center = math.log2(max(sum(outlook.loss for outlook in outlooks) / len(outlooks), 1e-30))
         low, high = center + LOWEST, center + HIGHEST
@@ -197,7 +202,7 @@ class LayerSolver:
 
     def _problem(self, stage: Stage, dependent: bool = False) -> UniformProblem:
         moments = stage.moments()
-        # Linear layers outside the experts are better left where they are (docs/methods/qmoe.md).
+        # Linear layers outside the experts lose less without drift correction (docs/methods/qmoe.md).
         drift = None if stage.dense else moments.drift
         factors = [self._factors(stage, tensor) for tensor in stage.weights]
         weights = torch.cat([own * scale for own, scale in zip(stage.weights.values(), factors, strict=True)], 1)
@@ -207,8 +212,11 @@ class LayerSolver:
         return UniformProblem(weights, hessians, drift, self._settings, dependent=dependent)
 
     def _divisors(self, stage: Stage) -> Tensor | None:
-        """What moments of a stage are divided by, [G, C, C], where weights are multiplied by factors: inputs by the
-        factors of columns, which its tensors share, and errors of outputs by those of rows."""
+        """Return the divisors of a stage's moments, [G, C, C], if its weights are multiplied by factors.
+
+        Inputs are divided by the factors of columns, which the stage's tensors share, and output errors by those of
+        rows.
+        """
         known = [self._scales.get(stage.tensors[name].name) for name in stage.weights]
         factors = [scales.of(stage.experts) for scales in known if scales is not None]
         if not factors:
@@ -219,7 +227,7 @@ class LayerSolver:
         return per.to(next(iter(stage.weights.values())).device)
 
     def _factors(self, stage: Stage, tensor: str) -> Tensor:
-        """What the weights of a tensor of a stage are multiplied by, [G, R, C] or what expands to it."""
+        """Return the factors of a tensor's weights in a stage, broadcastable to [G, R, C]."""
         scales, device = self._scales.get(stage.tensors[tensor].name), stage.weights[tensor].device
         if scales is None:
             return torch.ones((), device=device)
@@ -227,7 +235,7 @@ class LayerSolver:
         return (rows[..., None] * columns[:, None]).to(device)
 
     def _values(self, stage: Stage, tensor: str, codes: Tensor, scale: float) -> Tensor:
-        """What codes [G, R, C] stand for once they are stored."""
+        """Return the values of codes [G, R, C] as stored."""
         scales = self._scales.get(stage.tensors[tensor].name)
         if scales is None:
             return codes * scale
@@ -235,7 +243,7 @@ class LayerSolver:
         return codes * rows[..., None] * columns[:, None]
 
     def _free(self, tensor: str, shape: Shape) -> float:
-        """Bits of a tensor beside its symbols."""
+        """Return the bits of a tensor without its symbols."""
         return free_bits(shape) + (self._scales[tensor].bits if tensor in self._scales else 0)
 
 
@@ -250,7 +258,7 @@ def _with_ridge(hessians: Tensor, stage: Stage) -> Tensor:
 
 
 def solved_apart(stage: Stage, solver: Callable[[], LayerSolver]) -> dict[str, Solution]:
-    """Solve linear layers that read the same input one by one: errors of their columns count differently."""
+    """Solve linear layers with the same input one by one, because errors of their columns have different weights."""
     assert stage.inputs is not None
     found: dict[str, Solution] = {}
     known = replace(stage, inputs=replace(stage.inputs, moments=cache(stage.inputs.moments)))
@@ -262,7 +270,10 @@ def solved_apart(stage: Stage, solver: Callable[[], LayerSolver]) -> dict[str, S
 
 
 def parts_of(codes: Tensor, scales: Tensor, dependent: bool) -> dict[str, Tensor]:
-    """A solution's parts: codes [G, R, C], what they are worth, [G, 1] or [1, 1], and whether they are dependent."""
+    """Return a solution's parts.
+
+    These are the codes [G, R, C], the value of one code step, [G, 1] or [1, 1], and whether codes are dependent.
+    """
     return {"codes": codes, "scale": scales, "dependent": torch.full(scales.shape, dependent)}
 
 
@@ -271,18 +282,18 @@ def _name(stage: Stage) -> str:
 
 
 def _even(length: int, most: int) -> Tensor:
-    """At most so many places at even distances."""
+    """Return at most `most` evenly spaced positions."""
     return torch.linspace(0, length - 1, min(most, length), dtype=torch.float64).round().long()
 
 
 def _by_tensor(stage: Stage, codes: Tensor) -> dict[str, Tensor]:
-    """The codes [G, R, C] of each tensor of a stage."""
+    """Split the codes [G, R, C] of a stage by tensor."""
     rows = [weights.shape[1] for weights in stage.weights.values()]
     return dict(zip(stage.weights, torch.split(codes, rows, dim=1), strict=True))
 
 
 def _runs(stage: Stage) -> Tensor:
-    """The stream of each row, [G, R] int64: its rows share a table."""
+    """Return the stream of each row, [G, R] int64; the rows of a stream share a table."""
     rows: list[Tensor] = []
     first = 0
     for weights in stage.weights.values():
@@ -293,14 +304,14 @@ def _runs(stage: Stage) -> Tensor:
 
 
 def _expected(outlook: _Outlook, price: float, stage: Stage, weights: Tensor) -> CodeLengths:
-    """Lengths for the first pass over a group's weights [G, R, C]."""
+    """Return code lengths for the first pass over a group's weights [G, R, C]."""
     table = outlook.lengths(price).table[stage.experts.start : stage.experts.stop].to(weights.device)
     runs = torch.arange(len(table), device=weights.device)[:, None].expand(weights.shape[:2])
     return CodeLengths(table.contiguous(), runs, torch.zeros(0))
 
 
 def _stored_bits(stage: Stage, codes: Tensor, largest: int, dependent: bool) -> Tensor:
-    """What a group's codes [G, R, C] take when they are coded, less `free_bits`; [G] float64, the same for all."""
+    """Return the size in bits of a group's coded codes [G, R, C] minus `free_bits`; [G] float64, divided equally."""
     bits = 0.0
     for name, own in _by_tensor(stage, codes).items():
         shape = stage.tensors[name].shape

@@ -1,10 +1,10 @@
-"""The method `rate`: integers of one step for the whole model, rounded with their code's length in mind, at any rate.
+"""The method `rate`: integers with one step for the whole model, rounded with regard to code length, at any bit rate.
 
-Rows and columns of each tensor are multiplied by factors that make all errors count alike (`importance`, `scales`). The
-step follows from the bits that were asked for and a sample of the model (`step`), weights are rounded to it
-(`moepack.solvers.priced`), and an entropy coder stores the integers in as many bytes as they carry information. With a
-text, each layer takes the bits that this gives it, and GPTQ with the code's length as its price decides where they go
-(`layer`).
+Rows and columns of each tensor are multiplied by factors so that all errors have equal weight (`importance`, `scales`).
+The step is derived from the requested bits and a sample of the model (`step`). Weights are rounded to it
+(`moepack.solvers.priced`), and an entropy coder stores the integers in about as many bytes as they carry information.
+With a text, each layer gets the bits that result from this, and GPTQ with the code length as price decides where they
+go (`layer`).
 """
 
 import math
@@ -33,14 +33,14 @@ from moepack.solvers.uniform import UniformSettings
 __all__ = ["Rate"]
 
 MOST_CORRECTED = 0.25
-"""The largest share of a layer's bits by which it makes up for what earlier ones took."""
+"""Maximum fraction of a layer's bits by which it compensates for the sizes of earlier layers."""
 
 _ROLES = (EMBEDDING, *ROLES)
 
 CODES = ("dependent", "plain")
 
 LEAST_BITS, MOST_BITS = 0.4, 8.0
-"""Beyond the largest, more integers are exceptions than tables list with three low bits."""
+"""Range of the rate. Above it, more integers are exceptions than the tables hold with three low bits."""
 
 
 @dataclass
@@ -48,18 +48,18 @@ class Rate(Method):
     """Settings of the method.
 
     Attributes:
-        bits_per_weight: of everything that is packed, all metadata counted; 0.4 to 8.
-        roles: what is packed outside the experts at the same price: "all", "none", or some with commas (embedding,
-            attention, shared, mlp, head). A head that is tied to the embedding is packed with it.
-        codes: "dependent", a fifth less error at the same bytes for a sixth of the speed at most, where tensors have
-            the bits for it; or "plain" for all.
-        calibration: text file, JSON lines, directory or data set of the hub; None does without.
-        samples: calibration windows, at most.
-        sequence_length: tokens a window.
+        bits_per_weight: bits per packed weight, including all metadata; 0.4 to 8.
+        roles: what is packed outside the experts at the same price: "all", "none", or comma-separated roles (embedding,
+            attention, shared, mlp, head). A head tied to the embedding is packed with it.
+        codes: "dependent" or "plain". Dependent codes reduce the error by a fifth at equal bytes and are at most a
+            sixth slower; they are used for tensors with enough bits. "plain" uses plain codes for all tensors.
+        calibration: text file, JSON lines, directory or hub data set; None disables calibration.
+        samples: maximum number of calibration windows.
+        sequence_length: tokens per window.
         group: experts solved together.
-        minimum_tokens: experts with fewer are named in the notes.
+        minimum_tokens: experts with fewer tokens are named in the notes.
         device: where the model and the solver run with a text.
-        seed: of the span corruption of encoder-decoder models.
+        seed: seed of the span corruption of encoder-decoder models.
     """
 
     bits_per_weight: float
@@ -89,11 +89,11 @@ class Rate(Method):
         if self.codes not in CODES:
             raise ValueError(f"codes must be {' or '.join(CODES)}, not {self.codes}")
         self._roles = frozenset(given)
-        _ = self.request  # its checks
+        _ = self.request  # runs its checks
 
     @property
     def request(self) -> CalibrationRequest | None:
-        """The calibration set, and how the model runs; None without one."""
+        """The calibration set, and how the model runs; None without calibration."""
         if self.calibration is None:
             return None
         settings = CalibrationSettings(
@@ -103,7 +103,7 @@ class Rate(Method):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting that changes the bytes, but for the calibration set."""
+        """All settings that change the output, except the calibration set."""
         found: dict[str, Any] = {
             "bits_per_weight": self.bits_per_weight,
             "roles": ",".join(role for role in _ROLES if role in self._roles),
@@ -125,12 +125,12 @@ class Rate(Method):
 
     @property
     def in_turn(self) -> bool:
-        """With a text, a layer's bits are shared by its experts."""
+        """Whether there is a text, so that the experts of a layer share one bit budget."""
         return self.calibration is not None
 
     @property
     def looks_ahead(self) -> bool:
-        """One step serves the whole model."""
+        """Always true: one step serves the whole model."""
         return True
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
@@ -139,15 +139,15 @@ class Rate(Method):
         return experts * rows * (10 * columns + 256) + 8192
 
     def expected(self, weights: Weights) -> Expected:
-        """Return the bits that were asked for: tensors of narrow weights will take fewer, others more."""
+        """Return the requested bits. Tensors of narrow weights take fewer, others more."""
         return Expected(math.prod(weights.shape) * self.bits_per_weight / 8, exact=False)
 
     def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         """Find the step.
 
         Raises:
-            InvalidTensorError: a weight of the sample is NaN or infinite.
-            ValueError: metadata alone takes more bits.
+            InvalidTensorError: a sampled weight is NaN or infinite.
+            ValueError: metadata alone exceeds the requested bits.
         """
         self.measure(checkpoint, model, self.request, progress)
         ends = (linear for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head"))
@@ -168,8 +168,11 @@ class Rate(Method):
         return self._importance.measured
 
     def decide(self, sample: Sample, importance: Importance | None = None) -> Step:
-        """Find the step for a sample, whose weights were multiplied by the scales of an importance; raises the
-        ValueError of `prepare`."""
+        """Find the step for a sample whose weights are multiplied by the scales of `importance`.
+
+        Raises:
+            ValueError: as for `prepare`.
+        """
         self._importance = importance or Importance({}, {}, measured=False)
         self._step = find_step(sample, self.bits_per_weight, self.codes == "dependent")
         self._widths = dict(sample.widths)
@@ -177,7 +180,7 @@ class Rate(Method):
         return self._step
 
     def widen(self, name: str, factor: float) -> None:
-        """Make the step of a tensor so many times as large as the price says."""
+        """Multiply the step of a tensor by `factor`."""
         self._widths[name] *= factor
 
     def reorder(self, name: str, order: Tensor, axis: int) -> None:
@@ -186,24 +189,24 @@ class Rate(Method):
         self._importance.scales[name] = scales.reordered(order, axis)
 
     def decided(self, name: str) -> float:
-        """The step of a tensor, or with a text the bits that it is given."""
+        """Return the step of a tensor, or its bits if there is a text."""
         assert self._step is not None, "prepare comes first"
         return self._step_of(name) if self.calibration is None else self._step.bits[name]
 
     def layer_plan(self, experts: int) -> LayerSolver | None:
-        """With a text, the stages of a layer share its bits."""
+        """Return the solver of a layer with a text, whose stages share its bits."""
         assert self._step is not None, "prepare comes first"
         return None if self.calibration is None else self._layer_solver()
 
     def book(self, name: str, nbytes: int) -> None:
-        """Note what a tensor took: tensors that will be solved make up for it."""
+        """Record the size of a tensor; tensors solved later compensate for the difference to its budget."""
         assert self._step is not None, "prepare comes first"
         if name in self._step.bits:
             self._excess += 8 * nbytes - self._step.bits[name]
             self._solved.pop(name, None)
 
     def _layer_solver(self) -> LayerSolver:
-        """A solver for tensors whose bits are changed by what those before them took."""
+        """Return a solver whose budgets are adjusted for the actual sizes of earlier tensors."""
         assert self._step is not None, "prepare comes first"
         given = self._step.bits
         free = {name: free_bits(shape) + self._scale_bits(name) for name, shape in self._solved.items()}
@@ -213,18 +216,21 @@ class Rate(Method):
         return self.layer_solver(bits, largest_at(self.bits_per_weight))
 
     def layer_solver(self, bits: Mapping[str, float], largest: int) -> LayerSolver:
-        """A solver for tensors of these bits, by name, and of so large a magnitude with a length of its own."""
+        """Return a solver for the given bits by tensor name.
+
+        `largest` is the largest magnitude with its own code length.
+        """
         dependent = self.codes == "dependent" and not low_bits_of(largest)
         settings = UniformSettings(largest=largest, dependent=dependent, even=self._importance.measured)
         return LayerSolver(bits, settings, self._importance.scales)
 
     def _step_of(self, name: str) -> float:
         assert self._step is not None, "prepare comes first"
-        # A bfloat16, as the format stores it in two bytes.
+        # Rounded to bfloat16, as the format stores it in two bytes.
         return float(torch.tensor(self._step.size * self._widths[name]).bfloat16())
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
-        """Solve a stage on what it reads, or round one tensor where nothing is known of that."""
+        """Solve a stage on its inputs, or round one tensor if there are none."""
         assert self._step is not None, "prepare comes first"
         if stage.inputs is None:
             return self._rounded(stage)
@@ -233,7 +239,10 @@ class Rate(Method):
         return solved_apart(stage, self._layer_solver)
 
     def rounded(self, name: str, matrix: Tensor, out: Tensor | None = None) -> tuple[Tensor, float]:
-        """Round a matrix of the tensor `name` without a text: codes [R, C], in `out` if they fit, and their scale.
+        """Round a matrix of the tensor `name` without a text.
+
+        Returns:
+            Codes [R, C], in `out` if they fit, and their scale.
 
         Raises:
             ValueError: a weight is NaN or infinite.
@@ -255,7 +264,7 @@ class Rate(Method):
         return codes * rows[0, :, None] * columns[0]
 
     def _rounded(self, stage: Stage) -> dict[str, Solution]:
-        """Round one tensor, expert by expert; holds its codes, a byte a weight where 127 is the largest."""
+        """Round one tensor, expert by expert; holds its codes, one byte per weight if none exceeds 127."""
         ((name, weights),) = stage.tensors.items()
         experts, rows, columns = weights.shape
         assert self._step is not None, "prepare comes first"
@@ -278,7 +287,7 @@ class Rate(Method):
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Encode the codes."""
         assert self._step is not None, "prepare comes first"
-        # All experts have one scale; with a text, each group of them brings it.
+        # All experts share one scale; with a text, each group of experts repeats it.
         parts = solution.parts
         codes, scale, dependent = parts["codes"].numpy(), parts["scale"][:1], bool(parts["dependent"].any())
         form = form_of(self._step.largest, dependent)

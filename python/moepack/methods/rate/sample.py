@@ -1,7 +1,7 @@
-"""A sample of a model's weights: what is known of every tensor before it is packed.
+"""A sample of a model's weights, taken from every tensor before packing.
 
-A sample is rows that are coded together (a stream) at even distances over a tensor's matrices, as many as keep the
-model's sample at `MOST` weights about, and one stream at least.
+A sample consists of runs of rows that are coded together (streams), evenly spaced over a tensor's matrices. The number
+of streams keeps the model's sample at about `MOST` weights, with at least one stream per tensor.
 """
 
 import math
@@ -24,23 +24,23 @@ from moepack.solvers.priced import BLOCK_ROWS, LARGEST, Profile
 __all__ = ["Sample", "stream_rows", "take_sample"]
 
 MOST = 1 << 25
-"""Weights of a model's sample, about: small models are seen whole."""
+"""Approximate number of weights in a model's sample; small models are sampled completely."""
 
 NARROW = 2048
-"""Most columns of a tensor whose streams have 64 rows, not 16."""
+"""Maximum number of columns of a tensor whose streams have 64 rows instead of 16."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What is known of all tensors that will be packed.
+    """Sampled rows of all tensors to pack.
 
     Attributes:
-        shapes: by the tensor's name, experts, rows and columns.
-        widths: by the tensor's name, its step over the model's: an error that counts less is allowed to be larger.
-        profile: of the weights, each over the width of its tensor.
-        rows: by the tensor's name, those of its streams below one another, [R, C] in the checkpoint's type, or times
+        shapes: by tensor name: experts, rows and columns.
+        widths: by tensor name: its step relative to the model's. Errors with less weight may be larger.
+        profile: profile of the weights, each divided by the width of its tensor.
+        rows: by tensor name: the concatenated rows of its streams, [R, C] in the checkpoint's dtype, or multiplied by
             their factors.
-        scales: by the tensor's name, bits of its scales of rows and columns.
+        scales: by tensor name: bits of its scales of rows and columns.
     """
 
     shapes: Mapping[str, Shape]
@@ -51,15 +51,15 @@ class Sample:
 
     @property
     def weights(self) -> int:
-        """How many weights there are."""
+        """Total number of weights."""
         return sum(map(math.prod, self.shapes.values()))
 
     def factor(self, name: str) -> float:
-        """How many weights of a tensor a sampled one stands for."""
+        """Return the number of weights that each sampled weight of a tensor represents."""
         return math.prod(self.shapes[name]) / max(self.rows[name].numel(), 1)
 
     def values(self, name: str) -> Tensor:
-        """The rows of a tensor over its width, float32."""
+        """Return the rows of a tensor divided by its width, float32."""
         return self.rows[name].to(torch.float32, copy=True).div_(self.widths[name])
 
 
@@ -80,22 +80,22 @@ def take_sample(
     largest: int = LARGEST,
     only: Collection[str] | None = None,
 ) -> Sample:
-    """Look at every tensor that will be packed.
+    """Sample every tensor to pack.
 
-    Steps are in proportion to one over the root of the importance: an equal price of a bit everywhere.
+    Steps are proportional to the inverse root of the importance, which gives an equal price of a bit everywhere.
 
     Args:
         checkpoint: the source.
         model: its description.
-        roles: of the linear layers outside the experts that are packed.
-        importance: by the tensor's name, what an error of it counts, of the product if there are factors. What is not
-            there counts the share of tokens that visit an expert, or 1 for a linear layer.
-        scales: by the tensor's name, factors of its rows and columns: what is rounded is the product.
-        largest: the largest magnitude of an integer with a length of its own.
-        only: names of the tensors that are looked at; None for all.
+        roles: roles of the linear layers outside the experts to pack.
+        importance: by tensor name, the weight of a squared error (of the product, if there are factors). The default is
+            the share of tokens that visit an expert, or 1 for a linear layer.
+        scales: by tensor name, factors of rows and columns; the product is what is rounded.
+        largest: the largest integer magnitude with its own code length.
+        only: names of the tensors to sample; None for all.
 
     Raises:
-        InvalidTensorError: a weight of the sample is NaN or infinite.
+        InvalidTensorError: a sampled weight is NaN or infinite.
     """
     known_scales = scales or {}
     sources = [
@@ -128,7 +128,7 @@ def _sources(checkpoint: Checkpoint, model: MoeModel, roles: frozenset[str]) -> 
 
 
 def only(linear: DenseLinear) -> Callable[[int], Tensor]:
-    """Its matrix, as that of an expert."""
+    """Return a function that returns the layer's matrix for any expert number."""
     return lambda _: linear.matrix()
 
 
@@ -139,7 +139,7 @@ def _scaled(source: _Source, scales: Scales | None) -> _Source:
 
 
 def _rows(source: _Source, weights: int) -> Tensor:
-    """Rows of a tensor, of a model with so many weights, [R, C]."""
+    """Return sampled rows of a tensor, [R, C]; `weights` is the size of the model."""
     experts, rows, columns = source.shape
     streams = -(-rows // stream_rows(columns)) * experts if columns else 0
     count = min(streams, max(1, round(streams * MOST / max(weights, 1))))
@@ -148,7 +148,7 @@ def _rows(source: _Source, weights: int) -> Tensor:
 
 
 def _stream(source: _Source, number: int) -> Tensor:
-    """The rows of a stream, counted through all experts."""
+    """Return the rows of a stream, counted through all experts."""
     _, rows, columns = source.shape
     height = stream_rows(columns)
     expert, stream = divmod(number, -(-rows // height))
@@ -159,5 +159,5 @@ def _stream(source: _Source, number: int) -> Tensor:
 
 
 def stream_rows(columns: int) -> int:
-    """Rows that are coded together (docs/format.md, section 9)."""
+    """Return the number of rows that are coded together (docs/format.md, section 9)."""
     return 64 if columns <= NARROW else BLOCK_ROWS

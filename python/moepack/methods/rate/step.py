@@ -1,8 +1,8 @@
-"""The step of a whole model: the one at which it takes the bits that were asked for.
+"""The step of a whole model, chosen so that the model takes the requested bits.
 
-With one step, and one price of a bit, the last bit of every tensor buys the same fall of the error: no other division
-of the bytes has a smaller sum (reverse water-filling; Cover and Thomas, section 10.3.3). So the search has one number
-to find. What the coder takes over the lengths that rounding counts with is measured, by coding the sample.
+With one step and one price of a bit, the last bit of every tensor reduces the error equally, so no other division of
+the bytes has a smaller total error (reverse water-filling; Cover and Thomas, section 10.3.3). The search therefore has
+a single variable. The coder's overhead over the lengths used by rounding is measured by coding the sample.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from moepack.solvers.priced import WORTH, Lengths, Profile, form_of, least_sprea
 __all__ = ["Step", "find_step", "free_bits", "once_bytes"]
 
 EXACT = 0.001
-"""Octaves to which the step is found: about so many bits a weight."""
+"""Precision of the step in octaves, which is about its precision in bits per weight."""
 
 TRIALS, MORE_TRIALS = 2, 3
-"""How often the sample is coded; more often with low bits or both kinds of codes. Once more moves the rate by less than
-a thousandth."""
+"""How often the sample is coded; the second number applies with low bits or both kinds of codes. Another trial would
+change the rate by less than a thousandth."""
 
 NARROWEST, WIDEST, NEAR = 10.0, 6.0, 0.25
-"""Octaves of the first search below and above the model's root mean square, and of later ones around the step."""
+"""Search range in octaves: first search, below and above the model's root mean square; later ones, around the step."""
 
 STREAM_BITS = 880
-"""What the states of a stream's 64 lanes take over what they carry, and its entry in the index."""
+"""Overhead of a stream in bits: the states of its 64 lanes beyond what they carry, and its index entry."""
 
 ONCE_BYTES = 512
-"""What a tensor takes besides, about: header, tables, and zeros behind sections."""
+"""Approximate fixed overhead of a tensor in bytes: header, tables, and padding of sections."""
 
 POOL = 64
-"""Streams of tensors of equal columns that are coded together where a sample lacks some of a tensor: a few streams
-alone would have better tables than they share with all others."""
+"""Streams of tensors with equal columns that are coded together if a sample does not hold a whole tensor. A few streams
+alone would get better tables than they will share with all others."""
 
 SYMBOLS_AT = 15
-"""Where a coded tensor says how many symbols its tables have."""
+"""Byte offset at which a coded tensor stores the number of symbols of its tables."""
 
 LEAST_DEPENDENT = 1.25
-"""Bits a weight of plain codes from which dependent ones take their place: below, most weights are zero, a value that
+"""Bits per weight of plain codes from which dependent codes replace them. Below, most weights are zero, a value that
 dependent codes lack (docs/methods/rate.md)."""
 
 NEARLY_ZERO = 1 / 16
-"""Steps that the root mean square of a row block must have: as dependent codes, zeros become a quarter of a step."""
+"""Minimum root mean square of a row block in steps, because dependent codes turn zeros into a quarter of a step."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What `find_step` decided.
+    """The result of `find_step`.
 
     Attributes:
-        size: the step of a tensor of importance 1.
-        lengths: bits of the symbols at this step: of dependent codes (True) and of plain ones, where there are any.
-        dependent: names of the tensors of dependent codes.
-        bits: by the tensor's name, what it is expected to take, all metadata counted.
+        size: the step of a tensor with importance 1.
+        lengths: code lengths of the symbols at this step, for dependent codes (True) and plain codes (False), if used.
+        dependent: names of the tensors with dependent codes.
+        bits: by tensor name, its expected bits, including all metadata.
     """
 
     size: float
@@ -72,24 +72,24 @@ class Step:
 
     @property
     def largest(self) -> int:
-        """The largest magnitude of a symbol with a length of its own."""
+        """The largest magnitude of a symbol with its own code length."""
         return next(iter(self.lengths.values())).largest
 
     def lengths_of(self, name: str) -> Lengths:
-        """Bits of the symbols of a tensor."""
+        """Return the code lengths of a tensor's symbols."""
         return _of_kind(self.lengths, name in self.dependent)
 
 
 @dataclass(frozen=True)
 class _Kinds:
-    """What the weights of plain and of dependent codes look like; either only where there are any."""
+    """Weight profiles of plain and of dependent codes; each present only if used."""
 
     profiles: Mapping[bool, Profile]
     dependent: frozenset[str]
 
     @classmethod
     def of(cls, sample: Sample, dependent: frozenset[str]) -> _Kinds:
-        """Part a sample; a tensor without rows counts as either."""
+        """Split a sample; a tensor without rows may have either kind."""
         kinds = {name in dependent for name, rows in sample.rows.items() if rows.numel()}
         if len(kinds) < 2:
             return cls({kind: sample.profile for kind in kinds or {False}}, dependent)
@@ -100,44 +100,43 @@ class _Kinds:
         return cls(profiles, dependent)
 
     def lengths(self, step: float) -> dict[bool, Lengths]:
-        """Bits of the symbols at a step."""
+        """Return the code lengths at a step."""
         return {kind: profile.lengths(step, worth_of(kind), kind) for kind, profile in self.profiles.items()}
 
     def bits(self, step: float) -> float:
-        """Bits of all weights at a step."""
+        """Return the bits of all weights at a step."""
         parts = self.lengths(step).items()
         return sum(self.profiles[kind].bits(step, lengths, lengths.worth) for kind, lengths in parts)
 
 
 def _of_kind(lengths: Mapping[bool, Lengths], dependent: bool) -> Lengths:
-    """The lengths of a kind of codes, or, for tensors without weights, of the only kind that there is."""
+    """Return the lengths of a kind of codes, or, for tensors without weights, of the only kind present."""
     return lengths[dependent] if dependent in lengths else next(iter(lengths.values()))
 
 
 def find_step(sample: Sample, bits_per_weight: float, dependent: bool = False) -> Step:
-    """Find the step with which a model takes the bits that were asked for.
+    """Find the step at which a model takes the requested bits.
 
     Args:
-        sample: what is known of the model.
-        bits_per_weight: of all weights of these tensors, all metadata counted.
-        dependent: whether tensors may have dependent codes.
+        sample: sample of the model.
+        bits_per_weight: average over all weights of these tensors, including all metadata.
+        dependent: whether tensors may use dependent codes.
 
     Raises:
-        ValueError: states and headers alone take more.
+        ValueError: states and headers alone exceed the budget.
     """
     budget = sample.weights * bits_per_weight
     least = sum(map(free_bits, sample.shapes.values())) + sum(sample.scales.values())
     if least >= budget > 0:
         raise ValueError(
-            f"rows without a weight already take {least / sample.weights:.3f} bits a weight, "
-            f"{bits_per_weight} were asked for"
+            f"metadata alone takes {least / sample.weights:.3f} bits per weight, but {bits_per_weight} were requested"
         )
     center = 0.5 * math.log2(sample.profile.mean_square or 1.0)
     kinds = _Kinds.of(sample, frozenset())
     step = _search(kinds, budget - least, center - NARROWEST, center + WIDEST)
     if dependent and not low_bits_of(sample.profile.largest):
         kinds = _Kinds.of(sample, _dependent(sample, step, kinds.lengths(step)[False]))
-        # At few bits dependent codes take a larger step.
+        # At few bits, dependent codes use a larger step.
         step = _search(kinds, budget - least, center - NARROWEST, center + WIDEST)
     bits: dict[str, float] = {}
     trials = MORE_TRIALS if low_bits_of(sample.profile.largest) or len(kinds.profiles) > 1 else TRIALS
@@ -152,7 +151,7 @@ def find_step(sample: Sample, bits_per_weight: float, dependent: bool = False) -
 
 
 def _dependent(sample: Sample, step: float, lengths: Lengths) -> frozenset[str]:
-    """The tensors that are better off with dependent codes."""
+    """Return the tensors that benefit from dependent codes."""
     found = set()
     for name, rows in sample.rows.items():
         if rows.numel() == 0:
@@ -165,7 +164,7 @@ def _dependent(sample: Sample, step: float, lengths: Lengths) -> frozenset[str]:
 
 
 def _search(kinds: _Kinds, budget: float, low: float, high: float) -> float:
-    """The smallest step, between powers of two, with which the lengths of all symbols are within a budget."""
+    """Return the smallest step in the given range of exponents at which all code lengths fit the budget."""
     while high - low > EXACT:
         middle = (low + high) / 2
         low, high = (middle, high) if kinds.bits(2.0**middle) > budget else (low, middle)
@@ -173,7 +172,7 @@ def _search(kinds: _Kinds, budget: float, low: float, high: float) -> float:
 
 
 def _coded(sample: Sample, step: float, kinds: _Kinds) -> dict[str, float]:
-    """The bits of all tensors, from those of their samples, coded."""
+    """Estimate the bits of all tensors by coding their samples."""
     lengths_of = kinds.lengths(step)
     bits: dict[str, float] = {}
     for pool in _pools(sample, kinds.dependent):
@@ -193,12 +192,15 @@ def _coded(sample: Sample, step: float, kinds: _Kinds) -> dict[str, float]:
 
 
 def encoded(codes: Tensor, largest: int, dependent: bool) -> npt.NDArray[np.uint8]:
-    """Codes [E, R, C] as they will be stored, but for their scale, of so large a magnitude with a length of its own."""
+    """Encode codes [E, R, C] as stored, but with scale 1.
+
+    `largest` is the largest magnitude with its own code length.
+    """
     return _core.encode_coded(codes.numpy(), np.ones((1, 1), np.float32), ndim=3, **form_of(largest, dependent))
 
 
 def _pools(sample: Sample, dependent: Collection[str]) -> Iterator[list[str]]:
-    """Tensors that are coded together."""
+    """Yield groups of tensors that are coded together."""
     open_pools: dict[tuple[int, bool], list[str]] = {}
     for name, shape in sample.shapes.items():
         if sample.factor(name) <= 1:
@@ -213,18 +215,18 @@ def _pools(sample: Sample, dependent: Collection[str]) -> Iterator[list[str]]:
 
 
 def once_bytes(blob: npt.NDArray[np.uint8]) -> int:
-    """Bytes that a coded tensor takes however many rows it has: header, tables, one scale, and padding, about."""
+    """Return the approximate row-independent size of a coded tensor: header, tables, one scale, and padding."""
     details = _core.PackedTensor(blob).details()
     lists = 3 if details.get("pairs", False) else 1
     return 192 + int(details["tables"]) * (1 + lists * int(blob[SYMBOLS_AT]))
 
 
 def free_bits(shape: Shape) -> float:
-    """Bits that a tensor takes beside its symbols, about."""
+    """Return the approximate bits of a tensor without its symbols."""
     return 8 * ONCE_BYTES + stream_bits(shape)
 
 
 def stream_bits(shape: Shape) -> float:
-    """Bits of a tensor's streams beside what their symbols take."""
+    """Return the bits of a tensor's streams without their symbols."""
     experts, rows, columns = shape
     return STREAM_BITS * experts * -(-rows // stream_rows(columns)) if columns else 0

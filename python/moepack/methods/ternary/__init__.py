@@ -1,7 +1,7 @@
 """Round-to-nearest ternary weights, entropy coded: QMoE's grid and code without calibration.
 
-Each row of each expert gets two levels, its minimum and maximum (QMoE, section 4.1), every weight
-goes to the nearest of {minimum, 0, maximum}, and the codes are entropy coded (`fsv8`, or `dict16` as in the paper).
+Each row of each expert has two levels, its minimum and maximum (QMoE, section 4.1). Every weight is rounded to the
+nearest of {minimum, 0, maximum}, and the codes are entropy coded (`fsv8`, or `dict16` as in the paper).
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,8 @@ from moepack.solvers.rtn import quantize_ternary
 CODES = ("fsv8", "dict16")
 
 _ROW_BYTES = {"fsv8": (4, 1), "dict16": (2, 2)}
-"""Worst row of a code, as (columns, bytes): fsv8 falls back to 2 bits a weight, a dict16 word covers two weights."""
+"""Worst-case row of a code, as (columns, bytes): fsv8 falls back to 2 bits per weight, a dict16 word covers two
+weights."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Ternary(Method):
 
     def __post_init__(self) -> None:
         if self.code not in CODES:
-            raise ValueError(f"unknown code '{self.code}'; there is: {', '.join(CODES)}")
+            raise ValueError(f"unknown code '{self.code}'; available: {', '.join(CODES)}")
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -43,22 +44,22 @@ class Ternary(Method):
         return {"code": self.code}
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the size of a blob all of whose rows are as bad as the code allows."""
+        """Return the size if every row has the worst case of the code."""
         experts, rows, columns = shape
         step, cost = _ROW_BYTES[self.code]
         row = -(-columns // step) * cost + 8 + 4  # payload, two f32 levels, index entry
         return experts * (rows * row + 8 * (rows // 64 + 2)) + 1024  # group starts; header and padding of sections
 
     def expected(self, weights: Weights) -> Expected:
-        """Return the size if all experts are coded as well as the first."""
+        """Return the size, assuming that all experts compress like the first."""
         return Expected(self.sample(weights.one_expert()).data.nbytes * weights.shape[0], exact=False)
 
     def quantize(self, weights: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes int8 [R, C] and levels [R, 2] of the weights [R, C] of one expert, called `name` in errors."""
+        """Return codes int8 [R, C] and levels [R, 2] of the weights [R, C] of one expert; errors call it `name`."""
         return quantize_ternary(weights, name=name)
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
-        """Quantize one tensor, several experts at a time; holds its codes (a byte a weight)."""
+        """Quantize one tensor, several experts at a time; holds its codes (one byte per weight)."""
         ((name, weights),) = stage.tensors.items()
         experts, rows, columns = weights.shape
         codes, levels = torch.empty(weights.shape, dtype=torch.int8), torch.empty(experts, rows, 2)

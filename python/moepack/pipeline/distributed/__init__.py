@@ -1,12 +1,12 @@
-"""A job shared by the machines of a Ray cluster, which all see the checkpoint under one path.
+"""Shares a job among the machines of a Ray cluster that all see the checkpoint under the same path.
 
-The driver, the process that was asked for the job, hands out tasks and takes their results in the order of a local run;
-it alone writes shards, journal and manifest, so a directory is the same bytes, and an interrupted job resumes as ever.
-A task reads its weights itself. Through the object store pass packed tensors; for methods that run the model, once a
-layer, what its experts read, and for each group of experts codes and outputs.
+The driver, the process that runs the job, submits tasks and takes their results in the order of a local run. Only the
+driver writes shards, journal and manifest, so the directory is byte-identical to that of a local run, and an
+interrupted job resumes as usual. A task reads its own weights. The object store carries packed tensors; for methods
+that run the model, it also carries the experts' inputs once per layer, and codes and outputs for each group of experts.
 
-`access` finds out whether a cluster accepts this machine, by a script (`attempt`); `probe` looks at the machines,
-`cluster` holds the connection, `tasks` are what runs there, `executor` hands out.
+`access` tests in a separate script (`attempt`) whether a cluster accepts this machine. `probe` inspects the machines,
+`cluster` holds the connection, `tasks` run on the nodes, and `executor` distributes them.
 """
 
 from moepack.pipeline.distributed.executor import RayExecutor, refuse

@@ -1,8 +1,8 @@
-"""Whether a Ray cluster accepts this machine, found out before the driver connects, with the reason if it does not.
+"""Tests whether a Ray cluster accepts this machine before the driver connects, and explains a rejection.
 
-A separate process (`attempt`) connects first, under short timeouts. A cluster that was started where a token exists
-asks every driver for that token, and a driver sends it only if `RAY_AUTH_MODE` is `token`. Where that variable is
-unset, the attempt is made without the token, and again with it if the cluster asks for one.
+A separate process (`attempt`) connects first, with short timeouts. A cluster that was started with a token requires
+that token from every driver, and a driver sends it only if `RAY_AUTH_MODE` is `token`. If that variable is unset, the
+first attempt uses no token, and a second one uses it if the cluster requires one.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["AUTH_MODE", "reach"]
 AUTH_MODE = "RAY_AUTH_MODE"
 TOKEN_VALUE, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 DEFAULT_TOKEN = Path(".ray", "auth_token")
-"""The token's file, relative to the home directory."""
+"""Path of the token file, relative to the home directory."""
 
 ATTEMPT = Path(__file__).with_name("attempt.py")
 
 MAX_PORT = 65535
 
 KNOCK = 10.0
-"""Seconds that an address has to accept a TCP connection."""
+"""Timeout in seconds of a TCP connection."""
 
 DEADLINE = 60.0
-"""Seconds that an attempt may take, start of the process included."""
+"""Timeout in seconds of an attempt, including process start."""
 
 TIMEOUTS = {
     "RAY_NUM_REDIS_GET_RETRIES": "1",
@@ -41,37 +41,37 @@ TIMEOUTS = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     "RAY_gcs_server_request_timeout_seconds": "5",
 }
-"""Ray's settings of an attempt. With the defaults, Ray repeats for 20 seconds what a cluster refuses, searches this
-machine for a node for 60, and tries for 800 to speak to a server that is not Ray's."""
+"""Ray settings of an attempt. By default, Ray retries a rejected request for 20 seconds, searches this machine for a
+node for 60 seconds, and tries to talk to a server that is not Ray's for 800 seconds."""
 
 
 class Failure(NamedTuple):
-    """Why an attempt failed.
+    """The reason why an attempt failed.
 
     Attributes:
-        messages: of the error and its causes, outermost first; empty if Ray ended the process or it took too long.
-        log: what the process wrote to standard error.
+        messages: messages of the error and its causes, outermost first; empty if Ray ended the process or it timed out.
+        log: standard error of the process.
     """
 
     messages: list[str]
     log: str
 
     def says(self, *words: str) -> bool:
-        """Whether the messages or the log contain one of some words."""
+        """Return whether the messages or the log contain any of `words`."""
         text = "\n".join([*self.messages, self.log])
         return any(word in text for word in words)
 
     @property
     def unauthenticated(self) -> bool:
-        """Whether the cluster asked for a token and did not get the right one."""
+        """Whether the cluster required a token and did not get a valid one."""
         return self.says("AuthenticationError", "Unauthenticated")
 
 
 def reach(address: str) -> dict[str, str]:
-    """Connect once to the cluster at `address`; return the environment variables that a driver needs to be accepted.
+    """Connect once to the cluster at `address`; return the environment variables that a driver needs.
 
     Raises:
-        ClusterError: no cluster accepts this machine there; says why.
+        ClusterError: no cluster at `address` accepts this machine; the message says why.
     """
     try:
         _knock(address)
@@ -92,10 +92,10 @@ def _refusal(address: str, reason: str) -> ClusterError:
 
 
 def _knock(address: str) -> None:
-    """See that a server listens at an address HOST:PORT.
+    """Check that a server listens at the address HOST:PORT.
 
     Raises:
-        OSError: none does.
+        OSError: no server listens.
         ValueError: PORT is not a port.
     """
     host, colon, port = address.rpartition(":")
@@ -107,7 +107,7 @@ def _knock(address: str) -> None:
 
 
 def _attempt(address: str, needed: Mapping[str, str]) -> Failure | None:
-    """Connect in a separate process with the variables `needed`; None if that succeeds."""
+    """Connect in a separate process with the variables `needed`; return None on success."""
     environment = {**os.environ, **TIMEOUTS, **needed}
     command = [sys.executable, "-P", str(ATTEMPT), address]
     try:
@@ -123,17 +123,17 @@ def _attempt(address: str, needed: Mapping[str, str]) -> Failure | None:
 
 
 def _reason(failure: Failure, address: str) -> str:
-    """Say why an attempt failed, and what helps."""
+    """Explain why an attempt failed, and how to fix it."""
     if failure.unauthenticated:
         return _token_reason()
     if failure.says("No node info found"):
         return f"this machine is not a node of it: run `ray start --address={address}` here first"
     if not failure.messages:
         return (
-            "a server listens there, but it does not answer as a Ray cluster does: "
+            "a server listens there, but it does not answer like a Ray cluster: "
             "give the address that `ray start --head` prints"
         )
-    # Ray puts a traceback into some messages; its last line says what happened.
+    # Some of Ray's messages contain a traceback; the last line states the error.
     kind, _, message = failure.messages[0].partition(": ")
     if kind == "ConnectionError" and len(failure.messages) > 1:
         message = failure.messages[1].rstrip().splitlines()[-1]
@@ -141,10 +141,10 @@ def _reason(failure: Failure, address: str) -> str:
 
 
 def _token_reason() -> str:
-    """Say what is wrong with the token of this machine, in the order in which Ray looks for one."""
+    """Explain what is wrong with this machine's token, in the order in which Ray looks for one."""
     mode = os.environ.get(AUTH_MODE, "token")
     if mode.lower() not in ("token", "k8s"):
-        return f"it asks for a token, and {AUTH_MODE} is '{mode}' here: unset it"
+        return f"it requires a token, but {AUTH_MODE} is '{mode}' here: unset it"
     if os.environ.get(TOKEN_VALUE):
         return f"it does not accept the token in {TOKEN_VALUE}: set the token of the cluster's other machines"
     file = Path(os.environ[TOKEN_PATH]) if TOKEN_PATH in os.environ else Path.home() / DEFAULT_TOKEN
@@ -155,4 +155,4 @@ def _token_reason() -> str:
         reason = getattr(error, "strerror", None) or "is not text"
     else:
         reason = "is empty"
-    return f"it asks for a token, and there is none here ({file}: {reason}): copy it from a machine of the cluster"
+    return f"it requires a token, but this machine has none ({file}: {reason}): copy it from a machine of the cluster"

@@ -1,7 +1,7 @@
-"""A script that connects to a Ray cluster once, and prints the errors as a JSON list of messages, outermost first.
+"""A script that connects to a Ray cluster once and prints error messages as a JSON list, outermost first.
 
-It runs in a process of its own, because Ray's client retries for minutes, writes to standard error, and may end its
-process. It imports nothing of moepack, so that it starts fast.
+It runs in its own process, because Ray's client retries for minutes, writes to standard error, and may end its process.
+It imports nothing from moepack, so that it starts fast.
 """
 
 import json
@@ -12,7 +12,7 @@ __all__ = ["attempt"]
 
 
 def attempt(address: str) -> list[str]:
-    """Connect to the cluster at `address` and disconnect; return the messages of the error and of its causes."""
+    """Connect to the cluster at `address` and disconnect; return the messages of an error and its causes."""
     try:
         import ray
 

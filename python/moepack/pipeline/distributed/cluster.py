@@ -1,7 +1,7 @@
-"""The connection to a Ray cluster: its nodes, looked at before any work, tasks on them, and what came of these.
+"""The connection to a Ray cluster: checks its nodes before any work, submits tasks and collects their results.
 
-Ray repeats tasks whose node died, and makes lost results again; a task has no effect but its result. The connection
-that a program has open already is used, and left open; one that is opened here leaves the environment as it was.
+Ray repeats tasks whose node died, and recomputes lost results; a task has no side effects. An existing connection of
+the program is reused and left open. A connection opened here restores the environment on close.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ __all__ = ["Cluster"]
 
 LOCAL = "local"
 RETRIES = 4
-"""How often a task is repeated whose node or process died."""
+"""How often a task is repeated if its node or process dies."""
 
 LOOK, PATIENCE = 5.0, 60.0
-"""Seconds between looks at the nodes while a result is waited for; for how long none may be able to run a task."""
+"""Seconds between node checks while waiting for a result; seconds after which to give up if no node can run tasks."""
 
 ANSWER = 300.0
-"""Seconds that the processes of a node have to start and to import moepack, from a slow network drive too."""
+"""Seconds in which a node's processes must start and import moepack, possibly from a slow network drive."""
 
 
 class Cluster:
     """A cluster that shares a job.
 
     Attributes:
-        ray: the module.
-        threads: cores that each task takes, and threads that it uses.
+        ray: the `ray` module.
+        threads: cores and threads of each task.
     """
 
     def __init__(self, address: str, threads: int) -> None:
         """Connect to the cluster at `address`, or start one on this machine if it is "local".
 
         Raises:
-            ClusterError: Ray is not installed, there is no cluster, or no node has so many cores.
+            ClusterError: Ray is not installed, there is no cluster, or no node has `threads` cores.
         """
         try:
             import ray
         except ImportError as error:
-            raise ClusterError("a job is shared through Ray: pip install 'moepack[ray]'") from error
+            raise ClusterError("sharing a job requires Ray: pip install 'moepack[ray]'") from error
         self.ray, self.address, self.threads, self._running = ray, address, threads, set[Any]()
         self._own = not ray.is_initialized()
         if self._own:
             self._connect()
         if not self.slots:
             self.close()
-            message = f"no node has the {threads} cores that a task takes; --threads says how many"
+            message = f"no node has the {threads} cores that a task takes; --threads sets this number"
             raise ClusterError(message, file=address)
 
     def _connect(self) -> None:
@@ -80,27 +80,27 @@ class Cluster:
             raise ClusterError(f"cannot connect to a Ray cluster: {error}", file=self.address) from error
 
     def _restore_auth_mode(self) -> None:
-        """Undo what was set for the connection, by this class or by Ray, which sets it for clusters of its own."""
+        """Undo changes of the environment made for the connection by this class, or by Ray for its own clusters."""
         if self._auth_mode is None and AUTH_MODE in os.environ:
             del os.environ[AUTH_MODE]
             _reread_settings()
 
     @property
     def slots(self) -> int:
-        """Tasks that can run at a time."""
+        """Number of tasks that can run at the same time."""
         return sum(int(node["Resources"].get("CPU", 0)) // self.threads for node in self._nodes())
 
     def _nodes(self) -> list[Mapping[str, Any]]:
         return [node for node in self.ray.nodes() if node["Alive"]]
 
     def check(self, stamps: Mapping[str, str]) -> None:
-        """Refuse nodes that could not take part; warn of those whose processors are not like this one.
+        """Reject nodes that cannot take part; warn about nodes with different processors.
 
         Args:
-            stamps: of the files that tasks read (`moepack.format.header.stamp_of`), by their paths.
+            stamps: stamps (`moepack.format.header.stamp_of`) of the files that tasks read, by path.
 
         Raises:
-            ClusterError: a node lacks moepack or has another version of it, or does not see a file; names it.
+            ClusterError: a node lacks moepack, has another version, or does not see a file; names the node.
         """
         from ray import cloudpickle
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
@@ -124,18 +124,20 @@ class Cluster:
             _refuse(each)
         own = torch.backends.cpu.get_cpu_capability()
         if others := sorted({each.host for each in findings if each.processor != own}):
-            message = f"{', '.join(others)}: other processors than here, so rounding, and the bytes with it, may differ"
+            message = (
+                f"{', '.join(others)}: processors differ from this machine's, so rounding and output bytes may differ"
+            )
             warnings.warn(message, MoepackWarning, stacklevel=2)
 
     def _looked(self, node: Mapping[str, Any], task: Any, until: float) -> probe.Findings | None:
-        """What the look at a node found; None if the node died meanwhile: its tasks run on others."""
+        """Return the findings of a node; None if the node died meanwhile, because its tasks then run on others."""
         host, name = node["NodeManagerHostname"], node["NodeID"]
         try:
             while not self.ray.wait([task], timeout=LOOK)[0]:
                 if name not in self._alive():
                     return None
                 if time.monotonic() > until:
-                    message = f"node {host} has not answered in {ANSWER:.0f} seconds: no process starts there"
+                    message = f"node {host} did not answer within {ANSWER:.0f} seconds: no process starts there"
                     raise ClusterError(message, file=self.address)
             findings: probe.Findings = self.ray.get(task)
             return findings
@@ -150,7 +152,7 @@ class Cluster:
         return {node["NodeID"] for node in self._nodes()}
 
     def share(self, value: Any) -> Any:
-        """Put a value where tasks find it.
+        """Put a value into the object store.
 
         Raises:
             ClusterError: the object store has no room for it.
@@ -159,7 +161,7 @@ class Cluster:
             return self.ray.put(value)
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Begin a task; gives what `result` takes."""
+        """Submit a task; returns a handle for `result`."""
         task = self.ray.remote(num_cpus=self.threads, max_retries=RETRIES)(work)
         return self._noted(task.remote(self.threads, *arguments))
 
@@ -167,8 +169,8 @@ class Cluster:
         """Wait for the result of a task.
 
         Raises:
-            ClusterError: its node died too often, or no node is left that could run it.
-            MoepackError: what the task raised.
+            ClusterError: the task's node died too often, or no node is left that can run it.
+            MoepackError: the task raised it.
         """
         able = time.monotonic()
         with self._errors("lost a task"):
@@ -197,7 +199,7 @@ class Cluster:
             raise ClusterError(f"{what}: {error}", file=self.address) from error
 
     def close(self) -> None:
-        """Cancel what runs, and disconnect; a cluster of this process's own ends."""
+        """Cancel running tasks and disconnect; a cluster that this process started ends."""
         for task in self._running:
             with suppress(Exception):
                 self.ray.cancel(task, force=True)
@@ -208,16 +210,16 @@ class Cluster:
 
 
 def _reread_settings() -> None:
-    """Let Ray read its environment again, which it does by itself only when it is imported."""
-    with suppress(ImportError, AttributeError):  # a private interface, which versions without tokens may lack
+    """Make Ray reread its environment, which it otherwise reads only on import."""
+    with suppress(ImportError, AttributeError):  # private interface; may be missing in versions without tokens
         import_module("ray._raylet").Config.initialize("")
 
 
 def _refuse(found: probe.Findings) -> None:
     if found.version is None:
-        raise ClusterError(f"node {found.host} has no moepack that loads; here it is {__version__}")
+        raise ClusterError(f"node {found.host} cannot import moepack; this machine has {__version__}")
     if found.version != __version__:
-        raise ClusterError(f"node {found.host} has moepack {found.version}, here it is {__version__}")
+        raise ClusterError(f"node {found.host} has moepack {found.version}, this machine has {__version__}")
     if found.unseen:
         path, reason = found.unseen
-        raise ClusterError(f"node {found.host} does not see it: {reason}", file=path)
+        raise ClusterError(f"node {found.host} does not see this file: {reason}", file=path)

@@ -1,7 +1,7 @@
-"""Hands out the work of a job to a cluster, and takes the results in order.
+"""Distributes the work of a job to a cluster and takes the results in order.
 
-Twice as many tasks are under way as can run at a time: nodes never wait for the driver, and results that wait for their
-turn stay few, whatever the size of the model.
+Twice as many tasks are submitted as can run at a time. So nodes never wait for the driver, and the number of results
+waiting for their turn is small for models of any size.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from moepack.pipeline.work import LayerWork, Packed, pack_run
 __all__ = ["RayExecutor", "refuse"]
 
 AHEAD = 2
-"""Tasks under way for each that can run."""
+"""Submitted tasks per task that can run."""
 
 
 def refuse(method: Method) -> None:
-    """Refuse a method whose work cannot be shared.
+    """Reject a method whose work cannot be shared.
 
     Raises:
-        ValueError: its experts are solved one after another, or on a GPU.
+        ValueError: it solves experts one after another, or on a GPU.
     """
     if method.in_turn:
         raise ValueError(
-            f"with these settings the method {method.name} solves the experts of a layer one after another, for they "
-            "share its bits: --ray would not make that faster; it shares methods without a text, codequant, and qmoe "
-            "without --bits-per-weight"
+            f"with these settings the method {method.name} solves the experts of a layer one after another, because "
+            "they share one bit budget: --ray would not make that faster; it supports methods without calibration, "
+            "codequant, and qmoe without --bits-per-weight"
         )
     if torch.device(getattr(method, "device", "cpu")).type != "cpu":
-        raise ValueError("--ray shares work among processors: --device must be cpu")
+        raise ValueError("--ray shares work among CPUs: --device must be cpu")
 
 
 class RayExecutor(Executor):
     """Packs tensors on a Ray cluster."""
 
     def __init__(self, address: str, checkpoint: Checkpoint, assignment: Assignment) -> None:
-        """Connect, and see that all nodes can take part; each task takes as many cores as torch uses threads here.
+        """Connect and check that all nodes can take part; each task takes as many cores as torch has threads here.
 
         Raises:
-            ClusterError: they cannot.
-            ValueError: as of `refuse`.
+            ClusterError: a node cannot take part.
+            ValueError: as for `refuse`.
         """
         for method in assignment.methods:
             refuse(method)
@@ -85,7 +85,7 @@ class RayExecutor(Executor):
         """See `Executor`."""
         place = unit.layer.name, unit.name
         if self._counts_on and place not in self._running:
-            self._assignment = self._cluster.share(self.assignment)  # what was taken before is booked now
+            self._assignment = self._cluster.share(self.assignment)  # earlier layers are booked now
         self._submit(unit.layer.name)
         packed: PackedTensor = self._result(self._running.pop(place))
         self._submit(unit.layer.name)
@@ -93,7 +93,7 @@ class RayExecutor(Executor):
         return packed
 
     def _submit(self, turn: str) -> None:
-        """Begin tensors whose time has come; where sizes of earlier layers count, those of the layer `turn`."""
+        """Submit tensors that may start; if sizes of earlier layers matter, only those of the layer `turn`."""
         most = self._most
         while self._waiting and len(self._running) < most:
             layer, name = self._waiting[0]
@@ -108,7 +108,7 @@ class RayExecutor(Executor):
         return max(AHEAD * self._cluster.slots, 1)
 
     def run(self, run: LayerRun, known: Packed) -> dict[str, PackedTensor]:
-        """See `Executor`. Linear layers wait for each other, and what is known is only looked up: both stay here."""
+        """See `Executor`. Linear layers depend on each other, and known tensors are only looked up: both stay here."""
         if not isinstance(run, ExpertsRun) or known.keys() >= run.tensors.keys():
             return pack_run(run, known, self.assignment, self.advance)
         work = LayerWork(run, known, self.assignment, self.advance)
@@ -123,7 +123,7 @@ class RayExecutor(Executor):
         return work.pack()
 
     def _results(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Found]:
-        """The results of tasks, in order."""
+        """Yield the results of tasks in order."""
         running: deque[Any] = deque()
         for task in tasks:
             running.append(self._cluster.submit(*task))

@@ -1,6 +1,6 @@
-"""What a machine knows of a job, found by a function that travels with its code: moepack may be missing there.
+"""Inspects a machine for a job. The function is sent with its code, because moepack may be missing on the machine.
 
-Nothing of moepack is imported where this module is.
+This module must not import moepack.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["Findings", "look"]
 
 
 class Findings(NamedTuple):
-    """What was found on a machine.
+    """Findings on one machine.
 
     Attributes:
         host: its name.
-        version: of moepack; None where it is missing or does not load.
-        unseen: the first file that is not there or is another one, and why; empty where all are seen.
-        processor: the instructions that torch uses.
+        version: moepack's version; None if moepack is missing or fails to import.
+        unseen: the first file that is missing or different, and why; empty if all files match.
+        processor: the instruction set that torch uses.
     """
 
     host: str
@@ -31,15 +31,15 @@ class Findings(NamedTuple):
 
 
 def look(stamps: Mapping[str, str]) -> Findings:
-    """Look at this machine; `stamps` are size, time of the last write and inode of files, by their paths."""
+    """Inspect this machine; `stamps` holds size, modification time and inode of files, by path."""
     version = _attribute("moepack", "__version__")
-    # Torch loads moepack as a plugin: with another version that may fail.
+    # Torch loads moepack as a plugin, which may fail with another version.
     capability = _attribute("torch.backends.cpu", "get_cpu_capability")
     return Findings(platform.node(), version, _unseen(stamps), capability() if capability else "")
 
 
 def _attribute(module: str, name: str) -> Any:
-    """What a module has under a name; None where it does not load, for whatever reason."""
+    """Return an attribute of a module; None if the module fails to import for any reason."""
     try:
         return getattr(import_module(module), name)
     except Exception:
@@ -53,5 +53,5 @@ def _unseen(stamps: Mapping[str, str]) -> tuple[str, ...]:
         except OSError as error:
             return path, error.strerror or str(error)
         if f"{status.st_size} {status.st_mtime_ns} {status.st_ino}" != stamp:
-            return path, "is another file there"
+            return path, "is a different file there"
     return ()

@@ -1,7 +1,7 @@
-"""What runs on the nodes of a cluster: a tensor packed, or a group of experts solved.
+"""Tasks that run on the nodes of a cluster: pack a tensor, or solve a group of experts.
 
-A task may run again, on another node, so it changes nothing but its own copies. Layers, and what the experts of a layer
-read, are large and serve many tasks: a process keeps the last ones that it fetched.
+A task may run again on another node, so it modifies only its own copies. Layers and the inputs of a layer's experts are
+large and serve many tasks: a process caches the last ones that it fetched.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from moepack.runtime.threads import set_threads
 __all__ = ["Done", "Found", "Solved", "pack_tensor", "solve_group"]
 
 Solved = list[tuple[str, range, Solution]]
-"""Solutions by tensor and experts, without their values: the outputs of the experts are all that these serve."""
+"""Solutions by tensor and experts, without values, which only serve to compute the experts' outputs."""
 
 
 class Done(NamedTuple):
-    """What a task gives: its result, and the warnings that it raised."""
+    """A task's result, and the warnings that it issued."""
 
     result: Any
     warned: Sequence[str]
 
 
 class Found(NamedTuple):
-    """What was found for a group of experts, and what they add to the sums of each stream."""
+    """Solutions for a group of experts, and their additions to the sums of each stream."""
 
     solved: Solved
     additions: Sequence[Additions]
 
 
 def pack_tensor(threads: int, assignment: Assignment, layers: Sequence[Any], layer: str, name: str) -> Done:
-    """Pack a tensor of a layer whose method looks at weights alone; `layers` is a list of one reference."""
+    """Pack a tensor whose method uses weights only; `layers` is a list of one reference."""
     run = WholeTensor(_layers(*layers)[layer], name)
     return _done(threads, lambda: pack_run(run, {}, assignment, lambda _: None)[name])
 
 
 def solve_group(threads: int, assignment: Assignment, run: Sequence[Any], group: range) -> Done:
-    """Solve a group of the experts of a run, given as a list of one reference."""
+    """Solve a group of experts of a run, given as a list of one reference."""
     apart, known = _run(*run)
     return _done(threads, lambda: _solved(apart.only(group), known, assignment))
 
@@ -63,7 +63,7 @@ def _solved(run: ExpertsRun, known: Packed, assignment: Assignment) -> Found:
 
 
 class _Noting(LayerWork):
-    """Keeps solutions group by group, for the process that puts them together."""
+    """Keeps solutions group by group, for the process that combines them."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,6 +1,6 @@
-"""What a rotation is learned on: the normalised states that attention and feed-forward layers of the model read.
+"""Collects the normalized states that attention and feed-forward layers read, for learning a rotation.
 
-With a norm's weights folded into the layers behind it, these layers read h / rms(h), to which a rotation is applied.
+With a norm's weights folded into the following layers, these layers read h / rms(h), to which the rotation is applied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["normalized_states"]
 def normalized_states(
     checkpoint: Checkpoint, model: MoeModel, samples: Samples, count: int, device: torch.device, seed: int = 0
 ) -> Tensor:
-    """At most `count` states [n, H] float32 on the CPU, from all norms and samples.
+    """Return at most `count` states [n, H] float32 on the CPU, from all norms and samples.
 
     Raises:
         CalibrationError: the model computes NaN, or has no such norm.
@@ -33,7 +33,7 @@ def normalized_states(
     names = described(model.architecture).norms
     norms = [module for name, module in calibrator.skeleton.module.named_modules() if name.rsplit(".", 1)[-1] in names]
     if not norms:
-        raise CalibrationError("the model has none of the norms that a rotation is learned behind")
+        raise CalibrationError("the model has none of the norms from which a rotation is learned")
     batches = len(norms) * -(-len(samples.inputs) // settings.batch)
     share = -(-count // max(batches, 1))
 

@@ -1,9 +1,9 @@
 """Orthogonal matrices, random or learned (CodeQuant, section 3.1).
 
-R = R0 (I - S)(I + S)^-1 with S the skew-symmetric part of a free matrix M (equation 2; R0 is where the search starts,
-for M = 0 gives the identity). M follows the gradient of the squared error of rounded activations, |X R - Q(X R)|^2
-(equation 3), through the straight-through estimator: codes count as constants, steps and zero points do not, so the
-gradient is that of the token's range. (I + S) is factorised once a step.
+R = R0 (I - S)(I + S)^-1, where S is the skew-symmetric part of a free matrix M (equation 2). R0 is the starting point,
+because M = 0 gives the identity. M follows the gradient of the squared error of rounded activations, |X R - Q(X R)|^2
+(equation 3), through the straight-through estimator: codes are treated as constants, steps and zero points are not, so
+the gradient is that of the token's range. (I + S) is factorized once per step.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from moepack.solvers.activations import round_activations
 __all__ = ["ORTHOGONAL", "Learned", "is_orthogonal", "learn", "rounding_error", "start"]
 
 ORTHOGONAL = 1e-4
-"""Largest entry of |R^T R - I| of a matrix that counts as orthogonal; float32 at 8,192 columns stays below 1e-5."""
+"""Tolerance of |R^T R - I| for orthogonal matrices; float32 at 8,192 columns stays below 1e-5."""
 
 TOKENS = 2048
-"""Tokens of a step."""
+"""Tokens per step."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A rotation and what it does on tokens that it was not fitted to.
+    """A rotation and its rounding errors on held-out tokens.
 
     Attributes:
         rotation: [H, H] float32, orthogonal.
-        errors: mean squared rounding errors of held-out activations over their mean square: as they are, with the
-            starting matrix, with this one.
+        errors: mean squared rounding error of held-out activations over their mean square: unrotated, with the starting
+            matrix, and with this rotation.
     """
 
     rotation: Tensor
@@ -39,7 +39,7 @@ class Learned:
 
 
 def is_orthogonal(matrix: Tensor) -> bool:
-    """Whether a matrix is square, finite and orthogonal up to `ORTHOGONAL`."""
+    """Return whether a matrix is square, finite and orthogonal up to `ORTHOGONAL`."""
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not bool(matrix.isfinite().all()):
         return False
     product = matrix.double().T @ matrix.double()
@@ -49,13 +49,13 @@ def is_orthogonal(matrix: Tensor) -> bool:
 
 
 def start(width: int, kind: str, seed: int = 0) -> Tensor:
-    """A first orthogonal matrix [H, H] float32.
+    """Return an initial orthogonal matrix [H, H] float32.
 
     Args:
         width: H.
-        kind: "random", or "hadamard": Sylvester's matrix of the largest power of two in H, with random signs, times a
-            random orthogonal matrix of the odd rest.
-        seed: of the random numbers.
+        kind: "random", or "hadamard": Sylvester's matrix of the largest power of two that divides H, with random signs,
+            times a random orthogonal matrix of the odd factor.
+        seed: seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -68,7 +68,7 @@ def start(width: int, kind: str, seed: int = 0) -> Tensor:
     if kind == "random":
         return random(width).float()
     if kind != "hadamard":
-        raise ValueError(f"a rotation starts random or hadamard, not '{kind}'")
+        raise ValueError(f"a rotation must start as random or hadamard, not '{kind}'")
     even = width & -width
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < even:
@@ -78,7 +78,7 @@ def start(width: int, kind: str, seed: int = 0) -> Tensor:
 
 
 def rounding_error(x: Tensor, bits: int) -> float:
-    """Mean squared error of rounded tokens [n, H] over their mean square."""
+    """Return the mean squared error of rounded tokens [n, H] over their mean square."""
     return float(
         (round_activations(x, bits) - x).double().square().mean() / x.double().square().mean().clamp(min=1e-30)
     )
@@ -90,16 +90,16 @@ def learn(
     """Learn a rotation.
 
     Args:
-        states: [n, H] float32, activations that the rotation is applied to; an eighth of them is held out.
-        bits: to which they are rounded; 16 learns for 4.
+        states: [n, H] float32, activations to rotate; an eighth of them is held out.
+        bits: bits of the rounded activations; 16 learns for 4.
         first: [H, H], the starting matrix.
-        steps: of Adam.
-        rate: its learning rate.
-        seed: of the choice of tokens.
+        steps: number of Adam steps.
+        rate: learning rate.
+        seed: seed of the choice of tokens.
         device: where steps run.
 
     Returns:
-        The best matrix by the error of held-out tokens, which may be the starting one.
+        The matrix with the least error on held-out tokens, which may be the starting matrix.
     """
     bits = 4 if bits == 16 else bits
     generator = torch.Generator().manual_seed(seed)
@@ -128,15 +128,15 @@ def learn(
 
 def _cayley(free: Tensor, identity: Tensor) -> Tensor:
     skew = (free - free.T) / 2
-    # (I - S)(I + S)^-1: the factors commute, so the inverse may be applied from the left.
+    # (I - S)(I + S)^-1: the factors commute, so the inverse can be applied from the left.
     solution: Tensor = torch.linalg.solve(identity + skew, identity - skew)
     return solution
 
 
 def _straight_through(x: Tensor, bits: int) -> Tensor:
-    """The mean squared rounding error whose gradient passes through the steps, with codes as constants."""
+    """Return the mean squared rounding error; its gradient passes through the steps and treats codes as constants."""
     top = float((1 << bits) - 1)
-    # Not aminmax: not every torch that is supported can differentiate it.
+    # Not aminmax: some supported torch versions cannot differentiate it.
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     step = ((high.clamp(min=0) - low.clamp(max=0)) / top).clamp(min=1e-12)
     codes = ((x / step).round() - x / step).detach()

@@ -1,11 +1,11 @@
-"""A rotation of the residual stream folded into a checkpoint, so that nothing runs online (CodeQuant, figure 2).
+"""Folds a rotation of the residual stream into a checkpoint, so that no rotation runs online (CodeQuant, figure 2).
 
-Every state h becomes h R. RMS norms do not see it once their weights have moved into the layers behind them: those
-become W diag(gamma) R. Layers that write to the stream (output and down projections) become R^T W, embeddings E R. The
-router reads the stream as any other layer does. A head that is tied to the embeddings is untied, for it takes in the
-last norm.
+Every state h becomes h R. RMS norms are invariant once their weights are moved into the following layers, which become
+W diag(gamma) R. Layers that write to the stream (output and down projections) become R^T W, embeddings E R. The router
+reads the stream like any other layer. A head that is tied to the embeddings is untied, because it absorbs the last
+norm.
 
-Norms of queries, keys and latents lie behind a projection and stay; so do biases of layers that read the stream.
+Norms of queries, keys and latents follow a projection and stay unchanged; so do biases of layers that read the stream.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["Folding", "Stream", "check", "fold"]
 
 
 class Stream:
-    """What the tensors of an architecture do with its residual stream, by their names.
+    """The role of each tensor of an architecture in the residual stream, by name.
 
     Attributes:
-        architecture: its description; the tensors at both ends of the stream belong to none of the patterns.
+        architecture: its description; the tensors at both ends of the stream match none of the patterns.
         norms: norms in front of layers that read the stream.
         reads: the weights behind each norm.
         writes: weights whose outputs are added to the stream.
-        biases: biases of these.
-        stays: what does not see the stream.
+        biases: biases of these weights.
+        stays: tensors that do not touch the stream.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -62,13 +62,13 @@ class Stream:
         return re.compile(rf"{self.architecture.layer}\.(?:{'|'.join(names)})")
 
     def knows(self, name: str) -> bool:
-        """Whether it is known what a tensor does."""
+        """Return whether a tensor's role is known."""
         ends = (self.architecture.embeddings, self.architecture.head, self.architecture.last_norm)
         patterns = (self.norms, *self.reads.values(), self.writes, self.biases, self.stays)
         return name in ends or any(pattern.fullmatch(name) for pattern in patterns)
 
     def norm_before(self, name: str) -> str:
-        """The weights of the norm in front of a tensor that reads the stream."""
+        """Return the name of the norm weights in front of a tensor that reads the stream."""
         if name == self.architecture.head:
             return self.architecture.last_norm
         return next(
@@ -82,13 +82,13 @@ def _expert_name(template: str) -> str:
 
 @dataclass(frozen=True)
 class Folding:
-    """A checkpoint with a rotation in it, computed tensor by tensor.
+    """A checkpoint with a folded rotation, computed tensor by tensor.
 
     Attributes:
-        stream: what its tensors do with the residual stream.
-        rotation: [H, H] float32, or None: all tensors as they are.
+        stream: the roles of its tensors in the residual stream.
+        rotation: [H, H] float32, or None to keep all tensors.
         names: the tensors.
-        config: what changes in config.json.
+        config: changes to config.json.
     """
 
     checkpoint: Checkpoint
@@ -98,12 +98,12 @@ class Folding:
     config: Mapping[str, Any]
 
     def source(self, name: str) -> str:
-        """The checkpoint's tensor that a tensor is made of: a tied head is made of the embeddings."""
+        """Return the checkpoint tensor that a tensor is computed from; a tied head is computed from the embeddings."""
         ends = self.stream.architecture
         return ends.embeddings if name == ends.head and name not in self.checkpoint else name
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor with the rotation in it, in float32; what stays as it is, in the checkpoint's dtype.
+        """Return a tensor with the rotation folded in, in float32, or an unaffected tensor in the checkpoint's dtype.
 
         Raises:
             InvalidTensorError: it holds NaN or infinity, or overflows.
@@ -131,34 +131,34 @@ class Folding:
 
 
 def check(checkpoint: Checkpoint) -> Stream:
-    """Refuse what cannot be rotated, and say what the tensors of a checkpoint that can do with its residual stream.
+    """Return the stream roles of a checkpoint's tensors, or reject a checkpoint that cannot be rotated.
 
     Raises:
-        UnsupportedModelError: another architecture, or a tensor whose part in the stream is unknown.
+        UnsupportedModelError: another architecture, or a tensor whose role in the stream is unknown.
     """
     kind = checkpoint.config["model_type"]
     if not described(kind).rotatable:
         known = ", ".join(name for name, architecture in ARCHITECTURES.items() if architecture.rotatable)
-        message = f"only models of {known} can be rotated, not of {kind}; use --rotation none"
+        message = f"only {known} models can be rotated, not {kind}; use --rotation none"
         raise UnsupportedModelError(message, file=checkpoint.path)
     stream = Stream(described(kind))
     for name in checkpoint.names():
         if not stream.knows(name):
-            message = "is unknown in a model that is to be rotated; use --rotation none"
+            message = "has no known role in a rotation; use --rotation none"
             raise UnsupportedModelError(message, file=checkpoint.info(name).file, tensor=name)
     return stream
 
 
 def fold(checkpoint: Checkpoint, rotation: Tensor | None) -> Folding:
-    """Fold a rotation into a checkpoint; no tensor is computed yet.
+    """Fold a rotation into a checkpoint; tensors are computed lazily.
 
     Args:
-        checkpoint: of an architecture that is described as rotatable.
-        rotation: [H, H] float32, or None to leave everything as it is.
+        checkpoint: a checkpoint of a rotatable architecture.
+        rotation: [H, H] float32, or None to keep all tensors.
 
     Raises:
-        UnsupportedModelError: another architecture, or a tensor whose part in the stream is unknown.
-        InvalidTensorError: the matrix is not orthogonal, or of another size.
+        UnsupportedModelError: another architecture, or a tensor whose role in the stream is unknown.
+        InvalidTensorError: the matrix is not orthogonal, or has the wrong size.
     """
     stream = check(checkpoint)
     if rotation is None:
@@ -166,7 +166,7 @@ def fold(checkpoint: Checkpoint, rotation: Tensor | None) -> Folding:
     embeddings, head = stream.architecture.embeddings, stream.architecture.head
     width = checkpoint.info(embeddings).shape[-1]
     if tuple(rotation.shape) != (width, width) or not is_orthogonal(rotation):
-        raise InvalidTensorError(f"the rotation is no orthogonal matrix of {width} columns", tensor="rotation")
+        raise InvalidTensorError(f"the rotation is not an orthogonal matrix with {width} columns", tensor="rotation")
     names = checkpoint.names()
     if head in checkpoint:
         return Folding(checkpoint, stream, rotation, names, {})

@@ -1,9 +1,9 @@
 """Permutation-invariant outlier grouping: which columns share a codebook (CodeQuant, section 3.3 and appendix A.2).
 
-A block-wise codebook serves neighbouring columns, so their order matters, and that of a feed-forward block's inner
+A block-wise codebook covers adjacent columns, so their order matters. The order of a feed-forward block's inner
 dimension is free: rows of gate and up projections and columns of the down projection move together. Algorithm 1 sorts
-columns by their mean magnitude, cuts them into subgroups, and gives each block the subgroup of the largest remaining
-spread and fills it with those of the smallest.
+columns by mean magnitude and cuts them into subgroups. It gives each block the subgroup with the largest remaining
+spread, and fills the block with those of the smallest spread.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch import Tensor
 __all__ = ["SUBGROUP", "Grouping", "group_columns"]
 
 SUBGROUP = 16
-"""Columns that move as one. The paper publishes no size."""
+"""Columns that move together. The paper publishes no size."""
 
 
 def group_columns(weights: Tensor, block: int, subgroup: int = SUBGROUP) -> Tensor:
-    """The order of columns that algorithm 1 finds.
+    """Return the column order of algorithm 1.
 
     Args:
         weights: [..., R, C], floating point.
-        block: columns that will share a codebook, a multiple of `subgroup`.
-        subgroup: columns that move as one.
+        block: columns that share a codebook, a multiple of `subgroup`.
+        subgroup: columns that move together.
 
     Returns:
-        [..., C] int64: position j takes column `order[j]`. The natural order where one block holds all columns.
+        [..., C] int64: position j takes column `order[j]`. The natural order if one block holds all columns.
 
     Raises:
-        ValueError: a block does not consist of whole subgroups.
+        ValueError: `block` is not a multiple of `subgroup`.
     """
     if block % subgroup:
-        raise ValueError(f"a block of {block} columns does not consist of subgroups of {subgroup}")
+        raise ValueError(f"a block of {block} columns is not a multiple of subgroups of {subgroup}")
     columns = weights.shape[-1]
     natural = torch.arange(columns).expand(*weights.shape[:-2], columns)
     if columns <= block:
@@ -68,12 +68,12 @@ class Grouping:
     """Feed-forward matrices with their inner dimension in the order of `group_columns`, computed tensor by tensor."""
 
     def __init__(self, tensor: Callable[[str], Tensor], block: int) -> None:
-        """`tensor` gives the matrices by name; `block` columns share a codebook."""
+        """`tensor` returns matrices by name; `block` columns share a codebook."""
         self._given, self.block = tensor, block
         self._order = lru_cache(maxsize=4096)(self._find)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor with its rows or columns moved, where it belongs to a feed-forward block; else as it is."""
+        """Return a tensor with reordered rows or columns if it belongs to a feed-forward block, otherwise unchanged."""
         given = self._given(name)
         match = _MATRIX.fullmatch(name)
         if match is None:
