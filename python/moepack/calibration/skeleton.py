@@ -1,8 +1,8 @@
 """A transformers model without weights, whose parts are loaded from the checkpoint one at a time.
 
-The model is built on torch's meta device, so it takes no memory at any size. Experts modules are optionally replaced by a
-recorder: their matrices are then never loaded through the model but fetched expert by expert. `loaded` loads the weights
-of one submodule (a block, an embedding, a norm) and drops them again.
+The model is built on torch's meta device, so it takes no memory at any size. Experts modules are optionally replaced by
+a recorder: their matrices are then never loaded through the model but fetched expert by expert. `loaded` loads the
+weights of one submodule (a block, an embedding, a norm) and drops them again.
 
 Invariants: outside of `loaded`, no parameter holds memory. Within it a tied parameter is one object wherever it is
 used, so its gradient is that of all uses.
