@@ -47,7 +47,11 @@ def test_the_plan_stands_before_the_work(
     run(capsys, "compress", mixtral, tmp_path / "out", "--method", "finequant")
     (plan,) = seen
     for expected in (
-        *(f"{mixtral} (mixtral: 2 layers of 4 experts)", "finequant: 8, 4, 3 or 2 bits", "bits 4, group_size 64"),
+        *(
+            f"{mixtral} (mixtral: 2 layers of 4 experts)",
+            "finequant: group-wise integers of 8, 4, 3 or 2 bits",
+            "bits 4, group_size 64",
+        ),
         *("experts: 147,456 weights", "295 kB -> ", "free", "time      about"),
     ):
         assert expected in plan

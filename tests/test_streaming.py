@@ -379,7 +379,7 @@ def test_a_file_truncated_under_a_model_is_an_error_and_not_a_crash(directory, t
 
 def test_what_streams_cannot_be_elsewhere(directory):
     for other in ({"resident": True}, {"device": "cuda"}, {"device_map": "auto"}):
-        with pytest.raises(ValueError, match="host_memory is for models on the CPU"):
+        with pytest.raises(ValueError, match="host_memory needs a model on the CPU"):
             moepack.load(directory, host_memory="1GB", **other)
     layer = next(
         module

@@ -175,7 +175,9 @@ def print_report(report: "CompressReport") -> None:
     print(f"experts    {experts} ({report.bits_per_weight:.3f} bits per weight)")
     if report.dense_weights:
         bits = 8 * report.dense_bytes / report.dense_weights
-        print(f"dense      {size(report.dense_source_bytes)} -> {size(report.dense_bytes)} ({bits:.3f} bits per weight)")
+        print(
+            f"dense      {size(report.dense_source_bytes)} -> {size(report.dense_bytes)} ({bits:.3f} bits per weight)"
+        )
     ratio = report.source_bytes / max(report.packed_bytes, 1)
     print(f"directory  {size(report.source_bytes)} -> {size(report.packed_bytes)} ({ratio:.2f}x)")
     if report.increase is not None:

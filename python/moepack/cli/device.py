@@ -6,7 +6,9 @@ import typer
 
 __all__ = ["Approximate", "Device", "DeviceMemory", "Guess", "HostMemory", "Misses", "places", "usable_device"]
 
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, or auto: fill all GPUs layer by layer, then the CPU.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, or auto: fill all GPUs layer by layer, then the CPU.")
+]
 HostMemory = Annotated[
     str | None, typer.Option(help="Cap RAM for weights, such as 8GB; the other experts stay on disk.")
 ]

@@ -37,9 +37,7 @@ def generate_command(
     directory: AnyModel,
     prompt: Annotated[
         str | None,
-        typer.Option(
-            help="Text to continue; - reads stdin. For Switch models, mark missing text with <extra_id_0>."
-        ),
+        typer.Option(help="Text to continue; - reads stdin. For Switch models, mark missing text with <extra_id_0>."),
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="File with the text to continue (UTF-8).", exists=True, dir_okay=False)

@@ -49,8 +49,6 @@ TopK = Annotated[int | None, typer.Option(help="Sample from this many most likel
 MinP = Annotated[
     float | None, typer.Option(help="Drop tokens less likely than this fraction of the most likely token.")
 ]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Values above 1 make repeated tokens less likely.")
-]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Values above 1 make repeated tokens less likely.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")]
 System = Annotated[str | None, typer.Option(help="System prompt.")]

@@ -67,9 +67,7 @@ def _left(free: int | None, need: int) -> str:
 def _loss(plan: "Estimate") -> str:
     """Return the expected increase of the loss."""
     if plan.loss is None:
-        return (
-            "unknown without calibration; `--calibration FILE` estimates it, and about halves it"
-        )
+        return "unknown without calibration; `--calibration FILE` estimates it and about halves the loss"
     least, most = plan.loss
     return f"+{least:.2g} to +{most:.2g} nats per token"
 

@@ -18,12 +18,11 @@ def report_command(
         Path | None, typer.Option(help="The original model: directory, Hub id or saved reference.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text file (UTF-8) for the evaluation and the samples.", exists=True, dir_okay=False)
+        Path | None,
+        typer.Option(help="Text file (UTF-8) for the evaluation and the samples.", exists=True, dir_okay=False),
     ] = None,
     chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 250_000,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="Prompt that both models continue; may be repeated.")
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Prompt that both models continue; may be repeated.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the original, for the model card.")] = None,
     threads: Threads = None,
 ) -> None:

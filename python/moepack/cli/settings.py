@@ -115,8 +115,8 @@ Calibration = Annotated[
     str | None,
     _option(
         "calibration",
-        "Calibration text, like what the model will read: text file, JSON Lines, directory or Hub data set. By default, "
-        "auto uses a built-in text if the model fits in memory; none disables it.",
+        "Calibration text, like what the model will read: text file, JSON Lines, directory or Hub data set. By "
+        "default, auto uses a built-in text if the model fits in memory; none disables it.",
     ),
 ]
 Samples = Annotated[int | None, _option("samples", "number of calibration windows; default 128, floe 64.", min=1)]
@@ -151,16 +151,16 @@ Roles = Annotated[
         "Layers to pack besides experts: all (default), none, or some of embedding,attention,shared,mlp,head.",
     ),
 ]
-Codes = Annotated[
-    str | None, _option("codes", "dependent (default): less error, at most a sixth slower; or plain.")
-]
+Codes = Annotated[str | None, _option("codes", "dependent (default): less error, at most a sixth slower; or plain.")]
 WeightBits = Annotated[int | None, _option("weight_bits", "Bits per code: 2, 3 or 4; default 4.")]
 ActivationBits = Annotated[
     int | None, _option("activation_bits", "Round the inputs of packed layers to 8 or 4 bits; default 16, no rounding.")
 ]
 Block = Annotated[str | None, _option("block", "Columns per codebook, or row; default row.", callback=_number)]
 Steps = Annotated[int | None, _option("steps", "Refinement passes over codes and centroids; default 4.", min=0)]
-Alpha = Annotated[float | None, _option("alpha", "Threshold for --group-size adaptive (default 0.35) or adaptive-mean (0.87).")]
+Alpha = Annotated[
+    float | None, _option("alpha", "Threshold for --group-size adaptive (default 0.35) or adaptive-mean (0.87).")
+]
 Symmetric = Annotated[
     bool | None, _option("symmetric", "one scale per group, or a scale and an offset.", "--symmetric/--asymmetric")
 ]

@@ -18,9 +18,7 @@ SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)
 
 def trace_command(
     source: Annotated[Path, typer.Argument(help="Packed directory, or a trace saved with --out.")],
-    text: Annotated[
-        Path | None, typer.Option(help="Text file (UTF-8) to record.", exists=True, dir_okay=False)
-    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text file (UTF-8) to record.", exists=True, dir_okay=False)] = None,
     chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 20_000,
     out: Annotated[Path | None, typer.Option(help="Save the trace to this file (npz).")] = None,
     dtype: Dtype = "auto",

@@ -12,9 +12,7 @@ from moepack.cli.usage import wrong_usage
 
 
 def tune_command(
-    packed: Annotated[
-        Path, typer.Argument(help="Packed directory made with --method codequant, rate or auto.")
-    ],
+    packed: Annotated[Path, typer.Argument(help="Packed directory made with --method codequant, rate or auto.")],
     original: Annotated[Path, typer.Argument(help="The original checkpoint: directory or Hub id.")],
     out: Annotated[Path, typer.Argument(help="Output directory. It must not exist.")],
     calibration: Annotated[
