@@ -186,5 +186,5 @@ def test_experts_by_channels_take_no_adapters(tiny_checkpoint: Any, tmp_path: Pa
 
 
 def test_an_adapter_is_not_taken_for_a_model(saved: Path) -> None:
-    with pytest.raises(moepack.LoadError, match=r"is an adapter \(peft\) and no model"):
+    with pytest.raises(moepack.LoadError, match=r"is a peft adapter, not a model"):
         moepack.load(saved)

@@ -189,12 +189,12 @@ COMPLETION = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 @pytest.mark.parametrize(
     ("body", "status", "code", "said"),
     [
-        (b" " * 20_001, 413, "too_large", "at most 20000 bytes"),
+        (b" " * 20_001, 413, "too_large", "larger than 20000 bytes"),
         ({**COMPLETION, "model": "gpt-4"}, 404, "model_not_found", "there is no model 'gpt-4', only 'tiny'"),
         ({**COMPLETION, "prompt": ""}, 400, "invalid_prompt", "the prompt has no tokens"),
         ({**COMPLETION, "prompt": [999_999]}, 400, "invalid_prompt", "tokens are between 0 and 284"),
-        ({**COMPLETION, "prompt": "x" * 512}, 400, "context_length_exceeded", "512 tokens in all, not 512 tokens"),
-        ({**COMPLETION, "max_tokens": 512}, 400, "context_length_exceeded", "not 1 tokens of prompt and 512 of answer"),
+        ({**COMPLETION, "prompt": "x" * 512}, 400, "context_length_exceeded", "context is 512 tokens; the request needs 512 prompt tokens"),
+        ({**COMPLETION, "max_tokens": 512}, 400, "context_length_exceeded", "needs 1 prompt tokens and 512 answer tokens"),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip

@@ -50,5 +50,5 @@ def duration(seconds: float) -> str:
 
 
 def nats(increase: float) -> str:
-    """Return an increase of the loss: `nats(0.0214)` is `+0.021 nats a token`."""
-    return f"{increase:+.2g} nats a token"
+    """Return an increase of the loss: `nats(0.0214)` is `+0.021 nats per token`."""
+    return f"{increase:+.2g} nats per token"

@@ -111,7 +111,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> NoReturn:
-    raise Refusal(400, f"the body is not JSON: it contains {name}", "invalid_json")
+    raise Refusal(400, f"the body is not JSON: it has the number {name}", "invalid_json")
 
 
 def _float(digits: str) -> int | float:
