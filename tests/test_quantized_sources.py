@@ -336,13 +336,13 @@ NAME = "model.layers.1.mlp.experts.2.up_proj.weight"
 
 def test_scales_that_are_missing(plain: Path, tmp_path: Path) -> None:
     directory = changed(plain, tmp_path, lambda tensors: tensors.__delitem__(f"{NAME}_scale_inv"))
-    with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj\.weight': has codes and no .*weight_scale_inv"):
+    with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj\.weight': has codes but no .*weight_scale_inv"):
         open_checkpoint(directory)
 
 
 def test_scales_of_another_shape(plain: Path, tmp_path: Path) -> None:
     directory = changed(plain, tmp_path, lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(1, 1)}))
-    with pytest.raises(CheckpointError, match=r"do not fit each other: weight \[32, 32\], weight_scale_inv \[1, 1\]"):
+    with pytest.raises(CheckpointError, match=r"do not match: weight \[32, 32\], weight_scale_inv \[1, 1\]"):
         open_checkpoint(directory)
 
 

@@ -193,8 +193,8 @@ COMPLETION = {"model": "tiny", "prompt": "x", "max_tokens": 2}
         ({**COMPLETION, "model": "gpt-4"}, 404, "model_not_found", "there is no model 'gpt-4', only 'tiny'"),
         ({**COMPLETION, "prompt": ""}, 400, "invalid_prompt", "the prompt has no tokens"),
         ({**COMPLETION, "prompt": [999_999]}, 400, "invalid_prompt", "tokens are between 0 and 284"),
-        ({**COMPLETION, "prompt": "x" * 512}, 400, "context_length_exceeded", "context is 512 tokens; the request needs 512 prompt tokens"),
-        ({**COMPLETION, "max_tokens": 512}, 400, "context_length_exceeded", "needs 1 prompt tokens and 512 answer tokens"),
+        ({**COMPLETION, "prompt": "x" * 512}, 400, "context_length_exceeded", "the request needs 512 prompt tokens"),
+        ({**COMPLETION, "max_tokens": 512}, 400, "context_length_exceeded", "1 prompt tokens and 512 answer tokens"),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip

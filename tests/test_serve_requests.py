@@ -481,7 +481,7 @@ def test_settings_of_the_model_that_are_out_of_range_are_told_at_the_start(engin
 
 
 def test_a_name_that_no_client_can_write_is_told_at_the_start():
-    with pytest.raises(ValueError, match="no Unicode text"):
+    with pytest.raises(ValueError, match="not Unicode text"):
         Settings("a\udcff")
 
 

@@ -61,7 +61,7 @@ def report_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> JSONResponse:
         path, code = request.scope["path"], HTTPStatus(error.status_code).name.lower()
-        message = {404: f"there is no {path}", 405: f"{path} does not support {request.method}"}
+        message = {404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
         said = message.get(error.status_code, str(error.detail))
         headers = dict(error.headers) if error.headers else None
         return Refusal(error.status_code, said, code, headers=headers).response()
