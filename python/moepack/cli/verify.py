@@ -18,7 +18,7 @@ def verify_command(
     strict: Annotated[bool, typer.Option("--strict", help="Also fail if side files have changed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check every byte, offset and code of DIRECTORY. Print the faults and exit with code 1 if it finds any.
+    """Check every byte, offset and code of DIRECTORY. Prints faults and exits with code 1 if there are any.
 
     Side files (a model card, a chat template) may be added or edited. They are listed and do not count as faults.
     """
