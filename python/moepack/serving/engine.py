@@ -75,7 +75,7 @@ class Engine:
         seconds: float = 600.0,
     ) -> None:  # fmt: skip
         if model.config.is_encoder_decoder:
-            raise LoadError("only decoder models can be served; this is an encoder-decoder")
+            raise LoadError("only decoder models can be served: this model reads one text and writes another")
         require_head(model)
         self.model, self.tokenizer = model, tokenizer
         self.slots, self.queue, self.seconds = slots, queue, seconds
