@@ -20,8 +20,8 @@ router's weight. Thresholds are quantiles over the calibration text, per expert,
 weights are bf16, so this is the loss of the rule alone.
 
 `forms` compares the default of `floe` with the paper's form: thresholds, sizes, loss, and the processor time to
-compress a model and to generate a token. `packed` measures models packed by `floe`, with and without coarse copies, and in 2 and
-3 bits: bits per expert weight that stay in memory (selectors, coarse copies), bits that a token moves, and the
+compress a model and to generate a token. `packed` measures models packed by `floe`, with and without coarse copies, and
+in 2 and 3 bits: bits per expert weight that stay in memory (selectors, coarse copies), bits that a token moves, and the
 additional loss if guesses select channels (`--approximate`). `equal` compares the paper's form with coarse copies in
 the same memory and with the same bytes moved: memory beyond the selectors holds the channels of each expert that are
 stored first, which the calibration text used most, and only others are moved. The paper's form skips 50 to 80 %, with

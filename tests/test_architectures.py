@@ -296,11 +296,15 @@ BROKEN: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], type[Exceptio
     "the first expert's tensor is missing": (drop(EXPERT.format(0, "w1")), CheckpointError, r"experts\.0\.w1.*none"),
     "a layer's experts are missing": (drop_all(r"layers\.1\..*experts"), CheckpointError, r"layers\.1\..*found none"),
     "a router is missing": (drop_all(r"layers\.1\..*moe\.gate"), CheckpointError, r"layers\.1\..*no router"),
-    "an expert too many": (put(EXPERT.format(11, "w1"), torch.ones(24, 16)), CheckpointError, "lies among the experts"),
+    "an expert too many": (
+        put(EXPERT.format(11, "w1"), torch.ones(24, 16)),
+        CheckpointError,
+        "is stored with the experts",
+    ),
     "a bias": (
         put(EXPERT.format(0, "w1").replace("weight", "bias"), torch.ones(24)),
         CheckpointError,
-        r"w1\.bias': lies among the experts",
+        r"w1\.bias': is stored with the experts",
     ),
     "two layouts": (
         put("model.layers.1.block_sparse_moe.experts.gate_up_proj", torch.ones(11, 48, 16)),
@@ -373,11 +377,11 @@ def test_stacks_of_a_wrong_shape(name: str, shape: tuple[int, ...], message: str
     [
         ({"num_local_experts": 12}, CheckpointError, r"experts\.11\.w1\.weight': no such tensor"),
         ({"num_local_experts": 10**12}, CheckpointError, "are configured, the block has"),
-        ({"num_local_experts": 10}, CheckpointError, "lies among the experts"),
+        ({"num_local_experts": 10}, CheckpointError, "is stored with the experts"),
         ({"num_local_experts": 0}, CheckpointError, "contradictory"),
-        ({"num_local_experts": "8"}, CheckpointError, "no number of experts"),
+        ({"num_local_experts": "8"}, CheckpointError, "no valid number of experts"),
         ({"num_experts": 3}, CheckpointError, "contradictory numbers of experts"),
-        ({"num_hidden_layers": None}, CheckpointError, "no number of layers"),
+        ({"num_hidden_layers": None}, CheckpointError, "no valid number of layers"),
         ({"num_hidden_layers": 10**12}, CheckpointError, r"\(num_hidden_layers\), model\.layers\.3 has no tensor"),
         ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedModelError, "already quantized .*'fp8'"),
         ({"quantization_config": {"quant_method": "moepack"}}, UnsupportedModelError, "already packed by moepack"),

@@ -49,8 +49,8 @@ def test_a_loss_far_from_the_plan_is_said_with_what_to_do(tmp_path: Path, monkey
     arguments = ["compress", str(TINY_MOE), str(tmp_path / "out"), "--bits-per-weight", "3", "--check", "--quiet"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    assert "far more than the plan expected (+0.0001 nats a token to +0.0002 nats a token)" in done.output
-    assert "--bits-per-weight" in done.output and "nats a token on a part of the calibration text" in done.output
+    assert "far more than the plan expected (+0.0001 nats per token to +0.0002 nats per token)" in done.output
+    assert "--bits-per-weight" in done.output and "nats per token on a part of the calibration text" in done.output
 
 
 @pytest.mark.parametrize(("increase", "notes"), [(0.1, 0), (0.29, 0), (0.31, 1), (-0.1, 0)])

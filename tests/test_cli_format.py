@@ -33,7 +33,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 def test_compress_inspect_verify(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     code, text, progress = run(capsys, "compress", mixtral, out, "--method", "ternary", "--threads", 1)
-    assert code == 0 and "bits a weight" in text and str(out) in text
+    assert code == 0 and "bits per weight" in text and str(out) in text
     assert "model.layers.1.mlp.experts" in progress and "manifest" in progress
     code, text, _ = run(capsys, "inspect", out)
     assert code == 0

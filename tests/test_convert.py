@@ -136,5 +136,5 @@ def test_damage_is_named(models, switch, tmp_path):
 def test_the_command_line_converts(models, switch, tmp_path):
     arguments = ["convert", str(models[0]), str(tmp_path / "out"), "--original", str(switch), "-q"]
     done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0 and "bits a weight" in done.output
+    assert done.exit_code == 0 and "bits per weight" in done.output
     assert CliRunner().invoke(app, [*arguments[:2], str(tmp_path / "o"), "--code", "morse"]).exit_code == 2

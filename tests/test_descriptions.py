@@ -128,7 +128,7 @@ def test_without_a_description_the_toy_is_refused(toy: tuple[Any, Path]) -> None
 def test_what_lies_among_the_experts_of_a_new_architecture_is_seen(toy: tuple[Any, Path], registered: None) -> None:
     tensors = load_file(toy[1] / "model.safetensors")
     save_file({**tensors, "model.layers.1.mlp.ffn.0.bias": torch.ones(3)}, toy[1] / "model.safetensors")
-    with pytest.raises(moepack.CheckpointError, match=r"ffn\.0\.bias': lies among the experts"):
+    with pytest.raises(moepack.CheckpointError, match=r"ffn\.0\.bias': is stored with the experts"):
         describe(Checkpoint.open(toy[1]))
 
 

@@ -176,7 +176,7 @@ def test_gguf_refuses_rows_that_are_no_blocks(bits: int, tmp_path: Path) -> None
     model = tiny_model("mixtral")  # 32 and 48 columns
     for size, settings in (("row", {"dense_bits": "attention=8"}), (32, {})):
         directory = write_packed(model, tmp_path / str(size), FineQuant(bits, size, **settings))
-        with pytest.raises(UnsupportedModelError, match="no blocks of 32"):
+        with pytest.raises(UnsupportedModelError, match="do not form blocks of 32"):
             export(directory, tmp_path / "out.gguf", "gguf")
         assert not (tmp_path / "out.gguf").exists()
 

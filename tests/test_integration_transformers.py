@@ -330,7 +330,7 @@ def test_modules_that_compute_something_else(mixtral_copy):
         config["quantization_config"]["packed"] = {"model.layers.0.self_attn": {"gate_proj": [1, 1, 1]}}
 
     edit_config(mixtral_copy, change)
-    with pytest.raises(UnsupportedModelError, match="no packed twin"):
+    with pytest.raises(UnsupportedModelError, match="no packed form"):
         moepack.load(mixtral_copy)
 
 

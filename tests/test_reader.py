@@ -202,7 +202,7 @@ def test_no_weights(pair: Path) -> None:
 def test_pickles_only(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(UnsupportedModelError, match=f"pickles only .{name}.; .*save_pretrained"):
+    with pytest.raises(UnsupportedModelError, match=f"only as pickles .{name}.; .*save_pretrained"):
         Checkpoint.open(tmp_path)
 
 
@@ -380,7 +380,7 @@ def test_damage_is_refused_or_harmless(data: st.DataObject, tmp_path: Path) -> N
         (("training_args.bin", "optimizer.pt"), r"holds neither .*; it has optimizer\.pt, training_args\.bin$"),
         (("consolidated.safetensors",), r"holds neither .*; it has consolidated\.safetensors$"),
         (("model-00001-of-00002.safetensors", "a.gguf", "b.gguf", "c.gguf"), r"it has a\.gguf, .* and others$"),
-        (("pytorch_model.bin", "optimizer.pt"), r"pickles only \(pytorch_model\.bin\)"),
+        (("pytorch_model.bin", "optimizer.pt"), r"only as pickles \(pytorch_model\.bin\)"),
     ],
 )
 def test_a_directory_without_weights_tells_what_it_has(files: tuple[str, ...], message: str, tmp_path: Path) -> None:
@@ -394,5 +394,5 @@ def test_a_directory_without_weights_tells_what_it_has(files: tuple[str, ...], m
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"is an adapter .* and no model"):
+    with pytest.raises(CheckpointError, match=r"is a peft adapter, not a model"):
         Checkpoint.open(tmp_path)

@@ -135,7 +135,7 @@ def test_what_is_unknown_is_left_out_and_said(facts):
     bare = replace(facts, quality=None, values=[replace(each, tokens=None, errors=None) for each in facts.values])
     page = render_page(bare)
     Dom(page)
-    assert "Nothing was measured" in page and "Coverage" not in page and "What it writes" not in page
+    assert "Not measured" in page and "Coverage" not in page and "Sample texts" not in page
     assert "Relative error" not in page
     alone = EvaluationReport(1533, 3.5, 33.1, 2.0)
     page = render_page(replace(facts, quality=replace(facts.quality, figures=alone, continuations=())))
@@ -199,7 +199,7 @@ def test_a_report_leaves_the_weights_sound_and_can_be_repeated(copy, mixtral, te
 
 def test_without_models_and_with_a_saved_reference(copy, mixtral, text, tmp_path):
     written = write_report(copy)
-    assert written.quality is None and "Nothing was measured" in written.page.read_text()
+    assert written.quality is None and "Not measured" in written.page.read_text()
     record_reference(mixtral, text, 1600, tmp_path / "reference")
     written = write_report(copy, tmp_path / "reference", text, chars=1600, prompts=["Say"], base_model="a/b")
     (each,) = written.quality.continuations

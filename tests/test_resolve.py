@@ -96,7 +96,7 @@ def answer(status: int, kind: type[Exception]) -> Exception:
     ("status", "kind", "expected"),
     [
         (404, "RepositoryNotFoundError", "does not exist or is private"),
-        (403, "GatedRepoError", "must be granted"),
+        (403, "GatedRepoError", "it is gated"),
         (404, "RevisionNotFoundError", "at the revision 'v9'"),
     ],
 )

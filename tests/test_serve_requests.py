@@ -278,7 +278,7 @@ def test_an_answer_may_be_sent_back_as_it_was_received(ask):
          "unsupported_parameter", "is not supported"),
         (COMPLETIONS, completion(max_completion_tokens=5), "max_completion_tokens", "unsupported_parameter",
          "is not supported"),
-        (CHATS, chat(max_completion_tokens=5), "max_completion_tokens", "invalid_value", "must be equal to max_tokens"),
+        (CHATS, chat(max_completion_tokens=5), "max_completion_tokens", "invalid_value", "must equal max_tokens"),
         (CHATS, chat(messages=[]), "messages", "invalid_value", "must not be empty"),
         (CHATS, chat(messages="x"), "messages", "invalid_type", "must be a list"),
         (CHATS, chat(messages=[5]), "messages[0]", "invalid_type", "must be an object"),
@@ -346,7 +346,7 @@ def test_the_documentation_lists_what_is_accepted():
         (b'{"temperature": NaN}', "it has the number NaN"),
         (b'{"temperature": -Infinity}', "it has the number -Infinity"),
         (b'{"temperature": 1e999}', "a number that is too large: 1e999"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", "a number of too many digits"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "a number with too many digits"),
         (b'{"seed": 1, "seed": 2}', "seed is given twice"),
         (b'{"messages": [{"role": "user", "content": "x", "content": "y"}]}', "content is given twice"),
     ],
@@ -481,7 +481,7 @@ def test_settings_of_the_model_that_are_out_of_range_are_told_at_the_start(engin
 
 
 def test_a_name_that_no_client_can_write_is_told_at_the_start():
-    with pytest.raises(ValueError, match="no Unicode text"):
+    with pytest.raises(ValueError, match="not Unicode text"):
         Settings("a\udcff")
 
 

@@ -192,8 +192,8 @@ def test_closing_ends_every_answer(model, tokenizer):
     engine = Engine(model, tokenizer, slots=1).start()
     collectors = [ask(engine, "The sea", max_new_tokens=2000) for _ in range(3)]
     engine.close()
-    assert {collector.pieces[-1].error for collector in collectors} == {"the server shuts down"}
-    with pytest.raises(ClosedError, match="shuts down"):
+    assert {collector.pieces[-1].error for collector in collectors} == {"the server is shutting down"}
+    with pytest.raises(ClosedError, match="is shutting down"):
         ask(engine, "x")
 
 
@@ -211,7 +211,7 @@ def test_nobody_waits_for_an_engine_that_fails(engine, monkeypatch):
     monkeypatch.setattr(engine, "_leave", lambda: 1 / 0)
     left = [ask(engine, "The sea") for _ in range(20)]
     engine.start()
-    assert {collector.text() or collector.pieces[-1].error for collector in left} == {"the server shuts down"}
+    assert {collector.text() or collector.pieces[-1].error for collector in left} == {"the server is shutting down"}
     assert not engine.is_open
 
 
@@ -234,7 +234,7 @@ def test_a_gpu_that_disappears_closes_the_engine(engine, monkeypatch):
     left = [ask(engine, "The sea") for _ in range(3)]
     engine.start()
     errors = {collector.text() or collector.pieces[-1].error for collector in left}
-    assert errors <= {"the model failed: AcceleratorError", "the server shuts down"} and not engine.is_open
+    assert errors <= {"the model failed: AcceleratorError", "the server is shutting down"} and not engine.is_open
 
 
 def test_the_next_turn_reads_only_what_is_new(engine, model, monkeypatch):
@@ -262,5 +262,5 @@ def test_long_prompts_are_read_in_chunks_between_the_tokens_of_others(engine, mo
 
 
 def test_an_encoder_decoder_is_refused(tokenizer):
-    with pytest.raises(LoadError, match="only decoders are served"):
+    with pytest.raises(LoadError, match="only decoder models can be served"):
         Engine(tiny_model(SWITCH), tokenizer)

@@ -468,11 +468,11 @@ def test_what_cannot_be_is_refused(directory, least):
     with pytest.raises(moepack.LoadError, match="does not accept new weights"):
         expert_layers(on_memory(directory, least))[0].attach("gate_proj", torch.zeros(64, dtype=torch.uint8))
     for arguments in ({}, {"device": "cpu"}, {"device_map": "auto"}):
-        with pytest.raises(ValueError, match="device_memory is for models on one GPU"):
+        with pytest.raises(ValueError, match="device_memory needs a model on one GPU"):
             moepack.load(directory, device_memory="1GB", **arguments)
-    with pytest.raises(ValueError, match="misses is one of auto, moved, computed, not 'sometimes'"):
+    with pytest.raises(ValueError, match="misses must be one of auto, moved, computed, got 'sometimes'"):
         moepack.load(directory, misses="sometimes")
-    with pytest.raises(ValueError, match="misses is for models with device_memory"):
+    with pytest.raises(ValueError, match="misses needs device_memory"):
         moepack.load(directory, misses="moved")
 
 

@@ -88,6 +88,6 @@ def test_the_command_reads_a_text(packed: Path, tmp_path: Path) -> None:
     again = CliRunner().invoke(
         app, ["trace", str(packed), "--text", str(text), "--chars", "2000", "--dtype", "float16"]
     )
-    assert again.exit_code == 0 and "a token" in again.output
-    assert shown.exit_code == 0 and "a token" in shown.output and "belady" in shown.output
+    assert again.exit_code == 0 and "per token" in again.output
+    assert shown.exit_code == 0 and "per token" in shown.output and "belady" in shown.output
     assert CliRunner().invoke(app, ["trace", str(packed)]).exit_code == 2

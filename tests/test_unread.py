@@ -107,7 +107,7 @@ def test_an_adapter_beside_the_weights_is_told(saved: Saved, tmp_path: Path) -> 
     place = Path(shutil.copytree(saved("mixtral"), tmp_path / "x"))
     (place / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "nowhere"}))
     report = compress(place, tmp_path / "packed", method=FineQuant(bits=8))
-    assert any("An adapter lies in the checkpoint and is not applied" in note for note in report.notes)
+    assert any("The checkpoint contains an adapter, which is not applied" in note for note in report.notes)
     assert not (tmp_path / "packed" / "adapter_config.json").exists()
 
 

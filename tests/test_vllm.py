@@ -90,7 +90,7 @@ def test_a_joined_layer_that_is_packed_in_part_is_decoded(directory: Path) -> No
     assert isinstance(layer.quant_method, vllm_stub.UnquantizedLinearMethod)
     absorbed = vllm_stub.LinearBase(32, [32], quantization, "model.layers.0.self_attn.kv_b_proj")
     assert isinstance(absorbed.quant_method, vllm_stub.UnquantizedLinearMethod)
-    with pytest.raises(LoadError, match=r"another shape than model\.layers\.0\.self_attn\.o_proj"):
+    with pytest.raises(LoadError, match=r"a different shape from model\.layers\.0\.self_attn\.o_proj"):
         vllm_stub.LinearBase(32, [31], quantization, "model.layers.0.self_attn.o_proj")
 
 

@@ -101,7 +101,7 @@ def test_every_wrapper_is_read_as_the_plain_checkpoint(
         wrapped = open_checkpoint(renamed(source, tmp_path / str(number), rename, shards=1 + number % 2))
         assert facts(wrapped) == expected, (family, kind)
         silent = kind in ("no prefix", "prefix twice")
-        assert silent or any("wrapped the model" in note for note in describe(wrapped).notes), (family, kind)
+        assert silent or any("training wrapper" in note for note in describe(wrapped).notes), (family, kind)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

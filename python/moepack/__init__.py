@@ -1,7 +1,7 @@
 """moepack: compress Mixture-of-Experts checkpoints and run them packed.
 
-Names are imported on first use (`_EXPORTS` says from where), so that `import moepack` does not pay for what a program
-never touches. Errors are imported at once: they are what everybody catches.
+Names are imported on first use from the modules in `_EXPORTS`, so that `import moepack` stays fast. Errors are imported
+immediately, because every program needs them.
 """
 
 from contextlib import suppress
@@ -125,7 +125,7 @@ _EXPORTS = {
 
 
 def _refuse_other_interpreters() -> None:
-    """Classes of the core belong to the interpreter that imports them first; two would share them without a lock."""
+    """Reject subinterpreters: they would share the core's classes with the main interpreter without a lock."""
     for name in ("_interpreters", "_xxsubinterpreters"):  # since Python 3.13, and before
         with suppress(ModuleNotFoundError):
             interpreters: Any = import_module(name)
@@ -138,7 +138,7 @@ _refuse_other_interpreters()
 
 
 def __getattr__(name: str) -> Any:
-    """Import an exported name when it is first asked for (PEP 562)."""
+    """Import an exported name on first use (PEP 562)."""
     if name not in _EXPORTS:
         raise AttributeError(f"module 'moepack' has no attribute '{name}'")
     value = getattr(import_module(_EXPORTS[name]), name)

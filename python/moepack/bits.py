@@ -1,7 +1,7 @@
-"""Packing of 3-bit codes: 32 codes in three 32-bit words, without a wasted bit (MiLo, section 3.3 and figure 6).
+"""Packs 3-bit codes: 32 codes in three 32-bit words without unused bits (MiLo, section 3.3 and figure 6).
 
-Each byte of a word holds two whole codes, and what is left of the three words holds the last eight codes of the 32;
-docs/format.md, section 6, has the picture. The words are those of a group-wise tensor before rows are interleaved.
+Each byte of a word holds two whole codes, and the remaining bits of the three words hold the last eight codes
+(docs/format.md, section 6, has a figure). These are the words of a group-wise tensor before rows are interleaved.
 """
 
 import torch
@@ -22,7 +22,7 @@ def pack_int3(codes: Array) -> Array:
         uint32 [..., 3 * K / 32], of the same library and on the same device.
 
     Raises:
-        ValueError: a code is larger than 7, or K is no multiple of 32.
+        ValueError: a code is larger than 7, or K is not a multiple of 32.
         TypeError: the codes are not uint8, or neither a torch tensor nor a NumPy array.
     """
     given, columns = _flat(codes, torch.uint8, 32)
@@ -40,7 +40,7 @@ def unpack_int3(words: Array) -> Array:
         uint8 [..., 32 * W / 3], of the same library and on the same device.
 
     Raises:
-        ValueError: W is no multiple of 3.
+        ValueError: W is not a multiple of 3.
         TypeError: the words are not uint32, or neither a torch tensor nor a NumPy array.
     """
     given, width = _flat(words, torch.uint32, 3)
@@ -49,10 +49,10 @@ def unpack_int3(words: Array) -> Array:
 
 
 def _flat(array: Array, dtype: torch.dtype, unit: int) -> tuple[torch.Tensor, int]:
-    """All values in one run on the CPU, and the length of the last axis, a multiple of `unit`."""
+    """Return the values as a flat tensor on the CPU, and the length of the last axis, a multiple of `unit`."""
     given = as_tensor(array, "array")
     if given.dtype != dtype:
         raise TypeError(f"expected {dtype}, not {given.dtype}")
     if given.ndim == 0 or given.shape[-1] % unit:
-        raise ValueError(f"the last axis of {tuple(given.shape)} is no multiple of {unit}")
+        raise ValueError(f"the last axis of {tuple(given.shape)} is not a multiple of {unit}")
     return given.cpu().contiguous().reshape(-1), given.shape[-1]

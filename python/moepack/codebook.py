@@ -1,8 +1,8 @@
-"""A codebook tensor: codes of 2, 3 or 4 bits into the 4, 8 or 16 centroids that each row, or block of a row, has.
+"""Codebook tensors: codes of 2, 3 or 4 bits into 4, 8 or 16 centroids per row or block of a row.
 
-`CodebookTensor.quantize` clusters any weight by exact k-means; `encode_codebook` packs codes and centroids that a
-solver found. `lut_matmul` multiplies by codes and codebooks as they are. Centroids are stored as integers with a scale
-for each codebook, of 16 bits, or of 8 where products round activations: `fixed_point` says what becomes of them.
+`CodebookTensor.quantize` clusters any weight with exact k-means. `encode_codebook` packs given codes and centroids.
+`lut_matmul` multiplies by unpacked codes and codebooks. Centroids are stored as integers with one scale per codebook:
+16 bits, or 8 bits if products round activations (see `fixed_point`).
 
 Invariants of a `CodebookTensor`: those of a `BlobTensor`.
 """
@@ -29,10 +29,10 @@ Mode = Literal["auto", "exact", "bf16", "int16", "int8"]
 
 
 class CodebookTensor(BlobTensor):
-    """A matrix `[R, C]` of codes with a codebook for each row or block of columns, or a stack of them `[E, R, C]`.
+    """A matrix of codes of shape (R, C) with one codebook per row or block of columns, or a stack (E, R, C).
 
-    Made by `CodebookTensor.quantize`, `encode_codebook` and `CodebookTensor.load`. Two tensors are equal if they have
-    the same bytes. Instances can be pickled and copied.
+    Created by `CodebookTensor.quantize`, `encode_codebook` and `CodebookTensor.load`. Two tensors are equal if they
+    have the same bytes. Instances can be pickled and copied.
     """
 
     kind = "codebook"
@@ -50,16 +50,16 @@ class CodebookTensor(BlobTensor):
         """Cluster and pack a matrix or a stack of matrices.
 
         Args:
-            weight: `[R, C]` or `[E, R, C]`, floating point, finite, C > 0.
-            bits: 2, 3 or 4: of a code; 4, 8 or 16 centroids.
-            block: columns that share a codebook, a multiple of 128; None for the whole row.
-            importance: `[C]` or `[E, C]`, what a squared error of each column counts, not negative; by default 1.
-            activation_bits: to how many bits products round activations unless told otherwise: 0 (not at all), 4, 8;
-                with 4 or 8 centroids have 8 bits, otherwise 16.
+            weight: shape (R, C) or (E, R, C), floating point, finite, C > 0.
+            bits: bits per code: 2, 3 or 4, for 4, 8 or 16 centroids.
+            block: columns per codebook, a multiple of 128; None for one codebook per row.
+            importance: non-negative weight of the squared error of each column, shape (C,) or (E, C); default: 1.
+            activation_bits: bits to which products round activations by default: 0 (no rounding), 4 or 8. With 4 or 8,
+                centroids have 8 bits, otherwise 16.
 
         Raises:
-            InvalidTensorError: the weight or the importance is not as above.
-            ValueError: there is no such number of bits, or such a block.
+            InvalidTensorError: invalid weight or importance.
+            ValueError: unsupported bits or block.
         """
         _check(bits, block, activation_bits)
         values = as_tensor(weight, "weight")
@@ -77,41 +77,41 @@ class CodebookTensor(BlobTensor):
 
     @property
     def bits(self) -> int:
-        """Bits of a code: 2, 3 or 4."""
+        """Bits per code: 2, 3 or 4."""
         return int(self._details["bits"])
 
     @property
     def block_size(self) -> int:
-        """Columns that share a codebook, as stored: a multiple of 128."""
+        """Stored columns per codebook, a multiple of 128."""
         return int(self._details["block_size"])
 
     @property
     def activation_bits(self) -> int:
-        """To how many bits products round activations unless told otherwise; 0 for not at all."""
+        """Bits to which products round activations by default; 0 for no rounding."""
         return int(self._details["activation_bits"])
 
     @property
     def hadamard(self) -> int:
-        """Columns that products rotate together by Hadamard's matrix (docs/format.md, section 7); 1 for not at all."""
+        """Columns that products rotate together by a Hadamard matrix (docs/format.md, section 7); 1 for no rotation."""
         return int(self._details["hadamard"])
 
     def matmul(self, x: Array, mode: Mode | None = None, activation_bits: int | None = None) -> Array:
         """Multiply activations by the packed weights: `y = x W^T`. Gradients are W^T g.
 
         Args:
-            x: `[tokens, C]`, or `[C]` for one token; `[E, tokens, C]` for a stack. float32, bfloat16 or float16;
-                torch or numpy.
-            mode: "exact" (float32), "bf16" (both factors rounded, but few tokens exact), "int16" (activations rounded
-                for each token, asymmetric min-max; whole centroids), "int8" (centroids rounded to 8 bits too) or, by
-                default, "auto": int8 where the tensor was made for rounded activations, otherwise exact for few
-                tokens and bf16 for many where that is faster.
-            activation_bits: of the integer modes, 4 or 8; by default the tensor's, or 8.
+            x: activations of shape (tokens, C), or (C,) for one token; (E, tokens, C) for a stack. float32, bfloat16 or
+                float16; torch or numpy.
+            mode: "exact" (float32); "bf16" (both factors rounded, but few tokens exact); "int16" (activations rounded
+                per token, asymmetric min-max; full centroids); "int8" (centroids also rounded to 8 bits); or "auto",
+                the default: int8 if the tensor was made for rounded activations, otherwise exact for few tokens, and
+                bf16 for many if that is faster.
+            activation_bits: activation bits of the integer modes, 4 or 8; default: the tensor's, or 8.
 
         Returns:
-            `[tokens, R]`, `[R]` or `[E, tokens, R]`, with the dtype and on the device of `x`.
+            Outputs of shape (tokens, R), (R,) or (E, tokens, R), with the dtype and on the device of `x`.
 
         Raises:
-            ValueError: the shape does not fit, the dtype is none of the three, or there is no such mode.
+            ValueError: wrong shape, unsupported dtype, or unknown mode.
         """
         return self._multiply(x, mode=mode, activation_bits=activation_bits)
 
@@ -125,17 +125,17 @@ class CodebookTensor(BlobTensor):
 def encode_codebook(
     codes: AnyTensor, codebooks: AnyTensor, *, block: int | None = None, activation_bits: int = 0
 ) -> CodebookTensor:
-    """Pack codes and codebooks; centroids are rounded to 16 bits as `fixed_point` says, or to 8 with activation bits.
+    """Pack codes and codebooks. Centroids are rounded to 16 bits by `fixed_point`, or to 8 bits with activation bits.
 
     Args:
-        codes: `[R, C]` or `[E, R, C]` uint8, below K.
-        codebooks: `[R, K]` or `[E, R, K]`, or with blocks `[..., R, B, K]`: finite centroids; K is 4, 8 or 16.
-        block: columns that share a codebook, a multiple of 128; None for the whole row.
-        activation_bits: to how many bits products round activations unless told otherwise: 0 (not at all), 4 or 8.
+        codes: uint8 codes below K, shape (R, C) or (E, R, C).
+        codebooks: finite centroids, shape (R, K) or (E, R, K), or (..., R, B, K) with blocks; K is 4, 8 or 16.
+        block: columns per codebook, a multiple of 128; None for one codebook per row.
+        activation_bits: bits to which products round activations by default: 0 (no rounding), 4 or 8.
 
     Raises:
-        InvalidTensorError: (a ValueError) codes or codebooks are not as above.
-        ValueError: there is no such block or number of bits.
+        InvalidTensorError: (a ValueError) invalid codes or codebooks.
+        ValueError: unsupported block or bits.
         TypeError: an argument is neither a torch tensor nor a numpy array.
     """
     given, books = as_tensor(codes, "codes").cpu(), as_tensor(codebooks, "codebooks").cpu()
@@ -145,7 +145,7 @@ def encode_codebook(
     if books.ndim < given.ndim or books.shape[-1] not in sizes:
         raise InvalidTensorError(f"codebooks must be [..., K] with K of 4, 8 or 16, got {list(books.shape)}")
     if books.ndim == given.ndim:
-        # The codebook of a row; one without columns has no block, so it stores none.
+        # One codebook per row. A row without columns has no block and stores no codebook.
         books = books.unsqueeze(-2)[..., : given.shape[-1], :]
     blocks = -(-given.shape[-1] // block) if block else min(given.shape[-1], 1)
     expected = [*given.shape[:-1], blocks, books.shape[-1]]
@@ -170,22 +170,22 @@ def lut_matmul(
     mode: Mode = "auto",
     activation_bits: int = 8,
 ) -> Array:
-    """Multiply by weights that are codes into codebooks: `y = x W^T` with `W[i, j] = codebook[i, codes[i, j]]`.
+    """Multiply by codes and codebooks: `y = x W^T` with `W[i, j] = codebook[i, codes[i, j]]`.
 
-    Codes are packed for the call; a `CodebookTensor` packs them once. Centroids are rounded to 16 bits relative to the
+    Each call packs the codes; a `CodebookTensor` packs them only once. Centroids are rounded to 16 bits relative to the
     largest of their codebook.
 
     Args:
-        codes: `[R, C]` or `[E, R, C]` uint8, below K.
-        codebook: `[R, K]` or `[E, R, K]`, or with blocks `[..., R, B, K]`; K is 4, 8 or 16.
-        x: as in `CodebookTensor.matmul`.
-        block: columns that share a codebook, a multiple of 128; None for the whole row.
-        mode: as in `CodebookTensor.matmul`.
-        activation_bits: of the integer modes, 4 or 8.
+        codes: uint8 codes below K, shape (R, C) or (E, R, C).
+        codebook: shape (R, K) or (E, R, K), or (..., R, B, K) with blocks; K is 4, 8 or 16.
+        x: as for `CodebookTensor.matmul`.
+        block: columns per codebook, a multiple of 128; None for one codebook per row.
+        mode: as for `CodebookTensor.matmul`.
+        activation_bits: activation bits of the integer modes, 4 or 8.
 
     Raises:
-        InvalidTensorError: codes or codebook do not fit.
-        ValueError: `x` does not fit, or there is no such mode.
+        InvalidTensorError: codes and codebook do not match.
+        ValueError: wrong shape of `x`, or unknown mode.
     """
     return encode_codebook(codes, codebook, block=block).matmul(x, mode, activation_bits)
 
@@ -200,7 +200,7 @@ def _check(bits: int, block: int | None, activation_bits: int) -> None:
 
 
 def _encode(codes: torch.Tensor, centroids: torch.Tensor, bits: int, block: int | None, activation_bits: int) -> Any:
-    """The blob of codes [..., R, C] and centroids [..., R, B, K]."""
+    """Encode codes [..., R, C] and centroids [..., R, B, K] into a blob."""
     stored = fixed_point(centroids.cpu(), centroid_bits(activation_bits))
     experts = 1 if codes.ndim == 2 else codes.shape[0]
 

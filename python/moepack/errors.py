@@ -1,10 +1,10 @@
-"""Every error that moepack raises on purpose, sorted by what the caller can do about it.
+"""The exceptions that moepack raises, grouped by what the caller can do about them.
 
-All derive from `MoepackError`, so `except MoepackError` catches exactly the failures that moepack foresaw; where a
-builtin says the same (`ValueError`, `FileExistsError`, `OSError`), the class derives from that too. A message always
-names the file and the tensor when there are any, and `file` and `tensor` carry them for programs.
+All derive from `MoepackError`, so `except MoepackError` catches every expected failure. A class also derives from the
+builtin exception with the same meaning (`ValueError`, `FileExistsError`, `OSError`), if there is one. Messages name the
+file and the tensor at fault, if any; the attributes `file` and `tensor` hold them for programs.
 
-A plain `ValueError` or `TypeError` is raised only for an argument that has no meaning whatever the data are.
+A plain `ValueError` or `TypeError` is raised only for arguments that are invalid regardless of the data.
 """
 
 from os import PathLike, fspath
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class MoepackError(Exception):
-    """Base of every error of this package.
+    """Base class of all errors of this package.
 
     Attributes:
         file: path of the file at fault, or None.
@@ -55,20 +55,20 @@ class MoepackError(Exception):
 
 
 def _rebuild(kind: type[MoepackError], detail: str, file: str | None, tensor: str | None) -> MoepackError:
-    """Unpickle an error: keyword-only arguments are out of the default protocol's reach."""
+    """Unpickle an error. The default protocol does not support keyword-only arguments."""
     return kind(detail, file=file, tensor=tensor)
 
 
 class MoepackWarning(UserWarning):
-    """Something that the user should know of what was given, while the work goes on."""
+    """A problem in the input that does not stop the work."""
 
 
 class CheckpointError(MoepackError):
-    """The source checkpoint cannot be read: a missing or damaged shard, an index that points elsewhere, no config."""
+    """The source checkpoint cannot be read: a missing or damaged shard, a wrong index, no config."""
 
 
 class UnsupportedModelError(MoepackError):
-    """The checkpoint is sound, but moepack has no adapter for its architecture or its weight format."""
+    """The checkpoint is valid, but moepack does not support its architecture or weight format."""
 
 
 class CorruptionError(MoepackError, ValueError):
@@ -76,59 +76,59 @@ class CorruptionError(MoepackError, ValueError):
 
 
 class InvalidTensorError(MoepackError, ValueError):
-    """A tensor holds what cannot be quantized or encoded: NaN, infinity, a wrong shape or dtype."""
+    """A tensor cannot be quantized or encoded: it has NaN, infinity, a wrong shape or a wrong dtype."""
 
 
 class OutputExistsError(MoepackError, FileExistsError):
-    """The output directory exists; nothing is ever overwritten."""
+    """The output already exists. moepack never overwrites it."""
 
 
 class CalibrationError(MoepackError, ValueError):
-    """The calibration text or the model's answer to it is unusable: empty, binary, out of the vocabulary, NaN."""
+    """The calibration text or the model's output on it is unusable: empty, binary, outside the vocabulary, NaN."""
 
 
 class TextError(MoepackError, ValueError):
-    """A text file cannot be read, or is not text: binary, or in an encoding without a byte order mark but UTF-8."""
+    """A text file cannot be read or is not text: binary, or neither UTF-8 nor marked with a byte order mark."""
 
 
 class DeviceMemoryError(MoepackError, MemoryError):
-    """A device ran out of memory even with the smallest groups of work."""
+    """A device ran out of memory, even with the smallest unit of work."""
 
 
 class ClusterError(MoepackError):
-    """Machines that were to share a job cannot: no Ray, no cluster, another version there, a file they do not see."""
+    """A job cannot run on a cluster: no Ray, no cluster, a different version on a node, a file that a node lacks."""
 
 
 class ResumeError(MoepackError):
-    """An unfinished output belongs to another model, method or setting."""
+    """An unfinished output belongs to a different model, method or setting."""
 
 
 class DiskError(MoepackError, OSError):
-    """Writing failed: the disk is full, read-only or gone."""
+    """Writing failed: the disk is full, read-only or missing."""
 
 
 class LoadError(MoepackError):
-    """A packed directory is sound but cannot become the model that was asked for."""
+    """A packed directory is intact but cannot be loaded as requested."""
 
 
 class DeviceError(LoadError):
-    """A GPU cannot do what was asked for: there is none, its driver or the GPU is too old, a kernel fails."""
+    """A GPU cannot be used: none is present, the GPU or its driver is too old, or a kernel failed."""
 
 
 class ReferenceMismatchError(MoepackError, ValueError):
-    """A recorded reference belongs to another text, tokenizer, vocabulary or kind of model."""
+    """A recorded reference belongs to a different text, tokenizer, vocabulary or kind of model."""
 
 
 class SerializationError(MoepackError):
-    """A loaded model cannot be written back as a packed directory."""
+    """A loaded model cannot be saved as a packed directory."""
 
 
 class TokenError(MoepackError, ValueError):
-    """A token is not the number of a row of the model's embedding.
+    """A token id is not a row of the model's embedding.
 
     Attributes:
-        token: its id; None where the error says no more than its message.
-        rows: of the embedding.
+        token: the token id, or None if it is not known.
+        rows: number of rows of the embedding.
     """
 
     token: int | None = None
@@ -136,4 +136,4 @@ class TokenError(MoepackError, ValueError):
 
 
 class NonFiniteError(MoepackError, FloatingPointError):
-    """A model computes NaN or infinity where its logits or its loss must be numbers."""
+    """The logits or the loss of a model are NaN or infinite."""

@@ -1,8 +1,8 @@
-"""A group-wise tensor: integers of 2, 3, 4 or 8 bits with a scale (and an offset) for each group of columns.
+"""Group-wise tensors: integers of 2, 3, 4 or 8 bits with a scale (and an offset) per group of columns.
 
-`GroupwiseTensor.quantize` makes one from any weight; `encode_groupwise` packs codes and parameters that a solver found,
-exactly. A `GroupwiseTensor` wraps one packed blob, a flat array of bytes that the kernels read in place, whether it
-lies in memory or in a mapped file.
+`GroupwiseTensor.quantize` quantizes any weight. `encode_groupwise` packs given codes and parameters exactly. A
+`GroupwiseTensor` wraps one packed blob, a flat array of bytes that the kernels read in place, in memory or in a mapped
+file.
 
 Invariants of a `GroupwiseTensor`: those of a `BlobTensor`.
 """
@@ -25,9 +25,9 @@ _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 class GroupwiseTensor(BlobTensor):
-    """A matrix `[R, C]` in groups of columns, or a stack of them `[E, R, C]`.
+    """A group-wise quantized matrix of shape (R, C), or a stack of shape (E, R, C).
 
-    Made by `GroupwiseTensor.quantize`, `encode_groupwise` and `GroupwiseTensor.load`. Two tensors are equal if they
+    Created by `GroupwiseTensor.quantize`, `encode_groupwise` and `GroupwiseTensor.load`. Two tensors are equal if they
     have the same shape, grid, codes and parameters. Instances can be pickled and copied.
     """
 
@@ -44,19 +44,19 @@ class GroupwiseTensor(BlobTensor):
         search: bool = True,
         dtype: torch.dtype = torch.float16,
     ) -> Self:
-        """Quantize and pack a matrix or a stack of matrices; arguments and errors as for `quantize_groupwise`."""
+        """Quantize and pack a matrix or a stack of matrices. Arguments and errors as for `quantize_groupwise`."""
         values = as_tensor(weight, "weight")
         found = quantize_groupwise(values, bits, group_size, symmetric=symmetric, search=search, dtype=dtype)
         return cls(_encode(found, bits, group_size, dtype))
 
     @property
     def bits(self) -> int:
-        """Bits of a code: 2, 3, 4 or 8."""
+        """Bits per code: 2, 3, 4 or 8."""
         return int(self._details["bits"])
 
     @property
     def group_size(self) -> int:
-        """Columns that share a scale; with one group a row, the columns."""
+        """Columns per scale; with one group per row, the number of columns."""
         return int(self._details["group_size"])
 
     @property
@@ -66,33 +66,33 @@ class GroupwiseTensor(BlobTensor):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the stored parameters: float16 or bfloat16."""
+        """Dtype of the stored parameters: float16 or bfloat16."""
         return {name: dtype for dtype, name in _DTYPES.items()}[self._details["dtype"]]
 
     @property
     def scales(self) -> torch.Tensor:
-        """`[R, G]` or `[E, R, G]` float32."""
+        """The scales, float32 of shape (R, G) or (E, R, G)."""
         return self._parameters("scales")
 
     @property
     def offsets(self) -> torch.Tensor | None:
-        """`[R, G]` or `[E, R, G]` float32, or None if symmetric."""
+        """The offsets, float32 of shape (R, G) or (E, R, G), or None if symmetric."""
         return None if self.symmetric else self._parameters("offsets")
 
     def matmul(self, x: Array, mode: Literal["auto", "exact", "bf16", "int8"] = "auto") -> Array:
         """Multiply activations by the packed weights: `y = x W^T`, accumulated in float32. Gradients are W^T g.
 
         Args:
-            x: `[tokens, C]`, or `[C]` for one token; `[E, tokens, C]` for a stack. float32, bfloat16 or float16;
-                torch or numpy.
-            mode: "exact", "bf16": both factors are rounded, but few tokens multiplied exactly, "auto": the faster of
-                these, or "int8": activations are quantized to eight bits for each token and group of columns.
+            x: activations of shape (tokens, C), or (C,) for one token; (E, tokens, C) for a stack. float32, bfloat16 or
+                float16; torch or numpy.
+            mode: "exact"; "bf16", which rounds both factors, but multiplies few tokens exactly; "auto", the faster of
+                the two; or "int8", which quantizes activations to eight bits per token and group of columns.
 
         Returns:
-            `[tokens, R]`, `[R]` or `[E, tokens, R]`, with the dtype and on the device of `x`.
+            Outputs of shape (tokens, R), (R,) or (E, tokens, R), with the dtype and on the device of `x`.
 
         Raises:
-            ValueError: the shape does not fit, the dtype is none of the three, or there is no such mode.
+            ValueError: wrong shape, unsupported dtype, or unknown mode.
         """
         return self._multiply(x, mode=mode)
 
@@ -113,24 +113,24 @@ def encode_groupwise(
     group_size: int | None,
     dtype: torch.dtype = torch.float16,
 ) -> GroupwiseTensor:
-    """Pack codes and parameters, exactly.
+    """Pack codes and parameters exactly.
 
     Args:
-        codes: `[R, C]` or `[E, R, C]` uint8, below 2^bits; torch or numpy.
-        scales: `[R, G]` or `[E, R, G]`, finite, exactly what `dtype` holds; may be negative.
-        offsets: the same, or None for a symmetric grid.
+        codes: uint8 codes below 2^bits, shape (R, C) or (E, R, C); torch or numpy.
+        scales: shape (R, G) or (E, R, G), finite and exactly representable in `dtype`. Negative scales are allowed.
+        offsets: as `scales`, or None for a symmetric grid.
         bits: 2, 3, 4 or 8.
-        group_size: 16, 32, 64, 128 or 256 columns that share parameters; None for the whole row.
-        dtype: of the stored parameters, float16 or bfloat16.
+        group_size: 16, 32, 64, 128 or 256 columns per group; None for one group per row.
+        dtype: dtype of the stored parameters, float16 or bfloat16.
 
     Raises:
-        InvalidTensorError: (a ValueError) codes, parameters, shapes or dtypes are not as above.
-        ValueError: there is no such grid.
+        InvalidTensorError: (a ValueError) invalid codes, parameters, shapes or dtypes.
+        ValueError: unsupported grid.
         TypeError: an argument is neither a torch tensor nor a numpy array.
     """
     check_grid(bits, group_size)
     if dtype not in _DTYPES:
-        raise ValueError(f"parameters are float16 or bfloat16, not {dtype}")
+        raise ValueError(f"parameters must be float16 or bfloat16, not {dtype}")
     given = as_tensor(codes, "codes").cpu()
     if given.dtype != torch.uint8 or given.ndim not in (2, 3):
         raise InvalidTensorError(f"codes must be uint8 [R, C] or [E, R, C], got {given.dtype} {list(given.shape)}")
@@ -154,7 +154,7 @@ def _checked(values: AnyTensor, what: str, shape: list[int]) -> torch.Tensor:
 
 
 def _encode(found: GroupwiseCodes, bits: int, group_size: int | None, dtype: torch.dtype) -> npt.NDArray[np.uint8]:
-    """The blob of codes and parameters."""
+    """Encode codes and parameters into a blob."""
     codes, scales, offsets = (None if part is None else part.cpu() for part in found)
     assert codes is not None and scales is not None
     if codes.ndim not in (2, 3):

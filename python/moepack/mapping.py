@@ -1,10 +1,10 @@
-"""Memory maps: a file's bytes read-only, and memory of the process's own, both in huge pages where that can be had.
+"""Memory maps of files (read-only) and of anonymous memory, in huge pages if possible.
 
-Decoding reads experts here and there in a large map, which costs more in pages of 4 KB (`docs/performance.md`).
-Linux decides by advice (`madvise`): own memory advised huge gets such pages if
-`/sys/kernel/mm/transparent_hugepage/enabled` says `madvise` or `always`. A file advised huge and random is read in
-pieces of 2 MB, and where its file system keeps large folios (XFS, ext4 since Linux 6.16) those become huge pages; what
-the page cache holds already stays in the pages it has. Where there is no such advice nothing is lost.
+Decoding reads experts at scattered places of a large map, which is slower with pages of 4 KB (`docs/performance.md`).
+Linux uses advice (`madvise`): anonymous memory advised huge gets huge pages if
+`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or `always`. A file advised huge and random is read in pieces
+of 2 MB, which become huge pages if its file system keeps large folios (XFS, ext4 since Linux 6.16). Data already in the
+page cache keep their pages. Without support for this advice, nothing changes.
 """
 
 import mmap
@@ -22,16 +22,16 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def map_file(path: Path, *, huge: bool = True) -> Bytes:
-    """Map a whole file, read-only; the array keeps the map.
+    """Map a whole file read-only. The array keeps the map alive.
 
     Args:
         path: the file.
-        huge: ask for huge pages. What is missed is then read in pieces of 2 MB, a waste where memory is too short to
-            keep them until the rest of their experts is used.
+        huge: request huge pages. Page faults then read 2 MB, which is wasteful if memory is too small to keep them
+            until they are used.
 
     Raises:
         OSError: the file cannot be opened or mapped.
-        ValueError: it is empty.
+        ValueError: the file is empty.
     """
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -41,10 +41,10 @@ def map_file(path: Path, *, huge: bool = True) -> Bytes:
 
 
 def own_memory(size: int) -> Bytes:
-    """Reserve private zeroed memory of `size` bytes, which takes pages as they are written.
+    """Reserve `size` bytes of private zeroed memory. Pages are allocated when they are written.
 
     Raises:
-        OSError: the system refuses.
+        OSError: the system cannot reserve the memory.
     """
     memory = mmap.mmap(-1, max(size, 1), access=mmap.ACCESS_COPY)
     _advise_huge(memory)
@@ -52,7 +52,7 @@ def own_memory(size: int) -> Bytes:
 
 
 def _advise_huge(memory: mmap.mmap) -> bool:
-    """Ask for huge pages; whether the system knows them."""
+    """Request huge pages; return whether the system supports the request."""
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
         return True
@@ -60,6 +60,6 @@ def _advise_huge(memory: mmap.mmap) -> bool:
 
 
 def _reads_huge_pages() -> bool:
-    """Whether a miss in a map advised huge reads 2 MB: Linux 5.18. Older ones, advised random, would read 4 KB."""
+    """Return whether a fault in a map advised huge reads 2 MB (Linux 5.18). Older kernels would read 4 KB."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())
     return version is not None and (int(version[1]), int(version[2])) >= (5, 18)

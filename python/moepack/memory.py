@@ -1,6 +1,6 @@
-"""How much memory this process uses.
+"""Measures memory use.
 
-Anonymous memory is what counts: pages of mapped weights belong to the page cache and are given back when another
+Anonymous memory is the relevant figure: pages of mapped weights belong to the page cache and are released when another
 program needs them.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 def anonymous_bytes() -> int:
-    """Return the bytes of anonymous memory that this process holds now (Linux: `RssAnon`).
+    """Return the current anonymous memory of this process in bytes (Linux: `RssAnon`).
 
-    Elsewhere the peak resident size stands in for it: larger, because it counts mapped files.
+    On other systems, return the peak resident size, which is larger because it includes mapped files.
     """
     try:
         with open("/proc/self/status", encoding="ascii") as status:
@@ -29,8 +29,11 @@ def anonymous_bytes() -> int:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Keep Python from looking for cyclic garbage: what makes many objects that all stay, as importing does, would be
-    looked through again and again, a third of its time."""
+    """Disable the garbage collector in the block.
+
+    Code that creates many permanent objects, such as imports, would otherwise spend a third of its time in repeated
+    collections.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -41,9 +44,9 @@ def without_collector() -> Iterator[None]:
 
 
 def available_bytes() -> int | None:
-    """Return how many bytes the process can still take: the least that the system and its control groups leave it.
+    """Return the memory available to this process in bytes: the minimum over the system and its control groups.
 
-    Page cache counts as available. None where Linux's `/proc/meminfo` does not exist.
+    The page cache counts as available. Return None if Linux's `/proc/meminfo` does not exist.
     """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -54,9 +57,9 @@ def available_bytes() -> int | None:
 
 
 def total_bytes() -> int | None:
-    """Return the bytes of memory of this machine, or of the control groups that this process is in, if those have less.
+    """Return the total memory in bytes: the minimum over this machine and the process's control groups.
 
-    None where Linux's `/proc/meminfo` does not exist.
+    Return None if Linux's `/proc/meminfo` does not exist.
     """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -67,7 +70,7 @@ def total_bytes() -> int | None:
 
 
 def _group_limits(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """What each control group that this process is in leaves it, where the group has a limit."""
+    """Yield the available bytes in each control group of this process that has a limit."""
     for limit, group in _groups(root):
         with suppress(OSError, ValueError):
             used = int((group / "memory.current").read_text())
@@ -77,7 +80,7 @@ def _group_limits(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
 
 
 def _groups(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, Path]]:
-    """The limit of each control group (version 2) that this process is in and that has one, and its directory."""
+    """Yield limit and directory of each control group (version 2) of this process that has a limit."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -86,19 +89,19 @@ def _groups(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, Path]]:
     for group in (root / path, *(root / path).parents):
         if not group.is_relative_to(root):
             return
-        with suppress(OSError, ValueError):  # no group of version 2, or "max": none with a limit
+        with suppress(OSError, ValueError):  # no version 2 group, or "max": no limit
             yield int((group / "memory.max").read_text()), group
 
 
 class PeakMemory:
-    """The largest anonymous memory seen at the moments when `sample` was called, in bytes."""
+    """The peak anonymous memory over all calls of `sample`, in bytes."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self.sample()
 
     def sample(self) -> int:
-        """Look now; return the peak so far."""
+        """Sample the memory; return the peak so far."""
         self.bytes = max(self.bytes, anonymous_bytes())
         return self.bytes
 
@@ -108,13 +111,13 @@ _FIELDS = {"VmHWM": "peak", "VmRSS": "resident", "RssAnon": "anonymous", "RssFil
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes of memory.
+    """Memory of a process in bytes.
 
     Attributes:
-        peak: the most that was ever resident, mapped files included.
-        resident: resident now; the sum of the next two, and a little shared memory.
-        anonymous: the process's own pages, which the system cannot drop.
-        mapped: pages of files, for example packed weights, which it can.
+        peak: peak resident size, including mapped files.
+        resident: current resident size: the sum of the next two, and a little shared memory.
+        anonymous: anonymous pages, which the system cannot drop.
+        mapped: pages of mapped files, for example packed weights, which the system can drop.
     """
 
     peak: int = 0
@@ -124,7 +127,7 @@ class ProcessMemory:
 
 
 def process_memory() -> ProcessMemory:
-    """Read the counters of the current process from Linux's `/proc`; zeros where that does not exist."""
+    """Read the counters of the current process from Linux's `/proc`; zeros if it does not exist."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""How any packed tensor is opened: by its first eight bytes.
+"""Opens packed tensors by their first eight bytes.
 
-The core reads its own formats (`_core.formats`). A format that is written in Python takes part by `register`: from then
-on directories may hold such tensors, `verify` checks them, `inspect` lists them, and the runtime multiplies by them.
-Nothing else in the package asks which formats there are.
+The core reads its own formats (`_core.formats`). Formats written in Python are added with `register`; directories may
+then contain such tensors, `verify` checks them, `inspect` lists them, and the runtime multiplies by them. No other part
+of the package lists formats.
 
-Invariants: an opened tensor never copies or changes its bytes, and keeps the array (hence the file map) alive.
+Invariants: an opened tensor never copies or changes its bytes, and keeps the array (and its file map) alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,20 +22,20 @@ __all__ = ["MAGIC_BYTES", "Activations", "OpenTensor", "kinds", "open_tensor", "
 MAGIC_BYTES = 8
 
 Activations = NDArray[np.float32] | NDArray[np.uint16]
-"""What products take: float32, or bfloat16 as its bits."""
+"""Inputs of products: float32, or the bits of bfloat16."""
 
 
 class OpenTensor(Protocol):
-    """A packed tensor whose metadata have been checked; `_core.PackedTensor` is one."""
+    """A packed tensor with checked metadata, such as `_core.PackedTensor`."""
 
     @property
     def kind(self) -> str:
-        """The format as manifests name it, for example `groupwise`."""
+        """Name of the format in manifests, for example `groupwise`."""
         ...
 
     @property
     def format(self) -> str:
-        """The format with what matters most of its specification, for people, for example `groupwise-4bit`."""
+        """Format with its main parameters for display, for example `groupwise-4bit`."""
         ...
 
     @property
@@ -45,25 +45,25 @@ class OpenTensor(Protocol):
 
     @property
     def ndim(self) -> int:
-        """Axes that the user sees: 2 for a matrix, 3 for a stack of experts."""
+        """Number of axes for the user: 2 for a matrix, 3 for a stack of experts."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, everything counted."""
+        """Total size in bytes."""
         ...
 
     @property
     def modes(self) -> Sequence[str]:
-        """The compute modes that products have, the default first."""
+        """Supported compute modes, the default first."""
         ...
 
     def details(self) -> Mapping[str, Any]:
-        """Return what the bytes say beside the shape, JSON values by name; a manifest must not contradict them."""
+        """Return the metadata besides the shape, as JSON values by name. A manifest must not contradict them."""
         ...
 
     def verify(self) -> None:
-        """Check every byte; a ValueError says what is wrong and where."""
+        """Check every byte. Raises a ValueError that describes the error and its place."""
         ...
 
     def dequantize(self, dtype: Any = "float32") -> NDArray[Any]:
@@ -78,7 +78,7 @@ class OpenTensor(Protocol):
         Args:
             x: [N, C], rows sorted by expert.
             offsets: [E + 1], ascending, from 0 to N.
-            mode: one of `modes`, by default the format's own.
+            mode: one of `modes`; default: the format's own.
 
         Returns:
             [N, R], accumulated in float32.
@@ -92,16 +92,16 @@ _REGISTERED: dict[bytes, tuple[str, Opener]] = {}
 
 
 def register(kind: str, magic: bytes, opener: Opener) -> None:
-    """Add a format that is written in Python.
+    """Add a format written in Python.
 
     Args:
-        kind: its name in manifests.
+        kind: name of the format in manifests.
         magic: the first eight bytes of each of its tensors.
-        opener: takes such a tensor (flat uint8, maybe a read-only file map), checks its metadata, and raises
-            `ValueError` where they contradict the format.
+        opener: opens a tensor (flat uint8, possibly a read-only file map) and checks its metadata. Raises `ValueError`
+            if they contradict the format.
 
     Raises:
-        ValueError: `magic` is not eight bytes long, or magic or kind belong to another format.
+        ValueError: `magic` is not eight bytes long, or another format has the same magic or kind.
     """
     if len(magic) != MAGIC_BYTES:
         raise ValueError(f"a format's magic is {MAGIC_BYTES} bytes, got {len(magic)}")
@@ -123,13 +123,13 @@ def open_tensor(
     """Open a packed tensor by its magic.
 
     Args:
-        data: its bytes, flat and contiguous uint8; they are neither copied nor changed.
-        file: the file that they lie in, for messages.
-        tensor: its name, for messages.
+        data: the bytes, flat and contiguous uint8. They are neither copied nor changed.
+        file: path of the file, for error messages.
+        tensor: name of the tensor, for error messages.
 
     Raises:
-        CorruptionError: the bytes contradict their format, or are too few to have one.
-        LoadError: no format of this version of moepack starts with these bytes.
+        CorruptionError: the bytes contradict their format, or are too short.
+        LoadError: no format of this version of moepack has this magic.
     """
     magic = data[:MAGIC_BYTES].tobytes()
     _, opener = _REGISTERED.get(magic, ("", _core.PackedTensor))

@@ -1,6 +1,6 @@
-"""What the tensor of every packed format offers: shape, size, products, files.
+"""The base class of packed tensors: shape, size, products, files.
 
-A format derives from `BlobTensor`, names itself, and adds what its codes and parameters are.
+A format derives from `BlobTensor`, sets its name, and adds its codes and parameters.
 
 Invariants: the blob's metadata have been checked; it is never written to; results do not depend on the number of
 threads.
@@ -30,7 +30,7 @@ from moepack.mapping import own_memory
 __all__ = ["FLOATS", "BlobTensor"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""What weights may be, and be dequantized to."""
+"""Supported dtypes of source weights and of dequantized values."""
 
 _ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 _VERSION = "1"
@@ -39,23 +39,23 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class BlobTensor:
-    """A packed matrix `[R, C]`, or a stack of them `[E, R, C]`."""
+    """A packed matrix of shape (R, C), or a stack of shape (E, R, C)."""
 
     __hash__ = None  # type: ignore[assignment]
 
     kind: ClassVar[str]
-    """Name of the format; of the tensor in a file, too."""
+    """Name of the format, and of the tensor in a saved file."""
 
     def __init__(self, data: Bytes, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> None:
         """Wrap a packed blob without copying it.
 
         Args:
-            data: `[nbytes]`, the blob; it must not change afterwards.
-            file: where it comes from, for errors.
-            tensor: its name there, for errors.
+            data: the blob, shape (nbytes,). It must not change afterwards.
+            file: path of its file, for error messages.
+            tensor: its name in the file, for error messages.
 
         Raises:
-            CorruptionError: header, sizes, offsets or levels are not those of the format.
+            CorruptionError: header, sizes, offsets or levels contradict the format.
         """
         self._data = data
         self._place: dict[str, Any] = {"file": file, "tensor": tensor}
@@ -77,24 +77,24 @@ class BlobTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of everything that the tensor needs: header, parameters, codes and padding."""
+        """Total size in bytes: header, parameters, codes and padding."""
         return self._blob.nbytes
 
     @property
     def bits_per_weight(self) -> float:
-        """`nbytes` in bits over the number of weights; infinite for an empty tensor, whose header holds no weight."""
+        """`nbytes` in bits divided by the number of weights; infinite for an empty tensor."""
         weights = math.prod(self.shape)
         return 8 * self.nbytes / weights if weights else float("inf")
 
     @property
     def data(self) -> Bytes:
-        """The packed blob, `[nbytes]`, read-only."""
+        """The packed blob, read-only, shape (nbytes,)."""
         view = self._data.view()
         view.flags.writeable = False
         return view
 
     def decode(self) -> torch.Tensor:
-        """The codes, uint8 of the tensor's shape; int8 in {-1, 0, 1} of a ternary one.
+        """Return the codes in the tensor's shape, uint8; int8 in {-1, 0, 1} for a ternary tensor.
 
         Raises:
             CorruptionError: the codes contradict the format.
@@ -103,10 +103,10 @@ class BlobTensor:
             return torch.from_numpy(self._blob.decode()).reshape(self.shape)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values, of the tensor's shape, computed in float32 and rounded once, to `dtype`.
+        """Return the values in the tensor's shape, computed in float32 and rounded once to `dtype`.
 
         Raises:
-            ValueError: `dtype` is none of bfloat16, float16, float32 and float64.
+            ValueError: `dtype` is not bfloat16, float16, float32 or float64.
             CorruptionError: the codes contradict the format.
         """
         if dtype not in FLOATS:
@@ -117,7 +117,7 @@ class BlobTensor:
             return torch.from_numpy(self._blob.dequantize()).reshape(self.shape).to(dtype)
 
     def _parameters(self, name: str) -> torch.Tensor:
-        """The stored parameters of a name, a row of them for each row of the tensor."""
+        """Return stored parameters by name, with one row per row of the tensor."""
         with self._corruption():
             found: npt.NDArray[np.float32] = self._blob.parameters(name)
         return torch.from_numpy(found).reshape(*self.shape[:-1], *found.shape[2:])
@@ -125,22 +125,22 @@ class BlobTensor:
     def matmul(self, x: Array) -> Array:
         """Multiply activations by the packed weights without unpacking them: `y = x W^T`, accumulated in float32.
 
-        Where a gradient of `x` is asked for, it is W^T g, as if the product rounded nothing.
+        The gradient with respect to `x` is W^T g; it ignores rounding in the product.
 
         Args:
-            x: `[tokens, C]`, or `[C]` for one token; `[E, tokens, C]` for a stack. float32, bfloat16 or float16;
-                torch or numpy.
+            x: activations of shape (tokens, C), or (C,) for one token; (E, tokens, C) for a stack. float32, bfloat16 or
+                float16; torch or numpy.
 
         Returns:
-            `[tokens, R]`, `[R]` or `[E, tokens, R]`, with the dtype and on the device of `x`.
+            Outputs of shape (tokens, R), (R,) or (E, tokens, R), with the dtype and on the device of `x`.
 
         Raises:
-            ValueError: the shape does not fit, or the dtype is none of the three.
+            ValueError: wrong shape or unsupported dtype.
         """
         return self._multiply(x)
 
     def _multiply(self, x: Array, **options: Any) -> Array:
-        """Do what `matmul` says; `options` go to the kernel."""
+        """Implement `matmul`. `options` are passed to the kernel."""
         if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
             return cast(Array, _Product.apply(x, self, options))
         tokens = as_tensor(x, "activations")
@@ -155,37 +155,37 @@ class BlobTensor:
         return as_given(torch.from_numpy(product).to(tokens.dtype), x)
 
     def _product(self, x: npt.NDArray[Any], options: dict[str, Any]) -> npt.NDArray[np.float32]:
-        """`[N, C]` to `[N, R]`; of a stack, equal shares of the rows belong to the experts in turn."""
+        """Multiply (N, C) to (N, R). For a stack, the rows are split equally among the experts in order."""
         if self.ndim == 2:
             return self._blob.matmul(x, **options)
         return self._blob.matmul_grouped(x, self._shares(len(x)), **options)
 
     def _shares(self, rows: int) -> npt.NDArray[np.int64]:
-        """Where the rows of each expert begin, `[E + 1]`: all have equally many."""
+        """Return the first row of each expert, shape (E + 1,), for an equal split."""
         experts = self._blob.shape[0]
         return np.arange(experts + 1, dtype=np.int64) * (rows // max(experts, 1))
 
     def _transposed(self, y: torch.Tensor) -> torch.Tensor:
-        """`y W`: `[..., R]` to `[..., C]`, with the dtype and on the device of `y`."""
+        """Return `y W`, shape (..., R) to (..., C), with the dtype and on the device of `y`."""
         rows = _kernel_input(y)
         with self._corruption():
             product = self._blob.matmul_transposed(rows, self._shares(len(rows)))
         return torch.from_numpy(product).reshape(*y.shape[:-1], self.shape[-1]).to(y)
 
     def verify(self) -> None:
-        """Decode everything and check it against the format.
+        """Decode all data and check them against the format.
 
         Raises:
-            CorruptionError: something contradicts the format; the message says where.
+            CorruptionError: the data contradict the format; the message gives the place.
         """
         with self._corruption():
             self._blob.verify()
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a safetensors file, atomically: `path` is replaced as a whole or not touched.
+        """Write a safetensors file atomically.
 
         Raises:
-            DiskError: the disk refused.
+            DiskError: writing failed.
         """
         metadata = {
             "format": f"moepack.{self.kind}",
@@ -197,19 +197,19 @@ class BlobTensor:
 
     @classmethod
     def load(cls, path: str | PathLike[str], *, verify: bool = True, resident: bool = False) -> Self:
-        """Open a file that `save` wrote. The blob stays in the file, mapped into memory, unless it is resident.
+        """Open a file written by `save`. The blob is mapped from the file unless it is resident.
 
         Args:
             path: the file.
-            verify: check the file's checksum, which reads all of it. Without, damage may give wrong numbers, never a
-                read outside the tensor.
-            resident: read the blob into memory of its own. A mapped file that is overwritten while the tensor is used
-                gives wrong numbers or CorruptionError, and one that is truncated ends the process (SIGBUS); a resident
-                blob is out of a writer's reach.
+            verify: check the file's checksum, which reads the whole file. Without it, damage may give wrong numbers,
+                but never an access outside the tensor.
+            resident: read the blob into anonymous memory. If a mapped file is overwritten during use, results are wrong
+                or a CorruptionError is raised; if it is truncated, the process dies (SIGBUS). A resident blob is not
+                affected.
 
         Raises:
-            LoadError: there is no such file, or it is another kind of file.
-            CorruptionError: it is truncated or damaged.
+            LoadError: the file does not exist or is of another kind.
+            CorruptionError: the file is truncated or damaged.
         """
         file = Path(path)
         if not file.is_file():
@@ -229,7 +229,7 @@ class BlobTensor:
 
     @contextmanager
     def _corruption(self) -> Iterator[None]:
-        """Give the core's error the file and the tensor."""
+        """Add file and tensor to the core's errors."""
         try:
             yield
         except _core.CorruptionError as cause:
@@ -237,7 +237,7 @@ class BlobTensor:
 
 
 class _Product(torch.autograd.Function):
-    """`BlobTensor.matmul` with a gradient of the activations."""
+    """`BlobTensor.matmul` with a gradient with respect to the activations."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tensor: BlobTensor, options: dict[str, Any]) -> torch.Tensor:
@@ -251,7 +251,7 @@ class _Product(torch.autograd.Function):
 
 
 def _kernel_input(tokens: torch.Tensor) -> npt.NDArray[Any]:
-    """`[N, C]` as the kernels take it: float32, or the bits of bfloat16 in uint16."""
+    """Return activations as (N, C) for the kernels: float32, or the bits of bfloat16 in uint16."""
     flat = tokens.cpu().reshape(-1, tokens.shape[-1]) if tokens.numel() else tokens.cpu().flatten(0, -2)
     if flat.dtype == torch.bfloat16:
         bits: npt.NDArray[Any] = flat.contiguous().view(torch.uint16).numpy()
@@ -260,11 +260,11 @@ def _kernel_input(tokens: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _blob_info(header: Header, kind: str, owner: str) -> TensorInfo:
-    """Where the blob of a saved tensor lies."""
+    """Return the place of the blob in a saved file."""
     metadata = header.metadata
     info = header.tensors.get(kind)
     if metadata.get("format") != f"moepack.{kind}" or info is None:
-        raise LoadError(f"is not a file that {owner}.save wrote", file=header.file)
+        raise LoadError(f"is not a file written by {owner}.save", file=header.file)
     if metadata.get("version") != _VERSION:
         raise LoadError(
             f"has version {metadata.get('version')}, this moepack reads {_VERSION}", file=header.file, tensor=kind
@@ -275,7 +275,7 @@ def _blob_info(header: Header, kind: str, owner: str) -> TensorInfo:
 
 
 def _read(info: TensorInfo) -> Bytes:
-    """The bytes of a tensor in memory of the process's own, aligned to 64; they may have changed since the header."""
+    """Read the bytes of a tensor into anonymous memory, aligned to 64. The file may have changed after the header."""
     data = own_memory(info.nbytes)
     with open_regular(info.file) as stream:
         stream.seek(info.offset)

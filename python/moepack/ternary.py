@@ -1,10 +1,10 @@
-"""A ternary tensor, encoded: at most three values a row, stored in well under one bit a weight where zeros abound.
+"""Encoded ternary tensors: at most three values per row, stored in well under one bit per weight if most are zero.
 
-`encode_ternary` takes codes with levels, or values that already are ternary, and never rounds: what it returns decodes
-to exactly what went in. (`quantize_ternary` makes ternary rows from any weight.) A `TernaryTensor` wraps one packed
-blob, a flat array of bytes that the kernels read in place, whether it lies in memory or in a mapped file.
+`encode_ternary` accepts codes with levels, or values that are already ternary, and is exact. (`quantize_ternary`
+converts any weight to ternary rows.) A `TernaryTensor` wraps one packed blob, a flat array of bytes that the kernels
+read in place, in memory or in a mapped file.
 
-Invariants of a `TernaryTensor`: those of a `BlobTensor`; the blob's offsets and levels have been checked, too.
+Invariants of a `TernaryTensor`: those of a `BlobTensor`; the blob's offsets and levels have also been checked.
 """
 
 import numpy as np
@@ -19,31 +19,31 @@ from moepack.tensors import FLOATS, BlobTensor
 __all__ = ["CODES", "TernaryTensor", "encode_ternary"]
 
 CODES = ("fsv8", "dict16")
-"""The codes, the default first: moepack's byte code, and the 16-bit dictionary of QMoE (section 4.3)."""
+"""The entropy codes, the default first: moepack's byte code, and QMoE's 16-bit dictionary (section 4.3)."""
 
 
 class TernaryTensor(BlobTensor):
-    """An encoded ternary matrix `[R, C]`, or a stack of them `[E, R, C]`.
+    """An encoded ternary matrix of shape (R, C), or a stack of shape (E, R, C).
 
-    Made by `encode_ternary` and `TernaryTensor.load`. Two tensors are equal if they have the same shape, codes and
-    levels, whichever code stores them. Instances can be pickled and copied.
+    Created by `encode_ternary` and `TernaryTensor.load`. Two tensors are equal if they have the same shape, codes and
+    levels, independent of the entropy code. Instances can be pickled and copied.
     """
 
     kind = "ternary"
 
     @property
     def code(self) -> str:
-        """The code that stores it: "fsv8" or "dict16"."""
+        """The entropy code: "fsv8" or "dict16"."""
         return str(self._details["code"])
 
     @property
     def nonzeros(self) -> int:
-        """How many codes are not zero."""
+        """Number of non-zero codes."""
         return int(self._details["nonzeros"])
 
     @property
     def levels(self) -> torch.Tensor:
-        """`[R, 2]` or `[E, R, 2]` float32: each row's (negative, positive)."""
+        """The (negative, positive) levels of each row, float32 of shape (R, 2) or (E, R, 2)."""
         return self._parameters("levels")
 
     def __eq__(self, other: object) -> bool:
@@ -65,21 +65,21 @@ class TernaryTensor(BlobTensor):
 
 
 def encode_ternary(tensor: AnyTensor, *, levels: AnyTensor | None = None, code: str = "fsv8") -> TernaryTensor:
-    """Encode a ternary matrix, or a stack of them, exactly.
+    """Encode a ternary matrix or a stack of matrices exactly.
 
     Args:
-        tensor: `[R, C]` or `[E, R, C]`, torch or numpy. Either int8 codes in {-1, 0, 1}; or values (bf16, f16, f32,
-            f64) of which every row holds at most one negative value, zero, and one positive value.
-        levels: with codes: `[R, 2]` or `[E, R, 2]`, each row's (negative, positive), finite, negative <= 0 <= positive,
-            exactly representable in float32. With values: None.
+        tensor: shape (R, C) or (E, R, C), torch or numpy. Either int8 codes in {-1, 0, 1}; or values (bf16, f16, f32,
+            f64) with at most one negative value, zero, and one positive value per row.
+        levels: with codes: the (negative, positive) levels of each row, shape (R, 2) or (E, R, 2), finite,
+            negative <= 0 <= positive, exactly representable in float32. With values: None.
         code: "fsv8" (default) or "dict16".
 
     Returns:
-        The encoded tensor, in memory. Negative zeros become zeros; everything else decodes to what went in.
+        The encoded tensor, in memory. Negative zeros become zeros; all other values are preserved exactly.
 
     Raises:
-        InvalidTensorError: (a ValueError) a row holds more than three values, or the codes, levels, shapes or dtypes
-            are not as above. `quantize_ternary` makes codes and levels from any weight.
+        InvalidTensorError: (a ValueError) a row has more than three values, or the codes, levels, shapes or dtypes
+            are invalid. `quantize_ternary` computes codes and levels from any weight.
         ValueError: `code` is unknown, or `levels` are given with values.
         TypeError: an argument is neither a torch tensor nor a numpy array.
     """
@@ -118,7 +118,7 @@ def _checked_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _checked_levels(levels: AnyTensor | None, shape: tuple[int, ...]) -> torch.Tensor:
-    """The levels of codes of `shape` as float32, after checking shape, sign, finiteness and exactness."""
+    """Return the levels as float32, after checking shape, sign, finiteness and exactness."""
     if levels is None:
         raise InvalidTensorError("int8 codes need levels; quantize_ternary returns both")
     given = as_tensor(levels, "levels").cpu()
@@ -142,12 +142,12 @@ def _checked_levels(levels: AnyTensor | None, shape: tuple[int, ...]) -> torch.T
 
 
 def _recognise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and levels of values that already are ternary."""
+    """Return codes and levels of values that are already ternary."""
     codes = torch.zeros(values.shape, dtype=torch.int8)
     levels = torch.zeros((*values.shape[:-1], 2), dtype=torch.float32)
     for matrix, rows in row_chunks(tuple(values.shape)):
         chunk = values[matrix][rows]
-        # Comparisons are exact in either type: float32 holds every bf16 and f16.
+        # Comparisons are exact in both types: float32 represents every bf16 and f16.
         chunk = chunk if chunk.dtype == torch.float64 else chunk.float()
         low, high = chunk.amin(dim=-1, keepdim=True).clamp(max=0), chunk.amax(dim=-1, keepdim=True).clamp(min=0)
         pairs = torch.cat((low, high), dim=-1)
@@ -163,7 +163,7 @@ def _recognise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _why_not_ternary(row: torch.Tensor) -> str:
-    """What is wrong with a row `[C]` that cannot be encoded."""
+    """Describe why a row of shape (C,) cannot be encoded."""
     if not bool(row.isfinite().all()):
         return f"holds {float(row[~row.isfinite()][0])}"
     distinct = sorted(set(row.tolist()))

@@ -1,7 +1,7 @@
-"""Text that users give as files or on standard input: UTF-8, or what a byte order mark says.
+"""Reads text from files and standard input: UTF-8, or the encoding given by a byte order mark.
 
-The mark is not part of the text. Line ends become "\\n". Anything else, such as Latin-1 or a binary file, is refused
-with the place of the byte at fault.
+The mark is not part of the text. Line ends become "\\n". Other input, such as Latin-1 or a binary file, is rejected
+with the offset of the first invalid byte.
 """
 
 import codecs
@@ -17,7 +17,7 @@ __all__ = ["TextReader", "read_text", "standard_input"]
 CHUNK = 1 << 20
 MARKS = {
     codecs.BOM_UTF8: "utf-8",
-    codecs.BOM_UTF32_LE: "utf-32-le",  # before UTF-16, whose mark begins alike
+    codecs.BOM_UTF32_LE: "utf-32-le",  # before UTF-16, whose mark is a prefix of it
     codecs.BOM_UTF32_BE: "utf-32-be",
     codecs.BOM_UTF16_LE: "utf-16-le",
     codecs.BOM_UTF16_BE: "utf-16-be",
@@ -38,35 +38,35 @@ def read_text(file: str | PathLike[str], chars: int | None = None) -> str:
 
 
 def standard_input() -> "TextReader":
-    """Return what reads the text on standard input."""
-    # A program may have put a stream of text in its place.
+    """Return a reader of standard input."""
+    # A program may have replaced sys.stdin by a text stream.
     stream = getattr(sys.stdin, "buffer", None) or io.BytesIO(sys.stdin.read().encode())
     return TextReader(stream, "standard input")
 
 
 class TextReader:
-    """Text of a binary stream. It is read as it comes, so that the other end of a pipe may wait for an answer.
+    """Decodes text from a binary stream incrementally, so that the other end of a pipe may wait for an answer.
 
     Args:
         stream: a buffered binary stream.
-        name: of the file, for messages.
+        name: name of the file, for error messages.
     """
 
     def __init__(self, stream: BinaryIO, name: str) -> None:
         self._stream: Any = stream
         self._name = name
         self._decoder: io.IncrementalNewlineDecoder | None = None
-        self._place = 0  # of the next byte in the file
+        self._place = 0  # offset of the next byte in the file
         self._encoding = ""
         self._text = ""
         self._ended = False
 
     def read(self, chars: int | None = None) -> str:
-        """Return the next `chars` characters, or all that are left.
+        """Return the next `chars` characters, or all remaining ones.
 
         Raises:
             OSError: the stream cannot be read.
-            TextError: it is not text.
+            TextError: the stream is not text.
         """
         pieces, count = [self._text], len(self._text)
         while not self._ended and (chars is None or count < chars):
@@ -78,14 +78,14 @@ class TextReader:
         return text[:end]
 
     def readline(self) -> str:
-        """Return the next line with its end, or nothing at the end of the text; raises as `read`."""
+        """Return the next line with its end, or an empty string at the end. Raises the errors of `read`."""
         while "\n" not in self._text and not self._ended:
             self._text += self._more()
         line, end, self._text = self._text.partition("\n")
         return line + end
 
     def _more(self) -> str:
-        """The text of the bytes that are there."""
+        """Decode the bytes that are available."""
         data = self._stream.read1(CHUNK)
         if self._decoder is None:
             data = self._start(data)
@@ -97,14 +97,14 @@ class TextReader:
         try:
             text: str = self._decoder.decode(data, final=self._ended)
         except UnicodeDecodeError as error:
-            # The last call may have left a character incomplete. Its bytes come first in the error.
+            # The error's object starts with the bytes of a character that the previous call left incomplete.
             place = self._place + len(data) - len(error.object) + error.start
             raise self._refused(f"is not {self._encoding[:6].upper()} text ({error.reason} at byte {place})") from error
         self._place += len(data)
         return text
 
     def _start(self, data: bytes) -> bytes:
-        """Choose the encoding; return the first bytes behind the mark."""
+        """Choose the encoding; return the first bytes after the mark."""
         while any(len(data) < len(mark) and mark.startswith(data) for mark in MARKS) and data:
             more = self._stream.read1(CHUNK)
             if not more:

@@ -1,4 +1,4 @@
-"""Numbers as people read and write them."""
+"""Parses and formats sizes, rates and times for users."""
 
 import re
 
@@ -6,10 +6,10 @@ _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def byte_count(text: str | float) -> int:
-    """Return the bytes that a text such as `8GB` (decimal), `7.5 GiB` (binary) or `5e6` stands for.
+    """Parse a size such as `8GB` (decimal), `7.5 GiB` (binary) or `5e6` into bytes.
 
     Raises:
-        ValueError: it is no number of bytes above 0.
+        ValueError: the text is not a size above 0.
     """
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", str(text).strip().lower())
     try:
@@ -18,12 +18,12 @@ def byte_count(text: str | float) -> int:
         number = 0.0
     count = int(number * (1024 if found and found[3] else 1000) ** _PREFIXES[found[2] or ""]) if found else 0
     if count < 1:
-        raise ValueError(f"{text!r} is no size: write it as 8GB, 7.5GiB or a number of bytes")
+        raise ValueError(f"{text!r} is not a size: write it as 8GB, 7.5GiB or a number of bytes")
     return count
 
 
 def size(count: float) -> str:
-    """Return bytes in decimal units: `size(1_500_000)` is `1.5 MB`."""
+    """Format bytes in decimal units: `size(1_500_000)` is `1.5 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
@@ -32,7 +32,7 @@ def size(count: float) -> str:
 
 
 def speed(rate: float, unit: str = "weights") -> str:
-    """Return how many a second: `speed(2.5e8)` is `250M weights/s`."""
+    """Format a rate: `speed(2.5e8)` is `250M weights/s`."""
     for prefix in ("", "k", "M"):
         if rate < 999.5:
             return f"{rate:.3g}{prefix} {unit}/s"
@@ -41,7 +41,7 @@ def speed(rate: float, unit: str = "weights") -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the unit that suits it: `duration(5400)` is `1.5 h`."""
+    """Format a time with a suitable unit: `duration(5400)` is `1.5 h`."""
     for unit, length in (("s", 60), ("min", 60), ("h", 48)):
         if seconds < length:
             return f"{max(seconds, 1):.0f} {unit}" if unit == "s" else f"{seconds:.2g} {unit}"
@@ -50,5 +50,5 @@ def duration(seconds: float) -> str:
 
 
 def nats(increase: float) -> str:
-    """Return an increase of the loss: `nats(0.0214)` is `+0.021 nats a token`."""
-    return f"{increase:+.2g} nats a token"
+    """Format an increase of the loss: `nats(0.0214)` is `+0.021 nats per token`."""
+    return f"{increase:+.2g} nats per token"

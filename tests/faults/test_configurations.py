@@ -15,7 +15,7 @@ from moepack.integrations.loading import open_model
 ABSURD = {
     "million layers": ({"num_hidden_layers": 10**6}, r"2 has no tensor", "num_hidden_layers is 1000000: too many"),
     "negative layers": ({"num_hidden_layers": -1}, "no layer with experts", "num_hidden_layers is -1, not a number"),
-    "no number": ({"num_hidden_layers": "2"}, "no number of layers", "num_hidden_layers is '2', not a number"),
+    "no number": ({"num_hidden_layers": "2"}, "no valid number of layers", "num_hidden_layers is '2', not a number"),
     "million experts": ({"num_local_experts": 10**6}, "experts are configured", "num_local_experts is 1000000: too"),
     "a lattice": ({"num_hidden_layers": 20, "num_local_experts": 10**4}, "configured", "20 layers of 10000 experts"),
     "hidden size": ({"hidden_size": 10**9}, "hidden_size is 1000000000: too many", "hidden_size is 1000000000"),

@@ -1,4 +1,4 @@
-"""Which architectures of the installed transformers moepack packs and runs: tried out on tiny random models."""
+"""Tests which architectures of the installed transformers moepack can pack and run, on tiny random models."""
 
 from moepack.census.check import Outcome, architectures, check, core_decodes
 

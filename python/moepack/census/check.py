@@ -1,7 +1,7 @@
-"""The trial of one architecture: build, compress, load, run, generate, export, compare.
+"""Tests one architecture: build, compress, load, run, generate, export, compare.
 
-Comparisons take the median over tokens: the router of a random model is undecided, so rounding sends single tokens to
-other experts, whose outputs are unlike.
+Comparisons use the median over tokens. The router of a random model is nearly undecided, so rounding sends single
+tokens to other experts with different outputs.
 """
 
 import re
@@ -33,28 +33,28 @@ from moepack.runtime.stepping import tried
 __all__ = ["EXPORTED", "FOLLOWED", "ORIGINAL", "Outcome", "architectures", "check", "core_decodes", "followed"]
 
 ORIGINAL = 0.05
-"""The largest median of the relative error of a token's logits, beside the original: 8 bits a weight."""
+"""Maximum median relative error of a token's logits against the original, at 8 bits per weight."""
 EXPORTED = 0.03
-"""The largest median of it beside the bf16 export: 8 bits of mantissa, through all layers."""
+"""Maximum median relative error against the bf16 export: 8 bits of mantissa, through all layers."""
 FOLLOWED = 1e-3
-"""The largest median of the relative error of hidden states that calibration computes, beside the model's own."""
+"""Maximum median relative error of the hidden states computed by calibration against the model's own."""
 
 _TOWERS = ("vision_config", "audio_config", "vit_config")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trial.
+    """The result of a test.
 
     Attributes:
         architecture: transformers' model type.
-        verdict: "works", "text part only" (towers for images or sound stay as they are), "refused", "fails" (loaded,
-            but not what the original computes), or "not tried" (transformers does not build it here).
-        experts: the kind of its experts modules (`checkpoint.experts`).
-        original, exported: medians of the relative errors of logits beside the original and beside the bf16 export.
-        followed: that of the hidden states behind the last block as calibration computes them, beside the original's;
-            None where methods that run the model refuse it.
-        decoded: what takes decoding steps on the CPU: "core", "transformers"; empty where it generates nothing.
+        verdict: "works", "text part only" (image and audio towers are not packed), "refused", "fails" (it loads, but
+            computes something else than the original), or "not tried" (transformers cannot build it here).
+        experts: kind of its experts modules (`checkpoint.experts`).
+        original, exported: median relative errors of the logits against the original and the bf16 export.
+        followed: median relative error of the hidden states after the last block computed by calibration, against the
+            original's; None if calibrated methods reject the model.
+        decoded: what runs decoding steps on the CPU: "core" or "transformers"; empty if the model cannot generate.
         reason: why it does not work, or is not calibrated.
     """
 
@@ -69,25 +69,25 @@ class Outcome:
 
     @property
     def works(self) -> bool:
-        """Whether it does, with or without towers."""
+        """Whether the architecture works, with or without towers."""
         return self.verdict in ("works", "text part only")
 
 
 @cache
 def architectures() -> tuple[tuple[str, ...], ...]:
-    """The architectures of the installed transformers that have routed experts: the model types of each, best first."""
+    """Return the architectures of the installed transformers with routed experts: model types of each, best first."""
     from transformers import CONFIG_MAPPING
 
     families: dict[str, list[str]] = {}
     for model_type in CONFIG_MAPPING:
         package, _, place = CONFIG_MAPPING[model_type].__module__.partition(".models.")
-        if package == "transformers":  # others were registered by a program
+        if package == "transformers":  # others were registered by user code
             families.setdefault(place.split(".")[0], []).append(model_type)
     return tuple(tuple(_ranked(types)) for family, types in sorted(families.items()) if _has_experts(family))
 
 
 def _has_experts(family: str) -> bool:
-    """Whether a package of transformers' models has a module of experts, by its source."""
+    """Return whether a model package of transformers defines experts, by its source code."""
     spec = find_spec(f"transformers.models.{family}")
     folders = spec.submodule_search_locations or [] if spec else []
     sources = [file.read_text() for folder in folders for file in Path(folder).glob("modeling_*.py")]
@@ -95,7 +95,7 @@ def _has_experts(family: str) -> bool:
 
 
 def _ranked(model_types: list[str]) -> Iterator[str]:
-    """Model types that have a model with a head: first those around others."""
+    """Yield the model types that have a model with a head, composite models first."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
     autos = (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModelForSeq2SeqLM)
@@ -106,18 +106,18 @@ def _ranked(model_types: list[str]) -> Iterator[str]:
 
 
 def check(model_types: tuple[str, ...], method: Method | None = None) -> Outcome:
-    """Try an architecture.
+    """Test an architecture.
 
     Args:
-        model_types: its model types; the first that transformers builds is tried.
-        method: what compresses it; group-wise integers of 8 bits by default, which the limits here are for.
+        model_types: its model types. The first one that transformers can build is tested.
+        method: compression method; default: 8-bit group-wise integers, for which the limits here are chosen.
     """
     reason = ""
     for model_type in dict.fromkeys(model_types):
         try:
             model = tiny_model(model_type)
             logits = _logits(model)
-        except Exception as error:  # whatever an architecture of transformers raises where it lacks something
+        except Exception as error:  # architectures raise arbitrary exceptions for settings that they lack
             reason = reason or f"transformers does not build a tiny one here ({_line(error)})"
             continue
         return _tried(model_type, model, logits, method or FineQuant(bits=8))
@@ -125,7 +125,7 @@ def check(model_types: tuple[str, ...], method: Method | None = None) -> Outcome
 
 
 def core_decodes() -> dict[str, str]:
-    """Try every family that the core decodes on a tiny packed model: who takes its steps here, by model type."""
+    """Test every family that the core decodes on a tiny packed model; return what runs its steps, by model type."""
     found: dict[str, str] = {}
     for family in FAMILIES:
         try:
@@ -152,7 +152,7 @@ def _tried(model_type: str, model: Any, logits: torch.Tensor, method: Method) ->
                 reason = _line(error)
         except MoepackError as error:
             return Outcome(model_type, "refused", kinds, reason=_line(error))
-        except Exception as error:  # a failure that moepack did not foresee is part of the table, not the end of it
+        except Exception as error:  # an unexpected failure is a row of the table and must not end it
             return Outcome(model_type, "fails", kinds, reason=f"{type(error).__name__}: {_line(error)}")
     towers = any(getattr(config, name, None) is not None for name in _TOWERS)
     verdict = "text part only" if towers else "works"
@@ -162,7 +162,7 @@ def _tried(model_type: str, model: Any, logits: torch.Tensor, method: Method) ->
 
 
 def _errors(folder: Path, model: Any, logits: torch.Tensor, method: Method) -> tuple[float, float, str]:
-    """Errors of the packed model beside the original and beside its bf16 export, and what decodes it."""
+    """Return the errors of the packed model against the original and its bf16 export, and what decodes it."""
     model.save_pretrained(folder / "source")
     compress(folder / "source", folder / "packed", method=method)
     packed = load(folder / "packed", dtype="float32", mode="exact")
@@ -175,14 +175,14 @@ def _errors(folder: Path, model: Any, logits: torch.Tensor, method: Method) -> t
 
 
 def followed(directory: Path, model: Any) -> float:
-    """The median of the relative error of the hidden states that calibration computes block by block.
+    """Return the median relative error of the hidden states that calibration computes block by block.
 
     Args:
-        directory: of the checkpoint.
-        model: the same model, loaded, in float32.
+        directory: directory of the checkpoint.
+        model: the same model, loaded in float32.
 
     Raises:
-        UnsupportedModelError: calibration does not know how to run the model.
+        UnsupportedModelError: calibration cannot run the model.
     """
     checkpoint, inputs = Checkpoint.open(directory), _inputs(model)
     described, everywhere = describe(checkpoint), torch.ones_like(inputs["input_ids"], dtype=torch.bool)
@@ -210,10 +210,10 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def _run_with_cache(model: Any, logits: torch.Tensor) -> str:
-    """Token by token with a cache, where the model has one, and through `generate`; what takes its steps.
+    """Run the model token by token with a cache, if it has one, and with `generate`; return what runs its steps.
 
     Raises:
-        ArithmeticError: the cache changes what the model computes.
+        ArithmeticError: the cache changes the outputs.
     """
     inputs = _inputs(model)
     if not model.can_generate() or model.config.is_encoder_decoder:
@@ -226,7 +226,7 @@ def _run_with_cache(model: Any, logits: torch.Tensor) -> str:
             for token in range(8, 12):
                 rest.append(model(input_ids=ids[:, token : token + 1], **{name: cached(rest[-1])}))
             if _median(torch.cat([step.logits for step in rest], 1), logits) > EXPORTED:
-                raise ArithmeticError("with a cache the logits are others than without")
+                raise ArithmeticError("the logits with a cache differ from those without")
     model.generate(ids, max_new_tokens=3, do_sample=False)
     return "core" if tried(model).taken else "transformers"
 
@@ -236,12 +236,12 @@ def _median(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _kinds(model: torch.nn.Module) -> str:
-    """The kinds of a model's experts modules."""
+    """Return the kinds of a model's experts modules."""
     forms = (form_of(module) for module in model.modules())
     return ", ".join(sorted({form.kind for form in forms if form is not None}))
 
 
 def _line(error: Exception) -> str:
-    """An error in one line, without places that are gone."""
+    """Return an error in one line, without temporary paths."""
     detail = error.detail if isinstance(error, MoepackError) else str(error)
     return " ".join(detail.split(". Supported are ")[0].split())[:200]

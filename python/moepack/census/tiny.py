@@ -1,8 +1,8 @@
-"""A tiny random model of any architecture of transformers, made from its own configuration class.
+"""Builds a tiny random model of any transformers architecture from its own configuration class.
 
-The configuration's defaults are kept but for sizes, which are recognised by their names, and for the layers: as many
-are taken as it needs to have one of each kind (attention, linear attention, dense, sparse). What an architecture cannot
-live with is listed by its name.
+The configuration's defaults are kept, except sizes, which are recognised by name, and the number of layers: the minimum
+that includes one layer of each kind (attention, linear attention, dense, sparse). Further changes that an architecture
+needs are listed by name.
 """
 
 import re
@@ -36,14 +36,14 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"max_position_embeddings|\w*sliding_window|index_topk|index_n_heads", 128),
     (r"\w*num_nextn\w*|\w*mtp\w*layers\w*", 0),
 )
-"""Sizes by the names that configurations give them; the first that matches counts."""
+"""Sizes by regular expressions for setting names. The first match counts."""
 
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MOST = 6
-"""Layers of a model, at most."""
+"""Maximum number of layers."""
 
 _DERIVED = {"qk_head_dim", "transformers_version", "architectures", "dtype", "torch_dtype"}
-"""What follows from other settings."""
+"""Settings derived from others."""
 
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"moe_top_k": 2}},
@@ -96,11 +96,11 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "switch_transformers": {"decoder_start_token_id": 0},
     "step3p7": {"text_config": {"sliding_window": 128}},
 }
-"""What an architecture's configuration must have beside the sizes."""
+"""Additional settings that an architecture needs."""
 
 
 def tiny_config(model_type: str, own: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """The configuration of a tiny model.
+    """Return the configuration of a tiny model.
 
     Args:
         model_type: transformers' name of the architecture.
@@ -117,7 +117,7 @@ def tiny_config(model_type: str, own: Mapping[str, Any] = MappingProxyType({})) 
 
 
 def tiny_model(model_type: str, seed: int = 0, own: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """A random float32 model in evaluation mode, with weights large enough to matter; `own` as of `tiny_config`."""
+    """Return a random float32 model in evaluation mode, with non-negligible weights; `own` as for `tiny_config`."""
     from transformers import AutoModelForImageTextToText
 
     from moepack.checkpoint.classes import model_class
@@ -142,7 +142,7 @@ def _merged(settings: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a tiny configuration, from the defaults of a large one."""
+    """Return the settings of a tiny configuration, from the defaults of a large one."""
     settings: dict[str, Any] = {}
     layers = config.get("num_hidden_layers")
     kept = _layers(config, layers) if isinstance(layers, int) else []
@@ -166,7 +166,7 @@ def _shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(config: Mapping[str, Any], count: int) -> list[int]:
-    """Numbers of layers of which each kind is there, two at least."""
+    """Return the indices of at least two layers that include each kind."""
     lists = [value for value in config.values() if isinstance(value, list) and len(value) == count]
     kinds: dict[str, int] = {}
     for layer in range(count):
@@ -176,12 +176,12 @@ def _layers(config: Mapping[str, Any], count: int) -> list[int]:
 
 
 def _size(name: str, value: Any) -> Any:
-    """A setting, smaller if it is a size."""
+    """Return a setting, reduced if it is a size."""
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     return next((min(value, size) for pattern, size in _SIZES if re.fullmatch(pattern, name)), value)
 
 
 def _missing(name: str) -> int | None:
-    """What stands for a setting whose default is None: experts, for a model without them says nothing."""
+    """Return the value for a setting whose default is None: the number of experts, so that the model has some."""
     return {"n_routed_experts": 4, "num_experts_per_tok": 2}.get(name)

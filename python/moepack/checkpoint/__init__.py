@@ -1,7 +1,7 @@
-"""Source checkpoints: reading them lazily and naming the parts of a Mixture-of-Experts model.
+"""Reads source checkpoints lazily and identifies the parts of a Mixture-of-Experts model.
 
-`Checkpoint` (see `reader`) opens a directory; `describe` says which tensors are experts, by the
-descriptions in `architectures`.
+`Checkpoint` (see `reader`) opens a directory. `describe` identifies the expert tensors, using the descriptions in
+`architectures`.
 """
 
 from moepack.checkpoint.dense import DenseLayer, DenseLinear

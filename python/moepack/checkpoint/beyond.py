@@ -1,10 +1,10 @@
-"""Experts of layers that transformers' model does not have: those of multi-token prediction.
+"""Finds experts of layers that transformers' model does not have, for multi-token prediction.
 
-DeepSeek-V3 and GLM-4.5 store such a layer behind the last one, Qwen3-Next and MiMo under `mtp`; all of them keep a
-tensor for each matrix of each expert. No model of transformers runs them, so they are found by their names alone, and
-packed without a text. What is named otherwise stays as it is.
+DeepSeek-V3 and GLM-4.5 store such a layer after the last one, Qwen3-Next and MiMo under `mtp`. All of them store one
+tensor per matrix per expert. No transformers model runs these experts, so they are found by name only and packed
+without calibration. Experts with other names are not packed.
 
-Invariant: every tensor of such experts is among those that `describe` leaves as they are.
+Invariant: the tensors of such experts are among those that `describe` reports as dense.
 """
 
 import re
@@ -18,17 +18,17 @@ from moepack.checkpoint.reader import Checkpoint
 __all__ = ["LAYOUT", "find_beyond"]
 
 LAYOUT = GATE_UP_DOWN
-"""How such experts are stored."""
+"""The layout of such experts."""
 
 _EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<number>\d+)\.(?:gate|up|down)_proj\.weight")
 
 
 def find_beyond(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[MoeLayer]:
-    """Find whole experts among tensors that the model does not need.
+    """Find complete experts among tensors that the model does not need.
 
     Args:
-        checkpoint: what holds them.
-        names: the tensors, those of the model's own experts not among them.
+        checkpoint: the checkpoint.
+        names: tensor names, without those of the model's own experts.
     """
     experts: dict[str, set[int]] = {}
     for name in names:
@@ -40,7 +40,7 @@ def find_beyond(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[MoeLay
 
 
 def _layer(checkpoint: Checkpoint, block: str, count: int) -> MoeLayer | None:
-    """The experts 0 to `count` - 1 of a block; None where one lacks a matrix, or they are not alike."""
+    """Return the experts 0 to `count` - 1 of a block; None if a matrix is missing or shapes differ."""
     projections = []
     for template, (name,) in LAYOUT.tensors.items():
         sources = [f"{block}.{template.format(expert)}" for expert in range(count)]

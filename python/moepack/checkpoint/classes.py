@@ -1,7 +1,7 @@
-"""The class of transformers that a checkpoint is loaded as, by its config.json. Code of the checkpoint is never run.
+"""Chooses the transformers class that loads a checkpoint, from its config.json. Code in a checkpoint is never run.
 
-The class that config.json names is taken if transformers has it: it alone knows whether a model is a language model,
-one that reads images, or one that labels tokens. Otherwise an auto class decides.
+The class named in config.json is used if transformers has it, because only it tells a language model from a model that
+reads images or labels tokens. Otherwise an auto class decides.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,11 +16,11 @@ from moepack.errors import UnsupportedModelError
 __all__ = ["building", "configuration", "meta_model", "model_class"]
 
 _AUTO = ("CausalLM", "ImageTextToText", "MultimodalLM", "Seq2SeqLM", "TokenClassification")
-"""The auto classes in the order in which they are asked."""
+"""The auto classes, in the order in which they are tried."""
 
 
 def model_class(config: Mapping[str, Any]) -> Any:
-    """The class, or auto class, whose `from_pretrained` loads a model of a configuration."""
+    """Return the class or auto class whose `from_pretrained` loads a model with this configuration."""
     import transformers
 
     for name in config.get("architectures") or ():
@@ -36,20 +36,20 @@ def model_class(config: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def building(checkpoint_path: Path) -> Iterator[None]:
-    """Raise UnsupportedModelError, which names config.json, for any exception of a class of transformers."""
+    """Convert any exception of a transformers class to an `UnsupportedModelError` that names config.json."""
     try:
         yield
-    except Exception as cause:  # a class raises whatever it makes of values that it does not expect
+    except Exception as cause:  # model classes raise arbitrary exceptions for unexpected config values
         reason = " ".join(f"{type(cause).__name__}: {cause}".split())
         message = f"transformers cannot build the model ({reason})"
         raise UnsupportedModelError(message, file=checkpoint_path / "config.json") from cause
 
 
 def configuration(checkpoint_path: Path, config: Mapping[str, Any]) -> Any:
-    """The configuration of transformers for a config.json.
+    """Return the transformers configuration for a config.json.
 
     Raises:
-        UnsupportedModelError: the installed transformers does not know the model.
+        UnsupportedModelError: the installed transformers does not support the model type.
     """
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
@@ -65,11 +65,11 @@ def configuration(checkpoint_path: Path, config: Mapping[str, Any]) -> Any:
 
 
 def meta_model(checkpoint_path: Path, config: Mapping[str, Any]) -> Any:
-    """The model of a config.json, with shapes and without weights.
+    """Build the model of a config.json on the meta device.
 
     Raises:
         UnsupportedModelError: as for `configuration`.
-        Exception: whatever the model's constructor raises.
+        Exception: any exception of the model's constructor.
     """
     found, kind = configuration(checkpoint_path, config), model_class(config)
     build = getattr(kind, "from_config", None) or kind._from_config

@@ -1,12 +1,10 @@
-"""The linear layers outside the experts: attention, shared experts, dense feed-forward blocks, the output head; and
-the embedding of tokens, a matrix too.
+"""Finds the matrices outside the experts: attention, shared experts, dense feed-forward, output head, embedding.
 
-They are found by name and by shape: a matrix of floating-point numbers called `weight` whose path the architecture's
-description gives a role. What is not described stays what it is: routers, gates of shared experts, norms, indexers, and
-the layers of multi-token prediction. A head that is tied to the embedding is no tensor of its own, so it is never among
-them: the embedding serves both.
+They are found by name and shape: floating-point matrices called `weight` whose path has a role in the architecture's
+description. Everything else is not packed: routers, gates of shared experts, norms, indexers, and the layers of
+multi-token prediction. A head that is tied to the embedding is not listed, because the embedding's tensor serves both.
 
-Invariants: layers come in the order of execution, the embedding first, attention before feed-forward; every source is
+Invariants: layers are in the order of execution, the embedding first, attention before feed-forward; every source is
 in `MoeModel.dense_names`.
 """
 
@@ -23,20 +21,20 @@ from moepack.checkpoint.reader import Checkpoint
 __all__ = ["EMBEDDING", "FLOATS", "ROLES", "DenseLayer", "DenseLinear", "find_dense", "position"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""The dtypes that are compressed."""
+"""The dtypes that can be compressed."""
 
 
 @dataclass(frozen=True)
 class DenseLinear:
-    """One linear layer: y = x W^T + b, whose W may be packed, b stays as it is; or the embedding of tokens.
+    """A linear layer y = x W^T + b, of which W can be packed and b cannot; or the token embedding.
 
     Attributes:
         name: path of the module in transformers' model, such as `model.layers.0.self_attn.q_proj`.
         role: one of `ROLES`, or `EMBEDDING`.
-        shape: rows (outputs, or tokens) and columns (inputs, or features of a token).
-        source: the checkpoint's tensor. The packed tensor takes its name, so that transformers without moepack finds
-            the wrong shape and fails.
-        checkpoint: the checkpoint that holds it.
+        shape: rows (outputs, or tokens) and columns (inputs, or features).
+        source: name of the checkpoint's tensor. The packed tensor has the same name, so that transformers without
+            moepack finds a wrong shape and fails.
+        checkpoint: the checkpoint with the tensor.
     """
 
     name: str
@@ -46,16 +44,16 @@ class DenseLinear:
     checkpoint: Checkpoint
 
     def matrix(self) -> torch.Tensor:
-        """The weights, `[R, C]`, in the checkpoint's dtype, mapped and not read.
+        """Return the mapped weights, shape (R, C), in the checkpoint's dtype.
 
         Raises:
-            CheckpointError: the file changed since the checkpoint was opened.
+            CheckpointError: the file changed after the checkpoint was opened.
         """
         return self.checkpoint.tensor(self.source)
 
     @cached_property
     def nbytes(self) -> int:
-        """Size in bytes of the weights as the checkpoint stores them."""
+        """Size of the weights in the checkpoint, in bytes."""
         return self.checkpoint.stored_bytes(self.source)
 
 
@@ -65,14 +63,14 @@ class DenseLayer:
 
     Attributes:
         name: path of the block, such as `model.layers.0`, `lm_head` or `model.embed_tokens`.
-        linears: in the order of the computation.
+        linears: the linear layers in the order of computation.
     """
 
     name: str
     linears: tuple[DenseLinear, ...]
 
     def only(self, roles: frozenset[str]) -> "DenseLayer":
-        """The same block with the linear layers of some roles."""
+        """Return the same block with only the linear layers of these roles."""
         return DenseLayer(self.name, tuple(linear for linear in self.linears if linear.role in roles))
 
 
@@ -84,9 +82,9 @@ def find_dense(
     Args:
         checkpoint: the checkpoint.
         architecture: its description.
-        layers: layers of the model proper; what lies behind them is left alone.
+        layers: number of layers of the model. Later layers are ignored.
         taken: tensors that belong to experts or routers.
-        renamed: what transformers calls the sparse blocks, by their paths on disk.
+        renamed: transformers' paths of the sparse blocks, by their paths on disk.
     """
     found: dict[str, list[DenseLinear]] = {}
     for source, role, layer in _matches(checkpoint, architecture, layers):
@@ -101,14 +99,14 @@ def find_dense(
 
 
 def position(path: str) -> tuple[int, int]:
-    """Where a path comes in the order of execution: embedding, encoder, decoder, head; by the number of the layer."""
+    """Return a sort key for the order of execution: embedding, encoder, decoder, head, each by layer number."""
     stack = 2 if path.startswith("lm_head") else int(path.startswith("decoder."))
     number = re.search(r"\.(\d+)(?:\.|$)", path)
     return stack, int(number[1]) if number else -1
 
 
 def _matches(checkpoint: Checkpoint, architecture: Architecture, layers: int) -> Iterator[tuple[str, str, str]]:
-    """Name, role and block of every tensor that is called like a linear layer."""
+    """Yield name, role and block of every tensor whose name matches a linear layer."""
     patterns = {}
     for role, linears in architecture.dense.items():
         names = "|".join((*linears.reads, *linears.inner, *linears.writes))
@@ -127,7 +125,7 @@ def _matches(checkpoint: Checkpoint, architecture: Architecture, layers: int) ->
 
 
 def _module(path: str, renamed: Mapping[str, str]) -> str:
-    """The path in transformers' model of a module that lies at `path` on disk."""
+    """Return the path in transformers' model of the module at `path` on disk."""
     for old, new in renamed.items():
         if path.startswith(f"{old}."):
             return new + path.removeprefix(old)
@@ -135,5 +133,5 @@ def _module(path: str, renamed: Mapping[str, str]) -> str:
 
 
 def _order(linear: DenseLinear) -> int:
-    """Attention first; linear layers of a role in the checkpoint's order (sorting is stable)."""
+    """Return a sort key by role, attention first. The sort is stable, so a role keeps the checkpoint's order."""
     return (EMBEDDING, *ROLES).index(linear.role)

@@ -1,14 +1,15 @@
-"""Which tensors of a checkpoint are experts, routers and linear layers: the reading of an architecture's description.
+"""Identifies the experts, routers and linear layers of a checkpoint, using the architecture's description.
 
-The layers are found by name; what is found is then held against config.json and against itself, so that an expert can
-be neither forgotten nor taken for something else:
+Layers are found by name. The result is checked against config.json and for consistency, so that no expert is missed or
+misidentified:
 
-* a block with a router has experts, a block with experts has a router;
-* the experts are exactly 0 .. E-1 with E from config.json, their shapes agree, gate and up are the transpose of down;
-* nothing else lies among the experts (a bias, an expert too many);
+* a block with a router has experts, and a block with experts has a router;
+* the experts are exactly 0 .. E-1 with E from config.json, their shapes agree, gate and up have the transposed shape of
+  down;
+* the experts contain no other tensors (a bias, an extra expert);
 * the weights are floating-point numbers of 16 bits or more, and the checkpoint declares no quantization.
 
-Architectures without a description are recognised by structure where that is safe (see `structural`).
+Architectures without a description are recognised by structure if that is safe (see `structural`).
 """
 
 import re
@@ -34,7 +35,7 @@ __all__ = ["describe"]
 
 
 def describe(checkpoint: Checkpoint) -> MoeModel:
-    """Name the experts, routers, shared experts and dense tensors of a checkpoint. No tensor is read.
+    """Identify the experts, routers, shared experts and dense tensors of a checkpoint. No tensor is read.
 
     Raises:
         UnsupportedModelError: the architecture is unknown or not a mixture of experts, or the weights are quantized.
@@ -55,7 +56,7 @@ def describe(checkpoint: Checkpoint) -> MoeModel:
 
 
 def _only_read(layers: Iterable[DenseLayer], unread: tuple[str, ...]) -> Iterator[DenseLayer]:
-    """The linear layers that the model has; others keep their tensors as they are."""
+    """Yield the layers without the linear layers that the model does not have."""
     names = frozenset(unread)
     for layer in layers:
         if linears := tuple(linear for linear in layer.linears if linear.source not in names):
@@ -63,7 +64,7 @@ def _only_read(layers: Iterable[DenseLayer], unread: tuple[str, ...]) -> Iterato
 
 
 def _check_config(checkpoint: Checkpoint, top_k: int, experts: int) -> None:
-    """Refuse a configuration whose sizes the tensors cannot fill, or whose tokens visit no expert or too many."""
+    """Reject a configuration with sizes that the tensors cannot fill, or with an invalid top-k."""
     names, file = checkpoint.names(), checkpoint.path / "config.json"
     nbytes = sum(checkpoint.info(name).nbytes for name in names)
     check_config(checkpoint.config, len(names), nbytes, file, CheckpointError)
@@ -82,7 +83,7 @@ def _read(checkpoint: Checkpoint, architecture: Architecture, experts: int) -> M
     renamed: dict[str, str] = {}
     for block, number, rests in _blocks(checkpoint, architecture):
         if number >= _layer_count(checkpoint, architecture):
-            continue  # behind the model's last layer: multi-token prediction
+            continue  # multi-token prediction, after the model's last layer
         layer = _read_layer(checkpoint, architecture, block, rests, experts)
         if layer.name in layers:
             raise CheckpointError("the layer is stored twice, under two names", file=checkpoint.path, tensor=layer.name)
@@ -99,20 +100,20 @@ def _read(checkpoint: Checkpoint, architecture: Architecture, experts: int) -> M
 
 
 def _nothing_found(checkpoint: Checkpoint, architecture: Architecture) -> str:
-    """Why a checkpoint without experts under the names of its architecture is refused: what was sought, what found."""
+    """Return the error message for a checkpoint without experts: the names sought, the nearest found, and advice."""
     stack = next(iter(architecture.stacks))
     sought = " or ".join(f"{stack}.0.*.{layout.first}" for layout in architecture.layouts)
     names = checkpoint.names()
     found = next((name for name in names if "experts" in name), names[0] if names else "no tensor")
     classes = checkpoint.config.get("architectures")
-    advice = "save the model with `save_pretrained` of its class, without what wrapped it in training"
+    advice = "save the model with `save_pretrained` of its class, without training wrappers"
     if is_headless(classes):
         advice = f"config.json names {classes[0]}, a model without head; save the whole model"
-    return f"no layer with experts was found: no tensor is called like {sought}, the nearest is {found}; {advice}"
+    return f"no layer with experts was found: no tensor matches {sought}, the nearest is {found}; {advice}"
 
 
 def _check_layers(checkpoint: Checkpoint, architecture: Architecture) -> None:
-    """Every layer that config.json declares has a tensor: a checkpoint with less was not copied whole."""
+    """Check that every layer declared in config.json has a tensor. Otherwise the checkpoint is incomplete."""
     for stack, key in architecture.stacks.items():
         rests = (name.removeprefix(f"{stack}.") for name in checkpoint.names() if name.startswith(f"{stack}."))
         found = {rest.partition(".")[0] for rest in rests}
@@ -125,7 +126,7 @@ def _check_layers(checkpoint: Checkpoint, architecture: Architecture) -> None:
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    """A checkpoint that declares a quantization holds codes, not weights."""
+    """Reject a checkpoint that declares a quantization, because it holds codes and not weights."""
     quantization = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
     if quantization is None:
         return
@@ -138,7 +139,7 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
 
 
 def _blocks(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[tuple[str, int, list[str]]]:
-    """The sparse blocks in the order of execution: path, number of the layer, names below the path."""
+    """Yield the sparse blocks in the order of execution: path, layer number, names below the path."""
     pattern = re.compile(rf"(?P<block>{architecture.layer}\.{architecture.block})\.(?P<rest>.+)")
     found: dict[str, tuple[int, list[str]]] = {}
     for name in checkpoint.names():
@@ -152,7 +153,7 @@ def _blocks(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[tupl
 
 
 def _layer_count(checkpoint: Checkpoint, architecture: Architecture) -> int:
-    """Layers of the model proper; of its longest stack, for a decoder may be longer than its encoder."""
+    """Return the number of layers of the longest stack: a decoder may be longer than its encoder."""
     return max(_sizes(checkpoint, "layers", tuple(architecture.stacks.values())).values())
 
 
@@ -164,17 +165,18 @@ def _expert_count(checkpoint: Checkpoint, architecture: Architecture) -> int:
 
 
 def _sizes(checkpoint: Checkpoint, what: str, keys: tuple[str, ...]) -> dict[str, int]:
-    """Return the values of `keys` that config.json holds as integers, one at least."""
+    """Return the values of `keys` that config.json holds as integers; raise if there is none."""
     sizes = {key: checkpoint.config[key] for key in keys if isinstance(checkpoint.config.get(key), int)}
     if not sizes:
-        raise CheckpointError(f"says no number of {what} ({', '.join(keys)})", file=checkpoint.path / "config.json")
+        message = f"has no valid number of {what} ({', '.join(keys)})"
+        raise CheckpointError(message, file=checkpoint.path / "config.json")
     return sizes
 
 
 def _read_layer(
     checkpoint: Checkpoint, architecture: Architecture, block: str, rests: list[str], experts: int
 ) -> MoeLayer:
-    """Describe the sparse block at `block`, whose tensors are called `rests` below it."""
+    """Describe the sparse block at `block`, with the tensor names `rests` below it."""
     layout = _layout(checkpoint, architecture, block, rests)
     if not layout.stacked and experts > len(rests):
         message = f"{experts} experts are configured, the block has {len(rests)} tensors"
@@ -192,19 +194,19 @@ def _read_layer(
             continue
         if rest.startswith(architecture.expert_names) and f"{block}.{rest}" not in sources:
             raise CheckpointError(
-                f"lies among the experts and is no matrix of the {experts} experts that config.json declares",
+                f"is stored with the experts, but is not a matrix of the {experts} experts that config.json declares",
                 file=checkpoint.info(f"{block}.{rest}").file,
                 tensor=f"{block}.{rest}",
             )
     router = tuple(f"{block}.{rest}" for rest in rests if rest.startswith(architecture.router))
     if not router:
-        raise CheckpointError("the block has experts and no router", file=checkpoint.path, tensor=block)
+        raise CheckpointError("the block has experts but no router", file=checkpoint.path, tensor=block)
     shared = tuple(f"{block}.{rest}" for rest in rests if rest.startswith(architecture.shared))
     return MoeLayer(module, projections, router, shared)
 
 
 def _layout(checkpoint: Checkpoint, architecture: Architecture, block: str, rests: list[str]) -> Layout:
-    """The one layout whose first tensor the block has."""
+    """Return the layout whose first tensor the block has."""
     layouts = [layout for layout in architecture.layouts if layout.first in rests]
     if len(layouts) != 1:
         wanted = [f"{block}.{layout.first}" for layout in architecture.layouts]
@@ -215,7 +217,7 @@ def _layout(checkpoint: Checkpoint, architecture: Architecture, block: str, rest
 
 
 def _parts(checkpoint: Checkpoint, layout: Layout, block: str, experts: int) -> dict[str, tuple[Part, ...]]:
-    """Where the experts of a block lie, by projection."""
+    """Return the places of a block's experts, by projection."""
     parts: dict[str, tuple[Part, ...]] = {}
     for template, projections in layout.tensors.items():
         name, count = f"{block}.{template}", len(projections)
@@ -230,7 +232,7 @@ def _parts(checkpoint: Checkpoint, layout: Layout, block: str, experts: int) -> 
 
 
 def _stacked_rows(checkpoint: Checkpoint, name: str, experts: int) -> int:
-    """Rows of each matrix of a stacked tensor, after holding it against the number of experts."""
+    """Return the rows of each matrix of a stacked tensor, after checking its number of experts."""
     info = checkpoint.info(name)
     if len(info.shape) != 3 or info.shape[0] != experts:
         raise CheckpointError(
@@ -240,7 +242,7 @@ def _stacked_rows(checkpoint: Checkpoint, name: str, experts: int) -> int:
 
 
 def _shape(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> tuple[int, int, int]:
-    """Experts, rows, columns; every expert must have the shape of the first and a floating-point dtype."""
+    """Return (experts, rows, columns), after checking that all experts have one shape and a floating-point dtype."""
     shapes = [_matrix_shape(checkpoint, part) for part in parts]
     for part, shape in zip(parts, shapes, strict=True):
         if shape != shapes[0]:
@@ -268,7 +270,7 @@ def _matrix_shape(checkpoint: Checkpoint, part: Part) -> tuple[int, int]:
 
 
 def _check_shapes(checkpoint: Checkpoint, block: str, projections: tuple[Projection, ...]) -> None:
-    """Every projection but the last maps the hidden state inwards, and the last maps it back."""
+    """Check that the last projection has the transposed shape of all others."""
     _, rows, columns = projections[0].shape
     expected = [(rows, columns)] * (len(projections) - 1) + [(columns, rows)]
     if [projection.shape[1:] for projection in projections] != expected:

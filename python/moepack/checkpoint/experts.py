@@ -1,10 +1,9 @@
-"""What an experts module of transformers holds, and what it computes between the products.
+"""Describes transformers' experts modules: the layout of their parameters and what they compute.
 
-Transformers 5 keeps routed experts in modules of one interface (`use_experts_implementation`): parameters that stack
-all experts, and flags that say how: gate and up joined or gate missing, rows interleaved, matrices transposed, biases,
-a norm behind the last product. A few architectures have a module of their own; they are listed here with the flags
-that they would have. Whatever has no form here is refused: a guess that is wrong would pack the wrong numbers without
-a sign.
+Transformers 5 keeps routed experts in modules with one interface (`use_experts_implementation`): parameters that stack
+all experts, and flags for the layout: gate and up joined or gate missing, rows interleaved, matrices transposed,
+biases, a norm after the last product. A few architectures have modules of their own, listed here with equivalent flags.
+Modules of any other form are rejected, because a wrong guess would silently pack the wrong numbers.
 """
 
 from collections.abc import Mapping
@@ -21,12 +20,12 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a projection lies in an experts module.
+    """The place of a projection in an experts module.
 
     Attributes:
-        parameter: name below the module; stacks all experts.
-        rows: the projection's share of the parameter's output rows.
-        transposed: whether the parameter holds [E, inputs, outputs].
+        parameter: name of the parameter below the module. It stacks all experts.
+        rows: the projection's slice of the parameter's output rows.
+        transposed: whether the parameter has shape (E, inputs, outputs).
     """
 
     parameter: str
@@ -36,15 +35,15 @@ class Place:
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """How a module holds its experts.
+    """The layout and computation of an experts module.
 
     Attributes:
-        kind: what calls it and how: "gated" (down(act(gate x) * up x)), "plain" (down(act(up x))), "own" (the module's
-            own `_apply_gate`, biases or norm between and behind the products), "every" (all experts on rows that the
-            caller has scaled), "identity" (gated, and numbers beyond the last expert return the token), "product" (one
-            matrix an expert, on rows that the caller has sorted).
-        shapes: (E, R, C) by projection, in the order of the computation.
-        places: where each projection lies.
+        kind: "gated" (down(act(gate x) * up x)), "plain" (down(act(up x))), "own" (the module's own `_apply_gate`,
+            biases or norm between and after the products), "every" (all experts on rows scaled by the caller),
+            "identity" (gated; indices beyond the last expert return the token unchanged), or "product" (one matrix per
+            expert, on rows sorted by the caller).
+        shapes: shapes (E, R, C) by projection, in the order of computation.
+        places: place of each projection.
     """
 
     kind: str
@@ -57,11 +56,11 @@ class ExpertsForm:
         return tuple(dict.fromkeys(place.parameter for place in self.places.values()))
 
     def joined(self, values: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        """A parameter of the module from the projections in it; what they leave is zero.
+        """Assemble a parameter of the module from its projections. The rest is zero.
 
         Args:
-            values: `[E, R, C]` of one dtype, of all projections that lie in the parameter.
-            shape: of the parameter.
+            values: the projections of the parameter, each of shape (E, R, C) and of one dtype.
+            shape: shape of the parameter.
         """
         out = next(iter(values.values())).new_zeros(shape)
         for projection, matrices in values.items():
@@ -76,7 +75,7 @@ class ExpertsForm:
         return out
 
     def part(self, projection: str, parameter: Tensor) -> Tensor:
-        """The matrices of a projection, `[E, R, C]`: a view of its parameter, or of a tensor of that shape."""
+        """Return the matrices of a projection, shape (E, R, C): a view of its parameter or of such a tensor."""
         place, experts = self.places[projection], self.shapes[projection][0]
         if parameter.dim() == 2:
             matrices = parameter.view(experts, -1, parameter.shape[1])
@@ -86,8 +85,11 @@ class ExpertsForm:
         return parameter[:experts, place.rows]
 
     def packed_name(self, projection: str) -> str:
-        """The packed tensor's name below the module: the parameter's, where the projection has one for itself, so that
-        transformers without moepack finds a wrong shape and fails."""
+        """Return the packed tensor's name below the module.
+
+        It is the parameter's name if the parameter holds only this projection, so that transformers without moepack
+        finds a wrong shape and fails.
+        """
         parameter = self.places[projection].parameter
         alone = sum(place.parameter == parameter for place in self.places.values()) == 1
         return parameter if alone else projection
@@ -100,7 +102,7 @@ _INTERFACE = {
     "has_bias": False,
     "has_post_expert_norm": False,
 }
-"""The flags of the interface and what they are where a version of transformers does not know one."""
+"""The flags of the interface, with defaults for transformers versions that lack a flag."""
 
 _OTHERS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
     "DbrxExperts": ("gated", {}),
@@ -109,17 +111,17 @@ _OTHERS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
     "LongcatFlashExperts": ("identity", {}),
     "Step3p7Experts": ("own", {}),
 }
-"""Modules outside the interface: the kind, and the flags in which they differ from the interface's first layout."""
+"""Modules outside the interface: the kind, and the flags that differ from `_INTERFACE`."""
 
 
 def is_experts(path: str, module: nn.Module) -> bool:
-    """Whether a module holds routed experts, of a known form or not."""
+    """Return whether a module holds routed experts, of a known form or not."""
     named = path.endswith(".experts") and any(True for _ in module.parameters())
     return hasattr(module, "is_transposed") or type(module).__name__ in _OTHERS or named
 
 
 def form_of(module: Any) -> ExpertsForm | None:
-    """The form of an experts module; None where it is none that moepack knows."""
+    """Return the form of an experts module; None if moepack does not support it."""
     from transformers.integrations import moe
 
     name = type(module).__name__
@@ -142,7 +144,7 @@ def form_of(module: Any) -> ExpertsForm | None:
 
 
 def _dbrx(module: Any) -> ExpertsForm:
-    """The form of DBRX: three parameters that stack all experts' rows, the last one transposed."""
+    """Return the form of DBRX: three parameters that stack the rows of all experts, the last one transposed."""
     inner = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
     shapes = {"gate_proj": inner, "up_proj": inner, "down_proj": (inner[0], inner[2], inner[1])}
     names = {"gate_proj": "mlp.w1", "up_proj": "mlp.v1", "down_proj": "mlp.w2"}
@@ -157,7 +159,7 @@ def _kind(flags: Mapping[str, bool], default_gate: bool) -> str:
 
 
 def _form(kind: str, first: str, parameters: Mapping[str, Any], flags: Mapping[str, bool]) -> ExpertsForm | None:
-    """A form from the parameters' shapes; None where they do not fit each other."""
+    """Return a form from the parameters' shapes; None if they are inconsistent."""
     transposed = flags["is_transposed"]
     down, joined = (parameters[name] for name in ("down_proj", first))
     if len(down) != 3 or len(joined) != 3:

@@ -1,8 +1,8 @@
-"""Models that config.json calls headless although their head is there.
+"""Corrects the class in config.json for models that are declared headless but have their head.
 
-`save_pretrained` of the model below the head writes that model's class, and so do some programs that write config.json
-themselves. Transformers' `AutoModelForCausalLM` does not look at the class. Where the head is stored, or is the
-embedding, the model predicts tokens and is read so.
+`save_pretrained` of a base model writes the class without head, and so do some programs that write config.json
+themselves. Transformers' `AutoModelForCausalLM` ignores the class. If the head is stored or tied to the embedding,
+moepack reads the model with its head.
 """
 
 from typing import TypeGuard
@@ -16,11 +16,11 @@ __all__ = ["headed", "is_headless"]
 _CLASSES = "architectures"
 
 _HEAD = "lm_head.weight"
-"""The head of an architecture without a description."""
+"""Name of the head for architectures without a description."""
 
 
 def headed(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, whose configuration names the class with the head that it has; no tensor is read."""
+    """Return the checkpoint with the class that has the head, if the head is there. No tensor is read."""
     import transformers
 
     config, kind = checkpoint.config, checkpoint.config["model_type"]
@@ -40,5 +40,5 @@ def headed(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def is_headless(names: object) -> TypeGuard[list[str]]:
-    """Whether the first of config.json's classes is a model below its head, by transformers' way to name them."""
+    """Return whether the first class in config.json is a model without head, by transformers' naming convention."""
     return isinstance(names, list) and bool(names) and isinstance(names[0], str) and names[0].endswith("Model")

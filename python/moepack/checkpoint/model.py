@@ -1,10 +1,10 @@
-"""A Mixture-of-Experts model as the compressor sees it: layers of stacked projections, and everything else.
+"""The compressor's view of a Mixture-of-Experts model: layers of stacked projections, and all other tensors.
 
-These values name tensors; they hold none. One projection of one layer is the unit of compression: `E` experts, each a
-matrix of `R` outputs by `C` inputs, whatever the checkpoint's layout (a tensor for each expert, or one tensor that
+These values name tensors and hold none. The unit of compression is one projection of one layer: `E` experts, each a
+matrix of `R` outputs by `C` inputs, independent of the checkpoint's layout (one tensor per expert, or one tensor that
 stacks them and may also join gate and up).
 
-Invariants: `MoeModel.dense_names` and the sources of all projections partition the checkpoint's tensors, but for
+Invariants: `MoeModel.dense_names` and the sources of all projections partition the checkpoint's tensors, except for
 matrices that the model never reads; the experts of a projection have equal shapes; layers are in the order of
 execution.
 """
@@ -23,12 +23,12 @@ __all__ = ["MoeLayer", "MoeModel", "Part", "Projection"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where one expert's matrix lies.
+    """The place of one expert's matrix.
 
     Attributes:
         tensor: name of the checkpoint's tensor.
-        index: what of it: nothing where the tensor is the matrix, the expert's number in a stacked tensor, and slices
-            where it shares rows or columns with another matrix (gate and up).
+        index: index of the matrix in the tensor: empty if the tensor is the matrix, the expert's number in a stacked
+            tensor, and slices if it shares the tensor with another matrix (gate and up).
         transposed: whether inputs come before outputs.
     """
 
@@ -37,7 +37,7 @@ class Part:
     transposed: bool = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The matrix `[R, C]` in the checkpoint's tensor; nothing is copied."""
+        """Return a view of the matrix in the checkpoint's tensor, shape (R, C)."""
         matrix = tensor[self.index]
         return matrix.mT if self.transposed else matrix
 
@@ -48,10 +48,10 @@ class Projection:
 
     Attributes:
         name: "gate_proj", "up_proj" or "down_proj"; "wi" or "wo" in SwitchTransformers.
-        shape: experts, output rows, input columns.
+        shape: (experts, output rows, input columns).
         packed_name: name of the packed tensor in a packed directory.
-        parts: where each expert's matrix lies.
-        checkpoint: the checkpoint that holds them.
+        parts: place of each expert's matrix.
+        checkpoint: the checkpoint with the tensors.
     """
 
     name: str
@@ -61,10 +61,10 @@ class Projection:
     checkpoint: Checkpoint
 
     def expert(self, index: int) -> torch.Tensor:
-        """The matrix of one expert, `[R, C]`, in the checkpoint's dtype, mapped and not read.
+        """Return the mapped matrix of one expert, shape (R, C), in the checkpoint's dtype.
 
         Raises:
-            CheckpointError: the file changed since the checkpoint was opened.
+            CheckpointError: the file changed after the checkpoint was opened.
         """
         part = self.parts[index]
         first, *rest = part.index or (None,)
@@ -74,17 +74,17 @@ class Projection:
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """The checkpoint's tensors that this projection consumes, without repetition (gate and up may share one)."""
+        """The checkpoint's tensors of this projection, without duplicates (gate and up may share one)."""
         return tuple(dict.fromkeys(part.tensor for part in self.parts))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the matrices that `expert` returns."""
+        """Dtype of the matrices that `expert` returns."""
         return self.checkpoint.info(self.parts[0].tensor).dtype
 
     @cached_property
     def nbytes(self) -> int:
-        """Size in bytes of all experts as the checkpoint stores them."""
+        """Size of all experts in the checkpoint, in bytes."""
         matrix = self.shape[1] * self.shape[2]
         weights = sum(prod(self.checkpoint.info(source).shape) for source in self.sources)
         stored = sum(map(self.checkpoint.stored_bytes, self.sources))
@@ -97,9 +97,9 @@ class MoeLayer:
 
     Attributes:
         name: path of the experts module in transformers' model, such as `model.layers.0.mlp.experts`.
-        projections: what is compressed, in the order of the computation.
-        router: the checkpoint's tensors of the router.
-        shared: the checkpoint's tensors of the experts that every token visits, and of their gate.
+        projections: the projections to compress, in the order of computation.
+        router: names of the router's tensors in the checkpoint.
+        shared: names of the tensors of the shared experts and their gate in the checkpoint.
     """
 
     name: str
@@ -109,7 +109,7 @@ class MoeLayer:
 
     @property
     def experts(self) -> int:
-        """How many experts the router chooses from."""
+        """Number of routed experts."""
         return self.projections[0].shape[0]
 
 
@@ -120,13 +120,13 @@ class MoeModel:
     Attributes:
         architecture: transformers' model type.
         layers: the sparse layers.
-        dense_names: every tensor that no projection consumes, in the checkpoint's order.
-        notes: what a user should know, in full sentences.
-        dense: the linear layers outside the experts, block by block. Their tensors are in `dense_names`: whether they
-            are packed is the method's choice.
+        dense_names: every tensor that belongs to no projection, in the checkpoint's order.
+        notes: notes for the user, in full sentences.
+        dense: the linear layers outside the experts, by block. Their tensors are in `dense_names`; the method decides
+            whether to pack them.
         beyond: experts of layers that transformers' model does not have (`checkpoint.beyond`). Their tensors are in
-            `dense_names`: they are packed where somebody asks for it.
-        unread: tensors that the model does not have (`checkpoint.unread`), those of `beyond` among them. They are in
+            `dense_names`; they are packed on request.
+        unread: tensors that the model does not have (`checkpoint.unread`), including those of `beyond`. They are in
             `dense_names`.
     """
 

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint become which parameter of transformers' model, by the rules by which it loads.
+"""Maps the tensors of a checkpoint to parameters of transformers' model, using transformers' own loading rules.
 
-The rules rename tensors, and convert some: they stack, join, transpose or interleave the tensors of experts. So
-whatever transformers loads is read as it loads it.
+The rules rename tensors and convert some: they stack, join, transpose or interleave the tensors of experts. moepack
+therefore reads every checkpoint in the same way as transformers.
 """
 
 import re
@@ -23,17 +23,17 @@ __all__ = ["Names", "Rules", "Source", "UnknownConversion", "check_tensors", "ne
 
 
 class UnknownConversion(Exception):
-    """Transformers makes a parameter in a way that is not known here."""
+    """Transformers builds a parameter by a conversion that moepack does not know."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A parameter's tensors before transformers' conversion.
+    """The tensors of a parameter before transformers' conversion.
 
     Attributes:
-        pieces: by piece and expert; the pieces follow each other along the output rows.
-        interleaved: whether the rows of two halves take turns where the parameter has one behind the other (True), the
-            other way round (False), or all is as in the parameter (None).
+        pieces: places by piece and expert. The pieces are concatenated along the output rows.
+        interleaved: True if the tensor interleaves the rows of two halves that the parameter concatenates, False for
+            the opposite, None if both have the same order.
     """
 
     pieces: list[list[Part]]
@@ -44,10 +44,10 @@ class Rules:
     """The rules by which transformers loads a model.
 
     Attributes:
-        prefix: what it calls the model below its head; names may lack it, or have it where the model does not.
-        parameters: shapes of the parameters and buffers that a checkpoint holds, by name.
-        tied: parameters that are others under another name.
-        converters: conversions of tensors, by the patterns of the names that they take.
+        prefix: the base model's prefix. Checkpoint names may lack it, or have it if the model does not.
+        parameters: shapes of the parameters and buffers in the state dict, by name.
+        tied: tied parameters, mapped to their sources.
+        converters: tensor conversions, by the name patterns that they match.
     """
 
     def __init__(self, model: Any) -> None:
@@ -71,34 +71,34 @@ class Rules:
         return [name for name in names if not any(pattern.search(name) for pattern in self._may_lack)]
 
     def target(self, name: str, *, prefixed: bool = True) -> tuple[str, str | None]:
-        """What transformers makes of a tensor's name: the parameter, and the pattern of the conversion that takes it.
+        """Return the parameter that a tensor is loaded into, and the pattern of its conversion or None.
 
         Args:
-            name: of a tensor in a checkpoint.
-            prefixed: let the base model's prefix be missing or superfluous, as transformers does.
+            name: name of a tensor in a checkpoint.
+            prefixed: allow a missing or extra base model prefix, as transformers does.
         """
         from transformers.core_model_loading import rename_source_key
 
         places = (self.prefix, self._state) if prefixed else (None, None)
         target, pattern = rename_source_key(name, self._renamings, self._converters, *places)
-        if target not in self._state and name in self._state:  # a renaming was not meant for it
+        if target not in self._state and name in self._state:  # the renaming does not apply to it
             return name, None
         return target, pattern
 
     def targets(self, name: str) -> list[tuple[str, str | None]]:
-        """As `target`, with all parameters of a conversion that makes several."""
+        """Return all targets of a tensor, as `target` does, including conversions with several outputs."""
         target, pattern = self.target(name)
         others = self.converters[pattern].target_patterns if pattern is not None else [""]
         return [(target.replace(others[0], other, 1) if i else target, pattern) for i, other in enumerate(others)]
 
 
 class Names:
-    """Which tensors become which parameter, by the rules by which transformers loads.
+    """The mapping between the tensors of a checkpoint and the parameters of a model.
 
     Attributes:
-        plain: tensors that become a parameter as they are, by the parameter's name.
-        found: all tensors of a parameter, by its name and by the pattern of the conversion that takes them.
-        tied: parameters that are others under another name.
+        plain: tensors that become a parameter without conversion, by parameter name.
+        found: all tensors of a parameter, by parameter name and conversion pattern.
+        tied: tied parameters, mapped to their sources.
         unread: tensors that become no parameter of the model, in the checkpoint's order.
     """
 
@@ -120,8 +120,10 @@ class Names:
         self.plain = {parameter: found[None][0] for parameter, found in self.found.items() if None in found}
 
     def converted(self, parameter: str, model: Any) -> torch.Tensor | None:
-        """A parameter that transformers makes of one or several tensors in another way than by renaming one; None
-        where it is none. Its tensors are read, and nothing is kept of them."""
+        """Build a parameter that needs a conversion by transformers; None for any other parameter.
+
+        The tensors are read and not kept.
+        """
         found = {pattern: names for pattern, names in self.found.get(parameter, {}).items() if pattern is not None}
         if not found:
             return None
@@ -136,18 +138,18 @@ class Names:
         return tensor
 
     def below(self, path: str) -> Iterator[tuple[str, str]]:
-        """Parameters below a module with the names of their tensors."""
+        """Yield the parameters below a module with the names of their tensors."""
         for parameter, found in self.found.items():
             if parameter.startswith(f"{path}."):
                 for names in found.values():
                     yield from ((parameter, name) for name in names)
 
     def source(self, parameter: str, shape: tuple[int, ...], experts: int) -> Source:
-        """The tensors of a parameter of this shape, which stacks experts.
+        """Return the tensors of a parameter that stacks experts.
 
         Raises:
-            CheckpointError: there are none.
-            UnsupportedModelError: transformers converts them in a way that is not known here.
+            CheckpointError: the checkpoint lacks them.
+            UnknownConversion: the parameter is tied, or transformers converts it in an unknown way.
         """
         if parameter in self.plain:
             return Source([_stacked(self.plain[parameter], shape, experts)])
@@ -164,7 +166,7 @@ class Names:
         return source
 
     def _piece(self, parameter: str, pattern: str, found: Mapping[str | None, list[str]], experts: int) -> list[Part]:
-        """What a pattern stands for: a tensor for each expert, or one that stacks them."""
+        """Return the places that a pattern matches: one tensor per expert, or one that stacks them."""
         if pattern not in found:
             raise CheckpointError(f"has no tensors like '{pattern}'", file=self._checkpoint.path, tensor=parameter)
         names = sorted(found[pattern], key=_natural)
@@ -179,7 +181,7 @@ class Names:
         return [Part(name) for name in names]
 
     def _converted(self, source: Source, operation: Any, parameter: str, shape: tuple[int, ...]) -> Source:
-        """A source behind one of transformers' operations."""
+        """Apply one of transformers' operations to a source."""
         kind, axis = type(operation).__name__, getattr(operation, "dim", None)
         if (kind, axis) in (("MergeModulelist", 0), ("Concatenate", 1)) or kind.startswith("ErnieFuseAndSplit"):
             return source
@@ -194,12 +196,12 @@ class Names:
 
 
 def _natural(name: str) -> list[Any]:
-    """Sorts experts by their numbers."""
+    """Return a sort key that orders experts by number."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
 def _stacked(name: str, shape: tuple[int, ...], experts: int) -> list[Part]:
-    """The experts of a tensor: its first axis, or equal shares of its rows where it is a matrix."""
+    """Return the experts of a stacked tensor: indices of its first axis, or equal slices of a matrix's rows."""
     if len(shape) == 3:
         return [Part(name, (expert,)) for expert in range(experts)]
     rows = shape[0] // experts
@@ -208,15 +210,15 @@ def _stacked(name: str, shape: tuple[int, ...], experts: int) -> list[Part]:
 
 @without_collector()
 def check_tensors(checkpoint: Checkpoint, packed: Iterable[str]) -> None:
-    """Hold every tensor that the model needs against the checkpoint; none is read.
+    """Check that the checkpoint has every tensor that the model needs. No tensor is read.
 
     Args:
         checkpoint: the checkpoint.
-        packed: paths of modules that were described before, whose tensors are not looked at.
+        packed: paths of modules that have been described already, whose tensors are skipped.
 
     Raises:
-        UnsupportedModelError: transformers cannot build a model of config.json.
-        CheckpointError: a tensor is missing or has another shape than the model's.
+        UnsupportedModelError: transformers cannot build a model from config.json.
+        CheckpointError: a tensor is missing, or its shape differs from the model's.
     """
     with building(checkpoint.path):
         model = meta_model(checkpoint.path, checkpoint.config)
@@ -239,8 +241,10 @@ def check_tensors(checkpoint: Checkpoint, packed: Iterable[str]) -> None:
 
 
 def nearest(name: str, unread: Iterable[str]) -> str:
-    """What a checkpoint has in the place of a tensor, as the end of a message: a name with components more (an adapter
-    that was not merged keeps `q_proj.weight` as `q_proj.base_layer.weight`)."""
+    """Return the end of an error message that names a similar tensor, or an empty string.
+
+    A similar name has additional components: an unmerged adapter stores `q_proj.weight` as `q_proj.base_layer.weight`.
+    """
     parts = name.split(".")
     for other in unread:
         found = iter(other.split("."))

@@ -1,11 +1,11 @@
-"""A model published in the QMoE authors' format, as a checkpoint that the pipeline can read.
+"""Presents a model in the QMoE authors' format as a checkpoint for the pipeline.
 
-Two directories make one model: the published one holds the packed experts and, as a rule, the dense tensors
-(`noexp.pt`); the original Switch model's gives the configuration and tokenizer of today's transformers, and the dense
-tensors that the published one lacks. The original's experts are never looked at, and need not be there.
+The model consists of two directories. The published one has the packed experts and usually the dense tensors
+(`noexp.pt`). That of the original Switch model has the configuration and tokenizer for current transformers, and the
+dense tensors that the published one lacks. The original's experts are not used and may be absent.
 
-Invariants: experts appear under the names that they have in the original, as bf16 matrices of three values a row,
-rebuilt from the published words one at a time; a dense tensor of the published model goes before one of the original.
+Invariants: experts have their names in the original and are bf16 matrices of three values per row, decoded one at a
+time; dense tensors of the published model take precedence over those of the original.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from moepack.format.weights import weight_files
 __all__ = ["PublishedCheckpoint"]
 
 _ARCHITECTURE = "switch_transformers"
-#: What the two configurations must say alike where both say it.
+#: Settings that must agree if both configurations have them.
 _SIZES = ("d_model", "d_ff", "num_experts", "num_layers", "num_decoder_layers", "vocab_size")
 
 
 class PublishedCheckpoint(Checkpoint):
-    """The published experts among the original's dense tensors; see `Checkpoint` for what it offers."""
+    """The published experts and the original's dense tensors, with the interface of `Checkpoint`."""
 
     def __init__(self, path: Path, config: dict[str, Any], packed: QmoeCheckpoint, original: Checkpoint | None) -> None:
         super().__init__(path, config, {})
@@ -55,12 +55,12 @@ class PublishedCheckpoint(Checkpoint):
 
         Args:
             published: directory of the authors' files.
-            original: directory of the Switch model that they compressed, with or without its safetensors files; `None`
-                where the published directory has a configuration that transformers reads, and all dense tensors.
+            original: directory of the original Switch model, with or without its safetensors files. None if the
+                published directory has a configuration that transformers reads and all dense tensors.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or the two are not the same model.
-            UnsupportedModelError: the directory holds nothing in their format, or the original is no Switch model.
+            CheckpointError: a file is missing or damaged, or the two are different models.
+            UnsupportedModelError: the directory has no tensor in QMoE's format, or the original is not a Switch model.
         """
         packed = QmoeCheckpoint.open(published)
         path = Path(published if original is None else original)
@@ -76,7 +76,7 @@ class PublishedCheckpoint(Checkpoint):
         return cls(path, config, packed, Checkpoint.open(path) if has_weights else None)
 
     def _published(self) -> Mapping[str, TensorInfo]:
-        """Entries of the published tensors; offsets mean nothing, for the safetensors reader never sees them."""
+        """Return entries for the published tensors. Their offsets are unused."""
         infos: dict[str, TensorInfo] = {}
         for name, tensor in self._dense.items():
             size = tensor.numel() * tensor.element_size()
@@ -87,7 +87,10 @@ class PublishedCheckpoint(Checkpoint):
         return infos
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor; an expert is decoded, [R, C] bf16. Errors as for `Checkpoint.tensor`, and damaged words."""
+        """Return the tensor. An expert is decoded to bf16, shape (R, C).
+
+        Errors as for `Checkpoint.tensor`; also `CheckpointError` for damaged words.
+        """
         if name in self._matrices:
             return self._packed.values(self._matrices[name]).bfloat16()
         if name in self._dense:
@@ -97,7 +100,7 @@ class PublishedCheckpoint(Checkpoint):
         return self._original.tensor(name)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of the tensor, `[nbytes]`; errors as for `tensor`."""
+        """Return the bytes of the tensor, shape (nbytes,). Errors as for `tensor`."""
         if self._original is not None and name not in self._matrices and name not in self._dense:
             return self._original.raw(name)
         tensor = self.tensor(name).contiguous()
@@ -105,7 +108,7 @@ class PublishedCheckpoint(Checkpoint):
         return data
 
     def fingerprint(self) -> str:
-        """SHA-256 in hexadecimal over configuration, sizes and samples of the published files, and the original."""
+        """Return a SHA-256 hex digest of configuration, sizes and samples of the published files, and the original."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for file in [self._packed.path / "noexp.pt", *sorted(self._packed.path.glob("exp*.pt"))]:
             digest.update(f"{file.name}\n{file.stat().st_size}\n".encode())

@@ -1,18 +1,18 @@
-"""Reader of checkpoints in the QMoE authors' own format (their section 4.3; files written by torch.save).
+"""Reads checkpoints in the QMoE authors' format (section 4.3 of the paper; files written by torch.save).
 
-A directory holds `noexp.pt` (all dense tensors), `exp00.pt`, `exp01.pt`, ... (the experts of a layer each) and
-`sizes.pt`. For a projection `NAME` of an expert (such as `encoder.block.1.layer.1.mlp.experts.expert_0.wi`):
+A directory holds `noexp.pt` (all dense tensors), `exp00.pt`, `exp01.pt`, ... (the experts of one layer each) and
+`sizes.pt`. A projection `NAME` of an expert (such as `encoder.block.1.layer.1.mlp.experts.expert_0.wi`) has:
 
-* `NAME.w_comp` int16 [words]: codes of the 65,536-word dictionary, the rows back to back;
-* `NAME.row_off` int32 [R + 1]: each row's first code, and the number of codes;
+* `NAME.w_comp` int16 [words]: codes of the 65,536-word dictionary, row after row;
+* `NAME.row_off` int32 [R + 1]: the first code of each row, and the number of codes;
 * `NAME.ter_minmax` bf16 [2 R]: minimum and maximum of each row, alternating.
 
-Their packer takes both levels from the *quantized* row and recognises codes by value, so a row without a positive
-weight stores zeros as its "maximum". Values are therefore rebuilt first and encoded anew: the result is exact, and free
-of that defect. The number of columns is not stored; it follows from the configuration.
+The authors' packer takes both levels from the *quantized* row and recognises codes by value, so a row without a
+positive weight stores zero as its "maximum". The reader therefore rebuilds the values and encodes them again, which is
+exact and avoids that defect. The number of columns is not stored; it follows from the configuration.
 
-The files are pickles: they are opened with `weights_only`, so they cannot run code. Words are decoded by the checked
-reader of the dictionary code, so damaged ones are errors and never wrong memory accesses.
+The files are pickles and are opened with `weights_only`, so they cannot run code. Words are decoded by the checked
+reader of the dictionary code, so damaged words raise errors and never cause invalid memory accesses.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ _PARTS = ("w_comp", "row_off", "ter_minmax")
 
 
 class QmoeCheckpoint:
-    """An open directory of QMoE files; tensors are mapped and read when they are used."""
+    """An open directory of QMoE files. Tensors are mapped and read on use."""
 
     def __init__(self, path: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         self.path, self.config, self._tensors = path, config, tensors
@@ -45,8 +45,8 @@ class QmoeCheckpoint:
         """Open `path`.
 
         Raises:
-            CheckpointError: a file is missing, damaged, or holds something else than tensors.
-            UnsupportedModelError: there are no QMoE tensors in it.
+            CheckpointError: a file is missing, damaged, or holds anything but tensors.
+            UnsupportedModelError: the directory has no QMoE tensors.
         """
         directory = Path(path)
         tensors: dict[str, torch.Tensor] = {}
@@ -59,27 +59,27 @@ class QmoeCheckpoint:
         return cls(directory, config, tensors)
 
     def matrices(self) -> tuple[str, ...]:
-        """The names of the packed projections."""
+        """Return the names of the packed projections."""
         return tuple(name.removesuffix(".w_comp") for name in self._tensors if name.endswith(".w_comp"))
 
     def dense(self) -> tuple[str, ...]:
-        """The names of all other tensors."""
+        """Return the names of all other tensors."""
         packed = self.matrices()
         owned = {f"{name}.{part}" for name in packed for part in (*_PARTS, "weight")}
         return tuple(name for name in self._tensors if name not in owned)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A dense tensor; `CheckpointError` if there is none of that name."""
+        """Return a dense tensor; `CheckpointError` if it does not exist."""
         if name not in self._tensors:
             raise CheckpointError("no such tensor in the checkpoint", file=self.path, tensor=name)
         return self._tensors[name]
 
     def matrix(self, name: str, code: str = "fsv8") -> TernaryTensor:
-        """A packed projection [R, C].
+        """Return a packed projection, shape (R, C).
 
         Args:
             name: one of `matrices`.
-            code: the entropy code of the result, "fsv8" or "dict16".
+            code: entropy code of the result, "fsv8" or "dict16".
 
         Raises:
             CheckpointError: its tensors are missing or contradict each other.
@@ -87,15 +87,15 @@ class QmoeCheckpoint:
         return _encoded(self.values(name), code, name)
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Rows and columns of a packed projection; errors as for `matrix`."""
+        """Return rows and columns of a packed projection. Errors as for `matrix`."""
         key = "d_model" if name.endswith(".wi") else "d_ff"
         columns = self.config.get(key)
         if not isinstance(columns, int):
-            raise CheckpointError(f"says no {key}", file=self.path / "config.json")
+            raise CheckpointError(f"has no valid {key}", file=self.path / "config.json")
         return len(self.tensor(f"{name}.row_off")) - 1, columns
 
     def values(self, name: str) -> torch.Tensor:
-        """The weights of a packed projection, [R, C] float32; errors as for `matrix`."""
+        """Return the weights of a packed projection in float32, shape (R, C). Errors as for `matrix`."""
         words, offsets, levels = (self.tensor(f"{name}.{part}") for part in _PARTS)
         return _values(words, offsets, levels, self.shape(name)[1], name)
 
@@ -112,15 +112,15 @@ def read_matrix(
     """Read one matrix in QMoE's format.
 
     Args:
-        words: int16 [N], codes of the paper's dictionary.
+        words: codes of the paper's dictionary, int16 [N].
         row_offsets: int32 [R + 1], ascending from 0 to N.
-        levels: [2 R], minimum and maximum of each row.
-        columns: C.
-        code: the entropy code of the result, "fsv8" or "dict16".
-        name: of the matrix, for errors.
+        levels: minimum and maximum of each row, [2 R].
+        columns: number of columns C.
+        code: entropy code of the result, "fsv8" or "dict16".
+        name: name of the matrix for error messages.
 
     Returns:
-        The matrix [R, C]; its values are exactly those that the words and levels stand for.
+        The matrix, shape (R, C). Its values are exactly those encoded by words and levels.
 
     Raises:
         CheckpointError: the tensors contradict each other, or the words do not decode to rows of C columns.
@@ -157,15 +157,15 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", file=file) from error
-    except Exception as error:  # torch.load raises whatever its unpickler meets
+    except Exception as error:  # torch.load passes on any exception of the unpickler
         raise CheckpointError(f"cannot be read: {error}", file=file) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise CheckpointError("is no dictionary of tensors", file=file)
+        raise CheckpointError("is not a dictionary of tensors", file=file)
     return {str(name): tensor for name, tensor in content.items()}
 
 
 def _blob(words: npt.NDArray[np.uint16], starts: npt.NDArray[np.int64], columns: int) -> npt.NDArray[np.uint8]:
-    """The words as a tensor of the code `dict16` with the levels -1 and 1, for the checked decoder."""
+    """Build a `dict16` blob of the words with the levels -1 and 1, for the checked decoder."""
     rows = len(starts) - 1
     template = _core.encode_ternary(
         np.zeros((1, rows, columns), np.int8),
@@ -174,7 +174,7 @@ def _blob(words: npt.NDArray[np.uint16], starts: npt.NDArray[np.int64], columns:
         code="dict16",
     )
     header = template[:128].copy()
-    # Payload bytes and the number of non-zeros, which only a complete verification would compare.
+    # Payload bytes and the number of non-zeros, which only full verification checks.
     header[48:64].view(np.uint64)[:] = (2 * len(words), 0)
     levels_end = 128 + 2 * rows  # opposite levels are stored once, in bf16
     sections = [

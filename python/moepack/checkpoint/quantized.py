@@ -1,18 +1,18 @@
-"""Checkpoints that come quantized, read as the floating-point weights that their codes stand for.
+"""Decodes quantized source checkpoints into floating-point weights.
 
-A quantized weight is several tensors: codes, scales, maybe zero points. Here they are one tensor again, under the name
-that it has without quantization, decoded when it is read: a tensor, or an expert of a stacked one, at a time. Values
-are rounded to bfloat16 (float16 where the scales are), as transformers does when it dequantizes; what the source has
-lost stays lost. Tensors that the source left as they are come as they are.
+A quantized weight consists of several tensors: codes, scales, maybe zero points. Here they appear as one tensor under
+its unquantized name, decoded when it is read, one tensor or one expert of a stacked tensor at a time. Values are
+rounded to bfloat16 (float16 if the scales are float16), as in transformers' dequantization. Unquantized tensors are
+passed through unchanged.
 
 | `quant_method` | tensors of a weight | source |
 |---|---|---|
 | `fp8`, `fbgemm_fp8`, `modelopt` and `quark` in fp8 | `weight` (float8_e4m3fn), `weight_scale_inv` or `weight_scale`: a
-factor for each block, each row, each expert, or one; also of stacked experts (`gate_up_proj`, `gate_up_proj_scale`) |
+scale per block, row, expert or tensor; also for stacked experts (`gate_up_proj`, `gate_up_proj_scale`) |
 DeepSeek-V3, section 3.3; the libraries |
 | `mxfp4` | `_blocks`, `_scales`: groups of 32 values of 4 bits, exponents of two | OCP Microscaling Formats 1.0 |
 | `compressed-tensors` | `weight_packed`, `weight_scale`, maybe `weight_zero_point`, `weight_g_idx` (4 or 8 bits); or
-`weight` (float8_e4m3fn), `weight_scale`: a factor for each row or block, or one | its library |
+`weight` (float8_e4m3fn), `weight_scale`: a scale per row, block or tensor | its library |
 | `gptq`, `awq` | `qweight`, `qzeros`, `scales`, and `g_idx` of gptq (4 bits) | arXiv 2210.17323, 2306.00978 |
 """
 
@@ -39,22 +39,23 @@ __all__ = ["QuantizedCheckpoint", "open_checkpoint"]
 Tensors = Mapping[str, torch.Tensor]
 
 _ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
-"""How names of tensors end that say how activations were rounded, which a weight does not need."""
+"""Suffixes of tensors for activation quantization, which weights do not need."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A way in which weights are quantized.
+    """A quantization scheme.
 
     Attributes:
-        codes: how the name of the tensor of codes ends.
-        others: how the names of its companions end, in place of that.
-        plain: how the weight's name ends, in place of that.
-        shape: the weight's shape from those of its tensors by their endings; raises ValueError where they do not fit.
-        values: the weight in float32, from its tensors by their endings.
+        codes: suffix of the tensor of codes.
+        others: suffixes of its companions, in place of `codes`.
+        plain: suffix of the weight's name, in place of `codes`.
+        shape: computes the weight's shape from the shapes of its tensors by suffix. Raises ValueError if they are
+            inconsistent.
+        values: computes the weight in float32 from its tensors by suffix.
         stacked: whether a tensor may hold all experts.
-        optional: companions that may be missing.
-        dtype: of the codes, where their name does not tell them from other tensors.
+        optional: suffixes of companions that may be missing.
+        dtype: dtype of the codes, if their name does not distinguish them from other tensors.
     """
 
     codes: str
@@ -68,16 +69,16 @@ class _Kind:
 
     @property
     def companions(self) -> tuple[str, ...]:
-        """How names end that are companions of codes and nothing else."""
+        """Suffixes that only companions of codes have."""
         return self.others if self.codes else tuple(f"weight{end}" for end in self.others)
 
 
 def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
-    """Open a checkpoint, quantized or not; arguments and errors as of `Checkpoint.open`.
+    """Open a checkpoint, quantized or not. Arguments and errors as for `Checkpoint.open`.
 
     Raises:
-        UnsupportedModelError: its quantization is not known here; names it.
-        CheckpointError: scales are missing or of another shape than the codes'.
+        UnsupportedModelError: the quantization is not supported; the message names it.
+        CheckpointError: scales are missing, or their shape does not match the codes.
     """
     checkpoint = untied(unwrapped(headed(Checkpoint.open(path))))
     settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
@@ -87,7 +88,7 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
 
 
 def _kind(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> _Kind:
-    """How the weights of a checkpoint are quantized, from its settings and the names of its tensors."""
+    """Return the quantization scheme of a checkpoint, from its settings and tensor names."""
     method, file = settings["quant_method"], checkpoint.path / "config.json"
     plain = "start from the f32, f16 or bf16 weights"
     known = _KINDS.get(method.lower()) if isinstance(method, str) else None
@@ -105,8 +106,8 @@ def _kind(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> _Kind:
         found = next(filter(lambda name: _may_be_codes(checkpoint, name), checkpoint.names()), None)
         advice = "remove the setting if they are not quantized"
         if found is not None:
-            advice = f"{found} is in {_short(checkpoint.info(found).dtype)}, which is not read so; {plain}"
-        message = f"says that the weights are already quantized by '{method}', and none of the tensors is {sought}"
+            advice = f"{found} is in {_short(checkpoint.info(found).dtype)}, which is not supported here; {plain}"
+        message = f"says that the weights are already quantized by '{method}', but none of the tensors is {sought}"
         raise UnsupportedModelError(f"{message}; {advice}", file=file)
     return kind
 
@@ -116,7 +117,7 @@ def _is_codes(checkpoint: Checkpoint, name: str, kind: _Kind) -> bool:
 
 
 def _may_be_codes(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor is a matrix, or several, of numbers that are no weights as they are."""
+    """Return whether a tensor holds one or several matrices in a dtype other than floating point."""
     info = checkpoint.info(name)
     return len(info.shape) > 1 and info.dtype not in FLOATS
 
@@ -149,24 +150,24 @@ class QuantizedCheckpoint(Checkpoint):
             if name not in taken and not name.endswith(_ACTIVATIONS):
                 infos[name] = original.info(name)
             if name not in taken and name.endswith(kind.companions):
-                raise CheckpointError("has no codes that it belongs to", file=original.info(name).file, tensor=name)
+                raise CheckpointError("belongs to no tensor of codes", file=original.info(name).file, tensor=name)
         self._tensors = infos
         self.notes = (*original.notes, self.note)
 
     def _describe(self, codes: str, taken: set[str]) -> TensorInfo:
-        """Note a quantized weight and its tensors; offsets mean nothing, for no file holds what is decoded."""
+        """Record a quantized weight and its tensors, and return its entry. The offset is unused."""
         kind, stem = self._kind, codes.removesuffix(self._kind.codes)
         parts = {kind.codes: codes} | {end: stem + end for end in kind.others if stem + end in self._original}
         for end in kind.others:
             if end not in parts and end not in kind.optional:
-                message = f"has codes and no {stem}{end}"
+                message = f"has codes but no {stem}{end}"
                 raise CheckpointError(message, file=self._original.info(codes).file, tensor=codes)
         infos = {end: self._original.info(name) for end, name in parts.items()}
         try:
             shape = kind.shape({end: info.shape for end, info in infos.items()})
         except (ValueError, IndexError) as cause:
             shapes = ", ".join(f"{info.name.rpartition('.')[2]} {list(info.shape)}" for info in infos.values())
-            message = f"codes and scales do not fit each other: {shapes}"
+            message = f"the shapes of codes and scales do not match: {shapes}"
             raise CheckpointError(message, file=infos[kind.codes].file, tensor=codes) from cause
         name = stem + kind.plain
         scales = infos[next(end for end in kind.others if "scale" in end)].dtype
@@ -177,18 +178,18 @@ class QuantizedCheckpoint(Checkpoint):
 
     @property
     def bits(self) -> float:
-        """Stored bits a decoded weight, scales counted."""
+        """Stored bits per decoded weight, including scales."""
         return self.stored_bits(self._codes.keys()) or 0.0
 
     def stored_bytes(self, name: str) -> int:
-        """Bytes of a tensor as it is stored: of a quantized one those of its codes, scales and zero points."""
+        """Return the stored bytes of a tensor, including codes, scales and zero points if it is quantized."""
         if name not in self._codes:
             return super().stored_bytes(name)
         parts = [self._codes[name] + end for end in (self._kind.codes, *self._kind.others)]
         return sum(self._original.info(part).nbytes for part in parts if part in self._original)
 
     def stored_bits(self, names: Collection[str]) -> float | None:
-        """Stored bits a weight of some tensors, scales counted; None if one of them is not quantized."""
+        """Return the stored bits per weight of some tensors, including scales; None if one is not quantized."""
         if not names or not self._codes.keys() >= set(names):
             return None
         weights = sum(prod(self.info(name).shape) for name in names)
@@ -196,18 +197,18 @@ class QuantizedCheckpoint(Checkpoint):
 
     @property
     def note(self) -> str:
-        """What a user should know, as a sentence."""
+        """A note for the user, as a sentence."""
         return (
-            f"{len(self._codes)} tensors of the source are quantized already ({self.method}, {self.bits:.2f} bits a "
-            "weight): what that has lost is lost here, too."
+            f"{len(self._codes)} tensors of the source are already quantized ({self.method}, {self.bits:.2f} bits per "
+            "weight); the packed model keeps their quantization error."
         )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor, decoded where it is quantized; errors as of the original's `tensor`."""
+        """Return the tensor, decoded if it is quantized. Errors as for the original's `tensor`."""
         return self._decoded(name, None) if name in self._codes else self._original.tensor(name)
 
     def part(self, name: str, expert: int) -> torch.Tensor:
-        """One matrix of a stacked tensor; nothing else of it is decoded."""
+        """Return one matrix of a stacked tensor, decoding only that matrix."""
         decoded = name in self._codes and self._kind.stacked
         return self._decoded(name, expert) if decoded else super().part(name, expert)
 
@@ -222,7 +223,7 @@ class QuantizedCheckpoint(Checkpoint):
         return kind.values(tensors).to(self.info(name).dtype).contiguous()
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of the tensor in the type that `info` tells."""
+        """Return the bytes of the tensor in the dtype of `info`."""
         if name not in self._codes:
             return self._original.raw(name)
         data: npt.NDArray[np.uint8] = self.tensor(name).contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -272,8 +273,11 @@ def _listed(values: Collection[Any]) -> str:
 
 
 def _float8(end: str, block: tuple[int, int] | None) -> _Kind:
-    """Codes in float8_e4m3fn, of a matrix or of experts that are stacked, with a factor for each block; without blocks,
-    for each row, for each expert, or for all. Stacked experts that are transposed may have a factor for each column."""
+    """Return the scheme of float8_e4m3fn codes, of a matrix or of stacked experts.
+
+    There is one scale per block; without blocks, one per row, expert or tensor. Transposed stacked experts may have one
+    scale per column.
+    """
 
     def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         found, scales = shapes[""], shapes[end]
@@ -321,7 +325,7 @@ def _mxfp4(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes in 32-bit words, low bits first: [..., W] to [..., W * 32 / bits] int32."""
+    """Unpack codes from 32-bit words, low bits first: shape (..., W) to (..., W * 32 / bits) int32."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes: torch.Tensor = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return codes.flatten(-2)
@@ -361,7 +365,7 @@ def _pack_quantized(settings: Mapping[str, Any], names: Collection[str]) -> _Kin
 
 
 def _grouped_shape(codes: tuple[int, ...], scales: tuple[int, ...], zeros: tuple[int, ...]) -> tuple[int, ...]:
-    """[R, C] of gptq and awq, whose codes have been counted to [C, R]."""
+    """Return the weight shape (R, C) of gptq and awq from the shape (C, R) of the codes."""
     columns, rows = codes
     _require(scales[1] == rows and zeros == (scales[0], rows // 8) and columns % scales[0] == 0, "groups")
     return rows, columns
@@ -369,7 +373,7 @@ def _grouped_shape(codes: tuple[int, ...], scales: tuple[int, ...], zeros: tuple
 
 def _gptq(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
     _require(settings.get("bits") == 4, f"{settings.get('bits')} bits; 4 are read")
-    one = int(settings.get("checkpoint_format", "gptq") == "gptq")  # the first version stores zero points less one
+    one = int(settings.get("checkpoint_format", "gptq") == "gptq")  # version 1 stores zero points minus one
 
     def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         words, rows = shapes["qweight"]
@@ -385,7 +389,7 @@ def _gptq(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
 
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""In which of eight places of a word each of eight rows lies."""
+"""Position in a word of each of its eight rows."""
 
 
 def _awq(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
@@ -410,7 +414,7 @@ def _in_order(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _groups(columns: int, count: int) -> torch.Tensor:
-    """The group of each column."""
+    """Return the group index of each column."""
     return torch.arange(columns) // (columns // count)
 
 

@@ -1,15 +1,14 @@
-"""A Hugging Face checkpoint directory: config.json and safetensors shards, read lazily.
+"""Reads a Hugging Face checkpoint directory lazily: config.json and safetensors shards.
 
-Why not `safe_open` for everything: the directory is untrusted, and the index decides which files are opened. Here every
-header is validated when the checkpoint is opened (see `header`), every name is known to lie in exactly one shard, and a
-tensor's bytes are mapped only while somebody holds the tensor.
+`safe_open` is not sufficient, because the directory is untrusted and the index decides which files are opened. This
+reader validates every header when it opens the checkpoint (see `header`), ensures that every name is in exactly one
+shard, and maps a tensor's bytes only while the tensor is alive.
 
 Invariants of an open `Checkpoint`:
 
-* every shard is a plain file name inside the directory (the file itself may be a symbolic link: a snapshot of the hub's
+* every shard is a plain file name inside the directory (the file itself may be a symbolic link: a snapshot in the Hub's
   cache consists of links into its `blobs` directory);
-* every tensor that the index lists exists in the shard that it names, maybe with another prefix, and no tensor exists
-  twice;
+* every tensor listed in the index exists in its shard, possibly with another prefix, and no tensor exists twice;
 * no tensor data have been read.
 """
 
@@ -46,7 +45,7 @@ class Checkpoint:
         path: the directory.
         config: the parsed config.json.
         shards: the validated headers, by file name in sorted order.
-        notes: what a user should know of how it is read, in full sentences.
+        notes: notes for the user on how the checkpoint is read, in full sentences.
     """
 
     path: Path
@@ -62,7 +61,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> "Checkpoint":
-        """Open `path` and validate every header in it. No tensor is read.
+        """Open `path` and validate all headers. No tensor is read.
 
         Args:
             path: a directory with config.json and either model.safetensors or a safetensors index with its shards.
@@ -73,9 +72,9 @@ class Checkpoint:
         """
         directory = Path(path)
         if not directory.is_dir():
-            raise CheckpointError("no such directory, and no id of the hub (ORGANIZATION/NAME)", file=directory)
+            raise CheckpointError("no such directory, and not a Hub id (ORGANIZATION/NAME)", file=directory)
         if (directory / ADAPTER).is_file() and not (directory / "config.json").exists():
-            message = "is an adapter (peft) and no model: give the model that it was merged into (`merge_and_unload`)"
+            message = "is a peft adapter, not a model: merge it into its base model first (`merge_and_unload`)"
             raise CheckpointError(message, file=directory)
         config = read_json(directory / "config.json", CheckpointError)
         if not isinstance(config.get("model_type"), str):
@@ -86,15 +85,15 @@ class Checkpoint:
         shards = {name: read_header(directory / name) for name in files}
         for shard, tensors in files.items():
             _check_listed(tensors, shards[shard])
-        config.pop(NAMED, None)  # a packed directory has files of other names
+        config.pop(NAMED, None)  # the files of a packed directory have other names
         return cls(directory, config, shards)
 
     def renamed(self, names: Mapping[str, str], notes: tuple[str, ...]) -> "Checkpoint":
         """Return a checkpoint with the same tensors under other names.
 
         Args:
-            names: the new name of each tensor; no two are alike.
-            notes: of the new checkpoint.
+            names: maps each tensor to its new, unique name.
+            notes: notes of the new checkpoint.
         """
         made = Checkpoint(self.path, self.config, self.shards)
         made._tensors = {names[name]: replace(info, name=names[name]) for name, info in self._tensors.items()}
@@ -102,7 +101,7 @@ class Checkpoint:
         return made
 
     def names(self) -> tuple[str, ...]:
-        """The names of all tensors, shard by shard in the order of their data."""
+        """Return the names of all tensors, by shard in the order of their data."""
         return tuple(self._tensors)
 
     def __contains__(self, name: object) -> bool:
@@ -115,10 +114,10 @@ class Checkpoint:
         return f"Checkpoint({str(self.path)!r}, {len(self._tensors)} tensors, {len(self.shards)} files)"
 
     def info(self, name: str) -> TensorInfo:
-        """Shape, dtype and place of a tensor.
+        """Return shape, dtype and place of a tensor.
 
         Raises:
-            CheckpointError: there is no tensor of that name.
+            CheckpointError: the tensor does not exist.
         """
         info = self._tensors.get(name)
         if info is None:
@@ -126,40 +125,40 @@ class Checkpoint:
         return info
 
     def stored_bytes(self, name: str) -> int:
-        """Bytes of a tensor as it is stored; errors as of `info`."""
+        """Return the stored bytes of a tensor. Errors as for `info`."""
         return self.info(name).nbytes
 
     @property
     def stored(self) -> int:
-        """Bytes of all tensors as they are stored."""
+        """Stored bytes of all tensors."""
         return sum(map(self.stored_bytes, self.names()))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor, mapped from its shard: pages are read when they are touched, and given back with the tensor.
+        """Return the tensor, mapped from its shard. Pages are read on access and released with the tensor.
 
-        The mapping is private: writing to the tensor never reaches the file.
+        The mapping is private: writes to the tensor never reach the file.
 
         Raises:
-            CheckpointError: there is no such tensor, or its file changed since the checkpoint was opened.
+            CheckpointError: the tensor does not exist, or its file changed after the checkpoint was opened.
         """
         info = self.info(name)
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
         data = self.raw(name)
         if info.offset % info.dtype.itemsize:
-            # A file may put its data anywhere; torch's kernels assume aligned elements.
+            # A file may place data at any offset, but torch's kernels assume aligned elements.
             data = data.copy()
         return torch.from_numpy(data).view(info.dtype).reshape(info.shape)
 
     def part(self, name: str, expert: int) -> torch.Tensor:
-        """One matrix of a tensor that stacks experts; as of `tensor`."""
+        """Return one matrix of a tensor that stacks experts, as `tensor` does."""
         return self.tensor(name)[expert]
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of the tensor as they lie in the file, `[nbytes]`, mapped like `tensor`.
+        """Return the mapped bytes of the tensor in the file, shape (nbytes,).
 
         Raises:
-            CheckpointError: there is no such tensor, or its file changed since the checkpoint was opened.
+            CheckpointError: the tensor does not exist, or its file changed after the checkpoint was opened.
         """
         info = self.info(name)
         if info.nbytes == 0:
@@ -169,8 +168,8 @@ class Checkpoint:
             with info.file.open("rb") as stream:
                 if stamp_of(stream) != self.shards[info.file.name].stamp:
                     raise CheckpointError("changed while it was in use", file=info.file, tensor=name)
-                # Copy-on-write, so that the array is writable as torch wants it; one mapping for each tensor, because
-                # the kernel may refuse a private mapping larger than the machine's memory.
+                # Copy-on-write, so that the array is writable, as torch requires. One mapping per tensor, because the
+                # kernel may reject a private mapping larger than the machine's memory.
                 mapping = mmap.mmap(
                     stream.fileno(), info.offset - start + info.nbytes, access=mmap.ACCESS_COPY, offset=start
                 )
@@ -181,15 +180,15 @@ class Checkpoint:
         return np.frombuffer(mapping, dtype=np.uint8, count=info.nbytes, offset=info.offset - start)
 
     def stamps(self) -> dict[str, str]:
-        """What the file system said of each shard when the checkpoint was opened; a later write changes it."""
+        """Return the file system stamp of each shard at opening time. A later write changes it."""
         return {name: header.stamp for name, header in self.shards.items()}
 
     def fingerprint(self) -> str:
-        """SHA-256, in hexadecimal, of what identifies the checkpoint.
+        """Return a SHA-256 hex digest that identifies the checkpoint.
 
-        Covered are config.json, the names, sizes and headers of the shards, and up to 64 blocks of 4 KiB at even
-        distances in each shard: cheap whatever the size, and another training run of the same architecture differs.
-        It does not replace a checksum of every byte.
+        It covers config.json, the names, sizes and headers of the shards, and up to 64 evenly spaced blocks of 4 KiB in
+        each shard. It is cheap for any size and differs between training runs of the same architecture, but does not
+        replace a checksum of every byte.
         """
         return self._fingerprint
 
@@ -204,7 +203,7 @@ class Checkpoint:
 
 
 def sampled(file: Path, size: int) -> bytes:
-    """Up to 64 blocks of 4 KiB at even distances from a file of `size` bytes.
+    """Read up to 64 evenly spaced blocks of 4 KiB from a file of `size` bytes.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -221,14 +220,16 @@ def sampled(file: Path, size: int) -> bytes:
 
 
 def _sample_positions(size: int) -> list[int]:
-    """Where the sampled blocks of a file of `size` bytes begin; all of a small file is covered."""
+    """Return the offsets of the sampled blocks in a file of `size` bytes. A small file is covered completely."""
     last = max(size - _SAMPLE_BYTES, 0)
     return sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
 
 
 def _check_listed(tensors: Iterable[str], header: Header) -> None:
-    """Check that a shard has the tensors that the index lists. The index may call them by another prefix: transformers
-    takes names from the shards."""
+    """Check that a shard has the tensors listed in the index.
+
+    The index may use another prefix, because transformers takes the names from the shards.
+    """
     missing = [tensor for tensor in tensors if tensor not in header.tensors]
     ends = {end for name in header.tensors for end in _ends(name)} if missing else set()
     for tensor in missing:
@@ -237,13 +238,13 @@ def _check_listed(tensors: Iterable[str], header: Header) -> None:
 
 
 def _ends(name: str) -> Iterator[str]:
-    """What a name may be without a prefix."""
+    """Yield a name without its first one, two, ... components."""
     parts = name.split(".")
     return (".".join(parts[start:]) for start in range(1, len(parts)))
 
 
 def _merge(shards: Mapping[str, Header]) -> dict[str, TensorInfo]:
-    """One table of all tensors; a name in two shards is an error, because nobody knows which one is meant."""
+    """Merge the tables of all shards. A name in two shards is an error, because it is ambiguous."""
     tensors: dict[str, TensorInfo] = {}
     for header in shards.values():
         for name, info in header.tensors.items():
@@ -254,16 +255,16 @@ def _merge(shards: Mapping[str, Header]) -> dict[str, TensorInfo]:
 
 
 def _no_weights(directory: Path) -> Exception:
-    """The error for a directory without weights in safetensors, from what it holds instead."""
+    """Return the error for a directory without safetensors weights, depending on the files that it has."""
     names = sorted(file.name for file in directory.iterdir() if may_hold_weights(file.name))
     pickles = [name for name in names if _is_pickled(name)]
     if "noexp.pt" in names:
         return UnsupportedModelError(
-            "is a model in the QMoE authors' format: `moepack convert` makes a packed directory of it", file=directory
+            "is a model in the QMoE authors' format: convert it with `moepack convert`", file=directory
         )
     if pickles:
         return UnsupportedModelError(
-            f"holds its weights as pickles only ({pickles[0]}); load it once with transformers and write it back with "
+            f"holds its weights only as pickles ({pickles[0]}); load it with transformers and save it with "
             "save_pretrained, which writes safetensors",
             file=directory,
         )
@@ -272,6 +273,6 @@ def _no_weights(directory: Path) -> Exception:
 
 
 def _is_pickled(name: str) -> bool:
-    """Whether a file's name is that of pickled weights, and not of what a trainer keeps beside them."""
+    """Return whether a file name is that of pickled weights, and not of a trainer's state."""
     pickle = name.endswith((".bin", ".bin.index.json", ".pt", ".pth"))
     return pickle and not name.startswith(("optimizer", "scheduler", "scaler", "rng_state", "training_args", "adapter"))

@@ -1,7 +1,7 @@
-"""From what a user calls a model to its directory: a path, or the id of a model on the Hugging Face hub.
+"""Resolves a path or a Hugging Face Hub id to a model directory.
 
-A model of the hub is fetched into the hub's own cache, or found there; its files are links to the cache's blobs. Only
-what moepack reads is fetched: safetensors, configuration and tokenizer, no second copy of the weights in another
+A Hub model is downloaded into the Hub's own cache, or found there; its files are links to the cache's blobs. Only the
+files that moepack reads are downloaded: safetensors, configuration and tokenizer, but no copy of the weights in another
 format.
 """
 
@@ -19,15 +19,17 @@ WANTED = (
     *("*.safetensors", "*.json", "*.model", "*.model.*", "*.txt", "*.tiktoken", "*.bpe", "*.spm", "*.vocab"),
     *(_TEMPLATES, "*.py", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*", "USAGE_POLICY*"),
 )
-"""Files to be fetched: weights, configuration and tokenizer, and the small ones that a packed directory takes over.
-Code, which some tokenizers are loaded with, is copied and never run."""
+"""Patterns of files to download: weights, configuration, tokenizer, and small files copied to the packed directory.
+
+Code that some tokenizers need is copied and never run.
+"""
 
 UNWANTED = (
     *(f"*/{pattern}" for pattern in WANTED if pattern != _TEMPLATES),
     *("consolidated*", "*.bin.index.json"),
 )
-"""Files to be left: folders hold other formats, templates (`additional_chat_templates/`) excepted, and `consolidated`
-files repeat the weights under other names."""
+"""Patterns of files to skip: folders hold other formats, except templates (`additional_chat_templates/`), and
+`consolidated` files repeat the weights under other names."""
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(.+))?", re.ASCII)
 
@@ -36,13 +38,12 @@ def resolve_model(model: str | PathLike[str]) -> Path:
     """Return the directory of a model.
 
     Args:
-        model: a directory; or `ORGANIZATION/NAME` of a model on the hub, a revision (branch, tag or commit) behind
-            `@`. An existing path wins over an id. Anything that is neither comes back as it is, for whoever opens
-            it to say what is wrong with it.
+        model: a directory, or a Hub id `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` (branch, tag or commit). An
+            existing path takes precedence. Any other value is returned unchanged; opening it reports the error.
 
     Raises:
-        CheckpointError: it is the root of a model's cache; or the hub has no such model or revision, refuses it, or
-            cannot be reached and the cache does not hold it.
+        CheckpointError: `model` is the root of a model's Hub cache; or the Hub has no such model or revision, denies
+            access, or cannot be reached and the cache does not hold the model.
     """
     given = fspath(model)
     _refuse_cache(Path(given))
@@ -51,15 +52,15 @@ def resolve_model(model: str | PathLike[str]) -> Path:
 
 
 def _refuse_cache(path: Path) -> None:
-    """The hub keeps snapshots of a model below a folder of its own, which is easily taken for the model."""
+    """Reject the cache folder of a Hub model, which is easily mistaken for one of the snapshots in it."""
     if (path / "snapshots").is_dir() and not (path / "config.json").exists():
         found = sorted(str(each) for each in (path / "snapshots").iterdir())
         holds = f"give one of its snapshots: {', '.join(found)}" if found else "it holds no snapshot"
-        raise CheckpointError(f"is the hub's cache of a model and no model; {holds}", file=path)
+        raise CheckpointError(f"is the Hub cache of a model, not a model; {holds}", file=path)
 
 
 def _fetched(name: str, revision: str | None) -> Path:
-    """The snapshot of a model of the hub in the hub's cache."""
+    """Return the snapshot of a Hub model in the Hub's cache."""
     import huggingface_hub
 
     try:
@@ -68,19 +69,19 @@ def _fetched(name: str, revision: str | None) -> Path:
         )
     except (OSError, ValueError) as error:
         of = "" if revision is None else f" at the revision '{revision}'"
-        message = f"there is no such directory, and the hub gives no model '{name}'{of}: {_reason(error)}"
+        message = f"no such directory, and no model '{name}'{of} could be fetched from the Hub: {_reason(error)}"
         raise CheckpointError(message, file=name) from error
     return Path(snapshot)
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in a few words: the hub's own messages have many lines."""
-    unreachable = "the hub cannot be reached, or HF_HUB_OFFLINE is set, and the cache"
+    """Return the reason in a few words, because the Hub's own messages have many lines."""
+    unreachable = "the Hub cannot be reached, or HF_HUB_OFFLINE is set, and the cache"
     reasons = {
-        "GatedRepoError": "access to it must be granted first (`hf auth login`)",
+        "GatedRepoError": "it is gated; request access and log in (`hf auth login`)",
         "RepositoryNotFoundError": "it does not exist or is private (`hf auth login`)",
         "RevisionNotFoundError": "there is no such revision",
         "LocalEntryNotFoundError": f"{unreachable} does not hold it",
-        "IncompleteSnapshotError": f"{unreachable} holds only a part of it",
+        "IncompleteSnapshotError": f"{unreachable} holds only part of it",
     }
     return reasons.get(type(error).__name__) or next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,7 +1,7 @@
-"""A checkpoint whose tensors are computed from another one when they are read; nothing is written.
+"""A checkpoint whose tensors are computed from another checkpoint when they are read. Nothing is written.
 
-Some methods change what they do not pack as well (a rotation turns embeddings, norms and routers). Calibration and
-pipeline read the changed model as they would any other.
+Some methods also change tensors that they do not pack (a rotation changes embeddings, norms and routers). Calibration
+and the pipeline read the changed model like any other.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,16 +21,16 @@ __all__ = ["Rewriting", "RewrittenCheckpoint"]
 
 @dataclass(frozen=True)
 class Rewriting:
-    """How a checkpoint changes, tensor by tensor; shapes stay.
+    """A change of a checkpoint, tensor by tensor. Shapes do not change.
 
     Attributes:
-        names: the tensors.
-        source: gives the tensor of the original checkpoint that a tensor is made of.
-        tensor: computes a tensor, in float32 or finer where it is floating-point.
-        dtype: gives the type in which a tensor will be stored, or None for one that will be packed: its values are then
-            not rounded, and its size counts as that of the original.
-        config: what changes in config.json.
-        state: what the change was made from; kept for a resumed run.
+        names: names of the tensors.
+        source: returns the tensor of the original checkpoint from which a tensor is computed.
+        tensor: computes a tensor; floating-point tensors in float32 or higher precision.
+        dtype: returns the dtype in which a tensor will be stored, or None for a tensor that will be packed: its values
+            are not rounded, and its size is that of the original.
+        config: changed entries of config.json.
+        state: inputs of the change, kept for a resumed run.
         identity: SHA-256 of the state.
     """
 
@@ -44,7 +44,7 @@ class Rewriting:
 
 
 class RewrittenCheckpoint(Checkpoint):
-    """The changed checkpoint."""
+    """A checkpoint with a `Rewriting` applied."""
 
     def __init__(self, original: Checkpoint, rewriting: Rewriting) -> None:
         super().__init__(original.path, {**original.config, **rewriting.config}, original.shards)
@@ -57,17 +57,17 @@ class RewrittenCheckpoint(Checkpoint):
         return replace(info, name=name, dtype=dtype, nbytes=prod(info.shape) * dtype.itemsize)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor; errors as those of the original's `tensor`."""
+        """Return the tensor. Errors as for the original's `tensor`."""
         self.info(name)
         value, dtype = self.rewriting.tensor(name), self.rewriting.dtype(name)
         return value if dtype is None else value.to(dtype)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes in the type that `info` tells."""
+        """Return the tensor's bytes in the dtype of `info`."""
         value = self.tensor(name).to(self.info(name).dtype).contiguous()
         data: npt.NDArray[np.uint8] = value.reshape(-1).view(torch.uint8).numpy()
         return data
 
     def fingerprint(self) -> str:
-        """The original's fingerprint and what the change was made from."""
+        """Return the original's fingerprint and the identity of the change."""
         return f"{self.original.fingerprint()}+{self.rewriting.identity}"

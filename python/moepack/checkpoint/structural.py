@@ -1,12 +1,11 @@
-"""Architectures without a description: their experts, found in transformers' model, and their tensors by its own rules.
+"""Recognises the experts of architectures without a description, using transformers' model and loading rules.
 
-The model is built from config.json without weights (on the meta device). It says where experts are and how they are
-held (`experts`), and transformers' rules for loading say which of the checkpoint's tensors become which of its
-parameters: renamings, and conversions that stack, join, transpose or interleave the tensors of the experts. So whatever
-transformers loads is read as it loads it, and a new release of it brings its architectures along.
+The model is built from config.json on the meta device. Its modules show the location and form of the experts
+(`experts`). Transformers' loading rules map the checkpoint's tensors to its parameters: renamings, and conversions that
+stack, join, transpose or interleave the tensors of the experts. moepack therefore reads checkpoints in the same way as
+transformers, and supports new architectures with a new transformers release.
 
-A conversion that is not known here is refused, as is a module of another form than `experts` describes: a guess that is
-wrong would pack the wrong numbers without a sign.
+Unknown conversions and module forms are rejected, because a wrong guess would silently pack the wrong numbers.
 """
 
 import re
@@ -30,7 +29,7 @@ __all__ = ["recognise", "unreadable"]
 
 
 def unsupported(checkpoint: Checkpoint, reason: str) -> UnsupportedModelError:
-    """The error for an architecture that moepack does not read, whatever the checkpoint holds."""
+    """Return the error for an architecture that moepack does not support."""
     return UnsupportedModelError(
         f"model type '{checkpoint.config['model_type']}' is not supported: {reason}. Supported are "
         f"{', '.join(sorted(ARCHITECTURES))}, and models whose experts transformers keeps in modules of its interface "
@@ -40,16 +39,16 @@ def unsupported(checkpoint: Checkpoint, reason: str) -> UnsupportedModelError:
 
 
 def unreadable(checkpoint: Checkpoint, reason: str) -> UnsupportedModelError:
-    """The error for a checkpoint that is not what the model of its config.json needs."""
+    """Return the error for a checkpoint that does not match the model of its config.json."""
     kind = checkpoint.config["model_type"]
     return UnsupportedModelError(f"cannot be read as a model of type '{kind}': {reason}", file=checkpoint.path)
 
 
 def recognise(checkpoint: Checkpoint) -> MoeModel:
-    """Describe a checkpoint by the experts that transformers' model has. No tensor is read.
+    """Describe a checkpoint using transformers' model. No tensor is read.
 
     Raises:
-        UnsupportedModelError: the model cannot be built, has no experts, or some of a form that is not known.
+        UnsupportedModelError: the model cannot be built, has no experts, or has experts of an unknown form.
         CheckpointError: the tensors contradict the model.
     """
     model = _built(checkpoint)
@@ -71,12 +70,12 @@ def recognise(checkpoint: Checkpoint) -> MoeModel:
 
 
 def _order(path: str) -> tuple[Any, ...]:
-    """Experts in the order of execution: those of the attention come first in a block."""
+    """Return a sort key for the order of execution. Experts of the attention come first in a block."""
     return (*position(path), "attention" not in path)
 
 
 def _built(checkpoint: Checkpoint) -> Any:
-    """The model of config.json on the meta device."""
+    """Build the model of config.json on the meta device."""
     config = checkpoint.config
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         layers = part.get("num_hidden_layers", 0)
@@ -91,7 +90,7 @@ def _built(checkpoint: Checkpoint) -> Any:
 
 
 def _forms(checkpoint: Checkpoint, model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, ExpertsForm]]:
-    """The experts modules of the model with their forms, by path."""
+    """Return the experts modules of the model and their forms, by path."""
     found: dict[str, tuple[torch.nn.Module, ExpertsForm]] = {}
     for path, module in model.named_modules():
         if not is_experts(path, module) or any(path.startswith(f"{outer}.") for outer in found):
@@ -110,7 +109,7 @@ def _forms(checkpoint: Checkpoint, model: torch.nn.Module) -> dict[str, tuple[to
 
 
 def _layer(checkpoint: Checkpoint, names: Names, path: str, module: torch.nn.Module, form: ExpertsForm) -> MoeLayer:
-    """The experts of a module, held against the checkpoint."""
+    """Describe the experts of a module, after checking them against the checkpoint."""
     projections = []
     for name, shape in form.shapes.items():
         place = form.places[name]
@@ -132,17 +131,17 @@ def _layer(checkpoint: Checkpoint, names: Names, path: str, module: torch.nn.Mod
 def _unread(
     checkpoint: Checkpoint, names: Names, path: str, module: torch.nn.Module, form: ExpertsForm, consumed: set[str]
 ) -> Iterator[str]:
-    """Tensors that nobody reads: matrices of numbers beyond the last expert, which stand for the token itself.
+    """Yield tensors that are never read: matrices beyond the last expert, whose indices return the token unchanged.
 
     Raises:
-        CheckpointError: something else lies among the experts and is no parameter that the module keeps beside them.
+        CheckpointError: the experts contain another tensor that is not a parameter of the module.
     """
     kept = {f"{path}.{name}" for name in module.state_dict() if name not in form.parameters}
     for parameter, name in names.below(path):
         if name in consumed or parameter in kept or is_adapter(name):
             continue
         if form.kind != "identity":
-            message = "lies among the experts and is no matrix of theirs"
+            message = "is stored with the experts, but is not one of their matrices"
             raise CheckpointError(message, file=checkpoint.info(name).file, tensor=name)
         yield name
 
@@ -150,7 +149,7 @@ def _unread(
 def _parts(
     checkpoint: Checkpoint, source: Source, name: str, place: Place, shape: tuple[int, int, int]
 ) -> Iterator[Part]:
-    """Where a projection's matrices lie, one for each expert."""
+    """Yield the place of a projection's matrix for each expert."""
     rows, inner = place.rows, shape[1]
     if len(source.pieces) == 2:
         if place.transposed:
@@ -169,12 +168,12 @@ def _parts(
 
 
 def _check(checkpoint: Checkpoint, path: str, parts: tuple[Part, ...], shape: tuple[int, int, int]) -> None:
-    """Every matrix has the model's shape and a floating-point dtype."""
+    """Check that every matrix has the model's shape and a floating-point dtype."""
     for part in parts:
         info = checkpoint.info(part.tensor)
         if info.dtype not in FLOATS:
             message = (
-                f"is stored as {str(info.dtype).removeprefix('torch.')}: quantized, with no declaration that says how"
+                f"is stored as {str(info.dtype).removeprefix('torch.')}: quantized, but config.json does not say how"
             )
             raise UnsupportedModelError(message, file=info.file, tensor=part.tensor)
         try:
@@ -189,7 +188,7 @@ def _check(checkpoint: Checkpoint, path: str, parts: tuple[Part, ...], shape: tu
 def _dense(
     checkpoint: Checkpoint, names: Names, model: torch.nn.Module, experts: list[str], taken: set[str]
 ) -> tuple[DenseLayer, ...]:
-    """The linear layers of the stacks that have experts, and the head."""
+    """Return the linear layers of the stacks that have experts, and the head."""
     stacks = "|".join({re.escape(path) for name in experts for path in re.findall(r"^(.+?)\.\d+\.", name)})
     patterns = {}
     for role, linears in STANDARD.dense.items():

@@ -1,7 +1,6 @@
-"""Heads that config.json ties to the embedding and the checkpoint stores with other values.
+"""Detects heads that config.json ties to the embedding but the checkpoint stores with different values.
 
-Transformers does not tie them then, for what was stored is what was trained. A packed embedding that served as head,
-too, would answer with the wrong matrix.
+Transformers does not tie such heads. Using the packed embedding as the head would give wrong outputs.
 """
 
 import numpy as np
@@ -15,12 +14,12 @@ _TIED = "tie_word_embeddings"
 
 
 def untied(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, whose configuration ties no head that is stored with other values than the embedding.
+    """Return the checkpoint with the tie removed if the stored head differs from the embedding.
 
-    Both are read where both are stored.
+    If both are stored, both are read.
 
     Raises:
-        CheckpointError: a file changed since the checkpoint was opened.
+        CheckpointError: a file changed after the checkpoint was opened.
     """
     architecture = ARCHITECTURES.get(checkpoint.config["model_type"])
     if architecture is None or not architecture.looks_up or not checkpoint.config.get(_TIED):
@@ -32,7 +31,7 @@ def untied(checkpoint: Checkpoint) -> Checkpoint:
     alike = infos[0].shape == infos[1].shape and infos[0].dtype == infos[1].dtype
     if alike and np.array_equal(checkpoint.raw(head), checkpoint.raw(embedding)):
         return checkpoint
-    note = f"{head} differs from {embedding}: they are not tied, whatever config.json says, as transformers loads them."
+    note = f"{head} differs from {embedding}: they are loaded untied despite config.json, as in transformers."
     checkpoint.config = {**checkpoint.config, _TIED: False}
     checkpoint.notes = (*checkpoint.notes, note)
     return checkpoint

@@ -1,8 +1,8 @@
-"""Tensors that the model does not have: transformers does not read them, and they have no effect.
+"""Finds tensors that are not part of the model. Transformers does not read them, so they have no effect.
 
-Some belong there (layers of multi-token prediction, frequencies that the model computes itself), others are a mistake:
-an adapter that was never merged, a norm of another architecture, layers beyond those that config.json counts. Nobody
-can tell which, so all of them are told.
+Some are expected (layers of multi-token prediction, frequencies that the model computes itself). Others are mistakes:
+an unmerged adapter, a norm of another architecture, more layers than config.json declares. The two cannot be told
+apart, so all are reported.
 """
 
 import re
@@ -18,39 +18,41 @@ from moepack.memory import without_collector
 __all__ = ["find_unread", "is_adapter", "unread_notes"]
 
 SHOWN = 8
-"""The most places that a note names."""
+"""Maximum number of places in a note."""
 
 
 def is_adapter(name: str) -> bool:
-    """Say whether a tensor is part of an adapter that was not merged, as peft calls them: `lora_A`, `lora_embedding_B`,
+    """Return whether a tensor belongs to an unmerged adapter, by peft's names: `lora_A`, `lora_embedding_B`,
     `lora_magnitude_vector`."""
     return ".lora_" in name
 
 
 @without_collector()
 def find_unread(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The tensors that become no parameter of the model; none where transformers cannot build it, which is told by
-    whoever needs the model. No tensor is read."""
+    """Return the tensors that become no parameter of the model. No tensor is read.
+
+    Returns an empty tuple if transformers cannot build the model; callers that need the model report that error.
+    """
     try:
         model = meta_model(checkpoint.path, checkpoint.config)
-    except Exception:  # whatever a class of transformers makes of values that it does not expect
+    except Exception:  # model classes raise arbitrary exceptions for unexpected config values
         return ()
     return Names(checkpoint, model).unread
 
 
 def unread_notes(checkpoint: Checkpoint, unread: Collection[str]) -> Iterator[str]:
-    """What a user should know of tensors without effect, in full sentences."""
+    """Yield notes for the user on tensors without effect, in full sentences."""
     if unread:
         places = _places(checkpoint.names(), frozenset(unread))
         more = [f"{len(places) - SHOWN} more places"] if len(places) > SHOWN else []
-        packed = ", but for experts that `--mtp-bits` packs" if any(".experts." in name for name in unread) else ""
+        packed = ", except experts that `--mtp-bits` packs" if any(".experts." in name for name in unread) else ""
         yield (
-            f"{_count(unread)} no effect: transformers' model has no such parameters (multi-token prediction, say). "
-            f"They are kept as they are{packed}: {'; '.join([*places[:SHOWN], *more])}."
+            f"{_count(unread)} no effect: transformers' model has no such parameters (for example, multi-token "
+            f"prediction). They are kept unchanged{packed}: {'; '.join([*places[:SHOWN], *more])}."
         )
     if any(map(is_adapter, unread)) or (checkpoint.path / ADAPTER).is_file():
         yield (
-            "An adapter lies in the checkpoint and is not applied: if it is to count, merge it into the weights first "
+            "The checkpoint contains an adapter, which is not applied. To apply it, merge it into the weights first "
             "(`merge_and_unload` of peft)."
         )
 
@@ -60,7 +62,7 @@ def _count(unread: Collection[str]) -> str:
 
 
 def _places(names: Collection[str], unread: Collection[str]) -> list[str]:
-    """The modules whose tensors are never read. Modules that differ only in the layer share one entry."""
+    """Return the modules whose tensors are never read. Modules that differ only in the layer share one entry."""
     read = {module for name in names if name not in unread for module in _modules(name)}
     found: dict[str, list[str]] = {}
     for name in (name for name in names if name in unread):
@@ -70,17 +72,17 @@ def _places(names: Collection[str], unread: Collection[str]) -> list[str]:
 
 
 def _modules(name: str) -> list[str]:
-    """The modules in a tensor's path, outermost first."""
+    """Return the modules in a tensor's path, outermost first."""
     return [name[: match.start()] for match in re.finditer(r"\.", name)]
 
 
 def _without_numbers(place: str) -> str:
-    """A path with a star in place of each layer number."""
+    """Replace each layer number in a path by a star."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", place)
 
 
 def _place(members: list[str], starred: bool) -> str:
-    """A tensor's name, or the innermost module that has all of several tensors, and their number."""
+    """Return the name of a single tensor, or the innermost module that contains all tensors and their number."""
     if len(members) == 1:
         return members[0]
     paths = [_modules(_without_numbers(name) if starred else name) for name in members]

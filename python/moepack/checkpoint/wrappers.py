@@ -1,15 +1,15 @@
-"""Names of tensors as the model's class spells them, whatever wrapped the model when it was saved.
+"""Removes prefixes that training wrappers leave in tensor names.
 
 Transformers loads names that lack the base model's prefix (`layers.0...` for `model.layers.0...`) or have it twice.
-Training leaves more in front of names: `module.` (DistributedDataParallel), `base_model.model.` (peft),
-`model.language_model.` (a language model taken out of a larger one), `_orig_mod.` (torch.compile), the last one also in
-the middle. All of it goes when a checkpoint is opened, so that descriptions, plans and packed directories know one
-spelling, and the packed directory loads whatever its source was called.
+Training tools add more prefixes: `module.` (DistributedDataParallel), `base_model.model.` (peft),
+`model.language_model.` (a language model extracted from a larger model), and `_orig_mod.` (torch.compile), also in the
+middle of a name. All are removed when a checkpoint is opened, so that descriptions, plans and packed directories use
+one spelling, and the packed directory loads independently of its source's names.
 
-A prefix is taken for a wrapper only if the model's own names are not there and exactly one prefix hides them: the rest
-of a name is then a parameter of the model by transformers' own rules. Where two prefixes hide the same parameters (a
-teacher and its student), the checkpoint is refused. A prefix that is known from training may be in front of some names
-alone, as in shards that were saved by different programs.
+A prefix counts as a wrapper only if the model's own names are missing and exactly one prefix hides them: without it, a
+name must be a parameter of the model by transformers' own rules. If two prefixes hide the same parameters (a teacher
+and its student), the checkpoint is rejected. A prefix known from training may apply to only some names, as in shards
+saved by different programs.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -23,19 +23,19 @@ from moepack.errors import CheckpointError
 __all__ = ["unwrapped"]
 
 INNER = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Attributes in which torch keeps a module that it wraps: for compilation, FSDP, and checkpoints of activations."""
+"""Attributes of torch wrappers that hold the wrapped module: compilation, FSDP, and activation checkpointing."""
 
 TRAINERS = frozenset({"module", "base_model"})
-"""How prefixes begin that data parallelism and peft put in front of names: no part of a model is called so."""
+"""First components of the prefixes of data parallelism and peft. No part of a model has these names."""
 
 DEPTH = 6
-"""The most components of a prefix."""
+"""Maximum number of components of a prefix."""
 
 
 def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with its tensors under the names that the model's class gives them; no tensor is read.
+    """Return the checkpoint with the tensor names of the model's class. No tensor is read.
 
-    A checkpoint whose model cannot be built comes back as it is: whoever describes it says why.
+    A checkpoint whose model cannot be built is returned unchanged; `describe` reports the error.
 
     Raises:
         CheckpointError: several prefixes hide the same parameters, or two tensors get the same name.
@@ -45,7 +45,7 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     try:
         rules = Rules(meta_model(checkpoint.path, checkpoint.config))
-    except Exception:  # whatever a class of transformers makes of values that it does not expect
+    except Exception:  # model classes raise arbitrary exceptions for unexpected config values
         return checkpoint
     found, prefix = _found(checkpoint, rules, [*plain.values()])
     beginnings = _beginnings(found)
@@ -61,7 +61,7 @@ def _without_inner(name: str) -> str:
 
 
 def _is_as_described(config: Mapping[str, object], plain: Mapping[str, str]) -> bool:
-    """Whether names match the architecture's description. No model is built to find out."""
+    """Return whether the names match the architecture's description. No model is built."""
     architecture = ARCHITECTURES.get(str(config.get("model_type")))
     if architecture is None or any(name != short for name, short in plain.items()):
         return False
@@ -78,7 +78,7 @@ def _is_as_described(config: Mapping[str, object], plain: Mapping[str, str]) -> 
 
 
 def _found(checkpoint: Checkpoint, rules: Rules, names: list[str]) -> tuple[dict[str, str], str]:
-    """Names of tensors that become parameters, with the names that the model's class gives them; and what hid them."""
+    """Return the tensors that become parameters, mapped to the names of the model's class, and the wrapper's prefix."""
     direct = {name: targets for name in names if (targets := _hits(rules, name))}
     taken: set[str] = set().union(*direct.values())
     missing = set(rules.needed) - taken
@@ -98,20 +98,22 @@ def _found(checkpoint: Checkpoint, rules: Rules, names: list[str]) -> tuple[dict
 
 
 def _hits(rules: Rules, name: str) -> set[str]:
-    """The parameters that a tensor of this name becomes."""
+    """Return the parameters that a tensor of this name becomes."""
     return {target for target, _ in rules.targets(name) if target in rules.parameters}
 
 
 def _spelled(rules: Rules, name: str) -> str:
-    """A name with the base model's prefix as the model's class has it, where transformers adds or drops it."""
+    """Return a name with the base model's prefix added or removed to match the model's class."""
     target = rules.target(name)
     spellings = (name, f"{rules.prefix}.{name}", name.removeprefix(f"{rules.prefix}."))
     return next((each for each in spellings if rules.target(each, prefixed=False) == target), name)
 
 
 def _wrapper(checkpoint: Checkpoint, rules: Rules, names: Collection[str], missing: set[str], direct: int) -> str:
-    """The prefix that hides most of the missing parameters; empty if none that is known from training hides any, and
-    none at all hides more than are found without one."""
+    """Return the prefix that hides most of the missing parameters, or an empty string.
+
+    A prefix qualifies if it is known from training, or if it hides more parameters than are found without a prefix.
+    """
     hidden: dict[str, set[str]] = {}
     for name in names:
         for prefix in _prefixes(name):
@@ -134,7 +136,7 @@ def _wrapper(checkpoint: Checkpoint, rules: Rules, names: Collection[str], missi
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """What may be a wrapper in front of a name: its first components, up to the first number."""
+    """Yield the possible wrapper prefixes of a name: its first components, up to the first number."""
     parts = name.split(".")
     for count in range(1, min(len(parts), DEPTH + 1)):
         if parts[count - 1].isdigit():
@@ -143,7 +145,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _beginnings(found: Mapping[str, str]) -> dict[str, str]:
-    """How names begin and what that becomes, from names whose renaming is known; as short as tells them apart."""
+    """Return the shortest prefixes with their replacements, from names whose renaming is known."""
     beginnings: dict[str, str] = {}
     for name, spelled in found.items():
         old, new = name.split("."), spelled.split(".")
@@ -155,8 +157,7 @@ def _beginnings(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def _like(name: str, beginnings: Mapping[str, str]) -> str:
-    """The name of a tensor that becomes no parameter (codes of a quantized weight, a layer too many), renamed as its
-    neighbours are."""
+    """Rename a tensor that becomes no parameter (codes of a quantized weight, an extra layer) like its neighbours."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         if (new := beginnings.get(".".join(parts[:count]))) is not None:
@@ -174,10 +175,10 @@ def _refuse_repeated(checkpoint: Checkpoint, renamed: Mapping[str, str]) -> None
 
 
 def _note(plain: Mapping[str, str], prefix: str) -> tuple[str, ...]:
-    """What a user should know: nothing of what transformers does itself."""
+    """Return the note for the user on removed prefixes. Prefixes that transformers handles itself are not mentioned."""
     inner = sorted({part for name in plain for part in name.split(".") if part in INNER})
     hidden = [f"'{each}.'" for each in (*inner, *([prefix] if prefix else []))]
     if not hidden:
         return ()
     what = " and ".join(hidden)
-    return (f"Names of tensors contain {what} of what wrapped the model when it was saved; they are read without it.",)
+    return (f"Tensor names contain {what} of a training wrapper; they are read without it.",)

@@ -1,10 +1,9 @@
-"""The command line `moepack`: one module a command, listed in `COMMANDS`.
+"""The `moepack` command line: one module per command, listed in `COMMANDS`.
 
-The module of the command NAME offers `NAME_command`, the function that typer makes a command of, and may offer
-`EPILOG`, the text below its options. Modules import what is
-heavy (torch, the pipeline) inside the function, so that `--help` is quick.
+The module of command NAME defines `NAME_command`, which typer turns into the command, and may define `EPILOG`, the text
+below its options. Modules import heavy packages (torch, the pipeline) inside the function so that `--help` stays fast.
 
-Exit codes: 0 success, 1 a foreseen failure (one line on standard error) or damage found, 2 wrong usage, 130 Ctrl-C.
+Exit codes: 0 success, 1 an expected failure (one line on stderr) or damage found, 2 wrong usage, 130 Ctrl-C.
 """
 
 import os
@@ -37,7 +36,7 @@ COMMANDS = {
     "models": "models",
     "trace": "trace",
 }
-"""Commands in the order of the help, and their modules here."""
+"""Module of each command, in the order of the help."""
 
 app = typer.Typer(
     name="moepack",
@@ -60,7 +59,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on failure.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
@@ -72,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit.
 
     Args:
-        arguments: what follows the program's name; None takes it from the process.
+        arguments: the arguments after the program name; None uses `sys.argv`.
     """
     given = sys.argv[1:] if arguments is None else arguments
     _share_cores()
@@ -89,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _foreseen(error: Exception) -> MoepackError | None:
-    """What a failure means, unless it is a defect: of a file that the system refuses, or of a GPU."""
+    """Return the error to report for an expected failure (of a file or a GPU), or None for a defect."""
     if isinstance(error, MoepackError):
         return error
     if isinstance(error, OSError):
@@ -99,13 +98,13 @@ def _foreseen(error: Exception) -> MoepackError | None:
 
 
 def _of_a_device(error: RuntimeError) -> MoepackError | None:
-    """What a failure of a GPU means, if it is one; torch is imported by now, or was to be."""
+    """Return the error to report for a GPU failure, or None. Call only after a torch error: imports torch."""
     found: MoepackError | None = import_module("moepack.runtime.backends.gpu").lost(error)
     return found
 
 
 def _show(others: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:
-    """Print a warning of moepack's own in one line; leave `others` to Python, which tells the line of code."""
+    """Print a `MoepackWarning` in one line; pass any other warning to `others`, which also prints the code line."""
     if issubclass(category, MoepackWarning):
         print(f"warning: {message}", file=sys.stderr)
     else:
@@ -113,9 +112,9 @@ def _show(others: Callable[..., None], message: Warning | str, category: type[Wa
 
 
 def _share_cores() -> None:
-    """Let torch's idle threads sleep, unless the user has decided otherwise; torch must not be imported yet.
+    """Let idle torch threads sleep unless the user has set `OMP_WAIT_POLICY`. Call before torch is imported.
 
-    By default OpenMP's threads spin between parallel regions. They take the cores that the packed kernels' threads, and
-    other programs, could use: on two cores with other work, decoding went from 5-17 to 150 tokens/s, packed or not.
+    By default, OpenMP threads spin between parallel regions and take cores from the packed kernels' threads and from
+    other programs. On two cores with other load, sleeping raised decoding from 5-17 to 150 tokens/s, packed or not.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,7 +1,7 @@
-"""`moepack chat`: talk to a model in the terminal.
+"""`moepack chat`: chat with a model in the terminal.
 
-Where prompt_toolkit is installed (the extra `chat`) and there is a terminal, lines can be edited and recalled; without,
-lines are read as they come, so that a script can talk, too.
+In a terminal with prompt_toolkit installed (the extra `chat`), lines can be edited and recalled. Otherwise plain lines
+are read, so that a script can drive the chat.
 """
 
 import sys
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["chat_command"]
 
-HELP = """Enter sends, Alt-Enter begins a new line; text between lines of \"\"\" is sent as one.
-Ctrl-C stops an answer. /clear forgets what was said, /bye or Ctrl-D ends."""
+HELP = """Enter sends, Alt-Enter starts a new line; lines between two \"\"\" lines are sent together.
+Ctrl-C stops an answer. /clear forgets the conversation, /bye or Ctrl-D quits."""
 QUOTES = '"""'
 PROMPT = ">>> "
 
@@ -43,17 +43,17 @@ PROMPT = ">>> "
 def chat_command(
     directory: AnyModel,
     system: System = None,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.", min=1)] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.", min=1)] = 1024,
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the likeliest token; by default what the model is published with.")
+        float | None, typer.Option(help="0 picks the most likely token; default: the model's own setting.")
     ] = None,
     top_p: TopP = None,
     top_k: TopK = None,
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
     stop: Stop = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the random numbers; by default another each time.")] = None,
-    history: Annotated[Path | None, typer.Option(help="File that keeps what you typed, for the next time.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed; default: a new one each time.")] = None,
+    history: Annotated[Path | None, typer.Option(help="File that keeps your input history.")] = None,
     threads: Threads = None,
     dtype: Dtype = "auto",
     mode: Mode = None,
@@ -63,7 +63,7 @@ def chat_command(
     device_memory: DeviceMemory = None,
     misses: Misses = None,
 ) -> None:
-    """Talk to a model; one without a chat template continues what you write."""
+    """Chat with a model. A model without a chat template continues your text."""
     from moepack.cli.evaluate import quiet_transformers
     from moepack.integrations.loading import open_model, open_tokenizer
     from moepack.runtime.conversation import Conversation
@@ -82,21 +82,21 @@ def chat_command(
         sampling = Sampling.of_model(model, temperature=temperature, **drawn, **limits)
         if system is not None and not has_template(tokenizer):
             raise ValueError("--system needs a model with a chat template")
-    _say(HELP if has_template(tokenizer) else f"The model has no chat template: it continues what you write.\n{HELP}")
+    _say(HELP if has_template(tokenizer) else f"The model has no chat template: it continues your text.\n{HELP}")
     chat = Conversation(model, tokenizer, sampling, system)
     _say(f"Answers are {tried(model)}.")
     _talk(chat, _reader(history))
 
 
 def _talk(chat: "Conversation", read: Callable[[str], str]) -> None:
-    """Answer until the user ends it."""
+    """Read messages and answer them until the user quits."""
     while True:
         try:
             text = _input(read)
         except EOFError:
             return
         except KeyboardInterrupt:
-            _say("(Ctrl-D or /bye ends)")
+            _say("(Ctrl-D or /bye quits)")
             continue
         match text.strip():
             case "":
@@ -112,7 +112,7 @@ def _talk(chat: "Conversation", read: Callable[[str], str]) -> None:
 
 
 def _answer(chat: "Conversation", text: str) -> None:
-    """Write an answer to standard output until its end or Ctrl-C."""
+    """Write an answer to stdout until it ends or the user presses Ctrl-C."""
 
     def write(piece: str) -> None:
         sys.stdout.write(piece)
@@ -128,7 +128,7 @@ def _answer(chat: "Conversation", text: str) -> None:
 
 
 def _input(read: Callable[[str], str]) -> str:
-    """A line, or all lines between two of quotes."""
+    """Return one line, or all lines between two lines of quotes."""
     text = read(PROMPT)
     if text.strip() != QUOTES:
         return text
@@ -139,7 +139,7 @@ def _input(read: Callable[[str], str]) -> str:
 
 
 def _reader(history: Path | None) -> Callable[[str], str]:
-    """What reads a line: an editor in a terminal, where there is one."""
+    """Return the function that reads a line: a line editor if one is installed and stdin is a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or find_spec("prompt_toolkit") is None:
         return input if sys.stdin.isatty() else _line_reader()
     from prompt_toolkit import PromptSession
@@ -155,7 +155,7 @@ def _reader(history: Path | None) -> Callable[[str], str]:
 
 
 def _line_reader() -> Callable[[str], str]:
-    """What reads lines of standard input, which is no terminal, without a prompt."""
+    """Return the function that reads lines from a non-terminal stdin, without a prompt."""
     text = standard_input()
 
     def next_line(prompt: str) -> str:
@@ -167,5 +167,5 @@ def _line_reader() -> Callable[[str], str]:
 
 
 def _say(text: str) -> None:
-    """Tell the user something that is no answer."""
+    """Print a message that is not part of an answer to stderr."""
     print(text, file=sys.stderr)

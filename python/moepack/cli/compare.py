@@ -1,4 +1,4 @@
-"""`moepack compare`: loss over size, for a model of the user's own."""
+"""`moepack compare`: compare the loss of methods over size on the user's own model."""
 
 import json
 from pathlib import Path
@@ -16,20 +16,20 @@ __all__ = ["compare_command"]
 
 
 def compare_command(
-    model: Annotated[str, typer.Argument(help="Directory of a checkpoint, or a model of the hub.")],
-    text: Annotated[list[Path], typer.Option(help="Text file to predict; may be repeated.", exists=True)],
-    sizes: Annotated[str, typer.Option(help="Sizes with commas: 3MB, or 25% of the checkpoint.")] = "12%,20%,30%",
-    methods: Annotated[str, typer.Option(help="Methods with commas.")] = "auto,rate,finequant,milo",
-    calibration: Annotated[str | None, typer.Option(help="Text for the methods that use one.")] = None,
-    samples: Annotated[int, typer.Option(help="Windows of that text.", min=1)] = 128,
-    chars: Annotated[int, typer.Option(help="Characters of each text to predict.", min=1)] = 100_000,
-    device: Annotated[str, typer.Option(help="cpu, or cuda.", callback=usable_device)] = "cpu",
-    chart: Annotated[Path | None, typer.Option(help="SVG file to be drawn.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each model made.")] = False,
+    model: Annotated[str, typer.Argument(help="Checkpoint directory or Hub model.")],
+    text: Annotated[list[Path], typer.Option(help="Evaluation text file; may be repeated.", exists=True)],
+    sizes: Annotated[str, typer.Option(help="Comma-separated sizes: 3MB, or 25% of the checkpoint.")] = "12%,20%,30%",
+    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = "auto,rate,finequant,milo",
+    calibration: Annotated[str | None, typer.Option(help="Calibration text for the methods that use one.")] = None,
+    samples: Annotated[int, typer.Option(help="Number of calibration windows.", min=1)] = 128,
+    chars: Annotated[int, typer.Option(help="Characters of each text to use.", min=1)] = 100_000,
+    device: Annotated[str, typer.Option(help="cpu or cuda.", callback=usable_device)] = "cpu",
+    chart: Annotated[Path | None, typer.Option(help="Write a chart to this SVG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per packed model.")] = False,
 ) -> None:
-    """Compress MODEL to several sizes by several methods, and show what each costs on a text.
+    """Compress MODEL with several methods to several sizes, and show the loss increase of each on a text.
 
-    Nothing is kept of the packed models.
+    The packed models are deleted afterwards.
     """
     from moepack.cli.evaluate import quiet_transformers
     from moepack.comparison import FITTING, Comparison, draw
@@ -39,7 +39,7 @@ def compare_command(
         require_place(chart)
         names = [name.strip() for name in methods.split(",")]
         if unknown := sorted(set(names) - set(FITTING)):
-            raise ValueError(f"cannot compare {', '.join(unknown)}; there is: {', '.join(FITTING)}")
+            raise ValueError(f"cannot compare {', '.join(unknown)}; choose from {', '.join(FITTING)}")
         compared = Comparison(model, text, chars, device)
         wanted = [_bytes(part.strip(), compared.size) for part in sizes.split(",")]
         source = {} if calibration is None else {"calibration": calibration, "samples": samples, "device": device}
@@ -57,9 +57,9 @@ def compare_command(
     if chart is not None:
         first = text[0].stem
         lines = {name: [(p.size / 1e6, p.rise[first]) for p in points if p.method == name] for name in names}
-        chart.write_text(draw(f"{compared.path.name}: loss over bf16 on {first}, nats a token", "MB", lines))
+        chart.write_text(draw(f"{compared.path.name}: loss over bf16 on {first}, nats per token", "MB", lines))
 
 
 def _bytes(text: str, original: int) -> int:
-    """A size, or a part of the original's."""
+    """Parse a size, or a percentage of the original size, into bytes."""
     return int(original * float(text.removesuffix("%")) / 100) if text.endswith("%") else byte_count(text)

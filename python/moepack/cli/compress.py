@@ -1,4 +1,4 @@
-"""`moepack compress`: make a packed directory from a checkpoint."""
+"""`moepack compress`: compress a checkpoint into a packed directory."""
 
 from pathlib import Path
 from shlex import quote
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 EPILOG = "\n\n".join(
-    ["Methods, and the settings that each takes:"]
+    ["Methods and their options:"]
     + [f"{name}: {text}. {' '.join(settings.options_of(name))}" for name, text in settings.METHODS.items()]
 )
-"""What stands below the options: each method with all that it takes."""
+"""Text below the options: each method with its options."""
 
 
 def compress_command(
     context: typer.Context,
     model: options.Checkpoint,
-    out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
+    out: Annotated[Path, typer.Argument(help="Output directory. It must not exist.")],
     size: settings.Size = None,
     bits_per_weight: settings.BitsPerWeight = None,
     ratio: settings.Ratio = None,
@@ -43,7 +43,7 @@ def compress_command(
     resume: options.Resume = True,
     check: options.Check = None,
     quiet: options.Quiet = False,
-    method: Annotated[str, typer.Option(help=f"For research: {', '.join(settings.METHODS)}.")] = "auto",
+    method: Annotated[str, typer.Option(help=f"Compression method: {', '.join(settings.METHODS)}.")] = "auto",
     samples: settings.Samples = None,
     sequence_length: settings.SequenceLength = None,
     bits: settings.Bits = None,
@@ -73,11 +73,11 @@ def compress_command(
     paper_form: settings.PaperForm = None,
     up_bits: settings.UpBits = None,
 ) -> None:
-    """Compress MODEL into the packed directory OUT, after printing a plan of the job.
+    """Compress MODEL into the packed directory OUT. Prints a plan first.
 
-    Say how large OUT may be with one of --size, --bits-per-weight and --ratio; without, it takes 4 bits a weight, or
-    half of the free memory where that is less. A text of your own (--calibration) tells best what errors
-    cost. A model of the hub is fetched first. An interrupted run leaves OUT.partial; the same command continues it.
+    Set the size of OUT with --size, --bits-per-weight or --ratio. The default is 4 bits per weight, or half of the free
+    memory if that is less. Quality is best with a calibration text of your own (--calibration). A Hub model is
+    downloaded first. An interrupted run leaves OUT.partial; run the same command again to continue.
     """
     given = {key: value for key in settings.METHODS_OF if (value := context.params[key]) is not None}
     done = run(
@@ -102,7 +102,7 @@ def run(
     check: bool | None = None,
     quiet: bool,
 ) -> "CompressReport | None":
-    """Print the plan and do the work; None where the plan was all that was asked for."""
+    """Print the plan, then compress. Return None after a dry run."""
     from moepack.checkpoint.resolve import resolve_model
     from moepack.cli.evaluate import quiet_transformers
     from moepack.methods import create
@@ -138,7 +138,7 @@ def run(
 
 
 def interrupted(console: Console, out: Path) -> typer.Exit:
-    """Say how to go on after Ctrl-C; return the exit to raise."""
+    """Print how to continue after Ctrl-C; return the exit to raise."""
     from moepack.pipeline import PARTIAL
     from moepack.pipeline.rewrite import STATE
 
@@ -151,7 +151,7 @@ def interrupted(console: Console, out: Path) -> typer.Exit:
 
 
 def print_done(done: "CompressReport", model: str, out: Path, report: bool) -> None:
-    """Say what was made and what may be done with it, and if asked list every tensor."""
+    """Print the result and the next steps, and with `report` a list of every tensor."""
     print_report(done)
     print_next(model, out)
     if report:
@@ -159,7 +159,7 @@ def print_done(done: "CompressReport", model: str, out: Path, report: bool) -> N
 
 
 def print_next(model: str, out: Path) -> None:
-    """Say what may be done with a packed directory: look into it, measure it, use it."""
+    """Print the next steps: inspect, measure, generate."""
     original, packed = quote(model), quote(str(out))
     print(f"next       moepack inspect {packed}")
     print(f"           moepack report {packed} --reference {original} --text FILE   (loss, KL, a page, a model card)")
@@ -167,20 +167,22 @@ def print_next(model: str, out: Path) -> None:
 
 
 def print_report(report: "CompressReport") -> None:
-    """Print what was written, in sizes and times."""
+    """Print the sizes, the measured loss and the time of a finished job."""
     for note in report.notes:
         print(f"note: {note}")
     if report.skipped:
-        print(f"not taken over: {', '.join(report.skipped)}")
+        print(f"not copied: {', '.join(report.skipped)}")
     experts = f"{size(report.expert_source_bytes)} -> {size(report.expert_bytes)}"
-    print(f"experts    {experts} ({report.bits_per_weight:.3f} bits a weight)")
+    print(f"experts    {experts} ({report.bits_per_weight:.3f} bits per weight)")
     if report.dense_weights:
         bits = 8 * report.dense_bytes / report.dense_weights
-        print(f"dense      {size(report.dense_source_bytes)} -> {size(report.dense_bytes)} ({bits:.3f} bits a weight)")
+        print(
+            f"dense      {size(report.dense_source_bytes)} -> {size(report.dense_bytes)} ({bits:.3f} bits per weight)"
+        )
     ratio = report.source_bytes / max(report.packed_bytes, 1)
     print(f"directory  {size(report.source_bytes)} -> {size(report.packed_bytes)} ({ratio:.2f}x)")
     if report.increase is not None:
-        print(f"loss       {nats(report.increase)} on a part of the calibration text")
+        print(f"loss       {nats(report.increase)} on part of the calibration text")
     rate = speed(report.weights_per_second)
     print(f"time       {report.seconds:.1f} s ({rate}), peak memory {size(report.peak_memory)}")
     print(f"wrote      {report.path}")

@@ -1,6 +1,6 @@
-"""Where commands print tables and progress.
+"""The console for tables and progress.
 
-Paths, names and settings contain brackets and colons. Rich must print them as they are and not read them as markup.
+Paths, names and settings contain brackets and colons, which Rich must print literally and not parse as markup.
 """
 
 from typing import Any
@@ -11,5 +11,5 @@ __all__ = ["plain_console"]
 
 
 def plain_console(stderr: bool = False, **options: Any) -> Console:
-    """Return a console that prints every text literally; `options` go to Rich's console."""
+    """Return a console that prints all text literally; `options` go to `rich.console.Console`."""
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False, **options)

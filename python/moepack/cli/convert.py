@@ -1,4 +1,4 @@
-"""`moepack convert`: make a packed directory from a model in the QMoE authors' format."""
+"""`moepack convert`: convert a model in the QMoE authors' format into a packed directory."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,19 +12,19 @@ from moepack.cli.usage import wrong_usage
 
 def convert_command(
     published: Annotated[Path, typer.Argument(help="Directory of the authors' files: noexp.pt, exp00.pt, ...")],
-    out: Annotated[Path, typer.Argument(help="Directory to be made; it must not exist.")],
+    out: Annotated[Path, typer.Argument(help="Output directory. It must not exist.")],
     original: Annotated[
         Path | None,
-        typer.Option(help="Directory of the Switch model that was compressed: config, tokenizer, dense weights."),
+        typer.Option(help="Directory of the original Switch model: provides config, tokenizer and dense weights."),
     ] = None,
     code: Annotated[str, typer.Option(help="Entropy code: fsv8, or dict16 as published.")] = "fsv8",
     threads: options.Threads = None,
     resume: options.Resume = True,
     quiet: options.Quiet = False,
 ) -> None:
-    """Convert a model PUBLISHED in the QMoE authors' format into the packed directory OUT, exactly.
+    """Convert PUBLISHED, a model in the QMoE authors' format, losslessly into the packed directory OUT.
 
-    An interrupted run leaves OUT.partial; the same command continues it.
+    An interrupted run leaves OUT.partial; run the same command again to continue.
     """
     from moepack.cli.compress import interrupted, print_report
     from moepack.pipeline import convert

@@ -1,4 +1,4 @@
-"""Where the weights are: options of commands that run models."""
+"""Options that place the weights, for commands that run models."""
 
 from typing import Annotated, Any
 
@@ -6,24 +6,29 @@ import typer
 
 __all__ = ["Approximate", "Device", "DeviceMemory", "Guess", "HostMemory", "Misses", "places", "usable_device"]
 
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, or auto: all GPUs, then the CPU, layer by layer.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, or auto: fill all GPUs layer by layer, then the CPU.")
+]
 HostMemory = Annotated[
-    str | None, typer.Option(help="Most memory for the weights, such as 8GB: the other experts stay on the drive.")
+    str | None, typer.Option(help="Cap RAM for weights, such as 8GB; the other experts stay on disk.")
 ]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option(help="Most memory of --device cuda for the weights, such as 8GB: the host keeps the other experts."),
+    typer.Option(help="Cap GPU memory for weights, such as 8GB; the other experts stay in RAM. Needs --device cuda."),
 ]
 Misses = Annotated[
     str | None,
-    typer.Option(help="With --device-memory: what the host keeps is moved, computed there, or auto: what is faster."),
+    typer.Option(
+        help="With --device-memory, experts in RAM are copied to the GPU (moved), multiplied by the CPU (computed), or "
+        "whichever is faster (auto)."
+    ),
 ]
 
 Guess = Annotated[
-    bool, typer.Option(help="With --host-memory: read ahead what the next layer is likely to want; changes no output.")
+    bool, typer.Option(help="With --host-memory, prefetch the likely experts of the next layer. Outputs do not change.")
 ]
 Approximate = Annotated[
-    bool, typer.Option("--approximate", help="Let the layer before decide over channels (floe): outputs change.")
+    bool, typer.Option("--approximate", help="Select channels (floe) with the previous layer's input. Outputs change.")
 ]
 
 
@@ -35,7 +40,7 @@ def places(
     guess: bool = True,
     approximate: bool = False,
 ) -> dict[str, Any]:
-    """Return the arguments of `moepack.load` that put a model where the options say."""
+    """Return the `moepack.load` arguments for these placement options."""
     memory: dict[str, Any] = {} if host_memory is None else {"host_memory": host_memory, "guess": guess}
     memory |= {} if device_memory is None else {"device_memory": device_memory}
     memory |= {} if misses is None else {"misses": misses}
@@ -46,7 +51,7 @@ def places(
 
 
 def usable_device(name: str | None) -> str | None:
-    """Return the name of a device that torch can use on this machine, or None; a usage error for any other."""
+    """Return `name` if it is None or a device that torch can use here; raise a usage error otherwise."""
     if name is None or name == "cpu":
         return name
     import torch

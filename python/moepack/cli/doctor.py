@@ -1,4 +1,4 @@
-"""`moepack doctor`: what this machine offers and what moepack makes of it."""
+"""`moepack doctor`: the features of this machine and how moepack uses them."""
 
 import json
 from typing import Annotated, Any
@@ -13,11 +13,14 @@ __all__ = ["doctor_command"]
 
 def doctor_command(
     model: Annotated[
-        str | None, typer.Argument(help="A model directory or id of the hub: say what decodes it, and why.")
+        str | None, typer.Argument(help="Model directory or Hub id: show what decodes it, and why.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show versions, instruction sets, the kernel of each format, decoding, huge pages, GPU and memory bandwidth."""
+    """Show versions, instruction sets, the kernel of each format, decoding, huge pages, GPU and memory bandwidth.
+
+    With MODEL, show only what decodes that model.
+    """
     from moepack.runtime.machine import examine
 
     if model is not None:
@@ -38,7 +41,7 @@ def doctor_command(
 
 
 def _decoding() -> dict[str, str]:
-    """Families that the core decodes with the installed transformers, and why it does not decode the others."""
+    """Return the families that the core decodes with the installed transformers, and why it skips the others."""
     from moepack.census import core_decodes
     from moepack.cli.evaluate import quiet_transformers
 
@@ -49,7 +52,7 @@ def _decoding() -> dict[str, str]:
 
 
 def _rows(section: str, content: Any) -> list[tuple[str, str]]:
-    """One row for each fact, the first labelled with the section's name."""
+    """Return one (label, value) row per fact of a section."""
     if not isinstance(content, dict):
         return [(section, _text(content))]
     return [(f"{section}: {name}", _text(value)) for name, value in content.items()]

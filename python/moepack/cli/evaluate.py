@@ -1,4 +1,4 @@
-"""`moepack eval`: loss and perplexity of a model on a text, and its distance from a reference."""
+"""`moepack eval`: loss and perplexity of a model on a text, and its divergence from a reference."""
 
 import json
 import math
@@ -22,28 +22,26 @@ from moepack.units import size
 __all__ = ["eval_command", "progress_bar", "quiet_transformers"]
 
 LINE_INTERVAL = 5.0
-"""Seconds between two lines of progress in a log."""
+"""Seconds between two progress lines in a log."""
 
 
 def eval_command(
     directory: AnyModel,
     text: Annotated[
-        Path | None, typer.Option(help="Text file (UTF-8) to predict.", exists=True, dir_okay=False)
+        Path | None, typer.Option(help="Evaluation text file (UTF-8).", exists=True, dir_okay=False)
     ] = None,
     reference: Annotated[
-        Path | None, typer.Option(help="What to compare with: model, usually the original, or a saved reference.")
+        Path | None, typer.Option(help="Compare with this model, usually the original, or with a saved reference.")
     ] = None,
     save_reference: Annotated[
-        Path | None, typer.Option(help="Keep what the reference predicts in this file, for the next --reference.")
+        Path | None, typer.Option(help="Save the reference's predictions to this file, for a later --reference.")
     ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Instead of a text: tasks of lm-eval, such as arc_easy,mmlu_*.")
-    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Run lm-eval tasks instead of a text: arc_easy,mmlu_*.")] = None,
     task_path: Annotated[
-        Path | None, typer.Option(help="Folder with tasks of your own (YAML).", exists=True, file_okay=False)
+        Path | None, typer.Option(help="Folder with your own lm-eval tasks (YAML).", exists=True, file_okay=False)
     ] = None,
-    shots: Annotated[int | None, typer.Option(help="Examples before each question of a task.", min=0)] = None,
-    limit: Annotated[int | None, typer.Option(help="The most questions of a task.", min=1)] = None,
+    shots: Annotated[int | None, typer.Option(help="Few-shot examples per question.", min=0)] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum questions per task.", min=1)] = None,
     chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 250_000,
     threads: Threads = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, for both models.")] = "float32",
@@ -55,9 +53,10 @@ def eval_command(
     approximate: Approximate = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Measure loss and perplexity on a text, or answer tasks; with --reference also KL divergence and top-1 agreement.
+    """Measure loss and perplexity on a text, or run lm-eval tasks.
 
-    The reference goes first, block by block where memory does not hold it, and is gone before the model is loaded.
+    --reference adds KL divergence and top-1 agreement. The reference runs first, block by block if it does not fit in
+    memory, and is freed before the model is loaded.
     """
     from moepack.evaluation import evaluate
     from moepack.evaluation.tasks import evaluate_tasks
@@ -86,7 +85,7 @@ def eval_command(
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' own bars and advice out of a command's output."""
+    """Turn off transformers' progress bars and warnings."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -109,7 +108,7 @@ def _print_tasks(directory: Path, results: dict[str, dict[str, float]], as_json:
 def _table(figures: dict[str, Any]) -> Table:
     table = Table(show_header=False, box=None)
     rows = {
-        "loss": ("loss (nats a token)", "{:.5f}"),
+        "loss": ("loss (nats per token)", "{:.5f}"),
         "perplexity": ("perplexity", "{:.4f}"),
         "reference_loss": ("reference loss", "{:.5f}"),
         "reference_perplexity": ("reference perplexity", "{:.4f}"),
@@ -127,7 +126,7 @@ def _table(figures: dict[str, Any]) -> Table:
 
 @contextmanager
 def progress_bar() -> Iterator[Any]:
-    """A bar on stderr that counts windows and shows loss and time left; in a log, a line now and then."""
+    """Show a progress bar on stderr with windows, loss and time left; in a log, print a line every few seconds."""
     console = plain_console(stderr=True)
     if not console.is_terminal:
         yield _Lines(console)
@@ -139,12 +138,12 @@ def progress_bar() -> Iterator[Any]:
 
 
 def _stage(loss: float) -> str:
-    """What is being measured: the reference has no loss yet."""
+    """Return the label of the running stage. The loss is NaN while the reference runs."""
     return "reference" if math.isnan(loss) else f"loss {loss:.4f}"
 
 
 class _Lines:
-    """A plain line every `LINE_INTERVAL` seconds, for output that is no terminal."""
+    """Prints a plain line every `LINE_INTERVAL` seconds, for output that is not a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""`moepack export`: write a packed directory in a format that other programs read."""
+"""`moepack export`: convert a packed directory to a format that other programs read."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,13 +11,13 @@ from moepack.units import size
 
 def export_command(
     directory: Annotated[Path, typer.Argument(help="A packed directory.")],
-    out: Annotated[Path, typer.Argument(help="Directory (gguf: file) to be made; it must not exist.")],
-    to: Annotated[str, typer.Option(help="bf16, compressed-tensors or gguf.")] = "bf16",
+    out: Annotated[Path, typer.Argument(help="Output directory (for gguf, a file). It must not exist.")],
+    to: Annotated[str, typer.Option(help="Output format: bf16, compressed-tensors or gguf.")] = "bf16",
     adapter: Annotated[
-        Path | None, typer.Option(help="A LoRA adapter that peft saved, to be merged into the decoded weights (bf16).")
+        Path | None, typer.Option(help="Merge this LoRA adapter, saved by peft, into the decoded weights (bf16 only).")
     ] = None,
 ) -> None:
-    """Write DIRECTORY as an ordinary checkpoint (bf16), or its integers for compressed-tensors or GGUF."""
+    """Export DIRECTORY as an ordinary checkpoint (bf16), or as integers for compressed-tensors or GGUF."""
     from moepack.export import export
 
     with wrong_usage():

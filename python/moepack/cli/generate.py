@@ -1,4 +1,4 @@
-"""`moepack generate`: continue a prompt, token by token, and say how fast it went."""
+"""`moepack generate`: continue a prompt, and report the speed."""
 
 import sys
 from pathlib import Path
@@ -37,25 +37,23 @@ def generate_command(
     directory: AnyModel,
     prompt: Annotated[
         str | None,
-        typer.Option(
-            help="Text to continue, - for standard input; for Switch with <extra_id_0> where text is missing."
-        ),
+        typer.Option(help="Text to continue; - reads stdin. For Switch models, mark missing text with <extra_id_0>."),
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="File with the text to continue (UTF-8).", exists=True, dir_okay=False)
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a question: use the chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to the prompt.")] = False,
     system: System = None,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate.", min=1)] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens to generate.", min=1)] = 64,
     temperature: Annotated[
-        float, typer.Option(help="0 always takes the likeliest token; above 0 it is drawn.", min=0.0)
+        float, typer.Option(help="0 picks the most likely token; above 0, tokens are sampled.", min=0.0)
     ] = 0.0,
     top_p: TopP = None,
     top_k: TopK = None,
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
     stop: Stop = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     threads: Threads = None,
     dtype: Dtype = "auto",
     mode: Mode = None,
@@ -67,7 +65,7 @@ def generate_command(
     guess: Guess = True,
     approximate: Approximate = False,
 ) -> None:
-    """Continue a prompt: the text goes to standard output as it is made, the speed to standard error at the end."""
+    """Continue a prompt. The text is streamed to stdout; the speed is printed to stderr at the end."""
     from moepack.cli.evaluate import quiet_transformers
     from moepack.integrations.loading import open_model, open_tokenizer
     from moepack.runtime.conversation import conversation
@@ -96,7 +94,7 @@ def generate_command(
 
 
 def _tell(report: "GenerationReport", model: Any) -> None:
-    """How fast it went, and in how much memory, on standard error."""
+    """Print the speed and the memory use to stderr."""
     from moepack.memory import process_memory
     from moepack.runtime.stepping import stepping
     from moepack.runtime.streaming import statistics_of
@@ -104,8 +102,8 @@ def _tell(report: "GenerationReport", model: Any) -> None:
     memory, console = process_memory(), plain_console(stderr=True)
     console.print(
         f"{report.tokens} tokens, {report.tokens_per_second:.1f} tokens/s; "
-        f"first token after {report.first_token_seconds:.3f} s ({report.prompt_tokens} tokens of prompt); "
-        f"peak memory {memory.peak / 1e6:.0f} MB, of it now {memory.anonymous / 1e6:.0f} MB own "
+        f"first token after {report.first_token_seconds:.3f} s ({report.prompt_tokens} prompt tokens); "
+        f"peak memory {memory.peak / 1e6:.0f} MB, now {memory.anonymous / 1e6:.0f} MB anonymous "
         f"and {memory.mapped / 1e6:.0f} MB of mapped files",
         soft_wrap=True,
     )
@@ -116,7 +114,7 @@ def _tell(report: "GenerationReport", model: Any) -> None:
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
-    """The text that was given in one of three ways."""
+    """Return the prompt from the option, the file or stdin."""
     if (prompt is None) == (file is None):
         raise ValueError("give either --prompt or --prompt-file")
     if file is not None:
@@ -127,21 +125,21 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def _streaming(statistics: "Statistics") -> str:
-    """What streaming did, in a line."""
+    """Summarize the streaming statistics in one line."""
     asked = statistics.hits + statistics.misses
     computed = f", {statistics.computed} multiplied by the CPU" if statistics.computed else ""
     found = (
         f"experts: {statistics.hits / max(asked, 1):.0%} of {asked} were in memory{computed}; "
-        f"{size(statistics.bytes_read)} read in {statistics.reads} reads, {statistics.waited:.1f} s waited for them; "
-        f"at most {size(statistics.most)} kept"
+        f"{size(statistics.bytes_read)} read in {statistics.reads} reads, waited {statistics.waited:.1f} s; "
+        f"kept at most {size(statistics.most)}"
     )
     if not statistics.guessed:
         return found
     return (
-        f"{found}; {statistics.right / max(statistics.wanted, 1):.0%} of what was wanted was guessed before, "
+        f"{found}; guesses found {statistics.right / max(statistics.wanted, 1):.0%} of the chosen experts, "
         f"{statistics.right / statistics.guessed:.0%} of the guesses were right; "
-        f"{size(statistics.bytes_guessed)} read on guesses, {size(statistics.in_vain)} of them in vain, "
-        f"in {statistics.hidden:.1f} s in which nobody waited"
+        f"guesses read {size(statistics.bytes_guessed)}, {size(statistics.in_vain)} of it unused, "
+        f"in {statistics.hidden:.1f} s of background reads"
     )
 
 

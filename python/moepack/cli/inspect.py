@@ -1,4 +1,4 @@
-"""`moepack inspect`: what a packed directory holds, by layer and projection or by matrix. Reads metadata only."""
+"""`moepack inspect`: the contents of a packed directory by layer, projection and matrix. Reads metadata only."""
 
 import json
 from collections.abc import Mapping
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from moepack.report.contents import Row
 
 WIDTH = 132
-"""Columns of text that the table takes at least."""
+"""Minimum width of the tables, in characters."""
 
 
 def inspect_command(
     directory: Annotated[Path, typer.Argument(help="A packed directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     matrices: Annotated[
-        bool, typer.Option("--matrices", help="Show each matrix: rank, kurtosis, error, threshold, sparsity.")
+        bool, typer.Option("--matrices", help="Also show each matrix: rank, kurtosis, error, threshold, sparsity.")
     ] = False,
 ) -> None:
-    """Show each layer and projection of DIRECTORY: format, bits a weight, share of zeros, size before and after."""
+    """Show each layer and projection of DIRECTORY: format, bits per weight, share of zeros, size before and after."""
     print_directory(directory, as_json, matrices)
 
 
 def print_directory(directory: Path, as_json: bool = False, matrices: bool = False) -> None:
-    """Print what `inspect` shows of a packed directory."""
+    """Print the output of `moepack inspect`."""
     from moepack.format import PackedDirectory
     from moepack.report.contents import add_up, read_rows
 
@@ -77,7 +77,7 @@ def _print(manifest: "Manifest", rows: "list[Row]", totals: Mapping[str, Any]) -
         table.add_row("packed linear layers", "", f"{linears:,}", f"{packed['bits_per_weight']:.3f}", *_sizes(packed))
     table.add_row("dense tensors", "", "", "", *_sizes(dense))
     table.add_row("directory", "", "", "", *_sizes(totals["directory"]))
-    # A table squeezed below this width cannot be read; a log has no width of its own.
+    # A narrower table is unreadable, and a log has no width.
     plain_console(width=max(plain_console().width, WIDTH)).print(table)
 
 

@@ -1,7 +1,7 @@
-"""Commands whose help is printed as it is written.
+"""Commands whose help is printed literally.
 
-Typer reads help as Rich's markup, in which `[ray]` is a style and disappears. The texts are escaped once, when typer
-has made the command of its function.
+Typer parses help as Rich markup, which would drop `[ray]` as a style. The texts are escaped once, when the command is
+created.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ class LiteralGroup(TyperGroup):
 
 
 def _escape_help(command: Any) -> None:
-    """Escape what typer prints of a command, unless it prints plain text (`TYPER_USE_RICH=0`)."""
+    """Escape the help of a command and its options, unless typer prints plain text (`TYPER_USE_RICH=0`)."""
     if command.rich_markup_mode != "rich":
         return
     for item, field in ((command, "help"), (command, "epilog"), *((option, "help") for option in command.params)):

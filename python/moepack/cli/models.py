@@ -1,4 +1,4 @@
-"""`moepack models`: which architectures of the installed transformers work, tried out."""
+"""`moepack models`: try every architecture of the installed transformers."""
 
 import json
 from dataclasses import asdict
@@ -8,15 +8,18 @@ import typer
 
 __all__ = ["models_command"]
 
-EPILOG = "Each architecture is tried on a tiny random model, which takes a second or two; nothing is downloaded."
+EPILOG = "Each architecture is tried on a tiny random model, which takes 1 to 2 seconds. Nothing is downloaded."
 
 
 def models_command(
-    names: Annotated[list[str] | None, typer.Argument(help="Model types, all by default.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    names: Annotated[list[str] | None, typer.Argument(help="Model types; default: all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/models.md.")] = False,
 ) -> None:
-    """Compress, load, run and export every architecture with routed experts. Exit code 1 if one computes nonsense."""
+    """Compress, load, run and export every architecture with routed experts.
+
+    The exit code is 1 if the outputs of any architecture are wrong.
+    """
     import transformers
 
     from moepack.census import architectures, check
@@ -64,39 +67,40 @@ def _page(outcomes: list[Any], works: int, version: str) -> str:
 
 _TEXT = """# Architectures
 moepack reads, packs and runs {works} of the {count} architectures with routed experts of transformers {version}.
-`moepack models` makes this table for the transformers that is installed; `moepack models --markdown` made this page.
+This page shows which architectures you can compress and run, and what decodes them. `moepack models` prints the table
+for your version of transformers; `moepack models --markdown` generates this page.
 
-Each architecture is tried on a tiny random model of its own configuration class: compressed to group-wise integers of
-8 bits, loaded, run with and without a cache, generated from where it can generate, exported to bf16 and read back. The
-median error of a token's logits stays below 5 % beside the original and below 3 % beside the export. Real weights
-and quality are another matter (docs/quality.md).
+Each architecture is tested on a tiny random model of its own configuration class. The model is compressed to 8-bit
+group-wise integers, loaded, run with and without a cache, used for generation if it can generate, exported to bf16 and
+read back. The median relative error of a token's logits must stay below 5 % against the original and below 3 % against
+the export. The test says nothing about quality on real weights; see docs/quality.md.
 
-Methods that run the model over a text (`auto`, `rate`, `qmoe`, `codequant`, `milo`) need to see what each layer reads.
-They do in {followed} architectures (column *calibrated*): run block by block, each computes the hidden states of
+Calibrated methods (`auto`, `rate`, `qmoe`, `codequant`, `milo`) need the inputs of each layer. They work with
+{followed} architectures (column *calibrated*): run block by block, these compute the same hidden states as
 transformers' own forward to within 0.1 %.
 
 - *works*: experts and linear layers are packed.
-- *text part only*: so is the language model; towers for images and sound stay as they are.
-- *refused*: `compress` says so before it reads a tensor.
-- *not tried*: the installed transformers cannot build a tiny model of it here.
+- *text part only*: the language model is packed; image and audio towers are kept unchanged.
+- *refused*: `compress` stops with an error before it reads a tensor.
+- *not tried*: the installed transformers cannot build a tiny model of this architecture here.
 
-Experts are *gated* (`down(act(gate x) * up x)`), *plain* (no gate), *own* (clamps, biases or norms between and behind
-the products, computed by transformers' own code), *every*, *identity* or *product*
-(`moepack.checkpoint.experts` says what these are).
+Experts are *gated* (`down(act(gate x) * up x)`), *plain* (no gate), *own* (with clamps, biases or norms between and
+after the products, computed by transformers' own code), *every*, *identity* or *product*
+(see `moepack.checkpoint.experts`).
 
-The core takes whole decoding steps of {core} architectures on the CPU (column *decoded by*); the others are decoded by
-transformers, with moepack's products of layers. `moepack doctor packed` says which it is, and why.
+On the CPU, the Rust core runs whole decoding steps of {core} architectures (column *decoded by*). transformers decodes
+the others and calls moepack's kernels for packed layers. `moepack doctor packed` shows which applies, and why.
 
-moepack reads tensors under the names that transformers loads. It also reads the prefixes that training tools leave
-(`module.`, `_orig_mod.`, `base_model.model.`, `model.language_model.`), and says so in a note. Tensors that the model
-does not have are listed: they have no effect.
+moepack reads tensors under the names that transformers loads. It also accepts the prefixes that training tools leave
+(`module.`, `_orig_mod.`, `base_model.model.`, `model.language_model.`) and prints a note. Tensors that are not part of
+the model have no effect and are listed.
 
-Sources may come quantized: fp8 with factors for blocks, rows, experts or tensors (`fp8`, `fbgemm_fp8`, `modelopt`,
-`quark`, `compressed-tensors`), mxfp4, integers of 4 or 8 bits of compressed-tensors, gptq and awq of 4 bits. They are
-decoded a matrix at a time. Compressing made-up checkpoints of two layers of 50 * 10^6
+Source checkpoints may be quantized: fp8 with scales per block, row, expert or tensor (`fp8`, `fbgemm_fp8`, `modelopt`,
+`quark`, `compressed-tensors`), mxfp4, 4-bit or 8-bit integers of compressed-tensors, and 4-bit gptq and awq. They are
+decoded one matrix at a time. Compressing synthetic checkpoints of two layers of 50 * 10^6
 weights (101 MB each in bf16) on one thread of a shared Zen 3 took at most 606 MB of anonymous memory from fp8 and
-590 MB from mxfp4; 1 GiB + 4 times the largest layer, 1,476 MB, is promised (`python benches/sources.py --experts 8`,
-benches/results/sources-zen3.json).
+590 MB from mxfp4. The guaranteed limit is 1 GiB + 4 times the largest layer, here 1,476 MB
+(`python benches/sources.py --experts 8`, benches/results/sources-zen3.json).
 
 | architecture | verdict | experts | calibrated | decoded by | reason |
 |---|---|---|---|---|---|

@@ -16,7 +16,7 @@ __all__ = ["print_plan"]
 
 
 def print_plan(estimate: "Estimate", console: Console) -> None:
-    """Print a table on a terminal, and a plain line for each of its rows in a log."""
+    """Print a table on a terminal, or one plain line per row in a log."""
     rows = _rows(estimate)
     if not console.is_terminal:
         for label, text in rows:
@@ -37,12 +37,12 @@ def _rows(plan: "Estimate") -> list[tuple[str, str]]:
         ("method", f"{plan.method}: {METHODS.get(plan.method, '')}"),
         ("settings", settings),
         *(("packs", _part(part)) for part in plan.parts),
-        ("keeps", f"everything else as it is: {size(plan.kept)}"),
+        ("keeps", f"everything else unchanged: {size(plan.kept)}"),
         ("size", f"{size(plan.before)} -> about {size(plan.after)} ({plan.before / max(plan.after, 1):.2f}x smaller)"),
         *([("goal", f"{size(plan.budget)} of weights: {plan.reason}")] if plan.budget and plan.reason else []),
         *([("loss", _loss(plan))] if plan.planned else []),
         ("memory", f"about {size(plan.memory)} to compress, {_left(plan.free_memory, plan.memory)}"),
-        ("disk", f"up to {size(plan.disk)} to be written, {_left(plan.free_disk, plan.disk)}"),
+        ("disk", f"writes up to {size(plan.disk)}, {_left(plan.free_disk, plan.disk)}"),
         ("time", _time(plan)),
         ("runs", _running(plan)),
         *(("note", note) for note in plan.notes),
@@ -51,33 +51,31 @@ def _rows(plan: "Estimate") -> list[tuple[str, str]]:
 
 
 def _part(part: "Part") -> str:
-    """Weights, bytes before and after, and the rate."""
+    """Return the weights, the bytes before and after, and the rate of a part."""
     about = "" if part.exact else "about "
-    rate = f"{about}{part.bits_per_weight:.2f} bits a weight"
+    rate = f"{about}{part.bits_per_weight:.2f} bits per weight"
     return f"{part.role}: {part.weights:,} weights, {size(part.before)} -> {about}{size(part.after)} ({rate})"
 
 
 def _left(free: int | None, need: int) -> str:
-    """What the machine has left, and whether that is too little."""
+    """Return the free bytes, with a warning if they may not suffice."""
     if free is None:
-        return "how much is free is unknown"
+        return "free amount unknown"
     return f"{size(free)} free" + ("" if free >= need else ": this may be TOO LITTLE")
 
 
 def _loss(plan: "Estimate") -> str:
-    """How much the model is expected to lose."""
+    """Return the expected increase of the loss."""
     if plan.loss is None:
-        return (
-            "unknown: what errors cost was not measured; `--calibration FILE` measures it, and loses about half as much"
-        )
+        return "unknown without calibration; `--calibration FILE` estimates it and about halves the loss"
     least, most = plan.loss
-    return f"+{least:.2g} to +{most:.2g} nats a token"
+    return f"+{least:.2g} to +{most:.2g} nats per token"
 
 
 def _running(plan: "Estimate") -> str:
-    speed = "how fast, `moepack doctor` measures once"
+    speed = "speed unknown until `moepack doctor` has measured this machine"
     if plan.tokens_per_second is not None:
-        speed = f"about {plan.tokens_per_second:.3g} tokens/s at most on this processor"
+        speed = f"at most about {plan.tokens_per_second:.3g} tokens/s on this processor"
     return f"in about {size(plan.run_memory)} of memory; {speed}"
 
 

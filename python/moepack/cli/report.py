@@ -1,4 +1,4 @@
-"""`moepack report`: a page and a model card of a packed directory."""
+"""`moepack report`: write an HTML report and a model card for a packed directory."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,21 +15,20 @@ __all__ = ["report_command"]
 def report_command(
     directory: Annotated[Path, typer.Argument(help="A packed directory.")],
     reference: Annotated[
-        Path | None, typer.Option(help="The original: model directory or hub id, or a saved reference.")
+        Path | None, typer.Option(help="The original model: directory, Hub id or saved reference.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text file (UTF-8) to predict and to continue.", exists=True, dir_okay=False)
+        Path | None,
+        typer.Option(help="Text file (UTF-8) for the evaluation and the samples.", exists=True, dir_okay=False),
     ] = None,
     chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 250_000,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A text that both models continue; may be given several times.")
-    ] = None,
-    base_model: Annotated[str | None, typer.Option(help="The original's id on the hub, for the model card.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Prompt that both models continue; may be repeated.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the original, for the model card.")] = None,
     threads: Threads = None,
 ) -> None:
-    """Write report.html (sizes, what was chosen where, quality, what it writes) and README.md into DIRECTORY.
+    """Write report.html (sizes, formats, quality, sample texts) and a model card README.md into DIRECTORY.
 
-    --text measures the loss, --reference with it the distance from the original. Both files leave `verify` content.
+    --text measures the loss; --reference adds the divergence from the original. `moepack verify` still passes.
     """
     from moepack.report import write_report
     from moepack.runtime.threads import set_threads
@@ -42,7 +41,7 @@ def report_command(
             raise ValueError("--prompt needs --text")
         options = {"chars": chars, "prompts": prompt or (), "base_model": base_model, "progress": progress}
         written = write_report(directory, reference, text, **options)
-    print(f"page        {written.page}")
+    print(f"report      {written.page}")
     print(f"model card  {written.card}")
     if written.quality is None:
         print("quality     not measured: add --reference MODEL --text FILE")

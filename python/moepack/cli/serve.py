@@ -1,4 +1,4 @@
-"""`moepack serve`: a model for OpenAI's clients over HTTP."""
+"""`moepack serve`: serve a model over HTTP with OpenAI's API."""
 
 import sys
 from importlib.util import find_spec
@@ -19,20 +19,22 @@ LOCAL = ("127.0.0.1", "localhost")
 
 def serve_command(
     directory: AnyModel,
-    host: Annotated[str, typer.Option(help="Address to listen at; by default this machine's own.")] = LOCAL[0],
-    port: Annotated[int, typer.Option(help="Port to listen at.", min=0, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; default: this machine only.")] = LOCAL[0],
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(help="What clients must send as API key.", envvar="MOEPACK_API_KEY", show_envvar=True)
+        str | None, typer.Option(help="API key that clients must send.", envvar="MOEPACK_API_KEY", show_envvar=True)
     ] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name; by default the directory's.")] = None,
-    slots: Annotated[int, typer.Option(help="Answers at a time.", min=1)] = 16,
-    queue: Annotated[int, typer.Option(help="Requests that may wait for a slot.", min=0)] = 256,
+    name: Annotated[str | None, typer.Option(help="Model name in the API; default: the directory's name.")] = None,
+    slots: Annotated[int, typer.Option(help="Maximum concurrent answers.", min=1)] = 16,
+    queue: Annotated[int, typer.Option(help="Maximum requests waiting for a slot.", min=0)] = 256,
     context: Annotated[
-        int | None, typer.Option(help="Most tokens of prompt and answer; by default what the model is made for.", min=2)
+        int | None, typer.Option(help="Maximum tokens of prompt plus answer; default: the model's limit.", min=2)
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer if the client does not say.", min=1)] = 512,
-    timeout: Annotated[float, typer.Option(help="Most seconds of an answer, waiting included.", min=0.1)] = 600.0,
-    max_body: Annotated[str, typer.Option(help="Most bytes of a request, such as 4MB.")] = "4MB",
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Maximum tokens per answer if the request sets none.", min=1)
+    ] = 512,
+    timeout: Annotated[float, typer.Option(help="Maximum seconds per answer, including waiting.", min=0.1)] = 600.0,
+    max_body: Annotated[str, typer.Option(help="Maximum size of a request body, such as 4MB.")] = "4MB",
     threads: Threads = None,
     dtype: Dtype = "auto",
     mode: Mode = None,
@@ -42,7 +44,10 @@ def serve_command(
     device_memory: DeviceMemory = None,
     misses: Misses = None,
 ) -> None:
-    """Answer OpenAI's clients: /v1/chat/completions, /v1/completions and /v1/models, streamed or whole."""
+    """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions and /v1/models.
+
+    Answers can be streamed.
+    """
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
         raise LoadError("serving needs FastAPI and uvicorn: pip install 'moepack[serve]'")
     from moepack.checkpoint.resolve import resolve_model
@@ -64,7 +69,7 @@ def serve_command(
         stepping = tried(model)
         engine = Engine(model, open_tokenizer(path), slots, queue, context, timeout)
     if host not in LOCAL and api_key is None:
-        print("warning: everybody who reaches this address can use the model: there is no --api-key", file=sys.stderr)
-    print(f"'{settings.name}': {slots} answers at a time, {engine.context} tokens each", file=sys.stderr)
-    print(f"a sequence that is answered alone is {stepping}", file=sys.stderr)
+        print("warning: without --api-key, anyone who can reach this address can use the model", file=sys.stderr)
+    print(f"'{settings.name}': up to {slots} concurrent answers, {engine.context} tokens each", file=sys.stderr)
+    print(f"a single sequence is {stepping}", file=sys.stderr)
     listen(create_app(engine, settings), engine, host, port)

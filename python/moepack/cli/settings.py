@@ -1,9 +1,8 @@
-"""The methods of `moepack compress` and their settings as options: which methods take each, and what it is there.
+"""The methods of `moepack compress`, and their settings as command-line options.
 
-Settings that most people need come first; those of single methods are tools for research, in panels of their own.
+Settings that most people need come first. Settings of single methods are for research and have their own panels.
 
-`METHODS_OF` is checked against the methods themselves by the tests: here nothing heavy is imported, so that `--help`
-is quick.
+This module imports nothing heavy, so that `--help` stays fast. The tests check `METHODS_OF` against the methods.
 """
 
 from collections.abc import Iterable
@@ -14,16 +13,16 @@ import typer
 from moepack.cli.device import usable_device
 
 METHODS = {
-    "auto": "the best model of a size (the default); better with a text",
-    "finequant": "8, 4, 3 or 2 bits in groups of columns; needs no text",
-    "rate": "any number of bits from 0.4 to 8, entropy coded, all linear layers too; better with a text",
-    "floe": "coarse copies compute, and choose the channels that 4-bit residuals refine; needs a text",
-    "milo": "3 bits (2, 4, 8) with packed low-rank corrections; needs no text",
-    "codequant": "4, 3 or 2-bit codes into fitted codebooks; activations of 8 or 4 bits; needs a text",
-    "qmoe": "2 bits, or three values a row at 0.4 to 2 bits, calibrated; needs a text",
-    "ternary": "three values a row, 0.6 to 1.3 bits, without calibration: tiny, and loses much of the model",
+    "auto": "best quality at a given size (the default); better with a calibration text",
+    "finequant": "group-wise integers of 8, 4, 3 or 2 bits; needs no text",
+    "rate": "entropy-coded integers at any rate from 0.4 to 8 bits, all linear layers too; better with a text",
+    "floe": "coarse copies compute and select the channels that 4-bit residuals refine; needs a text",
+    "milo": "group-wise integers of 3 bits (or 2, 4, 8) with packed low-rank corrections; needs no text",
+    "codequant": "fitted codebooks with codes of 4, 3 or 2 bits; activations of 8 or 4 bits; needs a text",
+    "qmoe": "2-bit integers, or three values per row at 0.4 to 2 bits, calibrated; needs a text",
+    "ternary": "three values per row at 0.6 to 1.3 bits, uncalibrated: smallest, with a large quality loss",
 }
-"""The methods, and what they make of weights."""
+"""One-line description of each method."""
 
 METHODS_OF = {
     "size": ("auto",),
@@ -61,29 +60,29 @@ METHODS_OF = {
     "rotation": ("codequant",),
     "hadamard": ("codequant",),
 }
-"""The methods that take each setting."""
+"""The methods that accept each setting."""
 
 MAIN = ("size", "bits_per_weight", "ratio", "prefer", "calibration", "device")
-"""Settings that most people need; they stand first, among the options of the command itself."""
+"""Settings that most people need, listed among the command's own options."""
 
 SHARED = "Research: settings of several methods"
 
 
 def flag(setting: str) -> str:
-    """The option of a setting: `--group-size` for `group_size`."""
+    """Return the option of a setting: `--group-size` for `group_size`."""
     return "--" + setting.replace("_", "-")
 
 
 def options_of(method: str) -> list[str]:
-    """The options that a method takes."""
+    """Return the options that a method accepts."""
     return [flag(setting) for setting, methods in METHODS_OF.items() if method in methods]
 
 
 def refuse_foreign(method: str, given: Iterable[str]) -> None:
-    """Accept settings that `method` takes, or any of a method that is unknown.
+    """Reject settings that `method` does not accept. An unknown method passes: `create` rejects it.
 
     Raises:
-        ValueError: the method does not take one of them; names those that it takes.
+        ValueError: the method does not accept a setting; the message lists those that it accepts.
     """
     foreign = [flag(setting) for setting in given if method not in METHODS_OF[setting]]
     if foreign and method in METHODS:
@@ -93,13 +92,13 @@ def refuse_foreign(method: str, given: Iterable[str]) -> None:
 
 
 def _number(text: str | None) -> int | str | None:
-    """A number where the text is one."""
+    """Convert decimal digits to an integer; return any other text unchanged."""
     return int(text) if text is not None and text.isdecimal() else text
 
 
 def _option(setting: str, text: str, *declarations: str, **more: Any) -> Any:
-    """The option of a setting: among the command's own, in the panel of its only method, or in the shared one, where
-    its methods are named."""
+    """Return the typer option of a setting, in the right panel: the command's own, its only method's, or the shared
+    one, where the help names the methods."""
     methods, panel = METHODS_OF[setting], None
     if setting not in MAIN:
         panel = f"Research: --method {methods[0]}" if len(methods) == 1 else SHARED
@@ -107,77 +106,77 @@ def _option(setting: str, text: str, *declarations: str, **more: Any) -> Any:
     return typer.Option(*declarations, help=text, rich_help_panel=panel, **more)
 
 
-Size = Annotated[str | None, _option("size", "Size of all files of weights: 9GB, 7.5GiB, 5e9.")]
-Ratio = Annotated[float | None, _option("ratio", "The size as a part of the checkpoint's: 0.25.")]
+Size = Annotated[str | None, _option("size", "Total size of the weight files: 9GB, 7.5GiB, 5e9.")]
+Ratio = Annotated[float | None, _option("ratio", "Size relative to the checkpoint: 0.25.")]
 Prefer = Annotated[
-    str | None, _option("prefer", "quality (default), or speed: formats whose products are fast here, at some loss.")
+    str | None, _option("prefer", "quality (default), or speed: formats that are fast on this machine, less accurate.")
 ]
-Code = Annotated[str | None, _option("code", "fsv8 (default) or dict16.")]
+Code = Annotated[str | None, _option("code", "entropy code, fsv8 (default) or dict16.")]
 Calibration = Annotated[
     str | None,
     _option(
         "calibration",
-        "Text like what the model will read: file, JSON lines, directory or data set of the hub. By default auto takes "
-        "a built-in text if the model's largest layer fits into memory with gradients; none takes nothing.",
+        "Calibration text, like what the model will read: text file, JSON Lines, directory or Hub data set. By "
+        "default, auto uses a built-in text if the model's largest layer fits in memory with gradients; none disables it.",
     ),
 ]
-Samples = Annotated[int | None, _option("samples", "windows of the text; default 128, floe 64.", min=1)]
-SequenceLength = Annotated[int | None, _option("sequence_length", "tokens a window; default 512.", min=1)]
+Samples = Annotated[int | None, _option("samples", "number of calibration windows; default 128, floe 64.", min=1)]
+SequenceLength = Annotated[int | None, _option("sequence_length", "tokens per window; default 512.", min=1)]
 Bits = Annotated[
     str | None,
     _option(
         "bits",
         "2, 3, 4 or 8; default 4 (finequant), 3 (milo). qmoe: ternary (default) or 2. floe: 4, 8 or 16; default 4, "
-        "with --paper-form 8.",
+        "8 with --paper-form.",
     ),
 ]
 BitsPerWeight = Annotated[
     float | None,
     _option(
         "bits_per_weight",
-        "The size over the number of all weights: 2.5. With --method rate, qmoe or finequant: of what it packs.",
+        "Average bits per weight: 2.5. Counts all weights; with --method rate, qmoe or finequant, the packed ones.",
     ),
 ]
 GroupSize = Annotated[
     str | None,
     _option(
         "group_size",
-        "columns that share a scale, 16 to 256; default 64. finequant also: row, adaptive, adaptive-mean or budget.",
+        "columns per scale, 16 to 256; default 64. finequant also takes row, adaptive, adaptive-mean or budget.",
         callback=_number,
     ),
 ]
 DenseBits = Annotated[
     str | None,
-    _option("dense_bits", "pack attention, shared experts and dense layers too: 8, or attention=4,shared=8."),
+    _option("dense_bits", "also pack attention, shared experts and dense layers: 8, or attention=4,shared=8."),
 ]
 Roles = Annotated[
     str | None,
     _option(
         "roles",
-        "What is packed beside experts: all (default), none, or some of embedding,attention,shared,mlp,head.",
+        "Layers to pack besides experts: all (default), none, or some of embedding,attention,shared,mlp,head.",
     ),
 ]
-Codes = Annotated[
-    str | None, _option("codes", "dependent (default): less error for a sixth of the speed at most; or plain.")
-]
-WeightBits = Annotated[int | None, _option("weight_bits", "2, 3 or 4 bits of a code; default 4.")]
+Codes = Annotated[str | None, _option("codes", "dependent (default): less error, at most a sixth slower; or plain.")]
+WeightBits = Annotated[int | None, _option("weight_bits", "Bits per code: 2, 3 or 4; default 4.")]
 ActivationBits = Annotated[
-    int | None, _option("activation_bits", "Round what packed layers read to 8 or 4 bits; default 16, not at all.")
+    int | None, _option("activation_bits", "Round the inputs of packed layers to 8 or 4 bits; default 16, no rounding.")
 ]
-Block = Annotated[str | None, _option("block", "Columns that share a codebook, or row; default row.", callback=_number)]
-Steps = Annotated[int | None, _option("steps", "How often codes and centroids are refined; default 4.", min=0)]
-Alpha = Annotated[float | None, _option("alpha", "Threshold of --group-size adaptive (0.35), adaptive-mean (0.87).")]
+Block = Annotated[str | None, _option("block", "Columns per codebook, or row; default row.", callback=_number)]
+Steps = Annotated[int | None, _option("steps", "Refinement passes over codes and centroids; default 4.", min=0)]
+Alpha = Annotated[
+    float | None, _option("alpha", "Threshold for --group-size adaptive (default 0.35) or adaptive-mean (0.87).")
+]
 Symmetric = Annotated[
-    bool | None, _option("symmetric", "a scale a group, or an offset too.", "--symmetric/--asymmetric")
+    bool | None, _option("symmetric", "one scale per group, or a scale and an offset.", "--symmetric/--asymmetric")
 ]
 Search = Annotated[
-    bool | None, _option("search", "Scales of least squared error, or the paper's.", "--search/--no-search")
+    bool | None, _option("search", "Search least-squares scales, or use the paper's.", "--search/--no-search")
 ]
-Scales = Annotated[str | None, _option("scales", "Type of the stored scales, float16 (default) or bfloat16.")]
-Rotation = Annotated[str | None, _option("rotation", "learned, random, hadamard or none; default learned.")]
+Scales = Annotated[str | None, _option("scales", "Data type of the stored scales: float16 (default) or bfloat16.")]
+Rotation = Annotated[str | None, _option("rotation", "Offline rotation: learned (default), random, hadamard or none.")]
 Hadamard = Annotated[
     bool | None,
-    _option("hadamard", "Turn inputs that no offline rotation reaches; the default with 4 activation bits."),
+    _option("hadamard", "Rotate inputs online where no offline rotation applies; default with 4 activation bits."),
 ]
 Solver = Annotated[
     str | None,
@@ -188,38 +187,44 @@ Solver = Annotated[
 Sparsity = Annotated[
     float | None,
     _option(
-        "sparsity", "Share of channels that tokens do not refine, or skip (--paper-form); default 0.8.", min=0, max=1
+        "sparsity", "Fraction of channels not refined, or skipped (--paper-form), per token; default 0.8.", min=0, max=1
     ),
 ]
 CoarseBits = Annotated[
-    float | None, _option("coarse_bits", "Bits a weight of coarse gate and down, 2 more of up; default 2.")
+    float | None, _option("coarse_bits", "Bits per weight of coarse gate and down, 2 more for up; default 2.")
 ]
 DenseLayers = Annotated[
     int | None,
-    _option("dense_layers", "First layers that refine or compute all channels; default 0, 1 with --paper-form.", min=0),
+    _option(
+        "dense_layers",
+        "Number of first layers that refine or compute all channels; default 0, 1 with --paper-form.",
+        min=0,
+    ),
 ]
 PaperForm = Annotated[
     bool | None,
     _option(
         "paper_form",
-        "The paper's form: low-bit up projections decide, and channels are skipped. Faster on CPUs; loses far more.",
+        "The paper's form: low-bit up projections select channels, and the others are skipped. Faster on CPUs, with a "
+        "much larger loss.",
         "--paper-form",
     ),
 ]
 UpBits = Annotated[
-    int | None, _option("up_bits", "With --paper-form: bits of up projections, which decide: 2 (default), 3, 4 or 8.")
+    int | None,
+    _option("up_bits", "With --paper-form: bits of the selecting up projections: 2 (default), 3, 4 or 8."),
 ]
 Rank = Annotated[
-    str | None, _option("rank", "Policies of the corrections, such as dense:512+kurtosis:16; default budget:5.")
+    str | None, _option("rank", "Rank policy of the corrections, such as dense:512+kurtosis:16; default budget:5.")
 ]
 RankBits = Annotated[int | None, _option("rank_bits", "Bits of the corrections: 3 (default), 8 or 16.")]
 Refine = Annotated[
-    bool | None, _option("refine", "Quantize corrections in the loop, or at its end.", "--refine/--no-refine")
+    bool | None, _option("refine", "Quantize corrections inside the loop, or after it.", "--refine/--no-refine")
 ]
 MemoryBudget = Annotated[
-    int | None, _option("memory_budget", "Bytes of all safetensors files of OUT, instead of --rank.", min=1)
+    int | None, _option("memory_budget", "Total bytes of OUT's safetensors files, instead of --rank.", min=1)
 ]
 Device = Annotated[
     str | None,
-    _option("device", "Where a text is read and solvers run: cpu (default), cuda.", callback=usable_device),
+    _option("device", "Device for calibration and solvers: cpu (default) or cuda.", callback=usable_device),
 ]

@@ -1,4 +1,4 @@
-"""`moepack trace`: which experts a text asks for, and what caches of them would hit."""
+"""`moepack trace`: record which experts a text uses, and replay the trace through expert caches."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,19 +13,17 @@ from moepack.cli.usage import require_place, wrong_usage
 __all__ = ["trace_command"]
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)
-"""Sizes of the caches, as shares of all experts."""
+"""Cache sizes, as fractions of all experts."""
 
 
 def trace_command(
-    source: Annotated[Path, typer.Argument(help="Packed directory, or a trace that --out has written.")],
-    text: Annotated[
-        Path | None, typer.Option(help="Text file (UTF-8) that the model reads.", exists=True, dir_okay=False)
-    ] = None,
+    source: Annotated[Path, typer.Argument(help="Packed directory, or a trace saved with --out.")],
+    text: Annotated[Path | None, typer.Option(help="Text file (UTF-8) to record.", exists=True, dir_okay=False)] = None,
     chars: Annotated[int, typer.Option(help="Characters of the text to use.", min=1)] = 20_000,
-    out: Annotated[Path | None, typer.Option(help="Keep the trace in this file (npz).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Save the trace to this file (npz).")] = None,
     dtype: Dtype = "auto",
 ) -> None:
-    """Print how often caches of experts hit, by their size and policy, beside the best that any could do."""
+    """Show the hit rates of expert caches by size and policy, next to the optimal policy."""
     from moepack.cli.evaluate import quiet_transformers
     from moepack.evaluation import evaluate
     from moepack.integrations.loading import load, open_tokenizer
@@ -37,7 +35,7 @@ def trace_command(
         if source.is_file():
             trace = Trace.open(source)
         elif text is None:
-            raise ValueError("--text is needed to record what a model asks for")
+            raise ValueError("--text is needed to record a trace")
         else:
             model = load(source, dtype)
             with recorded(model) as found:
@@ -47,7 +45,7 @@ def trace_command(
         trace.save(out)
     tokens, layers, chosen = trace.chosen.shape
     console = plain_console()
-    console.print(f"{tokens} tokens, {layers} layers of {trace.experts} experts, {chosen} a token")
+    console.print(f"{tokens} tokens, {layers} layers of {trace.experts} experts, {chosen} per token")
     table = Table("experts in memory", *POLICIES, box=None)
     for share in SHARES:
         capacity = max(1, int(share * trace.size))

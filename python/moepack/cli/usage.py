@@ -1,4 +1,4 @@
-"""Arguments that make no sense, which only the code that they are for can tell."""
+"""Usage errors that only the called code can detect."""
 
 import sys
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ __all__ = ["require_place", "wrong_usage"]
 
 @contextmanager
 def wrong_usage() -> Iterator[None]:
-    """Turn a `ValueError` into one line and the exit code of wrong usage.
+    """Report a `ValueError` in one line and exit with the code for wrong usage.
 
-    A `MoepackError` stays what it is, except for a `TextError`: the user has given a file that is not text.
+    A `MoepackError` propagates unchanged, except a `TextError`, which means that the user passed a file without text.
     """
     try:
         yield
@@ -29,7 +29,7 @@ def wrong_usage() -> Iterator[None]:
 
 
 def require_place(file: Path | None) -> None:
-    """Raise a `ValueError` where a file that is written after the work cannot be: its folder does not exist."""
+    """Raise a `ValueError` if the folder of an output file does not exist. Call before the work starts."""
     if file is not None and not file.parent.is_dir():
         raise ValueError(f"{file}: there is no folder {file.parent}")
 

@@ -1,4 +1,4 @@
-"""`moepack verify`: find any damage to a packed directory."""
+"""`moepack verify`: check a packed directory for damage."""
 
 import json
 from dataclasses import asdict
@@ -10,17 +10,17 @@ import typer
 from moepack.units import size
 
 SHOWN = 10
-"""Faults printed before the rest is only counted."""
+"""Maximum number of faults to print; the rest is counted."""
 
 
 def verify_command(
     directory: Annotated[Path, typer.Argument(help="A packed directory.")],
-    strict: Annotated[bool, typer.Option("--strict", help="Side files, too, must be as they were packed.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Also fail if side files have changed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check every byte, offset and code of DIRECTORY. Exit code 1 and the places of the faults if there are any.
+    """Check every byte, offset and code of DIRECTORY. Prints faults and exits with code 1 if there are any.
 
-    Side files (a model card, a chat template) may be added or edited: they are listed, and are no fault.
+    Side files (a model card, a chat template) may be added or edited. They are listed and do not count as faults.
     """
     from moepack.format import VerifyReport, verify
 
@@ -30,7 +30,7 @@ def verify_command(
         if len(report.faults) > SHOWN:
             print(f"and {len(report.faults) - SHOWN} more")
         if report.side:
-            print(f"side files that are not as packed: {', '.join(map(str, report.side))}")
+            print(f"changed side files: {', '.join(map(str, report.side))}")
         verdict = "sound" if report.ok else "DAMAGED"
         checked = f"{report.files} files, {size(report.nbytes)}, {report.tensors} packed tensors"
         print(f"{report.path} is {verdict}: {checked} checked in {report.seconds:.1f} s")

@@ -1,10 +1,10 @@
-"""How good a model is: its loss on a text, and how far it has moved from a reference.
+"""Measures the loss of a model on a text and its divergence from a reference.
 
-The yardstick is fixed, so that figures compare across models and versions: `windows` says which tokens are predicted.
-Loss is in nats a token. Nothing here depends on how, or whether, the weights are packed.
+The procedure is fixed, so that figures are comparable across models and versions: `windows` defines which tokens are
+predicted. The loss is in nats per token. Nothing here depends on the packed formats.
 
-The reference goes first and leaves its predictions in a file (`reference`), block by block where it is larger than the
-memory (`streaming`); then the model is loaded and compared with that file (`measure`). So one model is in memory at a
+The reference runs first and writes its predictions to a file (`reference`), block by block if it is larger than memory
+(`streaming`). Then the model is loaded and compared with that file (`measure`), so only one model is in memory at a
 time.
 """
 

@@ -1,4 +1,4 @@
-"""Loss and perplexity of a model, and its distance from a recorded reference."""
+"""Measures loss and perplexity of a model, and its divergence from a recorded reference."""
 
 import math
 import sys
@@ -24,17 +24,17 @@ __all__ = ["EvaluationReport", "evaluate"]
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """What `evaluate` measured.
+    """The result of `evaluate`.
 
     Attributes:
-        tokens: predicted tokens.
-        loss: mean negative log-likelihood, nats a token.
+        tokens: number of predicted tokens.
+        loss: mean negative log-likelihood, in nats per token.
         perplexity: exp(loss).
-        seconds: time in the models, tokenization excluded.
-        reference_loss, reference_perplexity: the same of the reference, None without one.
-        kl: mean KL divergence of the model from the reference, KL(reference || model), nats a token; None without one.
-        top1_agreement: share of tokens where both rank the same token first; None without a reference.
-        peak_memory: most anonymous memory of the process while it ran, in bytes; mapped weights are not in it.
+        seconds: time in the models, without tokenization.
+        reference_loss, reference_perplexity: the same for the reference; None without one.
+        kl: mean KL divergence KL(reference || model), in nats per token; None without a reference.
+        top1_agreement: fraction of tokens for which both rank the same token first; None without a reference.
+        peak_memory: peak anonymous memory of the process in bytes, without mapped weights.
     """
 
     tokens: int
@@ -48,7 +48,7 @@ class EvaluationReport:
     peak_memory: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The figures that were measured, by name."""
+        """Return the measured figures by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -69,27 +69,25 @@ def evaluate(
     """Measure a model's loss on a text.
 
     Args:
-        model: a directory or an id of the hub, packed or not, or a loaded model (which needs `tokenizer`), on any
-            device.
+        model: a directory or Hub id, packed or not; or a loaded model on any device, which needs `tokenizer`.
         text: the text file, UTF-8.
-        chars: how many of its characters to use.
-        reference: what to compare with: a directory, an id of the hub or a loaded model with the same vocabulary, or a
-            recorded reference or the file that holds one (`record_reference`). A model that is loaded here is gone
-            before `model` is loaded.
-        tokenizer: None loads that of the `model` directory.
-        dtype: for models that are loaded here.
-        mode: how a packed `model` that is loaded here multiplies group-wise integers; see `moepack.load`.
-        progress: called after each batch with (windows done, windows in all, sum of losses so far over tokens), for the
-            reference with nan as loss.
-        save_reference: keep what the reference predicts in this file.
-        **loading: where a `model` that is loaded here goes: `device`, `device_map`, `host_memory`, `device_memory`,
-            `approximate` of `moepack.load`; the host's memory is that of the reference, too.
+        chars: number of characters to use.
+        reference: what to compare with: a directory, Hub id or loaded model with the same vocabulary, a recorded
+            reference, or its file (`record_reference`). A model loaded here is freed before `model` is loaded.
+        tokenizer: the tokenizer; None loads that of the `model` directory.
+        dtype: dtype of models loaded here.
+        mode: compute mode of a packed `model` loaded here; see `moepack.load`.
+        progress: called after each batch with (windows done, total windows, mean loss so far). The loss is NaN while
+            the reference runs.
+        save_reference: save the reference's predictions to this file.
+        **loading: placement of a `model` loaded here: `device`, `device_map`, `host_memory`, `device_memory`,
+            `approximate` of `moepack.load`. `host_memory` also applies to the reference.
 
     Raises:
         LoadError: a model or tokenizer cannot be loaded.
-        NonFiniteError: a model's logits, or its loss, are not finite; the message names the layer or the token.
+        NonFiniteError: the logits or the loss of a model are not finite; the message names the layer or the token.
         TokenError: a model's embedding has no row for a token of the text.
-        ReferenceMismatchError: the recorded reference is of another text, tokenizer or kind of model.
+        ReferenceMismatchError: the recorded reference belongs to another text, tokenizer or kind of model.
         TextError: the text cannot be read, or is not text.
         ValueError: the text is shorter than one window, or reference and model differ in vocabulary or kind.
     """
@@ -118,7 +116,7 @@ def evaluate(
 def _reference(
     given: Source | Reference, text: str | PathLike[str], chars: int, file: Any, options: dict[str, Any]
 ) -> Reference:
-    """The reference, recorded where it is a model."""
+    """Return the reference. If it is a model, record it."""
     if isinstance(given, Reference):
         return given
     if isinstance(given, str | PathLike) and Path(given).is_file():
@@ -135,7 +133,7 @@ class _Totals:
         self.loss = self.reference_loss = self.kl = 0.0
 
     def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
-        """Take a batch: logits [B, L, V], targets [B, L], of which the ignored are negative."""
+        """Add a batch: logits [B, L, V] and targets [B, L]. Negative targets are ignored."""
         targets = targets.to(logits.device)
         for row, target in zip(logits, targets, strict=True):
             keep = target >= 0
@@ -153,13 +151,13 @@ class _Totals:
         log_q = F.log_softmax(expected, dim=-1)
         self.reference_loss += _finite_loss(log_q, target)
         terms = F.kl_div(log_p, log_q, reduction="none", log_target=True)
-        self.kl += terms.masked_fill_(log_q.isneginf(), 0.0).sum().item()  # of tokens that both models mask
+        self.kl += terms.masked_fill_(log_q.isneginf(), 0.0).sum().item()  # tokens that both models mask
         if not math.isfinite(self.kl):
             raise NonFiniteError("the divergence is not finite: the model rules out tokens that the reference expects")
         self.agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
 
     def report(self, seconds: float) -> EvaluationReport:
-        """Turn the sums into means."""
+        """Return the means."""
         loss = self.loss / self.tokens
         report = EvaluationReport(self.tokens, loss, _perplexity(loss), seconds)
         if self.reference is None:
@@ -170,12 +168,12 @@ class _Totals:
 
 
 def _perplexity(loss: float) -> float:
-    """exp(loss), which is infinite beyond the largest double."""
+    """Return exp(loss), or infinity if it overflows."""
     return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
 
 
 def _finite_loss(log_p: torch.Tensor, target: torch.Tensor) -> float:
-    """The loss of targets [T], summed, from log-probabilities [T, V]."""
+    """Return the summed loss of targets [T] from log-probabilities [T, V]."""
     losses = F.nll_loss(log_p, target, reduction="none")
     if not bool(losses.isfinite().all()):
         token = int(target[~losses.isfinite()][0])

@@ -1,4 +1,4 @@
-"""Models to be evaluated: given as directories, ids of the hub, or loaded."""
+"""Opens models for evaluation, from directories, Hub ids or loaded models."""
 
 from collections.abc import Callable
 from os import PathLike
@@ -19,16 +19,16 @@ Progress = Callable[[int, int, float], None]
 
 
 def is_loaded(source: Source) -> bool:
-    """Say whether it is a loaded model."""
+    """Return whether the source is a loaded model."""
     return not isinstance(source, str | PathLike)
 
 
 def open_source(source: Source, dtype: torch.dtype | str, **loading: Any) -> Model:
-    """The model itself, loaded if it is not.
+    """Return the model, loading it if necessary.
 
     Raises:
-        UnsupportedModelError: it predicts no tokens.
-        MoepackError: as of `open_model`.
+        UnsupportedModelError: the model has no head that predicts tokens.
+        MoepackError: as for `open_model`.
     """
     model = source if is_loaded(source) else open_model(source, dtype, **loading)
     require_head(model)
@@ -36,31 +36,31 @@ def open_source(source: Source, dtype: torch.dtype | str, **loading: Any) -> Mod
 
 
 def tokenizer_of(source: Source, tokenizer: Any) -> Any:
-    """The tokenizer that was given, or that of the model's directory.
+    """Return the given tokenizer, or that of the model's directory.
 
     Raises:
-        LoadError: there is no model, or no tokenizer with it.
-        ValueError: the model is loaded, and no tokenizer was given.
+        LoadError: the directory has no model or no tokenizer.
+        ValueError: the model is loaded and `tokenizer` is None.
     """
     if tokenizer is not None:
         return tokenizer
     if is_loaded(source):
         raise ValueError("a loaded model needs its tokenizer: evaluate(model, text, tokenizer=...)")
     directory = resolve_model(source)
-    is_packed(directory)  # refuses what is no model in fewer words than the tokenizer's loader
+    is_packed(directory)  # gives a clearer error than the tokenizer's loader
     return open_tokenizer(directory)
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype | None:
-    """The dtype that a name stands for; None for "auto", the checkpoint's."""
+    """Return the dtype of a name; None for "auto", the checkpoint's dtype."""
     return DTYPES.get(dtype) if isinstance(dtype, str) else dtype
 
 
 def run(model: Model, inputs: dict[str, Any]) -> torch.Tensor:
-    """Logits of a batch, on the model's device.
+    """Return the logits of a batch, on the model's device.
 
     Raises:
-        NonFiniteError: they are not finite; the message names the layer.
+        NonFiniteError: the logits are not finite; the message names the layer.
     """
     moved = {
         name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()

@@ -1,13 +1,13 @@
-"""What a reference predicts for a text, in a file: computed once, compared with any number of models.
+"""Records the predictions of a reference in a file, for comparison with any number of models.
 
-A row of log-probabilities has an entry for each token of the vocabulary (32,000 to 200,000), but it is a function of
-what enters the output head (2,048 to 8,192 numbers). So the file keeps that, and the head once: the comparison
-multiplies again, and KL and agreement are those of all of the vocabulary, nothing is cut off. Where a model does more
-behind its head than to scale (or the vocabulary is smaller), its logits themselves are kept.
+A row of log-probabilities has one entry per token of the vocabulary (32,000 to 200,000), but it is a function of the
+input of the output head (2,048 to 8,192 numbers). The file therefore stores that input, and the head once. The
+comparison repeats the product, so KL and agreement cover the full vocabulary. If a model does more after its head than
+scaling, or the vocabulary is smaller, the logits themselves are stored.
 
-The file is a safetensors file: `states` [T, H] (or [T, V]) of the T predicted tokens, `head` [V, H] in bf16 where that
-is exact, `bias`; about T * H * 4 bytes: 1 GB for 250,000 characters and H = 4096. Its metadata tie it to the
-text and to its tokens.
+The file is a safetensors file: `states` [T, H] (or [T, V]) for the T predicted tokens, `head` [V, H] in bf16 if that is
+exact, and `bias`; about T * H * 4 bytes: 1 GB for 250,000 characters and H = 4096. Its metadata identify the text and
+its tokens.
 """
 
 import json
@@ -44,15 +44,15 @@ FORMAT = "moepack-reference"
 VERSION = "1"
 STATES, HEAD, BIAS = "states", "head", "bias"
 Advance = Callable[[int, int], None]
-"""Called with how much is done, and how much there is: windows, or layers."""
+"""Called with the numbers of finished and of all windows or layers."""
 
 MARGIN = 1.2
-"""A model is loaded as a whole where it takes so much less than the memory that is free: activations need some, too."""
+"""A model is loaded completely if its size times this factor fits in free memory. The rest is for activations."""
 
 
 @dataclass(frozen=True)
 class _Head:
-    """Logits from what enters the output head: scale * (states weight^T + bias); weight [V, H]."""
+    """Computes logits from the input of the output head: scale * (states weight^T + bias); weight [V, H]."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -64,7 +64,7 @@ class _Head:
 
     @classmethod
     def of(cls, module: Any, config: Any, states: torch.Tensor, logits: torch.Tensor) -> Self | None:
-        """The head of a model, if it and no more makes `logits` [T, V] of `states` [T, H], and if that is smaller."""
+        """Return the head if it alone maps `states` [T, H] to `logits` [T, V] and H < V; None otherwise."""
         weight = getattr(module, "weight", None)
         if weight is None or weight.ndim != 2 or logits.shape[-1] <= states.shape[-1]:
             return None
@@ -77,17 +77,17 @@ class Reference:
     """A recorded reference, open for reading.
 
     Attributes:
-        file: where it lies.
-        seq2seq: whether an encoder-decoder predicted.
-        tokens: how many predicted tokens it holds.
-        peak_memory: most anonymous memory while it was recorded, in bytes; 0 if it was only opened.
+        file: path of the file.
+        seq2seq: whether the reference is an encoder-decoder.
+        tokens: number of predicted tokens.
+        peak_memory: peak anonymous memory during recording, in bytes; 0 if the file was only opened.
     """
 
     def __init__(self, file: str | PathLike[str]) -> None:
-        """Open a file that `record_reference` wrote.
+        """Open a file written by `record_reference`.
 
         Raises:
-            CorruptionError: it is none, or it is damaged.
+            CorruptionError: the file is not a recorded reference, or is damaged.
         """
         self.file, self.peak_memory = Path(file), 0
         self._scratch: TemporaryDirectory[str] | None = None
@@ -96,13 +96,13 @@ class Reference:
         except (OSError, KeyError, ValueError, SafetensorError) as error:
             if isinstance(error, MoepackError):
                 raise
-            raise CorruptionError(f"is no recorded reference: {error}", file=file) from error
+            raise CorruptionError(f"is not a recorded reference: {error}", file=file) from error
 
     def _open(self) -> None:
         content = _mapped(self.file)
         about = content.metadata() or {}
         if (about.get("format"), about.get("version")) != (FORMAT, VERSION):
-            raise CorruptionError(f"is no reference of version {VERSION} that `moepack eval` saved", file=self.file)
+            raise CorruptionError(f"is not a reference of version {VERSION} saved by `moepack eval`", file=self.file)
         self._text, self._ids = about["text"], about["tokens"]
         self.seq2seq = about["kind"] == "encoder-decoder"
         self._states = content.get_slice(STATES)
@@ -111,26 +111,26 @@ class Reference:
         weight, bias = (content.get_tensor(name).to(dtype) if name in names else None for name in (HEAD, BIAS))
         self._head = None if weight is None else _Head(weight, bias, float(about["scale"]))
         if self._head is not None and self._head.weight.shape[1] != width:
-            raise CorruptionError("states and head do not fit", file=self.file, tensor=HEAD)
+            raise CorruptionError("the shapes of states and head do not match", file=self.file, tensor=HEAD)
 
     def check(self, windows: Windows, seq2seq: bool) -> None:
-        """Make sure that it is of these windows.
+        """Check that the reference was recorded for these windows.
 
         Raises:
-            ReferenceMismatchError: it is of another text, of other tokens or another kind of model.
+            ReferenceMismatchError: it was recorded for another text, other tokens or another kind of model.
         """
         if seq2seq != self.seq2seq:
             message = "the reference and the model are not both decoders, or both encoder-decoders"
         elif windows.text != self._text:
-            message = "was recorded for another text, or for another number of its characters"
+            message = "was recorded for another text, or for another number of characters"
         elif windows.tokens != self._ids:
-            message = "was recorded with another tokenizer: the text has other tokens"
+            message = "was recorded with another tokenizer: the text has different tokens"
         else:
             return
         raise ReferenceMismatchError(message, file=self.file)
 
     def logits(self, first: int, last: int) -> torch.Tensor:
-        """Logits [last - first, V], float32, of predicted tokens."""
+        """Return the logits of predicted tokens `first` to `last`, float32 [last - first, V]."""
         states = self._states[first:last]
         return states.float() if self._head is None else self._head(states)
 
@@ -152,21 +152,21 @@ def record_reference(
     progress: Progress | None = None,
     **loading: Any,
 ) -> Reference:
-    """Let a model predict a text, and keep what it predicts.
+    """Record the predictions of a model on a text.
 
     Args:
-        model: a directory, an id of the hub or a loaded model (which needs `tokenizer`).
+        model: a directory, a Hub id, or a loaded model, which needs `tokenizer`.
         text, chars: as for `evaluate`.
-        file: where to keep it; None keeps it in a temporary file as long as the result lives.
-        tokenizer: None loads that of the `model` directory.
-        dtype: for a model that is loaded here.
-        memory: bytes that a model which is loaded here may take; None means what is free. A larger decoder runs block
-            by block from its checkpoint.
-        progress: called with (done, in all, nan): windows, or layers where the model runs block by block.
+        file: file to write; None uses a temporary file that is deleted with the result.
+        tokenizer: the tokenizer; None loads that of the `model` directory.
+        dtype: dtype of a model loaded here.
+        memory: maximum bytes of a model loaded here; None means the free memory. A larger decoder runs block by block
+            from its checkpoint.
+        progress: called with (done, total, NaN), counting windows, or layers if the model runs block by block.
         **loading: `device` or `device_map` of `moepack.load`.
 
     Raises:
-        LoadError, CheckpointError, UnsupportedModelError: the model or tokenizer cannot be loaded, or run in parts.
+        LoadError, CheckpointError, UnsupportedModelError: the model or tokenizer cannot be loaded or run in parts.
         NonFiniteError, CalibrationError: the model computes NaN or infinity; the message names the layer.
         TokenError: the model's embedding has no row for a token of the text.
         ValueError: the text is shorter than one window.
@@ -202,12 +202,12 @@ def record_reference(
 
 
 def fits(model: str | PathLike[str], dtype: torch.dtype | None, memory: int | None = None) -> bool:
-    """Say whether the model can be loaded as a whole; packed ones are mapped, and what is unknown is tried.
+    """Return whether a model can be loaded completely. True for packed models, which are mapped, and if unknown.
 
     Args:
-        model: a directory or an id of the hub.
-        dtype: of its floating-point weights; None keeps the checkpoint's.
-        memory: bytes that it may take; None means what is free.
+        model: a directory or Hub id.
+        dtype: dtype of the floating-point weights; None keeps the checkpoint's.
+        memory: maximum bytes; None means the free memory.
     """
     directory = resolve_model(model)
     free = available_bytes() if memory is None else memory
@@ -216,7 +216,7 @@ def fits(model: str | PathLike[str], dtype: torch.dtype | None, memory: int | No
             return True
         checkpoint = open_checkpoint(directory)
     except MoepackError:
-        return True  # loading says what is wrong
+        return True  # loading reports the error
     infos = [checkpoint.info(name) for name in checkpoint.names()]
     sizes = (info.nbytes // info.dtype.itemsize * (dtype or info.dtype).itemsize for info in infos)
     return MARGIN * sum(sizes) < free

@@ -1,7 +1,7 @@
-"""A decoder that is larger than the memory, run block by block over all windows.
+"""Runs a decoder that is larger than memory, block by block over all windows.
 
-The windows' hidden states pass through one block after the other, so each weight is read from the checkpoint once,
-whatever the text. Hidden states lie in mapped files, which the system may write out.
+The hidden states of all windows pass through one block after the other, so each weight is read from the checkpoint only
+once. Hidden states are in mapped files, which the system can write out.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,19 +23,19 @@ __all__ = ["StreamedDecoder"]
 
 
 class StreamedDecoder:
-    """A checkpoint that predicts windows without ever being in memory.
+    """A checkpoint that predicts windows without being loaded completely.
 
     Attributes:
-        module: the transformers model, whose parts are filled while they run.
+        module: the transformers model. Its parts are loaded only while they run.
 
     Args:
-        directory: of the checkpoint.
-        windows: what it reads.
-        dtype: of weights and hidden states.
+        directory: directory of the checkpoint.
+        windows: the windows to predict.
+        dtype: dtype of weights and hidden states.
         scratch: a directory for the hidden states: 2 * N * 512 * H elements.
 
     Raises:
-        CheckpointError, UnsupportedModelError: it cannot be read, or run in parts.
+        CheckpointError, UnsupportedModelError: the checkpoint cannot be read or run in parts.
     """
 
     def __init__(self, directory: Path, windows: Windows, dtype: torch.dtype, scratch: Path) -> None:
@@ -43,7 +43,7 @@ class StreamedDecoder:
         self._model = describe(checkpoint)
         if checkpoint.config.get("is_encoder_decoder"):
             raise UnsupportedModelError(
-                "an encoder-decoder is no reference where memory cannot hold it", file=directory
+                "an encoder-decoder can be a reference only if it fits in memory", file=directory
             )
         self._settings = CalibrationSettings("original", group=1, dtype=dtype, buffer_directory=scratch)
         self._calibrator = Calibrator(
@@ -54,10 +54,10 @@ class StreamedDecoder:
 
     @torch.inference_mode()
     def logits(self, passed: Callable[[int, int], None]) -> Iterator[torch.Tensor]:
-        """Run all blocks, then yield the logits [B, 512, V] of batch after batch.
+        """Run all blocks, then yield the logits [B, 512, V] of each batch.
 
         Args:
-            passed: called after each layer of experts with how many are done, and how many there are.
+            passed: called after each layer of experts with the numbers of finished and of all layers.
         """
         for done, layer in enumerate(self._calibrator.layers(), 1):
             layer.keep()

@@ -1,6 +1,6 @@
-"""Tasks of lm-eval (EleutherAI's harness) on a model that is packed or not, through its Python API.
+"""Runs lm-eval tasks (EleutherAI's harness) on packed and unpacked models, through its Python API.
 
-Tasks are lm-eval's own, whose data it fetches from the hub, or YAML files of a folder, which may name local data.
+Tasks are lm-eval's own, with data from the Hub, or YAML files in a folder, which may name local data.
 """
 
 import logging
@@ -31,22 +31,22 @@ def evaluate_tasks(
     """Evaluate a model on tasks.
 
     Args:
-        directory: a model directory or id of the hub.
-        tasks: names, of groups and patterns (`mmlu_*`) too.
-        task_path: a folder with YAML files of tasks, beside lm-eval's own.
-        shots: examples before each question; None leaves it to the task.
-        limit: the most questions of a task; None asks all.
-        batch: questions at a time; one where rotary frequencies depend on the length of a sequence.
-        options: for `open_model`: dtype, mode, threads and so on.
+        directory: a model directory or Hub id.
+        tasks: names of tasks, groups or patterns (`mmlu_*`).
+        task_path: a folder with YAML task files, in addition to lm-eval's own.
+        shots: few-shot examples per question; None uses the task's default.
+        limit: maximum questions per task; None runs all.
+        batch: batch size. It is 1 if rotary frequencies depend on the length of a sequence.
+        options: arguments of `open_model`: dtype, mode, threads and so on.
 
     Returns:
-        For each task its measures by name, such as `acc` and `acc_stderr`.
+        The measures of each task by name, such as `acc` and `acc_stderr`.
 
     Raises:
-        LoadError: lm-eval is not installed, a model cannot be loaded, or a task's data cannot be had.
+        LoadError: lm-eval is not installed, a model cannot be loaded, or a task's data are not available.
         NonFiniteError: the model's logits are not finite; the message names the layer.
         TokenError: the model's embedding has no row for a token of a question.
-        ValueError: there is no such task.
+        ValueError: unknown task.
     """
     try:
         from lm_eval import evaluator
@@ -56,33 +56,33 @@ def evaluate_tasks(
         raise LoadError("tasks need lm-eval: pip install 'moepack[eval]'") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     own = None if task_path is None else fspath(task_path)
-    # Reading lm-eval's own thousands of tasks takes seconds, which a task of the folder does not need.
+    # Indexing lm-eval's thousands of tasks takes seconds, which tasks of the folder do not need.
     manager = TaskManager(include_path=own, include_defaults=own is None)
     if own is not None and not all(manager.match_tasks([name]) for name in tasks):
         manager = TaskManager(include_path=own)
     if missing := [name for name in tasks if not manager.match_tasks([name])]:
-        raise ValueError(f"there is no task '{missing[0]}'" + ("" if own is None else f", in {own} neither"))
+        raise ValueError(f"there is no task '{missing[0]}' in lm-eval" + ("" if own is None else f" or {own}"))
     model = open_model(directory, **options)
     tokenizer = open_tokenizer(directory)
-    if carried_of(model).limit is not None:  # all questions of a batch would have the frequencies of the longest
+    if carried_of(model).limit is not None:  # a batch would use the frequencies of its longest question
         batch = 1
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
     settings = {"num_fewshot": shots, "limit": limit, "task_manager": manager, "log_samples": False}
     try:
-        # The commit of the working directory goes into a field that is not used; outside of a repository, asking for it
-        # makes git write an error to the terminal.
+        # lm-eval records the commit of the working directory in a field that is not used here. Outside a repository,
+        # git would print an error to the terminal.
         quiet = patch.object(evaluator, "get_git_commit_hash", lambda: None, create=True)
         with quiet, naming(tokenizer), watching(model):
             found = evaluator.simple_evaluate(harness, tasks=manager.match_tasks(list(tasks)), **settings)
     except (OSError, ConnectionError) as error:
         reason = " ".join(str(error).split())
-        raise LoadError(f"the data of the tasks cannot be had: {reason}", file=directory) from error
+        raise LoadError(f"the data of the tasks cannot be loaded: {reason}", file=directory) from error
     assert found is not None
     return {task: _measures(figures) for task, figures in found["results"].items()}
 
 
 def _measures(figures: dict[str, Any]) -> dict[str, float]:
-    """The measures of a task: lm-eval adds the name of a filter, which says nothing where there is none."""
+    """Return the measures of a task, without the suffix that lm-eval adds for the filter "none"."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in figures.items()

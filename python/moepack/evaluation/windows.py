@@ -1,4 +1,4 @@
-"""The yardstick's text: windows of tokens, and what is predicted of them.
+"""The evaluation text: windows of tokens, and which of them are predicted.
 
 Decoders: windows of 512 tokens that do not overlap; every token but the first of a window is predicted.
 Encoder-decoders (Switch): the span corruption that T5 was trained with (15 % noise, mean span of 3 tokens, numpy's
@@ -25,20 +25,20 @@ BATCH = 8
 NOISE_DENSITY = 0.15
 MEAN_SPAN = 3
 LOGITS_BUDGET = 1 << 30
-"""Bytes of float32 logits of a batch; models with large vocabularies get smaller batches, which changes no figure."""
+"""Maximum bytes of a batch's float32 logits. Large vocabularies get smaller batches, without any effect on results."""
 
 Batch = tuple[int, dict[str, Any], torch.Tensor]
-"""Windows done after it, the model's inputs, the token that each position of the logits predicts or -1, [B, L]."""
+"""(Windows done after the batch, the model's inputs, targets [B, L] with -1 for positions to ignore)."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """A text as a tokenizer reads it.
+    """A tokenized text.
 
     Attributes:
-        ids: [N, 512], whole windows; what is left of the text is left out.
-        text: SHA-256 of the characters that were read, in hex.
-        tokens: SHA-256 of `ids`, in hex: another tokenizer gives another one.
+        ids: token ids [N, 512] of whole windows. The rest of the text is dropped.
+        text: SHA-256 of the characters, in hex.
+        tokens: SHA-256 of `ids`, in hex. It differs between tokenizers.
     """
 
     ids: NDArray[np.int64]
@@ -53,8 +53,8 @@ def read_windows(file: Path, chars: int, tokenizer: Any) -> Windows:
     """Read the first `chars` characters of a text file.
 
     Raises:
-        TextError: it cannot be read, or is not text.
-        ValueError: it is shorter than one window.
+        TextError: the file cannot be read or is not text.
+        ValueError: the text is shorter than one window.
     """
     text = read_text(file, chars)
     ids = np.array(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, np.int64)
@@ -66,13 +66,13 @@ def read_windows(file: Path, chars: int, tokenizer: Any) -> Windows:
 
 
 def batch_size(config: Any) -> int:
-    """Windows that a decoder predicts at a time."""
+    """Return the number of windows per batch for a decoder."""
     vocabulary = int(config.get_text_config().vocab_size)
     return max(1, min(BATCH, LOGITS_BUDGET // (4 * WINDOW * vocabulary)))
 
 
 def batches(config: Any, windows: Windows, tokenizer: Any) -> Iterator[Batch]:
-    """Cut windows into batches for a model of this configuration."""
+    """Yield batches of windows for a model of this configuration."""
     if config.is_encoder_decoder:
         yield from _corrupted(windows.ids, tokenizer)
         return
@@ -97,16 +97,16 @@ def _corrupted(windows: NDArray[np.int64], tokenizer: Any) -> Iterator[Batch]:
 def span_corrupt(
     ids: NDArray[np.int64], sentinels: list[int], end: int, generator: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """Cut noise spans out of a window, as T5's pre-training does (Raffel et al. 2020, section 3.1.4).
+    """Cut noise spans out of a window, as in T5's pre-training (Raffel et al. 2020, section 3.1.4).
 
     Args:
-        ids: [L], L >= 40.
-        sentinels: ids that stand for the spans, in order.
+        ids: token ids [L], L >= 40.
+        sentinels: ids of the sentinels, in order.
         end: id that ends both sequences.
-        generator: draws the lengths of noise spans first, then those of the text between them.
+        generator: draws the lengths of the noise spans first, then those of the text between them.
 
     Returns:
-        The source (text with a sentinel for each span) and the target (each sentinel with its span).
+        The source (text with a sentinel in place of each span) and the target (each sentinel followed by its span).
     """
     noise = int(len(ids) * NOISE_DENSITY)
     spans = max(1, noise // MEAN_SPAN)
@@ -122,6 +122,6 @@ def span_corrupt(
 
 
 def _partition(total: int, parts: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Split `total` into `parts` positive lengths, uniformly."""
+    """Split `total` into `parts` positive lengths, uniformly at random."""
     cuts = np.sort(generator.choice(np.arange(1, total), parts - 1, replace=False))
     return np.diff(np.concatenate([[0], cuts, [total]]))

@@ -1,8 +1,8 @@
-"""From a packed directory to what other programs read.
+"""Exports packed directories to formats that other programs read.
 
-`bf16` writes an ordinary checkpoint with dequantized weights, from any packed directory; `compressed-tensors` writes
-integers as vLLM and compressed-tensors read them (`pack-quantized`), `gguf` as llama.cpp's blocks (Q4_0, Q8_0), both
-without changing a value, and only where their layouts can hold what is packed.
+`bf16` writes an ordinary checkpoint with dequantized weights, from any packed directory. `compressed-tensors` writes
+integers in the layout `pack-quantized` of vLLM and compressed-tensors, `gguf` in the blocks of llama.cpp (Q4_0, Q8_0).
+Both keep every value exactly, and support only packed formats that fit their layouts.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ TARGETS: dict[str, Callable[[Path, Path], int]] = {
     "compressed-tensors": export_compressed_tensors,
     "gguf": export_gguf,
 }
-"""The formats by name; each is called with the packed directory and what is to be made, and returns bytes written."""
+"""Export functions by format name. Each takes the packed directory and the output, and returns the bytes written."""
 
 
 def export(
@@ -30,29 +30,29 @@ def export(
     to: str = "bf16",
     adapter: str | PathLike[str] | None = None,
 ) -> int:
-    """Write a packed directory in another format. The tensors stream: one projection of a layer is held at a time.
+    """Write a packed directory in another format. Memory holds one projection of one layer at a time.
 
     Args:
-        directory: what `moepack compress` wrote.
-        out: the directory (for `gguf` the file) to be made; it must not exist.
+        directory: a directory written by `moepack compress`.
+        out: output directory (for `gguf`, a file). It must not exist.
         to: "bf16", "compressed-tensors" or "gguf".
-        adapter: a directory of LoRA weights that peft saved; they are merged into the decoded weights (bf16 alone).
+        adapter: directory of a LoRA adapter saved by peft, merged into the decoded weights (bf16 only).
 
     Returns:
-        Bytes written.
+        Number of bytes written.
 
     Raises:
-        ValueError: there is no such format, or it takes no adapter.
-        UnsupportedModelError: the format cannot hold what is packed, or the adapter cannot be merged; says which tensor
-            and why.
-        LoadError, CorruptionError: the directory, or the adapter, cannot be read.
+        ValueError: unknown format, or an adapter with a format other than bf16.
+        UnsupportedModelError: the format cannot represent a packed tensor, or the adapter cannot be merged. The message
+            names the tensor and the reason.
+        LoadError, CorruptionError: the directory or the adapter cannot be read.
         OutputExistsError: `out` exists.
-        DiskError: the disk refused.
+        DiskError: writing failed.
     """
     if to not in TARGETS:
-        raise ValueError(f"unknown format '{to}'; there is: {', '.join(TARGETS)}")
+        raise ValueError(f"unknown format '{to}'; choose from {', '.join(TARGETS)}")
     if adapter is not None and to != "bf16":
-        raise ValueError(f"an adapter is merged into decoded weights alone (bf16); the codes of {to} stay as they are")
+        raise ValueError(f"an adapter can be merged only into decoded weights (bf16), not into the codes of {to}")
     refuse_existing(Path(out))
     if adapter is not None:
         return export_bf16(Path(directory), Path(out), Path(adapter))

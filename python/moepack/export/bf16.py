@@ -1,4 +1,4 @@
-"""An ordinary checkpoint with the values that the packed weights stand for, rounded to bfloat16."""
+"""Exports an ordinary checkpoint with the decoded weights, rounded to bfloat16."""
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
@@ -17,9 +17,9 @@ __all__ = ["export_bf16", "plain_shards"]
 
 
 def export_bf16(directory: Path, out: Path, adapter: Path | None = None) -> int:
-    """Dequantize any packed directory; arguments and errors as for `export`.
+    """Dequantize any packed directory. Arguments and errors as for `export`.
 
-    The tensors that were not packed keep their dtype; tied weights stay tied.
+    Tensors that are not packed keep their dtype. Tied weights stay tied.
     """
     source = PackedDirectory.open(directory)
     merged = None if adapter is None else Adapter(source, adapter)
@@ -35,12 +35,12 @@ def export_bf16(directory: Path, out: Path, adapter: Path | None = None) -> int:
 def plain_shards(
     source: PackedDirectory, without: Set[str] = frozenset(), adapter: Adapter | None = None
 ) -> list[Callable[[], Iterable[Entry]]]:
-    """Return what makes the tensors of each shard of the ordinary checkpoint, decoded when they are asked for.
+    """Return a function per shard of the ordinary checkpoint that decodes the tensors of the shard.
 
     Args:
         source: the packed directory.
-        without: packed tensors that are left out.
-        adapter: what is merged into them.
+        without: packed tensors to omit.
+        adapter: adapter to merge.
 
     Raises:
         CorruptionError, UnsupportedModelError: as for `experts_of`.
@@ -64,7 +64,7 @@ def _linear_entries(source: PackedDirectory, names: list[str], adapter: Adapter 
 
 
 def _dense_entries(entries: Iterable[Entry], adapter: Adapter | None) -> Iterator[Entry]:
-    """Tensors that were never packed. They are mapped unless an adapter changes them."""
+    """Yield the tensors that are not packed: mapped, unless an adapter changes them."""
     changed = {} if adapter is None else adapter.dense()
     for entry in entries:
         if adapter is None or entry.name not in changed:
@@ -74,7 +74,7 @@ def _dense_entries(entries: Iterable[Entry], adapter: Adapter | None) -> Iterato
 
 
 def _linears(source: PackedDirectory) -> list[list[str]]:
-    """Names of the packed linear layers, shard by shard."""
+    """Return the names of the packed linear layers, per shard."""
     files: dict[str, list[str]] = {}
     for name, record in source.manifest.packed().items():
         if not record.experts:
@@ -85,7 +85,7 @@ def _linears(source: PackedDirectory) -> list[list[str]]:
 def _expert_entries(
     source: PackedDirectory, layer: Experts, projections: tuple[str, ...], adapter: Adapter | None
 ) -> Iterator[Entry]:
-    """One tensor for each expert, or one that stacks them (gate above up, or as transformers' module holds them)."""
+    """Yield one tensor per expert, or one that stacks them (gate above up, or in transformers' layout)."""
     if layer.form is not None:
         values = {projection: _projection(source, layer, projection, adapter) for projection in projections}
         shape = layer.shapes[layer.form.places[projections[0]].parameter]
@@ -101,11 +101,11 @@ def _expert_entries(
 
 
 def _projection(source: PackedDirectory, layer: Experts, projection: str, adapter: Adapter | None) -> torch.Tensor:
-    """The values of a projection, `[E, R, C]` bfloat16."""
+    """Decode a projection to bfloat16, shape (E, R, C)."""
     values = projection_values(lambda name: _values(source, layer.packed[name]), layer.packed, projection)
     return (values if adapter is None else adapter.merged_experts(layer.module, projection, values)).bfloat16()
 
 
 def _values(source: PackedDirectory, name: str) -> torch.Tensor:
-    """The values of a packed tensor, `[E, R, C]` float32."""
+    """Decode a packed tensor to float32, shape (E, R, C)."""
     return torch.from_numpy(source.blob(name).dequantize())

@@ -1,8 +1,8 @@
-"""Symmetric group-wise integers as compressed-tensors stores them (`pack-quantized`), which vLLM reads.
+"""Exports symmetric group-wise integers in the layout `pack-quantized` of compressed-tensors, which vLLM reads.
 
-There a weight is `scale * (code - 2^(bits - 1))`, as here; codes of a row follow each other bit by bit in 32-bit words,
-low bits first, and a scale belongs to a group of columns or to a row. So codes and scales are copied, and every value
-stays what it was. What that layout cannot hold is refused: offsets, and groups that do not divide the row.
+There, as in moepack, a weight is `scale * (code - 2^(bits - 1))`. The codes of a row are packed bit by bit into 32-bit
+words, low bits first, and a scale belongs to a group of columns or to a row. Codes and scales are therefore copied, and
+every value is exact. Offsets and groups that do not divide the row are not supported by the layout and are rejected.
 """
 
 import re
@@ -26,7 +26,7 @@ __all__ = ["export_compressed_tensors", "pack_words"]
 
 
 def export_compressed_tensors(directory: Path, out: Path) -> int:
-    """Write a directory in `pack-quantized`; arguments and errors as for `export`."""
+    """Write a directory in `pack-quantized`. Arguments and errors as for `export`."""
     source = PackedDirectory.open(directory)
     modules = [*_modules(source)]
     groups = _groups(source, modules)
@@ -40,18 +40,18 @@ def export_compressed_tensors(directory: Path, out: Path) -> int:
 
 
 Scheme = tuple[int, int | None]
-"""Bits and group size, None for a whole row."""
+"""Bits and group size; None is one group per row."""
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """The modules in a packed tensor.
+    """The modules stored in one packed tensor.
 
     Attributes:
-        name: of the tensor.
-        paths: of the modules on disk.
-        pattern: what matches them: a path, or an expression if they are experts.
-        experts: the path of transformers' experts module, which has all experts of the layer; None for a linear layer.
+        name: name of the tensor.
+        paths: paths of the modules on disk.
+        pattern: a path, or a regular expression for experts, that matches the modules.
+        experts: path of transformers' experts module with all experts of the layer; None for a linear layer.
     """
 
     name: str
@@ -61,12 +61,12 @@ class _Packed:
 
 
 def _modules(source: PackedDirectory) -> Iterator[_Packed]:
-    """The modules of all packed tensors."""
+    """Yield the modules of all packed tensors."""
     for layer in experts_of(source):
         for projection, name in layer.packed.items():
-            _tensor(source, name)  # before names are asked for, which only stock projections have
+            _tensor(source, name)  # check first: only stock projections have names
             if layer.layout.stacked:
-                message = "compressed-tensors has a module for each expert; this architecture stacks them"
+                message = "compressed-tensors needs one module per expert, but this architecture stacks the experts"
                 raise UnsupportedModelError(message, file=source.path, tensor=name)
             count = source.manifest.tensors[name].shape[0]
             paths = [layer.name(projection, expert).removesuffix(".weight") for expert in range(count)]
@@ -80,10 +80,10 @@ def _modules(source: PackedDirectory) -> Iterator[_Packed]:
 
 
 def _groups(source: PackedDirectory, modules: list[_Packed]) -> dict[Scheme, list[str]]:
-    """Targets by their scheme, after checking that the layout holds them.
+    """Return the targets by scheme, after checking that the layout can represent them.
 
-    The experts of a layer are one target, which matches transformers' module, too: that has them all, and a target that
-    matches nothing is warned about.
+    The experts of a layer are one target that also matches transformers' module of all experts, because a target that
+    matches nothing causes a warning.
     """
     groups: dict[Scheme, dict[str | None, list[str]]] = {}
     for packed in modules:
@@ -95,7 +95,7 @@ def _groups(source: PackedDirectory, modules: list[_Packed]) -> dict[Scheme, lis
         elif columns % width:
             reason = f"groups of {width} do not divide its {columns} columns"
         if reason:
-            message = f"compressed-tensors cannot hold it: {reason}"
+            message = f"compressed-tensors cannot represent it: {reason}"
             raise UnsupportedModelError(message, file=source.path, tensor=packed.name)
         scheme = tensor.bits, None if width == columns else width
         groups.setdefault(scheme, {}).setdefault(packed.experts, []).append(packed.pattern)
@@ -103,7 +103,7 @@ def _groups(source: PackedDirectory, modules: list[_Packed]) -> dict[Scheme, lis
 
 
 def _targets(patterns: Mapping[str | None, list[str]]) -> Iterator[str]:
-    """The targets of a scheme, from patterns by the experts module."""
+    """Yield the targets of a scheme, from patterns grouped by experts module."""
     for experts, found in patterns.items():
         if experts is None:
             yield from found
@@ -114,7 +114,7 @@ def _targets(patterns: Mapping[str | None, list[str]]) -> Iterator[str]:
 def _tensor(source: PackedDirectory, name: str) -> GroupwiseTensor:
     record = source.manifest.tensors[name]
     if record.kind != GroupwiseTensor.kind:
-        message = f"only group-wise integers can be written so, not '{record.kind}'; `--to bf16` writes anything"
+        message = f"only group-wise integers can be exported to this format, not '{record.kind}'; use `--to bf16`"
         raise UnsupportedModelError(message, file=source.path, tensor=name)
     return GroupwiseTensor(source.tensor(name), file=source.path / record.file, tensor=name)
 
@@ -131,7 +131,7 @@ def _entries(source: PackedDirectory, name: str, paths: list[str]) -> Iterator[E
 
 
 def pack_words(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
-    """Pack codes `[R, C]` into words `[R, ceil(C bits / 32)]`, bit by bit, low bits first."""
+    """Pack codes of shape (R, C) into words of shape (R, ceil(C * bits / 32)), bit by bit, low bits first."""
     rows, columns = codes.shape
     stream = np.unpackbits(codes[..., None], axis=-1, count=bits, bitorder="little").reshape(rows, columns * bits)
     padded = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
@@ -139,7 +139,7 @@ def pack_words(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
 
 
 def _quantization(groups: dict[Scheme, list[str]], ignored: list[str]) -> dict[str, Any]:
-    """config.json's `quantization_config`."""
+    """Return the `quantization_config` of config.json."""
     schemes = {}
     for index, ((bits, width), targets) in enumerate(groups.items()):
         weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
@@ -155,7 +155,7 @@ def _quantization(groups: dict[Scheme, list[str]], ignored: list[str]) -> dict[s
 
 
 def _ignored(source: PackedDirectory) -> list[str]:
-    """Matrices that stay as they are: routers, gates, the head, linear layers that were not packed."""
+    """Return the matrices that are not quantized: routers, gates, the head, linear layers that are not packed."""
     records = source.manifest.tensors.items()
     return [
         name.removesuffix(".weight")

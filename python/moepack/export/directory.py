@@ -1,4 +1,4 @@
-"""Writing a Hugging Face model directory, shard by shard, published by one rename."""
+"""Writes a Hugging Face model directory shard by shard, and publishes it with one rename."""
 
 import json
 import os
@@ -24,14 +24,14 @@ __all__ = ["ModelWriter", "dense_entries", "entry_tensor", "tensor_entry"]
 
 
 class ModelWriter:
-    """A model directory in the making; leaving the context without an error publishes it."""
+    """Writes a model directory. Leaving the context without an error publishes it."""
 
     def __init__(self, source: PackedDirectory, out: Path, shards: int) -> None:
-        """Start `out`, which must not exist and gets `shards` shards.
+        """Start writing `out`, which must not exist, with `shards` shards.
 
         Raises:
-            DiskError: its place cannot be used.
-            ResumeError: it holds another command's unfinished work.
+            DiskError: the directory cannot be created.
+            ResumeError: it holds the unfinished work of another command.
         """
         self.out = Path(os.path.abspath(out))
         self.source, self.shards, self.written = source, shards, 0
@@ -62,7 +62,7 @@ class ModelWriter:
         self._total += sum(entry.nbytes for entry in entries)
 
     def finish(self, quantization: Mapping[str, Any] | None) -> int:
-        """Write config.json, the index and the small files; gives the bytes of everything.
+        """Write config.json, the index and the small files; return the total bytes written.
 
         Args:
             quantization: config.json's `quantization_config`, or None.
@@ -79,18 +79,18 @@ class ModelWriter:
 
 
 def tensor_entry(name: str, tensor: torch.Tensor) -> Entry:
-    """An entry for a tensor in memory."""
+    """Return an entry for a tensor in memory."""
     flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return Entry(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), lambda: memoryview(flat))
 
 
 def entry_tensor(entry: Entry) -> torch.Tensor:
-    """The tensor of an entry, copied."""
+    """Return a copy of an entry's tensor."""
     return torch.frombuffer(bytearray(entry.data()), dtype=DTYPES[entry.dtype]).view(entry.shape)
 
 
 def dense_entries(source: PackedDirectory) -> Iterator[list[Entry]]:
-    """The tensors that were never packed, bit for bit, mapped: a list for each shard that holds any."""
+    """Yield the mapped tensors that are not packed, one list per shard that holds any."""
     records = source.manifest.tensors
     for file in sorted({record.file for record in records.values() if not record.packed}):
         header = read_header(source.path / file, CorruptionError)
@@ -105,7 +105,7 @@ def dense_entries(source: PackedDirectory) -> Iterator[list[Entry]]:
 
 
 def _small_files(source: PackedDirectory) -> Iterator[tuple[str, bytes]]:
-    """Tokenizer, generation config, model card: what the packed directory copied from its source."""
+    """Yield the files that the packed directory copied from its source: tokenizer, generation config, model card."""
     tensors = {record.file for record in source.manifest.tensors.values()}
     for name in source.manifest.files:
         path = source.path / name

@@ -1,7 +1,7 @@
-"""An adapter that peft saved, merged into decoded weights as they are written (`export --adapter`).
+"""Merges a saved peft adapter into decoded weights while they are exported (`export --adapter`).
 
-peft reads the adapter beside a model whose weights take no memory, so the adapter alone is there. What it changes of a
-parameter is computed when the parameter's values come. Layers whose change is not known here are refused.
+peft loads the adapter onto a model whose weights take no memory, so only the adapter is in memory. A parameter is
+merged when its decoded values arrive. Adapter layers of unknown kinds are rejected.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,19 +21,19 @@ from moepack.runtime.adapters import LowRank, by_projection
 __all__ = ["Adapter"]
 
 Change = Callable[[Tensor], Tensor]
-"""Maps values of the base model to merged values, both float32."""
+"""Maps weights of the base model to merged weights, both float32."""
 
 
 class Adapter:
-    """What a saved adapter changes of a model.
+    """The changes that a saved adapter makes to a model.
 
     Args:
         source: the packed model.
-        directory: what peft's `save_pretrained` wrote.
+        directory: an adapter directory written by peft's `save_pretrained`.
 
     Raises:
-        LoadError: peft is not installed, or cannot read the adapter beside this model.
-        UnsupportedModelError: it is no LoRA, or has a layer that cannot be merged.
+        LoadError: peft is not installed, or cannot load the adapter onto this model.
+        UnsupportedModelError: the adapter is not LoRA, or has a layer that cannot be merged.
     """
 
     def __init__(self, source: PackedDirectory, directory: Path) -> None:
@@ -51,38 +51,38 @@ class Adapter:
         self._refuse_tied()
 
     def merged(self, parameter: str, values: Tensor) -> Tensor:
-        """The values of a parameter, with what the adapter changes; in their own dtype.
+        """Return the merged values of a parameter, in the dtype of `values`.
 
         Args:
-            parameter: its path in transformers' model.
-            values: of the base model.
+            parameter: path of the parameter in transformers' model.
+            values: values of the base model.
         """
         change = self._changes.pop(parameter, None)
         return values if change is None else change(values.float()).to(values.dtype)
 
     def merged_experts(self, module: str, projection: str, values: Tensor) -> Tensor:
-        """The values `[E, R, C]` of a projection of experts, with what the adapter changes."""
+        """Return the merged values of an experts projection, shape (E, R, C)."""
         factors = self._experts.pop((module, projection), None)
         return values if factors is None else torch.baddbmm(values.float(), factors.up, factors.down).to(values.dtype)
 
     def dense(self) -> Mapping[str, str]:
-        """The parameters that the adapter changes and that are stored as they are, by the names of their tensors."""
+        """Return the changed parameters that are stored unpacked, by tensor name."""
         plain = self._names.plain
         return {plain[parameter]: parameter for parameter in self._changes if parameter in plain}
 
     def finish(self) -> None:
-        """Make sure that everything has been merged.
+        """Check that all changes have been merged.
 
         Raises:
-            UnsupportedModelError: the directory has no tensor for something that the adapter changes.
+            UnsupportedModelError: the directory has no tensor for a changed parameter.
         """
         left = [*self._changes, *(f"{module}.{projection}" for module, projection in self._experts)]
         if left:
-            message = f"the adapter changes {left[0]}, which is no tensor of the packed directory by itself"
+            message = f"the adapter changes {left[0]}, which is not a separate tensor of the packed directory"
             raise UnsupportedModelError(message, file=self._path)
 
     def _read(self, base: Any, path: str, module: Any) -> None:
-        """Note what a layer of peft changes."""
+        """Record the changes of a peft layer."""
         from peft.tuners import lora
         from peft.tuners.lora.layer import ParamWrapper
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -106,7 +106,7 @@ class Adapter:
             raise UnsupportedModelError(message, file=self._path)
 
     def _read_parameter(self, path: str, module: Any) -> None:
-        """Note what the factors of a parameter change: of a router's, or of experts'."""
+        """Record the changes of a parameter's factors: a router's or the experts'."""
         name = module.parameter_name
         form = form_of(module.get_base_layer())
         for adapter in module.lora_A:
@@ -116,30 +116,30 @@ class Adapter:
             elif module.get_param().ndim == 2:
                 self._changes[f"{path}.{name}"] = _added(_product(module, adapter))
             else:
-                message = f"the adapter changes {path}.{name}, which packs no experts of a known form"
+                message = f"the adapter changes {path}.{name}, which does not hold experts of a known form"
                 raise UnsupportedModelError(message, file=self._path)
 
     def _refuse_tied(self) -> None:
         tied = self._names.tied
         for parameter in self._changes:
             if parameter in tied or parameter in tied.values():
-                message = f"the adapter changes {parameter}, which is tied to another: only one of them would change"
+                message = f"the adapter changes {parameter}, which is tied to another parameter: only one would change"
                 raise UnsupportedModelError(message, file=self._path)
 
 
 class _DenseNames:
-    """The names of the tensors that were not packed, as of a checkpoint."""
+    """The names of the unpacked tensors, with the interface of a checkpoint."""
 
     def __init__(self, source: PackedDirectory) -> None:
         self._names = [name for name, record in source.manifest.tensors.items() if not record.packed]
 
     def names(self) -> list[str]:
-        """All of them."""
+        """Return all names."""
         return self._names
 
 
 def _beside(source: PackedDirectory, directory: Path) -> Any:
-    """The model without weights, and the adapter beside it."""
+    """Load the adapter onto the model without weights."""
     try:
         from peft import PeftConfig, get_peft_model
     except ImportError as error:
@@ -148,24 +148,24 @@ def _beside(source: PackedDirectory, directory: Path) -> Any:
         config = PeftConfig.from_pretrained(str(directory))
         method = str(getattr(config.peft_type, "value", config.peft_type))
         if method != "LORA":
-            raise UnsupportedModelError(f"adapters of LoRA can be merged, this is one of {method}", file=directory)
+            raise UnsupportedModelError(f"only LoRA adapters can be merged, this one is {method}", file=directory)
         model = meta_model(source.path, source.config)
         _without_memory(model)
         model = get_peft_model(model, config)
         result = model.load_adapter(str(directory), "default", torch_device="cpu")
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise LoadError(f"peft cannot read the adapter beside this model: {reason}", file=directory) from error
-    for what, names in (("lacks", result.missing_keys), ("has, and the model does not,", result.unexpected_keys)):
+        raise LoadError(f"peft cannot load the adapter onto this model: {reason}", file=directory) from error
+    for what, names in (("lacks", result.missing_keys), ("has the unknown tensor", result.unexpected_keys)):
         if names:
-            raise LoadError(f"the adapter is another model's: it {what} {names[0]}", file=directory)
+            raise LoadError(f"the adapter belongs to another model: it {what} {names[0]}", file=directory)
     return model
 
 
 def _without_memory(model: Any) -> None:
-    """Put a model on the CPU, where peft puts adapters of its layers, with matrices of one number each.
+    """Move a meta model to the CPU, where peft puts its adapters, with matrices that hold one number each.
 
-    Vectors are NaN: those that the adapter has trained, such as biases, are numbers afterwards.
+    Vectors are filled with NaN, so that those trained by the adapter, such as biases, can be recognized afterwards.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -175,24 +175,24 @@ def _without_memory(model: Any) -> None:
 
 
 def _is_adapters(name: str) -> bool:
-    """Whether a parameter belongs to an adapter, and not to the model."""
+    """Return whether a parameter belongs to an adapter and not to the model."""
     return ".lora_" in name or ".modules_to_save." in name
 
 
 def _with_magnitude(module: Any) -> set[str]:
-    """The adapters of a layer that are DoRA's."""
+    """Return the names of a layer's DoRA adapters."""
     return {*module.lora_magnitude_vector}
 
 
 def _product(module: Any, adapter: str) -> Tensor:
-    """What an adapter adds to a matrix [R, C]."""
+    """Return the matrix that an adapter adds, shape (R, C)."""
     up, down = module.lora_B[adapter].weight.detach(), module.lora_A[adapter].weight.detach()
     product: Tensor = up.float() @ down.float() * module.scaling[adapter]
     return product
 
 
 def _linear(module: Any) -> Change:
-    """What the one adapter of a linear layer changes, DoRA's rows scaled to their magnitudes (arXiv 2402.09353)."""
+    """Return the change of a linear layer's adapter. DoRA scales rows to their magnitudes (arXiv 2402.09353)."""
     (adapter,) = module.lora_A
     product = _product(module, adapter)
     if adapter not in module.lora_magnitude_vector:

@@ -1,9 +1,9 @@
-"""What the hub calls the tensors that were packed.
+"""Finds the checkpoint names of packed tensors.
 
-A packed directory knows experts by their module in transformers' model. On disk most architectures keep a tensor for
-each expert, under names of their own; the block's path is found from its router, which was never packed. For an
-architecture without a description, the parameters of transformers' own module are written (`experts.gate_up_proj`), as
-that module holds them; its form is found in the model that transformers builds from config.json.
+A packed directory names experts by their module in transformers' model. Checkpoints of most architectures store one
+tensor per expert under other names. The path of the block is found from its router, which is never packed. For an
+architecture without a description, the parameters of transformers' own module are written (`experts.gate_up_proj`), in
+the layout of that module, which is read from the model that transformers builds from config.json.
 """
 
 import re
@@ -28,11 +28,11 @@ class Experts:
 
     Attributes:
         module: path of the module in transformers' model.
-        packed: name of the packed tensor by projection.
+        packed: packed tensor names by projection.
         block: path of the sparse block on disk.
-        layout: how the experts are stored below the block.
-        form: of transformers' module, where its parameters are written; None where the layout says how.
-        shapes: of that module's parameters.
+        layout: layout of the experts below the block.
+        form: form of transformers' module if its parameters are written; None if `layout` applies.
+        shapes: shapes of that module's parameters.
     """
 
     module: str
@@ -43,7 +43,7 @@ class Experts:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def files(self) -> Iterable[tuple[str, ...]]:
-        """The projections that are to be written together: those that share a tensor."""
+        """Return the groups of projections that share a tensor and are written together."""
         if self.form is not None:
             places = self.form.places
             return [tuple(p for p in places if places[p].parameter == name) for name in self.form.parameters]
@@ -53,17 +53,17 @@ class Experts:
         return [(projection,) for projection in names]
 
     def name(self, projection: str, expert: int) -> str:
-        """The tensor that holds a matrix of an expert."""
+        """Return the name of the tensor that holds an expert's matrix."""
         if self.form is not None:
             return f"{self.module}.{self.form.places[projection].parameter}"
         return f"{self.block}.{self.layout.template(projection).format(expert)}"
 
 
 def experts_of(source: PackedDirectory) -> list[Experts]:
-    """Find the layers of experts of a packed directory, in the order of its shards.
+    """Return the expert layers of a packed directory, in the order of its shards.
 
     Raises:
-        CorruptionError: the directory has experts whose block it does not have.
+        CorruptionError: the directory has experts without their block.
     """
     manifest, modules, beyond = source.manifest, dict[str, dict[str, str]](), set[str]()
     for name, record in manifest.packed().items():
@@ -86,21 +86,21 @@ def experts_of(source: PackedDirectory) -> list[Experts]:
 
 
 def _as_in_the_model(module: str, packed: Mapping[str, str], model: Any) -> Experts:
-    """The experts of a module of transformers, written as its parameters."""
+    """Return the experts of a transformers module, written as its parameters."""
     original = model.get_submodule(module)
     form = form_of(original)
     if form is None:
-        raise UnsupportedModelError("is a module that the installed transformers holds in another form", tensor=module)
+        raise UnsupportedModelError("has a different form in the installed transformers", tensor=module)
     shapes = {name: tuple(original.get_parameter(name).shape) for name in form.parameters}
     return Experts(module, packed, module.rpartition(".")[0], STANDARD.layouts[0], form, shapes)
 
 
 def _block(module: str, architecture: Architecture, names: Iterable[str]) -> str:
-    """The path on disk of a sparse block, from the name of its router."""
+    """Return the path of a sparse block on disk, from the name of its router."""
     parent = module.removesuffix(f".{architecture.module}.experts")
     pattern = re.compile(rf"(?P<block>{architecture.layer}\.{architecture.block})\.(?P<rest>.+)")
     for name in names:
         match = pattern.fullmatch(name)
         if match and match["block"].rpartition(".")[0] == parent and match["rest"].startswith(architecture.router):
             return match["block"]
-    raise CorruptionError("has packed experts and no router", tensor=module)
+    raise CorruptionError("has packed experts but no router", tensor=module)

@@ -1,6 +1,6 @@
-"""The packed directory: writing its files, opening it, verifying it. docs/format.md specifies every byte.
+"""Writes, opens and verifies packed directories. docs/format.md specifies every byte.
 
-`shard` writes safetensors files, `manifest` is moepack.json, `hub` the files that transformers reads, `directory` opens
+`shard` writes safetensors files, `manifest` is moepack.json, `hub` writes the files for transformers, `directory` opens
 and maps, `verification` finds damage, `atomic` publishes files. Nothing here computes on weights.
 """
 

@@ -1,8 +1,8 @@
-"""Files that appear whole or not at all.
+"""Writes files atomically.
 
 A file is written under a temporary name in its own directory, flushed to the disk and renamed; then the directory is
-flushed. Whoever is killed in between leaves at most a temporary file (`TEMPORARY`), never a short one under its name.
-Every refusal of the disk becomes a `DiskError` that names the file.
+flushed. A killed process leaves at most a temporary file (`TEMPORARY`), never a truncated file under the final name.
+Every `OSError` becomes a `DiskError` that names the file.
 """
 
 import os
@@ -15,17 +15,17 @@ from tempfile import TemporaryFile
 from moepack.errors import DiskError, MoepackError, OutputExistsError
 
 TEMPORARY = ".{name}.moepack-tmp"
-"""How a file is called while it is written. One process writes a directory at a time, so the name needs no number."""
+"""Temporary name of a file. Only one process writes a directory at a time, so the name needs no number."""
 
 
 def is_temporary(name: str) -> bool:
-    """Say whether `name` is what a killed writer left behind."""
+    """Return whether `name` is a temporary file of an interrupted write."""
     return name.startswith(".") and name.endswith(".moepack-tmp")
 
 
 @contextmanager
 def disk_errors(path: Path, action: str = "write") -> Iterator[None]:
-    """Turn the `OSError`s of the block into a `DiskError` that names `path`."""
+    """Convert an `OSError` of the block to a `DiskError` that names `path`."""
     try:
         yield
     except MoepackError:
@@ -37,20 +37,20 @@ def disk_errors(path: Path, action: str = "write") -> Iterator[None]:
 
 
 def refuse_existing(path: Path) -> None:
-    """Do nothing, unless there is something at `path`.
+    """Check that `path` does not exist.
 
     Raises:
-        OutputExistsError: there is.
+        OutputExistsError: it exists.
     """
     if os.path.lexists(path):
-        raise OutputExistsError("exists; choose another place or remove it", file=path)
+        raise OutputExistsError("exists; choose another name or remove it", file=path)
 
 
 def try_creating(path: Path) -> None:
-    """Find out whether `path` could be created, before hours of work for it. Nothing is left behind.
+    """Check that `path` can be created, before hours of work. Leaves nothing behind.
 
     Raises:
-        DiskError: the nearest directory above it that exists refuses.
+        DiskError: the nearest existing parent directory is not writable.
     """
     nearest = next(above for above in path.absolute().parents if os.path.lexists(above))
     with disk_errors(path, "create"), TemporaryFile(dir=nearest) as file:
@@ -58,7 +58,7 @@ def try_creating(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory's entries, so that a rename in it survives a power cut."""
+    """Flush a directory's entries, so that a rename in it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -68,12 +68,12 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def publish_file(path: Path) -> Iterator[FileIO]:
-    """Open a file that is renamed to `path` when the block ends well and removed when it does not.
+    """Open a file that is renamed to `path` if the block succeeds and removed if it raises.
 
-    The file is unbuffered: `write_all` hands large buffers to the kernel without a copy.
+    The file is unbuffered: `write_all` passes large buffers to the kernel without a copy.
 
     Raises:
-        DiskError: the disk refused a write, the flush or the rename.
+        DiskError: a write, the flush or the rename failed.
     """
     temporary = path.with_name(TEMPORARY.format(name=path.name))
     with disk_errors(path):
@@ -90,19 +90,19 @@ def publish_file(path: Path) -> Iterator[FileIO]:
 
 
 def write_all(file: FileIO, data: memoryview) -> None:
-    """Write every byte of `data` (flat, of bytes): an unbuffered file may take less than it is given."""
+    """Write all of `data` (a flat buffer of bytes). An unbuffered file may write less than requested."""
     while data:
         data = data[file.write(data) :]
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Publish `data` as the file `path`."""
+    """Write `data` atomically to `path`."""
     with publish_file(path) as file:
         write_all(file, memoryview(data))
 
 
 def write_inside(directory: Path, name: str, data: bytes) -> None:
-    """Publish `data` as the file `name` of a directory; `name` may lead through folders, which are made."""
+    """Write `data` atomically to the file `name` in a directory, creating the folders in `name`."""
     path = directory / name
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,13 @@
-"""A packed directory, open for reading.
+"""Opens packed directories for reading.
 
-Opening checks the manifest, that every shard is there with its size, and that its header says what the manifest says.
-No tensor is read: the packed ones are mapped (in huge pages where memory can hold them all), so they cost address space
-until a kernel touches them. Their bytes are checked by `verify` (checksums) and by the reader of each blob (structure).
-Files that a model does not need to run (a model card, a license) may be absent: transformers fetches from the hub only
-what it reads. `verify` wants them all.
+Opening checks the manifest, the existence and size of every shard, and that its header agrees with the manifest. No
+tensor is read. Packed tensors are mapped (in huge pages if memory can hold them all), so they take only address space
+until a kernel accesses them. Their bytes are checked by `verify` (checksums) and by the reader of each blob
+(structure). Files that a model does not need to run (a model card, a license) may be absent, because transformers
+downloads only the files that it reads. `verify` requires all of them.
 
-Invariant: `tensors()` are slices of read-only mappings, 64-byte aligned, inside their files. A file that is truncated
-while it is mapped kills the process when it is touched, as with any mapped file: never write into an open directory.
+Invariant: `tensors()` are slices of read-only mappings, 64-byte aligned, inside their files. Accessing a file that was
+truncated while mapped kills the process, as with any mapped file. Never write into an open directory.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,7 +35,7 @@ class PackedDirectory:
 
     Attributes:
         path: the directory.
-        manifest: what it holds.
+        manifest: the parsed manifest.
         config: the content of config.json.
     """
 
@@ -46,12 +46,12 @@ class PackedDirectory:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> "PackedDirectory":
-        """Open and validate a packed directory; tensors are mapped, not read.
+        """Open and validate a packed directory. Tensors are mapped, not read.
 
         Raises:
-            LoadError: `path` is no directory, or none that moepack wrote.
-            CorruptionError: a shard is missing, has another size or contradicts the manifest, or the directory is of a
-                format version newer than this code reads.
+            LoadError: `path` is not a directory, or not a packed one.
+            CorruptionError: a shard is missing, has a wrong size or contradicts the manifest, or the format version is
+                newer than this code supports.
         """
         path = Path(path)
         manifest = read_manifest(path)
@@ -71,11 +71,11 @@ class PackedDirectory:
         return dict(self._tensors)
 
     def tensor(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return one packed tensor; `KeyError` if there is none of that name."""
+        """Return one packed tensor; `KeyError` if it does not exist."""
         return self._tensors[name]
 
     def blob(self, name: str) -> OpenTensor:
-        """Return the packed tensor `name`, its metadata checked against the bytes and the manifest.
+        """Open the packed tensor `name`, checking its metadata against its bytes and the manifest.
 
         Raises:
             CorruptionError: the blob's header, sizes or row table contradict each other or the manifest.
@@ -87,8 +87,8 @@ def read_manifest(path: Path) -> Manifest:
     """Read and check `path`/moepack.json.
 
     Raises:
-        LoadError: there is no such directory, or no manifest in it.
-        CorruptionError: the manifest is damaged or of a newer version.
+        LoadError: the directory or its manifest does not exist.
+        CorruptionError: the manifest is damaged or has a newer version.
     """
     file = path / MANIFEST
     if not path.is_dir():
@@ -106,12 +106,12 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read `path`/config.json; `CorruptionError` if it is missing or no JSON object."""
+    """Read `path`/config.json; `CorruptionError` if it is missing or not a JSON object."""
     return read_json(path / "config.json", CorruptionError)
 
 
 def check_size(file: Path, size: int) -> None:
-    """Check that a file is there and has `size` bytes; `CorruptionError` if not."""
+    """Check that a file exists and has `size` bytes; `CorruptionError` otherwise."""
     if not file.is_file():
         raise CorruptionError("missing", file=file)
     found = file.stat().st_size
@@ -120,15 +120,15 @@ def check_size(file: Path, size: int) -> None:
 
 
 def check_listed(files: Iterable[Path], manifest: Manifest) -> None:
-    """Check that the manifest lists the files that transformers opens; `CorruptionError` names one that it does not."""
+    """Check that the manifest lists the files that transformers opens; `CorruptionError` names a file that is not."""
     for file in files:
         if file.name not in manifest.files:
-            message = f"is what transformers opens, and {MANIFEST} does not list it: it is of another model, remove it"
+            message = f"is what transformers opens, but {MANIFEST} does not list it: it is of another model, remove it"
             raise CorruptionError(message, file=file)
 
 
 def check_header(file: Path, manifest: Manifest) -> Header:
-    """Read a shard's header and compare it with the manifest; `CorruptionError` names what differs."""
+    """Read a shard's header and compare it with the manifest; `CorruptionError` names the first difference."""
     header = read_header(file, CorruptionError)
     expected = {name: record for name, record in manifest.tensors.items() if record.file == file.name}
     for name in sorted(header.tensors.keys() ^ expected.keys()):
@@ -140,12 +140,13 @@ def check_header(file: Path, manifest: Manifest) -> Header:
         if (DTYPE_NAMES[info.dtype], info.shape, info.nbytes) != (record.dtype, shape, record.nbytes):
             raise CorruptionError("dtype, shape or size differ from the manifest's", file=file, tensor=name)
         if record.packed and info.offset % ALIGNMENT:
-            raise CorruptionError(f"starts at byte {info.offset}, no multiple of {ALIGNMENT}", file=file, tensor=name)
+            message = f"starts at byte {info.offset}, which is not a multiple of {ALIGNMENT}"
+            raise CorruptionError(message, file=file, tensor=name)
     return header
 
 
 def map_tensors(file: Path, header: Header, names: list[str], *, huge: bool = True) -> dict[str, npt.NDArray[np.uint8]]:
-    """Map the bytes of some tensors of a shard, read-only, in huge pages; `CorruptionError` if the file refuses."""
+    """Map the bytes of some tensors of a shard read-only; `CorruptionError` if the file cannot be mapped."""
     if not names:
         return {}
     try:
@@ -157,7 +158,7 @@ def map_tensors(file: Path, header: Header, names: list[str], *, huge: bool = Tr
 
 
 def open_blob(data: npt.NDArray[np.uint8], name: str, record: TensorRecord, path: Path) -> OpenTensor:
-    """Parse a packed blob (metadata only) and compare it with its record; `CorruptionError` says what is wrong."""
+    """Parse a packed blob's metadata and compare it with its record; `CorruptionError` if they differ."""
     file = path / record.file
     if record.kind not in kinds():
         raise CorruptionError(f"unknown kind of packed tensor '{record.kind}'", file=file, tensor=name)

@@ -1,14 +1,14 @@
-"""The header of a safetensors file, read as untrusted bytes.
+"""Reads the header of a safetensors file as untrusted bytes.
 
-A safetensors file is `u64 length | JSON header | data`. Everything else in moepack trusts what this module returns, so
-nothing is believed before it is checked:
+A safetensors file is `u64 length | JSON header | data`. All other code trusts the result of this module, so everything
+is checked here:
 
-* the header's length is at most `MAX_HEADER` and lies inside the file before a byte of it is read;
+* the header's length is at most `MAX_HEADER` and inside the file, before the header is read;
 * the JSON is one object without duplicate keys; names, dtypes, shapes and offsets have their types;
 * sorted by offset, the tensors tile the data exactly: no hole, no overlap, nothing after the last one;
 * each tensor's byte range is its element count times its dtype's size.
 
-So a slice built from a `TensorInfo` never leaves the file, and a truncated file is found before any tensor is read.
+A slice built from a `TensorInfo` is therefore inside the file, and truncation is detected before a tensor is read.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from moepack.format.regular import IS_POINTER, open_regular, parse_json
 __all__ = ["DTYPES", "MAX_HEADER", "Header", "TensorInfo", "read_header", "stamp_of"]
 
 MAX_HEADER = 100_000_000
-"""Largest accepted JSON header in bytes; the limit that the safetensors library sets."""
+"""Largest accepted JSON header in bytes, as in the safetensors library."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -48,24 +48,24 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""Names of dtypes in a header, and what torch calls them. Sub-byte dtypes are not accepted."""
+"""Maps safetensors dtype names to torch dtypes. Sub-byte dtypes are not accepted."""
 
 
 _LFS_POINTER = b"version "
-"""How the small text begins that a clone without git-lfs has in the place of a large file; as a length, too large."""
+"""First bytes of a git-lfs pointer file. As a header length, they would be too large."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies.
+    """The place of a tensor.
 
     Attributes:
-        name: its name in the file.
-        shape: its dimensions.
-        dtype: its element type.
-        file: the file that holds it.
-        offset: first byte, counted from the beginning of the file.
-        nbytes: its size in bytes.
+        name: name in the file.
+        shape: dimensions.
+        dtype: element type.
+        file: the file that holds the tensor.
+        offset: offset of the first byte from the start of the file.
+        nbytes: size in bytes.
     """
 
     name: str
@@ -85,8 +85,8 @@ class Header:
         size: the file's size in bytes.
         tensors: the tensors by name, in the order of their data.
         metadata: the free-form strings under `__metadata__`.
-        digest: SHA-256 of the length and the JSON, in hexadecimal.
-        stamp: what the file system says of the file, which a later write changes (`stamp_of`).
+        digest: SHA-256 hex digest of the length and the JSON.
+        stamp: file system stamp that changes with a later write (`stamp_of`).
     """
 
     file: Path
@@ -98,7 +98,7 @@ class Header:
 
 
 def stamp_of(stream: BinaryIO) -> str:
-    """Return size, time of the last write and inode of an open file."""
+    """Return size, modification time and inode of an open file."""
     status = os.fstat(stream.fileno())
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
 
@@ -108,7 +108,7 @@ def read_header(file: Path, error: type[MoepackError] = CheckpointError) -> Head
 
     Args:
         file: a safetensors file.
-        error: the class to raise, for readers of other directories than source checkpoints.
+        error: the exception class to raise.
 
     Raises:
         error: the file cannot be opened, is truncated, or contradicts the format.
@@ -130,7 +130,7 @@ def read_header(file: Path, error: type[MoepackError] = CheckpointError) -> Head
 
 
 def _read_json_bytes(stream: BinaryIO, size: int, file: Path, error: type[MoepackError]) -> bytes:
-    """The 8 bytes of the length and the JSON behind them."""
+    """Return the 8 bytes of the length and the JSON after them."""
     prefix = stream.read(8)
     if len(prefix) < 8:
         raise error(f"truncated: {size} bytes, a safetensors file has at least 8", file=file)
@@ -155,7 +155,7 @@ def _is_size(value: object) -> bool:
 
 
 def _tensor_info(name: str, field: object, start: int, file: Path, error: type[MoepackError]) -> TensorInfo:
-    """Check one entry of the header; `start` is where the data begin."""
+    """Check one entry of the header. `start` is the offset of the data."""
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
         raise error("the header's entry needs exactly dtype, shape and data_offsets", file=file, tensor=name)
     dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
@@ -177,7 +177,7 @@ def _tensor_info(name: str, field: object, start: int, file: Path, error: type[M
 
 
 def _check_tiling(infos: list[TensorInfo], start: int, size: int, file: Path, error: type[MoepackError]) -> None:
-    """The tensors, sorted by offset, cover the data from `start` to `size` without holes or overlaps."""
+    """Check that the tensors, sorted by offset, cover the data from `start` to `size` without holes or overlaps."""
     position = start
     for info in infos:
         if info.offset != position:

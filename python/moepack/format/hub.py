@@ -1,7 +1,7 @@
-"""The files that make a packed directory a Hugging Face model directory: config.json and the index of the shards.
+"""Writes the Hugging Face files of a packed directory: config.json and the index of the shards.
 
-`quantization_config` in config.json tells transformers who loads the experts, and the loader which modules are packed
-with which shapes, so that it can lay out the model before it reads a tensor.
+`quantization_config` in config.json names moepack as the loader for transformers. It lists the packed modules with
+their shapes, so that the loader can build the model before it reads a tensor.
 """
 
 import json
@@ -13,25 +13,24 @@ from moepack.format.manifest import VERSION, Manifest, TensorRecord
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-"""The configuration of an adapter (peft); where it lies, transformers applies the adapter's weights beside it."""
+"""The configuration of a peft adapter. If it is present, transformers applies the adapter in the same directory."""
 PREDICTORS = "predictors.safetensors"
-"""What guesses which experts a layer will choose; it belongs to no tensor of the model."""
+"""Weights of the predictors for expert prefetching. They are not part of the model."""
 QUANT_METHOD = "moepack"
 
 
 def shard_name(number: int, count: int) -> str:
-    """Return the name of shard `number` (from 1) of `count`, as transformers spells it."""
+    """Return the name of shard `number` (from 1) of `count` in transformers' convention."""
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def quantization_config(
     method: str, settings: Mapping[str, Any], tensors: Mapping[str, TensorRecord]
 ) -> dict[str, Any]:
-    """Return config.json's `quantization_config`: method, settings, and the packed modules.
+    """Return the `quantization_config` of config.json: method, settings, and the packed modules.
 
-    `packed` maps the module path of each experts module to its projections and their shapes [experts, rows, columns],
-    and the path of each packed linear layer to {"weight": [rows, columns]}; experts that the
-    model does not have are not among them.
+    `packed` maps the path of each experts module to its projections and their shapes [experts, rows, columns], and the
+    path of each packed linear layer to {"weight": [rows, columns]}. It omits experts that the model does not have.
     """
     packed: dict[str, dict[str, list[int]]] = {}
     for record in tensors.values():
@@ -41,19 +40,19 @@ def quantization_config(
 
 
 def config_bytes(source: Mapping[str, Any], quantization: Mapping[str, Any]) -> bytes:
-    """Return the text of config.json: the source's with `quantization_config` added."""
+    """Return the bytes of config.json: the source's with `quantization_config` added."""
     return _dump({**source, "quantization_config": dict(quantization)})
 
 
 def index_bytes(tensors: Mapping[str, TensorRecord]) -> bytes:
-    """Return the text of the index: which shard holds which tensor."""
+    """Return the bytes of the index, which maps tensors to shards."""
     total = sum(record.nbytes for record in tensors.values())
     weight_map = {name: record.file for name, record in tensors.items()}
     return _dump({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def contradictions(manifest: Manifest, config: Mapping[str, Any], index: Mapping[str, Any]) -> dict[str, str]:
-    """Compare config.json and the index with the manifest; return what is wrong by file name."""
+    """Compare config.json and the index with the manifest; return the errors by file name."""
     found = {}
     if config.get("quantization_config") != quantization_config(manifest.method, manifest.settings, manifest.tensors):
         found[CONFIG] = "quantization_config contradicts the manifest"

@@ -1,8 +1,8 @@
-"""The manifest `moepack.json`: what a packed directory holds, where, and with which checksums.
+"""The manifest `moepack.json`: the contents of a packed directory with checksums.
 
-It is the root of trust of `verify`: it lists every other file with size and SHA-256, and carries the SHA-256 of its own
-canonical text. The text is canonical (sorted keys, one indentation, one final newline) and a reader refuses any other
-spelling, so no bit of it is free to change.
+It is the root of trust of `verify`. It lists every other file with size and SHA-256, and contains the SHA-256 of its
+own canonical text. The text is canonical (sorted keys, fixed indentation, one final newline), and readers reject any
+other form, so every bit is protected.
 """
 
 import hashlib
@@ -25,16 +25,16 @@ T = TypeVar("T")
 MANIFEST = "moepack.json"
 FORMAT = "moepack"
 VERSION = 1
-"""Version of the packed directory that this code writes, and the newest that it reads."""
+"""Format version that this code writes, and the newest that it reads."""
 
 MAX_MANIFEST = 1 << 28
-"""Longest manifest in bytes that is read: some 700,000 tensors."""
+"""Largest accepted manifest in bytes, enough for about 700,000 tensors."""
 
 DENSE = "dense"
 BEYOND = "beyond"
-"""The detail of packed experts whose layer transformers' model does not have."""
+"""The detail that marks packed experts of layers outside transformers' model."""
 RESIDUALS = "residuals"
-"""The projection of records that hold what finer values add to coarse projections."""
+"""The projection that stores residuals by channels, which are added to gate rows and down columns."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class TensorRecord:
         file: name of the safetensors file that holds it.
         kind: `dense` (copied from the source, dtype and shape as in the file) or a packed kind such as `ternary`.
         dtype: safetensors dtype of a dense tensor; `U8` for packed ones.
-        shape: shape in elements; of a packed tensor the shape of the weights it stands for: [experts, rows, columns],
-            or [rows, columns] of a linear layer outside the experts.
+        shape: shape in elements. For a packed tensor, the shape of its weights: [experts, rows, columns], or
+            [rows, columns] for a linear layer outside the experts.
         nbytes: bytes in the file.
-        crc32: of those bytes. Finds the tensor at fault; the file's SHA-256 is what counts.
-        module, projection: of a packed tensor: module path of the experts in transformers, and which of its matrices;
-            of a linear layer its path and "weight".
-        source_bytes: of a packed tensor: bytes of the same weights in the source checkpoint.
-        details: of a packed tensor: what its method tells about it (`code`, `nonzeros` for ternary).
+        crc32: CRC-32 of those bytes. It locates damage; the file's SHA-256 is authoritative.
+        module, projection: for a packed tensor, the module path in transformers and the projection; "weight" for a
+            linear layer.
+        source_bytes: for a packed tensor, the bytes of its weights in the source checkpoint.
+        details: for a packed tensor, details given by its method (`code`, `nonzeros` for ternary).
     """
 
     file: str
@@ -68,26 +68,26 @@ class TensorRecord:
 
     @property
     def packed(self) -> bool:
-        """Whether the tensor is a packed one."""
+        """Whether the tensor is packed."""
         return self.kind != DENSE
 
     @property
     def beyond(self) -> bool:
-        """Whether it is packed experts of a layer that transformers' model does not have."""
+        """Whether the tensor holds packed experts of a layer outside transformers' model."""
         return bool(self.details.get(BEYOND))
 
     @property
     def experts(self) -> bool:
-        """Whether it is a packed tensor that holds experts; a linear layer is one matrix."""
+        """Whether the tensor holds packed experts, and not a single matrix."""
         return self.packed and len(self.shape) == 3
 
     @property
     def weights(self) -> int:
-        """Weights that it stands for; none where it refines other tensors, which stand for them already."""
+        """Number of weights; zero for residuals, whose weights the coarse tensors already count."""
         return 0 if self.projection == RESIDUALS else math.prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as the manifest spells it: fields of packed tensors only where they apply."""
+        """Return the record for the manifest. Fields of packed tensors are omitted for dense ones."""
         names = ["file", "kind", "dtype", "nbytes", "crc32"]
         names += ["module", "projection", "source_bytes"] if self.packed else []
         record: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -98,7 +98,7 @@ class TensorRecord:
 
     @classmethod
     def from_json(cls, record: Any) -> "TensorRecord":
-        """Check and convert a record; `ValueError` says what is wrong with it."""
+        """Check and convert a record; `ValueError` describes the error."""
         record = _object(record, "a tensor's record")
         packed = record.get("kind") != DENSE
         text = ["file", "kind", "dtype", *(["module", "projection"] if packed else [])]
@@ -131,7 +131,7 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, record: Any) -> "FileRecord":
-        """Check and convert a record; `ValueError` says what is wrong with it."""
+        """Check and convert a record; `ValueError` describes the error."""
         record = _object(record, "a file's record")
         _expect_keys(record, {"size", "sha256"})
         _expect(_is_sizes([record["size"]]), "size must be a non-negative integer")
@@ -146,12 +146,12 @@ class Manifest:
 
     Attributes:
         method: name of the compression method.
-        settings: its settings, JSON values.
+        settings: settings of the method, as JSON values.
         architecture: `model_type` of the source model.
         fingerprint: identity of the job that made the directory: model, method, settings and versions.
         tensors: every tensor by name.
         files: every file of the directory by name, except the manifest itself.
-        version: of the format.
+        version: format version.
     """
 
     method: str
@@ -185,10 +185,10 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, file: str | PathLike[str]) -> "Manifest":
-        """Read a manifest from its bytes.
+        """Parse a manifest.
 
         Raises:
-            CorruptionError: the text is damaged, contradicts itself, or is of a newer version than this code reads.
+            CorruptionError: the text is damaged or inconsistent, or has a newer version than this code supports.
         """
         try:
             content = parse_json(data, Path(file), CorruptionError)
@@ -201,7 +201,7 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise CorruptionError(str(error), file=file) from error
         if manifest.to_bytes() != data:
-            raise CorruptionError("the manifest is not in its canonical spelling", file=file)
+            raise CorruptionError("the manifest is not in canonical form", file=file)
         return manifest
 
     @classmethod
@@ -217,7 +217,7 @@ class Manifest:
         for name in files:
             _expect_safe_name(name)
         for name, record in tensors.items():
-            _expect("/" not in record.file, f"tensor '{name}' is in '{record.file}', which is no plain file name")
+            _expect("/" not in record.file, f"tensor '{name}' is in '{record.file}', which is not a plain file name")
             _expect(record.file in files, f"tensor '{name}' is in '{record.file}', which files does not list")
         known = {name: content[name] for name in ("method", "settings", "architecture", "fingerprint", "version")}
         return cls(**known, tensors=tensors, files=files)
@@ -243,7 +243,7 @@ def _dump(content: dict[str, Any]) -> bytes:
 
 
 def _expect_safe_name(name: str) -> None:
-    """A listed file must not lead out of the directory, nor be the manifest itself."""
+    """Check that a listed file is inside the directory and not the manifest itself."""
     _expect(name != MANIFEST and is_safe_name(name), f"bad file name {name!r}")
 
 
@@ -265,7 +265,7 @@ def _expect_keys(record: dict[str, Any], names: set[str]) -> None:
 
 
 def _is_sizes(value: Any) -> bool:
-    """Say whether `value` is a list of integers that fit a signed 64-bit size."""
+    """Return whether `value` is a list of non-negative integers that fit into 63 bits."""
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
 
 

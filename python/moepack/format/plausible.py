@@ -1,7 +1,7 @@
-"""How large a model config.json may claim to be: no larger than its files can hold.
+"""Checks that config.json describes a model no larger than its files can hold.
 
-Numbers of layers and experts and widths decide how much is built and allocated before the first tensor is compared with
-anything. A layer has a tensor at least, and an expert some bytes, so the files that are there bound them.
+The numbers of layers and experts and the widths determine allocations before the first tensor is checked. A layer has
+at least one tensor and an expert some bytes, so the existing files bound these numbers.
 """
 
 import re
@@ -14,13 +14,13 @@ from moepack.errors import MoepackError
 __all__ = ["SMALL", "check_config"]
 
 EXPERT_BYTES = 64
-"""Bytes that an expert takes at least, however it is stored."""
+"""Minimum bytes of an expert in any format."""
 
 SMALL = 1 << 20
-"""Widths, and bytes of files, that are never too large or too small: a model of so few values costs next to nothing."""
+"""Widths and file sizes up to this value are always accepted, because such a small model costs almost nothing."""
 
 _NO_SIZES = ("quantization_config", "rope_parameters", "rope_scaling")
-"""Settings inside which nothing is a size."""
+"""Settings that contain no sizes."""
 
 _KINDS = {
     "layers": re.compile(r"(?:n|num|encoder|decoder)(?:_\w+)?_layers"),
@@ -30,17 +30,17 @@ _KINDS = {
 
 
 def check_config(config: Mapping[str, Any], tensors: int, nbytes: int, file: Path, error: type[MoepackError]) -> None:
-    """Hold a model's configuration against its files.
+    """Check a model's configuration against its files.
 
     Args:
         config: the content of config.json.
-        tensors: how many tensors the files hold.
-        nbytes: the size of the files in bytes.
-        file: where the configuration is from, for the error.
-        error: the class to raise.
+        tensors: number of tensors in the files.
+        nbytes: size of the files in bytes.
+        file: path of the configuration, for the error.
+        error: the exception class to raise.
 
     Raises:
-        error: a number of layers or experts or a width is no whole number, negative, or more than the files can hold.
+        error: a number of layers or experts or a width is not an integer, negative, or more than the files can hold.
     """
     nbytes = max(nbytes, SMALL)
     most = {"layers": tensors, "experts": nbytes // EXPERT_BYTES, "width": nbytes}
@@ -57,7 +57,7 @@ def check_config(config: Mapping[str, Any], tensors: int, nbytes: int, file: Pat
 
 
 def _claims(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Key, kind and value of every size in a configuration and the configurations inside it."""
+    """Yield key, kind and value of every size in a configuration and its nested configurations."""
     for key, value in config.items():
         if isinstance(value, dict) and key not in _NO_SIZES:
             yield from _claims(value)

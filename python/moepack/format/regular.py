@@ -1,7 +1,7 @@
-"""Files that come from elsewhere, opened with care: only regular ones, and JSON only up to a size.
+"""Opens untrusted files safely: only regular files, and JSON only up to a size limit.
 
-A name may stand for a pipe, which keeps whoever opens it waiting, for a device without an end, for a file that is
-mostly holes and larger than the memory, or for a link to a file of this machine that is none of the model's.
+A name may refer to a pipe, which blocks the reader, an endless device, a sparse file larger than memory, or a link to a
+file outside the model.
 """
 
 import errno
@@ -18,46 +18,46 @@ from moepack.errors import CheckpointError, MoepackError
 __all__ = ["IS_POINTER", "MAX_JSON", "is_pointer", "leads_out", "open_regular", "parse_json", "read_json"]
 
 MAX_JSON = 256 << 20
-"""Largest accepted JSON file in bytes; the index of a model of 10^6 tensors has about half of it."""
+"""Largest accepted JSON file in bytes. The index of a model with 10^6 tensors takes about half of it."""
 
 IS_POINTER = "is a pointer of git-lfs, not the file: `git lfs pull` fetches it"
-"""What is said of a file that a clone without git-lfs does not have."""
+"""Error message for a git-lfs pointer file."""
 
 _POINTER = b"version https://git-lfs"
-"""How the small text begins that lies in such a file's place."""
+"""First bytes of a git-lfs pointer file."""
 
 
 def open_regular(file: str | PathLike[str]) -> BufferedReader:
     """Open a file for reading.
 
     Raises:
-        OSError: it cannot be opened, or is a pipe, a device or a directory.
+        OSError: the file cannot be opened, or is a pipe, a device or a directory.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file")
+        raise OSError(errno.EINVAL, "not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
 def is_pointer(file: Path) -> bool:
-    """Say whether a file is what git-lfs leaves in the place of one that it has not fetched.
+    """Return whether a file is a git-lfs pointer.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with open_regular(file) as stream:
         return stream.read(len(_POINTER)) == _POINTER
 
 
 def leads_out(file: Path, root: Path | None = None) -> bool:
-    """Say whether a file is a link to something outside its model's directory.
+    """Return whether a file is a link that leaves its model's directory.
 
-    Links of a snapshot in the hub's cache, `models--NAME/snapshots/REVISION/FILE`, to `models--NAME/blobs` are not.
+    Links of a snapshot in the Hub's cache, `models--NAME/snapshots/REVISION/FILE`, to `models--NAME/blobs` do not.
 
     Args:
         file: the file.
-        root: the model's directory; None means the directory that the file is in.
+        root: the model's directory; None means the file's directory.
     """
     if not file.is_symlink():
         return False
@@ -72,7 +72,7 @@ def read_json(file: Path, error: type[MoepackError]) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        error: the file is missing, cannot be read, is no regular file, larger than `MAX_JSON`, or no JSON object.
+        error: the file is missing, unreadable, not a regular file, larger than `MAX_JSON`, or not a JSON object.
     """
     try:
         with open_regular(file) as stream:
@@ -87,10 +87,10 @@ def read_json(file: Path, error: type[MoepackError]) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes, file: Path, error: type[MoepackError] = CheckpointError) -> dict[str, Any]:
-    """Parse `raw` as one JSON object without duplicate keys; `file` is named in the error.
+    """Parse `raw` as one JSON object without duplicate keys. Errors name `file`.
 
     Raises:
-        error: the bytes are no such object.
+        error: the bytes are not such an object.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

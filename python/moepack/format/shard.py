@@ -1,11 +1,11 @@
-"""A writer of safetensors files that streams, aligns and hashes.
+"""Writes safetensors files with streaming, alignment and hashing.
 
-Why not the safetensors package: its writers take all tensors at once, and the packed blobs must start at multiples of
-64 bytes, because kernels read them in place from the mapped file.
+The writers of the safetensors package need all tensors at once and do not align them. Packed blobs must start at
+multiples of 64 bytes, because kernels read them in place from the mapped file.
 
 Invariants of a written file: the data begin at a multiple of 64 (the header is padded with spaces); packed blobs, whose
-lengths are multiples of 64, come first, so each starts aligned; the other tensors follow by falling element size, so
-each is aligned to its elements; the same entries give the same bytes.
+lengths are multiples of 64, come first and are therefore aligned; the other tensors follow by decreasing element size
+and are therefore aligned to their elements; equal entries give equal bytes.
 """
 
 import hashlib
@@ -24,20 +24,20 @@ from moepack.format.header import DTYPES
 ALIGNMENT = 64
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""What safetensors calls torch's dtypes."""
+"""Maps torch dtypes to safetensors names."""
 
 _CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written.
+    """A tensor to write.
 
     Attributes:
         dtype: safetensors name of the element type.
-        data: gives the tensor's bytes, little-endian and C-contiguous, as a flat buffer; called once, when the writer
-            reaches the tensor, so that no more than one needs to be in memory.
-        packed: a packed blob: placed first and 64-byte aligned.
+        data: returns the tensor's bytes, little-endian and C-contiguous, as a flat buffer. It is called once, when the
+            writer reaches the tensor, so that only one tensor needs to be in memory.
+        packed: whether the tensor is a packed blob, which is placed first and 64-byte aligned.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes that dtype and shape imply."""
+        """Size in bytes, from dtype and shape."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """What was written: the file's size in bytes, its SHA-256 (hex) and the CRC-32 of each tensor."""
+    """A written file: its size in bytes, its SHA-256 (hex) and the CRC-32 of each tensor."""
 
     size: int
     sha256: str
@@ -78,11 +78,11 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 
 
 def write_shard(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> WrittenShard:
-    """Publish `entries` as the safetensors file `path`.
+    """Write `entries` atomically to the safetensors file `path`.
 
     Raises:
-        DiskError: the disk refused.
-        ValueError: a packed blob's length is no multiple of 64, or an entry's data have another length than it said.
+        DiskError: writing failed.
+        ValueError: a packed blob's length is not a multiple of 64, or an entry's data have a wrong length.
     """
     ordered = sorted(entries, key=_order)
     if any(entry.packed and entry.nbytes % ALIGNMENT for entry in ordered):
@@ -99,7 +99,7 @@ def write_shard(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str
 
 
 def _write_tensor(file: FileIO, entry: Entry, update: Callable[[memoryview], None]) -> int:
-    """Write one tensor in chunks (hashing while the chunk is in the cache); return its CRC-32."""
+    """Write one tensor in chunks, hashing each chunk while it is in the cache; return its CRC-32."""
     data, crc32 = entry.data(), 0
     if data.nbytes != entry.nbytes:
         raise ValueError(f"tensor '{entry.name}' has {data.nbytes} bytes, its shape says {entry.nbytes}")

@@ -1,12 +1,12 @@
-"""Side files: what a model directory holds beside its weights, and which of it may change once it is packed.
+"""Side files: the files of a model directory besides its weights, and which of them may change after packing.
 
-Tokenizers and processors save many files, some of them in folders, under names that differ between models and releases.
-So the rule names no files: whatever is small and holds no weights belongs to the model and goes where the model goes.
-A folder belongs to it as a whole or not at all: one with weights in it is another model (`original/`, `onnx/`,
+Tokenizers and processors save many files, some in folders, under names that differ between models and releases. The
+rule therefore lists no names: every small file without weights belongs to the model and is copied with it. A folder
+belongs to it completely or not at all: a folder with weights is another model (`original/`, `onnx/`,
 `checkpoint-500/`).
 
-What people read, and how prompts are written and answers drawn, is their affair: a packed directory may gain a model
-card, or have its chat template edited. Weights, configuration, index and vocabulary stay as they were packed.
+Documentation, prompt templates and sampling settings may be edited: a packed directory may gain a model card, or have
+its chat template changed. Weights, configuration, index and vocabulary must not change.
 
 Invariant: the name of a side file is its path below the directory, with `/` between folders.
 """
@@ -21,13 +21,13 @@ from moepack.format.regular import leads_out
 __all__ = ["SideFile", "files_below", "is_editable", "is_safe_name", "is_small", "may_hold_weights", "side_names"]
 
 EDITABLE = ("*.md", "*.jinja", "generation_config.json", "tokenizer_config.json", "LICENSE*", "NOTICE*")
-"""Files that may differ from what the manifest says of them, or be missing."""
+"""Files that may differ from the manifest or be missing."""
 
 LARGEST = 64 << 20
 """Largest side file, and largest folder of side files, in bytes."""
 
 MOST = 1000
-"""The most files of a folder of side files."""
+"""Maximum number of files in a folder of side files."""
 
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"),
@@ -40,10 +40,10 @@ _DEBRIS = (".incomplete", ".lock")
 
 @dataclass(frozen=True)
 class SideFile:
-    """A side file that is not as it was packed.
+    """A side file that changed after packing.
 
     Attributes:
-        file: its name, inside the directory.
+        file: name of the file, relative to the directory.
         change: "added", "changed" or "missing".
     """
 
@@ -55,29 +55,29 @@ class SideFile:
 
 
 def may_hold_weights(name: str) -> bool:
-    """Say whether a file's name ends as names of weights do, or of indices that say where weights are."""
+    """Return whether a file has the suffix of a weight file or of an index of weights."""
     return name.endswith(_WEIGHTS)
 
 
 def is_small(file: Path) -> bool:
-    """Say whether a file is a side file: a small one without weights."""
+    """Return whether a file is small and holds no weights."""
     return file.is_file() and not may_hold_weights(file.name) and file.stat().st_size <= LARGEST
 
 
 def is_editable(name: str) -> bool:
-    """Say whether a file may differ from what the manifest says of it."""
+    """Return whether a file may differ from the manifest."""
     return any(fnmatch(name, pattern) for pattern in EDITABLE)
 
 
 def is_safe_name(name: str) -> bool:
-    """Say whether a name stays inside the directory: plain names of folders and of a file, with `/` between them."""
+    """Return whether a name stays inside the directory: plain folder and file names, separated by `/`."""
     return not set(name) & set("\\\0") and all(part not in ("", ".", "..") for part in name.split("/"))
 
 
 def side_names(entry: Path) -> list[str]:
-    """The names of the side files that an entry of a model directory is or holds; empty for what is none.
+    """Return the names of the side files in an entry (file or folder) of a model directory; empty if there are none.
 
-    What downloads leave is none; it is passed over in a folder, as are hidden files and compiled Python.
+    Temporary files of downloads, hidden files and compiled Python files are skipped.
 
     Raises:
         OSError: a folder cannot be listed.
@@ -96,7 +96,7 @@ def side_names(entry: Path) -> list[str]:
 
 
 def files_below(folder: Path) -> list[str]:
-    """The names of all files in a folder of a model directory, sorted; no link to another folder is followed.
+    """Return the names of all files in a folder of a model directory, sorted. Links to folders are not followed.
 
     Raises:
         OSError: a folder cannot be listed.

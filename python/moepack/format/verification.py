@@ -1,15 +1,15 @@
-"""`verify`: find any damage to a packed directory, down to one flipped bit.
+"""`verify`: finds any damage to a packed directory, down to one flipped bit.
 
-Three passes, each of which runs even when one before it found something:
-1. every byte of every file against the SHA-256 in the manifest (the manifest against its own checksum); where a file
-   differs, the CRC-32 of its tensors says which one;
-2. every shard's header, config.json and the index against the manifest;
-3. every packed tensor decoded: each offset, length and code.
+There are three passes, all of which always run:
+1. compare every byte of every file with the SHA-256 in the manifest (the manifest with its own checksum); if a file
+   differs, the CRC-32 of its tensors locates the damage;
+2. compare every shard's header, config.json and the index with the manifest;
+3. decode every packed tensor: each offset, length and code.
 
-The first pass finds every accident. The third also finds what a faulty writer would have recorded as sound.
+The first pass finds all accidental damage. The third also finds errors of a faulty writer.
 
 Files that neither weights nor vocabulary depend on (a model card, a chat template, a license) may be added, edited or
-removed: they are listed apart, as side files, and are no damage.
+removed. They are listed separately as side files and do not count as damage.
 """
 
 import hashlib
@@ -30,20 +30,20 @@ from moepack.format.side import SideFile, files_below, is_editable, is_small, si
 from moepack.mapping import map_file
 
 TRANSPORT = frozenset({".gitattributes", ".git", ".cache"})
-"""What the hub and git add to a directory that they carry; nothing reads it, so it is no fault."""
+"""Entries that the Hub and git add to a directory. Nothing reads them, so they are not faults."""
 
 _CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A place where a directory is damaged.
+    """Damage at one place of a directory.
 
     Attributes:
-        file: name of the file, inside the directory.
-        what: what is wrong with it.
-        tensor: name of the tensor at fault, or None.
-        offset: first byte of that tensor in the file, or None.
+        file: name of the file, relative to the directory.
+        what: description of the damage.
+        tensor: name of the damaged tensor, or None.
+        offset: offset of that tensor in the file, or None.
     """
 
     file: str
@@ -59,14 +59,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         path: the directory.
-        faults: in the order found; empty if it is sound.
-        side: side files that changed since the directory was packed; no fault.
-        files: files read, the manifest included.
-        tensors: packed tensors decoded.
+        faults: the faults in the order found; empty if the directory is intact.
+        side: side files that changed after packing. They are not faults.
+        files: number of files read, including the manifest.
+        tensors: number of packed tensors decoded.
         nbytes: bytes read.
         seconds: time taken.
     """
@@ -81,7 +81,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no fault was found; side files do not count."""
+        """Whether no fault was found. Side files do not count."""
         return not self.faults
 
 
@@ -91,7 +91,7 @@ def verify(path: str | PathLike[str]) -> VerifyReport:
     Damage is reported, not raised.
 
     Raises:
-        LoadError: `path` is no directory, or holds no manifest at all.
+        LoadError: `path` is not a directory, or has no manifest.
     """
     directory, start = Path(path), time.perf_counter()
     try:
@@ -112,7 +112,7 @@ def _fault(error: CorruptionError, file: str, offset: int | None = None) -> Faul
 
 
 def _listing(directory: Path, manifest: Manifest) -> Iterator[Fault | SideFile]:
-    """Find links and files that the manifest does not list. (Missing ones are found when they are read.)"""
+    """Find links and files that the manifest does not list. Missing files are found when they are read."""
     for entry in sorted(directory.iterdir()):
         if leads_out(entry):
             yield Fault(entry.name, f"is a link out of the directory, to {entry.resolve()}")
@@ -124,7 +124,7 @@ def _listing(directory: Path, manifest: Manifest) -> Iterator[Fault | SideFile]:
 
 
 def _folder(folder: Path, manifest: Manifest) -> Iterator[Fault | SideFile]:
-    """Find links and files that the manifest does not list in a folder."""
+    """Find links and unlisted files in a folder."""
     listed = any(name.startswith(f"{folder.name}/") for name in manifest.files)
     if not listed and not side_names(folder):
         yield Fault(folder.name, "the manifest does not list it")
@@ -167,7 +167,7 @@ def _sha256(file: Path) -> str:
 
 
 def _locate(file: Path, manifest: Manifest) -> Iterator[Fault]:
-    """Say which tensors of a damaged shard differ; the file as a whole if none does or if it is no shard."""
+    """Yield the damaged tensors of a shard; the whole file if none differs or if it is not a shard."""
     tensors = {name: record for name, record in manifest.tensors.items() if record.file == file.name}
     whole = Fault(file.name, "the SHA-256 differs from the manifest's")
     header = _header(file) if tensors else None
@@ -218,14 +218,14 @@ def _agreement(directory: Path, manifest: Manifest) -> Iterator[Fault]:
 
 
 def _shards(directory: Path, manifest: Manifest) -> Iterator[Path]:
-    """Give the shards that are there."""
+    """Yield the existing shards."""
     for name in sorted({record.file for record in manifest.tensors.values()}):
         if (directory / name).is_file():
             yield directory / name
 
 
 def _blobs(directory: Path, manifest: Manifest) -> Iterator[Fault]:
-    """Decode every packed tensor whose place in its file is known."""
+    """Decode every packed tensor in a shard with a valid header."""
     packed = manifest.packed()
     for file in _shards(directory, manifest):
         header = _header(file)

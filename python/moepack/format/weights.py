@@ -1,12 +1,10 @@
-"""The files of a model directory that hold its weights: exactly the files that transformers opens.
+"""Finds the weight files of a model directory: exactly the files that transformers opens.
 
-The file that config.json names (`transformers_weights`); otherwise `model.safetensors` if it is there; otherwise the
-shards that `model.safetensors.index.json` names. Every other file,
-whatever its name or content, is left alone by whoever reads the model: weights in another format, shards of an earlier
-save, the state of an optimizer, a pointer that git-lfs left. All commands ask here, so that one does not refuse a
-directory which another accepts.
+These are the file named in config.json (`transformers_weights`); otherwise `model.safetensors` if it exists; otherwise
+the shards listed in `model.safetensors.index.json`. All other files are ignored: weights in other formats, shards of an
+earlier save, optimizer states, git-lfs pointers. All commands use this module, so they accept the same directories.
 
-Invariant: a name that comes from here is a plain file name inside the directory.
+Invariant: returned names are plain file names inside the directory.
 """
 
 from pathlib import Path
@@ -18,20 +16,20 @@ from moepack.format.regular import read_json
 __all__ = ["NAMED", "weight_files"]
 
 NAMED = "transformers_weights"
-"""config.json's key for the name of the file of weights, or of its index."""
+"""The config.json key for the name of the weight file or its index."""
 
 _SINGLE = "model.safetensors"
 _SUFFIX = ".safetensors"
 
 
 def weight_files(directory: Path, error: type[MoepackError] = CheckpointError) -> dict[str, tuple[str, ...]]:
-    """The files that hold a model's weights, in sorted order, each with the tensors that the index expects in it.
+    """Return the weight files of a model in sorted order, each with the tensors that the index lists for it.
 
-    Empty if no weights are stored as safetensors; no tensors are listed where there is no index.
+    The result is empty if no weights are stored as safetensors. Without an index, no tensors are listed.
 
     Args:
         directory: a model directory, packed or not.
-        error: the class to raise.
+        error: the exception class to raise.
 
     Raises:
         error: the index is damaged, or it or config.json names a file that is missing or not a plain file name.
@@ -56,7 +54,7 @@ def weight_files(directory: Path, error: type[MoepackError] = CheckpointError) -
 
 
 def _check_name(shard: object, index: Path, tensor: str, error: type[MoepackError]) -> None:
-    """A shard is a plain file name: whoever wrote the index must not choose which files of this machine are opened."""
+    """Check that a shard is a plain file name, so that an index cannot make moepack open other files."""
     if not isinstance(shard, str) or not shard.endswith(_SUFFIX):
         raise error(f"the shard {shard!r} is not a safetensors file", file=index, tensor=tensor)
     if any(mark in shard for mark in "/\\\0"):
@@ -64,7 +62,7 @@ def _check_name(shard: object, index: Path, tensor: str, error: type[MoepackErro
 
 
 def _named(directory: Path, error: type[MoepackError]) -> str:
-    """The file that config.json names; empty where it names none."""
+    """Return the file named in config.json, or an empty string."""
     config = directory / CONFIG
     found = read_json(config, error).get(NAMED) if config.is_file() else None
     if found is None:

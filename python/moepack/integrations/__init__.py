@@ -1,12 +1,12 @@
-"""Where moepack plugs into other libraries.
+"""Plugs moepack into transformers and peft.
 
-`register()` makes `AutoModel...from_pretrained` read packed directories, and peft adapt the models that it gives. It is
-called by `import moepack`, and costs nothing until transformers or peft is used: what is registered with a module
-waits for its import, where it is not imported yet.
+After `register()`, `AutoModel...from_pretrained` reads packed directories and peft adapts the loaded models.
+`import moepack` calls it. It costs nothing until transformers or peft is used: registration with a module that is not
+imported yet waits for its import.
 
-Programs that never heard of moepack, such as `lm_eval --model hf`, read packed directories as well, where it is
-installed: transformers looks for no plugins, but torch calls the entry points `torch.backends` when it is imported, and
-`register` is one of them. TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns torch's plugins off.
+Programs that do not import moepack, such as `lm_eval --model hf`, can also read packed directories. transformers has no
+plugin mechanism, but `import torch` calls the entry points in the group `torch.backends`, and `register` is one of
+them. TORCH_DEVICE_BACKEND_AUTOLOAD=0 disables torch's plugins.
 """
 
 import sys
@@ -24,11 +24,11 @@ _PLUGINS = {
     "peft.tuners.tuners_utils": ("moepack.integrations.peft", "install"),
     "peft.peft_model": ("moepack.integrations.peft", "install_prompts"),
 }
-"""For each module of another library the module and the function of ours that register with it."""
+"""Maps a module of another library to our module and the function in it that registers."""
 
 
 def register() -> None:
-    """Register with transformers and peft, now or as soon as the modules that are registered with are imported."""
+    """Register with transformers and peft: now for imported modules, at import for the others."""
     for target in _PLUGINS:
         if target in sys.modules and not _is_importing(target):
             _install(target)
@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def _is_importing(target: str) -> bool:
-    """Whether the import of a module has begun and not ended: it may import torch, which calls here."""
+    """Return whether a module is being imported. It may be importing torch, which calls `register`."""
     return getattr(getattr(sys.modules.get(target), "__spec__", None), "_initializing", False)
 
 
@@ -50,9 +50,9 @@ def _install(target: str) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds nothing by itself: lets the other finders find a module, and appends the registration.
+    """Delegates to the other finders and appends the registration to the loader that they find.
 
-    Where the module is being imported already, it waits for the first module of the same library behind it.
+    If the target is already being imported, it waits for the next imported module of the same library.
     """
 
     def __init__(self, target: str) -> None:
@@ -62,7 +62,7 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Answer for what is waited for."""
+        """Return the spec of the awaited module, with a loader that registers; None for any other module."""
         if fullname != self.target and not (self.target in sys.modules and fullname.startswith(self._library)):
             return None
         sys.meta_path.remove(self)
@@ -74,17 +74,17 @@ class _AfterImport(MetaPathFinder):
 
 
 class _Then(Loader):
-    """A loader that registers with `target` after a module has run."""
+    """A loader that registers with `target` after executing a module."""
 
     def __init__(self, loader: Loader, target: str) -> None:
         self.loader, self.target = loader, target
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Leave it to the wrapped loader."""
+        """Delegate to the wrapped loader."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module by the wrapped loader, which is also what the module will know as its own; then register."""
+        """Execute the module with the wrapped loader, restore that loader on the module, then register."""
         module.__loader__ = self.loader
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader

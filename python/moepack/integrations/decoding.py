@@ -1,4 +1,4 @@
-"""A packed model as the ordinary one, with the values that its packed weights stand for (`model.dequantize()`)."""
+"""Converts a packed model back into an ordinary one with decoded weights (`model.dequantize()`)."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -14,28 +14,28 @@ from moepack.runtime.packed import PackedModule
 __all__ = ["CHANNELS", "RESIDUALS", "decode_model", "projection_values"]
 
 CHANNELS = "channels"
-"""The projection that stands for gate and down: rows of the one beside columns of the other."""
+"""The projection that stores gate and down by channels: gate rows beside down columns."""
 
 
 def decode_model(model: Any, dtype: torch.dtype) -> None:
-    """Put transformers' own modules, with decoded weights, in the place of the packed modules of a model.
+    """Replace the packed modules of a model by transformers' own modules with decoded weights.
 
-    Decoded weights are trained as the model's other parameters are, or frozen where all of those are.
+    Decoded weights require gradients if any parameter of the model does.
 
     Args:
-        model: as moepack loaded it.
-        dtype: of the decoded weights, and of the others where it is not the model's.
+        model: a model loaded by moepack.
+        dtype: dtype of the decoded weights. The whole model is cast if its dtype differs.
 
     Raises:
-        UnsupportedModelError: adapters stand around packed modules, or the model is split between a GPU and the CPU.
-        LoadError, CorruptionError: the packed bytes are no more in memory, and their files cannot be read.
+        UnsupportedModelError: adapters wrap packed modules, or the model is split between a GPU and the CPU.
+        LoadError, CorruptionError: the packed bytes are no longer in memory and their files cannot be read.
     """
     packed = {path: module for path, module in model.named_modules() if isinstance(module, PackedModule)}
     if adapted := next((path for path in packed if path.rpartition(".")[2] == "base_layer"), None):
-        message = "an adapter stands around it; unload the adapter before the model is dequantized"
+        message = "an adapter wraps it; unload the adapter before dequantizing the model"
         raise UnsupportedModelError(message, tensor=adapted.removesuffix(".base_layer"))
     if divided := next((path for path, module in packed.items() if module.home is not None), None):
-        message = "the CPU multiplies it for a model on a GPU; load the model on one device to dequantize it"
+        message = "it runs on the CPU in a model on a GPU; load the model on one device to dequantize it"
         raise UnsupportedModelError(message, tensor=divided)
     plain, cast = _plain(model), dtype != model.dtype
     trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -56,18 +56,18 @@ def decode_model(model: Any, dtype: torch.dtype) -> None:
     if cast:
         model.to(dtype)
     for module in (model, *model.modules()):
-        for name in ("forward", "save_pretrained"):  # what loading has put in the place of the classes' own
+        for name in ("forward", "save_pretrained"):  # instance attributes that loading set over the class's methods
             if type(vars(module).get(name)).__module__.startswith("moepack."):
                 delattr(module, name)
 
 
 def projection_values(read: Callable[[str], Tensor], packed: Mapping[str, Any], projection: str) -> Tensor:
-    """The values of a projection of experts, `[E, R, C]`.
+    """Return the decoded weights of an experts projection, shape (E, R, C).
 
     Args:
-        read: gives the values of a packed tensor, by the projection that it is stored as.
-        packed: the projections that are stored; gate and down may be there as records of channels.
-        projection: one that the experts compute.
+        read: returns the decoded values of a stored projection.
+        packed: the stored projections. Gate and down may be stored as channel records.
+        projection: the projection to return: gate_proj, up_proj or down_proj.
     """
     records = next((name for name in (CHANNELS, RESIDUALS) if name in packed), None)
     if records is None or projection == "up_proj":
@@ -78,7 +78,7 @@ def projection_values(read: Callable[[str], Tensor], packed: Mapping[str, Any], 
 
 
 def _plain(model: Any) -> Any:
-    """The model that transformers builds, without weights."""
+    """Build the model with transformers' own modules on the meta device."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -87,7 +87,7 @@ def _plain(model: Any) -> Any:
 
 
 def _filled(original: Any, module: PackedModule, dtype: torch.dtype, trained: bool) -> nn.Module:
-    """Fill a module without weights with the decoded weights of its packed twin."""
+    """Fill a meta module with the decoded weights of its packed counterpart."""
     read = module.values
     if module.form is not None:
         for parameter, shape in module.stock.items():
@@ -106,13 +106,13 @@ def _filled(original: Any, module: PackedModule, dtype: torch.dtype, trained: bo
 
 
 def _set(module: nn.Module, name: str, value: Tensor, trained: bool) -> None:
-    """Give a module, or one below it, a parameter."""
+    """Set a parameter by its dotted name."""
     owner, _, last = name.rpartition(".")
     module.get_submodule(owner).register_parameter(last, nn.Parameter(value, requires_grad=trained))
 
 
 def _take_others(original: Any, module: Any) -> None:
-    """Give a module what its packed twin has beside packed weights: biases, and a norm."""
+    """Copy the parameters and children that are not packed: biases and a norm."""
     for name, parameter in module.named_parameters(recurse=False):
         original.register_parameter(name, parameter)
     for name, child in module.named_children():

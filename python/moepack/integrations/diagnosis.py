@@ -1,4 +1,4 @@
-"""Which code decodes a model, before it is packed and after."""
+"""Tells which code runs decoding steps of a model, packed or not."""
 
 from os import PathLike
 
@@ -14,15 +14,15 @@ __all__ = ["who_decodes"]
 
 
 def who_decodes(directory: str | PathLike[str]) -> str:
-    """Say in a sentence what takes a decoding step on the CPU.
+    """Describe in one sentence what runs a decoding step on the CPU.
 
     Args:
-        directory: a packed directory, which is loaded and takes a few steps, or a checkpoint, whose config.json is
-            read; or an id of the hub.
+        directory: a packed directory, which is loaded and run for a few steps; a checkpoint, of which only config.json
+            is read; or a Hub id of either.
 
     Raises:
-        LoadError, CheckpointError, CorruptionError: it cannot be read.
-        UnsupportedModelError: the installed transformers does not know the model.
+        LoadError, CheckpointError, CorruptionError: the directory cannot be read.
+        UnsupportedModelError: the installed transformers does not support the model.
     """
     path = resolve_model(directory)
     config = read_json(path / "config.json", LoadError)

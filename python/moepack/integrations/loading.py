@@ -1,6 +1,6 @@
-"""Loading a model directory with the class, dtype and threads that running it needs.
+"""Loads model directories for inference.
 
-`load` is for packed directories. `open_model` also takes ordinary checkpoints, because evaluation compares the two.
+`load` accepts packed directories. `open_model` also accepts ordinary checkpoints, for comparisons between the two.
 """
 
 from collections.abc import Mapping
@@ -54,43 +54,43 @@ def load(
 ) -> Any:
     """Load a packed directory as a transformers model, in evaluation mode.
 
-    On the CPU the experts stay in the mapped files; loading them adds next to nothing to the process's own memory. On a
-    GPU packed bytes are uploaded as they are (docs/gpu.md).
+    On the CPU, experts stay in the mapped files, so loading adds almost no anonymous memory. On a GPU, packed bytes are
+    uploaded unchanged (docs/gpu.md).
 
     Args:
-        directory: what `moepack compress` wrote, or the id of such a model on the hub (`ORGANIZATION/NAME[@REVISION]`).
-        dtype: of the dense layers and activations: a torch dtype or its name; None takes the checkpoint's.
-        threads: of the packed kernels and of torch, settings of the whole process; None leaves them as they are.
-        mode: how this model's packed weights are multiplied: "auto" (exact for few tokens, bf16 for many), "exact" (the
-            precision of float32), "bf16" (rounded to it), "int8" (activations quantized for each token and group of
+        directory: a directory written by `moepack compress`, or the Hub id of one (`ORGANIZATION/NAME[@REVISION]`).
+        dtype: dtype of dense layers and activations, a torch dtype or its name; None uses the checkpoint's.
+        threads: CPU threads of the packed kernels and of torch, for the whole process; None keeps the current setting.
+        mode: compute mode of this model's packed weights: "auto" (exact for few tokens, bf16 for many), "exact"
+            (float32 precision), "bf16" (rounded to bf16), "int8" (activations quantized per token and group of
             columns), or None for the mode of the process (`moepack.set_compute_mode`, MOEPACK_COMPUTE).
-        resident: read all weights into the process's own memory, in huge pages (docs/performance.md says who gains).
-        device: where the whole model goes: "cpu", "cuda", "cuda:1"; None means the CPU.
-        device_map: where each layer goes, instead of `device`: "auto" fills the GPUs, then the CPU; or a device by the
-            path of a module, as transformers takes it. Layers on the CPU are multiplied there, in the mapped files.
-        host_memory: the most that the weights may take of the CPU's memory, for example "8GB" or "7.5GiB". What every
-            token needs stays there; experts are read from the drive as they are chosen, and the rest of the memory
-            keeps those of the last tokens (docs/offload.md). None maps the files. With `device_memory` the most that
-            experts take there, in pinned memory; None keeps them all.
-        guess: with `host_memory`, read ahead what the next layer is likely to want; it changes no output.
-        approximate: where experts are kept by channels, let what enters the layer before decide which ones are
-            computed: what was guessed is never waited for, and outputs change.
-        device_memory: the most that the weights may take of the memory of `device`, a GPU; experts come from the host's
-            memory as they are chosen (docs/gpu.md).
-        misses: with `device_memory`: whether chosen experts that are not on the GPU are "moved" there, "computed" by
-            the CPU, or shared out by measured times so that all are done soonest ("auto", docs/gpu.md).
+        resident: read all weights into anonymous memory, in huge pages (see docs/performance.md for when this helps).
+        device: device of the whole model: "cpu", "cuda", "cuda:1"; None means the CPU.
+        device_map: device of each layer, instead of `device`: "auto" fills the GPUs, then the CPU; or a mapping from
+            module paths to devices, as in transformers. Layers on the CPU run there, from the mapped files.
+        host_memory: caps the RAM for weights, for example "8GB" or "7.5GiB". Weights that every token needs stay in
+            RAM; experts are read from disk when chosen, and the remaining memory caches those of recent tokens
+            (docs/offload.md). None maps the files. With `device_memory`, caps the pinned RAM for experts; None keeps
+            all of them in RAM.
+        guess: with `host_memory`, prefetch the likely experts of the next layer. Outputs do not change.
+        approximate: for experts stored by channels, select the channels with the input of the previous layer, so that
+            no read is waited for. Outputs change.
+        device_memory: caps the memory for weights on `device`, a GPU; the other experts are copied from RAM when
+            chosen (docs/gpu.md).
+        misses: with `device_memory`, what happens to chosen experts that are not on the GPU: "moved" copies them there,
+            "computed" multiplies them on the CPU, "auto" splits them by measured times to finish soonest (docs/gpu.md).
 
     Returns:
-        The model of the class that config.json names, such as `...ForCausalLM` or `...ForConditionalGeneration`.
+        The model, of the class named in config.json, such as `...ForCausalLM` or `...ForConditionalGeneration`.
 
     Raises:
-        CheckpointError: the hub does not give the model.
-        LoadError: the directory is no packed model, needs a newer moepack, is to be resident and larger than the
-            available memory, or needs more than `host_memory`.
-        DeviceError: the GPU cannot be used: there is none, or it or its driver is too old.
-        DeviceMemoryError: the GPU, or `device_memory`, is too small; the message says by how much.
-        CorruptionError: its files contradict each other or are truncated.
-        ValueError: there is no such dtype or mode, or arguments exclude each other.
+        CheckpointError: the model cannot be downloaded from the Hub.
+        LoadError: the directory is not a packed model, needs a newer moepack, does not fit in the available memory with
+            `resident`, or needs more than `host_memory`.
+        DeviceError: the GPU cannot be used: none is present, or the GPU or its driver is too old.
+        DeviceMemoryError: the GPU or `device_memory` is too small; the message gives the difference.
+        CorruptionError: the files contradict each other or are truncated.
+        ValueError: unknown dtype or mode, or conflicting arguments.
     """
     directory = resolve_model(directory)
     if not is_packed(directory):
@@ -114,9 +114,9 @@ def open_model(
     device_memory: str | int | None = None,
     misses: Misses = "auto",
 ) -> Any:
-    """Load a packed or an ordinary model directory; arguments, result and errors as for `load`.
+    """Load a packed or an ordinary model directory. Arguments, result and errors as for `load`.
 
-    Weights that come quantized are decoded as `compress` decodes them, whatever the machine's devices multiply.
+    Quantized source weights are decoded in the same way as by `compress`, on every device.
     """
     directory = resolve_model(directory)
     config = _read_config(directory)
@@ -126,7 +126,7 @@ def open_model(
     _check_misses(misses, gpu)
     places = _device_map(None if gpu else device, device_map, resident)
     if memory is not None and (resident or places is not None):
-        raise ValueError("host_memory is for models on the CPU that are not resident, or with device_memory")
+        raise ValueError("host_memory needs a model on the CPU that is not resident, or device_memory")
     if threads is not None:
         set_threads(threads)
     from moepack.integrations import register
@@ -140,7 +140,7 @@ def open_model(
         )
     except MoepackError:
         raise
-    except Exception as error:  # whatever a class of transformers makes of values that it does not expect
+    except Exception as error:  # model classes raise arbitrary exceptions for unexpected config values
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise LoadError(f"transformers cannot load it: {reason}", file=directory) from error
     if missing := sorted(report["missing_keys"]):
@@ -162,8 +162,11 @@ def open_model(
 
 
 def _class_and_source(config: Mapping[str, Any], directory: Path) -> tuple[Any, dict[str, Any]]:
-    """The class that loads a directory, and what tells it where the weights are: the directory, or, where transformers
-    would not read what `compress` reads, that checkpoint's tensors, taken one by one when they are asked for."""
+    """Return the class that loads a directory, and the `from_pretrained` arguments that give the weights.
+
+    The weights are the directory, or, if transformers would read it differently from `compress`, the tensors of the
+    checkpoint, read one by one on demand.
+    """
     source = None if _names_moepack(config) else _read_differently(config, directory)
     if source is None:
         return model_class(config), {"pretrained_model_name_or_path": fspath(directory)}
@@ -174,8 +177,10 @@ def _class_and_source(config: Mapping[str, Any], directory: Path) -> tuple[Any, 
 
 
 def _read_differently(config: Mapping[str, Any], directory: Path) -> Checkpoint | None:
-    """The checkpoint, if moepack reads it in another way than transformers: weights that are quantized are decoded,
-    names are unwrapped, and an adapter beside the weights is not applied."""
+    """Return the checkpoint if moepack reads it differently from transformers, otherwise None.
+
+    moepack decodes quantized weights, unwraps names, and does not apply an adapter next to the weights.
+    """
     source = None
     try:
         with suppress(UnsupportedModelError):  # transformers may know it
@@ -188,7 +193,7 @@ def _read_differently(config: Mapping[str, Any], directory: Path) -> Checkpoint 
 
 
 class _Tensor:
-    """A tensor of a checkpoint, read when transformers takes all of it (`[...]`)."""
+    """A checkpoint tensor that is read when transformers indexes it with `[...]`."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
@@ -205,7 +210,7 @@ def open_tokenizer(directory: str | PathLike[str]) -> Any:
     """Load the tokenizer of a model directory.
 
     Raises:
-        LoadError: it has none that transformers can read.
+        LoadError: transformers cannot read a tokenizer there.
     """
     import transformers
 
@@ -217,40 +222,40 @@ def open_tokenizer(directory: str | PathLike[str]) -> Any:
 
 
 def is_packed(directory: str | PathLike[str]) -> bool:
-    """Say whether a directory's config names moepack as its quantization method.
+    """Return whether config.json names moepack as the quantization method.
 
     Raises:
-        LoadError: there is no readable config.
+        LoadError: config.json is missing or unreadable.
     """
     return _names_moepack(_read_config(directory))
 
 
 def _tiered(device: torch.device | str | None, resident: bool) -> Gpu:
-    """The GPU of which a model takes a part."""
+    """Return the GPU of a model with `device_memory`."""
     if device is None or torch.device(device).type != "cuda" or resident:
-        raise ValueError('device_memory is for models on one GPU that are not resident: device="cuda"')
+        raise ValueError('device_memory needs a model on one GPU (device="cuda") that is not resident')
     return Gpu(torch.device(device))
 
 
 def _check_misses(misses: str, gpu: Gpu | None) -> None:
     if misses not in MISSES:
-        raise ValueError(f"misses is one of {', '.join(MISSES)}, not {misses!r}")
+        raise ValueError(f"misses must be one of {', '.join(MISSES)}, got {misses!r}")
     if misses != "auto" and gpu is None:
-        raise ValueError("misses is for models with device_memory")
+        raise ValueError("misses needs device_memory")
 
 
 def _device_map(device: torch.device | str | None, device_map: Any, resident: bool) -> Any:
-    """What transformers takes as device map; None for the CPU."""
+    """Return the device map for transformers, or None for the CPU."""
     if device is not None and device_map is not None:
-        raise ValueError("device and device_map exclude each other")
+        raise ValueError("device and device_map are mutually exclusive")
     if device is not None and torch.device(device).type != "cpu":
         device_map = {"": torch.device(device)}
     if device_map is None:
         return None
     if resident:
-        raise ValueError("resident weights are on the CPU: leave device and device_map out")
+        raise ValueError("resident weights are on the CPU; omit device and device_map")
     if find_spec("accelerate") is None:
-        raise DeviceError("models are placed on devices through accelerate: pip install 'moepack[gpu]'")
+        raise DeviceError("placing models on devices needs accelerate: pip install 'moepack[gpu]'")
     return device_map if isinstance(device_map, str) else dict(device_map)
 
 
@@ -265,7 +270,7 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
 
 
 def _refuse_absurd(config: Mapping[str, Any], directory: Path) -> None:
-    """Hold config.json against the shards, if there are any; `LoadError` if it claims more than they can hold."""
+    """Raise a `LoadError` if config.json describes more weights than the shards can hold."""
     error = CorruptionError if _names_moepack(config) else LoadError
     files = [directory / name for name in weight_files(directory, error)]
     if _names_moepack(config) and (directory / MANIFEST).is_file():
@@ -284,6 +289,6 @@ def _names_moepack(config: Mapping[str, Any]) -> bool:
 def _read_config(directory: str | PathLike[str]) -> dict[str, Any]:
     file = Path(directory) / CONFIG
     if not file.exists() and (file.parent / ADAPTER).is_file():
-        message = "is an adapter (peft) and no model; load the model that it adapts, then `PeftModel.from_pretrained`"
+        message = "is a peft adapter, not a model; load its base model, then call `PeftModel.from_pretrained`"
         raise LoadError(message, file=file.parent)
     return read_json(file, LoadError)

@@ -1,18 +1,18 @@
-"""What peft asks of a model, answered for packed ones: every door of peft adapts a packed model as the unpacked one.
+"""Makes peft adapt packed models in the same way as unpacked ones.
 
-All doors (`get_peft_model`, `PeftModel.from_pretrained`, `AutoPeftModel...`, transformers' `load_adapter` and
-`add_adapter`) end in `BaseTuner.inject_adapter`, whose call is wrapped here. Models without packed modules pass through
-untouched. For others
+All entry points (`get_peft_model`, `PeftModel.from_pretrained`, `AutoPeftModel...`, transformers' `load_adapter` and
+`add_adapter`) call `BaseTuner.inject_adapter`, which this module wraps. Models without packed modules are passed
+through unchanged. For packed models:
 
-- packed linear layers and the parameters of packed experts are shown to peft while it looks for what it adapts
-  (`moepack.integrations.lora.appearance`), so its own rules decide, "all-linear" included;
-- what cannot be adapted is refused before anything in the model is changed (`moepack.integrations.lora.refusals`);
-- LoRA gets layers that compute beside packed weights (`moepack.integrations.lora`).
+- While peft searches for target modules, it sees packed linear layers and the parameters of packed experts
+  (`moepack.integrations.lora.appearance`). Its own rules apply, including "all-linear".
+- Unsupported targets are rejected before the model changes (`moepack.integrations.lora.refusals`).
+- LoRA uses layers that compute next to packed weights (`moepack.integrations.lora`).
 
-Prompt tuning, which adapts no layers, looks for the embedding by its shape; it is shown a packed one.
+Prompt tuning adapts no layers, but finds the embedding by its shape; it is shown a packed embedding's shape.
 
-The functions here are called as soon as a module of peft has been imported, while peft itself may still be importing.
-Hence nothing of peft is imported at the top.
+The functions here run as soon as a module of peft is imported, possibly while peft itself is still being imported.
+Therefore this module imports nothing from peft at the top.
 """
 
 import sys
@@ -24,29 +24,29 @@ __all__ = ["install", "install_prompts"]
 
 _TUNERS = "peft.tuners.tuners_utils"
 _LINEAR = "_maybe_include_all_linear_layers"
-"""What resolves `target_modules="all-linear"`."""
+"""The function of peft that resolves `target_modules="all-linear"`."""
 
 
 def install() -> None:
-    """Wrap the functions of peft that meet packed modules; a reloaded moepack replaces the old one."""
+    """Wrap the functions of peft that handle packed modules. A reloaded moepack replaces the old wrappers."""
     tuners = sys.modules[_TUNERS]
     _wrap(tuners.BaseTuner, "__init__", _begin)
     _wrap(tuners.BaseTuner, "inject_adapter", _inject)
     _wrap(tuners.BaseTuner, "_check_merge_allowed", _check_merge)
     known = getattr(tuners, _LINEAR)
     wrapped = _wrap(tuners, _LINEAR, _include_linear)
-    for name, module in [*sys.modules.items()]:  # methods of peft that have imported the function by its name
+    for name, module in [*sys.modules.items()]:  # modules of peft that import the function by name
         if name.startswith("peft.") and getattr(module, _LINEAR, None) is known:
             setattr(module, _LINEAR, wrapped)
 
 
 def install_prompts() -> None:
-    """Wrap what looks for the embedding that virtual tokens stand beside."""
+    """Wrap the method that finds the embedding for prompt tuning."""
     _wrap(sys.modules["peft.peft_model"].PeftModel, "_setup_prompt_encoder", _set_up_prompts)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Put `wrapper(original, *args, **kwargs)` in the place of a function, once."""
+    """Replace a function by `wrapper(original, *args, **kwargs)`. Wrapping twice keeps the first original."""
     original = getattr(owner, name)
     original = getattr(original, "_moepack_original", original)
 
@@ -60,7 +60,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., A
 
 
 def _is_packed(model: Any) -> bool:
-    """Whether a model has packed modules, which it has not where their code was never imported."""
+    """Return whether a model has packed modules, without importing their code."""
     packed = sys.modules.get("moepack.runtime.packed")
     return packed is not None and any(isinstance(module, packed.PackedModule) for module in model.modules())
 
@@ -77,7 +77,7 @@ def _begin(
     if _is_packed(model):
         from moepack.integrations.lora.injection import check
 
-        # Before methods that look at the model by themselves answer for one that they do not understand.
+        # Check first: some tuners inspect the model in `__init__` and fail on packed modules with obscure errors.
         check(tuner, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config, model)
     original(tuner, model, peft_config, adapter_name, *args, **kwargs)
 

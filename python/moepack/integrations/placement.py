@@ -1,10 +1,10 @@
-"""Where the layers of a packed model go: the device map of transformers, as packed modules need it.
+"""Adapts the device maps of transformers to packed modules.
 
-Transformers and accelerate place modules by the sizes of their tensors, but a packed module has no parameters. So while
-a model is loaded each packed module has buffers without memory, as large as its bytes (`reserve`), and accelerate sees
-what it places. Where a map uses GPUs and the CPU, accelerate computes everything on a GPU and copies the weights of
-the CPU's layers there at each call; packed bytes must not make that journey. Their modules keep them on the CPU and
-multiply there, and activations travel instead (`PackedModule.home`).
+Transformers and accelerate place modules by the sizes of their tensors, but packed modules have no parameters. While a
+model is loaded, each packed module therefore has meta buffers of the size of its packed bytes (`reserve`), so that
+accelerate sees the true sizes. With a map of GPUs and the CPU, accelerate computes everything on a GPU and copies the
+weights of CPU layers there at each call. Packed bytes are exempt: packed modules on the CPU multiply there, and the
+activations are copied instead (`PackedModule.home`).
 """
 
 import math
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 
 
 def has_gpu() -> bool:
-    """Say whether packed weights can run on a GPU of this machine."""
+    """Return whether packed weights can run on a GPU of this machine."""
     try:
         require(torch.device("cuda"))
     except DeviceError:
@@ -35,35 +35,35 @@ def has_gpu() -> bool:
 
 
 class Placement:
-    """A device map whose devices packed weights run on.
+    """A checked device map: packed weights run on all of its devices.
 
     Args:
-        device_map: from the path of a module to its device; "" stands for all others.
+        device_map: maps module paths to devices; "" is the default.
 
     Raises:
-        LoadError: packed weights do not run on one of the devices.
-        DeviceError: it is a GPU that cannot be used.
+        LoadError: packed weights do not run on this kind of device.
+        DeviceError: a GPU cannot be used.
     """
 
     def __init__(self, device_map: Mapping[str, Any]) -> None:
         self._devices = {path: _checked(path, device) for path, device in device_map.items()}
 
     def device_of(self, path: str) -> torch.device:
-        """Return the device of a module or a tensor: that of the longest path of the map that it is part of."""
+        """Return the device of a module or tensor: the entry with the longest matching path, or the CPU."""
         parts = path.split(".")
         paths = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
         return next((self._devices[path] for path in paths if path in self._devices), _CPU)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it uses GPUs and the CPU."""
+        """Whether the map uses both GPUs and the CPU."""
         return len({device.type for device in self._devices.values()}) > 1
 
     def check_memory(self, model: Any) -> None:
-        """Make sure that each GPU has room for its parameters and buffers, packed bytes included.
+        """Check that each GPU has room for its parameters and buffers, including packed bytes.
 
         Raises:
-            DeviceMemoryError: one has not; the message says how much is missing.
+            DeviceMemoryError: a GPU is too small; the message gives the missing amount.
         """
         sizes: dict[torch.device, int] = {}
         tied = getattr(model, "all_tied_weights_keys", {})
@@ -76,7 +76,11 @@ class Placement:
                 raise missing_memory("the model" if len(sizes) == 1 else "its part of the model", size, free, device)
 
     def settle(self, modules: Mapping[str, PackedModule]) -> None:
-        """Keep the bytes of the CPU's modules, by their paths, out of accelerate's sight and reach."""
+        """Remove the placeholder buffers of modules on the CPU, so that accelerate does not move their bytes.
+
+        Args:
+            modules: packed modules by their paths.
+        """
         for path, module in modules.items():
             if self.device_of(path).type == "cpu":
                 for projection in module.projections:
@@ -85,7 +89,7 @@ class Placement:
 
 
 def _checked(path: str, name: Any) -> torch.device:
-    """A device of a map, which may be a number or a name."""
+    """Check a device of a map, which may be a number or a name, and return it."""
     where = f"the device map puts {repr(path) if path else 'the model'} on '{name}'"
     try:
         device = torch.device(name)
@@ -98,21 +102,21 @@ def _checked(path: str, name: Any) -> torch.device:
     try:
         return require(device)
     except DeviceError as error:
-        raise DeviceError(f"{where}, but packed weights run on the CPU alone here: {error.detail}") from error
+        raise DeviceError(f"{where}, but packed weights run only on the CPU here: {error.detail}") from error
 
 
 def reserve(module: PackedModule, records: Mapping[str, TensorRecord]) -> None:
-    """Give a module a buffer without memory for each projection, as large as its bytes will be.
+    """Register a meta buffer for each projection, of the size of its bytes once loaded.
 
     Args:
-        module: the module.
-        records: the manifest's entries of its projections.
+        module: the packed module.
+        records: the manifest's records, by projection.
     """
     for projection, record in records.items():
         size = record.nbytes
-        if isinstance(module, PackedEmbedding):  # a GPU has it decoded
+        if isinstance(module, PackedEmbedding):  # decoded on a GPU
             size = math.prod(module.shapes[projection]) * module.dtype.itemsize
-        elif record.kind == "coded":  # rearranged, which takes about a quarter of a bit a weight
+        elif record.kind == "coded":  # rearranged on a GPU, at a cost of about 1/4 bit per weight
             size += math.prod(module.shapes[projection]) // 32
         buffer = torch.empty(size, dtype=torch.uint8, device="meta")
         module.register_buffer(projection, buffer, persistent=False)

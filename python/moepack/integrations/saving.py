@@ -1,8 +1,7 @@
-"""`save_pretrained` of a packed model: the directory that it was loaded from, once more.
+"""`save_pretrained` of a packed model: copies the directory that the model was loaded from.
 
-Packed bytes are not kept as parameters, and what lies on disk is what runs. So nothing is packed again: shards are
-linked where the file system can (a second name of the same bytes), everything else is copied. What a program changed in
-the loaded model is not written.
+Packed bytes are not parameters, and the files on disk are what runs, so nothing is packed again. Shards are hard-linked
+if the file system supports it; all other files are copied. Changes to the loaded model are not saved.
 """
 
 import os
@@ -23,10 +22,10 @@ __all__ = ["Saver"]
 
 
 class Saver:
-    """The `save_pretrained` of a model that was loaded from `directory`.
+    """Implements `save_pretrained` for a model loaded from `directory`.
 
-    Pickled and copied with its model. Once transformers has added adapters to the model (`load_adapter`), it saves
-    those alone, as it does of any model.
+    It is pickled and copied with its model. If transformers has added adapters to the model (`load_adapter`), it saves
+    only those, as transformers does for any model.
     """
 
     def __init__(self, directory: Path, model: Any) -> None:
@@ -41,18 +40,18 @@ class Saver:
         return type(self), (self._directory, self._model())
 
     def __call__(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any) -> None:
-        """Write an equal packed directory; the manifest comes last, so an interrupted call leaves none.
+        """Copy the packed directory. The manifest is written last, so an interrupted call leaves none.
 
         Args:
-            save_directory: made if it does not exist. Files of the same names in it are replaced.
-            push_to_hub: upload the directory afterwards, to `repo_id` (by default the directory's name).
-            **options: `repo_id`, `token`, `private`, `commit_message`, `create_pr` of an upload; what else transformers
-                knows (`max_shard_size`, `state_dict`, ...) has no meaning for packed shards and is ignored.
+            save_directory: created if it does not exist. Files with the same names are replaced.
+            push_to_hub: upload the directory afterwards to `repo_id` (default: the directory's name).
+            **options: `repo_id`, `token`, `private`, `commit_message` and `create_pr` of the upload. Other options of
+                transformers (`max_shard_size`, `state_dict`, ...) do not apply to packed shards and are ignored.
 
         Raises:
-            SerializationError: a file of the directory that the model was loaded from is gone.
+            SerializationError: a file of the source directory is missing.
             OutputExistsError: `save_directory` holds weights of another model.
-            DiskError: the disk is full or refuses.
+            DiskError: the disk is full or not writable.
         """
         model: Any = self._model()
         if getattr(model, "_hf_peft_config_loaded", False):
@@ -70,13 +69,13 @@ class Saver:
         manifest = read_manifest(self._directory)
         foreign = (entry for entry in target.iterdir() if may_hold_weights(entry.name))
         if stale := next((entry for entry in foreign if entry.name not in manifest.files), None):
-            raise OutputExistsError("belongs to another model; choose another place or remove it", file=stale)
+            raise OutputExistsError("belongs to another model; choose another directory or remove the file", file=stale)
         for name in self._names(manifest):
             _put(self._directory / name, target / name, link=may_hold_weights(name))
         _put(self._directory / MANIFEST, target / MANIFEST, link=False)
 
     def _names(self, manifest: Manifest) -> Iterator[str]:
-        """The listed files, and side files that were added."""
+        """Yield the files of the manifest, then side files that were added later."""
         for name, record in manifest.files.items():
             file = self._directory / name
             if file.is_file():
@@ -84,7 +83,7 @@ class Saver:
                     check_size(file, record.size)
                 yield name
             elif not is_editable(name):
-                raise SerializationError("is gone since the model was loaded; nothing can be saved", file=file)
+                raise SerializationError("was removed after the model was loaded; cannot save", file=file)
         for entry in sorted(self._directory.iterdir()):
             if not entry.name.startswith(".") or entry.is_file():
                 added = (name for name in side_names(entry) if name not in manifest.files)
@@ -92,7 +91,7 @@ class Saver:
 
 
 def _put(source: Path, target: Path, link: bool) -> None:
-    """Give a file a second name, or copy it where that is not wanted or possible; `target` appears whole."""
+    """Hard-link or copy a file. `target` appears atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(TEMPORARY.format(name=target.name))
     temporary.unlink(missing_ok=True)

@@ -1,16 +1,15 @@
-"""Reading packed directories through transformers: `AutoModelForCausalLM.from_pretrained(directory)`.
+"""Loads packed directories through transformers: `AutoModelForCausalLM.from_pretrained(directory)`.
 
-A packed directory names the quantization method `moepack` in its config. Transformers then builds the model on the
-meta device, hands it to `MoepackQuantizer`, loads the weights, and hands it over again. Before the weights come, every
-packed module (experts, a linear layer, the embedding) is replaced by one that has no parameters for what is packed, so
-that transformers finds nothing to load, convert, cast or initialize there and never touches a packed byte; the packed
-tensors, which no parameter asks for, are declared as expected leftovers. After the weights came, the mapped bytes are
-attached. So the loader's renaming and conversion rules, which differ between versions, cannot interfere, and loading
-adds no anonymous memory for what is packed.
+The config of a packed directory names the quantization method `moepack`. Transformers builds the model on the meta
+device, calls `MoepackQuantizer`, loads the weights, and calls it again. Before loading, every packed module (experts, a
+linear layer, the embedding) is replaced by one without parameters for packed weights. Transformers then finds nothing
+to load, convert, cast or initialize there, and never touches a packed byte. Packed tensors match no parameter and are
+declared as expected leftovers. After loading, the mapped bytes are attached. The loader's renaming and conversion
+rules, which differ between versions, therefore cannot interfere, and packed weights add no anonymous memory.
 
-Transformers without moepack must fail on such a directory rather than make up random experts: each layer has a packed
-tensor under a name that the stock model has with another shape (`experts.down_proj`, the first expert of Switch, or the
-`weight` of a linear layer).
+Transformers without moepack must fail on such a directory and not initialize random experts. Each layer therefore has a
+packed tensor under a name that the stock model has with another shape (`experts.down_proj`, the first expert of Switch,
+or the `weight` of a linear layer).
 """
 
 import math
@@ -70,26 +69,26 @@ Shapes = dict[str, tuple[int, ...]]
 ExpertShapes = dict[str, tuple[int, int, int]]
 
 LINEAR = "weight"
-"""The one projection of a packed linear layer, or of a packed embedding."""
+"""The only projection of a packed linear layer or embedding."""
 
 
 class MoepackConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` of a packed directory.
 
     Args:
-        version: version of the directory's format.
-        packed: for each experts module (its path in the model), the shape (E, R, C) of each packed projection; for each
-            packed linear layer or embedding {"weight": (R, C)}.
-        **settings: what the method that packed the directory notes for the reader (method, code and so on).
+        version: format version of the directory.
+        packed: maps the path of each experts module to the shape (E, R, C) of each packed projection, and the path of
+            each packed linear layer or embedding to {"weight": (R, C)}.
+        **settings: informative settings of the compression method (method, code and so on).
 
     Raises:
-        LoadError: the directory is newer than this moepack.
-        CorruptionError: the entries are not what the format says.
+        LoadError: the directory needs a newer moepack.
+        CorruptionError: the entries do not follow the format.
     """
 
     def __init__(self, version: int = 0, packed: Mapping[str, Any] | None = None, **settings: Any) -> None:
         if type(version) is not int or version < 1:
-            raise CorruptionError(f"quantization_config names no format version: {version!r}", file="config.json")
+            raise CorruptionError(f"quantization_config: bad format version {version!r}", file="config.json")
         if version > SUPPORTED_VERSION:
             raise LoadError(
                 f"the directory has format version {version}, this moepack reads up to {SUPPORTED_VERSION}: "
@@ -103,7 +102,7 @@ class MoepackConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 def _checked_packed(packed: Any) -> dict[str, dict[str, list[int]]]:
-    """The mapping from module to projection to shape, refused unless it is exactly that."""
+    """Check that `packed` maps modules to projections to shapes, and return it."""
     if not isinstance(packed, Mapping):
         raise CorruptionError("quantization_config lists no packed modules", file="config.json")
     for module, shapes in packed.items():
@@ -113,7 +112,7 @@ def _checked_packed(packed: Any) -> dict[str, dict[str, list[int]]]:
 
 
 def _are_shapes(shapes: Mapping[str, Any]) -> bool:
-    """Whether a module's entry is [rows, columns] of a linear layer, or [experts, rows, columns] of projections."""
+    """Return whether a module's shapes are [rows, columns] of a linear layer or [experts, rows, columns] of experts."""
     rank = 2 if set(shapes) == {LINEAR} else 3
     return all(_is_shape(shape, rank) for shape in shapes.values())
 
@@ -124,7 +123,7 @@ def _is_shape(shape: Any, rank: int) -> bool:
 
 
 class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Puts packed experts into a model that transformers loads; see the module's text for how."""
+    """Puts packed modules into a model that transformers loads. The module docstring describes how."""
 
     requires_calibration = True
 
@@ -137,10 +136,10 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
         self._tied: dict[str, str] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse devices that packed weights do not run on. Transformers asks again once it has made an automatic map.
+        """Check the device map. Transformers calls this again after it has resolved an automatic map.
 
         Raises:
-            LoadError: the device map names one.
+            LoadError: the device map names a device on which packed weights do not run.
             DeviceMemoryError: a GPU has too little memory for its part of the model.
         """
         device_map = kwargs.get("device_map")
@@ -149,7 +148,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
             self._settle()
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Turn the automatic maps ("auto", "balanced" and so on) into the CPU where there is no GPU."""
+        """Replace automatic maps ("auto", "balanced" and so on) by the CPU if there is no GPU."""
         return {"": torch.device("cpu")} if isinstance(device_map, str) and not has_gpu() else device_map
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -181,7 +180,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _share_with_heads(self, model: Any, recorded: str) -> None:
-        """Replace heads that are tied to a packed embedding: they multiply by its bytes, so nothing is left to tie."""
+        """Replace heads tied to a packed embedding by packed heads that use its bytes, and drop the tie."""
         tied, embedding = model.all_tied_weights_keys, self._modules[recorded]
         for weight in [target for target, source in tied.items() if source == f"{self._paths[recorded]}.weight"]:
             path = weight.removesuffix(".weight")
@@ -192,16 +191,16 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
             del tied[weight]
 
     def _settle(self) -> None:
-        """Act on the devices of all layers, once they and the layers are known."""
+        """Apply the device map to the packed modules, once both are known."""
         if self._model is not None:
             self._placement.settle({self._paths[recorded]: module for recorded, module in self._modules.items()})
             self._placement.check_memory(self._model)
 
     def _names(self, recorded: str, module: Replacement) -> Iterator[tuple[str, str]]:
-        """The projections of a packed module with the names of their tensors.
+        """Yield each projection of a packed module and the name of its tensor.
 
         Raises:
-            CorruptionError: the manifest lacks one.
+            CorruptionError: the manifest lacks a projection.
         """
         directory = self._directory
         names = {(record.module, record.projection): name for name, record in directory.manifest.packed().items()}
@@ -235,12 +234,12 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """Decode the packed weights of a loaded model, in its place; errors as for `decode_model`."""
+        """Decode the packed weights of a loaded model in place. Raises the errors of `decode_model`."""
         decode_model(model, dtype or model.dtype)
         return model
 
     def is_serializable(self) -> bool:
-        """True: `save_pretrained` of a loaded model is a `Saver`."""
+        """Return True: `save_pretrained` of a loaded model is a `Saver`."""
         return True
 
     @property
@@ -250,13 +249,13 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Register the configuration and the quantizer; again is a no-op, and a reloaded moepack replaces the old one."""
+    """Register the configuration and the quantizer. Idempotent; a reloaded moepack replaces the old classes."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = MoepackConfig
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = MoepackQuantizer
 
 
 def _open_directory(path: Path, model: Any) -> Any:
-    """Open the packed directory; a snapshot of the hub gets its manifest first, which transformers does not fetch."""
+    """Open the packed directory. For a Hub model, fetch the manifest first, because transformers does not."""
     from moepack.format import PackedDirectory
 
     if not (path / "moepack.json").exists() and not Path(model.config.name_or_path).is_dir():
@@ -266,28 +265,26 @@ def _open_directory(path: Path, model: Any) -> Any:
         try:
             cached_file(model.config.name_or_path, "moepack.json", revision=commit, _commit_hash=commit)
         except OSError as error:
-            raise LoadError(
-                f"the manifest is needed and cannot be fetched: {error}", file=path / "moepack.json"
-            ) from error
+            raise LoadError(f"cannot download the manifest: {error}", file=path / "moepack.json") from error
     return PackedDirectory.open(path)
 
 
 def _refuse_oversized(model: Any, directory: Any) -> None:
-    """Refuse a model that is much larger than its files: transformers would allocate what they lack.
+    """Reject a model that is much larger than its files, because transformers would allocate the missing weights.
 
     Raises:
-        LoadError: the parameters that are not packed are more than twice the values that the directory holds for them.
+        LoadError: the unpacked parameters number more than twice the values that the directory holds for them.
     """
     stored = sum(math.prod(record.shape) for record in directory.manifest.tensors.values() if not record.packed)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     wanted = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in tied)
     if wanted > 2 * stored + SMALL:
-        message = f"makes a model of {wanted} values outside the packed modules, the files hold {stored}"
+        message = f"describes {wanted} values outside the packed modules, but the files hold {stored}"
         raise LoadError(message, file=directory.path / "config.json")
 
 
 def _module_path(model: Any, recorded: str) -> str:
-    """The path in this model of a packed module, whose recorded path is that in the model with its head.
+    """Return the path of a packed module in this model. The recorded path is that in the model with its head.
 
     Raises:
         LoadError: the model has no such module.
@@ -303,23 +300,23 @@ def _module_path(model: Any, recorded: str) -> str:
 
     raise LoadError(
         f"{type(model).__name__} of transformers {transformers.__version__} has no module '{recorded}', which the "
-        "directory lists as packed; another version of transformers may have it (5.20 and newer are known to)"
+        "directory lists as packed; another version of transformers may have it (5.20 and newer do)"
     )
 
 
 def _mark_initialized(model: Any, path: str) -> None:
-    """Keep transformers from initializing the packed module, and its parent, whose rule reaches into it."""
+    """Keep transformers from initializing the packed module, and its parent, whose initializer would access it."""
     parent, _, _ = path.rpartition(".")
     model.get_submodule(path)._is_hf_initialized = True
-    if "." in parent:  # that of embedding and head is the whole model
+    if "." in parent:  # the parent of embedding and head is the whole model
         model.get_submodule(parent)._is_hf_initialized = True
 
 
 def _cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give parameters the dtype that was asked for where the loader did not.
+    """Cast parameters that the loader left in the wrong dtype.
 
-    Up to 5.20, transformers leaves a parameter of a quantized model in the checkpoint's dtype if its name on disk is
-    another one, such as Mixtral's router. Parameters that a model keeps in float32 on purpose are left as they came.
+    Up to 5.20, transformers leaves a parameter of a quantized model in the checkpoint's dtype if it was renamed, such
+    as Mixtral's router. Parameters that a model keeps in float32 on purpose are not cast.
     """
     kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     for name, parameter in model.named_parameters():
@@ -329,11 +326,11 @@ def _cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def _packed_module(original: Any, path: str, shapes: Shapes) -> Replacement:
-    """The packed twin of an experts module, a linear layer or an embedding.
+    """Return the packed counterpart of an experts module, a linear layer or an embedding.
 
     Raises:
-        LoadError: the directory's shapes are not those of the model's configuration.
-        UnsupportedModelError: the module computes something that packed experts do not.
+        LoadError: the directory's shapes differ from the model's configuration.
+        UnsupportedModelError: no packed module computes the same.
     """
     if set(shapes) == {LINEAR}:
         make = _packed_embedding if isinstance(original, nn.Embedding) else _packed_linear
@@ -349,7 +346,7 @@ def _packed_module(original: Any, path: str, shapes: Shapes) -> Replacement:
             sparse.stand_for(original, form)
             return sparse
     if form is None or set(shapes) != set(form.shapes):
-        raise UnsupportedModelError(f"'{path}' ({type(original).__name__}) has no packed twin for {sorted(shapes)}")
+        raise UnsupportedModelError(f"'{path}' ({type(original).__name__}) has no packed form with {sorted(shapes)}")
     _require_shapes(path, shapes, form.shapes)
     module = _packed_experts(original, form)
     module.stand_for(original, form)
@@ -357,7 +354,7 @@ def _packed_module(original: Any, path: str, shapes: Shapes) -> Replacement:
 
 
 def _packed_experts(original: Any, form: ExpertsForm) -> PackedExperts | PackedOwnExperts | PackedExpertProducts:
-    """The packed twin of an experts module, by what calls it and how."""
+    """Return the packed counterpart of an experts module of a given form."""
     if form.kind == "product":
         return PackedExpertProducts(form.shapes)
     if form.kind == "own":
@@ -377,9 +374,9 @@ _TWINS: Mapping[str, type[PackedExperts]] = {
 def _sparse(
     twin: type[SparseExperts], original: Any, path: str, shapes: Shapes, stock: Mapping[str, tuple[int, int, int]]
 ) -> SparseExperts:
-    """The packed twin of gated experts whose gate and down projection are kept by channels."""
+    """Return the packed counterpart of gated experts with gate and down stored by channels."""
     if not is_silu(original.act_fn):
-        raise UnsupportedModelError(f"'{path}' has another activation than SiLU, which packed channels need")
+        raise UnsupportedModelError(f"'{path}' has an activation other than SiLU, which packed channels need")
     experts, rows, columns = stock["up_proj"]
     records = experts, rows, 2 * columns
     expected = {name: stock.get(name, records) for name in twin.projections}
@@ -393,7 +390,7 @@ def _require_shapes(path: str, shapes: Shapes, expected: Mapping[str, tuple[int,
 
 
 def _packed_linear(original: nn.Module, path: str, shape: tuple[int, ...]) -> PackedLinear:
-    """The packed twin of a linear layer, with its bias."""
+    """Return the packed counterpart of a linear layer, with its bias."""
     if not isinstance(original, nn.Linear):
         raise UnsupportedModelError(f"'{path}' is packed as a linear layer, the model has a {type(original).__name__}")
     expected = original.out_features, original.in_features
@@ -403,7 +400,7 @@ def _packed_linear(original: nn.Module, path: str, shape: tuple[int, ...]) -> Pa
 
 
 def _packed_embedding(original: nn.Module, path: str, shape: tuple[int, ...]) -> PackedEmbedding:
-    """The packed twin of an embedding."""
+    """Return the packed counterpart of an embedding."""
     if type(original) is not nn.Embedding or original.max_norm is not None:
         raise UnsupportedModelError(f"'{path}' ({type(original).__name__}) does more than look up rows")
     expected = original.num_embeddings, original.embedding_dim
@@ -413,7 +410,7 @@ def _packed_embedding(original: nn.Module, path: str, shape: tuple[int, ...]) ->
 
 
 def _switch_layout(original: nn.ModuleDict) -> tuple[ExpertShapes, Any]:
-    """Shapes and activation of the experts of Switch Transformers."""
+    """Return the shapes and the activation of Switch Transformers experts."""
     first: Any = next(iter(original.values()))
     shapes = {name: (len(original), *getattr(first, name).weight.shape) for name in PackedSwitchExperts.projections}
     return shapes, first.act

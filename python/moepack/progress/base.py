@@ -1,29 +1,29 @@
-"""The interface between a job and whoever shows its progress."""
+"""The interface between a job and a progress display."""
 
 from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives a job's progress. Calls come from one thread: `prepare`, `start`, then any of the others, and `finish`;
-    a job that measures first starts twice.
+    """Receives a job's progress.
 
-    `finish` is called however the job ends, so a display can give the terminal back.
+    Calls come from one thread: `prepare`, `start`, then any of the others, and `finish`. A job that measures first
+    calls `start` twice. `finish` is always called, so that a display can restore the terminal.
     """
 
     def prepare(self, what: str) -> None:
-        """Say what is done before it is known how much there is to do; may be left out."""
+        """Describe the work before the total is known. Optional."""
         ...
 
     def start(self, total: int, done: int, unit: str = "weights") -> None:
-        """Begin a job of `total` weights, or what `unit` names, of which `done` were finished by an earlier run."""
+        """Start a job of `total` weights (or other units), of which an earlier run finished `done`."""
         ...
 
     def stage(self, name: str) -> None:
-        """Say what is being worked on now, for example a layer's name."""
+        """Name the current stage, for example a layer."""
         ...
 
     def advance(self, count: int, memory: int) -> None:
-        """Count so many more as done; `memory` is the peak of anonymous memory so far, in bytes."""
+        """Add `count` finished units. `memory` is the peak anonymous memory so far, in bytes."""
         ...
 
     def finish(self) -> None:
@@ -38,7 +38,7 @@ class Silent:
         """Ignore the preparation."""
 
     def start(self, total: int, done: int, unit: str = "weights") -> None:
-        """Ignore the beginning."""
+        """Ignore the start."""
 
     def stage(self, name: str) -> None:
         """Ignore the stage."""

@@ -1,4 +1,4 @@
-"""Progress on a terminal (rich's bar) and in a log (a plain line every few seconds)."""
+"""Progress displays for a terminal (a rich bar) and for a log (a plain line every few seconds)."""
 
 import time
 
@@ -10,11 +10,11 @@ from moepack.progress.base import Silent
 from moepack.units import size, speed
 
 LINE_INTERVAL = 5.0
-"""Seconds between two plain lines about the same stage."""
+"""Seconds between two lines of the same stage."""
 
 
 class _Clock:
-    """Counts what is done and seconds since `start`; what an earlier run did does not count for the speed."""
+    """Counts finished units and the seconds since `start`. Units of an earlier run do not count for the speed."""
 
     def start(self, total: int, done: int, unit: str) -> None:
         self.total, self.done, self.fresh, self.unit = total, done, 0, unit
@@ -52,7 +52,7 @@ class Bar:
         self._task = TaskID(0)
 
     def prepare(self, what: str) -> None:
-        """Print a line, which stays."""
+        """Print a permanent line."""
         self._console.print(what, highlight=False, markup=False)
 
     def start(self, total: int, done: int, unit: str = "weights") -> None:
@@ -77,7 +77,7 @@ class Bar:
 
 
 class Lines:
-    """One plain line a stage, and one every `LINE_INTERVAL` seconds within it."""
+    """Prints one line per stage, and one every `LINE_INTERVAL` seconds within it."""
 
     def __init__(self, console: Console, interval: float = LINE_INTERVAL) -> None:
         self._console, self._interval = console, interval
@@ -88,25 +88,25 @@ class Lines:
         self._print(what)
 
     def start(self, total: int, done: int, unit: str = "weights") -> None:
-        """Say how much there is to do."""
+        """Print the total."""
         self._clock.start(total, done, unit)
         resumed = f", {done / total:.0%} done by an earlier run" if done else ""
         self._print(f"{total:,} {unit}{resumed}")
 
     def stage(self, name: str) -> None:
-        """Print where the job is."""
+        """Print the current stage."""
         self._stage = name
         self._line()
 
     def advance(self, count: int, memory: int) -> None:
-        """Print a line if the last one is old."""
+        """Print a line if the last one is older than the interval."""
         self._clock.advance(count)
         self._memory = memory
         if time.perf_counter() - self._last >= self._interval:
             self._line()
 
     def finish(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def _line(self) -> None:
         clock = self._clock
@@ -122,7 +122,7 @@ class Lines:
 
 
 def terminal_progress(console: Console, quiet: bool = False) -> Target:
-    """Return a bar if `console` is a terminal, plain lines if it is not, and neither if it is to be `quiet`."""
+    """Return a bar if `console` is a terminal, plain lines otherwise, or a silent display if `quiet`."""
     if quiet:
         return Silent()
     return Bar(console) if console.is_terminal else Lines(console)

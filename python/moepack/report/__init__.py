@@ -1,7 +1,7 @@
-"""The report of a packed directory: a page for people and a model card for the hub.
+"""The report of a packed directory: an HTML page and a model card for the Hub.
 
-`contents` reads the manifest, `experts` looks into the packed tensors, `quality` runs the models, one at a time;
-`charts` draws, `page` and `card` write, `writing` puts both files into the directory. Nothing here changes a weight.
+`contents` reads the manifest, `experts` reads the packed tensors, `quality` runs the models one at a time, `charts`
+draws, `page` and `card` render, and `writing` writes both files into the directory. Weights are never changed.
 """
 
 from moepack.report.writing import ReportFiles, write_report

@@ -1,4 +1,4 @@
-"""The model card: README.md as the hub reads it, YAML in front."""
+"""Renders the model card: README.md with YAML front matter for the Hub."""
 
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,15 @@ __all__ = ["CARD", "Source", "read_source", "render_card"]
 CARD = "README.md"
 MARK = "<!-- The original's card follows. -->"
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "base_model")
-"""What the original's front matter says of the packed model, too."""
+"""Fields of the original's front matter that also apply to the packed model."""
 
 
 class Source:
     """The original's card.
 
     Attributes:
-        data: its front matter.
-        text: its text, its headings a level deeper; empty if it has none.
+        data: front matter.
+        text: text with headings one level deeper; empty if there is none.
     """
 
     def __init__(self, data: dict[str, Any], text: str) -> None:
@@ -31,9 +31,9 @@ class Source:
 
 
 def read_source(*places: Path) -> Source:
-    """The first card among directories; one that `report` wrote gives back the card that it was made from.
+    """Return the first card found in the directories. From a card written by `report`, return the original part.
 
-    A card that cannot be read counts as none: nothing depends on it.
+    An unreadable card is skipped.
     """
     for place in places:
         try:
@@ -52,7 +52,7 @@ def _fields(card: Any) -> dict[str, Any]:
 
 
 def render_card(facts: Facts, source: Source) -> str:
-    """Write the model card of a packed model."""
+    """Render the model card of a packed model."""
     data = {key: value for key, value in source.data.items() if key != "base_model"}
     base = facts.base_model or source.data.get("base_model")
     if base:
@@ -75,9 +75,9 @@ def _sections(facts: Facts) -> list[str]:
 
 
 def _table(facts: Facts) -> str:
-    lines = ["## Size", "| role | bits a weight | before | after |", "|---|---|---|---|"]
+    lines = ["## Size", "| role | bits per weight | before | after |", "|---|---|---|---|"]
     for role in facts.roles:
-        bits = "as it was" if role.bits_per_weight is None else f"{role.bits_per_weight:.2f}"
+        bits = "unchanged" if role.bits_per_weight is None else f"{role.bits_per_weight:.2f}"
         lines.append(f"| {role.role} | {bits} | {size(role.before)} | {size(role.after)} |")
     before, after = map(size, facts.sizes)
     return "\n".join([*lines, f"| **directory** | | **{before}** | **{after}** |"])
@@ -88,13 +88,13 @@ def _quality(facts: Facts) -> str:
     figures, quality = facts.quality.figures, facts.quality
     about = f"{figures.tokens:,} tokens of {quality.text}, windows of 512, float32"
     if figures.reference_loss is None:
-        return f"## Quality\nLoss {figures.loss:.4f} nats a token, perplexity {figures.perplexity:.3f} ({about})."
+        return f"## Quality\nLoss {figures.loss:.4f} nats per token, perplexity {figures.perplexity:.3f} ({about})."
     return "\n".join(
         [
             f"## Quality\n{about[0].upper()}{about[1:]}:\n",
             "| | original | packed |",
             "|---|---|---|",
-            f"| loss, nats a token | {figures.reference_loss:.4f} | {figures.loss:.4f} |",
+            f"| loss, nats per token | {figures.reference_loss:.4f} | {figures.loss:.4f} |",
             f"| perplexity | {figures.reference_perplexity:.3f} | {figures.perplexity:.3f} |",
             f"| mean KL divergence from the original, nats | | {figures.kl:.4f} |",
             f"| same token ranked first | | {figures.top1_agreement:.2%} |",
@@ -103,7 +103,7 @@ def _quality(facts: Facts) -> str:
 
 
 def _lowered(text: str) -> str:
-    """A card's text with its headings a level deeper."""
+    """Return a card's text with headings one level deeper."""
     fenced, lines = False, []
     for line in text.splitlines():
         fenced ^= line.startswith("```")

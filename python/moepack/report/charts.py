@@ -1,7 +1,7 @@
-"""Charts as inline SVG: heat maps of values by layer, projection and expert, and bars of sizes by role.
+"""Draws charts as inline SVG: heat maps of values by layer, projection and expert, and bars of sizes by role.
 
-Colours are CSS variables of the page, so one drawing serves light and dark. A heat map's cell is a mix of the two ends
-of its scale. Everything is given to the eye (colour), to the pointer (titles) and in tables beside.
+Colours are CSS variables of the page, so one drawing supports light and dark mode. A cell of a heat map is a mix of the
+two ends of its scale. All values are also available as titles and in tables.
 """
 
 import math
@@ -14,17 +14,17 @@ from itertools import groupby
 __all__ = ["HeatRow", "Scale", "heat_map", "legend", "short_layer", "size_bars"]
 
 LEFT, GAP, TOP = 104, 14, 26
-"""Space of the rows' names, between column groups, and of the columns' names; in units of the drawing."""
+"""Space for row names, between column groups, and for column names, in units of the drawing."""
 
 WIDTH = 960
 
 SEPARATE = 64
-"""Most experts that are drawn one by one, with their place in the title: more would make a large page."""
+"""Maximum number of experts drawn individually with titles. More would make the page large."""
 
 
 @dataclass(frozen=True)
 class HeatRow:
-    """A row of a heat map: its name, and the values of each column group (empty where it has none)."""
+    """A row of a heat map: its name, and the values of each column group (possibly empty)."""
 
     name: str
     groups: Sequence[Sequence[float]]
@@ -32,12 +32,12 @@ class HeatRow:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to shades.
+    """Maps values to shades.
 
     Attributes:
         low, high: the values at both ends.
-        spell: how a value is written, with its unit.
-        logarithmic: whether equal ratios are equal steps.
+        spell: formats a value with its unit.
+        logarithmic: whether the scale is logarithmic.
     """
 
     low: float
@@ -47,12 +47,12 @@ class Scale:
 
     @classmethod
     def over(cls, values: Sequence[float], spell: Callable[[float], str], logarithmic: bool = False) -> "Scale":
-        """The scale from the least to the largest of some values."""
+        """Return the scale from the smallest to the largest value."""
         positive = [value for value in values if value > 0 or not logarithmic]
         return cls(min(positive, default=0.0), max(positive, default=1.0), spell, logarithmic)
 
     def share(self, value: float) -> int:
-        """Where a value lies, from 0 to 100."""
+        """Return the position of a value, from 0 to 100."""
         low, high = self.low, self.high
         if self.logarithmic:
             low, high, value = (math.log(max(each, 1e-12)) for each in (low, high, value))
@@ -63,10 +63,10 @@ def heat_map(title: str, columns: Sequence[str], rows: Sequence[HeatRow], scale:
     """Draw values by row and column group.
 
     Args:
-        title: what a screen reader says.
+        title: text for screen readers.
         columns: names of the column groups.
-        rows: from the top to the bottom.
-        scale: of the shades.
+        rows: the rows from top to bottom.
+        scale: the scale of the shades.
         entry: what an entry of a group is called.
     """
     width = (WIDTH - LEFT - GAP * (len(columns) - 1)) / len(columns)
@@ -91,7 +91,7 @@ def heat_map(title: str, columns: Sequence[str], rows: Sequence[HeatRow], scale:
 
 
 def _cells(values: Sequence[float], width: float, height: int, scale: Scale, place: str, entry: str) -> list[str]:
-    """Rectangles of a group's values. Where all are written alike, or where they are narrow, neighbours share one."""
+    """Draw the rectangles of a group's values. Equal neighbours share one if all are equal or there are many."""
     step, cells, first = width / max(len(values), 1), [], 0
     texts = [scale.spell(value) for value in values]
     merged = len(values) > SEPARATE or len(set(texts)) == 1
@@ -110,7 +110,7 @@ def _cells(values: Sequence[float], width: float, height: int, scale: Scale, pla
 
 
 def legend(scale: Scale, what: str) -> str:
-    """The scale of a heat map as a strip with its ends, and what it means."""
+    """Draw the scale of a heat map as a strip with its ends and its meaning."""
     steps = "".join(f'<i class="heat" style="--p:{share}%"></i>' for share in range(0, 101, 10))
     low, high = escape(scale.spell(scale.low)), escape(scale.spell(scale.high))
     if low == high:
@@ -122,8 +122,8 @@ def size_bars(bars: Sequence[tuple[str, Sequence[tuple[str, int, str]]]], spell:
     """Draw stacked bars on one scale.
 
     Args:
-        bars: name of each bar, and its segments: role, bytes, class of the colour.
-        spell: how bytes are written.
+        bars: the name of each bar and its segments: role, bytes, colour class.
+        spell: formats bytes.
     """
     most = max(sum(size for _, size, _ in segments) for _, segments in bars) or 1
     reach, height, pitch = WIDTH - LEFT - 96, 34, 52
@@ -144,6 +144,6 @@ def size_bars(bars: Sequence[tuple[str, Sequence[tuple[str, int, str]]]], spell:
 
 
 def short_layer(module: str) -> str:
-    """`layer 3` for `model.layers.3.mlp.experts`, `decoder 1` in a decoder; otherwise the last part of the path."""
+    """Return `layer 3` for `model.layers.3.mlp.experts`, `decoder 1` in a decoder; otherwise the path's last part."""
     found = re.search(r"(?:(encoder|decoder)\.)?(?:layers|block|h)\.(\d+)", module)
     return f"{found[1] or 'layer'} {found[2]}" if found else module.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""What a packed directory holds, tensor by tensor and by role, for `inspect` and `report`: from the manifest alone."""
+"""Lists the contents of a packed directory by tensor and role, for `inspect` and `report`. Reads only the manifest."""
 
 import math
 import re
@@ -15,15 +15,21 @@ __all__ = ["EXPERTS", "ORDER", "MatrixRow", "RoleSize", "Row", "add_up", "read_r
 EXPERTS = "experts"
 
 ORDER = ("gate_proj", "up_proj", "channels", "down_proj", RESIDUALS)
-"""Projections of experts in the order of the computation."""
+"""Projections of experts in the order of computation."""
 
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """What a method noted of one matrix of a tensor, None where it did not: the rank of its compensator, the excess
-    kurtosis of its weights, the rank of the residual (values below half of the largest), the relative error,
-    and of experts by channels the threshold and the shares that it skips of the text that it comes from and of a text
-    held out."""
+    """What a method recorded about one matrix, None for missing values.
+
+    Attributes:
+        rank: rank of the compensator.
+        kurtosis: excess kurtosis of the weights.
+        residual_rank: rank of the residual (number of singular values below half of the largest).
+        error: relative error.
+        threshold: for experts stored by channels, the threshold.
+        predicted, achieved: fractions of channels that it skips on the calibration text and on a held-out text.
+    """
 
     rank: int | None
     kurtosis: float | None
@@ -36,11 +42,11 @@ class MatrixRow:
 
 @dataclass(frozen=True)
 class Row:
-    """A packed tensor as it is shown.
+    """A packed tensor for display.
 
-    Sizes in bytes; `zeros` is the share of weights that are zero, or None; `role` is "experts" or what a linear layer
-    outside the experts is; `error` is the squared error relative to the weights' energy, or None; `matrices` is empty
-    unless the method noted something of each matrix.
+    Sizes are in bytes. `zeros` is the fraction of zero weights, or None. `role` is "experts" or the role of a linear
+    layer. `error` is the squared error relative to the weights' energy, or None. `matrices` is empty unless the method
+    recorded values per matrix.
     """
 
     layer: str
@@ -63,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RoleSize:
-    """All tensors of a role: bytes before and after; `weights` counts the packed ones, which have so many bits each."""
+    """All tensors of a role: bytes before and after. `weights` and `bits_per_weight` cover only packed weights."""
 
     role: str
     weights: int
@@ -73,12 +79,12 @@ class RoleSize:
 
 
 def read_rows(manifest: Manifest) -> list[Row]:
-    """The packed tensors, layer by layer as stored, projections in the order of the computation."""
+    """Return the packed tensors by layer as stored, with projections in the order of computation."""
     return [_row(record) for record in sorted(manifest.packed().values(), key=_place)]
 
 
 def _place(record: TensorRecord) -> tuple[str, int]:
-    """Sort key: layer by layer as stored, projections in the order of the computation."""
+    """Return a sort key: by layer as stored, then projections in the order of computation."""
     name = record.projection
     return record.file, ORDER.index(name) if name in ORDER else len(ORDER)
 
@@ -98,7 +104,7 @@ def _row(record: TensorRecord) -> Row:
 
 
 def _matrices(record: TensorRecord) -> Iterator[MatrixRow]:
-    """What the details say of each matrix."""
+    """Yield the recorded values of each matrix."""
     sparsity = ("thresholds", "predicted_sparsity", "achieved_sparsity")
     names = ("ranks", "kurtosis", "residual_ranks", "errors", *sparsity)
     count = record.shape[0] if record.experts else 1
@@ -109,12 +115,12 @@ def _matrices(record: TensorRecord) -> Iterator[MatrixRow]:
 
 
 def _number(value: Any) -> Any:
-    """A value of a manifest, where infinity has a name."""
+    """Return a value of the manifest, which stores infinity as a string."""
     return math.inf if value == "infinity" else value
 
 
 def _format(record: TensorRecord) -> str:
-    """The kind with what it is worth to know of it: `ternary fsv8`, `int4 group 64`, `int3 group 64 + rank 8-16`."""
+    """Return the format with its main parameters: `ternary fsv8`, `int4 group 64`, `int3 group 64 + rank 8-16`."""
     details = record.details
     if record.kind in ("groupwise", "compensated") and {"bits", "group_size"} <= set(details):
         width = details["group_size"]
@@ -134,13 +140,13 @@ def _format(record: TensorRecord) -> str:
         shares = [f", {sum(skipped) / len(skipped):.1%} {fate}"] if any(skipped) else []
         if isinstance(recall := details.get("recall"), dict):
             guessed = {name: recall.get(name) for name in ("experts", "channels")}
-            shares += [f", {share:.0%} of {name} foreseen" for name, share in guessed.items() if share is not None]
+            shares += [f", {share:.0%} of {name} predicted" for name, share in guessed.items() if share is not None]
         return "".join((width, " residuals" if refines else " channels", *shares))
     return record.kind if "code" not in details else f"{record.kind} {details['code']}"
 
 
 def add_up(manifest: Manifest, rows: list[Row]) -> dict[str, Any]:
-    """Add up: experts, packed linear layers, dense tensors (the same before and after), files, the whole directory."""
+    """Return totals of experts, packed linear layers, dense tensors (equal before and after), files, and directory."""
     dense = sum(record.nbytes for record in manifest.tensors.values() if not record.packed)
     directory = sum(record.size for record in manifest.files.values()) + len(manifest.to_bytes())
     before, after = sum(row.before for row in rows), sum(row.after for row in rows)
@@ -159,7 +165,7 @@ def add_up(manifest: Manifest, rows: list[Row]) -> dict[str, Any]:
 
 
 def _sum(rows: list[Row], experts: bool) -> dict[str, Any]:
-    """Add up the rows of the experts, or the others."""
+    """Return the totals of the experts, or of all other rows."""
     chosen = [row for row in rows if (row.role == EXPERTS) == experts]
     weights = sum(row.weights for row in chosen)
     before, after = sum(row.before for row in chosen), sum(row.after for row in chosen)
@@ -175,14 +181,14 @@ _ROLES = {
     "norms": r"norm",
     "feed-forward": r"\.mlp\.|feed_forward|DenseReluDense",
 }
-"""Roles of tensors that were not packed, by what their names hold; the first that fits."""
+"""Roles of unpacked tensors, by regular expressions for their names. The first match counts."""
 
 _PACKED_ROLES = {"shared": "shared experts", "mlp": "feed-forward", "embedding": "embeddings"}
-"""What is shown for the roles that manifests know, where it differs."""
+"""Display names of manifest roles that differ."""
 
 
 def role_sizes(manifest: Manifest) -> list[RoleSize]:
-    """Bytes by role, the largest before compression first; dense tensors have the same bytes before and after."""
+    """Return bytes by role, the largest before compression first. Dense tensors do not change in size."""
     found: dict[str, list[int]] = {}
     for name, record in manifest.tensors.items():
         role = _packed_role(record) if record.packed else _dense_role(name)

@@ -1,4 +1,4 @@
-"""Bits, error and coverage of every expert of every packed tensor."""
+"""Reads bits, error and calibration coverage of every expert of every packed tensor."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ __all__ = ["TensorValues", "read_values"]
 
 @dataclass(frozen=True)
 class TensorValues:
-    """What is known of each expert of a packed tensor, or of the one matrix of a linear layer.
+    """Values of each expert of a packed tensor, or of the single matrix of a linear layer.
 
     Attributes:
-        module, projection: which tensor, as in the manifest.
-        experts: whether it holds experts.
-        bits: packed bits a weight, all metadata of the tensor shared out.
-        errors: root of the squared error over the squared weights, or None where it is unknown.
-        tokens: calibration tokens that each expert saw, or None.
+        module, projection: the tensor, as in the manifest.
+        experts: whether the tensor holds experts.
+        bits: bits per weight, including the expert's part of all metadata.
+        errors: root of squared error over squared weights, or None if unknown.
+        tokens: calibration tokens of each expert, or None.
     """
 
     module: str
@@ -35,12 +35,12 @@ class TensorValues:
 
 
 def read_values(directory: PackedDirectory, source: Checkpoint | None = None) -> list[TensorValues]:
-    """Look at all packed tensors, in the order of the computation.
+    """Read the values of all packed tensors, in the order of computation.
 
     Args:
-        directory: open.
-        source: the checkpoint that it was packed from; its weights are compared one tensor at a time (E * R * C * 4
-            bytes of memory). Without it errors are what the method noted.
+        directory: the open directory.
+        source: the original checkpoint. Its weights are compared one tensor at a time (E * R * C * 4 bytes of memory).
+            Without it, the errors are those that the method recorded.
     """
     records = sorted(directory.manifest.packed().items(), key=lambda item: _place(item[1]))
     measured = {} if source is None or _is_rotated(directory) else dict(_errors(directory, source))
@@ -52,7 +52,7 @@ def _place(record: TensorRecord) -> tuple[str, int]:
 
 
 def _is_rotated(directory: PackedDirectory) -> bool:
-    """Whether the weights were rotated before they were packed: then they are not those of the checkpoint."""
+    """Return whether the weights were rotated before packing, so that they differ from the checkpoint's."""
     return str(directory.manifest.settings.get("rotation", "none")) not in ("none", "", "None", "False")
 
 
@@ -71,7 +71,7 @@ def _values(
 
 
 def _bits(directory: PackedDirectory, name: str, record: TensorRecord) -> tuple[float, ...]:
-    """Bits of each expert: the tensor's bytes, shared out by the bytes of the experts' codes."""
+    """Return the bits per weight of each expert: the tensor's bytes, split in proportion to the experts' codes."""
     count = record.shape[0] if record.experts else 1
     weights = np.prod(record.shape) / max(count, 1)
     blob: Any = directory.blob(name)
@@ -82,7 +82,7 @@ def _bits(directory: PackedDirectory, name: str, record: TensorRecord) -> tuple[
 
 
 def _noted(record: TensorRecord) -> tuple[float, ...] | None:
-    """Errors that the method noted: of each expert, or of the whole tensor."""
+    """Return the errors that the method recorded, per expert or for the whole tensor."""
     count = record.shape[0] if record.experts else 1
     errors, squared = record.details.get("errors"), record.details.get("relative_error")
     if isinstance(errors, list) and len(errors) == count:
@@ -91,7 +91,7 @@ def _noted(record: TensorRecord) -> tuple[float, ...] | None:
 
 
 def _errors(directory: PackedDirectory, source: Checkpoint) -> Iterator[tuple[str, tuple[float, ...]]]:
-    """Measure the errors of the tensors that the checkpoint has, by name."""
+    """Measure the errors of the tensors that exist in the checkpoint, by name."""
     model = describe(source)
     layers: tuple[PackedLayer, ...] = (*model.layers, *model.dense)
     weights = {each.name: each for layer in layers for each in layer_tensors(layer).values()}

@@ -1,4 +1,4 @@
-"""All that page and card tell of a packed model."""
+"""The facts about a packed model for page and card."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,15 +14,15 @@ __all__ = ["Facts"]
 
 @dataclass(frozen=True)
 class Facts:
-    """A packed model as its report shows it.
+    """The facts about a packed model.
 
     Attributes:
-        name: what the model is called.
-        base_model: the original's id on the hub, or None where it is unknown.
-        manifest: of the directory.
-        seq2seq: whether it is an encoder-decoder.
-        values: of each expert of each packed tensor.
-        quality: what was measured, or None.
+        name: name of the model.
+        base_model: Hub id of the original, or None if unknown.
+        manifest: manifest of the directory.
+        seq2seq: whether the model is an encoder-decoder.
+        values: values of each expert of each packed tensor.
+        quality: measured quality, or None.
     """
 
     name: str
@@ -44,35 +44,35 @@ class Facts:
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of the directory before and after, everything counted."""
+        """Total bytes of the directory before and after."""
         directory = add_up(self.manifest, self.rows)["directory"]
         return directory["before"], directory["after"]
 
     @property
     def bits_per_weight(self) -> float:
-        """Packed bits a weight, of all packed tensors together."""
+        """Average bits per weight over all packed tensors."""
         weights = sum(role.weights for role in self.roles)
         return 8 * sum(row.after for row in self.rows) / max(weights, 1)
 
     @property
     def settings(self) -> str:
-        """The method's settings in a line."""
+        """The method's settings in one line."""
         chosen = ((key, value) for key, value in self.manifest.settings.items() if not key.endswith("sha256"))
         return ", ".join(f"{key} {value}" for key, value in chosen if value not in ("", None))
 
     def summary(self) -> str:
-        """What became of the model, in two sentences."""
+        """Summarize size and quality in two sentences."""
         before, after = self.sizes
         text = f"{size(before)} became {size(after)}, {before / max(after, 1):.2f} times smaller"
-        text += f", at {self.bits_per_weight:.2f} bits for each packed weight."
+        text += f", at {self.bits_per_weight:.2f} bits per packed weight."
         figures = None if self.quality is None else self.quality.figures
         if figures is None or self.quality is None:
             return text
         if figures.reference_loss is None:
-            return f"{text} On {self.quality.text} it predicts with a loss of {figures.loss:.3f} nats a token."
+            return f"{text} Its loss on {self.quality.text} is {figures.loss:.3f} nats per token."
         change = figures.loss - figures.reference_loss
         return (
-            f"{text} On {self.quality.text} its loss is {abs(change):.3f} nats a token "
+            f"{text} On {self.quality.text} its loss is {abs(change):.3f} nats per token "
             f"{'higher' if change >= 0 else 'lower'} than the original's, and both rank the same token first "
             f"{figures.top1_agreement:.1%} of the time."
         )

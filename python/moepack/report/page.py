@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else, no script and no network."""
+"""Renders the report page: one self-contained HTML file without scripts or network access."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,16 +17,16 @@ from moepack.units import size
 __all__ = ["render_page"]
 
 _PLACES = {name: place for place, name in enumerate((*ORDER, "q_proj", "k_proj", "v_proj", "o_proj"))}
-"""The order of the computation, for columns that have these names."""
+"""Position of known column names in the order of computation."""
 
 COLOURS = 7
-"""Colours of roles, the last of them for what is no tensor; the smallest roles share the one before it."""
+"""Number of role colours. The last is for files other than tensors; the smallest roles share the one before it."""
 
 OTHER = "tokenizer and other files"
 
 
 def render_page(facts: Facts) -> str:
-    """Write the page of a packed model."""
+    """Render the page of a packed model."""
     sections = [_masthead(facts), _sizes(facts), _quality(facts), _choices(facts), _coverage(facts)]
     sections += [_continuations(facts), _loading(facts), _origin(facts)]
     return f"""<!doctype html>
@@ -51,14 +51,14 @@ def _masthead(facts: Facts) -> str:
     figures = None if facts.quality is None else facts.quality.figures
     keys = [
         ("Size", size(after), f"was {size(before)}: {before / max(after, 1):.2f} times smaller"),
-        ("Bits a packed weight", f"{facts.bits_per_weight:.2f}", "all metadata counted"),
+        ("Bits per packed weight", f"{facts.bits_per_weight:.2f}", "including all metadata"),
     ]
     if figures is not None and figures.reference_loss is not None and figures.kl is not None:
         change = f"{figures.loss - figures.reference_loss:+.3f}"
-        keys.append(("Loss, nats a token", change, f"from {figures.reference_loss:.3f} to {figures.loss:.3f}"))
+        keys.append(("Loss, nats per token", change, f"from {figures.reference_loss:.3f} to {figures.loss:.3f}"))
         keys.append(("Same first choice", f"{figures.top1_agreement:.1%}", f"KL divergence {figures.kl:.4f} nats"))
     elif figures is not None:
-        keys.append(("Loss, nats a token", f"{figures.loss:.3f}", f"perplexity {figures.perplexity:.2f}"))
+        keys.append(("Loss, nats per token", f"{figures.loss:.3f}", f"perplexity {figures.perplexity:.2f}"))
     cells = (
         f'<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="sub">{escape(more)}</dd></div>'
         for name, value, more in keys
@@ -68,7 +68,7 @@ def _masthead(facts: Facts) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], text: Sequence[int] = (), total: bool = False) -> str:
-    """A table of cells that are HTML already; columns `text` are aligned to the left, the last row may be the total."""
+    """Render a table of HTML cells. Columns in `text` are left-aligned; with `total`, the last row is the total."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         classes = [' class="text"' if number in text else "" for number in range(len(cells))]
@@ -91,7 +91,7 @@ def _sizes(facts: Facts) -> str:
     rows: list[tuple[str, ...]] = [
         (
             f'<span class="swatch {colour[role.role]}"></span>{escape(role.role)}',
-            "as it was" if role.bits_per_weight is None else f"{role.bits_per_weight:.2f}",
+            "unchanged" if role.bits_per_weight is None else f"{role.bits_per_weight:.2f}",
             size(role.before),
             size(role.after),
             "" if role.bits_per_weight is None else _ratio(role.before, role.after),
@@ -100,7 +100,7 @@ def _sizes(facts: Facts) -> str:
     ]
     rows.append((f'<span class="swatch c6"></span>{OTHER}', "", *map(size, rest), ""))
     rows.append(("directory", "", size(before), size(after), _ratio(before, after)))
-    table = _table(("role", "bits a weight", "before", "after", "smaller by"), rows, total=True)
+    table = _table(("role", "bits per weight", "before", "after", "smaller by"), rows, total=True)
     return f"<section><h2>Size</h2><figure>{size_bars(bars, size)}</figure>{table}</section>"
 
 
@@ -110,13 +110,13 @@ def _ratio(before: float, after: float) -> str:
 
 def _quality(facts: Facts) -> str:
     if facts.quality is None:
-        hint = "Nothing was measured. <code>moepack report OUT --reference MODEL --text FILE</code> adds loss, KL "
-        return f'<section><h2>Quality</h2><p class="note">{hint}divergence and what both models write.</p></section>'
+        hint = "Not measured. <code>moepack report OUT --reference MODEL --text FILE</code> adds loss, KL "
+        return f'<section><h2>Quality</h2><p class="note">{hint}divergence and sample texts.</p></section>'
     figures = facts.quality.figures
     about = f"The first {facts.quality.chars:,} characters of {facts.quality.text}"
     lead = f"{about}: {figures.tokens:,} predicted tokens in windows of 512, both models in float32."
     table = _table(("", "original", "packed", "difference"), _figures(figures))
-    note = "A hundredth of a nat is one percent of perplexity. The divergence is zero for equal predictions."
+    note = "0.01 nats correspond to 1 % of perplexity. The divergence is zero for equal predictions."
     return f"<section><h2>Quality</h2><p>{escape(lead)}</p>{table}<p class='note'>{note}</p></section>"
 
 
@@ -126,21 +126,21 @@ def _figures(figures: EvaluationReport) -> Iterator[tuple[str, str, str, str]]:
             return name, "", format(after, form), ""
         return name, format(before, form), format(after, form), format(after - before, f"+{form}")
 
-    yield row("loss, nats a token", figures.reference_loss, figures.loss, ".4f")
+    yield row("loss, nats per token", figures.reference_loss, figures.loss, ".4f")
     yield row("perplexity", figures.reference_perplexity, figures.perplexity, ".3f")
     if figures.kl is not None:
-        yield "mean KL divergence from the original, nats a token", "", f"{figures.kl:.4f}", ""
-        yield "tokens where both rank the same one first", "", f"{figures.top1_agreement:.2%}", ""
+        yield "mean KL divergence from the original, nats per token", "", f"{figures.kl:.4f}", ""
+        yield "top-1 agreement", "", f"{figures.top1_agreement:.2%}", ""
 
 
 def _choices(facts: Facts) -> str:
-    """Heat maps of bits and errors, the formats in a table, all tensors in another one that opens."""
-    parts = ["<section><h2>What was chosen where</h2>"]
-    parts.append("<p>A row for each layer, a column for each projection, and in it an entry for each expert.</p>")
+    """Render heat maps of bits and errors, a table of formats, and a collapsed table of all tensors."""
+    parts = ["<section><h2>Formats by layer</h2>"]
+    parts.append("<p>Each row is a layer, each column a projection with one cell per expert.</p>")
     chosen = [bits for each in facts.values for bits in each.bits]
     low, high = math.floor(min(chosen, default=0)), math.ceil(max(chosen, default=1))
     bits = Scale(low, max(high, low + 1), lambda value: f"{value:.2f} bits")
-    parts.append(_maps(facts, "Bits a weight", bits, {id(each): each.bits for each in facts.values}))
+    parts.append(_maps(facts, "Bits per weight", bits, {id(each): each.bits for each in facts.values}))
     errors = {id(each): each.errors for each in facts.values if each.errors is not None}
     if errors:
         known = [error for values in errors.values() for error in values]
@@ -151,7 +151,7 @@ def _choices(facts: Facts) -> str:
 
 
 def _maps(facts: Facts, what: str, scale: Scale, values: dict[int, tuple[float, ...]]) -> str:
-    """The heat maps of one quantity: experts, and linear layers outside them."""
+    """Render the heat maps of one quantity, for experts and for linear layers."""
     parts = [f"<h3>{escape(what)}</h3><figure>"]
     for experts, title in (True, "experts"), (False, "linear layers"):
         chosen = [each for each in facts.values if each.experts == experts and id(each) in values]
@@ -171,7 +171,7 @@ def _column(values: TensorValues) -> str:
 
 
 def _formats(rows: Sequence[Row]) -> str:
-    """Formats by role, then every packed tensor."""
+    """Render the formats by role, then all packed tensors."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.role, row.format), []).append(row)
@@ -181,7 +181,7 @@ def _formats(rows: Sequence[Row]) -> str:
         bits = 8 * after / max(sum(row.weights for row in group), 1)
         cells = (escape(role), escape(kind), str(len(group)), f"{bits:.2f}", size(before), size(after))
         lines.append((*cells, _ratio(before, after)))
-    heads = ("role", "format", "tensors", "bits a weight", "before", "after", "smaller by")
+    heads = ("role", "format", "tensors", "bits per weight", "before", "after", "smaller by")
     each = [
         (
             escape(f"{row.layer}.{row.projection}"),
@@ -193,13 +193,13 @@ def _formats(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]
-    table = _table(("tensor", "format", "shape", "bits a weight", "before", "after"), each, (1,))
+    table = _table(("tensor", "format", "shape", "bits per weight", "before", "after"), each, (1,))
     summary = f"<summary>All {len(rows)} packed tensors</summary>"
     return f"<h3>Formats</h3>{_table(heads, lines, (1,))}<details>{summary}{table}</details>"
 
 
 def _coverage(facts: Facts) -> str:
-    """How many calibration tokens each expert saw, where that was recorded."""
+    """Render the calibration tokens of each expert, if they were recorded."""
     seen = {short_layer(each.module): each.tokens for each in facts.values if each.tokens is not None}
     if not seen:
         return ""
@@ -207,8 +207,8 @@ def _coverage(facts: Facts) -> str:
     scale = Scale.over(counts, lambda value: f"{value:,.0f} tokens", logarithmic=True)
     rows = [HeatRow(name, [tokens]) for name, tokens in seen.items()]
     unseen = sum(count == 0 for count in counts)
-    verdict = "Every expert saw some." if not unseen else f"{unseen} of {len(counts)} experts saw none."
-    text = f"How many tokens of the calibration text the router sent to each expert. {verdict}"
+    verdict = "Every expert received some." if not unseen else f"{unseen} of {len(counts)} experts received none."
+    text = f"Number of calibration tokens that the router sent to each expert. {verdict}"
     drawn = heat_map("Calibration tokens by expert", ["experts"], rows, scale)
     shown = f"<figure>{drawn}{legend(scale, 'Calibration tokens (logarithmic)')}</figure>"
     return f"<section><h2>Coverage by the calibration text</h2><p>{escape(text)}</p>{shown}</section>"
@@ -218,9 +218,9 @@ def _continuations(facts: Facts) -> str:
     found = () if facts.quality is None else facts.quality.continuations
     if not found:
         return ""
-    lead = f"Drawn at temperature {TEMPERATURE:g} with the same random numbers"
-    lead += "; coloured from where the packed model parts from the original." if found[0].original is not None else "."
-    return f"<section><h2>What it writes</h2><p>{lead}</p>{''.join(map(_pair, found))}</section>"
+    lead = f"Sampled at temperature {TEMPERATURE:g} with the same random numbers"
+    lead += "; coloured after the first difference from the original." if found[0].original is not None else "."
+    return f"<section><h2>Sample texts</h2><p>{lead}</p>{''.join(map(_pair, found))}</section>"
 
 
 def _pair(each: Continuation) -> str:
@@ -236,14 +236,14 @@ def _pair(each: Continuation) -> str:
 def _loading(facts: Facts) -> str:
     return f"""<section><h2>How to load it</h2>
 <pre>{escape(loading_code())}</pre>
-<p>Or on the command line:</p>
+<p>On the command line:</p>
 <pre>moepack generate OUT --prompt "Once upon a time"
-moepack verify OUT        # finds a single flipped bit
+moepack verify OUT        # detects any flipped bit
 moepack export OUT PLAIN --to bf16</pre></section>"""
 
 
 def loading_code(place: str = "OUT") -> str:
-    """The Python that loads the model; `place` is its directory or id."""
+    """Return the Python code that loads the model from `place`, a directory or Hub id."""
     return f"""import moepack
 from transformers import AutoTokenizer
 
@@ -264,5 +264,5 @@ def _origin(facts: Facts) -> str:
         ("fingerprint of the original", fingerprint.get("model", "")[:16]),
     ]
     cells = [(escape(name), f'<span style="white-space:normal">{escape(value)}</span>') for name, value in rows]
-    note = "Sizes are decimal (1 MB is 1,000,000 bytes) and count all metadata."
+    note = "Sizes are decimal (1 MB is 1,000,000 bytes) and include all metadata."
     return f"<section><h2>How it was made</h2>{_table(('', ''), cells, (1,))}</section><footer>{note}</footer>"

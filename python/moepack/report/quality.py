@@ -1,4 +1,4 @@
-"""How the packed model compares with the original: figures, and what both write. One model is in memory at a time."""
+"""Compares the packed model with the original: figures and sample texts. One model is in memory at a time."""
 
 import gc
 import re
@@ -23,12 +23,12 @@ SAMPLES = 3
 TOKENS = 60
 TEMPERATURE = 0.7
 PROMPT = 160
-"""Most characters of a prompt that is taken from the text."""
+"""Maximum characters of a prompt taken from the text."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and what the models wrote after it; `original` is None where it did not run as a whole."""
+    """A prompt and its continuations. `original` is None if the original was not loaded completely."""
 
     prompt: str
     packed: str
@@ -37,13 +37,13 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Quality:
-    """What was measured.
+    """The measured quality.
 
     Attributes:
-        text: name of the text file, without its place.
-        chars: how many of its characters were used, at most.
-        figures: loss and distance.
-        continuations: of both models, with the same random numbers.
+        text: name of the text file, without its directory.
+        chars: maximum number of characters used.
+        figures: loss and divergence.
+        continuations: continuations by both models, with the same random numbers.
     """
 
     text: str
@@ -60,14 +60,14 @@ def measure(
     prompts: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Quality:
-    """Evaluate a packed model, and let it and its original write.
+    """Evaluate a packed model, and generate sample texts with it and its original.
 
     Args:
         directory: the packed directory.
-        text: UTF-8.
-        chars: characters of it to use.
-        reference: the original: a directory, an id of the hub, or a recorded reference (which writes nothing).
-        prompts: what is continued; by default places of the text. None for encoder-decoders.
+        text: the text file, UTF-8.
+        chars: number of characters to use.
+        reference: the original: a directory, a Hub id, or a recorded reference (which generates no text).
+        prompts: prompts to continue; default: excerpts of the text. Encoder-decoders generate no samples.
         progress: as for `evaluate`.
     """
     tokenizer = open_tokenizer(directory)
@@ -83,7 +83,7 @@ def measure(
 def _original(
     source: Any, text: Path, chars: int, tokenizer: Any, prompts: Sequence[str], progress: Progress | None
 ) -> tuple[Reference | None, list[str] | None]:
-    """What the original predicts, and what it writes if it was loaded as a whole. It is gone afterwards."""
+    """Return the original's predictions, and its texts if it was loaded completely. It is freed afterwards."""
     if source is None or Path(source).is_file():
         return (None if source is None else Reference(source)), None
     options = {"tokenizer": tokenizer, "progress": progress}
@@ -104,7 +104,7 @@ def _continued(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[str]:
 
 
 def prompts_of(text: Path, chars: int) -> tuple[str, ...]:
-    """Beginnings of sentences at even distances of a text, each cut behind a word."""
+    """Return evenly spaced excerpts of a text that start with a sentence and end after a word."""
     words = " ".join(read_text(text, chars).split())
     prompts = []
     for number in range(1, SAMPLES + 1):

@@ -1,4 +1,4 @@
-"""The style sheet of the page. No font, image or script is fetched: the page opens offline and prints."""
+"""The style sheet of the page. It loads no fonts, images or scripts, so the page works offline and prints."""
 
 __all__ = ["STYLE"]
 

@@ -1,4 +1,4 @@
-"""`moepack report`: from a packed directory to its page and its model card."""
+"""`moepack report`: writes the page and the model card of a packed directory."""
 
 import re
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@.+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """What was written: the page and the model card, and what was measured for them."""
+    """The written page and model card, and the measured quality."""
 
     page: Path
     card: Path
@@ -47,17 +47,17 @@ def write_report(
 ) -> ReportFiles:
     """Write `report.html` and `README.md` into a packed directory.
 
-    Both are side files: `verify` lists them apart, weights stay sound. What stands in README.md (the card of the
-    original, which `compress` took over) is kept below the new card, and its license in front.
+    Both are side files, which `verify` lists separately. The existing README.md (the original's card, copied by
+    `compress`) is kept below the new card, and its license in the front matter.
 
     Args:
         directory: the packed directory.
-        reference: the original, a directory or an id of the hub; or a recorded reference, which tells no error of the
-            weights and writes no text.
-        text: UTF-8, to be predicted; without it nothing is measured but sizes and errors.
-        chars: characters of it to use.
-        prompts: what both models continue; by default places of the text.
-        base_model: id of the original on the hub; by default `reference` where that is an id.
+        reference: the original: a directory or Hub id; or a recorded reference, which gives no weight errors and no
+            texts.
+        text: evaluation text, UTF-8. Without it, only sizes and errors are reported.
+        chars: number of characters to use.
+        prompts: prompts that both models continue; default: excerpts of the text.
+        base_model: Hub id of the original; default: `reference` if it is an id.
         progress: as for `evaluate`.
 
     Raises:
@@ -79,7 +79,7 @@ def write_report(
 
 
 def _hub_id(reference: str | PathLike[str] | None) -> str | None:
-    """The id of a model on the hub, without a revision; None for a directory."""
+    """Return the Hub id of a model without its revision; None for a directory."""
     given = "" if reference is None or Path(reference).exists() else fspath(reference)
     return given.partition("@")[0] if _HUB_ID.fullmatch(given) else None
 
@@ -89,7 +89,7 @@ def _name(base: str | None, original: Path | None, place: Path) -> str:
 
 
 def _source(original: Path | None) -> Checkpoint | None:
-    """The original's weights, if they lie there unpacked and can be read."""
+    """Return the original's checkpoint, if it is unpacked and readable."""
     try:
         return None if original is None or is_packed(original) else open_checkpoint(original)
     except MoepackError:

@@ -1,1 +1,1 @@
-"""A model for many at a time: `engine` steps all sequences together, `server` is OpenAI's interface over HTTP to it."""
+"""Serves a model to many clients: `engine` steps all sequences together, `server` offers OpenAI's HTTP API."""

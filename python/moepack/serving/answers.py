@@ -1,7 +1,6 @@
-"""Turns requests into sequences of the engine, and their pieces into answers of OpenAI's form, whole or streamed.
+"""Converts requests to sequences of the engine, and their pieces to responses in OpenAI's format, streamed or not.
 
-An answer that nobody waits for any more gives back its slot. A failure after the beginning of a stream is its last
-event.
+If the client disconnects, the answer releases its slot. A failure after a stream has started is its last event.
 """
 
 import asyncio
@@ -30,14 +29,14 @@ from moepack.serving.settings import Settings
 __all__ = ["CHAT", "COMPLETION", "Answers", "fingerprint"]
 
 _ESCAPED = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""Characters of a JSON string that clients take for the end of a line, and with it of an event."""
+"""Characters of a JSON string that some clients treat as line ends, which would end an event."""
 
 _LOG = logging.getLogger("uvicorn.error")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How the answers of completions and of chats differ."""
+    """The differences between responses of completions and of chats."""
 
     prefix: str
     whole: str
@@ -55,10 +54,10 @@ CHAT = Kind(
 
 
 class Answers:
-    """Turns requests into sequences of the engine, and their pieces into answers.
+    """Converts requests to sequences of the engine, and their pieces to responses.
 
     Raises:
-        LoadError: the model is published with settings out of their range, on which every request would fail.
+        LoadError: generation_config.json has values out of range, so that every request would fail.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -70,7 +69,7 @@ class Answers:
             raise LoadError(f"generation_config.json: {error}") from error
 
     def require_model(self, name: str) -> None:
-        """Refuse names of other models, and go on only while the files are what was loaded."""
+        """Reject the names of other models, and all requests after the model's files have changed."""
         if name != self.settings.name:
             message = f"there is no model '{name}', only '{self.settings.name}'"
             raise Refusal(404, message, "model_not_found", param="model")
@@ -79,12 +78,12 @@ class Answers:
             raise Refusal(503, message, "model_changed", "server_error")
 
     async def answer(self, request: Request, body: Any, field: str, prompt: Prompt | list[int], kind: Kind) -> Any:
-        """Answer a request, whole or streamed; `field` is what the client calls the prompt."""
+        """Answer a request, streamed or not. `field` is the name of the prompt in the request."""
         self.require_model(body.model)
         try:
             ids = await self._ids(prompt)
             pieces, sequence = self._submit(ids, self._sampling(body, field, len(ids)))
-        except ValueError as error:  # the settings of an answer are in their ranges, so it is the prompt
+        except ValueError as error:  # the settings have been checked, so the prompt is at fault
             raise Refusal(400, str(error), "invalid_prompt", param=field) from error
         head = {"id": f"{kind.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.settings.name}
         if body.stream:
@@ -96,10 +95,10 @@ class Answers:
         return {**head, "object": kind.whole, "choices": [choice], "usage": _usage(sequence, last)}
 
     async def _ids(self, prompt: Any) -> list[int]:
-        """The prompt's tokens.
+        """Return the token ids of the prompt.
 
         Raises:
-            ValueError: the prompt is no text of this model.
+            ValueError: the prompt cannot be tokenized for this model.
         """
         if isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), dict):
             if not prompt:
@@ -108,11 +107,11 @@ class Answers:
         return await asyncio.to_thread(prompt_ids, self.engine.tokenizer, prompt)
 
     def _sampling(self, body: Any, field: str, prompt: int) -> Sampling:
-        """How the answer is made; refused where it would go beyond the context."""
+        """Return the sampling settings. Reject a request that exceeds the context."""
         room = self.engine.context - prompt
         if room < 1 or (body.length or 1) > room:
-            asked = f"{prompt} tokens of prompt" + (f" and {body.length} of answer" if body.length else "")
-            message = f"the model takes {self.engine.context} tokens in all, not {asked}"
+            asked = f"{prompt} prompt tokens" + (f" and {body.length} answer tokens" if body.length else "")
+            message = f"the context is {self.engine.context} tokens; the request needs {asked}"
             raise Refusal(400, message, "context_length_exceeded", param=field)
         tokens = body.length or min(self.settings.answer, room)
         return Sampling.of_model(self.engine.model, **body.settings(), max_new_tokens=tokens)
@@ -133,12 +132,12 @@ class Answers:
             raise Refusal(503, str(error), "closed", "server_error") from error
 
     async def _whole(self, request: Request, pieces: "asyncio.Queue[Piece]", sequence: Sequence) -> tuple[str, Piece]:
-        """Wait for the whole answer, unless the client hangs up."""
+        """Wait for the whole answer, or until the client disconnects."""
         whole, gone = asyncio.ensure_future(_join(pieces)), asyncio.ensure_future(_hung_up(request))
         try:
             await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not whole.done():
-                raise Refusal(499, "the client has hung up", "client_closed_request")
+                raise Refusal(499, "the client has disconnected", "client_closed_request")
             text, last = whole.result()
         finally:
             self.engine.cancel(sequence)
@@ -151,7 +150,7 @@ class Answers:
     async def _events(
         self, pieces: "asyncio.Queue[Piece]", sequence: Sequence, head: dict[str, Any], kind: Kind, usage: bool
     ) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events."""
         try:
             finish = None
             while finish is None:
@@ -174,7 +173,7 @@ class Answers:
 
 
 async def _join(pieces: "asyncio.Queue[Piece]") -> tuple[str, Piece]:
-    """The whole text, and the last piece."""
+    """Return the whole text and the last piece."""
     texts = []
     while True:
         piece = await pieces.get()
@@ -184,13 +183,13 @@ async def _join(pieces: "asyncio.Queue[Piece]") -> tuple[str, Piece]:
 
 
 async def _hung_up(request: Request) -> None:
-    """Wait until the client has gone."""
+    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def _failure(last: Piece) -> Refusal:
-    """What ended an answer before its time."""
+    """Return the refusal for an answer that failed."""
     return Refusal(503, last.error, "engine_error", "server_error")
 
 
@@ -204,7 +203,7 @@ def _usage(sequence: Sequence, last: Piece) -> dict[str, int]:
 
 
 def fingerprint(source: Path | None) -> tuple[Any, ...]:
-    """Return what tells whether the files of a model are still those: their places, sizes and times."""
+    """Return the names, inodes, sizes and times of a model's files, to detect changes."""
     if source is None:
         return ()
     try:

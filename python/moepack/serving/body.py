@@ -1,8 +1,8 @@
-"""The body of a request: bytes to checked fields, or a refusal that names the field.
+"""Parses the body of a request into checked fields, or raises a refusal that names the field.
 
-JSON is read strictly, because parsers differ where RFC 8259 leaves them free: duplicate names, NaN and Infinity,
-numbers beyond a float, strings with a lone surrogate, nesting beyond `DEEPEST` and encodings other than UTF-8 are
-refused. A number without a fraction is an integer, however it is spelled (`2.0`, `2e0`).
+JSON is parsed strictly, because parsers differ in what RFC 8259 leaves open. Duplicate names, NaN and Infinity,
+numbers beyond a float, strings with a lone surrogate, nesting deeper than `DEEPEST` and encodings other than UTF-8 are
+rejected. A number without a fraction is an integer in any notation (`2.0`, `2e0`).
 """
 
 import asyncio
@@ -20,7 +20,7 @@ __all__ = ["read"]
 
 JSON_TYPE = "application/json"
 DEEPEST = 64
-"""The most levels of lists and objects. Honoured fields need four."""
+"""Maximum nesting of lists and objects. Supported fields need four levels."""
 
 SENTENCES = {
     "missing": ("missing_required_parameter", "is required"),
@@ -41,7 +41,7 @@ SENTENCES = {
     "too_long": ("invalid_value", "must have at most {max_length} elements"),
     "invalid_value": ("invalid_value", "{sentence}"),
 }
-"""OpenAI's code for each of pydantic's types of errors, and a sentence that follows the field's name."""
+"""Maps pydantic's error types to OpenAI's error code and the message that follows the field's name."""
 
 _CHECKED = (str, list, dict)
 
@@ -51,25 +51,25 @@ Fields = TypeVar("Fields", bound=BaseModel)
 async def read(request: Request, fields: type[Fields]) -> Fields:
     """Return the fields of a request's body.
 
-    Bodies must be declared as JSON: browsers then ask before a page of another site may send one, and nothing here
-    tells them that it may.
+    The content type must be JSON. Browsers then send a CORS preflight before a page of another site may post a body,
+    and this server never permits it.
 
     Raises:
-        Refusal: the body is not declared as JSON, is not JSON, or has a field that is not honoured.
+        Refusal: the content type is not JSON, the body is not JSON, or it has an unsupported field.
     """
     kind, _, parameters = request.headers.get("content-type", "").lower().partition(";")
     charset = parameters.strip().removeprefix("charset=").strip('"')
     if kind.strip() != JSON_TYPE or charset not in ("", "utf-8"):
-        raise Refusal(415, f"a request's content-type is {JSON_TYPE}, in UTF-8", "content_type")
+        raise Refusal(415, f"the content-type must be {JSON_TYPE}, in UTF-8", "content_type")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Refusal(
-            415, "a request's content-encoding is identity: compressed bodies are not read", "content_encoding"
+            415, "the content-encoding must be identity: compressed bodies are not supported", "content_encoding"
         )
-    return await asyncio.to_thread(_checked, await request.body(), fields)  # megabytes would hold up all others
+    return await asyncio.to_thread(_checked, await request.body(), fields)  # parsing megabytes would block the loop
 
 
 def _checked(data: bytes, fields: type[Fields]) -> Fields:
-    """The fields of a body."""
+    """Parse and validate a body."""
     try:
         return fields.model_validate(_parsed(data))
     except ValidationError as error:
@@ -77,9 +77,9 @@ def _checked(data: bytes, fields: type[Fields]) -> Fields:
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """The object that a body is."""
+    """Parse a body into a dict."""
     if not data:
-        raise Refusal(400, "the body is empty, and must be a JSON object", "invalid_json")
+        raise Refusal(400, "the body is empty; it must be a JSON object", "invalid_json")
     try:
         content = json.loads(
             data.decode(),
@@ -88,13 +88,13 @@ def _parsed(data: bytes) -> dict[str, Any]:
             parse_float=_float,
         )
     except UnicodeDecodeError as error:
-        raise Refusal(400, f"the body is not UTF-8: byte {error.start} is wrong", "invalid_json") from error
+        raise Refusal(400, f"the body is not UTF-8: byte {error.start} is invalid", "invalid_json") from error
     except json.JSONDecodeError as error:
         raise Refusal(400, f"the body is not JSON: {error}", "invalid_json") from error
     except RecursionError as error:
         raise _too_deep() from error
-    except ValueError as error:  # Python reads integers of up to 4300 digits
-        raise Refusal(400, "the body has a number of too many digits", "invalid_json") from error
+    except ValueError as error:  # Python limits integers to 4300 digits
+        raise Refusal(400, "the body has a number with too many digits", "invalid_json") from error
     if not isinstance(content, dict):
         raise Refusal(400, "the body must be a JSON object", "invalid_json")
     _check_strings(content)
@@ -102,7 +102,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; duplicate names are refused, because all values but the last would be ignored."""
+    """Build a dict. Reject duplicate names, because all values but the last would be ignored."""
     content = dict(pairs)
     if len(content) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -122,7 +122,7 @@ def _float(digits: str) -> int | float:
 
 
 def _check_strings(content: dict[str, Any]) -> None:
-    """Refuse strings that are not Unicode text, and nesting that is too deep."""
+    """Reject strings that are not Unicode text, and nesting that is too deep."""
     left: list[tuple[Any, tuple[str | int, ...]]] = [(content, ())]
     while left:
         value, place = left.pop()
@@ -142,7 +142,7 @@ def _check_string(text: str, place: tuple[str | int, ...]) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        message = f"{_written(place)} has a lone surrogate at character {error.start}: that is no Unicode text"
+        message = f"{_written(place)} is not Unicode text: it has a lone surrogate at character {error.start}"
         raise Refusal(400, message, "invalid_value", param=_written(place)) from error
 
 
@@ -151,7 +151,7 @@ def _too_deep() -> Refusal:
 
 
 def _refusal(error: ValidationError) -> Refusal:
-    """What pydantic found first, in words that name the field as the client wrote it."""
+    """Return the refusal for pydantic's first error, naming the field as the client wrote it."""
     first = error.errors(include_url=False, include_input=False)[0]
     code, sentence = SENTENCES[first["type"]]
     facts = {name: f"{fact:g}" if isinstance(fact, float) else fact for name, fact in first.get("ctx", {}).items()}
@@ -160,5 +160,5 @@ def _refusal(error: ValidationError) -> Refusal:
 
 
 def _written(place: tuple[str | int, ...]) -> str:
-    """A field's place as clients write it: `messages[0].content`."""
+    """Return the path of a field as clients write it: `messages[0].content`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")

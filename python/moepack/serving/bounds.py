@@ -1,6 +1,6 @@
-"""What a request must be before anything looks at it: for this host, by somebody with the key, and not too large.
+"""Checks the host, the API key and the size of a request before anything else reads it.
 
-`/health` alone is answered without the key.
+Only `/health` is answered without the key.
 """
 
 import hmac
@@ -15,29 +15,29 @@ from moepack.serving.settings import Settings
 __all__ = ["OPEN", "Bounds", "has_key"]
 
 OPEN = ("/health",)
-"""Paths that are answered without the key."""
+"""Paths that need no API key."""
 HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?")
-"""A header `Host`: a name or an address, and a port."""
+"""Matches a `Host` header: a name or an address, and a port."""
 
 
 class Bounds:
-    """Lets in requests for a host of the settings, by who has the key, and of bounded size."""
+    """Middleware that accepts only requests for an allowed host, with the API key and of bounded size."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app, self.settings = app, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request as ASGI asks."""
+        """Handle an ASGI request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         refusal = self._refusal(Request(scope))
         if refusal is not None:
             return await refusal.response()(scope, receive, send)
         body = await self._body(receive)
-        if body is None:  # the client has gone
+        if body is None:  # the client has disconnected
             return None
         if len(body) > self.settings.body:
-            refusal = Refusal(413, f"a request has at most {self.settings.body} bytes", "too_large")
+            refusal = Refusal(413, f"the request is larger than {self.settings.body} bytes", "too_large")
             return await refusal.response()(scope, receive, send)
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -60,7 +60,7 @@ class Bounds:
         return host is not None and host[1].rstrip(".") in self.settings.hosts
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """The whole body, or more than the settings allow; None where the client has gone before its end."""
+        """Read the body, up to just over the size limit. Return None if the client disconnects."""
         parts, size, more = [], 0, True
         while more and size <= self.settings.body:
             message = await receive()
@@ -73,8 +73,8 @@ class Bounds:
 
 
 def has_key(request: Request, settings: Settings) -> bool:
-    """Whether a request has the key of the settings; true where they have none."""
+    """Return whether a request has the API key; True if none is set."""
     if settings.api_key is None:
         return True
-    given = request.headers.get("authorization", "").encode("latin-1")  # ASGI's headers are bytes, one a character
+    given = request.headers.get("authorization", "").encode("latin-1")  # ASGI headers are bytes, one per character
     return hmac.compare_digest(given, b"Bearer " + settings.api_key.encode("utf-8", "surrogateescape"))

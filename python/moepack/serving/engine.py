@@ -1,13 +1,13 @@
-"""Steps all sequences of a model together, in a thread of its own.
+"""Steps all sequences of a model together, in a separate thread.
 
-Sequences wait in a queue of fixed length, then take one of the slots until they end. Each step reads one token of every
-sequence that has been read to its end, and up to `CHUNK` tokens of prompts, the oldest first, in one forward pass
-(`moepack.serving.step`). Keys and values of ended sequences are kept, as long as slots are free, for prompts that begin
-alike: the next turn of a chat reads only what is new.
+Sequences wait in a bounded queue, then occupy a slot until they end. Each step runs one forward pass
+(`moepack.serving.step`) over one token of every sequence whose prompt is read, and up to `CHUNK` prompt tokens, oldest
+sequence first. While slots are free, keys and values of ended sequences are kept for prompts with the same beginning,
+so the next turn of a chat reads only the new tokens.
 
-Invariants: only the engine's thread touches the model, the slots and the caches; a sequence's last piece, and no other,
-says how it ended; sequences that failed, came late or were cancelled give back their slot before the next step. An
-exception ends the sequence that caused it and no other, unless a GPU is lost.
+Invariants: Only the engine's thread accesses the model, the slots and the caches. Only the last piece of a sequence
+says how it ended. Sequences that failed, timed out or were cancelled release their slot before the next step. An
+exception ends only the sequence that caused it, unless a GPU is lost.
 """
 
 import math
@@ -38,36 +38,36 @@ from moepack.serving.step import Stepper
 __all__ = ["ClosedError", "Engine", "QueueFullError"]
 
 CHUNK = 512
-"""Tokens of prompts in a step: more read faster, and let those who are answered already wait longer."""
+"""Prompt tokens per step. More read prompts faster but delay the running answers."""
 WORTH = 16
-"""Tokens that a kept cache must save to be used."""
+"""Minimum number of tokens that a kept cache must save to be used."""
 
 
 class QueueFullError(Exception):
-    """There is no room for another request."""
+    """The queue is full."""
 
 
 class ClosedError(Exception):
-    """No more requests are taken."""
+    """The engine is closed and accepts no requests."""
 
 
 class Engine:
-    """A model that answers many at a time.
+    """Generates several answers concurrently with one model.
 
     Attributes:
-        context: the most tokens of a sequence, prompt included.
+        context: maximum number of tokens of a sequence, including the prompt.
 
     Args:
-        model: a loaded decoder, on one device, which from now on belongs to the engine.
-        tokenizer: its tokenizer.
-        slots: the most sequences of a step; with `context` it bounds the memory of keys and values.
-        queue: the most sequences that wait for a slot.
-        context: the most tokens of a sequence; None takes what the model was made for.
-        seconds: the most time of an answer, waiting included.
+        model: a loaded decoder on one device. The engine takes ownership.
+        tokenizer: the tokenizer of the model.
+        slots: maximum number of sequences per step. Together with `context`, it bounds the memory of keys and values.
+        queue: maximum number of sequences waiting for a slot.
+        context: maximum number of tokens of a sequence; None uses the model's limit.
+        seconds: maximum time of an answer in seconds, including waiting.
 
     Raises:
         LoadError: the model is an encoder-decoder.
-        UnsupportedModelError: it predicts no tokens.
+        UnsupportedModelError: the model has no head that predicts tokens.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Engine:
         seconds: float = 600.0,
     ) -> None:  # fmt: skip
         if model.config.is_encoder_decoder:
-            raise LoadError("only decoders are served: this model reads one text and writes another")
+            raise LoadError("only decoder models can be served: this model reads one text and writes another")
         require_head(model)
         self.model, self.tokenizer = model, tokenizer
         self.slots, self.queue, self.seconds = slots, queue, seconds
@@ -93,7 +93,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="moepack-engine", daemon=True)
 
     def start(self) -> "Engine":
-        """Begin to answer."""
+        """Start the engine's thread."""
         self._thread.start()
         return self
 
@@ -101,45 +101,48 @@ class Engine:
         """Queue a prompt.
 
         Args:
-            ids: its tokens; with `sampling.max_new_tokens` at most `context`.
-            sampling: how tokens are chosen, and when the text ends.
-            on_piece: takes the pieces, in the engine's thread; must not raise.
+            ids: token ids of the prompt. Their number plus `sampling.max_new_tokens` is at most `context`.
+            sampling: sampling settings and end conditions.
+            on_piece: called with each piece, in the engine's thread. Must not raise.
 
         Raises:
             TokenError: the model's embedding has no row for a token.
-            QueueFullError: too many wait already.
+            QueueFullError: the queue is full.
             ClosedError: the engine is closed.
         """
         require_known(ids, self._vocabulary, self.tokenizer)
         sampling = replace(sampling, stop=(*sampling.stop, *self._stop))
         with self._changed:
             if not self.is_open:
-                raise ClosedError("the server shuts down")
+                raise ClosedError("the server is shutting down")
             if len(self._waiting) >= self.queue:
-                raise QueueFullError(f"{self.queue} requests wait already")
+                raise QueueFullError(f"{self.queue} requests are already waiting")
             sequence = Sequence(ids, sampling, on_piece, self.tokenizer, self._ends, self.seconds)
             self._waiting.append(sequence)
             self._changed.notify()
         return sequence
 
     def cancel(self, sequence: Sequence) -> None:
-        """Give up a sequence: it hands out nothing more, unless it is just ending, and gives its place back."""
+        """Cancel a sequence. It releases its slot and emits no more pieces, unless it is just ending."""
         with self._changed:
             sequence.cancelled = True
             if sequence in self._waiting:
                 self._waiting.remove(sequence)
 
     def counts(self) -> dict[str, int]:
-        """Return how many sequences are answered, wait, and are kept."""
+        """Return the numbers of active and waiting sequences and of kept caches."""
         return {"active": len(self._active), "waiting": len(self._waiting), "kept": len(self._kept)}
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the engine accepts requests."""
         return self._closing == math.inf
 
     def close(self, patience: float = 0.0) -> None:
-        """Take no more; let answers go on for so many seconds, then end them, and the thread; again is a no-op."""
+        """Accept no more requests, let answers run for up to `patience` seconds, then end them and the thread.
+
+        Idempotent.
+        """
         with self._changed:
             self._closing = min(self._closing, time.monotonic() + patience)
             self._changed.notify()
@@ -154,7 +157,7 @@ class Engine:
                     self._leave()
                     if self._active:
                         self._step()
-        finally:  # whatever ended it: nobody is left waiting
+        finally:  # no client is left waiting, for any cause
             self._end()
 
     def _end(self) -> None:
@@ -164,10 +167,14 @@ class Engine:
             self._active, self._kept = [], deque()
             self._waiting.clear()
         for sequence in left:
-            sequence.finish("error", error="the server shuts down")
+            sequence.finish("error", error="the server is shutting down")
 
     def _admit(self) -> bool:
-        """Give free slots to those who wait longest; wait while there is nobody. Whether the engine goes on."""
+        """Give free slots to the sequences that have waited longest. Block while there is none.
+
+        Returns:
+            Whether the engine continues.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self.is_open or self._waiting or self._active)
             if not self.is_open:
@@ -183,7 +190,7 @@ class Engine:
         return True
 
     def _cache(self, sequence: Sequence) -> Any:
-        """A cache for a sequence: of one that began alike, if it is worth it."""
+        """Return a cache for a sequence: a kept one with a common prefix if it saves enough, or a new one."""
         best = max(self._kept, key=lambda prefix: prefix.shared(sequence.ids), default=None)
         if best is None or best.shared(sequence.ids) < WORTH:
             return new_cache(self.model)
@@ -191,7 +198,7 @@ class Engine:
         return best.continued(sequence.ids)
 
     def _leave(self) -> None:
-        """Take the slots of those that nobody waits for, or whose time is over."""
+        """Release the slots of cancelled and timed-out sequences."""
         for sequence in [sequence for sequence in self._active if sequence.cancelled or sequence.is_late]:
             if sequence.cancelled:
                 self._active.remove(sequence)
@@ -204,7 +211,7 @@ class Engine:
                     self._active.remove(sequence)
 
     def _parts(self) -> list[tuple[Sequence, Part]]:
-        """What the model reads next: a token of each sequence, and of prompts what fits into a chunk."""
+        """Return the parts of the next step: one token of each sequence, and up to a chunk of prompt tokens."""
         parts, room = [], CHUNK
         for sequence in self._active:
             if self._stepper.begins_anew(sequence.read, len(sequence.ids)):
@@ -237,7 +244,7 @@ class Engine:
                     self._keep(Prefix(sequence.ids[: sequence.read], sequence.cache, self._stepper.limit))
 
     def _relieve(self) -> bool:
-        """Give up what is kept for later prompts; whether there was something."""
+        """Free the caches kept for later prompts; return whether there were any."""
         kept = bool(self._kept)
         self._kept.clear()
         if kept and torch.cuda.is_available():
@@ -246,17 +253,17 @@ class Engine:
 
     @contextmanager
     def _answered(self, sequence: Sequence) -> Iterator[None]:
-        """Answer an exception to the sequence that it is of, and go on."""
+        """End the sequence with an error if the block raises."""
         try:
             yield
         except Exception as error:
             self._fail(sequence, error)
 
     def _located(self, sequence: Sequence, error: NonFiniteError) -> Exception:
-        """The error of a sequence whose logits are not finite, with the layer."""
+        """Return the error of a sequence with non-finite logits, naming the layer if it can be found."""
         try:
             return non_finite(self.model, {"input_ids": torch.tensor([sequence.ids[: sequence.read]])})
-        except Exception:  # there is no memory to read it again
+        except Exception:  # for example, no memory to run it again
             return error
 
     def _keep(self, prefix: Prefix) -> None:
@@ -271,6 +278,6 @@ class Engine:
             print(f"error: {error}", file=sys.stderr)
         else:
             traceback.print_exception(error)
-        if sequence in self._active:  # it has not had its end yet
+        if sequence in self._active:  # it has not ended yet
             self._active.remove(sequence)
             sequence.finish("error", error=str(error) if foreseen else f"the model failed: {type(error).__name__}")

@@ -1,10 +1,10 @@
-"""Reading parts of several sequences so that a failure stays with the sequence that caused it.
+"""Runs parts of several sequences so that a failure affects only the sequence that caused it.
 
-Parts that fail together are read again in halves, down to the one that fails. Before that, caches go back to what they
-held: a forward that raises in the middle of a model has appended keys and values to some of its layers.
+Parts that fail together are run again in halves, down to the single failing part. The caches are restored first,
+because a forward that raises midway has appended keys and values to some layers.
 
-Memory that runs out has no culprit. What is kept for later prompts is given up first, then the parts are halved, then
-the tokens of a part.
+Running out of memory has no single cause. The engine frees caches kept for later prompts first, then halves the parts,
+then the tokens of a part.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,17 +20,17 @@ from moepack.runtime.panics import contained
 __all__ = ["Outcome", "Part", "is_memory", "isolated"]
 
 Outcome = torch.Tensor | Exception
-"""The logits behind a part, [vocabulary]; or why the model could not read it."""
+"""The logits after a part, shape (vocabulary,); or the error that reading it raised."""
 
 
 @dataclass
 class Part:
-    """What a sequence adds to a step.
+    """The tokens of one sequence in a step.
 
     Attributes:
-        ids: its next tokens.
-        position: of the first of them, which is the number of tokens in the cache.
-        cache: of the sequence.
+        ids: the next token ids.
+        position: position of the first of them, equal to the number of tokens in the cache.
+        cache: the cache of the sequence.
         is_whole: the model must read the tokens in one pass.
     """
 
@@ -41,25 +41,25 @@ class Part:
 
     @property
     def end(self) -> int:
-        """The number of tokens in the cache once it is read."""
+        """The number of tokens in the cache after this part."""
         return self.position + len(self.ids)
 
 
 Read = Callable[[Sequence[Part]], Sequence[torch.Tensor]]
-"""Reads parts; the logits behind each."""
+"""Reads parts and returns the logits after each."""
 
 
 def isolated(read: Read, parts: Sequence[Part], relieve: Callable[[], bool] = lambda: False) -> list[Outcome]:
-    """Read parts together, and where that fails in halves.
+    """Read parts together, and in halves if that fails.
 
     Args:
-        read: must leave no trace but in the caches of the parts.
-        parts: one at least.
-        relieve: gives up memory that is not needed; whether there was some.
+        read: the function to run. It must have no side effects except on the caches of the parts.
+        parts: at least one part.
+        relieve: frees memory that is not needed; returns whether it freed any.
 
     Returns:
-        What became of each part. The cache of a part that failed holds what it held before, unless it has states of
-        linear attention; then the sequence cannot go on.
+        The outcome of each part. The cache of a failed part is restored, unless it has states of linear attention; then
+        the sequence cannot continue.
 
     Raises:
         Exception: a GPU is lost (`moepack.runtime.backends.gpu.lost`), which ends all sequences.
@@ -71,7 +71,7 @@ def isolated(read: Read, parts: Sequence[Part], relieve: Callable[[], bool] = la
     except Exception as error:
         if lost(error):
             raise
-        # A traceback holds the tensors of its frames, which the memory is needed for.
+        # A traceback keeps the tensors of its frames alive, and that memory is needed.
         failure = error.with_traceback(None) if is_memory(error) else error
     for mark in marks:
         mark.restore()
@@ -88,7 +88,7 @@ def isolated(read: Read, parts: Sequence[Part], relieve: Callable[[], bool] = la
 
 
 def _in_halves(read: Read, part: Part, relieve: Callable[[], bool]) -> list[Outcome]:
-    """Read the first tokens of a part, then the others."""
+    """Read the first half of a part's tokens, then the second."""
     middle = len(part.ids) // 2
     first = isolated(read, [replace(part, ids=part.ids[:middle])], relieve)
     if isinstance(first[0], Exception):
@@ -97,7 +97,7 @@ def _in_halves(read: Read, part: Part, relieve: Callable[[], bool]) -> list[Outc
 
 
 def is_memory(outcome: Outcome) -> bool:
-    """Whether memory has run out, on a device or here."""
+    """Return whether the device or the host ran out of memory."""
     if isinstance(outcome, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(outcome, RuntimeError) and "DefaultCPUAllocator" in str(outcome)

@@ -1,4 +1,4 @@
-"""Listens for an application until Ctrl-C or SIGTERM, and then lets answers end."""
+"""Runs the HTTP server until Ctrl-C or SIGTERM, then lets running answers end."""
 
 import asyncio
 import socket
@@ -14,11 +14,11 @@ from moepack.serving.refusal import Refusal
 __all__ = ["listen"]
 
 PATIENCE = 5.0
-"""Seconds that answers in the making get once the server is asked to stop."""
+"""Seconds that running answers may take after the server is asked to stop."""
 
 
 class _Server(uvicorn.Server):
-    """Closes the engine before connections, so that every answer has an end."""
+    """A uvicorn server that closes the engine before the connections, so that every answer ends properly."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
@@ -31,10 +31,10 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-    """Answers malformed HTTP in OpenAI's form. It never reaches the application: no Host, a header above 64 KiB."""
+    """Answers malformed HTTP (no Host, a header above 64 KiB) in OpenAI's format. It never reaches the application."""
 
     def send_400_response(self, msg: str) -> None:
-        """Answer and close the connection. A response that has begun is cut off."""
+        """Answer and close the connection. A response that has started is cut off."""
         cycle = self.cycle
         if cycle is None or not cycle.response_started or cycle.response_complete:
             response = Refusal(400, "the request is not valid HTTP", "invalid_http").response()
@@ -45,15 +45,15 @@ class _Protocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
 
 
 def listen(app: FastAPI, engine: Engine, host: str, port: int) -> None:
-    """Answer requests until the process is asked to stop.
+    """Serve requests until the process is asked to stop.
 
     Args:
-        app: what `create_app` made of the engine.
-        engine: is closed at the end.
-        host: address to listen at.
-        port: to listen at; 0 takes a free one.
+        app: the application returned by `create_app`.
+        engine: the engine of the application; closed at the end.
+        host: address to listen on.
+        port: port to listen on; 0 picks a free one.
     """
-    # Without WebSockets a request for one is an ordinary GET, and is answered like any other.
+    # With WebSockets off, an upgrade request is an ordinary GET and is answered like any other.
     config = uvicorn.Config(
         app, host=host, port=port, log_level="info", timeout_graceful_shutdown=1, http=_Protocol, ws="none"
     )

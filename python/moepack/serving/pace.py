@@ -1,18 +1,18 @@
-"""Which is faster for single tokens of several sequences: one pass, or one after another.
+"""Chooses how to step single tokens of several sequences: in one pass, or one after another.
 
-Tokens of different sequences choose different experts, so that few of them share little, while one pass is torch's and
-the step of one token the core's. Which is faster depends on the model, the machine and what else it does, so both are
-measured as they happen.
+A pass for several tokens runs in torch; a step for one token runs in the core. Tokens of different sequences choose
+different experts, so a pass for few tokens shares little work. Which is faster depends on the model, the machine and
+its load, so both are measured during operation.
 """
 
 __all__ = ["AGAIN", "Pace"]
 
 AGAIN = 64
-"""Steps after which one pass is tried again where it was slower."""
+"""Number of steps after which a slower single pass is tried again."""
 
 
 class Pace:
-    """What steps took, by the number of sequences."""
+    """Measured step times, by the number of sequences."""
 
     def __init__(self) -> None:
         self._alone: float | None = None
@@ -20,14 +20,14 @@ class Pace:
         self._steps = 0
 
     def is_together(self, count: int) -> bool:
-        """Whether a step of so many tokens is one pass; what is unknown, or long ago, is tried."""
+        """Return whether to step `count` tokens in one pass. Unknown or outdated times are measured again."""
         self._steps += 1
         if self._alone is None:
             return False
         return self._together.get(count, 0.0) <= count * self._alone or self._steps % AGAIN == 0
 
     def note(self, together: bool, count: int, seconds: float) -> None:
-        """Learn what a step took."""
+        """Record the time of a step."""
         if together:
             self._together[count] = _mean(self._together.get(count), seconds)
         else:

@@ -1,7 +1,7 @@
-"""Every failure as OpenAI's error object: refusals of this server, errors of the framework, and defects.
+"""Reports every failure as an OpenAI error object: refusals of this server, errors of the framework, and defects.
 
-Invariant: whatever fails, the answer is `{"error": {"message", "type", "param", "code"}}`. Only a defect of the server
-is a 500; it is raised again after the answer, so that the server logs its traceback.
+Invariant: every failure is answered with `{"error": {"message", "type", "param", "code"}}`. Only a defect of the server
+has status 500; it is raised again after the response, so that the server logs its traceback.
 """
 
 from http import HTTPStatus
@@ -14,19 +14,19 @@ from starlette.exceptions import HTTPException
 __all__ = ["Refusal", "defect", "report_errors"]
 
 LONGEST = 500
-"""Characters of a message or a field's name. Both may quote what a client sent, up to megabytes."""
+"""Maximum characters of a message or a field's name. Both may quote client input of megabytes."""
 
 
 class Refusal(Exception):
-    """An answer of OpenAI's form that says what is wrong.
+    """An error response in OpenAI's format.
 
     Args:
-        status: of HTTP.
-        message: a sentence for the user.
-        code: a word for programs.
-        kind: OpenAI's type of the error.
-        param: the field at fault, as the client wrote it; None where no field is.
-        headers: of the answer.
+        status: HTTP status.
+        message: message for the user.
+        code: error code for programs.
+        kind: OpenAI's error type.
+        param: the field at fault as the client wrote it, or None.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class Refusal(Exception):
         self.headers = {"Retry-After": "1"} if status in (429, 503) else headers
 
     def response(self) -> JSONResponse:
-        """Return the answer over HTTP."""
+        """Return the HTTP response."""
         return JSONResponse(self.content, self.status, self.headers)
 
 
 def defect() -> Refusal:
-    """Return the answer to a request that met a defect of the server."""
-    return Refusal(500, "the server failed; its log says where", "internal_error", "server_error")
+    """Return the response for a defect of the server."""
+    return Refusal(500, "internal server error; see the server's log", "internal_error", "server_error")
 
 
 def report_errors(app: FastAPI) -> None:
-    """Let every failure have OpenAI's form."""
+    """Install handlers that report every failure in OpenAI's format."""
 
     @app.exception_handler(Refusal)
     async def refusal(request: Request, error: Refusal) -> JSONResponse:
@@ -72,5 +72,5 @@ def report_errors(app: FastAPI) -> None:
 
 
 def _printable(text: str) -> str:
-    """The text as JSON can carry it: without lone surrogates, and not too long."""
+    """Return the text without lone surrogates, which JSON cannot carry, and cut to `LONGEST`."""
     return text[:LONGEST].encode("utf-8", "backslashreplace").decode()

@@ -1,9 +1,9 @@
-"""The requests that are answered: their fields, the types and ranges of these, and what each field means.
+"""The supported requests: their fields, with types and ranges.
 
-Invariant: every field of a request is honoured or refused by name, at every level. A field that these classes do not
-declare is refused. Two groups of fields are accepted without any effect, and docs/serving.md lists both: fields that
-cannot change an answer (`user`, `metadata`), and fields with a value that asks for nothing (`NEUTRAL`, and null).
-Types are strict: no string or boolean is taken for a number.
+Invariant: every field of a request, at every level, is either honoured or rejected by name. Undeclared fields are
+rejected. Two groups of fields are accepted and ignored (listed in docs/serving.md): fields that cannot change an answer
+(`user`, `metadata`), and fields with a neutral value (`NEUTRAL`, and null). Types are strict: strings and booleans are
+not converted to numbers.
 """
 
 from typing import Any, ClassVar, Literal
@@ -39,11 +39,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-"""Fields of a request that are refused, except with one of these values, which ask for nothing."""
+"""Unsupported fields with the neutral values that are accepted and ignored. All other values are rejected."""
 
 
 class Fields(BaseModel):
-    """An object of a request: declared fields are honoured, all others refused unless their value asks for nothing."""
+    """An object of a request. Declared fields are honoured; others are rejected unless their value is neutral."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -57,12 +57,12 @@ class Fields(BaseModel):
 
     @classmethod
     def _asks_for_nothing(cls, name: str, value: Any) -> bool:
-        # Equal types, because 0 == False: `"logprobs": 0` asks for the logarithms of the chosen tokens.
+        # Compare types too, because 0 == False: `"logprobs": 0` requests the logarithms of the chosen tokens.
         return value is None or any(type(value) is type(same) and value == same for same in cls.neutral.get(name, ()))
 
 
 class StreamOptions(Fields):
-    """What a stream says besides text."""
+    """Options of a stream."""
 
     neutral = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 
@@ -70,7 +70,7 @@ class StreamOptions(Fields):
 
 
 class Request(Fields):
-    """The fields that completions and chats have in common; the last four cannot change an answer."""
+    """The fields shared by completions and chats. The last four cannot change an answer."""
 
     neutral = NEUTRAL
 
@@ -106,39 +106,39 @@ class Request(Fields):
 
     @property
     def length(self) -> int | None:
-        """The most tokens of the answer, if the client says it."""
+        """Maximum number of answer tokens, or None if the client sets none."""
         return self.max_tokens
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields of `Sampling` that are given."""
+        """Return the fields of `Sampling`; None for those that the request does not set."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
         settings = {name: getattr(self, name) for name in names}
         return {**settings, "stop": tuple(self.stop)}
 
 
 class CompletionRequest(Request):
-    """Text to continue, as text or as tokens."""
+    """A completion request. The prompt is text or token ids."""
 
     prompt: str | list[int]
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _text_or_tokens(cls, prompt: Any) -> Any:
-        # Checked here, because pydantic's errors of a union name its branches, which no client has written.
+        # Checked here because pydantic's errors for a union name its branches, which clients do not know.
         if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
             return prompt
         raise _wrong("must be a string or a list of tokens; several prompts need several requests")
 
 
 class ContentPart(Fields):
-    """A part of a message; text is the only kind."""
+    """A part of a message. Only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Fields):
-    """What somebody said."""
+    """A message of a chat."""
 
     neutral = {"tool_calls": ([],), "annotations": ([],)}
 
@@ -153,13 +153,13 @@ class Message(Fields):
         return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
     def plain(self) -> dict[str, str]:
-        """Return the message as templates read it."""
+        """Return the message in the form of chat templates."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": "".join(part.text for part in self.content)}
 
 
 class ChatRequest(Request):
-    """A chat whose next message is asked for."""
+    """A chat completion request."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -169,15 +169,15 @@ class ChatRequest(Request):
     def _one_length(cls, length: int | None, info: ValidationInfo) -> int | None:
         other = info.data.get("max_tokens")
         if length is not None and other is not None and other != length:
-            raise _wrong("must be equal to max_tokens where both are given")
+            raise _wrong("must equal max_tokens if both are given")
         return length
 
     @property
     def length(self) -> int | None:
-        """The most tokens of the answer, if the client says it."""
+        """Maximum number of answer tokens, or None if the client sets none."""
         return self.max_completion_tokens or self.max_tokens
 
 
 def _wrong(sentence: str) -> PydanticCustomError:
-    """An error of a field, whose name comes before the sentence."""
+    """Return an error for a field. The field's name is put before the sentence."""
     return PydanticCustomError("invalid_value", "{sentence}", {"sentence": sentence})

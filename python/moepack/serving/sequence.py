@@ -1,4 +1,4 @@
-"""One answer in the making: its tokens, its sampler, its text, and whom it is handed to."""
+"""One running answer: its tokens, sampler, text and receiver."""
 
 import time
 from collections.abc import Callable
@@ -19,14 +19,14 @@ Finish = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True)
 class Piece:
-    """What a sequence hands out: text, and at the end, once, how it ended.
+    """A piece of an answer. The last piece says how the answer ended.
 
     Attributes:
         text: new text; may be empty.
-        finish: "stop" at an end token or a stop string, "length" at the most tokens or the time limit, "error" where
-            the sequence failed; None before the end.
-        tokens: generated so far.
-        error: what went wrong, for the user.
+        finish: "stop" at an end token or a stop string, "length" at the token or time limit, "error" after a failure;
+            None before the end.
+        tokens: number of tokens generated so far.
+        error: error message for the user.
     """
 
     text: str
@@ -36,21 +36,21 @@ class Piece:
 
 
 class Sequence:
-    """A prompt and what follows it.
+    """A prompt and its answer.
 
     Attributes:
-        ids: prompt and generated tokens.
-        read: tokens whose keys and values are in the cache.
-        cache: of the model; None before the sequence has its turn.
-        cancelled: nobody waits for it any more.
+        ids: prompt and generated token ids.
+        read: number of tokens whose keys and values are in the cache.
+        cache: the cache of the sequence; None until it has a slot.
+        cancelled: whether the client no longer waits for it.
 
     Args:
-        ids: of the prompt.
-        sampling: how tokens are chosen, and when the text ends.
-        on_piece: takes the pieces, in the engine's thread; must not raise.
-        tokenizer: of the model.
-        ends: tokens that end an answer.
-        seconds: the time from now on that the answer may take.
+        ids: token ids of the prompt.
+        sampling: sampling settings and end conditions.
+        on_piece: called with each piece, in the engine's thread. Must not raise.
+        tokenizer: the tokenizer of the model.
+        ends: token ids that end an answer.
+        seconds: time limit of the answer in seconds, from now.
     """
 
     def __init__(
@@ -74,20 +74,20 @@ class Sequence:
 
     @property
     def is_late(self) -> bool:
-        """Whether its time is over."""
+        """Whether the time limit has passed."""
         return time.monotonic() > self._until
 
     def part(self, most: int | None) -> Part:
-        """Return the tokens that the model reads next, at most `most` of them; None takes all others, in one pass."""
+        """Return the next tokens to read, at most `most`; None returns all remaining tokens, for one pass."""
         end = None if most is None else self.read + most
         return Part(self.ids[self.read : end], self.read, self.cache, most is None)
 
     def begin(self, cache: Any) -> None:
-        """Go on behind the tokens that a cache holds."""
+        """Continue after the tokens that a cache holds."""
         self.cache, self.read = cache, cache.get_seq_length()
 
     def take(self, part: Part, logits: torch.Tensor) -> bool:
-        """Go on from what the model said behind a part; whether this was the end."""
+        """Process the logits after a part; return whether the sequence ended."""
         self.read += len(part.ids)
         if self.read < len(self.ids):
             return False
@@ -103,10 +103,10 @@ class Sequence:
         return False
 
     def finish(self, how: Finish, text: str = "", error: str = "") -> bool:
-        """Hand out the end; True.
+        """Emit the last piece and return True.
 
-        A stop string in text that was held back until now counts as the end. A sequence that failed ends even if its
-        last tokens cannot be decoded.
+        A stop string found in text held back until now counts as the end. A failed sequence ends even if its last
+        tokens cannot be decoded.
         """
         with suppress(Exception) if how == "error" else nullcontext():
             text += self._stream.end()

@@ -1,7 +1,7 @@
-"""OpenAI's interface over HTTP to an `Engine`: models, completions and chats, whole or streamed.
+"""OpenAI's HTTP API for an `Engine`: models, completions and chats, streamed or not.
 
-Everything from outside is bounded before work begins: the size of a body, the tokens of a prompt and its answer, the
-requests that wait, the time that one takes. An endpoint takes the fields of its body and nothing else.
+All input is bounded before work begins: the size of a body, the tokens of prompt and answer, the number of waiting
+requests, the time of a request. Endpoints accept only the fields of their body.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ __all__ = ["Settings", "create_app"]
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
-    """Return the application; it starts the engine and closes it."""
+    """Return the application, which starts and closes the engine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -46,7 +46,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     @app.get("/health")
     async def health(request: Request) -> dict[str, Any]:
         if not engine.is_open:
-            raise Refusal(503, "the server shuts down", "closed", "server_error")
+            raise Refusal(503, "the server is shutting down", "closed", "server_error")
         return {"status": "ok", **(engine.counts() if has_key(request, settings) else {})}
 
     @app.get("/v1/models")
@@ -74,10 +74,10 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 
 
 async def _take_nothing_else(request: Request) -> None:
-    """Refuse what no endpoint reads: parameters of the query, and the body of a GET."""
+    """Reject query parameters and the body of a GET, which no endpoint reads."""
     for name in request.query_params:
         raise Refusal(
-            400, f"{name} is not supported: there are no query parameters", "unsupported_parameter", param=name
+            400, f"{name} is not supported: query parameters are not accepted", "unsupported_parameter", param=name
         )
     if request.method == "GET" and await request.body():
-        raise Refusal(400, "a GET has no body", "unsupported_body")
+        raise Refusal(400, "a GET request must not have a body", "unsupported_body")

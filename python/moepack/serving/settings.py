@@ -1,4 +1,4 @@
-"""What a server is told when it is started."""
+"""Settings of a server."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +11,16 @@ class Settings:
     """Settings of a server.
 
     Attributes:
-        name: of the model, as clients call it.
-        source: the model's directory, whose files must stay what they were; None for a model that has none.
-        api_key: what clients must send; None lets everybody in.
-        answer: tokens of an answer where the client does not say.
-        body: the most bytes of a request.
-        hosts: names that the server may be asked by, so that no page can reach it under a name of its own (DNS
-            rebinding); in lower case, empty for any.
+        name: model name in the API.
+        source: the model's directory, whose files must not change; None for a model without one.
+        api_key: API key that clients must send; None accepts every client.
+        answer: maximum answer tokens if a request sets none.
+        body: maximum size of a request body in bytes.
+        hosts: accepted host names in lower case, empty for any. They prevent web pages from reaching the server under
+            a name of their own (DNS rebinding).
 
     Raises:
-        ValueError: the name is no Unicode text, so that no client could write it.
+        ValueError: the name is not Unicode text, so no client could send it.
     """
 
     name: str
@@ -34,4 +34,4 @@ class Settings:
         try:
             self.name.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"the model's name is no Unicode text: {self.name!r}; give it another") from error
+            raise ValueError(f"the model name {self.name!r} is not Unicode text; choose another") from error

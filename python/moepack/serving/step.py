@@ -1,14 +1,14 @@
-"""One forward pass for tokens of many sequences: those that continue by a token and those whose prompts are read.
+"""One forward pass for tokens of many sequences, both single next tokens and prompts.
 
-The tokens of all sequences lie one after another in a batch of one, without padding: linear layers, routers and experts
-do not care whose token a row is. Only attention does: `_attend`, registered with transformers as an attention function,
-takes the tokens of one sequence after another, appends their keys and values to the sequence's own cache, and calls the
-function that the model would have used. So a sequence's cache is transformers' own from beginning to end, and joins and
+The tokens of all sequences are concatenated in a batch of one, without padding, because linear layers, routers and
+experts treat rows independently. Only attention depends on the sequence: `_attend`, registered with transformers as an
+attention function, processes the sequences in turn, appends their keys and values to each sequence's own cache, and
+calls the model's original attention function. A sequence's cache is therefore always transformers' own, and joins and
 leaves a batch at no cost.
 
-A model whose attention does not go through transformers' interface, or that keeps other states than keys and values,
-takes its sequences one after another. So do sequences whose rotary frequencies depend on their length
-(`moepack.runtime.carried`): each has frequencies of its own.
+Models whose attention bypasses transformers' interface, or that keep states other than keys and values, run their
+sequences one after another. So do sequences whose rotary frequencies depend on their length
+(`moepack.runtime.carried`), because each needs its own frequencies.
 """
 
 import sys
@@ -37,15 +37,15 @@ __all__ = ["Part", "Stepper"]
 NAME = "moepack_sequences"
 _LAYERS = (DynamicLayer, GrowingLayer, DynamicSlidingWindowLayer)
 PROBE = 12
-"""Tokens that a model reads once in one pass and once in two."""
+"""Number of tokens of the test that compares one pass with two."""
 ALIKE = 0.05
-"""The relative error up to which logits are the same, but for rounding."""
+"""Relative error below which logits count as equal up to rounding."""
 _KINDS = {"full_attention", "sliding_attention"}
 
 
 @dataclass
 class _Batch:
-    """The parts of a step, and what their layers share: masks by part, keys and window."""
+    """The parts of a step, and the masks shared by all layers, keyed by part, number of keys and window."""
 
     parts: Sequence[Part]
     attention: str
@@ -53,19 +53,19 @@ class _Batch:
 
 
 class Stepper:
-    """Lets a model read the next tokens of sequences.
+    """Runs the next tokens of sequences through a model.
 
-    A part that is alone takes the model's own way, which for a single token may be the core's decoding step. That way
-    may cache something else than what the attention function sees: newer classes of DeepSeek cache less, and compute
-    the rest anew. Such models have one way only: sequences go together, unless the core decodes them.
+    A single part uses the model's own forward, which for a single token may be the core's decoding step. That forward
+    may cache something other than what the attention function sees: newer DeepSeek classes cache less and recompute the
+    rest. Such models always run sequences together, unless the core decodes them.
 
     Attributes:
-        together: the model takes tokens of several sequences in one pass.
-        pace: which way single tokens go.
+        together: whether the model can run tokens of several sequences in one pass.
+        pace: chooses how single tokens are run.
 
     Args:
-        model: in evaluation mode, on one device.
-        relieve: gives up memory that is not needed, where it has run out; whether there was some.
+        model: a model in evaluation mode on one device.
+        relieve: frees memory that is not needed, called when memory runs out; returns whether it freed any.
     """
 
     def __init__(self, model: Any, relieve: Callable[[], bool] = lambda: False) -> None:
@@ -80,13 +80,13 @@ class Stepper:
             self._alone = alike or not self.together
 
     def forward(self, parts: Sequence[Part]) -> list[Outcome]:
-        """Read parts, whose caches grow.
+        """Read parts and extend their caches.
 
         Args:
-            parts: one at least.
+            parts: at least one part.
 
         Returns:
-            The logits behind each part, `[vocabulary]`, or the error that reading it ends with.
+            For each part, the logits after it, shape (vocabulary,), or the error that reading it raised.
 
         Raises:
             Exception: a GPU is lost (`moepack.runtime.backends.gpu.lost`).
@@ -100,20 +100,20 @@ class Stepper:
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of a sequence that may share keys and values with others; None for any."""
+        """Maximum tokens of a sequence that may share keys and values with others; None for no limit."""
         return self._carried.limit
 
     def reads_whole(self, length: int) -> bool:
-        """Whether a prompt of `length` tokens needs one pass, because the model computes something else in pieces."""
+        """Return whether a prompt of `length` tokens needs one pass, because chunks would change the outputs."""
         return not self._in_pieces or self._carried.depends_on(length)
 
     def begins_anew(self, read: int, length: int) -> bool:
-        """Whether a sequence with `read` tokens in its cache is read again, as the model's own generation does."""
+        """Return whether a sequence with `read` cached tokens must be read again, as in the model's own generation."""
         carried = self._carried
         return carried.rereads and read > 0 and not carried.depends_on(read) and carried.depends_on(length)
 
     def _alike(self, parts: Sequence[Part]) -> list[Outcome]:
-        """Read parts that may share a pass."""
+        """Read parts that can share a pass."""
         count, are_single = len(parts), all(len(part.ids) == 1 for part in parts)
         together = not self._alone or (self.together and count > 1 and (not are_single or self.pace.is_together(count)))
         start = time.perf_counter()
@@ -136,7 +136,7 @@ class Stepper:
 
 
 def _goes_together(model: Any) -> bool:
-    """Whether a model leaves attention to transformers' functions, and keeps nothing but keys and values."""
+    """Return whether a model uses transformers' attention interface and caches only keys and values."""
     config = model.config.get_text_config(decoder=True)
     return (
         bool(getattr(model, "_supports_attention_backend", False))
@@ -147,10 +147,10 @@ def _goes_together(model: Any) -> bool:
 
 
 def _reads_in_pieces(model: Any) -> bool:
-    """Whether a model reads a prompt in several passes as in one.
+    """Return whether reading a prompt in several passes gives the same logits as in one.
 
-    Layers of tokens do. Those that single models bring may never drop what the first pass has read; and some models
-    forget the state of linear attention where more than one token follows.
+    True for caches of keys and values. Other models are tested: some models' own cache layers never drop what the first
+    pass has read, and some models lose the state of linear attention if more than one token follows.
     """
     kinds = {type(layer) for layer in new_cache(model).layers}
     if kinds and kinds <= {*_LAYERS}:
@@ -170,7 +170,7 @@ def _reads_in_pieces(model: Any) -> bool:
 
 
 def _is_cached_alike(model: Any) -> bool:
-    """Whether a model that reads a token itself caches what its attention function sees."""
+    """Return whether a model's own forward caches the same shapes as its attention function sees."""
     forms = []
     for read in (_alone, lambda model, part: _together(model, [part])):
         cache = new_cache(model)
@@ -180,7 +180,7 @@ def _is_cached_alike(model: Any) -> bool:
 
 
 def _is_core_s(model: Any) -> bool:
-    """Whether the core takes a single token behind another."""
+    """Return whether the core runs the step of a single token."""
     cache = new_cache(model)
     for position in range(2):
         _alone(model, Part([0], position, cache))
@@ -200,7 +200,7 @@ def _together(model: Any, parts: Sequence[Part]) -> torch.Tensor:
             sequences=_Batch(parts, attention),
         )
     logits: torch.Tensor = output.logits[0]
-    return logits if len(logits) == len(parts) else logits[ends]  # some classes return logits of all tokens
+    return logits if len(logits) == len(parts) else logits[ends]  # some classes return the logits of all tokens
 
 
 def _alone(model: Any, part: Part) -> torch.Tensor:
@@ -211,7 +211,7 @@ def _alone(model: Any, part: Part) -> torch.Tensor:
 
 @contextmanager
 def _attending(model: Any) -> Iterator[str]:
-    """Let the model's attention be `_attend`; the name of what it was."""
+    """Set the model's attention to `_attend` temporarily; yield the name of the original."""
     config = model.config.get_text_config(decoder=True)
     attention = config._attn_implementation
     config._attn_implementation = NAME
@@ -231,7 +231,10 @@ def _attend(
     sequences: _Batch,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of the tokens of several sequences, `[1, heads, tokens, width]`; `[1, tokens, heads, width]`."""
+    """Compute attention for the tokens of several sequences.
+
+    The inputs have shape (1, heads, tokens, width), the output (1, tokens, heads, width).
+    """
     attend = _function(module, sequences.attention)
     is_plain = sequences.attention == "sdpa" and all(others.get(name) is None for name in ("position_bias", "softcap"))
     sizes = [len(part.ids) for part in sequences.parts]
@@ -251,10 +254,11 @@ def _attend(
 
 
 def _attend_all(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """Attention of a token that sees all others, `[1, heads, 1, width]`; `[1, 1, heads, width]`.
+    """Compute unmasked attention for one token.
 
-    The heads that share keys and values are taken as tokens of one head. Where torch is left to repeat keys and values
-    for each head, it takes 5 times as long behind 50 tokens, and 18 times behind 600 (32 heads in 4 groups, Zen 3).
+    The queries have shape (1, heads, 1, width), the output (1, 1, heads, width). Heads that share keys and values are
+    treated as tokens of one head. Letting torch repeat keys and values for each head takes 5 times as long after 50
+    tokens, and 18 times after 600 (32 heads in 4 groups, Zen 3).
     """
     heads, groups = queries.shape[1], keys.shape[1]
     grouped = queries.reshape(1, groups, heads // groups, -1)
@@ -263,14 +267,14 @@ def _attend_all(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
 
 
 def _function(module: Any, attention: str) -> Callable[..., Any]:
-    """An attention function by name; the eager one is a model's own."""
+    """Return an attention function by name. The eager one is defined in the model's own module."""
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     function: Callable[..., Any] = AttentionInterface().get(attention, own)
     return function
 
 
 def _mask(queries: torch.Tensor, keys: int, window: int | None, attention: str) -> torch.Tensor | None:
-    """What the last tokens of a sequence see of its `keys` last ones; None where each sees all."""
+    """Return the mask of the last tokens over the last `keys` keys; None if no mask is needed."""
     count = queries.shape[2]
     if count == 1 and (window is None or keys <= window):
         return None

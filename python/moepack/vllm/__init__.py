@@ -1,9 +1,9 @@
-"""vLLM runs packed directories: `vllm serve DIR --load-format moepack --enforce-eager`, where both are installed.
+"""The vLLM plugin: `vllm serve DIR --load-format moepack --enforce-eager` runs packed directories.
 
-vLLM calls the entry point `vllm.general_plugins` in each of its processes, and `register` there names the quantization
-method `moepack` (`configuration`) and the load format of that name (`loader`). Layers that vLLM and moepack see alike
-multiply from packed bytes (`methods`); all others get their weights decoded, under the names of the hub. What packed
-tensors cannot do is refused before workers start (`settings`).
+vLLM calls the entry point `vllm.general_plugins` in each of its processes. `register` adds the quantization method
+`moepack` (`configuration`) and the load format of the same name (`loader`). Layers that correspond in vLLM and moepack
+compute on packed bytes (`methods`); all others get decoded weights under their checkpoint names. Settings that packed
+tensors do not support are rejected before workers start (`settings`).
 
 Written against vLLM's interfaces of 2026: `VllmConfig`, `QuantizationConfig`, `LinearMethodBase`, `FusedMoEMethodBase`
 of `RoutedExperts`, `BaseModelLoader`. Nothing else of moepack imports vLLM.
@@ -15,7 +15,7 @@ _registered: list[str] = []
 
 
 def register() -> None:
-    """Register the quantization method, the load format and the check of settings with vLLM; again is a no-op."""
+    """Register the quantization method, the load format and the check of settings with vLLM. Idempotent."""
     if _registered:
         return
     from vllm.config import VllmConfig

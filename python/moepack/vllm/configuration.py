@@ -1,8 +1,8 @@
-"""vLLM's view of a packed directory: which of its layers multiply from packed bytes.
+"""vLLM's configuration for a packed directory: which layers compute on packed bytes.
 
-vLLM joins layers that the hub keeps apart (queries, keys and values; gate and up). Such a layer is packed if all of its
-parts are. A layer that is not, that vLLM looks into (`kv_b_proj`, which attention to latents absorbs), or whose experts
-compute something else than SwiGLU, is an ordinary one for vLLM, and `loader` decodes its weights.
+vLLM merges layers that checkpoints store separately (queries, keys and values; gate and up). A merged layer is packed
+if all of its parts are. All other layers, layers whose weights vLLM reads (`kv_b_proj`, which latent attention
+absorbs), and experts other than SwiGLU are ordinary layers for vLLM, and `loader` decodes their weights.
 """
 
 from collections.abc import Sequence
@@ -44,17 +44,17 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Return the dtypes of activations that packed products take."""
+        """Return the supported dtypes of activations."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return the compute capability that the kernels need: Ampere's."""
+        """Return the minimum compute capability of the kernels (Ampere)."""
         return 80
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Return no files: config.json says everything."""
+        """Return an empty list: config.json contains all settings."""
         return []
 
     @classmethod
@@ -69,7 +69,7 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
         return cls()
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Learn from the directory, or the model of the hub, what is packed; errors as of `PackedDirectory.open`."""
+        """Read the packed modules from the directory or Hub model. Errors as for `PackedDirectory.open`."""
         source = PackedDirectory.open(resolve_model(model_name if revision is None else f"{model_name}@{revision}"))
         records = source.manifest.packed()
         for name, record in records.items():
@@ -82,11 +82,11 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
                 self.modules[f"{layer.block}.experts"] = Part(layer.packed, shapes)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Take over vLLM's paths of modules where they differ from the hub's."""
+        """Rename modules to vLLM's paths."""
         self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Return how vLLM computes a layer; None for what moepack leaves to vLLM."""
+        """Return the method of a layer; None for layers that vLLM computes itself."""
         if isinstance(layer, LinearBase):
             parts = self._parts(prefix)
             return PackedLinearMethod(parts) if parts else UnquantizedLinearMethod()
@@ -96,7 +96,7 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
         return None
 
     def _parts(self, prefix: str) -> Sequence[Part]:
-        """The packed modules that a linear layer joins; none if one of them is not packed."""
+        """Return the packed modules that a linear layer merges; empty if one of them is not packed."""
         parent, _, name = prefix.rpartition(".")
         if name == _ABSORBED:
             return ()
@@ -111,7 +111,7 @@ def _shape(shape: Sequence[int]) -> Shape:
 
 
 def _is_swiglu(layer: Any) -> bool:
-    """Whether routed experts compute down(silu(gate) * up), weighted behind it."""
+    """Return whether routed experts compute down(silu(gate) * up) and apply router weights to the output."""
     activation = getattr(layer.activation, "value", layer.activation)
     clamped = getattr(layer, "swiglu_limit", None) is not None
     return activation == "silu" and not clamped and not layer.apply_router_weight_on_input

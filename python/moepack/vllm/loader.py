@@ -1,7 +1,7 @@
-"""Loading a packed directory into a model of vLLM: packed bytes for layers that take them, decoded weights for others.
+"""Loads a packed directory into a vLLM model: packed bytes for packed layers, decoded weights for all others.
 
-Decoded weights have the hub's names and are bfloat16, as `moepack export --to bf16` writes them, one tensor or one
-projection of a layer's experts at a time; vLLM's models take them as from any checkpoint.
+Decoded weights are bfloat16 under their checkpoint names, as written by `moepack export --to bf16`, one tensor or one
+projection of a layer's experts at a time. vLLM's models load them like any checkpoint.
 """
 
 from collections.abc import Iterator
@@ -26,15 +26,15 @@ class PackedLoader(BaseModelLoader):  # type: ignore[misc]
     """The load format `moepack`."""
 
     def download_model(self, model_config: Any) -> None:
-        """Fetch the model from the hub, if it is not a directory; errors as of `resolve_model`."""
+        """Download the model from the Hub unless it is a directory. Errors as for `resolve_model`."""
         resolve_model(_name(model_config))
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Give a model its weights; it is on the device that its first parameter is on.
+        """Load the weights of a model, on the device of its first parameter.
 
         Raises:
             LoadError, CorruptionError: the directory cannot be read.
-            DeviceError, DeviceMemoryError: the packed bytes cannot be on the device.
+            DeviceError, DeviceMemoryError: the device cannot hold the packed bytes.
         """
         source = PackedDirectory.open(resolve_model(_name(model_config)))
         device = next(model.parameters()).device
@@ -56,7 +56,7 @@ def _name(model_config: Any) -> str:
 
 
 def _weights(source: PackedDirectory, taken: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The names and values of all tensors of the ordinary checkpoint but those that are `taken` packed."""
+    """Yield names and values of all tensors of the ordinary checkpoint, except those loaded packed (`taken`)."""
     for shard in plain_shards(source, taken):
         for entry in shard():
             data = torch.frombuffer(bytearray(entry.data()), dtype=DTYPES[entry.dtype])

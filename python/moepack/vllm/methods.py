@@ -1,6 +1,6 @@
-"""How vLLM computes packed layers: by moepack's modules, which hang below vLLM's.
+"""vLLM's methods for packed layers, which call moepack's modules below vLLM's.
 
-The modules have no parameters, so vLLM's loading finds nothing to fill in; `loader` gives them their bytes.
+The modules have no parameters, so vLLM's own loading skips them; `loader` attaches their bytes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +25,11 @@ __all__ = ["PackedExpertsMethod", "PackedLinearMethod", "Part"]
 
 @dataclass(frozen=True)
 class Part:
-    """A module of the hub whose tensors are packed.
+    """A module of the checkpoint with packed tensors.
 
     Attributes:
-        tensors: their names by projection.
-        shapes: (E, R, C) by projection; a linear layer has one expert.
+        tensors: tensor names by projection.
+        shapes: shapes (E, R, C) by projection. A linear layer has E = 1.
     """
 
     tensors: Mapping[str, str]
@@ -37,7 +37,7 @@ class Part:
 
 
 class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
-    """A linear layer, or several whose outputs vLLM wants side by side.
+    """A linear layer, or several layers with concatenated outputs.
 
     Args:
         parts: the packed layers, in the order of their outputs.
@@ -56,10 +56,10 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **attributes: Any,
     ) -> None:
-        """Hang packed layers without bytes below vLLM's.
+        """Add packed layers without bytes to vLLM's layer.
 
         Raises:
-            LoadError: vLLM's layer has another shape.
+            LoadError: vLLM's layer has a different shape.
         """
         shapes = [part.shapes[LINEAR] for part in self.parts]
         found = sum(rows for _, rows, _ in shapes), {columns for *_, columns in shapes}
@@ -67,19 +67,19 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         layer.packed_parts = nn.ModuleList(PackedLinear(rows, columns) for _, rows, columns in shapes)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply: `[..., C]` to `[..., R]` in the same dtype."""
+        """Multiply activations of shape (..., C) to outputs of shape (..., R), in the same dtype."""
         products = [part(x) for part in layer.packed_parts]
         product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
         return product if bias is None else product + bias
 
     def packed(self, layer: Any) -> Iterator[tuple[PackedModule, str, str]]:
-        """The modules below a layer, each with its projection and the tensor that holds it."""
+        """Yield each packed module of a layer with its projection and tensor name."""
         for module, part in zip(layer.packed_parts, self.parts, strict=True):
             yield module, *PackedLinear.projections, part.tensors[LINEAR]
 
 
 class PackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """Gated experts; vLLM routes, and adds shared experts.
+    """Gated experts. vLLM computes the routing and the shared experts.
 
     Args:
         part: the packed experts.
@@ -99,17 +99,17 @@ class PackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **attributes: Any,
     ) -> None:
-        """Hang packed experts without bytes below vLLM's.
+        """Add packed experts without bytes to vLLM's layer.
 
         Raises:
-            LoadError: vLLM's experts have another shape.
+            LoadError: vLLM's experts have a different shape.
         """
         expected = num_experts, intermediate_size_per_partition, hidden_size
         _require([self.part], self.part.shapes["gate_proj"] == expected)
         layer.packed_experts = PackedExperts(self.part.shapes, functional.silu)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """None: none of vLLM's kernels run."""
+        """Return None, because no kernel of vLLM runs."""
 
     def apply(
         self,
@@ -120,12 +120,12 @@ class PackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sum the chosen experts' outputs: `[T, H]`, `[T, k]`, `[T, k]`, to `[T, H]` in the same dtype."""
+        """Return the weighted sum of the chosen experts' outputs, shape (T, H), in the dtype of `x`."""
         outputs: torch.Tensor = layer.packed_experts(x, topk_ids.long(), topk_weights)
         return outputs
 
     def packed(self, layer: Any) -> Iterator[tuple[PackedModule, str, str]]:
-        """The module below a layer, with each projection and the tensor that holds it."""
+        """Yield the packed module of a layer with each projection and tensor name."""
         for projection, name in self.part.tensors.items():
             yield layer.packed_experts, projection, name
 
@@ -134,4 +134,4 @@ def _require(parts: Sequence[Part], agree: bool) -> None:
     if not agree:
         names = ", ".join(name for part in parts for name in part.tensors.values())
         shapes = [[*part.shapes.values()] for part in parts]
-        raise LoadError(f"vLLM's layer has another shape than {names}: {shapes}")
+        raise LoadError(f"vLLM's layer has a different shape from {names}: {shapes}")

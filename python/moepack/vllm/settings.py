@@ -1,8 +1,8 @@
-"""What vLLM may be asked to do with packed tensors, checked where it puts its settings together.
+"""Checks vLLM's settings for packed tensors when vLLM assembles its configuration.
 
-That is the process that was asked for a model, before any worker starts: an error in a worker reaches the user as
-"Engine core initialization failed". vLLM offers plugins no hook that sees all settings, so `guard` extends
-`VllmConfig.__post_init__`, through which every way to start an engine passes.
+The check runs in the user's process before any worker starts, because users see an error in a worker only as "Engine
+core initialization failed". vLLM has no plugin hook for all settings, so `guard` extends `VllmConfig.__post_init__`,
+which every way to start an engine calls.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from moepack.integrations.transformers import METHOD
 __all__ = ["GRAPH_TOKENS", "guard"]
 
 GRAPH_TOKENS = 64
-"""The most tokens of a packed product that a CUDA graph can hold."""
+"""Maximum tokens of a packed product in a CUDA graph."""
 
 SIZES = (
     "tensor_parallel_size",
@@ -24,16 +24,16 @@ SIZES = (
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
 )
-"""Settings of vLLM's parallel configuration that split layers or their experts where they are above 1."""
+"""Settings of vLLM's parallel configuration that split layers or experts if above 1."""
 
 SWITCHES = ("enable_expert_parallel", "enable_eplb")
-"""Settings of the same that move experts between processes."""
+"""Settings of the parallel configuration that move experts between processes."""
 
 
 def guard(kind: Any) -> None:
-    """Let vLLM's configuration class `kind` refuse settings that packed tensors cannot take.
+    """Make vLLM's configuration class `kind` reject settings that packed tensors do not support.
 
-    Its constructor then raises `LoadError`, which names the option.
+    Its constructor then raises a `LoadError` that names the option.
     """
     theirs = kind.__post_init__
 
@@ -50,9 +50,9 @@ def guard(kind: Any) -> None:
 
 
 def _models(settings: Any) -> Iterator[tuple[Any, Any]]:
-    """The configurations of the draft model, if there is one, and of the model, each with that of its loading.
+    """Yield the configuration and load configuration of the draft model, if there is one, and of the model.
 
-    In the configuration that vLLM derives for a draft, the draft is the model, and keeps its own loading.
+    In the configuration that vLLM derives for a draft, the draft is the model and keeps its own load configuration.
     """
     speculative = getattr(settings, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
@@ -63,7 +63,7 @@ def _models(settings: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _require_formats(settings: Any) -> bool:
-    """Refuse load formats that do not fit the model; return whether any model is packed."""
+    """Reject load formats that do not match the model; return whether any model is packed."""
     found = False
     for model, load in _models(settings):
         packed, asked = model.quantization == METHOD, load.load_format == METHOD
@@ -90,19 +90,19 @@ def _require_settings(settings: Any) -> None:
         if getattr(parallel, name, False):
             raise LoadError(f"packed tensors hold all experts of a layer: leave out {_option(name)}")
     if getattr(settings, "lora_config", None) is not None:
-        raise LoadError("vLLM's adapters cannot stand beside packed tensors: leave out --enable-lora")
+        raise LoadError("packed tensors do not support vLLM's adapters: leave out --enable-lora")
     offload = getattr(getattr(settings, "offload_config", None), "uva", None)
     if getattr(offload, "cpu_offload_gb", 0) or getattr(settings.cache_config, "cpu_offload_gb", 0):
         raise LoadError("vLLM cannot move packed tensors to the CPU: leave out --cpu-offload-gb")
 
 
 def _require_graphs(compilation: Any) -> None:
-    """Refuse CUDA graphs of more tokens than packed products can be recorded for."""
+    """Reject CUDA graphs with more tokens than packed products support."""
     mode = getattr(compilation, "cudagraph_mode", None)
     sizes = getattr(compilation, "cudagraph_capture_sizes", None) or [0]
     if getattr(mode, "name", "NONE") != "NONE" and max(sizes) > GRAPH_TOKENS:
         raise LoadError(
-            f"packed products can be recorded for up to {GRAPH_TOKENS} tokens, and vLLM would record {max(sizes)}: "
+            f"packed products can be recorded for up to {GRAPH_TOKENS} tokens, but vLLM would record {max(sizes)}: "
             f"start it with --enforce-eager or --max-cudagraph-capture-size {GRAPH_TOKENS}"
         )
 

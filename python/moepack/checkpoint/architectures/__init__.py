@@ -1,7 +1,7 @@
-"""One description of each architecture, one file each. A new file in this package is found by itself.
+"""Descriptions of architectures, one file per architecture. New files in this package are discovered automatically.
 
-Read by `checkpoint.description` (which tensors are experts, linear layers, routers), the budget of group sizes (experts
-a token visits), rotations (who reads and writes the residual stream) and export (the hub's names).
+They are used by `checkpoint.description` (to identify experts, linear layers and routers), the budget of group sizes
+(experts per token), rotations (readers and writers of the residual stream) and export (checkpoint names).
 """
 
 from importlib import import_module
@@ -35,5 +35,5 @@ for _file in iter_modules(__path__):
 
 
 def described(model_type: str) -> Architecture:
-    """The description of an architecture; `STANDARD` where it has none of its own."""
+    """Return the description of an architecture, or `STANDARD` if it has none."""
     return ARCHITECTURES.get(model_type, STANDARD)

@@ -1,8 +1,8 @@
-"""What moepack knows about an architecture: one value that compression, rotation and export read.
+"""The description of an architecture, used by compression, rotation and export.
 
-A description is data. It says how a checkpoint names things and what they do with the residual stream; whoever reads it
-brings the algorithm. Names are regular expressions below the place that the attribute tells, so that a description can
-take the spellings of several exporters; `{}` stands for an expert's number.
+A description is data without algorithms. It gives the names in a checkpoint and their relation to the residual stream.
+Names are regular expressions relative to the place that the attribute documents, so that a description covers the
+spellings of several exporters; `{}` stands for an expert's number.
 """
 
 from collections.abc import Mapping
@@ -13,52 +13,51 @@ from typing import Any
 __all__ = ["ARCHITECTURES", "EMBEDDING", "ROLES", "Architecture", "Layout", "Linears", "register"]
 
 ROLES = ("attention", "shared", "mlp", "head")
-"""What a linear layer outside the experts may be, in the order of the computation."""
+"""The roles of linear layers outside the experts, in the order of computation."""
 
 
 EMBEDDING = "embedding"
-"""The role of the embedding of tokens, which is no linear layer: its rows are looked up."""
+"""The role of the token embedding, which is not a linear layer: its rows are looked up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the experts of a sparse block are stored.
+    """The storage layout of a sparse block's experts.
 
     Attributes:
-        tensors: the projections in each tensor, by the tensor's name below the block and in the order of the
-            computation. A name with `{}` is one projection of one expert; one without stacks all experts, each with
-            its projections one above the other.
+        tensors: maps each tensor's name below the block to its projections, in the order of computation. A name with
+            `{}` is one projection of one expert; a name without it stacks all experts, with their projections
+            concatenated along the rows.
     """
 
     tensors: Mapping[str, tuple[str, ...]]
 
     @property
     def first(self) -> str:
-        """A name that every block of this layout has."""
+        """The name of a tensor that every block of this layout has."""
         return next(iter(self.tensors)).format(0)
 
     @property
     def stacked(self) -> bool:
-        """Whether a tensor holds all experts."""
+        """Whether one tensor holds all experts."""
         return "{}" not in next(iter(self.tensors))
 
     def template(self, projection: str) -> str:
-        """The name of the tensor that holds a projection, `{}` for the expert's number."""
+        """Return the name of the tensor that holds a projection, with `{}` for the expert's number."""
         return next(name for name, projections in self.tensors.items() if projection in projections)
 
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """Linear layers outside the experts that have one role, by what they do with the residual stream.
+    """The linear layers of one role outside the experts, by their relation to the residual stream.
 
     Attributes:
-        path: the module that holds them, below the layer.
-        reads: those that read the stream, behind `norm`.
-        writes: those whose outputs are added to the stream.
-        inner: those in between.
-        norm: the norm in front of them, below the layer; only rotations need it.
-        others: tensors below `path` that are no such weights and do not see the stream: biases of what reads it, norms
-            of heads.
+        path: path of their module below the layer.
+        reads: layers that read the stream after `norm`.
+        writes: layers whose outputs are added to the stream.
+        inner: layers in between.
+        norm: path of the norm before them, below the layer. Only rotations need it.
+        others: other tensors below `path` that do not access the stream: biases of reading layers, norms of heads.
     """
 
     path: str
@@ -71,26 +70,26 @@ class Linears:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture.
+    """The description of one architecture.
 
     Attributes:
-        model_type: transformers' name of it.
-        layouts: how its experts may be stored; `moepack export` writes the first.
-        dense: the linear layers outside the experts by their role, one of `ROLES`; the head is `head`.
-        block: the sparse block on disk, below the layer.
+        model_type: transformers' model type.
+        layouts: possible layouts of the experts. `moepack export` writes the first.
+        dense: the linear layers outside the experts, by role (one of `ROLES`). The head is given by `head`.
+        block: path of the sparse block on disk, below the layer.
         module: last component of the block's path in transformers' model.
-        norm: the norm in front of the block, below the layer; only rotations need it.
-        router: beginnings of the router's names below the block.
-        shared: beginnings of the names of the shared experts and of their gate below the block.
-        packed: the packed tensor's name below the experts module, `{}` for the projection. Stock transformers knows
-            that name with another shape, so that loading without moepack fails instead of guessing.
-        stacks: the paths of the model's stacks of layers, and config.json's key for how many they have. What lies
-            behind the last layer (multi-token prediction) is kept as it is.
-        expert_keys: config.json's keys for the number of experts; those that it has must agree.
-        top_k_keys: config.json's keys for the number of experts that a token visits; the first that it has counts.
+        norm: path of the norm before the block, below the layer. Only rotations need it.
+        router: prefixes of the router's names below the block.
+        shared: prefixes of the names of the shared experts and their gate below the block.
+        packed: name of the packed tensor below the experts module, with `{}` for the projection. Stock transformers has
+            that name with another shape, so that loading without moepack fails.
+        stacks: maps the paths of the model's layer stacks to the config.json keys of their lengths. Tensors after the
+            last layer (multi-token prediction) are not packed.
+        expert_keys: config.json keys for the number of experts. Those present must agree.
+        top_k_keys: config.json keys for the number of experts per token. The first one present is used.
         embeddings, last_norm, head: the tensors at both ends of the residual stream. A head that is tied to the
-            embeddings (`tie_word_embeddings`) is no tensor of its own.
-        looks_up: whether the embedding is a plain look-up of rows (`nn.Embedding`), so that it may be packed.
+            embeddings (`tie_word_embeddings`) has no tensor of its own.
+        looks_up: whether the embedding is a plain row look-up (`nn.Embedding`), so that it can be packed.
         rotatable: whether the stream passes only through RMS norms and the layers named here.
     """
 
@@ -114,21 +113,21 @@ class Architecture:
 
     @property
     def layer(self) -> str:
-        """Pattern of a layer's path, whose groups are `layer` (the path) and `number`."""
+        """Regular expression of a layer's path, with the groups `layer` (the path) and `number`."""
         return rf"(?P<layer>(?:{'|'.join(map(_escaped, self.stacks))})\.(?P<number>\d+))"
 
     @property
     def expert_names(self) -> tuple[str, ...]:
-        """Beginnings of names below the block that only experts have."""
+        """Prefixes of names below the block that only experts have."""
         return tuple({f"{name.partition('.')[0]}." for layout in self.layouts for name in layout.tensors})
 
     @property
     def norms(self) -> frozenset[str]:
-        """The norms in front of layers that read the residual stream, below the layer."""
+        """Paths of the norms before layers that read the residual stream, below the layer."""
         return frozenset({self.norm, *(linears.norm for linears in self.dense.values())} - {""})
 
     def top_k(self, config: Mapping[str, Any]) -> int:
-        """How many experts a token visits, 1 where config.json does not say."""
+        """Return the number of experts per token, or 1 if config.json has none."""
         return next((config[key] for key in self.top_k_keys if isinstance(config.get(key), int)), 1)
 
 
@@ -139,14 +138,14 @@ def _escaped(path: str) -> str:
 _known: dict[str, Architecture] = {}
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(_known)
-"""The described architectures, by transformers' model type."""
+"""The described architectures, by model type."""
 
 
 def register(architecture: Architecture) -> None:
-    """Let moepack know an architecture; each file of this package calls it once.
+    """Register an architecture. Each file of this package calls it once.
 
     Raises:
-        ValueError: another one has its model type.
+        ValueError: another architecture has the same model type.
     """
     if _known.setdefault(architecture.model_type, architecture) is not architecture:
         raise ValueError(f"the architecture '{architecture.model_type}' is already registered")

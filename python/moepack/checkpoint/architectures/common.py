@@ -15,7 +15,7 @@ W123 = Layout(
 )
 GATE_UP_DOWN = Layout({f"experts.{{}}.{name}.weight": (name,) for name in ("gate_proj", "up_proj", "down_proj")})
 FUSED = Layout({"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)})
-"""As transformers' own modules hold their experts."""
+"""The layout of transformers' own experts modules."""
 GRANITE = Layout({"input_linear.weight": ("gate_proj", "up_proj"), "output_linear.weight": ("down_proj",)})
 
 ATTENTION = Linears(

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437); the router has a bias, and a layer predicts the second next token."""
+"""DeepSeek-V3 and R1 (arXiv 2412.19437). The router has a bias, and an extra layer predicts the second next token."""
 
 from moepack.checkpoint.architectures.architecture import Architecture, register
 from moepack.checkpoint.architectures.common import FUSED, GATE_UP_DOWN, LATENT_ATTENTION, gated

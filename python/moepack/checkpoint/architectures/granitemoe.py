@@ -1,4 +1,4 @@
-"""Granite 3 MoE; embeddings and residuals are scaled on the way."""
+"""Granite 3 MoE. Embeddings and residuals are scaled."""
 
 from moepack.checkpoint.architectures.architecture import Architecture, register
 from moepack.checkpoint.architectures.common import ATTENTION, FUSED, GRANITE

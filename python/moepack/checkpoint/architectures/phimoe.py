@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE (arXiv 2404.14219); its norms are layer norms with offsets, which no rotation commutes with."""
+"""Phi-3.5-MoE (arXiv 2404.14219). Its norms are layer norms with offsets, which do not commute with rotations."""
 
 from moepack.checkpoint.architectures.architecture import Architecture, register
 from moepack.checkpoint.architectures.common import ATTENTION, FUSED, W123

@@ -1,4 +1,4 @@
-"""The names that architectures without a description are searched for (see `checkpoint.structural`)."""
+"""The names sought in architectures without a description (see `checkpoint.structural`)."""
 
 from moepack.checkpoint.architectures.architecture import Architecture, Linears
 from moepack.checkpoint.architectures.common import FUSED, GATE_UP_DOWN, GRANITE, W123

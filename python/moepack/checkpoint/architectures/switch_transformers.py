@@ -1,4 +1,4 @@
-"""Switch Transformers (arXiv 2101.03961): encoder and decoder, every second block sparse, one expert a token."""
+"""Switch Transformers (arXiv 2101.03961): encoder and decoder, every second block sparse, one expert per token."""
 
 from moepack.checkpoint.architectures.architecture import Architecture, Layout, Linears, register
 

@@ -1,7 +1,7 @@
-"""A GGUF file that llama.cpp runs: its names and hyperparameters, the tokenizer, packed tensors in its blocks.
+"""Exports a GGUF file for llama.cpp: names, hyperparameters, tokenizer, and packed tensors as llama.cpp's blocks.
 
-Architectures are those of `models.MODELS`. What llama.cpp would compute or read otherwise is refused with the reason,
-before anything is written.
+`models.MODELS` lists the supported architectures. Models that llama.cpp would compute or tokenize differently are
+rejected with the reason before anything is written.
 """
 
 import math
@@ -34,7 +34,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of the file: its name, shape, kind of values, and its bytes when they are asked for."""
+    """A tensor of the file: name, shape, GGML type, and a function that returns its bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class _Tensor:
     data: Callable[[], NDArray[np.uint8]]
 
     def announce(self, gguf: Any, writer: Any) -> None:
-        """Tell the writer of it."""
+        """Register the tensor with the writer."""
         kind = gguf.GGMLQuantizationType[self.kind]
         block, size = gguf.GGML_QUANT_SIZES[kind]
         shape = (*self.shape[:-1], self.shape[-1] // block * size)
@@ -50,7 +50,7 @@ class _Tensor:
 
 
 def export_gguf(directory: Path, out: Path) -> int:
-    """Write one GGUF file; arguments and errors as for `export`.
+    """Write one GGUF file. Arguments and errors as for `export`.
 
     Raises:
         LoadError: the package `gguf` is not installed (`pip install moepack[export]`).
@@ -58,7 +58,7 @@ def export_gguf(directory: Path, out: Path) -> int:
     try:
         import gguf
     except ImportError as error:
-        raise LoadError("the package gguf is needed: pip install 'moepack[export]'") from error
+        raise LoadError("GGUF export needs the package gguf: pip install 'moepack[export]'") from error
     source = PackedDirectory.open(directory)
     packed = {name: open_tensor(source, name) for name in source.manifest.packed()}
     model = model_of(source.config)
@@ -81,7 +81,7 @@ def export_gguf(directory: Path, out: Path) -> int:
 
 
 def _write(gguf: Any, writer: Any, tensors: list[_Tensor]) -> None:
-    """Announce all tensors, then write them one by one."""
+    """Register all tensors, then write them one by one."""
     for tensor in tensors:
         tensor.announce(gguf, writer)
     writer.write_header_to_file()
@@ -93,7 +93,7 @@ def _write(gguf: Any, writer: Any, tensors: list[_Tensor]) -> None:
 
 
 def _packed(gguf: Any, model: Model, source: PackedDirectory, tensors: dict[str, GroupwiseTensor]) -> Iterator[_Tensor]:
-    """Packed tensors, in blocks; what llama.cpp wants as vectors of numbers, in float32."""
+    """Yield the packed tensors as blocks; those that llama.cpp stores as vectors, in float32."""
     rename = model.names(gguf, source.config)
     for name, tensor in tensors.items():
         record = source.manifest.tensors[name]
@@ -107,7 +107,7 @@ def _packed(gguf: Any, model: Model, source: PackedDirectory, tensors: dict[str,
 
 
 def _packed_piece(piece: Piece, tensor: GroupwiseTensor) -> _Tensor:
-    """A tensor of rows of a packed one, in blocks where they stay rows."""
+    """Return a tensor made of rows of a packed one: as blocks, or in float32 if transposed."""
     if piece.transposed:
         return _transposed(piece, tensor.dequantize, tensor.shape)
     kind = {4: "Q4_0", 8: "Q8_0"}[tensor.bits]
@@ -115,11 +115,11 @@ def _packed_piece(piece: Piece, tensor: GroupwiseTensor) -> _Tensor:
 
 
 def _dense(gguf: Any, model: Model, source: PackedDirectory) -> Iterator[_Tensor]:
-    """Tensors that were never packed, bit for bit, vectors and routers in float32."""
+    """Yield the tensors that are not packed: vectors and routers in float32, others unchanged."""
     rename = model.names(gguf, source.config)
     for entry in (entry for entries in dense_entries(source) for entry in entries):
         if entry.dtype not in _DTYPES:
-            raise UnsupportedModelError(f"llama.cpp has no plain tensors of {entry.dtype}", tensor=entry.name)
+            raise UnsupportedModelError(f"llama.cpp does not support tensors of {entry.dtype}", tensor=entry.name)
         renamed = rename(entry.name)
         if len(entry.shape) == 1 or _is_vector(renamed) or "ffn_gate_inp" in renamed:
             yield _vector(renamed, lambda entry=entry: _values(entry), entry.shape)  # type: ignore[misc]
@@ -129,14 +129,14 @@ def _dense(gguf: Any, model: Model, source: PackedDirectory) -> Iterator[_Tensor
 
 
 def _dense_piece(piece: Piece, entry: Entry) -> _Tensor:
-    """A tensor of rows of one that was never packed, bit for bit where they stay rows."""
+    """Return a tensor made of rows of an unpacked one: bit for bit, or in float32 if transposed."""
     if piece.transposed:
         return _transposed(piece, lambda: _values(entry), entry.shape)
     return _Tensor(piece.name, _shape(piece, entry.shape), entry.dtype, lambda: _bytes(entry, piece.order))
 
 
 def _transposed(piece: Piece, values: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> _Tensor:
-    """A tensor of columns, in float32."""
+    """Return a transposed tensor in float32."""
     *others, rows, columns = _shape(piece, shape)
     order = torch.from_numpy(piece.order)
 
@@ -151,12 +151,12 @@ def _shape(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_vector(name: str) -> bool:
-    """Whether llama.cpp has a vector where transformers has a matrix of one row."""
+    """Return whether llama.cpp stores a vector for transformers' matrix of one row."""
     return name.endswith(".ffn_gate_inp_shexp.weight")
 
 
 def _vector(name: str, values: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> _Tensor:
-    """A tensor in float32."""
+    """Return a tensor in float32."""
     shape = shape[-1:] if _is_vector(name) else shape
     return _Tensor(name, shape, "F32", lambda: values().float().contiguous().view(-1).numpy().view(np.uint8))
 

@@ -1,8 +1,8 @@
-"""Attention to latents (DeepSeek-V2) as llama.cpp computes it: absorbed, with one head of keys and values.
+"""Multi-head latent attention (DeepSeek-V2) in llama.cpp's absorbed form, with one head of keys and values.
 
-llama.cpp multiplies queries by each head's share of `kv_b_proj` for keys, transposed, and the sums of latents by that
-for values; so the file has both by themselves. Keys' shares are written in float32: transposed, they are no blocks any
-more.
+llama.cpp multiplies queries by each head's key part of `kv_b_proj`, transposed, and the sums of latents by the value
+part. The file therefore stores both parts separately. The key part is written in float32, because its transpose no
+longer consists of blocks.
 """
 
 from dataclasses import dataclass
@@ -16,27 +16,25 @@ from moepack.export.gguf.model import Config, Model, Piece, rope_of
 __all__ = ["LatentModel"]
 
 DIRECT = (26, 27)
-"""Numbers of layers at which llama.cpp reads queries without a latent; the file has no setting for it."""
+"""Layer counts for which llama.cpp expects queries without a latent. GGUF has no setting for it."""
 
 
 @dataclass(frozen=True)
 class LatentModel(Model):
-    """An architecture with attention to latents; attributes as of `Model`."""
+    """An architecture with latent attention. Attributes as for `Model`."""
 
     def refuse(self, config: Config) -> None:
-        """Refuse what llama.cpp would compute otherwise; as for `Model`."""
+        """Reject settings that llama.cpp would compute differently, as for `Model`."""
         super().refuse(config)
         layers, rope = config["num_hidden_layers"], rope_of(config)
         if config.get("q_lora_rank") is None and layers not in DIRECT:
             known = " or ".join(map(str, DIRECT))
-            message = f"without q_lora_rank llama.cpp's '{self.name}' has {known} layers, this model has {layers}"
+            message = f"without q_lora_rank, llama.cpp's '{self.name}' needs {known} layers, this model has {layers}"
             raise UnsupportedModelError(message, file="config.json")
         scale = rope.get("mscale_all_dim")
         plain = rope.get("attention_factor") is None and rope.get("truncate", True)
         if rope.get("rope_type") == "yarn" and not (scale and rope.get("mscale") == scale and plain):
-            message = (
-                f"llama.cpp's '{self.name}' takes mscale and mscale_all_dim of yarn to be equal, and no other scales"
-            )
+            message = f"llama.cpp's '{self.name}' needs equal mscale and mscale_all_dim of yarn, and no other scales"
             raise UnsupportedModelError(message, file="config.json")
 
     def write(self, gguf: Any, writer: Any, config: Config) -> None:
@@ -52,7 +50,7 @@ class LatentModel(Model):
             writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])  # llama.cpp divides by 0.1
 
     def write_attention(self, writer: Any, config: Config) -> None:
-        """Write the hyperparameters of attention: of latents, and of the heads that they stand for."""
+        """Write the hyperparameters of attention: of the latents and of the heads."""
         rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
         if config.get("q_lora_rank") is not None:
             writer.add_q_lora_rank(config["q_lora_rank"])
@@ -64,7 +62,7 @@ class LatentModel(Model):
         writer.add_rope_dimension_count(rotary)
 
     def pieces(self, name: str, rows: int, config: Config) -> list[Piece]:
-        """Take `kv_b_proj` apart; as for `Model`."""
+        """Split `kv_b_proj` into its key and value parts; other tensors as for `Model`."""
         if "attn_kv_b" not in name:
             return super().pieces(name, rows, config)
         keys = config["qk_nope_head_dim"]

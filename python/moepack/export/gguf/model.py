@@ -1,7 +1,7 @@
-"""What llama.cpp calls a model: its architecture, hyperparameters and tensors, as far as it computes the same.
+"""Maps a model to llama.cpp's architecture, hyperparameters and tensor names.
 
-llama.cpp fixes by the architecture what transformers' configurations leave open (whether top-k weights are normalized,
-whether projections have biases). A model that its architecture would compute otherwise is refused.
+llama.cpp fixes by architecture what transformers leaves to the configuration (whether top-k weights are normalized,
+whether projections have biases). Models that llama.cpp would compute differently are rejected.
 """
 
 import re
@@ -23,12 +23,12 @@ _EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj":
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the file that is made of rows of one in the packed directory.
+    """A tensor of the file, made of rows of a tensor in the packed directory.
 
     Attributes:
-        name: llama.cpp's.
-        order: which rows, in any shape, which becomes the tensor's; None for all as they are.
-        transposed: the last two axes change places.
+        name: name in llama.cpp.
+        order: indices of the rows, whose shape becomes that of the tensor; None for all rows in order.
+        transposed: whether the last two axes are swapped.
     """
 
     name: str
@@ -38,15 +38,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Model:
-    """An architecture of transformers as llama.cpp knows it.
+    """llama.cpp's counterpart of a transformers architecture.
 
     Attributes:
-        name: llama.cpp's.
-        required: settings that llama.cpp takes for granted, each with the values that stand for it.
-        sizes: writer's methods for further hyperparameters, each with the setting that it is called with.
-        interleaved: whether llama.cpp turns neighbouring features of queries and keys, where transformers turns halves.
+        name: name in llama.cpp.
+        required: settings that llama.cpp assumes, with the accepted values.
+        sizes: writer methods for further hyperparameters, with the config setting passed to each.
+        interleaved: whether llama.cpp rotates neighbouring features of queries and keys where transformers rotates
+            halves.
         grouped: whether keys and values may have fewer heads than queries.
-        scalings: the types of rotary positions that are written.
+        scalings: supported types of rotary position scaling.
     """
 
     name: str
@@ -57,10 +58,10 @@ class Model:
     scalings: tuple[str, ...] = ("default", "linear")
 
     def refuse(self, config: Config) -> None:
-        """Refuse what llama.cpp would compute otherwise.
+        """Reject settings that llama.cpp would compute differently.
 
         Raises:
-            UnsupportedModelError: says which setting.
+            UnsupportedModelError: names the setting.
         """
         required = {**_ALWAYS, **self.required}
         if config.get("use_sliding_window") is False:
@@ -74,7 +75,7 @@ class Model:
                 raise UnsupportedModelError(message, file="config.json")
         rope = rope_of(config)
         if rope.get("rope_type", "default") not in self.scalings:
-            message = f"rotary positions of the type {rope['rope_type']!r} are not written to GGUF"
+            message = f"GGUF export does not support rotary positions of type {rope['rope_type']!r}"
             raise UnsupportedModelError(message, file="config.json")
 
     def write(self, gguf: Any, writer: Any, config: Config) -> None:
@@ -107,7 +108,7 @@ class Model:
         writer.add_rope_dimension_count(width)
 
     def names(self, gguf: Any, config: Config) -> Callable[[str], str]:
-        """A function from a tensor's name in the packed directory to llama.cpp's; it refuses names without one."""
+        """Return a function that maps tensor names to llama.cpp's names. It rejects names without a counterpart."""
         known = gguf.get_tensor_name_map(
             next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.name), config["num_hidden_layers"]
         )
@@ -121,7 +122,7 @@ class Model:
         return rename
 
     def expert_name(self, module: str, projection: str) -> str:
-        """The name of a projection of a layer's experts.
+        """Return the name of a projection of a layer's experts.
 
         Raises:
             UnsupportedModelError: the projections are not gate, up and down.
@@ -132,7 +133,7 @@ class Model:
         return f"blk.{layer[1]}.{_EXPERTS[projection]}.weight"
 
     def pieces(self, name: str, rows: int, config: Config) -> list[Piece]:
-        """What becomes of a tensor with so many rows, by llama.cpp's name of it."""
+        """Return the pieces of the tensor with llama.cpp's name `name` and `rows` rows."""
         found = re.fullmatch(r"blk\.\d+\.attn_(q|k)\.weight", name)
         if not self.interleaved or found is None:
             return [Piece(name)]
@@ -142,7 +143,7 @@ class Model:
 
 
 def rope_of(config: Config) -> Mapping[str, Any]:
-    """Return the settings of rotary positions, as newer or older configurations have them."""
+    """Return the settings of rotary positions from a newer or older configuration."""
     rope: Mapping[str, Any] = config.get("rope_parameters") or {
         "rope_theta": config.get("rope_theta", 10_000.0),
         **(config.get("rope_scaling") or {}),

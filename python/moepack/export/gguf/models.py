@@ -1,4 +1,4 @@
-"""The models that llama.cpp and transformers both know, by transformers' name."""
+"""The architectures that GGUF export supports, by transformers' model type."""
 
 from moepack.errors import UnsupportedModelError
 from moepack.export.gguf.latent import LatentModel
@@ -33,14 +33,14 @@ MODELS: dict[str, Model] = {
 
 
 def model_of(config: Config) -> Model:
-    """Return what llama.cpp knows of a configuration, after checking that it computes the same.
+    """Return llama.cpp's counterpart of a configuration, after checking that it computes the same.
 
     Raises:
-        UnsupportedModelError: it does not, or the architecture is none of `MODELS`.
+        UnsupportedModelError: it does not, or the architecture is not in `MODELS`.
     """
     name = config.get("model_type")
     if name not in MODELS:
-        message = f"'{name}' is not written to GGUF, only {', '.join(MODELS)}; `--to bf16` writes any architecture"
+        message = f"GGUF export supports {', '.join(MODELS)}, not '{name}'; `--to bf16` supports any architecture"
         raise UnsupportedModelError(message, file="config.json")
     MODELS[name].refuse(config)
     return MODELS[name]

@@ -1,8 +1,8 @@
-"""BPE over pieces of sentences, as SentencePiece makes it for Llama and Mixtral: spaces are "\u2581", bytes fall back.
+"""SentencePiece BPE, as used by Llama and Mixtral: spaces are "\u2581", unknown characters fall back to bytes.
 
-llama.cpp joins the neighbours whose joint piece has the highest score, whichever pair it comes from; merges join pairs
-in their own order. Both give the same tokens where every pair that joins to a piece is a merge, and where merges come
-piece by piece: then a piece's score is how early its merges come.
+llama.cpp joins the neighbours whose joined piece has the highest score, for any pair that forms the piece. Merges join
+pairs in the order of the list. Both give the same tokens if every pair that joins to a piece is a merge and the merges
+of a piece are consecutive. The score of a piece is then the negative rank of its merges.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _SPACE = "\u2581"
 
 
 def are_pieces(content: Mapping[str, Any]) -> bool:
-    """Whether a `tokenizer.json` describes pieces with spaces as llama.cpp knows them."""
+    """Return whether a `tokenizer.json` describes SentencePiece pieces that llama.cpp supports."""
     rule = content.get("pre_tokenizer") or {}
     if not content["model"].get("byte_fallback"):
         return False
@@ -27,13 +27,13 @@ def are_pieces(content: Mapping[str, Any]) -> bool:
 
 
 def begins_with_space(content: Mapping[str, Any]) -> bool:
-    """Whether text is read as if a space came before it."""
+    """Return whether the tokenizer puts a space before the text."""
     rule, steps = content.get("pre_tokenizer") or {}, (content.get("normalizer") or {}).get("normalizers", [])
     return rule.get("prepend_scheme") in ("first", "always") or len(steps) > 1
 
 
 def scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[float] | None:
-    """A score for each token, higher for pieces that are joined earlier; None where no scores give the same tokens."""
+    """Return a score per token, higher for pieces joined earlier; None if no scores give the same tokens."""
     ranks: dict[str, int] = {}
     for left, right in merges:
         ranks.setdefault(left + right, len(ranks))

@@ -1,7 +1,7 @@
-"""Rules by which byte-level BPE splits text into words, as far as llama.cpp has them.
+"""The pre-tokenizers of byte-level BPE that llama.cpp supports.
 
-llama.cpp finds such a rule under a name, not in the file; a tokenizer's own rule is one or several expressions that
-take turns (`pre_tokenizer` of tokenizer.json).
+A GGUF file names a pre-tokenizer; llama.cpp has its regular expressions built in. In tokenizer.json, `pre_tokenizer`
+lists one or several expressions that are applied in turn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,11 +37,11 @@ _NAMES: Mapping[tuple[str, ...], str] = {
 
 
 def name_of(rule: Mapping[str, Any], merges: Sequence[Sequence[str]]) -> str | None:
-    """Return llama.cpp's name of a tokenizer's rule, or None where it is not known to have it.
+    """Return llama.cpp's name of a pre-tokenizer, or None if it has no known counterpart.
 
     Args:
-        rule: `pre_tokenizer` of tokenizer.json, which ends with bytes (`ByteLevel`).
-        merges: the tokenizer's. llama.cpp's `deepseek-llm` keeps digits together, so none may join them.
+        rule: `pre_tokenizer` of tokenizer.json, which ends with `ByteLevel`.
+        merges: merges of the tokenizer. llama.cpp's `deepseek-llm` does not split digits, so no merge may join them.
     """
     parts = rule["pretokenizers"] if rule.get("type") == "Sequence" else [rule]
     expressions = [_expression(part) for part in parts]
@@ -54,7 +54,7 @@ def name_of(rule: Mapping[str, Any], merges: Sequence[Sequence[str]]) -> str | N
 
 
 def _expression(part: Mapping[str, Any]) -> str | None:
-    """The expression that a part splits by; empty where it splits nothing, None for parts of another kind."""
+    """Return the regular expression of a part; empty if it does not split, None for an unsupported part."""
     match part:
         case {"type": "Split", "pattern": {"Regex": str(expression)}, "behavior": "Isolated", "invert": False}:
             return expression.replace("\r", "\\r").replace("\n", "\\n")

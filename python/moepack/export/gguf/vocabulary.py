@@ -1,7 +1,6 @@
-"""The vocabulary of a tokenizer, as llama.cpp reads it: byte-level BPE, or pieces of sentences (`pieces`).
+"""Writes the vocabulary of a tokenizer for llama.cpp: byte-level BPE or SentencePiece BPE (`pieces`).
 
-A tokenizer that splits text into words by a rule that llama.cpp is not known to have (`splits`) would read the same
-text as other tokens, and is refused.
+A tokenizer with a pre-tokenizer that llama.cpp does not support (`splits`) would give different tokens and is rejected.
 """
 
 import json
@@ -18,20 +17,20 @@ __all__ = ["Vocabulary"]
 
 
 class Vocabulary:
-    """What a directory's `tokenizer.json` and `tokenizer_config.json` say.
+    """The vocabulary of `tokenizer.json` and `tokenizer_config.json`.
 
     Args:
-        directory: where they lie.
-        size: rows of the embedding; tokens beyond the tokenizer's are written as unused.
+        directory: directory of the files.
+        size: rows of the embedding. Rows without a token are written as unused tokens.
 
     Raises:
-        UnsupportedModelError: there is no tokenizer, or llama.cpp would read text as other tokens.
+        UnsupportedModelError: there is no tokenizer, or llama.cpp would give different tokens.
     """
 
     def __init__(self, directory: Path, size: int) -> None:
         self._file = directory / "tokenizer.json"
         if not self._file.is_file():
-            raise UnsupportedModelError("llama.cpp needs a tokenizer, and there is none", file=self._file)
+            raise UnsupportedModelError("missing; llama.cpp needs a tokenizer", file=self._file)
         self._content: dict[str, Any] = json.loads(self._file.read_bytes())
         config = directory / "tokenizer_config.json"
         self._config: dict[str, Any] = json.loads(config.read_bytes()) if config.is_file() else {}
@@ -40,7 +39,7 @@ class Vocabulary:
         if self._model["type"] != "BPE":
             raise self._refused(f"the model {self._model['type']}")
         if not self._model["merges"]:
-            raise self._refused("no merges, and llama.cpp needs some")
+            raise self._refused("no merges, which llama.cpp needs")
         for setting in ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"):
             if self._model.get(setting):
                 raise self._refused(f"{setting} {self._model[setting]!r}")
@@ -54,7 +53,7 @@ class Vocabulary:
         if self._pieces:
             order = scores(tokens, merges)
             if order is None:
-                raise self._refused("merges that are no order of pieces")
+                raise self._refused("merges that no order of pieces reproduces")
             writer.add_tokenizer_model("llama")
             writer.add_token_scores(order)
             writer.add_add_space_prefix(begins_with_space(self._content))
@@ -78,13 +77,13 @@ class Vocabulary:
             writer.add_chat_template(found)
 
     def _tokens(self, kinds: Any) -> tuple[list[str], list[int]]:
-        """All tokens by their numbers, and what kind each is."""
+        """Return all tokens in order of their ids, and the type of each."""
         named = {number: (token, int(kinds.NORMAL)) for token, number in self._model["vocab"].items()}
         for added in self._content.get("added_tokens", []):
             kind = kinds.CONTROL if added["special"] else kinds.USER_DEFINED
             named[added["id"]] = added["content"], int(kind)
         if max(named) >= self._size:
-            raise self._refused(f"{max(named) + 1} tokens, where the model has {self._size}")
+            raise self._refused(f"{max(named) + 1} tokens, but the model has {self._size}")
         if self._pieces:
             for value in range(256):
                 number = self._model["vocab"].get(f"<0x{value:02X}>")
@@ -98,7 +97,7 @@ class Vocabulary:
         return [token for token, _ in found], [kind for _, kind in found]
 
     def _rule(self, rule: Mapping[str, Any]) -> str:
-        """llama.cpp's name of the rule that splits text."""
+        """Return llama.cpp's name of the pre-tokenizer."""
         if self._content.get("normalizer") not in (None, {"type": "NFC"}):
             raise self._refused(f"the normalizer {self._content['normalizer']}")
         parts = rule["pretokenizers"] if rule.get("type") == "Sequence" else [rule]
@@ -106,15 +105,15 @@ class Vocabulary:
             raise self._refused("a space before the text")
         name = name_of(rule, self._merges())
         if name is None:
-            raise self._refused("a rule that splits text and that llama.cpp is not known to have")
+            raise self._refused("a pre-tokenizer that llama.cpp is not known to support")
         return name
 
     def _merges(self) -> list[Sequence[str]]:
-        """The pairs that are joined, in their order; older files have them as text."""
+        """Return the merges in order. Older files store each as one string."""
         return [merge.split(" ") if isinstance(merge, str) else merge for merge in self._model["merges"]]
 
     def _adds(self, name: str) -> bool:
-        """Whether a special token is put around each text, as the tokenizer's template says."""
+        """Return whether the tokenizer's template adds this special token to each text."""
         token = self._config.get(name)
         token = token.get("content") if isinstance(token, Mapping) else token
         after = self._content.get("post_processor") or {}
@@ -123,4 +122,4 @@ class Vocabulary:
         return any(piece.get("SpecialToken", {}).get("id") == token for piece in pieces)
 
     def _refused(self, what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"llama.cpp would read text otherwise: the tokenizer has {what}", file=self._file)
+        return UnsupportedModelError(f"llama.cpp would tokenize differently: the tokenizer has {what}", file=self._file)

@@ -1,12 +1,12 @@
-"""LoRA beside packed weights, for peft (the extra `train`).
+"""LoRA for packed models with peft (the extra `train`).
 
-peft adapts a packed model as the unpacked one, through any of its doors (`moepack.integrations.peft`): packed linear
-layers and the parameters of packed experts have the names, the shapes and the adapters that they have there, so an
-adapter that was trained beside packed weights loads beside unpacked ones, and the other way round.
+peft adapts a packed model in the same way as an unpacked one (`moepack.integrations.peft`). Packed linear layers and
+the parameters of packed experts keep their names, shapes and adapters, so an adapter trained on packed weights loads on
+unpacked ones, and vice versa.
 
     model = get_peft_model(moepack.load(directory), LoraConfig(target_modules="all-linear"))
 
-Packed weights never change, so an adapter cannot be merged into them; `moepack export --adapter` writes decoded weights
+Packed weights never change, so an adapter cannot be merged into them. `moepack export --adapter` writes decoded weights
 with an adapter merged.
 """
 
@@ -21,9 +21,9 @@ register()
 
 
 def accept_packed(config: LoraConfig) -> LoraConfig:
-    """Let a configuration of LoRA target packed layers, and return it.
+    """Register moepack's LoRA layers with a configuration, and return it.
 
-    Nothing else needs it: peft's doors give every configuration the same layers.
+    Calling it is optional: peft's entry points do the same for every configuration.
     """
     config._register_custom_module(LAYERS)
     return config

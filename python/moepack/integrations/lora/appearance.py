@@ -1,7 +1,7 @@
-"""Packed modules as peft would find them in the unpacked model, while it looks for what it adapts.
+"""Shows packed modules to peft as in the unpacked model, while it searches for target modules.
 
-Nothing here takes memory: layers are on the meta device, and parameters, whose device peft asks for, have one number.
-They go when peft has looked.
+The stand-ins take no memory: layers are on the meta device, and parameters, whose device peft reads, hold one number.
+They are removed after the search.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ __all__ = ["embedding_weights", "expert_parameters", "linear_layers"]
 
 @contextmanager
 def linear_layers(model: nn.Module) -> Iterator[None]:
-    """Let an `nn.Linear` stand in the place of each packed linear layer."""
+    """Replace each packed linear layer by an `nn.Linear` on the meta device."""
     replaced: list[tuple[nn.Module, str, PackedLinear]] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -36,24 +36,24 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
 
 
 def expert_parameters(model: nn.Module) -> AbstractContextManager[None]:
-    """Let packed experts have the parameters that they stand for."""
+    """Give packed experts the parameters of the unpacked module."""
     experts = [module for module in model.modules() if isinstance(module, PackedModule) and is_adaptable(module)]
     return _shown([(module, name, shape) for module in experts for name, shape in module.stock.items()])
 
 
 def embedding_weights(model: nn.Module) -> AbstractContextManager[None]:
-    """Let packed embeddings have the parameter that they stand for."""
+    """Give packed embeddings the parameter of the unpacked module."""
     found = [module for module in model.modules() if isinstance(module, PackedEmbedding)]
     return _shown([(module, "weight", (module.num_embeddings, module.embedding_dim)) for module in found])
 
 
 @contextmanager
 def _shown(parameters: list[tuple[PackedModule, str, tuple[int, ...]]]) -> Iterator[None]:
-    """Let modules have parameters of some names and shapes."""
+    """Give modules parameters of the given names and shapes."""
     try:
         for module, name, shape in parameters:
             values = torch.zeros(1, device=module.qweight.device).expand(shape)
-            # Not by `register_parameter`, which refuses the name of a buffer: packed bytes may have it.
+            # `register_parameter` would reject the name of a buffer, which packed bytes may have.
             module._parameters[name] = nn.Parameter(values, requires_grad=False)
         yield
     finally:

@@ -1,8 +1,8 @@
-"""What an adapter's configuration asks of a packed model: found by peft's rules, completed, or refused.
+"""Resolves the targets of an adapter configuration in a packed model, or rejects them.
 
-Experts are modules of parameters, for which peft has `target_parameters`. Where `target_modules` names them (`experts`)
-or their projections (`gate_proj`, `up_proj`, `down_proj`), and peft itself does not know the architecture's names, the
-parameters are added to `target_parameters`, and the configuration is saved so.
+Experts hold parameters, which peft targets with `target_parameters`. If `target_modules` names experts (`experts`) or
+their projections (`gate_proj`, `up_proj`, `down_proj`), and peft does not know the architecture's names, the parameters
+are added to `target_parameters`. The saved configuration contains them.
 """
 
 import copy
@@ -33,16 +33,16 @@ _ALL_LINEAR = "all-linear"
 
 @contextmanager
 def prepared(tuner: Any, model: nn.Module, adapter_name: str, by_state: bool) -> Iterator[None]:
-    """Let peft's own injection find what the adapter's configuration asks for.
+    """Prepare a packed model for peft's own injection.
 
     Args:
-        tuner: peft's.
-        model: whose modules get adapters.
-        adapter_name: of the configuration in `tuner.peft_config`.
-        by_state: whether the names of saved weights, not the configuration, say what is adapted.
+        tuner: the tuner of peft.
+        model: the model to adapt.
+        adapter_name: key of the configuration in `tuner.peft_config`.
+        by_state: whether the names of saved weights select the targets, not the configuration.
 
     Raises:
-        UnsupportedModelError: something that is asked for cannot be adapted; nothing has changed.
+        UnsupportedModelError: a target cannot be adapted. The model is unchanged.
     """
     config = tuner.peft_config[adapter_name]
     if _method(config) != "LORA":
@@ -61,10 +61,10 @@ def prepared(tuner: Any, model: nn.Module, adapter_name: str, by_state: bool) ->
 
 
 def check(tuner: Any, config: Any, model: nn.Module) -> None:
-    """Raise if a method of peft other than LoRA is asked to adapt a packed module.
+    """Check that no method of peft other than LoRA targets a packed module.
 
     Raises:
-        UnsupportedModelError: it is.
+        UnsupportedModelError: a packed module is targeted.
     """
     refuse_training(config, model)
     if _method(config) == "LORA" or not hasattr(config, "target_modules"):
@@ -88,20 +88,20 @@ def _is_all_linear(config: Any) -> bool:
 
 
 def _with_linear(config: Any, model: nn.Module) -> Any:
-    """The configuration with the names of all linear layers, where it asks for all."""
+    """Return the configuration with "all-linear" replaced by the names of all linear layers."""
     from peft.tuners import tuners_utils
 
     return tuners_utils._maybe_include_all_linear_layers(config, model)
 
 
 def _packed(model: nn.Module) -> list[tuple[str, Any]]:
-    """The packed modules by the paths that they have without adapters around them."""
+    """Return the packed modules with their paths, ignoring adapters around them."""
     found = [(path, module) for path, module in model.named_modules() if isinstance(module, PackedModule)]
     return [(path.replace(".base_layer", ""), module) for path, module in found]
 
 
 def _resolve(tuner: Any, config: Any, model: nn.Module) -> None:
-    """Complete a configuration of LoRA: by peft's rules, in peft's order, then by the names of packed experts."""
+    """Complete a LoRA configuration: by peft's rules in peft's order, then with the names of packed experts."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -109,8 +109,8 @@ def _resolve(tuner: Any, config: Any, model: nn.Module) -> None:
         rules = get_model_conversion_mapping(model)
         try:
             convert_peft_config_for_transformers(config, model=model, conversions=rules)
-        except ValueError as error:  # one of two projections that share a parameter
-            message = f"packed experts take adapters where the unpacked ones do: {error}"
+        except ValueError as error:  # the configuration names one of two projections that share a parameter
+            message = f"packed experts accept the same adapters as unpacked ones: {error}"
             raise UnsupportedModelError(message) from error
     tuner._prepare_adapter_config(config, tuner.get_model_config(model))
     if config.target_modules and not _is_all_linear(config):
@@ -118,7 +118,7 @@ def _resolve(tuner: Any, config: Any, model: nn.Module) -> None:
 
 
 def _add_parameters(tuner: Any, config: Any, model: nn.Module) -> None:
-    """Translate names of packed experts and their projections into names of parameters."""
+    """Translate the names of packed experts and their projections into parameter names."""
     experts = [(path, module) for path, module in _packed(model) if module.stock and is_adaptable(module)]
     pairs = [(path, module, parameter) for path, module in experts for parameter in module.stock]
     named = [f"{path}.{name}" for path, module, name in pairs if _is_named(tuner, config, path, module, name)]
@@ -136,10 +136,10 @@ def _add_parameters(tuner: Any, config: Any, model: nn.Module) -> None:
 
 
 def _is_named(tuner: Any, config: Any, path: str, module: PackedModule, parameter: str) -> bool:
-    """Whether `target_modules` names a parameter of packed experts: it, its module, or all projections in it.
+    """Return whether `target_modules` names a parameter of packed experts, its module, or all of its projections.
 
     Raises:
-        UnsupportedModelError: it names some of them.
+        UnsupportedModelError: it names only some of the projections.
     """
     assert module.form is not None
     if any(_is_target(tuner, config, name) for name in (path, f"{path}.{parameter}")):
@@ -147,13 +147,13 @@ def _is_named(tuner: Any, config: Any, path: str, module: PackedModule, paramete
     projections = [name for name, place in module.form.places.items() if place.parameter == parameter]
     missing = [name for name in projections if not _is_target(tuner, config, f"{path}.{name}")]
     if missing and len(missing) < len(projections):
-        why = f"{' and '.join(projections)} share the parameter {parameter}; name {missing[0]}, too"
-        raise UnsupportedModelError(f"'{path}' is packed as transformers holds it, where {why}")
+        why = f"{' and '.join(projections)} share the parameter {parameter}; also name {missing[0]}"
+        raise UnsupportedModelError(f"'{path}' is packed in the layout of transformers, where {why}")
     return not missing
 
 
 def _names(tuner: Any, config: Any, path: str, module: PackedModule) -> bool:
-    """Whether a configuration names a packed module, its projections or the parameters that it stands for."""
+    """Return whether a configuration names a packed module, its projections or its parameters."""
     below = dict.fromkeys([*module.stock, *(module.form.places if module.form else ()), *module.projections])
     names = [path] if isinstance(module, PackedLinear) else [path, *(f"{path}.{name}" for name in below)]
     names += _linear_names(path, module)
@@ -165,32 +165,32 @@ def _names(tuner: Any, config: Any, path: str, module: PackedModule) -> bool:
 
 
 def _is_asked(tuner: Any, config: Any, path: str, module: PackedModule, everything: bool) -> bool:
-    """Whether a module that takes no adapter is named, or stands for linear layers where all are asked for."""
+    """Return whether a module that takes no adapter is targeted, by name or as a linear layer of "all-linear"."""
     linear = _linear_names(path, module)
     if not (_names(tuner, config, path, module) or (everything and linear)):
         return False
-    alone = copy.copy(config)  # does it exclude the module, or the layer that it is in?
+    alone = copy.copy(config)  # check whether it excludes the module or its layer
     alone.target_modules = [path, *linear]
     return all(_is_target(tuner, alone, name) for name in alone.target_modules)
 
 
 def _linear_names(path: str, module: PackedModule) -> list[str]:
-    """The linear layers of the first of the experts that Switch Transformers keeps in modules of their own."""
+    """Return the paths of the linear layers of the first Switch expert; empty for other modules."""
     if not isinstance(module, PackedSwitchExperts):
         return []
     return [f"{path}.expert_0.{projection}" for projection in module.projections]
 
 
 def _is_target(tuner: Any, config: Any, name: str) -> bool:
-    """Whether `target_modules` names a module."""
+    """Return whether `target_modules` names a module."""
     return bool(config.target_modules) and bool(tuner._check_target_module_exists(config, name))
 
 
 def _check_lora(tuner: Any, config: Any, model: nn.Module, everything: bool) -> None:
-    """Raise if LoRA is asked to adapt what it cannot.
+    """Check that LoRA can adapt all of its targets.
 
     Raises:
-        UnsupportedModelError: it is.
+        UnsupportedModelError: it cannot adapt a target.
     """
     refuse_training(config, model)
     refuse_replication(config, model)
@@ -207,11 +207,11 @@ def _check_lora(tuner: Any, config: Any, model: nn.Module, everything: bool) -> 
 
 
 def _check_parameters(config: Any, path: str, module: PackedModule) -> None:
-    """Raise if `target_parameters` names a projection of packed experts that is no parameter of its own, or parameters
-    with settings that peft has for modules alone.
+    """Check `target_parameters` against the parameters of packed experts.
 
     Raises:
-        UnsupportedModelError: it does.
+        UnsupportedModelError: it names a projection that is not a parameter of its own, or parameters with settings
+            that peft supports only for modules.
     """
     assert module.form is not None
     wanted = config.target_parameters or ()

@@ -1,4 +1,4 @@
-"""LoRA layers beside packed weights, with the constructor arguments that peft passes."""
+"""LoRA layers for packed modules, with the constructor arguments that peft passes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ class PackedLoraLinear(lora.Linear):  # type: ignore[misc]
 
     @property
     def lora_variants(self) -> Mapping[tuple[str, ...], Any]:
-        """The variants of LoRA that change no weights; DoRA decodes them at each call."""
+        """The LoRA variants that do not change the weights. DoRA decodes them at each call."""
         return {
             (): None,
             ("use_dora",): DoraLinearVariant,
@@ -37,18 +37,18 @@ class PackedLoraLinear(lora.Linear):  # type: ignore[misc]
         }
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refuse: packed weights never change."""
+        """Raise a `RuntimeError`: packed weights never change."""
         raise merge_refusal()
 
 
 class ParamWrapper(StockWrapper):  # type: ignore[misc]
-    """Adapters of a parameter that stands for packed experts: `W + scaling B A` for each expert, W packed.
+    """Adapters of a parameter of packed experts: `W + scaling B A` for each expert, with a packed W.
 
-    Their weights have the names and shapes of peft's `ParamWrapper`, by whose name peft finds such layers again.
+    The adapter weights have the names and shapes of peft's `ParamWrapper`. peft finds such layers by the class name.
     """
 
     def get_param(self) -> torch.Tensor:
-        """The parameter without memory: its shape is known, its values are packed."""
+        """Return the parameter on the meta device: only its shape is known, its values are packed."""
         return torch.empty(self.get_base_layer().stock[self.parameter_name], device="meta")
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
@@ -58,8 +58,8 @@ class ParamWrapper(StockWrapper):  # type: ignore[misc]
         """Run the experts with the active adapters.
 
         Args:
-            x, *arguments, **settings: what the experts module is called with.
-            adapters: those of the experts' other parameters, from a wrapper around this one.
+            x, *arguments, **settings: arguments of the experts module.
+            adapters: adapters of the experts' other parameters, passed by a wrapper around this one.
         """
         self._check_forward_args(x, *arguments, **settings)
         experts: PackedModule = self.get_base_layer()
@@ -74,7 +74,7 @@ class ParamWrapper(StockWrapper):  # type: ignore[misc]
         return outputs
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refuse: packed weights never change."""
+        """Raise a `RuntimeError`: packed weights never change."""
         raise merge_refusal()
 
 
@@ -82,4 +82,4 @@ LAYERS: Mapping[type[nn.Module], type[LoraLayer]] = {
     PackedLinear: PackedLoraLinear,
     **dict.fromkeys((PackedExperts, PackedOwnExperts, PackedExpertProducts), ParamWrapper),
 }
-"""The layer of LoRA for each module."""
+"""The LoRA layer class of each packed module class."""

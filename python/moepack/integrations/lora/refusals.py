@@ -1,4 +1,4 @@
-"""What peft cannot do with packed weights, in sentences, said before a model is changed."""
+"""Error messages for adapter settings that packed weights do not support, raised before a model is changed."""
 
 from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ _NEED_WEIGHTS = {
     "velora_config": "VeLoRA",
     "monteclora_config": "MonteCLoRA",
 }
-"""Settings of `LoraConfig` that have no layer beside packed weights, and what people call them."""
+"""Settings of `LoraConfig` that packed layers do not support, and the names of the techniques."""
 
 _FOR_MODULES = {
     "lora_dropout": "lora_dropout=0.0",
@@ -34,78 +34,78 @@ _FOR_MODULES = {
     "lora_bias": "lora_bias=False",
     "fan_in_fan_out": "fan_in_fan_out=False",
 }
-"""Settings of `LoraConfig` that peft has for modules and not for parameters, with the values that it takes."""
+"""Settings of `LoraConfig` that peft supports for modules but not for parameters, with the accepted values."""
 
 _PLAIN_STARTS = (True, False, "gaussian", "eva")
-"""Values of `init_lora_weights` for which the weights are neither read nor changed."""
+"""Values of `init_lora_weights` that neither read nor change the weights."""
 
 
 def is_adaptable(module: PackedModule) -> bool:
-    """Whether LoRA can stand beside a packed module."""
+    """Return whether LoRA can adapt a packed module."""
     if isinstance(module, PackedLinear):
         return True
     return module.takes_adapters and bool(module.stock) and not any("." in name for name in module.stock)
 
 
 def refuse(path: str, module: PackedModule, method: str) -> NoReturn:
-    """Raise that a module takes no adapter of a method of peft.
+    """Raise the error for a module that does not accept adapters of this method.
 
     Raises:
         UnsupportedModelError: always.
     """
     if method != "LORA":
-        why = f"is packed, and packed weights take adapters of LoRA, none of {method}"
+        why = f"is packed, and packed weights accept only LoRA adapters, not {method}"
     elif isinstance(module, PackedEmbedding):
         why = "is a packed embedding, which takes no adapters"
     else:
         why = f"is a layer of packed experts that takes no adapters ({type(module).__name__})"
-    raise UnsupportedModelError(f"'{path}' {why}; leave it out by exclude_modules, or name other modules")
+    raise UnsupportedModelError(f"'{path}' {why}; list it in exclude_modules, or name other modules")
 
 
 def refuse_settings(config: Any, path: str) -> None:
-    """Raise if LoRA is to be computed, or to start, from the weights of a packed layer.
+    """Check that LoRA neither computes with nor starts from the weights of a packed layer.
 
     Raises:
-        UnsupportedModelError: it is.
+        UnsupportedModelError: a setting needs the weights.
     """
     wanted = next((name for setting, name in _NEED_WEIGHTS.items() if getattr(config, setting, None)), None)
     if wanted is not None:
-        raise UnsupportedModelError(f"'{path}' is packed, and {wanted} needs weights as numbers; plain LoRA does not")
+        raise UnsupportedModelError(f"'{path}' is packed, and {wanted} needs unpacked weights; plain LoRA does not")
     if (start := config.init_lora_weights) not in _PLAIN_STARTS:
-        message = f"'{path}' is packed, and init_lora_weights={start!r} needs weights as numbers; True does not"
+        message = f"'{path}' is packed, and init_lora_weights={start!r} needs unpacked weights; True does not"
         raise UnsupportedModelError(message)
 
 
 def refuse_for_parameters(config: Any, path: str) -> None:
-    """Raise if LoRA of experts is to do what peft does for modules alone; experts are parameters.
+    """Check that LoRA of experts, which are parameters, uses no setting that peft supports only for modules.
 
     Raises:
-        UnsupportedModelError: it is.
+        UnsupportedModelError: it uses such a setting.
     """
     wanted = next((setting for setting in _FOR_MODULES if getattr(config, setting, None)), None)
     if wanted is not None:
         raise UnsupportedModelError(
             f"'{path}' holds its experts in parameters, for which peft has no {wanted}; set {_FOR_MODULES[wanted]}, "
-            "or leave the experts out"
+            "or exclude the experts"
         )
 
 
 def refuse_replication(config: Any, model: nn.Module) -> None:
-    """Raise if layers are to be repeated, which copies packed bytes.
+    """Check that no layers are replicated, which would copy packed bytes.
 
     Raises:
-        UnsupportedModelError: they are.
+        UnsupportedModelError: `layer_replication` is set.
     """
     if getattr(config, "layer_replication", None):
         path = next(path for path, module in model.named_modules() if isinstance(module, PackedModule))
-        raise UnsupportedModelError(f"'{path}' is packed, and layer_replication repeats layers without packed weights")
+        raise UnsupportedModelError(f"'{path}' is packed, and layer_replication supports only unpacked layers")
 
 
 def refuse_training(config: Any, model: nn.Module) -> None:
-    """Raise if packed weights themselves are to be trained.
+    """Check that no packed weights are to be trained themselves.
 
     Raises:
-        UnsupportedModelError: they are named by `modules_to_save` or `trainable_token_indices`.
+        UnsupportedModelError: `modules_to_save` or `trainable_token_indices` names packed weights.
     """
     names = tuple(getattr(config, "modules_to_save", None) or ())
     for path, module in model.named_modules():
@@ -120,18 +120,18 @@ def refuse_training(config: Any, model: nn.Module) -> None:
 
 
 def merge_refusal() -> RuntimeError:
-    """What is raised where an adapter is to be merged."""
+    """Return the error for merging an adapter into packed weights."""
     return RuntimeError(
-        "an adapter cannot be merged into packed weights: save it beside them, or write decoded weights with it by "
+        "an adapter cannot be merged into packed weights: save it separately, or write decoded weights with "
         "`moepack export PACKED OUT --adapter DIR`"
     )
 
 
 def refuse_merging(model: nn.Module) -> None:
-    """Raise if an adapter stands beside a packed module.
+    """Check that no adapter is attached to a packed module.
 
     Raises:
-        RuntimeError: one does.
+        RuntimeError: an adapter is attached.
     """
     if any(isinstance(getattr(module, "base_layer", None), PackedModule) for module in model.modules()):
         raise merge_refusal()
