@@ -117,7 +117,8 @@ Calibration = Annotated[
     _option(
         "calibration",
         "Calibration text, like what the model will read: text file, JSON Lines, directory or Hub data set. By "
-        "default, auto uses a built-in text if the model's largest layer fits in memory with gradients; none disables it.",
+        "default, auto uses a built-in text if the model's largest layer fits in memory with gradients; none disables "
+        "it.",
     ),
 ]
 Samples = Annotated[int | None, _option("samples", "number of calibration windows; default 128, floe 64.", min=1)]
