@@ -71,13 +71,13 @@ def groups(bits: int, size: int | str, **more: Any) -> Setting:
 
 
 def finequant(bits: int) -> dict[str, Setting]:
-    """Fixed sizes, the paper's rule in both readings, and budgets of the bytes of these."""
-    found = {f"fixed, {size}": groups(bits, size) for size in ("row", 128, 64)}
-    found |= {f"adaptive, alpha {alpha}": groups(bits, "adaptive", alpha=alpha) for alpha in (0.35, 0.25)}
-    found |= {"adaptive-mean, alpha 0.9": groups(bits, "adaptive-mean", alpha=0.9)}
-    found |= {f"fixed, {size}": groups(bits, size) for size in (16, 32)}
+    """Fixed sizes, the paper's rule in both readings, and a budget of the bytes of one."""
+    found = {f"fixed, {size}": groups(bits, size) for size in (64, 16)}
+    found |= {"adaptive, alpha 0.35": groups(bits, "adaptive", alpha=0.35), "fixed, 128": groups(bits, 128)}
+    found |= {"adaptive-mean, alpha 0.9": groups(bits, "adaptive-mean", alpha=0.9), "fixed, row": groups(bits, "row")}
+    found |= {"adaptive, alpha 0.25": groups(bits, "adaptive", alpha=0.25), "fixed, 32": groups(bits, 32)}
     budget = {"bits": bits, "group_size": "budget"}
-    for other in ("adaptive, alpha 0.25", "adaptive-mean, alpha 0.9", "fixed, 64"):
+    for other in ("adaptive, alpha 0.35", "fixed, 64"):
         found[f"budget of the bytes of {other}"] = Setting("finequant", budget, f"{bits} bits: {other}")
     return {f"{bits} bits: {name}": setting for name, setting in found.items()}
 
@@ -85,12 +85,14 @@ def finequant(bits: int) -> dict[str, Setting]:
 MILO_BUDGET = {"bits": 3, "group_size": "budget", "dense_bits": 3}
 ROUNDED = {"start": "uniform", "steps": 0, "drift": 0.0}
 """CodeQuant's codes and layout with 16 values at even distances: rounding to nearest."""
+UNREAD = {"samples": 1}
+"""Where a method asks for a text that changes nothing."""
 
 
 def codequant(activation_bits: int) -> dict[str, Setting]:
     """Rotation and clustering, each on and off; 4-bit weights."""
     corners = {
-        "rounded": ROUNDED | {"rotation": "none"},
+        "rounded": ROUNDED | UNREAD | {"rotation": "none"},
         "rotated, rounded": ROUNDED | {"rotation": "learned"},
         "clustered": {"rotation": "none"},
         "rotated, clustered": {"rotation": "learned"},
@@ -112,7 +114,7 @@ CLAIMS: dict[str, dict[str, Setting]] = {
     "qmoe": {
         "ternary, rounded": Setting("ternary"),
         "ternary, as published": Setting("qmoe", dict(PUBLISHED)),
-        "2 bits, g64, rounded": Setting("qmoe", {"bits": "2", "solver": "rtn"}),
+        "2 bits, g64, rounded": Setting("qmoe", {"bits": "2", "solver": "rtn"} | UNREAD),
         "2 bits, g64, as published": Setting("qmoe", {"bits": "2"} | PUBLISHED),
         "ternary, here": Setting("qmoe"),
         "2 bits, g64, here": Setting("qmoe", {"bits": "2"}),
@@ -150,34 +152,36 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.about = {
-            "model": options.model.name, "calibration": options.calibration.name,
-            "windows": options.windows, "samples": options.samples,
-        }  # fmt: skip
         self.rows = read(options.results)
         self.scores = Scores(options.model, options.texts, "cpu", options.windows)
         self.scores.original = Kept(self.scores.original)
 
     def find(self, claim: str, name: str) -> Row | None:
         """The row of a setting, if it was measured the same way."""
-        wanted = self.about | {"claim": claim, "setting": name}
-        return next((row for row in self.rows if wanted.items() <= row.items()), None)
+        key = self.key(claim, name)
+        return next((row for row in self.rows if key.items() <= row.items()), None)
+
+    def key(self, claim: str, name: str) -> Row:
+        """What tells a row from others."""
+        setting, options = CLAIMS[claim][name], self.options
+        found = {"claim": claim, "setting": name, "model": options.model.name, "windows": options.windows}
+        if setting.method in CALIBRATED:
+            found |= {"calibration": options.calibration.name, "samples": options.samples}
+        return found | {"method": setting.method, "arguments": setting.arguments, "bytes_of": setting.bytes_of}
 
     def run(self, only: list[str]) -> None:
         """Measure what is missing, a setting of each claim in turn."""
         turns = [[(claim, name) for name in CLAIMS[claim]] for claim in only]
         for claim, name in itertools.chain.from_iterable(map(filter_none, itertools.zip_longest(*turns))):
             if self.find(claim, name) is None:
-                row = self.about | {"claim": claim, "setting": name} | self.measured(claim, CLAIMS[claim][name])
+                row = self.key(claim, name) | self.measured(claim, CLAIMS[claim][name])
                 print(json.dumps(row), flush=True)
                 self.rows.append(row)
                 machine.save(self.options.results, self.options.threads, {"rows": self.rows})
 
     def measured(self, claim: str, setting: Setting) -> Row:
         """Compress, load and score."""
-        arguments, method = dict(setting.arguments), self.method(claim, setting)
-        if setting.bytes_of is not None:
-            arguments["bytes_of"] = setting.bytes_of
+        method = self.method(claim, setting)
         with tempfile.TemporaryDirectory() as folder:
             start, out = time.perf_counter(), Path(folder) / "packed"
             moepack.compress(self.options.model, out, method=method)
@@ -187,7 +191,7 @@ class Bench:
             scores = self.scores.of(model)
             records = opened.manifest.packed().values()
             return {
-                "method": setting.method, "arguments": arguments, "seconds": round(seconds, 1),
+                "seconds": round(seconds, 1),
                 "bits": Totals.of(opened.manifest).experts.bits_per_weight,
                 "packed_bits": Sizes.of(records).bits_per_weight,
                 "scores": scores, **details(opened, model),
@@ -195,9 +199,10 @@ class Bench:
 
     def method(self, claim: str, setting: Setting) -> Method:
         """The method with its text or its budget."""
-        arguments = dict(setting.arguments)
+        arguments: dict[str, Any] = {}
         if setting.method in CALIBRATED:
-            arguments |= {"calibration": str(self.options.calibration), "samples": self.options.samples}
+            arguments = {"calibration": str(self.options.calibration), "samples": self.options.samples}
+        arguments |= setting.arguments
         if setting.bytes_of is not None:
             other = self.find(claim, setting.bytes_of)
             assert other is not None, f"{setting.bytes_of} comes first"
@@ -312,7 +317,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=CLAIMS, default=list(CLAIMS))
     parser.add_argument("--windows", type=int, default=8, help="windows of each text that are scored")
-    parser.add_argument("--samples", type=int, default=32, help="windows that methods are calibrated on")
+    parser.add_argument("--samples", type=int, default=16, help="windows that methods are calibrated on")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     if str(options.model) == "table":
