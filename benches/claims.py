@@ -132,6 +132,9 @@ CLAIMS: dict[str, dict[str, Setting]] = {
         "no compensators, groups of the bytes of 5 % of all files": Setting(
             "finequant", MILO_GROUPS, "compensators, 5 % of all files"
         ),
+        "no compensators, groups with offsets of these bytes": Setting(
+            "finequant", MILO_GROUPS | {"symmetric": False}, "compensators, 5 % of all files"
+        ),
         "compensators, HQQ, dense:24+kurtosis:8": Setting(
             "milo", {"solver": "hqq", "rank": "dense:24+kurtosis:8", "refine": False}
         ),
