@@ -25,7 +25,6 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from dequantized import Dequantized
 from moepack.integrations.loading import open_tokenizer
 from quantized import is_embedding
 from quantizers import QUANTIZERS, version
-from sensitivity import SCORED, Scores, windows
+from scores import SCORED, Kept, Scores, windows
 
 LENGTH = 512
 """Tokens of a window that peers are calibrated on."""
@@ -91,21 +90,6 @@ def sizes_of(sizes: dict[str, tuple[float, int]], count: int) -> dict[str, float
     all_bits, all_weights = (sum(part) for part in zip(*sizes.values(), strict=True))
     rest = 16 * (count - all_weights)
     return {"layer_bits": round(bits / weights, 3), "bits": round((all_bits + rest) / count, 3)}
-
-
-class Kept:
-    """A model that answers each window once, and keeps its logits."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.answers: dict[tuple[int, ...], Any] = {}
-
-    def __call__(self, ids: torch.Tensor) -> Any:
-        """The model's output."""
-        key = tuple(ids.flatten().tolist())
-        if key not in self.answers:
-            self.answers[key] = SimpleNamespace(logits=self.model(ids).logits)
-        return self.answers[key]
 
 
 class Bench:

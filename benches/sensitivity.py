@@ -38,9 +38,8 @@ from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods import Auto
 from moepack.pipeline.tune import tune
 from moepack.tuning import TuneSettings
+from scores import SCORED, WINDOW, Scores, windows
 
-WINDOW, SCORED = 512, 40
-"""Tokens of a window that is scored, and how many windows of each text."""
 SAMPLES = 64
 """Texts of a window that a model writes."""
 LENGTH, WINDOWS = 256, 96
@@ -52,41 +51,6 @@ UNSEEN = 0.5
 SHAPES = ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.5, 0.5), (1.0, 1.0))
 """Exponents a of columns and b of rows."""
 LARGEST = 3000
-
-
-class Scores:
-    """Measures models beside the original, on some texts."""
-
-    def __init__(self, path: Path, texts: list[Path], device: str, count: int = SCORED) -> None:
-        """Read the model at `path`, and `count` windows of each text."""
-        self.device, tokenizer = device, open_tokenizer(path)
-        self.original = open_model(path, torch.float32).to(device).eval()
-        self.windows = {text.stem: windows(tokenizer, text, count, WINDOW) for text in texts}
-
-    @torch.inference_mode()
-    def of(self, model: Any) -> dict[str, dict[str, float]]:
-        """By text: the loss of the original, its increase, and the divergence from the original, nats a token."""
-        found = {}
-        for name, ids in self.windows.items():
-            sums = torch.zeros(3, dtype=torch.float64)
-            for window in ids.to(self.device):
-                mine, theirs = (each(window[None]).logits[0, :-1].float() for each in (model, self.original))
-                before = functional.cross_entropy(theirs, window[1:], reduction="sum")
-                after = functional.cross_entropy(mine, window[1:], reduction="sum")
-                apart = functional.kl_div(
-                    mine.log_softmax(-1), theirs.log_softmax(-1), reduction="sum", log_target=True
-                )
-                sums += torch.stack([before, after - before, apart]).double().cpu()
-            loss, rise, apart = (sums / (len(ids) * (WINDOW - 1))).tolist()
-            found[name] = {"loss": round(loss, 4), "increase": round(rise, 4), "divergence": round(apart, 4)}
-        return found
-
-
-def windows(tokenizer: Any, text: Path, count: int, length: int) -> Tensor:
-    """Windows `[count, length]` from the beginning of a text."""
-    ids = tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
-    count = min(count, len(ids) // length)
-    return torch.tensor(ids[: count * length]).view(count, length)
 
 
 def texts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
