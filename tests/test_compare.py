@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from moepack.checkpoint import Checkpoint, describe
-from moepack.comparison import FITTING, draw, fitted
+from moepack.comparison import FITTING, chart, draw, fitted
 from moepack.comparison.fitting import Wanted
 from test_cli_format import run
 
@@ -40,6 +40,20 @@ def test_a_comparison_is_a_table_and_a_chart(tmp_path: Path, capsys: pytest.Capt
     assert all(-0.1 < point["rise"]["white-fang"] < 1 for point in points)
     picture = ElementTree.parse(tmp_path / "chart.svg").getroot()
     assert picture.tag.endswith("svg") and "finequant" in "".join(picture.itertext())
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.5, 4.74), (0.0, 1.0), (30.0, 31.0), (1e6, 9e9), (2.0, 2.0)])
+def test_ticks_across_are_round_numbers_between_the_ends(low: float, high: float) -> None:
+    ticks = chart._round_numbers(low, high)
+    assert 1 <= len(ticks) <= 9 and low * (1 - 1e-9) <= ticks[0] and ticks[-1] <= high * (1 + 1e-9)
+    assert all(len(f"{tick:.10g}".replace(".", "").strip("0")) <= 3 for tick in ticks), ticks
+
+
+@pytest.mark.parametrize(("least", "most"), [(0.074, 2.187), (1e-4, 1e-4), (0.02, 0.05), (0.5, 13.2)])
+def test_lines_of_a_chart_are_1_2_and_5_and_hold_all_points(least: float, most: float) -> None:
+    ticks = chart._ticks(least, most)
+    assert len(ticks) >= 2 and ticks[0] <= least * (1 + 1e-9) and ticks[-1] >= most * (1 - 1e-9)
+    assert all(f"{tick:.3e}"[:5] in ("1.000", "2.000", "5.000") for tick in ticks), ticks
 
 
 def test_names_in_a_chart_are_text() -> None:
