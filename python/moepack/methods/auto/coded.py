@@ -29,7 +29,7 @@ from moepack.solvers.priced import largest_at, low_bits_of, round_priced, scale_
 __all__ = ["Coded", "coded_within"]
 
 MARGIN, DENSE_MARGIN = 0.001, 0.003
-"""Share of the packed bytes held in reserve, without and with low bits, because the last layer may exceed its budget."""
+"""Share of the packed bytes reserved without and with low bits, because the last layer may exceed its budget."""
 
 CORRECTION = 1.25
 """Maximum factor, up or down, by which a layer's bits are corrected for the bits that earlier layers took."""
@@ -129,7 +129,10 @@ class Coded(Packer):
         return self.coder.layer_solver(bits, self.largest)
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
-        """Solve a stage; linear layers with the same input are solved one by one, because their errors weigh differently."""
+        """Solve a stage.
+
+        Linear layers with the same input are solved one by one, because their errors have different weights.
+        """
         if stage.inputs is None:
             for weights in stage.tensors.values():
                 self._correct(weights.name)

@@ -10,8 +10,8 @@ from moepack.checkpoint.dense import EMBEDDING
 __all__ = ["WITHIN", "expected_rise", "solved_rise"]
 
 STEEPER, BEND, MOST = 1.2, 4.7, 10.0
-"""The loss is quadratic only near the original. It is 1.2 times as steep on unseen texts, and grows by a factor of e for
-each 0.21 nats that the quadratic model predicts (docs/methods/auto.md). Beyond 10 nats, the output is noise."""
+"""The loss is quadratic only near the original. It is 1.2 times as steep on unseen texts, and grows by a factor of e
+for each 0.21 nats that the quadratic model predicts (docs/methods/auto.md). Beyond 10 nats, the output is noise."""
 
 COMPENSATED = 0.5
 """Loss increase with error compensation relative to rounding to nearest: 0.38 to 0.7, depending on the model."""

@@ -38,15 +38,15 @@ from moepack.solvers.priced import BLOCK_ROWS, WORTH, largest_at, round_priced
 __all__ = ["Mixed"]
 
 RUNGS = tuple(2.0 ** (number / 2) for number in range(-4, 7))
-"""Proposed steps of coded integers, relative to the step at which coding all tensors meets the size: from about two more
-to three fewer bits per weight."""
+"""Proposed steps of coded integers, relative to the step at which coding all tensors meets the size: from about two
+more to three fewer bits per weight."""
 
 SEEN = 1 << 17
 """Approximate number of weights per tensor on which the rates of coded integers are measured."""
 
 TIME_WORTH = 2.0
-"""Percent of loss that one percent of time is worth. With less, most tensors would be coded: at equal bytes, these have a
-fifth of the loss of fixed widths, and their products take four to five times as long."""
+"""Percent of loss that one percent of time is worth. With less, most tensors would be coded: at equal bytes, these have
+a fifth of the loss of fixed widths, and their products take four to five times as long."""
 
 TURNS = 12
 """Maximum iterations for the price of time, which converges within five on all tested models."""

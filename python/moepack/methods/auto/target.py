@@ -13,7 +13,7 @@ BITS = 4.0
 """Default bits per weight if no size is requested and memory suffices."""
 
 UNIT = 100_000_000
-"""Half of the free memory is rounded down to multiples of this many bytes, so that a job can be resumed shortly after."""
+"""Half of the free memory is rounded down to multiples of this many bytes, so that a job can be resumed later."""
 
 
 @dataclass(frozen=True)
