@@ -56,7 +56,7 @@ class Watch(Protocol):
 
 
 Passed = Callable[[str, int], None]
-"""Callback for progress: the place (a block's path, "head" or "embedding") and the weights that a window passed there."""
+"""Progress callback: the place (a block's path, "head" or "embedding") and the weights that a window passed there."""
 
 
 @dataclass

@@ -138,7 +138,7 @@ class _Shown:
 
 
 def pieces(inputs: Tensor) -> Tensor:
-    """Return up to `WINDOWS` evenly spaced pieces of windows [N, L]; a piece has `LENGTH` tokens, or L if that is less."""
+    """Return up to `WINDOWS` evenly spaced pieces of windows [N, L], of `LENGTH` tokens each, or L if that is less."""
     length = min(LENGTH, inputs.shape[1])
     cut = inputs[:, : inputs.shape[1] // length * length].reshape(-1, length)
     return cut[torch.linspace(0, len(cut) - 1, min(WINDOWS, len(cut))).long()]
