@@ -1,4 +1,4 @@
-"""The method `floe` in both forms: thresholds, records, and the whole path from a checkpoint to text."""
+"""The method `floe` in both forms: thresholds, records, and the whole path from a checkpoint to generated text."""
 
 import math
 import shutil
@@ -116,7 +116,7 @@ def test_the_paper_s_directory_holds_what_the_settings_say(
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_residuals_lead_from_coarse_copies_to_the_weights(mixtral: Path, text: Path, tmp_path: Path, bits: int) -> None:
-    """Every tensor has its channels in the order of the others, with the factors of rows and columns of its own."""
+    """All tensors store their channels in the same order; each has its own factors of rows and columns."""
     chosen = method(text, bits=bits)
     compress(mixtral, tmp_path / "out", method=chosen)
     opened = PackedDirectory.open(tmp_path / "out")
@@ -141,7 +141,7 @@ def test_residuals_lead_from_coarse_copies_to_the_weights(mixtral: Path, text: P
 
 
 def test_thresholds_skip_what_is_asked_on_the_text_that_they_come_from(mixtral: Path, text: Path) -> None:
-    """What enters the first layer is what transformers' model sends there."""
+    """The reference inputs of the first layer come from the model in transformers."""
     chosen, checkpoint = paper(text, sparsity=0.7, dense_layers=0), Checkpoint.open(mixtral)
     model = describe(checkpoint)
     chosen.prepare(checkpoint, model)
@@ -166,7 +166,7 @@ def test_thresholds_skip_what_is_asked_on_the_text_that_they_come_from(mixtral: 
 
 
 def computed(module: SparseExperts, *call: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """What a module computes, by its equations in float64 with the values of its matrices."""
+    """Evaluate a module's equations in float64 with the values of its matrices."""
     *deciders, records = (torch.from_numpy(module.matrix(name).dequantize()) for name in module.projections)
     thresholds = torch.from_numpy(module.matrix(module.projections[-1]).parameters("thresholds"))
     if len(deciders) == 1:
@@ -405,7 +405,7 @@ def test_a_family_runs_or_is_refused_before_a_weight_is_read(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Experts of a vision tower, which no text reaches, are packed as well."""
+    """Experts of a vision tower, which no text reaches, are also packed."""
     windows = torch.randint(3, 60, (3, 24), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(CalibrationRequest, "load", lambda *_: decoder_samples(windows))
     settings = {"sparsity": 0.5} if form is paper else {"sparsity": 0.5, "coarse_bits": 5.0}

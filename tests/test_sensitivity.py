@@ -1,4 +1,4 @@
-"""Coded integers do not depend on the scales with which a function is written: balance, factors, whole models."""
+"""Coded integers are invariant to the scales in which a function is written: balance, factors, whole models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def powers(count: int, seed: int) -> Tensor:
-    """Powers of two near a log-normal of deviation 1: exact in every floating type."""
+    """Return powers of two, approximately log-normal with deviation 1; they are exact in every floating-point type."""
     return 2.0 ** (1.44 * drawn(count, seed=seed)).round()
 
 
@@ -82,7 +82,7 @@ def test_empty_matrices_have_factors_of_one(shape: tuple[int, int, int]) -> None
 
 
 def test_an_error_counts_one_on_average_after_scaling() -> None:
-    """With F of rank one, the mean of F over the squared factors is 1: that is what one step for all tensors needs."""
+    """With F of rank one, the mean of F over the squared factors is 1, as one step for all tensors requires."""
     weights, by_row, by_column = drawn(2, 32, 16), drawn(2, 32, 1, seed=1).exp(), drawn(1, 1, 16, seed=2).exp()
     squares = (7 * by_row * by_column).double()
     (known,) = balance([Matrices(weights.shape, lambda expert: weights[expert])])
@@ -123,7 +123,7 @@ def test_factors_follow_the_order_of_rows_and_columns(axis: int) -> None:
 
 
 def rescaled(model: Path, out: Path) -> Path:
-    """The same function in other scales: norms against their readers, up against down, values against output."""
+    """Write the same function in other scales: norms and their readers, up and down, values and output."""
     shutil.copytree(model, out)
     for file in out.glob("*.safetensors"):
         tensors = load_file(file)
@@ -164,7 +164,7 @@ def _reads_norm(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The example, and the same function in other scales."""
+    """The example model, and the same function in other scales."""
     other = rescaled(TINY_MOE, tmp_path_factory.mktemp("rescaled") / "model")
     loss = [moepack.evaluate(model, NOVEL, 4000).loss for model in (TINY_MOE, other)]
     assert loss[0] == pytest.approx(loss[1], abs=2e-3)
@@ -182,7 +182,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_model_in_other_scales_loses_as_much(
     both: tuple[Path, Path], method: Any, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Loss and divergence. Roundings differ in their last bits, which moves the divergence by a few hundredths."""
+    """Loss and divergence agree. Rounding differs in the last bits, which moves the divergence by a few hundredths."""
     losses, apart = [], []
     for number, model in enumerate(both):
         out = tmp_path / str(number)
@@ -245,7 +245,7 @@ def test_what_was_measured_is_kept_and_damage_is_measured_again(
 def test_experts_that_no_text_reaches_are_packed_with_factors_of_their_weights(
     saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a vision tower, beside experts whose sensitivity is measured."""
+    """The experts of a vision tower keep these factors; the sensitivity of the others is measured."""
     windows = torch.randint(3, 60, (3, 24), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(CalibrationRequest, "load", lambda *_: decoder_samples(windows))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -264,7 +264,7 @@ def test_experts_that_no_text_reaches_are_packed_with_factors_of_their_weights(
 
 
 def test_sensitivity_of_experts_is_that_of_their_matrices(tmp_path: Path) -> None:
-    """F of each expert's projection, read from parameters that join gate and up of all experts."""
+    """F of each projection is read from parameters that contain gate and up of all experts."""
     checkpoint = Checkpoint.open(TINY_MOE)
     model = describe(checkpoint)
     samples = load_samples(checkpoint, str(NOVEL), 2, 32)
@@ -292,7 +292,7 @@ def test_packed_tensors_have_scales_of_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", [Auto, Rate])
 def test_experts_that_few_tokens_reach_are_kept(method: type[Auto] | type[Rate], tmp_path: Path) -> None:
-    """128 tokens reach some experts twice or never: their weights stay near the original all the same."""
+    """128 tokens reach some experts twice or never; their weights still stay near the original."""
     text = tmp_path / "text.txt"
     text.write_text(NOVEL.read_text(encoding="utf-8")[3000:3400], encoding="utf-8")
     few = method(bits_per_weight=2.5, calibration=str(text), samples=2, sequence_length=64)

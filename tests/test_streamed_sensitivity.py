@@ -1,4 +1,4 @@
-"""Sensitivity that is measured block by block: the numbers of the whole model, in the memory of one block."""
+"""Sensitivity measured block by block equals that of the whole model and needs the memory of one block."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def measured(path: Path, samples: Samples | None = None, progress: Any = None) -
 
 
 def whole_model(path: Path) -> dict[str, Sensitivity]:
-    """The same from the whole model and the definition: squares of gradients of a window, of balanced weights."""
+    """Compute the sensitivity of the whole model by definition: squared gradients of windows, for balanced weights."""
     checkpoint = open_checkpoint(path)
     described = describe(checkpoint)
     model, balances = open_model(path, torch.float32), find_balances(described)
@@ -118,7 +118,7 @@ def test_blocks_give_the_numbers_of_the_whole_model(form: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("model_type", ["mixtral", "olmoe"])
 def test_a_head_that_is_stored_with_other_values_is_not_tied(model_type: str, tmp_path: Path) -> None:
-    """Whatever config.json says: the embedding's gradient is its own, as in the model that transformers loads."""
+    """Even if config.json ties them, the embedding has its own gradient, as in the model that transformers loads."""
     path = saved(model_type, tmp_path / "model", {"tie_word_embeddings": True})
     file = next(path.glob("*.safetensors"))
     tensors = load_file(file)
@@ -131,7 +131,7 @@ def test_a_head_that_is_stored_with_other_values_is_not_tied(model_type: str, tm
 
 @pytest.mark.parametrize("model_type", ["gemma4", "inkling2", "zaya", "granitemoe", "deepseek_v4"])
 def test_a_streamed_model_predicts_what_the_whole_one_does(model_type: str, tmp_path: Path) -> None:
-    """The tail of the model, whatever it reads beside what the last block gives."""
+    """The tail of the model works, including inputs other than the outputs of the last block."""
     path = saved(model_type, tmp_path / "model", {})
     streamed = StreamedDecoder(path, Windows(IDS.numpy(), "", ""), torch.float32, tmp_path)
     found = torch.cat(list(streamed.logits(lambda *_: None)))
@@ -141,7 +141,7 @@ def test_a_streamed_model_predicts_what_the_whole_one_does(model_type: str, tmp_
 
 
 def test_a_head_that_reads_earlier_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients would lack what comes by that way."""
+    """The gradients would lack the contribution of the earlier blocks' outputs."""
     path = saved("mixtral", tmp_path / "model", {})
     forward = MixtralModel.forward
 
@@ -180,7 +180,7 @@ def deep(tmp_path: Path) -> Path:
 
 
 def test_one_block_is_in_memory_at_a_time(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each weight of a block is read twice; those of the first one, and of the ends, three times."""
+    """Each weight of a block is read twice; those of the first block, embedding and tail at most three times."""
     held: list[int] = []
     blocks_held: list[int] = []
     reads: dict[str, int] = {}
@@ -214,7 +214,7 @@ def test_one_block_is_in_memory_at_a_time(deep: Path, monkeypatch: pytest.Monkey
 
 
 def test_gradients_of_one_window_are_held(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever a gradient is complete, every other one was dropped."""
+    """When a gradient is complete, all others have been dropped."""
     seen: list[int] = []
     register = Tensor.register_post_accumulate_grad_hook
     alive: list[Tensor] = []
@@ -234,7 +234,7 @@ def test_gradients_of_one_window_are_held(deep: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_is_needed_follows_the_largest_block(tmp_path: Path) -> None:
-    """More layers need a little more for hidden states; a model that is larger than the memory is measured."""
+    """More layers need memory only for hidden states; a model larger than memory can be measured."""
 
     def needs(name: str, **own: Any) -> tuple[int, int]:
         checkpoint = open_checkpoint(saved("qwen3_moe", tmp_path / name, own))
@@ -253,7 +253,7 @@ def test_what_is_needed_follows_the_largest_block(tmp_path: Path) -> None:
 
 
 class Shown:
-    """Counts what it is told; may stop the job."""
+    """Records progress; stops the job after `stop` tokens."""
 
     def __init__(self, stop: int = 10**9) -> None:
         self.total, self.done, self.stages, self.finished, self.stop = 0, 0, list[str](), False, stop
@@ -298,7 +298,7 @@ def test_an_interrupt_ends_it_at_once(deep: Path, stop: int) -> None:
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
-    """The example with a tokenizer that nothing can parse."""
+    """The example model with a tokenizer that cannot be parsed."""
     shutil.copytree(TINY_MOE, tmp_path / "broken")
     (tmp_path / "broken/tokenizer.json").write_text("{")
     return tmp_path / "broken"
@@ -371,14 +371,14 @@ def test_rate_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def no_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CalibrationRequest]:
-    """A request whose text is `IDS`."""
+    """A calibration request whose samples are `IDS`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(CalibrationRequest, "load", lambda *_: decoder_samples(IDS))
     yield CalibrationRequest(BUILT_IN, 3, 16, CalibrationSettings())
 
 
 def test_tensors_that_a_text_does_not_reach_have_factors(no_tokenizer: CalibrationRequest, tmp_path: Path) -> None:
-    """Experts of images: their factors are those without a text, and all others are measured, once."""
+    """Experts of a vision tower have the factors without a text; all others are measured once."""
     checkpoint = open_checkpoint(saved("ernie4_5_vl_moe", tmp_path / "model", {}))
     model = describe(checkpoint)
     found = find_importance(checkpoint, model, no_tokenizer)

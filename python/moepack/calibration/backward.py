@@ -1,15 +1,16 @@
-"""The loss of a decoder and its gradients, block by block: forward through all blocks, then back, last block first.
+"""Computes the loss of a decoder and its gradients block by block: forward through all blocks, then backward.
 
-The forward pass keeps what enters each block. On the way back a block is loaded again with its experts, computes its
-outputs once more, window by window, and turns the gradient of its outputs into those of its parameters and inputs. So
-the checkpoint is read twice, and in memory are, whatever the size of the model: one block in float32, one window's
-gradient of one of its parameters or a few, and what entered each block, N * L * W * 4 bytes each.
+The forward pass stores the inputs of each block. In the backward pass, each block is loaded again with its experts. It
+recomputes its outputs window by window, and converts the gradient of its outputs into the gradients of its parameters
+and inputs. So the checkpoint is read twice. For any size of the model, memory holds one block in float32, one window's
+gradient of one or a few of its parameters, and the inputs of each block, N * L * W * 4 bytes each.
 
-What blocks hand on beside hidden states is followed, too: what the block before returned (`Carried`), what earlier
-blocks left in a mapping (`Shared`), and arguments that the embedding's module computes from weights.
+Gradients also pass through everything else that blocks pass on besides hidden states: additional outputs of the
+previous block (`Carried`), values that earlier blocks left in a mapping (`Shared`), and arguments that the embedding's
+module computes from weights.
 
-A parameter that both the embedding's module and the tail use (a tied head) gets the sum of both gradients within a
-window: the tail runs once more beside the embedding, so the gradients of one window meet and none is kept.
+If both the embedding's module and the tail use a parameter (a tied head), its gradient is the sum of both gradients
+within a window. The tail therefore runs again together with the embedding, so no gradient is kept across windows.
 """
 
 from __future__ import annotations
@@ -35,32 +36,32 @@ from moepack.runtime.finite import are_finite
 __all__ = ["Backward", "Passed", "Watch"]
 
 FORWARD, BACKWARD = 1, 3
-"""Passes over weights that a window takes: one forward, three on the way back (outputs, and two kinds of gradients)."""
+"""Passes over weights per window: one forward, and three backward (outputs, and two kinds of gradients)."""
 
 PROBED = 4
-"""Tokens with which it is found out what logits depend on."""
+"""Number of tokens of the test that finds which inputs logits depend on."""
 
 Roots = Iterable[tuple[Tensor, Tensor | None]]
-"""Tensors and the gradient of the loss with respect to each of them."""
+"""Tensors, each with the gradient of the loss with respect to it; None for the loss itself."""
 
 
 class Watch(Protocol):
-    """What looks at gradients."""
+    """Receives gradients."""
 
     def wants(self, name: str) -> bool:
-        """Whether it wants the gradient of a parameter."""
+        """Return whether the gradient of a parameter is needed."""
 
     def watch(self, name: str, parameter: nn.Parameter) -> None:
-        """Take the gradients of a parameter of this name, one a window, as long as it is loaded."""
+        """Receive the gradients of a loaded parameter, one per window."""
 
 
 Passed = Callable[[str, int], None]
-"""Told where the pass is (a block's path, "head" or "embedding") and how many weights a window has passed there."""
+"""Progress callback: the place (a block's path, "head" or "embedding") and the weights that a window passed there."""
 
 
 @dataclass
 class _Entered:
-    """What entered a block, of one window: hidden states [1, L, W], and what blocks before it handed on."""
+    """Inputs of a block for one window: hidden states [1, L, W], and values that earlier blocks passed on."""
 
     hidden: Tensor
     carried: Any
@@ -69,14 +70,14 @@ class _Entered:
 
 @dataclass
 class _Window:
-    """What is known of a window on the way back.
+    """State of a window in the backward pass.
 
     Attributes:
-        states: [1, L, W], what the last block gave; kept where the tail runs again.
-        drawn: [L] the tokens that were drawn.
-        hidden: [1, L, W], gradient of the hidden states between two blocks; written in place.
-        handed: gradients of what is handed on there beside them; empty behind the last block.
-        arguments: by block, gradients of its arguments that depend on weights.
+        hidden: [1, L, W], gradient of the hidden states between two blocks; updated in place.
+        drawn: [L], the drawn tokens.
+        states: [1, L, W], outputs of the last block; None unless the tail runs again.
+        handed: gradients of the other values that the two blocks exchange; empty after the last block.
+        arguments: gradients of the arguments that depend on weights, by block.
     """
 
     hidden: Tensor
@@ -90,13 +91,13 @@ class Backward:
     """One pass over windows of text.
 
     Args:
-        skeleton: of the model, with its experts.
+        skeleton: skeleton of the model, with its experts.
         stack: its blocks, with batches of one window.
         ids: [N, L] tokens.
-        watch: what looks at gradients.
+        watch: receives the gradients.
 
     Raises:
-        UnsupportedModelError: blocks share a parameter, whose gradient would be complete behind the last of them.
+        UnsupportedModelError: blocks share a parameter, whose gradient would not be complete within one block.
     """
 
     def __init__(self, skeleton: Skeleton, stack: Stack, ids: Tensor, watch: Watch) -> None:
@@ -111,21 +112,21 @@ class Backward:
 
     @property
     def work(self) -> int:
-        """The sum of all weights that `passed` will be told of."""
+        """Sum of all weights that will be reported to `passed`."""
         blocks = (FORWARD + BACKWARD) * sum(map(self._weights, self._stack.blocks))
         return len(self._ids) * (blocks + BACKWARD * (self._head_weights + self._weights(self._stack.name)))
 
     def run(self, generator: torch.Generator, passed: Passed) -> None:
-        """Show the gradients of the summed loss of each window, whose targets are drawn from the model's predictions.
+        """Compute the gradients of each window's summed loss; targets are drawn from the model's predictions.
 
         Args:
-            generator: what they are drawn with, on the CPU.
-            passed: told of the progress.
+            generator: generator of the targets, on the CPU.
+            passed: receives the progress.
 
         Raises:
-            CalibrationError: a block computes NaN or infinity; names it.
-            NonFiniteError: the tail does.
-            UnsupportedModelError: blocks read more than the block before them gives.
+            CalibrationError: a block computes NaN or infinity; names the block.
+            NonFiniteError: the tail computes NaN or infinity.
+            UnsupportedModelError: a block or the tail reads more than the outputs of the previous block.
         """
         self._passed = passed
         states = self._forward()
@@ -136,7 +137,7 @@ class Backward:
 
     @torch.no_grad()
     def _forward(self) -> list[Tensor]:
-        """What the last block gives, by window; notes what enters each block."""
+        """Return the outputs of the last block by window, and store the inputs of each block."""
         stack, count, length = self._stack, *self._ids.shape
         with self._skeleton.loaded(stack.name, without=stack.list_name) as owner:
             hidden = stack.embed(self._ids, lambda width: ListBuffer([length] * count, width))
@@ -160,9 +161,9 @@ class Backward:
 
     @torch.enable_grad()
     def _head(self, states: list[Tensor], generator: torch.Generator) -> list[_Window]:
-        """Draw the tokens, and show the gradients of the head, unless it is tied to the embedding."""
+        """Draw the targets, and compute the gradients of the head unless it is tied to the embedding."""
         windows: list[_Window] = []
-        # One allocation: small ones that stay, between large ones that go, keep the large ones' memory from the system.
+        # One allocation: small long-lived ones between large temporary ones would prevent the release of memory.
         gradients, drawn = torch.zeros(len(states), *states[0].shape), torch.zeros_like(self._ids)
         owner = self._skeleton.module.get_submodule(self._stack.name)
         with self._tail.loaded():
@@ -175,7 +176,7 @@ class Backward:
                 logits = self._tail.logits(ids[None], given)[0].float()
                 if not are_finite(logits):
                     raise self._tail.non_finite(ids[None], each)
-                # Drawn on the CPU: the same tokens whatever the device.
+                # Drawn on the CPU, so that the device does not influence the tokens.
                 chances = logits.detach().softmax(-1).cpu()
                 targets.copy_(torch.multinomial(chances, 1, generator=generator)[:, 0])
                 _backward([(_loss(logits, targets), None)])
@@ -185,7 +186,7 @@ class Backward:
         return windows
 
     def _reads(self, owner: nn.Module, states: Tensor) -> bool:
-        """Whether logits depend on a weight below the owner of the blocks whose gradient is wanted."""
+        """Return whether logits depend on a watched parameter below the owner of the blocks."""
         with _requiring_gradients(owner):
             wanted = [own for name, own in self._loaded(self._stack.name) if self._watch.wants(name)]
             logits = self._tail.logits(self._ids[:1, :PROBED], states[:, :PROBED])
@@ -194,7 +195,7 @@ class Backward:
 
     @torch.enable_grad()
     def _block(self, index: int, windows: list[_Window]) -> None:
-        """From gradients of what a block gives to those of its parameters and of what entered it."""
+        """Convert gradients of a block's outputs into those of its parameters and inputs."""
         path = self._stack.blocks[index]
         weights = self._weights(path)
         with self._skeleton.loaded(path) as block:
@@ -204,7 +205,7 @@ class Backward:
                 self._passed(path, BACKWARD * weights)
 
     def _through(self, index: int, block: nn.Module, number: int, entered: _Entered, window: _Window) -> None:
-        """A window through a block and back; its gradients become those of what entered the block."""
+        """Run a window through a block and back; updates its gradients to those of the block's inputs."""
         stack = self._stack
         hidden = _leaf(entered.hidden.to(self._skeleton.device))
         carried, shared = mapped((entered.carried, entered.shared), _leaf)
@@ -218,7 +219,7 @@ class Backward:
             return leaves[-1]
 
         arguments = mapped(stack.arguments(number, index), followed)
-        states = hidden.clone().view(*hidden.shape[:2], *stack.shape)  # a block may write to what it is given
+        states = hidden.clone().view(*hidden.shape[:2], *stack.shape)  # a block may modify its inputs
         output = stack.call(block, states, arguments, carried, shared, None)
         first, *others = output if isinstance(output, tuple) else (output,)
         given = tensors((tuple(others), shared))
@@ -232,7 +233,7 @@ class Backward:
 
     @torch.enable_grad()
     def _embedding(self, windows: list[_Window]) -> None:
-        """Gradients of what computes the first hidden states and the blocks' arguments."""
+        """Compute the gradients of the module that computes the first hidden states and the blocks' arguments."""
         stack = self._stack
         weights = self._weights(stack.name)
         tail = self._tail.loaded() if self._joint else nullcontext()
@@ -262,14 +263,14 @@ class Backward:
                     raise UnsupportedModelError(message)
 
     def _watch_below(self, path: str, but: nn.Module | None = None) -> None:
-        """Have gradients of the loaded parameters below a module looked at, except for those of another module."""
+        """Watch the loaded parameters below a module, except for those of another module."""
         others = set() if but is None else set(map(id, but.parameters()))
         for name, parameter in self._loaded(path):
             if id(parameter) not in others and self._watch.wants(name):
                 self._watch.watch(name, parameter)
 
     def _loaded(self, path: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """The loaded parameters below a module, tied ones by the name of the other."""
+        """Yield the loaded parameters below a module by name; tied ones have the name of their origin."""
         for name, parameter in self._skeleton.module.get_submodule(path).named_parameters(path):
             if not parameter.is_meta:
                 yield self._skeleton.origin(name), parameter
@@ -279,7 +280,7 @@ class Backward:
         return sum(map(self._weights, self._tail.heads))
 
     def _weights(self, path: str) -> int:
-        """Weights below a module; of the owner of the blocks without theirs."""
+        """Return the number of weights below a module; the owner of the blocks counts without the blocks."""
         blocks = f"{self._stack.list_path}."
         parameters = self._skeleton.module.get_submodule(path).named_parameters(path)
         within = f"{path}.".startswith(blocks)
@@ -287,17 +288,17 @@ class Backward:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """The tensor as an input whose gradient is wanted; as it is where it has none."""
+    """Return a floating-point tensor detached, with gradients; other tensors unchanged."""
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
 def _loss(logits: Tensor, drawn: Tensor) -> Tensor:
-    """The loss in nats of tokens [L], summed."""
+    """Return the summed loss of tokens [L] in nats."""
     return nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
 
 
 def _backward(roots: Roots) -> None:
-    """Gradients of all leaves, in one pass: each parameter's is complete once, and shown once."""
+    """Compute the gradients of all leaves in one pass, so each parameter's gradient is completed exactly once."""
     follow = [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]
     if follow:
         given = [None if gradient is None else gradient.to(tensor.device) for tensor, gradient in follow]
@@ -306,7 +307,7 @@ def _backward(roots: Roots) -> None:
 
 @contextmanager
 def _requiring_gradients(owner: nn.Module) -> Iterator[None]:
-    """With gradients of all loaded parameters."""
+    """Enable gradients of all loaded parameters."""
     loaded = [own for own in owner.parameters() if not own.is_meta and own.is_floating_point()]
     for parameter in loaded:
         parameter.requires_grad_(True)

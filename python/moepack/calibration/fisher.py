@@ -1,16 +1,16 @@
-"""How much the loss rises with the error of each tensor: the diagonal of the Fisher information, measured on a text.
+"""Measures the sensitivity of the loss to errors of each tensor: the diagonal of the Fisher information on a text.
 
-Where weights carry errors d that have no preferred direction, the loss rises by half the sum of F d^2, with F the mean
-over tokens of the squared gradient of log p(y), y drawn from the model's own prediction (Amari 1998; Martens 2014).
-Predictions at different positions have uncorrelated gradients, for their mean is zero given what stands before them: so
-the squared gradient of a window's sum is the sum of its tokens' squares, and a window costs one backward pass.
+Weight errors d without a preferred direction increase the loss by half the sum of F d^2. F is the mean over tokens of
+the squared gradient of log p(y), with y drawn from the model's own prediction (Amari 1998; Martens 2014). The gradients
+at different positions are uncorrelated, because their mean given the preceding tokens is zero. So the expected squared
+gradient of a window's sum is the sum of its tokens' squares, and a window needs one backward pass.
 
-Within a tensor F differs by orders of magnitude between rows and between columns. It is told of the balanced matrix
-(`moepack.solvers.balance`), whose weights W[i, j] / (a[i] b[j]) have F (a[i] b[j])^2: numbers that do not depend on the
-scales with which a function was written down.
+Within a tensor, F differs by orders of magnitude between rows and between columns. It is reported for the balanced
+matrix (`moepack.solvers.balance`), whose weights W[i, j] / (a[i] b[j]) have F (a[i] b[j])^2. These numbers do not
+depend on the scales with which a function is written.
 
-The model runs block by block (`moepack.calibration.backward`): a gradient is squared, summed up and dropped as soon as
-it is complete.
+The model runs block by block (`moepack.calibration.backward`). A gradient is squared, summed and dropped as soon as it
+is complete.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ __all__ = [
 ]
 
 WINDOWS, LENGTH = 32, 256
-"""Pieces of the calibration set that are looked at, and tokens of each: 16 give means of tensors to within a tenth."""
+"""Pieces of the calibration set, and tokens per piece. 16 pieces determine the means of tensors to within a tenth."""
 
 BLOCK = 2.5
-"""Memory for a block's weights in float32, their gradients and what is made of these, over that of the weights."""
+"""Memory for a block's float32 weights, their gradients and temporaries, relative to that of the weights."""
 
 GRADIENT = 1.5
-"""Memory for the gradient of the embedding or the head and what is made of it, over that of its weights."""
+"""Memory for the gradient of the embedding or the head and temporaries, relative to that of the weights."""
 
 LOGITS = 5
-"""Arrays of a piece's logits that are held at a time."""
+"""Number of arrays of a piece's logits that exist at a time."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """F of a tensor, in nats a token over squared weights.
+    """F of a tensor, in nats per token and squared weight.
 
     Attributes:
-        mean: over its weights as they are.
-        rows: [E, R] float64, of the balanced matrices, means over columns.
-        columns: [E, C] float64, of the balanced matrices, means over rows.
+        mean: mean F of the original, unbalanced weights.
+        rows: [E, R] float64, F of the balanced matrices averaged over columns.
+        columns: [E, C] float64, F of the balanced matrices averaged over rows.
     """
 
     mean: float
@@ -89,19 +89,19 @@ def fisher(
     """Measure F of each tensor that can be packed, by the packed tensor's name.
 
     Args:
-        checkpoint, model: what is measured.
-        balances: of the tensors.
+        checkpoint, model: the model to measure.
+        balances: balances of the tensors, by name.
         samples: the calibration set.
-        device: where the model runs.
-        progress: told of the tokens.
+        device: device on which the model runs.
+        progress: receives the number of finished tokens.
 
     Returns:
-        None for what `hindrance` names.
+        F by tensor name, or None if `hindrance` returns a reason.
 
     Raises:
         CalibrationError, NonFiniteError: the model computes NaN or infinity; names the module.
         TokenError: the embedding has no row for a token of the samples.
-        UnsupportedModelError: blocks read more than the block before them gives.
+        UnsupportedModelError: a block reads more than the outputs of the previous one.
     """
     if hindrance(checkpoint, model, samples, device) is not None:
         return None
@@ -121,7 +121,7 @@ def fisher(
 
 
 class _Shown:
-    """Shows the passes over weights as tokens that are done with: a token is, after all passes."""
+    """Reports passes over weights as tokens; a token is finished after all passes."""
 
     def __init__(self, progress: Progress, tokens: int, work: int) -> None:
         self._progress, self._tokens, self._work = progress, tokens, work
@@ -138,17 +138,17 @@ class _Shown:
 
 
 def pieces(inputs: Tensor) -> Tensor:
-    """Up to `WINDOWS` pieces of windows [N, L], of `LENGTH` tokens or L if that is less, at even distances."""
+    """Return up to `WINDOWS` evenly spaced pieces of windows [N, L], of `LENGTH` tokens each, or L if that is less."""
     length = min(LENGTH, inputs.shape[1])
     cut = inputs[:, : inputs.shape[1] // length * length].reshape(-1, length)
     return cut[torch.linspace(0, len(cut) - 1, min(WINDOWS, len(cut))).long()]
 
 
 def hindrance(checkpoint: Checkpoint, model: MoeModel, samples: Samples, device: torch.device) -> str | None:
-    """Why a model cannot be measured, and what helps, as a clause; None where it can.
+    """Return why a model cannot be measured, with a remedy, as a clause; None if it can.
 
     Raises:
-        UnsupportedModelError: transformers cannot build it.
+        UnsupportedModelError: transformers cannot build the model.
     """
     if samples.targets is not None:
         return TWO_TEXTS
@@ -157,11 +157,11 @@ def hindrance(checkpoint: Checkpoint, model: MoeModel, samples: Samples, device:
 
 
 TWO_TEXTS = "it is measured on models that read one text, and this one is an encoder-decoder"
-"""The clause for models that cannot be measured whatever the memory."""
+"""The reason for encoder-decoder models, which cannot be measured with any amount of memory."""
 
 
 def too_little(needed: int, there: int | None, which: str) -> str | None:
-    """The clause for too little memory, with what helps; None where it is enough or unknown."""
+    """Return a clause about insufficient memory, with a remedy; None if it suffices or is unknown."""
     if there is None or there >= needed:
         return None
     needs = f"to measure it takes {size(needed)} of memory, for its largest layer with gradients"
@@ -169,10 +169,12 @@ def too_little(needed: int, there: int | None, which: str) -> str | None:
 
 
 def needed_bytes(checkpoint: Checkpoint, model: MoeModel) -> int:
-    """Memory that the measurement takes, about: for the largest block or end of the model, and for hidden states.
+    """Return the approximate memory of the measurement in bytes.
+
+    It consists of the largest block, or embedding and head if they take more, and of hidden states.
 
     Raises:
-        UnsupportedModelError: transformers cannot build it.
+        UnsupportedModelError: transformers cannot build the model.
     """
     with building(checkpoint.path):
         whole = meta_model(checkpoint.path, checkpoint.config)
@@ -187,24 +189,24 @@ def needed_bytes(checkpoint: Checkpoint, model: MoeModel) -> int:
 
 
 def _weights(module: nn.Module | None, but: nn.Module | None = None) -> int:
-    """Weights of a module that another one does not share."""
+    """Return the number of weights of a module that it does not share with another one."""
     others = set() if but is None else set(map(id, but.parameters()))
     return 0 if module is None else sum(own.numel() for own in module.parameters() if id(own) not in others)
 
 
 class _Squares:
-    """Sums of the squared gradients of parameters, by the packed tensors that the parameters hold."""
+    """Sums of squared gradients, by the packed tensors that the parameters contain."""
 
     def __init__(self, owners: Mapping[str, Mapping[str, View]], balances: Mapping[str, Balance]) -> None:
         self._owners, self._balances = owners, balances
         self._sums: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
     def wants(self, name: str) -> bool:
-        """Whether a parameter holds weights to be packed."""
+        """Return whether a parameter contains weights to pack."""
         return name in self._owners
 
     def watch(self, name: str, parameter: nn.Parameter) -> None:
-        """Take each gradient of a parameter as soon as it is complete, and drop it."""
+        """Add each gradient of a parameter to the sums as soon as it is complete, and drop it."""
         hooked: Any = parameter.requires_grad_(True)
         hooked.register_post_accumulate_grad_hook(lambda found: self._add(found, self._owners[name]))
 
@@ -214,7 +216,7 @@ class _Squares:
             squares, balance = view(gradient), self._balances[name]
             rows, columns = (each.to(squares.device).square() for each in (balance.rows, balance.columns))
             found = (
-                # In two steps: a sum in float64 copies what it sums up.
+                # Two steps, because a sum in float64 copies its whole input.
                 squares.sum((1, 2)).sum(dtype=torch.float64),
                 (squares @ columns[..., None])[..., 0] * rows,
                 (rows[:, None] @ squares)[:, 0] * columns,
@@ -226,7 +228,7 @@ class _Squares:
                     total += part
 
     def means(self, tokens: int) -> dict[str, Sensitivity]:
-        """The means over weights and tokens."""
+        """Return the means over weights and tokens, by tensor name."""
         means = {}
         for name, (total, rows, columns) in self._sums.items():
             height, width = rows.shape[1], columns.shape[1]
@@ -239,11 +241,11 @@ class _Squares:
 
 
 View = Callable[[Tensor], Tensor]
-"""From a parameter's values to the matrices [E, R, C] of a tensor."""
+"""Returns the matrices [E, R, C] of a tensor from a parameter's values."""
 
 
 def owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, dict[str, View]]]:
-    """The parameters that hold weights to be packed, and how each packed tensor comes from one."""
+    """Yield the parameters that contain weights to pack, with the view of each packed tensor."""
     owners: dict[str, dict[str, View]] = {}
     for dense in model.dense:
         for linear in dense.linears:

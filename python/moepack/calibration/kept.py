@@ -1,6 +1,7 @@
-"""Sensitivities that were measured, kept in a file: a model and a text are measured once, for every size and dry run.
+"""A cache of measured sensitivities, so that a model and a text are measured once for all sizes and dry runs.
 
-Files lie in the user's cache directory, named by a digest of the model's and the text's content. Any of them may go.
+The files are in the user's cache directory. Their names are digests of the contents of model and text. Any file may be
+deleted.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from moepack.checkpoint import Checkpoint
 __all__ = ["KeptSensitivity"]
 
 MOST = 16
-"""Files that are kept; the oldest go."""
+"""Maximum number of files; the oldest are deleted."""
 
 FORM = "2"
-"""Changes when sensitivity is measured differently."""
+"""Version of the measurement; change it when results change."""
 
 
 class KeptSensitivity:
-    """The file for a model and a text."""
+    """The cache file of a model and a text."""
 
     def __init__(self, checkpoint: Checkpoint, samples: Samples) -> None:
-        """Name the file; reads a sample of the checkpoint."""
+        """Derive the file's name; reads a sample of the checkpoint."""
         known = (FORM, WINDOWS, LENGTH, checkpoint.fingerprint(), samples.fingerprint())
         digest = hashlib.sha256(" ".join(map(str, known)).encode()).hexdigest()
         home = os.environ.get("XDG_CACHE_HOME")
@@ -39,7 +40,7 @@ class KeptSensitivity:
         self.file = folder / f"{digest[:32]}.safetensors"
 
     def read(self) -> dict[str, Sensitivity] | None:
-        """What was kept; None if nothing was, or the file is damaged."""
+        """Return the cached sensitivities by tensor name; None if the file is missing or damaged."""
         with suppress(OSError, SafetensorError, KeyError, ValueError):
             tensors = load_file(self.file)
             means = {
@@ -52,7 +53,7 @@ class KeptSensitivity:
         return None
 
     def write(self, found: dict[str, Sensitivity]) -> None:
-        """Keep what was found, where the cache directory can be written to."""
+        """Write the file; does nothing if the cache directory is not writable."""
         tensors: dict[str, torch.Tensor] = {}
         for name, own in found.items():
             tensors[f"{name} mean"] = torch.tensor(own.mean, dtype=torch.float64)

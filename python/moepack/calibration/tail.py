@@ -1,7 +1,7 @@
-"""What follows the last block of a decoder: a norm, a head, and whatever the model's own forward does with them.
+"""The part of a decoder after its last block: a norm, a head, and further operations of the model's forward.
 
-The model's forward runs with stand-ins for its blocks, the last of which answers with states that are given. So no
-architecture's ending (scaled or capped logits, an embedding that is read again) is written again here.
+The model's forward runs with stand-ins for its blocks, and the last stand-in returns given states. So this module needs
+no code for specific architectures (scaled or capped logits, an embedding that is read again).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from moepack.runtime.finite import non_finite_in
 __all__ = ["Tail"]
 
 PROBED = 4
-"""Tokens with which it is found out what logits depend on."""
+"""Number of tokens of the test that finds which inputs logits depend on."""
 
 
 class Tail:
-    """The end of a model, whose blocks have one owner; embedding and norms are below it.
+    """The tail of a model whose blocks have one owner, which also contains embedding and norms.
 
     Attributes:
-        heads: paths of what makes logits of the owner's outputs.
+        heads: paths of the modules that compute logits from the owner's outputs.
     """
 
     def __init__(self, skeleton: Skeleton, stack: Stack) -> None:
@@ -44,7 +44,7 @@ class Tail:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """With the weights of everything but the blocks on the device."""
+        """Load all weights except those of the blocks to the device."""
         with ExitStack() as loaded:
             loaded.enter_context(self._skeleton.loaded(self._stack.name, without=self._stack.list_name))
             for path in self.heads:
@@ -52,22 +52,23 @@ class Tail:
             yield
 
     def logits(self, ids: Tensor, states: Tensor) -> Tensor:
-        """The logits while the tail is loaded.
+        """Return the logits, [B, L, V]; requires a loaded tail.
 
         Args:
             ids: [B, L] tokens.
-            states: [B, L, W], what the last block gave for them.
-
-        Returns:
-            [B, L, V].
+            states: [B, L, W], outputs of the last block for these tokens.
 
         Raises:
-            UnsupportedModelError: transformers cannot compute them.
+            UnsupportedModelError: transformers cannot compute the logits.
         """
         return self._run(ids, states)
 
     def require_last_alone(self, ids: Tensor, states: Tensor) -> None:
-        """Refuse a model whose logits depend on what blocks before the last one gave; arguments as of `logits`."""
+        """Reject a model whose logits depend on outputs of blocks before the last one; arguments as for `logits`.
+
+        Raises:
+            UnsupportedModelError: the logits depend on such outputs.
+        """
         ids, states = ids[:1, :PROBED], states[:1, :PROBED]
         with torch.no_grad():
             one, other = (self._run(ids, states, factor) for factor in (1.0, 2.0))
@@ -77,11 +78,11 @@ class Tail:
             )
 
     def non_finite(self, ids: Tensor, states: Tensor) -> NonFiniteError:
-        """The error of a model whose logits are not finite; names the module. Arguments as of `logits`."""
+        """Return the error for logits that are not finite, which names the module; arguments as for `logits`."""
         return non_finite_in(self._skeleton.module, lambda: self._run(ids, states), self._skeleton.dtype)
 
     def _run(self, ids: Tensor, states: Tensor, factor: float = 1.0) -> Tensor:
-        """The logits, where blocks before the last one give a multiple of the first hidden states."""
+        """Return the logits if all blocks but the last return the first hidden states times `factor`."""
         stack, whole, device = self._stack, self._skeleton.module, self._skeleton.device
         states = states.to(device).view(*states.shape[:2], *stack.shape)
         with stack.stand_ins() as stand_ins:

@@ -1,8 +1,8 @@
-"""The method `auto`: a model of a given size, its bytes where the loss needs them.
+"""The method `auto`: compresses a model to a given size and allocates bytes by their effect on the loss.
 
-`target` turns what was asked for into bytes and refuses what cannot be, `importance` says what an error of each tensor
-counts, `coded` and `grouped` pack tensors, `mixed` chooses between them where speed is preferred, and `method` is the
-method.
+`target` converts a request into bytes and rejects impossible ones. `moepack.methods.rate.importance` weights the errors
+of each tensor. `coded` and `grouped` pack tensors, `mixed` chooses between them with `prefer="speed"`, and `method`
+contains the method.
 """
 
 from moepack.methods.auto.method import Auto

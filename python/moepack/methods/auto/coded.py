@@ -1,4 +1,4 @@
-"""All tensors of a model as coded integers, at one price of a bit, within the bits of the whole model."""
+"""Packs all tensors of a model as coded integers at one price per bit, within the bit budget of the whole model."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from moepack.solvers.priced import largest_at, low_bits_of, round_priced, scale_
 __all__ = ["Coded", "coded_within"]
 
 MARGIN, DENSE_MARGIN = 0.001, 0.003
-"""Part of the packed bytes that is kept back, without low bits and with: what the last layer takes beyond its share."""
+"""Share of the packed bytes reserved without and with low bits, because the last layer may exceed its budget."""
 
 CORRECTION = 1.25
-"""Most that a layer's bits are changed by, either way, for what the layers before it took."""
+"""Maximum factor, up or down, by which a layer's bits are corrected for the bits that earlier layers took."""
 
 FINEST, ROUNDS = 8.0, 3
-"""Steps that the root mean square of a tensor, or of a row with a scale of its own, may be, some five bits a weight,
-twice as many for each low bit: beyond, integers become exceptions. How often what is finer is made coarser."""
+"""FINEST is the maximum root mean square of a tensor, or of a row with its own scale, in steps: about five bits per
+weight. It doubles with each low bit. Beyond it, integers become exceptions. ROUNDS is the maximum number of times that
+finer tensors are made coarser."""
 
 AHEAD = 0.5
-"""Bits a weight by which low bits, which GPUs do not read, come earlier than where all tensors have the same bits: what
-counts most is held back by tables of 64 integers first."""
+"""Bits per weight by which low bits, which GPUs do not read, start earlier than if all tensors had the same bits. The
+most important tensors are the first that a table of 64 integers limits."""
 
 CHUNK = 4096
-"""Rows that are looked at together."""
+"""Rows processed together."""
 
 
 @dataclass
@@ -51,11 +52,12 @@ class Coded(Packer):
     """All tensors as coded integers.
 
     Attributes:
-        coder: the method of one price, decided.
-        largest: the largest magnitude of an integer with a length of its own.
-        errors, loss: as of every packer.
-        given: bits that each tensor was given, by name. taken: those of tensors that are packed.
-        weights: how many each tensor has.
+        coder: the method `rate`, with its step decided.
+        largest: the largest magnitude of an integer that has its own code length.
+        errors, loss: see `Packer`.
+        given: bit budget of each tensor, by name.
+        taken: bits of the tensors packed so far, by name.
+        weights: number of weights of each tensor, by name.
     """
 
     coder: Rate
@@ -76,10 +78,10 @@ class Coded(Packer):
         room: int,
         shapes: Mapping[str, Shape],
     ) -> Coded:
-        """Find the step with which tensors, given by name and shape, take so many bytes.
+        """Build a packer with the step at which the tensors in `shapes` take `room` bytes.
 
         Raises:
-            InvalidTensorError, ValueError: as of `Rate.prepare`.
+            InvalidTensorError, ValueError: see `Rate.prepare`.
         """
         coder = coded_within(coder, room, shapes)
         largest = largest_at(coder.bits_per_weight + AHEAD)
@@ -108,26 +110,29 @@ class Coded(Packer):
         return cls(coder, largest, errors, loss, step.bits, weights)
 
     def expected(self, weights: Weights) -> Expected:
-        """The bits that a tensor was given."""
+        """Return the budget of a tensor."""
         return Expected(self.given[weights.name] / 8, exact=False)
 
     def decision(self, name: str) -> Any:
-        """Its step, or the bits that it was given."""
+        """Return the step of a tensor, or its bit budget if there is a text."""
         return self.coder.decided(name)
 
     def book(self, name: str, nbytes: int) -> None:
-        """Note what a tensor took."""
+        """Record the size of a tensor in bytes."""
         self.taken[name] = 8.0 * nbytes
 
     def layer_solver(self) -> LayerSolver:
-        """A solver for tensors whose bits are changed by what was taken before."""
+        """Return a solver whose bit budgets are corrected for the bits that earlier tensors took."""
         left, due, _ = self._open()
         factor = min(max(left / due, 1 / CORRECTION), CORRECTION) if due else 1.0
         bits = {name: bits * factor for name, bits in self.given.items()}
         return self.coder.layer_solver(bits, self.largest)
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
-        """Linear layers that read the same input are solved one by one: their errors count differently."""
+        """Solve a stage.
+
+        Linear layers with the same input are solved one by one, because their errors have different weights.
+        """
         if stage.inputs is None:
             for weights in stage.tensors.values():
                 self._correct(weights.name)
@@ -138,33 +143,35 @@ class Coded(Packer):
         return solved_apart(stage, self.layer_solver)
 
     def _open(self) -> tuple[float, float, int]:
-        """Bits that are left, bits that tensors still to be packed were given, and how many weights they have."""
+        """Return the remaining bits, and the budgeted bits and the number of weights of all tensors not yet packed."""
         still = [name for name in self.given if name not in self.taken]
         left = sum(self.given.values()) - sum(self.taken.values())
         return left, sum(self.given[name] for name in still), sum(self.weights[name] for name in still)
 
     def _correct(self, name: str) -> None:
-        """Let a tensor take its part of what is left: a step half as large takes a bit a weight more."""
+        """Adjust the step of a tensor to the remaining bits; halving a step takes one more bit per weight."""
         left, due, weights = self._open()
         if weights:
             most = math.log2(CORRECTION)
             self.coder.widen(name, 2.0 ** -min(max((left - due) / weights, -most), most))
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
-        """Code the integers."""
+        """Encode the integers of a tensor."""
         return self.coder.pack(weights, solution)
 
 
 def coded_within(coder: Rate, room: int, shapes: Mapping[str, Shape]) -> Rate:
-    """A coder of so many bytes for tensors, by name and shape."""
+    """Return a coder for the tensors in `shapes` that takes `room` bytes, less the reserve."""
     bits = 8 * room / max(sum(map(math.prod, shapes.values())), 1)
     bits *= 1 - (DENSE_MARGIN if low_bits_of(largest_at(bits + AHEAD)) else MARGIN)
     return replace(coder, bits_per_weight=min(max(bits, LEAST_BITS), MOST_BITS))
 
 
 def _held(matrix: Tensor, scales: Scales, widest: float) -> Tensor:
-    """Factors of rows [1, R] that leave no row of a matrix [R, C] with a root mean square above `widest`, by at most a
-    quarter of an octave less than that needs."""
+    """Return row factors [1, R] at which no row of a matrix [R, C] has a root mean square above `widest`.
+
+    Factors are at most a quarter of an octave smaller than necessary.
+    """
     starts = range(0, len(matrix), CHUNK)
     squares = [(matrix[at : at + CHUNK].float() * scales.columns[0]).square().mean(1) for at in starts]
     spreads = scales.rows[0] * torch.cat(squares).sqrt()
@@ -173,13 +180,13 @@ def _held(matrix: Tensor, scales: Scales, widest: float) -> Tensor:
 
 
 def _too_fine(sample: Sample, step: Step, finest: float) -> dict[str, float]:
-    """Tensors whose root mean square is more than so many steps, and how many times that."""
+    """Return the tensors whose root mean square exceeds `finest` steps, with the ratio of the two."""
     spreads = {name: float(sample.values(name).square().mean()) ** 0.5 / step.size for name in sample.rows}
     return {name: spread / finest for name, spread in spreads.items() if spread > 1.02 * finest}
 
 
 def _errors(sample: Sample, step: Step) -> Iterator[tuple[str, float]]:
-    """The sum of squared errors of each tensor, times its importance."""
+    """Yield the sum of squared errors of each tensor, estimated from its sample, in units of `Sample.values`."""
     for name in sample.rows:
         values, factor, lengths = sample.values(name), sample.factor(name), step.lengths_of(name)
         codes = round_priced(values, step.size, lengths, lengths.worth)

@@ -1,6 +1,7 @@
-"""Formats of fixed width, chosen tensor by tensor: fewer bits or larger groups where errors count less.
+"""Fixed-width formats, chosen per tensor: fewer bits or larger groups if errors matter less.
 
-Their products are several times as fast as those of coded integers (docs/performance.md), and a tensor needs no text.
+Their matrix products are several times as fast as those of coded integers (docs/performance.md). Packing a tensor needs
+no text.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from moepack.solvers.groupwise import BITS
 __all__ = ["Grouped"]
 
 SIZES = (32, 64, 128)
-"""Columns that share a scale: smaller groups pay for theirs with bits, larger ones lose more than they save."""
+"""Columns that share a scale. Smaller groups spend more bits on scales, larger groups lose more than they save."""
 
 Choice = tuple[int, int | None]
-"""Bits of a code, and columns that share a scale."""
+"""Bits per code, and columns that share a scale; None is a whole row."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Grouped(Packer):
     """A width and a group size for each tensor.
 
     Attributes:
-        choices: by the packed tensor's name.
-        errors, loss: as of every packer.
+        choices: width and group size by the packed tensor's name.
+        errors, loss: see `Packer`.
     """
 
     choices: Mapping[str, Choice]
@@ -51,7 +52,7 @@ class Grouped(Packer):
     def candidates(
         checkpoint: Checkpoint, model: MoeModel, importance: Importance
     ) -> Iterator[tuple[str, Candidate[Choice]]]:
-        """Every width and group size of each tensor but the embedding, which has no products in this format.
+        """Yield each width and group size for every tensor except the embedding, whose products this format lacks.
 
         Raises:
             InvalidTensorError: a sampled weight is NaN or infinite.
@@ -64,7 +65,7 @@ class Grouped(Packer):
 
     @classmethod
     def of(cls, model: MoeModel, taken: Mapping[str, Candidate[Choice]]) -> Grouped:
-        """The candidates that were taken, by the packed tensor's name."""
+        """Build a packer from the chosen candidates, by the packed tensor's name."""
         roles, errors = role_of(model), defaultdict[str, float](float)
         for name, one in taken.items():
             errors[roles[name]] += 0.5 * one.loss
@@ -72,18 +73,18 @@ class Grouped(Packer):
 
     @property
     def identity(self) -> str:
-        """What the bytes follow from: some digits of a digest of all choices."""
+        """The first 16 hexadecimal digits of a SHA-256 digest of all choices, which determine the output."""
         return hashlib.sha256(json.dumps(sorted(self.choices.items())).encode()).hexdigest()[:16]
 
     def _method(self, name: str) -> FineQuant:
         return _finequant(*self.choices[name])
 
     def expected(self, weights: Weights) -> Expected:
-        """What the choice takes."""
+        """Return the size of a tensor in its chosen format."""
         return self._method(weights.name).expected(weights)
 
     def decision(self, name: str) -> Any:
-        """Bits and group size."""
+        """Return the bits and the group size of a tensor."""
         return list(self.choices[name])
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
@@ -92,7 +93,7 @@ class Grouped(Packer):
         return self._method(weights.name).solve(stage)
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
-        """Pack the codes."""
+        """Pack the codes of a tensor."""
         return self._method(weights.name).pack(weights, solution)
 
 

@@ -1,4 +1,4 @@
-"""The loss that a plan expects, from what errors of weights cost."""
+"""Predicts the loss increase of a plan from the cost of its weight errors."""
 
 from __future__ import annotations
 
@@ -10,29 +10,36 @@ from moepack.checkpoint.dense import EMBEDDING
 __all__ = ["WITHIN", "expected_rise", "solved_rise"]
 
 STEEPER, BEND, MOST = 1.2, 4.7, 10.0
-"""The loss is a parabola near the original only: 1.2 times as steep on unseen texts, and growing by a factor of e for
-each 0.21 nats that the parabola says (docs/methods/auto.md); more than 10 nats is noise."""
+"""The loss is quadratic only near the original. It is 1.2 times as steep on unseen texts, and grows by a factor of e
+for each 0.21 nats that the quadratic model predicts (docs/methods/auto.md). Beyond 10 nats, the output is noise."""
 
 COMPENSATED = 0.5
-"""What error compensation leaves of what rounding alone would cost: 0.38 to 0.7, model by model."""
+"""Loss increase with error compensation relative to rounding to nearest: 0.38 to 0.7, depending on the model."""
 
 LOW_RATE, FALL = 1.7, 2.0
-"""How many times more than that a model loses at 0.9 bits a weight, where most integers are zero and compensation is of
-less help, and by how much that falls with each bit, as a power of e."""
+"""Additional loss increase at 0.9 bits per weight, relative to that at high rates, because most integers are zero and
+compensation helps less. It falls by a factor of e^FALL with each bit."""
 
 WITHIN = 2.0
-"""Factor, either way, within which a model loses what is expected with a text: 50 of 56 increases of three small models
-(`benches/expected.py`), and SmolLM2-135M at 3 and 4 bits on two texts (0.70 to 1.13; docs/methods/sensitivity.md)."""
+"""Factor, up or down, within which the prediction holds with a text: for 50 of 56 increases of three small models
+(`benches/expected.py`), and for SmolLM2-135M at 3 and 4 bits on two texts (0.70 to 1.13;
+docs/methods/sensitivity.md)."""
 
 
 def expected_rise(errors: Mapping[str, float]) -> float:
-    """Nats a token that a model loses, by what errors of each role would cost were the loss a parabola."""
+    """Return the expected loss increase in nats per token for weights rounded to nearest.
+
+    `errors` holds the increase in nats per token that each role would cause if the loss were quadratic.
+    """
     small = sum(errors.values())
     return min(STEEPER * small * math.exp(min(BEND * small, 10.0)), MOST)
 
 
 def solved_rise(errors: Mapping[str, float], bits: float) -> float:
-    """Nats a token that a model of so many bits a weight loses whose tensors were solved on a text, all but those that
-    hold tokens; errors as for `expected_rise`."""
+    """Return the expected loss increase in nats per token for weights solved on a text.
+
+    Embedding and head, whose rows are tokens, are rounded to nearest. `errors` is as for `expected_rise`; `bits` is the
+    number of bits per weight of the model.
+    """
     small = sum(error * (1.0 if role in (EMBEDDING, "head") else COMPENSATED) for role, error in errors.items())
     return min(STEEPER * small * (1 + LOW_RATE * math.exp(-FALL * (bits - 0.9))), MOST)

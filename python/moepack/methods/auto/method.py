@@ -1,12 +1,12 @@
-"""The method `auto`: every weight of the model in as many bits as its errors are worth, within a size.
+"""The method `auto`: allocates bits to all weights of a model by the cost of their errors, within a given size.
 
-Coded integers (`moepack.methods.rate`) lose least at every rate, so they hold all experts and linear layers, at one
-price of a bit. What an error of each tensor counts is measured on the calibration text (`importance`), and with it the
-step of each tensor and the bits of each layer follow; within a layer, the text's Hessians share them out. What a layer
-took more or less than it was given is taken from, or given to, those behind it.
+Coded integers (`moepack.methods.rate`) have the lowest loss at every rate, so all experts and linear layers use them,
+at one price per bit. The cost of an error of each tensor is measured on the calibration text (`rate.importance`). It
+determines the step of each tensor and the bits of each layer. Within a layer, the text's Hessians allocate the bits.
+The difference between a layer's actual size and its budget is passed on to later layers.
 
-With `prefer="speed"` each tensor is stored so, or in a format of fixed width, whose products are several times as fast:
-what loss and time together are least with (`mixed`).
+With `prefer="speed"`, a tensor may also use a fixed-width format, whose products are several times as fast. The choice
+minimizes a combination of loss and time (`mixed`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ __all__ = ["Auto"]
 PREFER = ("quality", "speed")
 
 NO_TEXT = "none"
-"""The calibration set that is none."""
+"""Value of `calibration` that disables it."""
 
 UNREAD = "The built-in text was not read, so what errors of weights cost is a guess: {}."
-"""A note; the reason and what helps follow."""
+"""A note; takes the reason and a remedy."""
 
 
 @dataclass
@@ -57,20 +57,21 @@ class Auto(Method):
     """Settings of the method.
 
     Attributes:
-        size: bytes that all files of weights may take, or text such as `9GB`.
-        bits_per_weight: the same over all weights of the checkpoint. ratio: the same over the checkpoint's bytes. With
-            none of the three, half of the free memory or 4 bits a weight, whichever is smaller.
+        size: maximum size of all weight files, in bytes or as text such as `9GB`.
+        bits_per_weight: the size in bits per weight of the checkpoint.
+        ratio: the size relative to the checkpoint. If none of the three is given, the size is 4 bits per weight, or
+            half of the free memory if that is less.
         calibration: text file, JSON lines, directory or data set of the hub. The default, "built-in", is a text that
-            comes with the package, where the model's largest layer fits into memory in float32 with its gradients;
-            None or "none" does without.
-        prefer: "quality", or "speed", which weighs the time of products on this machine, too.
-        codes: "dependent" where tensors have the bits for it, or "plain" for all.
-        samples: calibration windows, at most.
-        sequence_length: tokens a window.
+            comes with the package. It is used only if the model's largest layer fits into memory in float32 with its
+            gradients. None or "none" disables calibration.
+        prefer: "quality", or "speed", which also considers the time of products on this machine.
+        codes: "dependent" for tensors with enough bits, or "plain" for all.
+        samples: maximum number of calibration windows.
+        sequence_length: tokens per window.
         group: experts solved together.
-        minimum_tokens: experts with fewer are named in the notes.
-        device: where the model and the solver run with a text.
-        seed: of the span corruption of encoder-decoder models.
+        minimum_tokens: the notes name experts with fewer tokens.
+        device: device of the model and the solver if there is a text.
+        seed: seed of the span corruption of encoder-decoder models.
     """
 
     size: str | int | None = None
@@ -97,25 +98,25 @@ class Auto(Method):
         self._target = Target(self.size, self.bits_per_weight, self.ratio)
         if self.prefer not in PREFER:
             raise ValueError(f"prefer must be {' or '.join(PREFER)}, not {self.prefer}")
-        # Where speed is preferred, formats are compared by errors of weights as they are, and no text is needed.
+        # With prefer="speed", formats are compared by rounding errors of the weights, which need no text.
         none = self.calibration == NO_TEXT or (self.calibration == BUILT_IN and self.prefer == "speed")
         self._read(None if none else self.calibration)
         self._by_default = self.calibration == BUILT_IN
 
     def _read(self, source: str | None) -> None:
-        """Take a calibration set, or none."""
+        """Set the calibration set; None disables calibration."""
         names = ("codes", "samples", "sequence_length", "group", "minimum_tokens", "device", "seed")
         self.calibration = source
         self._coder = Rate(MOST_BITS, calibration=source, **{name: getattr(self, name) for name in names})
 
     @property
     def request(self) -> CalibrationRequest | None:
-        """The calibration set, where tensors are solved on what they read."""
+        """The calibration set if tensors are solved on their inputs, otherwise None."""
         return self._coder.request if self.prefer == "quality" else None
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What the bytes follow from, once `prepare` knows it; of the text in addition its fingerprint."""
+        """The settings that determine the output, complete after `prepare`; a text also contributes its fingerprint."""
         found: dict[str, Any] = {"prefer": self.prefer, "codes": self.codes}
         if self._goal is not None:
             found["size"] = self._goal.nbytes
@@ -127,62 +128,66 @@ class Auto(Method):
 
     @property
     def dense_roles(self) -> frozenset[str]:
-        """All of them."""
+        """All roles."""
         return frozenset((EMBEDDING, *ROLES))
 
     @property
     def looks_ahead(self) -> bool:
-        """The bytes of the whole model are shared out."""
+        """True: bytes are allocated over the whole model."""
         return True
 
     @property
     def counts_on(self) -> bool:
-        """What is left of the bytes is shared out again."""
+        """True: the remaining bytes are allocated again."""
         return True
 
     @property
     def in_turn(self) -> bool:
-        """With a text, a layer's bits are shared by its experts."""
+        """True with a text: the experts of a layer share its bits."""
         return self.request is not None
 
     @property
     def plans(self) -> bool:
-        """What each tensor takes follows from all of them."""
+        """True: the size of each tensor depends on all tensors."""
         return True
 
     @property
     def budget(self) -> int | None:
-        """The size."""
+        """The requested size in bytes; None before `aim`."""
         return None if self._goal is None else self._goal.nbytes
 
     @property
     def reason(self) -> str:
-        """How the size came about, in words."""
+        """The origin of the size, in words; empty before `aim`."""
         return "" if self._goal is None else self._goal.reason
 
     @property
     def kernel(self) -> str:
-        """Products of coded integers, where tensors are nothing else."""
+        """Products of coded integers, which all tensors use with `prefer="quality"`."""
         return "coded"
 
     @property
     def token_seconds(self) -> float | None:
-        """What products of packed weights take for a token, where that was weighed."""
+        """Time of all products of packed weights per token; None unless `prefer="speed"`."""
         return self._packer.seconds if isinstance(self._packer, Mixed) else None
 
     @property
     def expected_loss(self) -> tuple[float, float] | None:
-        """From squared errors, and what they count; None where that was not measured."""
+        """Bounds from squared errors and their measured importance; None if it was not measured."""
         if self._packer is None or not self._measured:
             return None
         return self._packer.loss / WITHIN, self._packer.loss * WITHIN
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the size if every weight were an exception."""
+        """Return the packed size in bytes if every weight were an exception."""
         return self._coder.bound(shape, role)
 
     def aim(self, checkpoint: Checkpoint, model: MoeModel) -> None:
-        """Turn what was asked for into bytes; raises ValueError for less than is possible and more than there is."""
+        """Convert the requested size into bytes.
+
+        Raises:
+            ValueError: the size is impossibly small, or the checkpoint is not larger.
+        """
         if self._goal is not None and self._goal.path == checkpoint.path:
             return
         if self._by_default:
@@ -204,7 +209,7 @@ class Auto(Method):
         self._goal, self._packer = goal, None
 
     def _unread(self, checkpoint: Checkpoint, model: MoeModel) -> str | None:
-        """Why the built-in text is not read, and what helps, as clauses; None where it is.
+        """Return why the built-in text is not used, and a remedy, as clauses; None if it is used.
 
         Raises:
             UnsupportedModelError: transformers cannot build the model.
@@ -224,12 +229,12 @@ class Auto(Method):
         return None
 
     def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
-        """Share out the bytes.
+        """Allocate the bytes.
 
         Raises:
             CalibrationError: the calibration set is unusable.
             InvalidTensorError: a weight is NaN or infinite.
-            ValueError: as for `aim`.
+            ValueError: see `aim`.
         """
         self.aim(checkpoint, model)
         if self._packer is not None:
@@ -249,24 +254,24 @@ class Auto(Method):
 
     @property
     def packer(self) -> Packer:
-        """What packs the tensors, after `prepare`."""
+        """The packer of the tensors; valid after `prepare`."""
         assert self._packer is not None, "prepare comes first"
         return self._packer
 
     def expected(self, weights: Weights) -> Expected:
-        """Return what a tensor was given."""
+        """Return the expected size of a tensor."""
         return self.packer.expected(weights)
 
     def decided(self, name: str) -> Any:
-        """What a tensor was given, or how it is stored."""
+        """Return the step, the bit budget or the format of a tensor."""
         return self.packer.decision(name)
 
     def layer_plan(self, experts: int) -> LayerSolver | None:
-        """With a text, the stages of a layer share its bits."""
+        """Return the solver of a layer with a text, whose stages share its bits; otherwise None."""
         return None if self.request is None else self.packer.layer_solver()
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
-        """Solve a stage on what it reads, or round one tensor where nothing is known of that."""
+        """Solve a stage on its inputs, or round one tensor if its inputs are unknown."""
         return self.packer.solve(stage)
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
@@ -274,25 +279,27 @@ class Auto(Method):
         return self.packer.pack(weights, solution)
 
     def book(self, name: str, nbytes: int) -> None:
-        """What a tensor took is known: those behind it share what is left."""
+        """Record the size of a tensor; later tensors share the remaining bytes."""
         self.packer.book(name, nbytes)
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Say why a text was not read, or told nothing of what errors cost; name experts that saw few tokens, and
-        experts that were quantized without error compensation."""
+        """Explain why the text was not used or the cost of errors not measured, and name affected experts.
+
+        These are experts that saw few tokens, and experts that were quantized without error compensation.
+        """
         return (*self._unread_notes, *self._guessed_notes, *self._coder.notes(layers))
 
 
 @dataclass(frozen=True)
 class _Goal:
-    """What was asked for, of one checkpoint.
+    """The requested size for one checkpoint.
 
     Attributes:
-        path: the checkpoint.
-        nbytes: of all files of weights.
-        reason: how they came about, in words.
-        room: bytes for what is packed.
-        shapes: of what is packed, by name.
+        path: path of the checkpoint.
+        nbytes: maximum size of all weight files in bytes.
+        reason: the origin of the size, in words.
+        room: bytes for the packed tensors.
+        shapes: shapes of the packed tensors, by name.
     """
 
     path: Path
@@ -303,10 +310,10 @@ class _Goal:
 
     @property
     def weights(self) -> int:
-        """How many weights are packed."""
+        """Number of packed weights."""
         return sum(map(math.prod, self.shapes.values()))
 
     @property
     def bits(self) -> float:
-        """Bits for each of them."""
+        """Bits per packed weight."""
         return 8 * self.room / max(self.weights, 1)

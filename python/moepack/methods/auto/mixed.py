@@ -1,9 +1,9 @@
-"""Formats chosen tensor by tensor where speed is preferred: coded integers are small, fixed widths are fast.
+"""Chooses a format per tensor for `prefer="speed"`: coded integers are small, fixed widths are fast.
 
-A tensor may be integers of a fixed width in groups, or coded integers, some rates of which stand for all. Within the
-bytes those candidates are taken whose expected loss, times the square of the time of a token, is the least: a hundredth
-less time is worth two hundredths more loss. Times are those of products on this machine (`moepack.runtime.speeds`);
-the rows of an embedding that is no head are looked up, and cost none.
+The candidates of a tensor are fixed-width integers in groups and coded integers at selected rates. The choice minimizes
+the expected loss times the square of the time per token within the given bytes: 1 % less time is worth 2 % more loss.
+Times are those of matrix products on this machine (`moepack.runtime.speeds`). Rows of an embedding that is not also the
+head are looked up and take no time.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from moepack.solvers.priced import BLOCK_ROWS, WORTH, largest_at, round_priced
 __all__ = ["Mixed"]
 
 RUNGS = tuple(2.0 ** (number / 2) for number in range(-4, 7))
-"""Steps of coded integers that are proposed, over the one at which all tensors coded would meet the size: from about
-two bits a weight more to three less."""
+"""Proposed steps of coded integers, relative to the step at which coding all tensors meets the size: from about two
+more to three fewer bits per weight."""
 
 SEEN = 1 << 17
-"""Weights of a tensor, about, on which rates of coded integers are measured."""
+"""Approximate number of weights per tensor on which the rates of coded integers are measured."""
 
 TIME_WORTH = 2.0
-"""Hundredths of the loss that a hundredth of the time is worth: less would leave most tensors coded, whose loss is a
-fifth of that of fixed widths in as many bytes, and whose products take four to five times as long."""
+"""Percent of loss that one percent of time is worth. With less, most tensors would be coded: at equal bytes, these have
+a fifth of the loss of fixed widths, and their products take four to five times as long."""
 
 TURNS = 12
-"""Turns in which the price of time is found: it settles within five on all models that were tried."""
+"""Maximum iterations for the price of time, which converges within five on all tested models."""
 
 CODED = "coded"
 
 Candidates = dict[str, list[Candidate[Any]]]
-"""By the tensor's name, the ways to store it: first coded integers, whose format is `CODED`, then fixed widths."""
+"""Candidates by tensor name: first coded integers, whose format is `CODED`, then fixed widths."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Mixed(Packer):
     """Fixed widths for some tensors, coded integers for the others.
 
     Attributes:
-        grouped: packs tensors of fixed width.
-        coded: packs the others; None where there are none.
-        errors, loss: as of every packer.
-        seconds: that products of packed weights take for a token on this machine.
+        grouped: packs the tensors with a fixed width.
+        coded: packs the others; None if there are none.
+        errors, loss: see `Packer`.
+        seconds: time of all products of packed weights per token on this machine.
     """
 
     grouped: Grouped
@@ -85,15 +85,15 @@ class Mixed(Packer):
         shapes: Mapping[str, Shape],
         speeds: Mapping[str, float],
     ) -> Mixed:
-        """Choose within so many bytes.
+        """Choose a format for each tensor within `room` bytes.
 
         Args:
-            coder: coded integers without a text.
-            checkpoint, model: what is packed.
-            importance: of its tensors.
-            room: bytes.
-            shapes: of the tensors, by name.
-            speeds: weights a second by format.
+            coder: the method `rate` without a text.
+            checkpoint, model: the model to pack.
+            importance: importance of its tensors.
+            room: bytes for all tensors.
+            shapes: shapes of the tensors, by name.
+            speeds: weights per second by format.
 
         Raises:
             InvalidTensorError: a sampled weight is NaN or infinite.
@@ -126,7 +126,7 @@ class Mixed(Packer):
 
     @property
     def identity(self) -> str:
-        """What the bytes follow from beside the size: some digits of a digest of all choices."""
+        """Digest of all choices, which determine the output together with the size."""
         return self.grouped.identity
 
     def _of(self, name: str) -> Packer:
@@ -135,29 +135,29 @@ class Mixed(Packer):
         return self.coded
 
     def expected(self, weights: Weights) -> Expected:
-        """What the choice takes."""
+        """Return the expected size of a tensor in its chosen format."""
         return self._of(weights.name).expected(weights)
 
     def decision(self, name: str) -> Any:
-        """Bits and group size, or the step."""
+        """Return the bits and the group size, or the step, of a tensor."""
         return self._of(name).decision(name)
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
-        """Round a tensor."""
+        """Quantize a tensor in its chosen format."""
         (weights,) = stage.tensors.values()
         return self._of(weights.name).solve(stage)
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
-        """Pack a tensor in its format."""
+        """Pack a tensor in its chosen format."""
         return self._of(weights.name).pack(weights, solution)
 
     def book(self, name: str, nbytes: int) -> None:
-        """Coded tensors make up for what others of them took."""
+        """Record the size of a tensor; later coded tensors compensate for deviations of earlier ones."""
         self._of(name).book(name, nbytes)
 
 
 def _rates(sample: Sample, step: Step) -> Iterator[tuple[str, Candidate[Any]]]:
-    """Each tensor as coded integers of every rung, measured on some of its row blocks."""
+    """Yield each tensor as coded integers at each of `RUNGS`, measured on some of its row blocks."""
     seen = {name: _blocks(sample.values(name)) for name in sample.rows}
     for rung in RUNGS:
         size = step.size * rung
@@ -171,7 +171,7 @@ def _rates(sample: Sample, step: Step) -> Iterator[tuple[str, Candidate[Any]]]:
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """Whole row blocks of a matrix [R, C] at even distances."""
+    """Return evenly spaced whole row blocks of a matrix [R, C]."""
     rows, columns = values.shape
     count = max(SEEN // max(BLOCK_ROWS * columns, 1), 1)
     first = torch.arange(0, rows, BLOCK_ROWS * max(rows // (BLOCK_ROWS * count), 1))
@@ -180,7 +180,7 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 def _visits(checkpoint: Checkpoint, model: MoeModel) -> dict[str, float]:
-    """How often a token is multiplied by each weight of a tensor, by the tensor's name."""
+    """Return the average number of products per token and weight, by tensor name."""
     chosen, tied = described(model.architecture).top_k(checkpoint.config), checkpoint.config.get("tie_word_embeddings")
     found = {part.packed_name: visits(chosen, layer.experts) for layer in model.layers for part in layer.projections}
     linears = (linear for dense in model.dense for linear in dense.linears)
@@ -188,7 +188,7 @@ def _visits(checkpoint: Checkpoint, model: MoeModel) -> dict[str, float]:
 
 
 def _seconds(one: Candidate[Any], shape: Shape, visited: float, speeds: Mapping[str, float]) -> float:
-    """The time of a tensor's products for a token."""
+    """Return the time of a tensor's products per token in seconds."""
     weights = math.prod(shape)
     if one.format == CODED:
         return token_seconds("coded", 8 * one.nbytes / max(weights, 1), weights * visited, speeds)
@@ -196,7 +196,7 @@ def _seconds(one: Candidate[Any], shape: Shape, visited: float, speeds: Mapping[
 
 
 def _balanced(found: Candidates, times: Mapping[str, list[float]], room: int) -> dict[str, int]:
-    """Which candidate of each tensor is taken: those with the least product of loss and time, within some bytes."""
+    """Return the candidate of each tensor, by position: those that minimize loss * time^2 within `room` bytes."""
     best: dict[str, int] = {}
     least, price = math.inf, 0.0
     for _ in range(TURNS):

@@ -1,4 +1,4 @@
-"""What packs the tensors of a model once their bytes were shared out."""
+"""The interface that packs the tensors of a model after their bytes are allocated."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ __all__ = ["Packer"]
 
 
 class Packer(ABC):
-    """A decided packing of a whole model; methods as those of `moepack.methods.base.Method`.
+    """A packing plan for a whole model. The methods correspond to those of `moepack.methods.base.Method`.
 
     Attributes:
-        loss: nats a token that are expected to be lost.
-        errors: by role, nats a token that rounding its tensors to nearest would cost, were the loss a parabola.
+        loss: expected loss increase in nats per token.
+        errors: loss increase in nats per token by role, if its tensors were rounded to nearest and the loss were
+            quadratic.
     """
 
     errors: Mapping[str, float]
@@ -26,11 +27,11 @@ class Packer(ABC):
 
     @abstractmethod
     def expected(self, weights: Weights) -> Expected:
-        """The size of a tensor."""
+        """Return the expected size of a tensor."""
 
     @abstractmethod
     def decision(self, name: str) -> Any:
-        """What was decided for a tensor, as a JSON value."""
+        """Return the decision for a tensor as a JSON value."""
 
     @abstractmethod
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
@@ -41,9 +42,9 @@ class Packer(ABC):
         """Pack a tensor."""
 
     def layer_solver(self) -> LayerSolver | None:
-        """What solves the stages of a layer, if they depend on each other."""
+        """Return the solver of a layer whose stages depend on each other; otherwise None."""
         return None
 
     def book(self, name: str, nbytes: int) -> None:
-        """A tensor took so many bytes."""
+        """Record the packed size of a tensor in bytes."""
         return None

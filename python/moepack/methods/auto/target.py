@@ -1,4 +1,4 @@
-"""From what a user asks for to the bytes that all files of weights may take."""
+"""Converts the requested size into the maximum size of all weight files in bytes."""
 
 import math
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from moepack.units import byte_count, size
 __all__ = ["Target", "weight_count"]
 
 BITS = 4.0
-"""Bits a weight where nothing was asked for and memory allows it."""
+"""Default bits per weight if no size is requested and memory suffices."""
 
 UNIT = 100_000_000
-"""Bytes to whose multiples half of the free memory is cut, so that a job may be continued a little later."""
+"""Half of the free memory is rounded down to multiples of this many bytes, so that a job can be resumed later."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What was asked for: one of three, or nothing.
+    """The requested size: at most one of three settings.
 
     Attributes:
-        size: bytes of all files of weights, as a number or as text such as `9GB`.
-        bits_per_weight: the same bytes over all weights of the checkpoint.
-        ratio: the same bytes over those of the checkpoint.
+        size: bytes of all weight files, as a number or as text such as `9GB`.
+        bits_per_weight: bits of all weight files per weight of the checkpoint.
+        ratio: size of all weight files relative to the checkpoint.
     """
 
     size: str | int | None = None
@@ -42,10 +42,10 @@ class Target:
                 raise ValueError(f"{name} must be above 0 and below {most:g}, not {value}")
 
     def nbytes(self, checkpoint: Checkpoint) -> tuple[int, str]:
-        """The bytes, and how they came about in words.
+        """Return the size in bytes, and its origin in words.
 
         Raises:
-            ValueError: the checkpoint takes no more already.
+            ValueError: the checkpoint is not larger than that.
         """
         weights, source = weight_count(checkpoint), checkpoint.stored
         found, reason = self._wanted(weights, source)
@@ -71,5 +71,5 @@ class Target:
 
 
 def weight_count(checkpoint: Checkpoint) -> int:
-    """How many numbers all tensors of a checkpoint hold."""
+    """Return the number of elements of all tensors of a checkpoint."""
     return sum(math.prod(checkpoint.info(name).shape) for name in checkpoint.names())

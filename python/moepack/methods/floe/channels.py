@@ -1,4 +1,4 @@
-"""Gate and down projection as one: of each channel the gate's row and the down projection's column, side by side."""
+"""Joins gate and down projection: each record holds a channel's gate row and down column side by side."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,17 +15,17 @@ from moepack.runtime.backends import is_silu
 __all__ = ["CHANNELS", "DOWN", "GATE", "RESIDUALS", "UP", "Channels", "by_channels", "refuse_other_experts"]
 
 GATE, UP, DOWN, CHANNELS = "gate_proj", "up_proj", "down_proj", "channels"
-"""The projections of an arranged layer."""
+"""Names of the projections of an arranged layer."""
 
 
 @dataclass(frozen=True)
 class Channels(Projection):
-    """Records [E, I, 2 H] of two projections; `parts` are the gate's, then the down projection's.
+    """Records [E, I, 2 H] of two projections; `parts` are those of the gate, then those of the down projection.
 
     Attributes:
-        gate: [E, I, H].
-        down: [E, H, I].
-        twice: whether the projections are packed by themselves, too.
+        gate: gate projection, [E, I, H].
+        down: down projection, [E, H, I].
+        twice: whether the projections are also packed separately.
     """
 
     gate: Projection
@@ -33,23 +33,23 @@ class Channels(Projection):
     twice: bool = False
 
     def expert(self, index: int) -> torch.Tensor:
-        """The records of one expert, [I, 2 H]."""
+        """Return the records of one expert, [I, 2 H]."""
         return torch.cat([self.gate.expert(index), self.down.expert(index).T], dim=1)
 
     @cached_property
     def nbytes(self) -> int:
-        """Size in bytes of both projections as the checkpoint stores them; none of what is counted elsewhere."""
+        """Size of both projections in the checkpoint in bytes; 0 if they are also packed, and counted, separately."""
         return 0 if self.twice else self.gate.nbytes + self.down.nbytes
 
 
 def by_channels(layer: MoeLayer, coarse: bool = False) -> MoeLayer:
-    """Return a layer with the up projection and records in place of its three projections, or beside coarse ones.
+    """Return a layer with an up projection and records instead of its three projections.
 
-    The records have the name of the stock down projection, in another shape: a reader that does not know them fails.
-    Beside coarse projections they are residuals, under a name of their own.
+    The records have the name of the original down projection and another shape, so a reader that does not know them
+    fails. With `coarse`, all three projections stay, and the records are residuals with a separate name.
 
     Raises:
-        UnsupportedModelError: its experts have no gate.
+        UnsupportedModelError: the experts have no gate.
     """
     found = {projection.name: projection for projection in layer.projections}
     if set(found) != {GATE, UP, DOWN}:
@@ -65,10 +65,10 @@ def by_channels(layer: MoeLayer, coarse: bool = False) -> MoeLayer:
 
 
 def refuse_other_experts(checkpoint: Checkpoint, model: MoeModel) -> None:
-    """Refuse experts that compute anything but down(SiLU(gate x) * up x): no packed module would stand for them.
+    """Reject experts that do not compute down(SiLU(gate x) * up x), because no packed module can replace them.
 
     Raises:
-        UnsupportedModelError: names the module.
+        UnsupportedModelError: the model has such experts; names the module.
     """
     with building(checkpoint.path):
         whole = meta_model(checkpoint.path, checkpoint.config)

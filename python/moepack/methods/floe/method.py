@@ -1,10 +1,11 @@
-"""The method `floe`: of each expert a token reads few channels, those that a low-bit copy finds to matter (FloE).
+"""The method `floe`: a token reads only the channels of each expert that a low-bit copy finds important (FloE).
 
-Coarse copies of all projections, as coded integers (`moepack.methods.rate`), stay in memory. They compute every channel
-and decide which ones are refined. Records hold what finer values of a channel's gate row and down column add to them.
+Coarse copies of all projections, as coded integers (`moepack.methods.rate`), stay in memory. They compute all channels
+and decide which ones to refine. A record holds the residuals of a channel's gate row and down column: the difference
+between fine and coarse values.
 
-In the paper's form only the up projection has a low-bit copy. A channel is skipped where the up projection's output is
-smaller than the expert's threshold (equations 5, 6 and 11), and records hold the gate rows and down columns themselves.
+In the paper's form, only the up projection has a low-bit copy. A channel is skipped if the output of the up projection
+is smaller than the expert's threshold (equations 5, 6 and 11). Records hold the gate rows and down columns themselves.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ __all__ = ["Floe"]
 
 SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic()}
 RECORD_GROUP = 64
-"""Columns of a record that share a scale, by the format."""
+"""Columns of a record that share a scale, defined by the format."""
 COARSE_BITS = 2.0
-"""Bits a weight of coarse gate and down projections, by default."""
+"""Default bits per weight of coarse gate and down projections."""
 UP_STEP, UP_MORE = 0.25, 2.0
-"""The step of coarse up projections over that of the others, and the bits that they take more: records have no finer
-ones."""
+"""Step of coarse up projections relative to the others, and their additional bits per weight: records do not refine up
+projections."""
 PAPER = {"up_bits": 2, "group_size": 64, "solver": "lsq"}
-"""Settings of the paper's form alone, and their defaults."""
+"""Settings that only the paper's form has, and their defaults."""
 DENSE_BITS = 8
-"""Bits of up projections that skip nothing: they are read whole, as the records of their layer are."""
+"""Bits of up projections in layers that skip nothing and therefore read all their records."""
 
 
 @dataclass
@@ -62,21 +63,22 @@ class Floe(Method):
 
     Attributes:
         calibration: text file, JSON lines, directory or data set of the hub.
-        sparsity: the share of channels that is not refined, or in the paper's form skipped, 0 to 1.
-        bits: of the values of records: 16 (bfloat16), 8 or 4; by default 4, for residuals are small, and 8 in the
+        sparsity: share of channels that are not refined, or skipped in the paper's form; 0 to 1.
+        bits: bits of record values: 16 (bfloat16), 8 or 4. The default is 4, because residuals are small, and 8 in the
             paper's form.
-        coarse_bits: bits a weight of coarse gate and down projections, 2 by default; up projections take two bits more.
-            Not a setting of the paper's form.
-        paper_form: the form of the paper: a low-bit up projection decides, and channels are skipped. It loses several
-            times as much, and is faster on CPUs.
-        up_bits: of up projections, 2, 3, 4 or 8; a setting of the paper's form, 2 by default.
-        group_size: columns of an up projection that share a scale and an offset; of the paper's form, 64 by default.
-        solver: of up projections, "lsq" (least squares) or "hqq" (the paper's); of the paper's form, lsq by default.
-        dense_layers: so many sparse layers, the first ones, refine or compute all channels; by default 0, and 1 in the
+        coarse_bits: bits per weight of coarse gate and down projections, 2 by default; up projections take two more.
+            Not available in the paper's form.
+        paper_form: use the form of the paper, in which a low-bit up projection decides and channels are skipped. Its
+            loss increase is several times as large, and it is faster on CPUs.
+        up_bits: bits of up projections, 2, 3, 4 or 8; paper's form only, 2 by default.
+        group_size: columns of an up projection that share a scale and an offset; paper's form only, 64 by default.
+        solver: solver of up projections, "lsq" (least squares) or "hqq" (as in the paper); paper's form only, lsq by
+            default.
+        dense_layers: number of leading sparse layers that refine or compute all channels; 0 by default, and 1 in the
             paper's form.
-        samples: calibration windows, at most.
-        sequence_length: tokens a window.
-        device: where the model runs.
+        samples: maximum number of calibration windows.
+        sequence_length: tokens per window.
+        device: device of the calibration run.
     """
 
     calibration: str
@@ -115,7 +117,7 @@ class Floe(Method):
             raise ValueError("dense_layers must not be negative, samples and sequence_length must be positive")
 
     def _choose_form(self) -> None:
-        """Check the settings of either form and fill in their defaults."""
+        """Check the settings of the chosen form and fill in their defaults."""
         if not self.paper_form:
             if foreign := [name for name in PAPER if getattr(self, name) is not None]:
                 names = ", ".join(foreign)
@@ -140,7 +142,7 @@ class Floe(Method):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Every setting that changes the bytes, and the calibration set, once it is read."""
+        """All settings that change the output, and the fingerprint of the calibration set after `prepare`."""
         own = ("paper_form", *PAPER) if self.paper_form else ("coarse_bits",)
         names = ("sparsity", "bits", *own, "dense_layers", "samples", "sequence_length")
         found = {name: getattr(self, name) for name in names}
@@ -148,22 +150,22 @@ class Floe(Method):
 
     @property
     def looks_ahead(self) -> bool:
-        """Thresholds come from a run of the model."""
+        """True: thresholds come from a run of the model."""
         return True
 
     def aim(self, checkpoint: Checkpoint, model: MoeModel) -> None:
-        """Refuse experts that cannot be kept by channels; see `Method.aim`."""
+        """Reject experts that cannot be stored by channels; see `Method.aim`."""
         refuse_other_experts(checkpoint, model)
 
     def arranged(self, layer: MoeLayer) -> MoeLayer:
-        """Put gate and down projection together, channel by channel; see `Method.arranged`."""
+        """Join gate and down projection by channels; see `Method.arranged`."""
         found = by_channels(layer, coarse=self._coarse is not None)
         self._layers |= {projection.packed_name: layer.name for projection in found.projections}
         self._names[layer.name] = {projection.name: projection.packed_name for projection in found.projections}
         return found
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the size of records or of another projection, whichever is larger."""
+        """Return the larger of the sizes of records and of another projection, in bytes."""
         if self._coarse is not None:
             other = self._coarse.bound(shape, role)
         else:
@@ -171,7 +173,7 @@ class Floe(Method):
         return max(other, 0 if shape[2] % 2 else _core.packed_bytes("channels", shape, bits=self._bits))
 
     def expected(self, weights: Weights) -> Expected:
-        """Return the size, which shape and settings fix, but for coarse copies and the first layers' up projections."""
+        """Return the size; it is approximate for coarse copies and up projections, and exact for records."""
         if self._coarse is not None and self._is_coarse(weights.name):
             assert self.coarse_bits is not None
             bits = self.coarse_bits + UP_MORE * weights.name.endswith(f".{UP}")
@@ -182,7 +184,7 @@ class Floe(Method):
         return Expected(_core.packed_bytes("channels", weights.shape, bits=self._bits), exact=True)
 
     def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
-        """Find the thresholds; runs the model over the calibration set, again when a job is resumed."""
+        """Determine the thresholds; runs the model on the calibration set, again if a job is resumed."""
         running = CalibrationSettings(routing="compressed", device=torch.device(self.device))
         request = CalibrationRequest(self.calibration, self.samples, self.sequence_length, running)
         samples = request.load(checkpoint)
@@ -194,7 +196,7 @@ class Floe(Method):
         self._dense = {name for name, share in shares.items() if share <= 0}
         routed = self._coarse is not None
         found = decide(checkpoint, model, samples, running, self._quantized, shares, routed)
-        # No text reaches the experts of a vision tower: they compute everything.
+        # No text reaches the experts of a vision tower, so they compute all channels.
         unread = {layer.name: Decision.dense(layer.experts) for layer in model.layers if layer.name not in found}
         self._decisions, self._dense, self._unread = found | unread, self._dense | unread.keys(), tuple(unread)
         if self._coarse is not None:
@@ -207,7 +209,7 @@ class Floe(Method):
         request: CalibrationRequest | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Learn the names of all tensors and, where there are coarse copies, their steps and factors."""
+        """Collect the names of all tensors and, if there are coarse copies, find their steps and factors."""
         for layer in model.layers:
             self.arranged(layer)
         if self._coarse is not None:
@@ -222,25 +224,25 @@ class Floe(Method):
                 self._coarse.widen(own[UP], UP_STEP)
 
     def _reorder(self, coarse: Rate) -> None:
-        """Put the factors of coarse copies in the order in which channels are stored."""
+        """Reorder the factors of coarse copies to the storage order of channels."""
         for layer, names in self._names.items():
             if (order := self._order(layer)) is not None:
                 for name in (GATE, UP, DOWN):
                     coarse.reorder(names[name], order, _channel_axis(name))
 
     def files(self) -> Mapping[str, bytes]:
-        """The predictors that are better than routers."""
+        """Return the file of the predictors that are better than routers; see `Method.files`."""
         found = {layer: decision.predictor for layer, decision in self._decisions.items() if decision.predictor}
         return {PREDICTORS: serialized(found)} if found else {}
 
     def _quantized(self, name: str, expert: int, matrix: Tensor) -> Tensor:
-        """The values that a deciding matrix of the packed tensor `name` will have."""
+        """Return the packed values of a matrix of the tensor `name` that decides about channels."""
         if self._coarse is not None:
             return self._coarse.values(name, expert, matrix)
         return self._up(matrix, self._layers[name]).values()
 
     def decided(self, name: str) -> Any:
-        """The thresholds of a layer, or the step of a coarse copy."""
+        """Return the thresholds of a layer, or the step of a coarse copy."""
         if self._is_coarse(name):
             assert self._coarse is not None
             return self._coarse.decided(name)
@@ -253,11 +255,11 @@ class Floe(Method):
         )
 
     def _order(self, layer: str) -> Tensor | None:
-        """The channels [E, I] of a layer as they are stored; None as they come."""
+        """Return the storage order of a layer's channels, [E, I]; None is the original order."""
         return self._decisions[layer].order if layer in self._decisions else None
 
     def _ordered(self, layer: str, weights: Weights, name: str) -> Weights:
-        """A projection with its channels as they are stored."""
+        """Return a projection with its channels in storage order."""
         if (order := self._order(layer)) is None:
             return weights
 
@@ -267,11 +269,11 @@ class Floe(Method):
         return replace(weights, expert=expert)
 
     def _is_coarse(self, name: str) -> bool:
-        """Whether the packed tensor `name` is a coarse copy."""
+        """Return whether the packed tensor `name` is a coarse copy."""
         return self._coarse is not None and not name.endswith(f".{RESIDUALS}")
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
-        """Quantize an up projection, or the records of gate and down."""
+        """Quantize a coarse copy, an up projection, or the records of gate and down projection."""
         ((name, weights),) = stage.tensors.items()
         if weights.name not in self._layers:
             raise InvalidTensorError("floe packs all experts of a model, or none", tensor=weights.name)
@@ -297,13 +299,13 @@ class Floe(Method):
         return {"codes": found.codes, "scales": found.scales, "offsets": found.offsets}
 
     def _up(self, matrix: Tensor, layer: str, source: str | None = None) -> AffineCodes:
-        """An up projection [R, C] as it is packed."""
+        """Quantize an up projection [R, C] of a layer."""
         assert self.solver is not None
         spec = replace(self._spec, bits=self._width(layer))
         return quantize_affine(matrix.float(), spec, SOLVERS[self.solver], name=source)
 
     def _width(self, layer: str) -> int:
-        """Bits of a layer's up projections."""
+        """Return the bits of a layer's up projections."""
         return DENSE_BITS if layer in self._dense else self._spec.bits
 
     def _solve_records(self, layer: str, expert: int, records: Tensor, source: str) -> dict[str, Tensor]:
@@ -318,7 +320,7 @@ class Floe(Method):
         return {part: torch.cat([getattr(half, part) for half in found], dim=1) for part in ("codes", "scales")}
 
     def _halves(self, layer: str, expert: int, records: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate rows and down columns [I, H], or what they add to coarse copies."""
+        """Return gate rows and down columns, [I, H] each, minus the values of the coarse copies if there are any."""
         gate, down = (half.float() for half in records.chunk(2, dim=1))
         if self._coarse is None:
             return gate, down
@@ -328,7 +330,7 @@ class Floe(Method):
         return gate - coarse_gate, down - coarse_down.T
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
-        """Pack what was found, records with their thresholds."""
+        """Pack a solution; records include their thresholds."""
         if self._coarse is not None and self._is_coarse(weights.name):
             return self._coarse.pack(weights, solution)
         parts = {name: np.ascontiguousarray(part.numpy()) for name, part in solution.parts.items()}
@@ -350,7 +352,7 @@ class Floe(Method):
         return PackedTensor("groupwise", blob, _core.PackedTensor(blob).details())
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Name experts that the text did not reach, what could not be measured, and the form that is faster."""
+        """Name experts that the text did not reach, a measurement that was impossible, and the faster form."""
         found = tuple(
             f"{layer}: no calibration token reached {listed(details['pooled'])}; threshold of the whole layer."
             for layer, details in layers.items()
@@ -368,5 +370,5 @@ class Floe(Method):
 
 
 def _channel_axis(projection: str) -> int:
-    """The axis of a projection's matrices along which an expert's channels lie."""
+    """Return the axis of a projection's matrices that runs over an expert's channels."""
     return int(projection == DOWN)

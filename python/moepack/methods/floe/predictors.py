@@ -1,8 +1,8 @@
-"""Fitting what guesses the experts of a layer from what enters the experts of the layer before (FloE, section 3.3.1).
+"""Fits predictors of a layer's experts from the inputs of the previous expert layer (FloE, section 3.3.1).
 
-Three maps are tried: the layer's own router, the linear map that fits its choices best, and that map with two layers of
-a network beside it. Each learns from seven eighths of the calibration text; on the last eighth, which lies behind them,
-the one with the best recall is kept, the simpler of equal ones.
+Three maps are compared: the layer's router, the linear map that fits its choices best, and the sum of that map and a
+two-layer network. They are trained on the first seven eighths of the calibration text. The one with the best recall on
+the last eighth is kept; if recalls are close, the simpler one.
 """
 
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ from moepack.runtime.prediction import Predictor
 __all__ = ["HELD_OUT", "Pair", "fitted", "recalled"]
 
 HELD_OUT = 8
-"""One token in so many is not learnt from."""
+"""One in this many tokens is held out."""
 
 LEARNT = 16_384
-"""The most tokens that are learnt from."""
+"""Maximum number of training tokens."""
 
 WIDTH, STEPS, BATCH, RATE = 256, 400, 512, 3e-3
-"""The network: neurons, at most, steps of Adam, tokens a step, and its learning rate."""
+"""The network: maximum number of neurons, Adam steps, tokens per step, and learning rate."""
 
 GAIN = 0.005
-"""What a fitted map must recall more than the simpler one before it to be kept instead."""
+"""Minimum improvement of recall for which a map replaces a simpler one."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Tokens as one layer and the next see them.
+    """Tokens in two consecutive expert layers.
 
     Attributes:
-        inputs: what enters the experts of the first, [T, H].
-        chosen: the experts of the next, [T, k]; -1 is none.
-        logits: of the next one's router, [T, E]; None where it is no plain matrix.
+        inputs: inputs of the experts of the first layer, [T, H].
+        chosen: chosen experts of the second layer, [T, k]; -1 is none.
+        logits: router logits of the second layer, [T, E]; None if its router is not a plain matrix.
     """
 
     inputs: Tensor
@@ -43,7 +43,7 @@ class Pair:
     logits: Tensor | None = None
 
     def split(self) -> tuple["Pair", "Pair"]:
-        """Tokens to learn from, at most `LEARNT`, and those that are held out."""
+        """Return the training tokens, at most `LEARNT`, and the held-out tokens."""
         first = len(self.inputs) - len(self.inputs) // HELD_OUT
         step = -(-first // LEARNT) or 1
         return self._part(slice(0, first, step)), self._part(slice(first, None))
@@ -53,26 +53,29 @@ class Pair:
         return Pair(self.inputs[tokens], self.chosen[tokens], logits)
 
     def targets(self, experts: int) -> Tensor:
-        """The choices as shares of each token, [T, E]."""
+        """Return the choices as a distribution per token, [T, E]."""
         marks = torch.zeros(len(self.chosen), experts + 1)
         marks.scatter_(1, torch.where(self.chosen < 0, experts, self.chosen).long(), 1.0)
         return marks[:, :experts] / marks[:, :experts].sum(1, keepdim=True).clamp(min=1)
 
 
 def recalled(predictor: Predictor, pair: Pair) -> float:
-    """The share of the chosen experts that are among as many likeliest ones; as many are guessed, so precision, too."""
+    """Return the share of the chosen experts that are among the k likeliest.
+
+    As many experts are predicted as are chosen, so recall equals precision.
+    """
     guess = predictor.logits(pair.inputs).topk(pair.chosen.shape[1], dim=1).indices
     found = (pair.chosen[:, :, None] == guess[:, None, :]).any(2) & (pair.chosen >= 0)
     return float(found.sum() / (pair.chosen >= 0).sum().clamp(min=1))
 
 
 def fitted(pair: Pair, router: Tensor | None, experts: int) -> tuple[Predictor, str, float]:
-    """Return the predictor that recalls most of the tokens held out, what it is, and its recall there.
+    """Return the predictor with the best recall on the held-out tokens, its kind, and that recall.
 
     Args:
-        pair: in the order of the text.
-        router: the next layer's, [E, H]; None where it is no plain matrix.
-        experts: how many the next layer has.
+        pair: tokens in the order of the text.
+        router: router weights of the second layer, [E, H]; None if the router is not a plain matrix.
+        experts: number of experts of the second layer.
     """
     learnt, held = pair.split()
     tried = {} if router is None else {"router": Predictor(router.float())}
@@ -86,7 +89,7 @@ def fitted(pair: Pair, router: Tensor | None, experts: int) -> tuple[Predictor, 
 
 
 def _linear(pair: Pair, experts: int) -> Predictor:
-    """The damped least squares: fits the next router's logits, or the choices where there are none."""
+    """Fit the router logits of the second layer, or its choices if there are none, by damped least squares."""
     x = pair.inputs.float()
     gram = x.T @ x
     gram.diagonal().add_(1e-3 * gram.diagonal().mean() + 1e-12)
@@ -97,7 +100,7 @@ def _linear(pair: Pair, experts: int) -> Predictor:
 
 @torch.enable_grad()
 def _network(pair: Pair, start: Predictor, experts: int) -> Predictor:
-    """A network beside a linear map, both trained for the cross entropy of the choices; the same for the same pair."""
+    """Train the sum of a network and a linear map on the cross-entropy of the choices; deterministic."""
     random = torch.Generator().manual_seed(0)
     columns, width = start.direct.shape[1], min(WIDTH, 16 * experts)
     scale = 1 / start.logits(pair.inputs).std().clamp(min=1e-6)

@@ -1,7 +1,7 @@
-"""Quantiles of magnitudes that stream by, in constant memory: the empirical distribution F of FloE's equation 6.
+"""Streaming quantiles of magnitudes in constant memory: the empirical distribution F of FloE's equation 6.
 
-A magnitude is counted by the exponent and the first eight bits of the mantissa of its float32, so a threshold is at
-most 0.4 % above the quantile, whatever the distribution.
+Magnitudes are counted by the exponent and the first eight mantissa bits of their float32, so a threshold is at most
+0.4 % above the quantile for any distribution.
 """
 
 import torch
@@ -10,18 +10,18 @@ from torch import Tensor
 __all__ = ["Quantiles"]
 
 _DROPPED = 15
-"""Bits of the mantissa that are not looked at."""
+"""Ignored low bits of the mantissa."""
 _LOWEST = (127 - 48) << 8
-"""The key of 2^-48: what is smaller counts as zero."""
+"""The key of 2^-48; smaller magnitudes count as zero."""
 _KEYS = 80 << 8
-"""Keys up to 2^32."""
+"""Number of keys, up to 2^32."""
 
 
 class Quantiles:
-    """Magnitudes of some experts.
+    """Magnitude histograms of some experts.
 
     Attributes:
-        counts: [E, keys] int64.
+        counts: number of values by key, [E, keys] int64.
     """
 
     def __init__(self, experts: int) -> None:
@@ -34,13 +34,14 @@ class Quantiles:
 
     @property
     def total(self) -> Tensor:
-        """How many values each expert has, [E] int64."""
+        """Number of values of each expert, [E] int64."""
         return self.counts.sum(1)
 
     def threshold(self, share: float, experts: slice | int = slice(None)) -> float:
-        """The smallest edge of a key below which at least `share` of the values of some experts lie.
+        """Return the smallest key edge below which at least `share` of the values of some experts lie.
 
-        Zero for a share of 0 or without values, infinity for a share of 1: everything and nothing passes.
+        A share of 0, or no values, gives zero, which everything passes. A share of 1 gives infinity, which nothing
+        passes.
         """
         counts = self.counts[experts].view(-1, _KEYS).sum(0)
         if share <= 0 or not int(counts.sum()):
@@ -51,7 +52,7 @@ class Quantiles:
         return _edge(int(torch.searchsorted(below, torch.tensor(share, dtype=torch.float64))) + 1)
 
     def below(self, expert: int, threshold: float) -> float | None:
-        """The share of an expert's values that are smaller than a threshold of `threshold`; None without values."""
+        """Return the share of an expert's values below a result of `threshold`; None without values."""
         if not (total := int(self.counts[expert].sum())):
             return None
         edges = torch.tensor([_edge(key) for key in range(_KEYS)], dtype=torch.float64)
@@ -59,5 +60,5 @@ class Quantiles:
 
 
 def _edge(key: int) -> float:
-    """The smallest magnitude of a key; zero of the first."""
+    """Return the smallest magnitude of a key; zero for the first key."""
     return float(torch.tensor(key + _LOWEST << _DROPPED, dtype=torch.int32).view(torch.float32)) if key else 0.0

@@ -1,13 +1,13 @@
-"""The thresholds of a model, on a calibration text.
+"""Determines the thresholds of a model on a calibration text.
 
-What is compared with a threshold is |x W_up| under the quantized up projection (FloE, equation 6), or, with one
-threshold for all experts of a layer, |silu(x W_gate) * x W_up| under both, times the router's weight.
+The score that is compared with a threshold is |x W_up| with the quantized up projection (FloE, equation 6). If all
+experts of a layer share one threshold, it is |silu(x W_gate) * x W_up| with both quantized projections, times the
+router weight.
 
-The model runs block by block with quantized up projections in place of the original ones, nothing skipped. Thresholds
-come from seven eighths of each expert's tokens; the last eighth, which lies behind them in the text, tells what they
-skip of a text that they were not chosen on.
+The model runs block by block with quantized instead of original up projections, and skips no channels. Thresholds come
+from the first seven eighths of each expert's tokens. The last eighth measures how much they skip on unseen text.
 
-On the way, predictors are fitted: what enters one layer of experts tells what the next one will want.
+The same run fits predictors, which predict the needs of a layer from the inputs of the previous expert layer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,23 +30,25 @@ from moepack.runtime.prediction import Predictor
 __all__ = ["Decision", "Quantized", "decide"]
 
 Quantized = Callable[[str, int, Tensor], Tensor]
-"""The values [R, C] that the packed tensor of a name will have of an expert's matrix, from its weights."""
+"""Returns the packed values [R, C] of an expert's matrix, from the packed tensor's name, the expert and the weights."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided for a layer.
+    """The decision for one layer.
 
     Attributes:
-        thresholds: one an expert.
-        tokens: how many of the calibration set each expert saw.
-        pooled: experts without tokens, whose threshold is that of all experts of the layer together.
-        predicted: the share of channels that each expert skips for the tokens that thresholds come from; None without.
-        achieved: the same of the tokens that were held out.
-        order: [E, I], the channels of each expert as they are stored, those that most tokens want first, so
-            that what tokens want lies together; None as they come.
-        predictor: guesses the experts from what enters the layer before; None of the first layer.
-        recall: what guesses that, and what it recalls of the experts and of the channels of tokens held out.
+        thresholds: one threshold per expert.
+        tokens: number of calibration tokens of each expert.
+        pooled: experts without tokens, which use the threshold of the whole layer.
+        predicted: share of channels that each expert skips on the tokens that determined the thresholds; None without
+            tokens.
+        achieved: the same share on the held-out tokens.
+        order: [E, I], storage order of the channels of each expert; the most frequently needed channels come first, so
+            that they are adjacent. None keeps the original order.
+        predictor: predicts the experts from the inputs of the previous layer; None for the first layer, or if the
+            layer's router predicts best.
+        recall: the kind of the predictor, and its recall of experts and channels on the held-out tokens.
     """
 
     thresholds: tuple[float, ...]
@@ -60,11 +62,11 @@ class Decision:
 
     @classmethod
     def dense(cls, experts: int) -> "Decision":
-        """Skip nothing."""
+        """Return a decision that skips nothing."""
         return cls((0.0,) * experts, (), (), (0.0,) * experts, (0.0,) * experts)
 
     def details(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """Return the details for the manifest, as JSON values."""
         found: dict[str, Any] = {
             "thresholds": [threshold if threshold < float("inf") else "infinity" for threshold in self.thresholds],
             "predicted_sparsity": [*map(_digits, self.predicted)],
@@ -86,13 +88,13 @@ def decide(
     """Find the thresholds of all layers.
 
     Args:
-        checkpoint: the original.
+        checkpoint: the original checkpoint.
         model: its description, with gate, up and down projections.
         samples: the calibration set.
-        settings: how the model runs.
-        quantized: what deciding projections become.
-        shares: the share of channels to be skipped, by layer; a layer with 0 is only passed.
-        routed: decide by gate, up and the router's weight, with one threshold a layer, instead of by up.
+        settings: settings of the calibration run.
+        quantized: quantizes the projections that decide.
+        shares: share of channels to skip, by layer; a layer with 0 skips none.
+        routed: decide by gate, up and router weight, with one threshold per layer, instead of by up alone.
 
     Raises:
         CalibrationError: the model computes NaN or infinity.
@@ -111,14 +113,14 @@ def decide(
 
 
 def _router(checkpoint: Checkpoint, layer: MoeLayer, columns: int) -> Tensor | None:
-    """The weights [E, H] of a layer's router, where it is a plain matrix."""
+    """Return the weights [E, H] of a layer's router; None if the router is not a plain matrix."""
     shapes = {name: checkpoint.info(name).shape for name in layer.router}
     name = next((name for name, shape in shapes.items() if tuple(shape) == (layer.experts, columns)), None)
     return None if name is None else checkpoint.tensor(name).float()
 
 
 def _pair(before: Tensor | None, x: Tensor, chosen: Tensor, router: Tensor | None) -> tuple[Pair, Tensor | None] | None:
-    """What is known of the tokens of a layer from the one before, and its router; None where nothing is."""
+    """Return the tokens of a layer with their inputs in the previous layer, and its router; None if unavailable."""
     if before is None or before.shape != x.shape or len(x) < HELD_OUT:
         return None
     return Pair(before, chosen, None if router is None else x.float() @ router.T), router
@@ -141,7 +143,7 @@ def _layer(
                 }
                 values[UP] = coarse[UP]
                 for position, expert in enumerate(stage.experts if share > 0 else ()):
-                    # What a larger group left, for which memory was too small.
+                    # Discard the counts of a larger group that ran out of memory.
                     seen.counts[expert], held.counts[expert], wanted[expert] = 0, 0, 0
                     channels.look(stage, coarse, position)
                     for sizes in _sizes(stage, coarse, position):
@@ -163,12 +165,12 @@ def _layer(
 
 
 def _coarse(quantized: Quantized, name: str, experts: Iterable[int], matrices: Tensor) -> Tensor:
-    """The values [G, R, C] that the packed tensor `name` will have of the matrices of some experts."""
+    """Return the packed values [G, R, C] of the tensor `name` for some experts."""
     return torch.stack([quantized(name, *pair) for pair in zip(experts, matrices, strict=True)])
 
 
 class _Recall:
-    """How many of the channels that tokens held out want are among as many that are guessed from the layer before."""
+    """Recall of the channels that held-out tokens need, predicted from the inputs of the previous layer."""
 
     def __init__(self, share: float, pair: tuple[Pair, Tensor | None] | None) -> None:
         self._skipped, self._before = share, None if pair is None else pair[0].inputs
@@ -176,12 +178,12 @@ class _Recall:
 
     @property
     def share(self) -> float | None:
-        """The share that was right; None where nothing was guessed."""
+        """Share of needed channels that were predicted; None if nothing was predicted."""
         right, wanted = (sum(pair[at] for pair in self._right.values()) for at in (0, 1))
         return right / wanted if wanted else None
 
     def look(self, stage: Stage, coarse: Mapping[str, Tensor], position: int) -> None:
-        """Compare for an expert; a second look at it replaces the first."""
+        """Measure one expert; a second call for an expert replaces the first."""
         if self._before is None or self._skipped >= 1:
             return
         assert stage.inputs is not None
@@ -204,12 +206,12 @@ class _Recall:
 
 
 def _largest(sizes: Tensor, share: float) -> Tensor:
-    """How often each channel is among the largest sizes [n, I] behind a share of them all, [I] int64 on the CPU."""
+    """Count how often each channel is among the largest sizes [n, I], all but `share` of them; [I] int64 on the CPU."""
     return _wanted(sizes, share).sum(0).cpu()
 
 
 def _wanted(sizes: Tensor, share: float) -> Tensor:
-    """Which sizes [n, I] are the largest behind a share of them all."""
+    """Return a mask of the largest sizes [n, I], all but `share` of them."""
     if not len(sizes):
         return torch.zeros(sizes.shape, dtype=torch.bool)
     rank = min(max(1, round(share * sizes.numel())), sizes.numel())
@@ -217,14 +219,14 @@ def _wanted(sizes: Tensor, share: float) -> Tensor:
 
 
 def _sizes(stage: Stage, coarse: Mapping[str, Tensor], position: int) -> Iterator[Tensor]:
-    """What an expert's channels are judged by, [n, I], token piece by token piece."""
+    """Yield the scores of an expert's channels, [n, I], for each piece of tokens."""
     assert stage.inputs is not None
     pieces, weights = stage.inputs.pieces(position), stage.inputs.weights(position)
     yield from (_judged(x, coarse, position, own) for x, own in zip(pieces, weights, strict=True))
 
 
 def _judged(x: Tensor, coarse: Mapping[str, Tensor], position: int, weights: Tensor) -> Tensor:
-    """What an expert's channels are judged by for tokens [n, H] with router weights [n]: [n, I]."""
+    """Return the scores [n, I] of an expert's channels for tokens [n, H] with router weights [n]."""
     up = x @ coarse[UP][position].to(x.dtype).T
     if GATE not in coarse:
         return up

@@ -1,4 +1,7 @@
-"""What errors of weights count: twice the nats a token that a squared error costs, and the scales that follow."""
+"""The importance of tensors: twice the loss increase in nats per token from a unit squared error.
+
+The factors of rows and columns that equalize importance (`scales`) follow from the same measurement.
+"""
 
 import math
 from collections import Counter
@@ -23,26 +26,28 @@ from moepack.solvers.balance import Balance, Matrices, balance
 __all__ = ["Importance", "find_importance", "role_of"]
 
 LOST = {"experts": 1.5, "attention": 2.0, "shared": 0.4, "mlp": 1.0, "head": 3.0, "embedding": 4.5}
-"""Nats, times two, that a model would lose by noise as strong as all tensors of a role, were the loss a parabola: what
-texts gave (docs/methods/auto.md), alike for models of unlike shapes. It tells importance where there is no text."""
+"""Twice the loss increase in nats per token from noise as strong as all tensors of a role, if the loss were quadratic.
+The values were measured on texts (docs/methods/auto.md) and are similar for models of different shapes. They give the
+importance if there is no text."""
 
 SQUARE = math.pi / 2
-"""The mean square of balanced weights, whose mean magnitude is 1, were they Gaussian."""
+"""Mean square of balanced weights, whose mean magnitude is 1, if they were Gaussian."""
 
 ROWS = 256
-"""Rows of a matrix, about, that tell its mean square."""
+"""Approximate number of rows from which the mean square of a matrix is estimated."""
 
 
 @dataclass(frozen=True)
 class Importance:
-    """What an error of each tensor counts.
+    """The importance of each tensor's errors.
 
     Attributes:
-        values: by the packed tensor's name, of its weights.
-        scales: by the packed tensor's name, factors with which its weights count 1.
-        measured: whether a text told it. Without one it is a guess from models that were trained for this project,
-            which promised 15 to 22 times too little on SmolLM2-135M (docs/methods/sensitivity.md).
-        reason: why it was not measured although there is a text, as a clause; empty otherwise.
+        values: importance of a squared error of a weight, by the packed tensor's name.
+        scales: factors that give scaled weights an importance of 1, by the packed tensor's name.
+        measured: whether importance was measured on a text. Otherwise it is a guess from models that were trained for
+            this project. On SmolLM2-135M, the guessed loss was 15 to 22 times too small
+            (docs/methods/sensitivity.md).
+        reason: why importance was not measured although there is a text, as a clause; otherwise empty.
     """
 
     values: dict[str, float]
@@ -52,7 +57,7 @@ class Importance:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of a text that told nothing."""
+        """Notes for the user if there is a text, but importance was not measured."""
         if not self.reason:
             return ()
         return (f"What errors of weights cost was not measured on the text but guessed: {self.reason}.",)
@@ -61,7 +66,7 @@ class Importance:
 def find_importance(
     checkpoint: Checkpoint, model: MoeModel, request: CalibrationRequest | None, progress: Progress | None = None
 ) -> Importance:
-    """Measure what errors count, on the calibration set where there is one and the model can be measured.
+    """Return the importance of all tensors, measured if there is a calibration set and the model can be measured.
 
     Raises:
         CalibrationError, NonFiniteError: the calibration set is unusable, or the model computes NaN or infinity.
@@ -95,9 +100,9 @@ def _measured(
     request: CalibrationRequest,
     progress: Progress | None,
 ) -> tuple[dict[str, Sensitivity], str]:
-    """What was kept of the same model and text, or what is measured now; nothing, and why, where that cannot be.
+    """Return the cached or newly measured sensitivity; if it cannot be measured, an empty dictionary and the reason.
 
-    Tensors that the text does not reach, such as those of a tower for images, are not among it.
+    Tensors that the text does not reach, such as those of a vision tower, are missing from the result.
     """
     samples, device = request.load(checkpoint), request.settings.device
     kept = KeptSensitivity(checkpoint, samples)
@@ -118,7 +123,7 @@ def _measured(
 
 
 def find_balances(model: MoeModel) -> dict[str, Balance]:
-    """Balance all tensors that can be packed; first projections of the experts share the factors of columns.
+    """Balance all tensors that can be packed; the input projections of a layer's experts share column factors.
 
     Raises:
         InvalidTensorError: a weight is NaN or infinite.
@@ -149,13 +154,13 @@ def _refuse(matrices: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def role_of(model: MoeModel) -> dict[str, str]:
-    """The role of every tensor that can be packed, by its name."""
+    """Return the role of every tensor that can be packed, by its name."""
     found = {part.packed_name: "experts" for layer in model.layers for part in layer.projections}
     return found | {linear.source: linear.role for dense in model.dense for linear in dense.linears}
 
 
 def _prior(model: MoeModel) -> dict[str, float]:
-    """Tensors of a role share what is lost by it evenly."""
+    """Return the importance without a text: the tensors of a role contribute equally to its loss increase."""
     tensors = [
         (part.packed_name, "experts", math.prod(part.shape), part.expert(layer.experts // 2))
         for layer in model.layers
@@ -169,13 +174,17 @@ def _prior(model: MoeModel) -> dict[str, float]:
 
 
 def _weights(model: MoeModel) -> dict[str, int]:
-    """How many weights each tensor has that can be packed."""
+    """Return the number of weights of every tensor that can be packed, by its name."""
     found = {part.packed_name: math.prod(part.shape) for layer in model.layers for part in layer.projections}
     return found | {linear.source: math.prod(linear.shape) for dense in model.dense for linear in dense.linears}
 
 
 def _mean_square(matrix: Tensor, name: str) -> float:
-    """The mean square of some rows at even distances; InvalidTensorError if a weight of theirs is not finite."""
+    """Return the mean square of evenly spaced rows.
+
+    Raises:
+        InvalidTensorError: a weight in these rows is not finite.
+    """
     rows = matrix[:: max(1, len(matrix) // ROWS)].float()
     found = float(rows.square().mean(dtype=torch.float64)) if rows.numel() else 0.0
     if not math.isfinite(found):
@@ -184,5 +193,8 @@ def _mean_square(matrix: Tensor, name: str) -> float:
 
 
 def _rounded(value: float) -> float:
-    """To a quarter of an octave, finer than it is known: the last bits of sums depend on the number of threads."""
+    """Round to a quarter of an octave, because the last bits of sums depend on the number of threads.
+
+    The measurement is less precise than that.
+    """
     return float(2.0 ** (round(4 * math.log2(value)) / 4))

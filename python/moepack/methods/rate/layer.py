@@ -248,7 +248,7 @@ class LayerSolver:
 
 
 def _with_ridge(hessians: Tensor, stage: Stage) -> Tensor:
-    """The Hessians [G, C, C] of a stage, with more on the diagonal the fewer tokens each is made of."""
+    """Return the Hessians [G, C, C] of a stage with a ridge that is inversely proportional to the number of tokens."""
     assert stage.inputs is not None
     if not stage.inputs.tokens.numel():
         return hessians

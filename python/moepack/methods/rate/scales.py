@@ -30,8 +30,9 @@ UNSEEN = 0.5
 tokens."""
 
 RARE = 0.1
-"""What an expert counts at least, of the mean of its layer, evenly over its rows and columns: other texts choose other
-experts, and a few tokens say little of which rows count. Less is added to experts that count more."""
+"""Minimum importance of an expert, relative to the mean of its layer, distributed evenly over its rows and columns,
+because other texts choose other experts and a few tokens give little information about rows. More important experts
+receive less of it."""
 
 OCTAVE = 8
 """Factor steps per octave. Finer steps would exceed their precision: the last bits of sums depend on the number of
@@ -79,7 +80,7 @@ class Scales:
         return (worth / rows).bfloat16().float(), (1 / columns).bfloat16().float()
 
     def reordered(self, order: Tensor, axis: int) -> Scales:
-        """With rows (axis 0) or columns (axis 1) in another order [E, n], expert by expert."""
+        """Return a copy with rows (axis 0) or columns (axis 1) of each expert in another order, [E, n]."""
         if axis == 0:
             return replace(self, rows=self.rows.gather(1, order))
         return replace(self, columns=self.columns.expand(len(order), -1).gather(1, order))
