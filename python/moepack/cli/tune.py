@@ -24,7 +24,7 @@ def tune_command(
     rate: Annotated[
         float,
         typer.Option(
-            help="Learning rate, relative to a codebook's largest centroid. Scales and gains use eight times this rate."
+            help="Learning rate, relative to a codebook's largest centroid. Scales and gains use four times this rate."
         ),
     ] = 5e-4,
     batch: Annotated[int, typer.Option(min=1, help="Windows per step.")] = 8,

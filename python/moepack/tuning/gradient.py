@@ -24,9 +24,8 @@ from moepack.tuning.tensors import Books, TunedTensor
 
 __all__ = ["Objective", "TuneSettings", "Tuned", "listening", "routers", "tune_model"]
 
-PACE = 8.0
-"""Step size of scales and gains relative to that of centroids. On SmolLM2-135M at 3 bits, 4 to 8 times 5e-4 gains
-most."""
+PACE = 4.0
+"""Step size of scales and gains relative to that of centroids (docs/methods/sensitivity.md, "Fine-tuning")."""
 
 CHECK = 20
 """Steps between evaluations of the held-out samples."""
