@@ -69,7 +69,16 @@ def texts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 if not options.steps:
                     continue
                 start, settings = time.perf_counter(), TuneSettings(steps=options.steps, batch=options.batch)
-                tune(packed, options.model, tuned, calibration=str(source), settings=settings, device=options.device)
+                text, samples = str(options.tuning or source), options.tune_samples
+                tune(
+                    packed,
+                    options.model,
+                    tuned,
+                    calibration=text,
+                    samples=samples,
+                    settings=settings,
+                    device=options.device,
+                )
                 seconds = time.perf_counter() - start
                 found = scores.of(loaded(tuned, options.device))
                 yield {**row, "steps": options.steps, "batch": options.batch, "seconds": round(seconds), **found}
@@ -187,6 +196,8 @@ def main() -> None:
     parser.add_argument("--sources", type=Path, nargs="*", default=[], help="texts that settings follow from")
     parser.add_argument("--bits", type=float, nargs="+", default=[3.0, 4.0])
     parser.add_argument("--steps", type=int, default=0, help="of `moepack tune`, after `texts`")
+    parser.add_argument("--tuning", type=Path, help="text of `moepack tune`; by default the source")
+    parser.add_argument("--tune-samples", type=int, default=128, help="samples of 512 tokens of that text, at most")
     parser.add_argument("--batch", type=int, default=2, help="samples of 512 tokens a step")
     parser.add_argument("--windows", type=int, default=SCORED, help="windows of each text that are scored")
     parser.add_argument("--device", default="cpu")
