@@ -429,5 +429,5 @@ def test_rates_that_metadata_exceeds_name_what_would_do(
 ) -> None:
     windows = torch.randint(3, 60, (3, 24), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(CalibrationRequest, "load", lambda *_: decoder_samples(windows))
-    with pytest.raises(ValueError, match=r"coarse copies: .* bits a weight, .*\(--coarse-bits\).*\(--paper-form\)"):
+    with pytest.raises(ValueError, match=r"coarse copies: .* bits per weight, .*\(--coarse-bits\).*\(--paper-form\)"):
         compress(saved("qwen2_moe"), tmp_path / "out", method=method(text))

@@ -92,7 +92,7 @@ def test_recall_is_noted_and_predictors_are_part_of_the_directory(directory: Pat
     first, second = (record.details for record in opened.manifest.packed().values() if record.kind == "channels")
     assert "recall" not in first and second["recall"]["by"] in ("router", "linear", "network")
     assert 0 <= second["recall"]["experts"] <= 1 and 0.2 < second["recall"]["channels"] <= 1
-    assert "of experts foreseen" in CliRunner().invoke(app, ["inspect", str(directory / "right")]).output
+    assert "of experts predicted" in CliRunner().invoke(app, ["inspect", str(directory / "right")]).output
     assert PREDICTORS in PackedDirectory.open(directory / "wrong").manifest.files
     assert moepack.verify(directory / "wrong").ok
     damaged = tmp_path / "damaged"

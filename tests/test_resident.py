@@ -69,7 +69,7 @@ def test_weights_larger_than_the_available_memory_are_refused_before_anything_is
     model = moepack.load(packed)
     addresses = [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
     monkeypatch.setattr(resident, "available_bytes", lambda: 1000)
-    with pytest.raises(moepack.LoadError, match=r"the weights take .* GB and 0\.00 GB .* without `resident`"):
+    with pytest.raises(moepack.LoadError, match=r"the weights take .* GB, but only 0\.00 GB .* without `resident`"):
         ResidentStore().take(model)
     assert [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]] == addresses
     with pytest.raises(moepack.LoadError):

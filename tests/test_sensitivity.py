@@ -292,7 +292,7 @@ def test_packed_tensors_have_scales_of_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", [Auto, Rate])
 def test_experts_that_few_tokens_reach_are_kept(method: type[Auto] | type[Rate], tmp_path: Path) -> None:
-    """128 tokens reach some experts twice or never; their weights still stay near the original."""
+    """64 tokens reach some experts twice or never; their weights still stay near the original."""
     text = tmp_path / "text.txt"
     text.write_text(NOVEL.read_text(encoding="utf-8")[3000:3400], encoding="utf-8")
     few = method(bits_per_weight=2.5, calibration=str(text), samples=2, sequence_length=64)

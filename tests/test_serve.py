@@ -289,7 +289,7 @@ def test_a_directory_that_is_swapped_is_noticed(source, tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "value", "said"),
-    [("--max-body", "much", "'much' is no size"), ("--slots", "0", "--slots"), ("--mode", "fast", "'fast'")],
+    [("--max-body", "much", "'much' is not a size"), ("--slots", "0", "--slots"), ("--mode", "fast", "'fast'")],
 )
 def test_wrong_usage(source, monkeypatch, option, value, said):
     monkeypatch.setattr("moepack.cli.evaluate.quiet_transformers", lambda: None)

@@ -422,8 +422,8 @@ def failing(engine, template):
         ("{{ messages | sum }}", "TypeError"),
         ("{{ raise_exception('no such role') }}", "no such role"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
-        ("{% for %}", "refuses the messages"),
-        ("{{ ''.__class__.__mro__ }}", "refuses the messages"),
+        ("{% for %}", "rejects the messages"),
+        ("{{ ''.__class__.__mro__ }}", "rejects the messages"),
         ("{{ '' }}", "the prompt has no tokens"),
     ],
 )

@@ -73,11 +73,11 @@ def test_a_model_is_recorded_saved_and_replayed(packed: Path, tmp_path: Path) ->
     flipped = whole[:60] + bytes(255 - byte for byte in whole[60:80]) + whole[80:]
     for damaged in (b"no trace", b"PK\x03\x04 no archive", whole[:-40], flipped, (tmp_path / "array.npy").read_bytes()):
         (tmp_path / "trace.npz").write_bytes(damaged)
-        with pytest.raises(moepack.LoadError, match="no trace"):
+        with pytest.raises(moepack.LoadError, match="is not a routing trace"):
             Trace.open(tmp_path / "trace.npz")
     for chosen, experts in product((np.zeros((2, 2)), np.full((1, 1, 1), 9)), (4,)):
         np.savez(tmp_path / "other.npz", chosen=chosen, experts=experts)
-        with pytest.raises(moepack.LoadError, match="no trace"):
+        with pytest.raises(moepack.LoadError, match="is not a routing trace"):
             Trace.open(tmp_path / "other.npz")
 
 

@@ -32,6 +32,7 @@ from moepack.methods.auto.mixed import Mixed
 from moepack.methods.auto.packer import Packer
 from moepack.methods.auto.target import Target
 from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Weights
+from moepack.methods.coverage import coverage_notes
 from moepack.methods.files import kept_bytes
 from moepack.methods.rate import Rate
 from moepack.methods.rate.importance import find_importance
@@ -287,7 +288,8 @@ class Auto(Method):
 
         These are experts that saw few tokens, and experts that were quantized without error compensation.
         """
-        return (*self._unread_notes, *self._guessed_notes, *self._coder.notes(layers))
+        found = coverage_notes(layers, self.minimum_tokens, priced=True, emptied=not self._measured)
+        return (*self._unread_notes, *self._guessed_notes, *found)
 
 
 @dataclass(frozen=True)
