@@ -186,7 +186,7 @@ def test_automatic_device_maps_mean_the_cpu(packed):
     assert quantizer.update_device_map(None) is None
     quantizer.validate_environment(device_map={"": "cpu"})
     for device in ("cuda:0", 0, "disk"):
-        with pytest.raises(LoadError, match="run (only )?on the CPU"):
+        with pytest.raises(LoadError, match=r"run (only )?on the CPU"):
             quantizer.validate_environment(device_map={"model.layers.0": device})
 
 
