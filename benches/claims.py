@@ -10,7 +10,7 @@ windows of 512 tokens from the beginning of each text. Products are exact, but f
 Methods that calibrate read `--samples` windows of the calibration text. Bits a weight count all metadata, of the
 experts and of everything that is packed.
 
-A setting whose budget is the bytes of another one comes after it. Rows are saved one by one, and those that the file
+A setting that uses another setting's bytes as its budget comes after it. Rows are saved one by one, and those that the file
 has are not measured again. Settings take turns by claim, the most informative first, so that a run may be cut off.
 """
 
@@ -176,7 +176,7 @@ class Bench:
         return found | {"method": setting.method, "arguments": setting.arguments, "bytes_of": setting.bytes_of}
 
     def run(self, only: list[str]) -> None:
-        """Measure what is missing, a setting of each claim in turn."""
+        """Measure the missing rows, one setting per claim at a time."""
         turns = [[(claim, name) for name in CLAIMS[claim]] for claim in only]
         for claim, name in itertools.chain.from_iterable(map(filter_none, itertools.zip_longest(*turns))):
             if self.find(claim, name) is None:
@@ -250,7 +250,7 @@ def stored_bits(tensors: list[tuple[NDArray[Any], NDArray[Any]]], code: str) -> 
 
 
 def normal(shapes: set[tuple[int, int, int]]) -> dict[str, float]:
-    """What rounding makes of independent normal weights in rows as long as those of the model."""
+    """Statistics of the rounded codes of independent normal weights, with rows of the model's length."""
     generator, parts = torch.Generator().manual_seed(0), []
     for _, _, columns in sorted(shapes):
         rows = torch.randn(NORMAL_ROWS, columns, generator=generator)
@@ -311,11 +311,11 @@ EXTRA: dict[str, tuple[str, Callable[[Row, list[Row]], str]]] = {
     "finequant": ("over fixed sizes", over_fixed),
     "floe": ("skipped", lambda row, rows: f"{row['skipped']:.1%}" if "skipped" in row else ""),
 }
-"""By claim, the name of a further column and what it says of a row among those of the claim."""
+"""An additional table column per claim: its heading, and its value for a row given all rows of the claim."""
 
 
 def main() -> None:
-    """Measure what is missing, or print what was measured."""
+    """Measure the missing rows, or print the measured ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a checkpoint, or the word `table`")
     parser.add_argument("--calibration", type=Path)
