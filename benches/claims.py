@@ -10,8 +10,8 @@ windows of 512 tokens from the beginning of each text. Products are exact, but f
 Methods that calibrate read `--samples` windows of the calibration text. Bits a weight count all metadata, of the
 experts and of everything that is packed.
 
-A setting that uses another setting's bytes as its budget comes after it. Rows are saved one by one, and those that the file
-has are not measured again. Settings take turns by claim, the most informative first, so that a run may be cut off.
+A setting that uses another setting's bytes as its budget comes after it. Rows are saved one by one, and existing rows
+are not measured again. Settings take turns by claim, the most informative first, so that a run may be cut off.
 """
 
 from __future__ import annotations
