@@ -122,17 +122,32 @@ def compress(
     if threads is not None:
         set_threads(threads)
     directory = resolve_model(model) if ray is None else resolve_model(model).absolute()  # valid on other machines, too
-    checkpoint, described, assignment = _sound(directory, target, assignment, mtp_bits)
+    sound = _sound(directory, target, assignment, mtp_bits)
+    report = _packed(*sound, target, ray, resume, progress, peak, started)
+    if not is_checked(check, assignment.method, report.expert_weights + report.dense_weights):
+        return report
+    progress.prepare("measuring the loss of the packed model")
+    return checked(report, directory, assignment.method)
+
+
+def _packed(
+    checkpoint: Checkpoint,
+    described: MoeModel,
+    assignment: Assignment,
+    target: Path,
+    ray: str | None,
+    resume: bool,
+    progress: Progress,
+    peak: PeakMemory,
+    started: float,
+) -> CompressReport:
+    """Run the job of a checkpoint that passed all checks."""
     state = target.with_name(target.name + STATE)
     with _executor(ray, checkpoint, assignment) as executor:
         checkpoint, described, keep = _looked_at(checkpoint, described, assignment, state, resume, progress)
         with _unneeded_state_removed(state, target.with_name(target.name + PARTIAL)):
             job = Job(checkpoint, described, assignment, progress, peak, keep, executor)
-            report = job.run(target, resume, started)
-    if not is_checked(check, assignment.method, report.expert_weights + report.dense_weights):
-        return report
-    progress.prepare("measuring the loss of the packed model")
-    return checked(report, directory, assignment.method)
+            return job.run(target, resume, started)
 
 
 @contextmanager
