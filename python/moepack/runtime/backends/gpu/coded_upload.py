@@ -59,9 +59,6 @@ def lay_out(data: Tensor, details: Mapping[str, Any], uploader: Uploader, what: 
         DeviceMemoryError: the bytes do not fit; they are needed twice during the conversion.
         LoadError: the number of records exceeds the kernels' limit.
     """
-    if details.get("pairs", False):
-        # Kernels only support symbols of one weight; a Zen 3 thread converts 0.8 * 10^9 weights per second.
-        data = torch.from_numpy(_core.coded_without_pairs(data.numpy()))
     frame, starts = _core.coded_frame(data.numpy())
     words = frame[: 8 * _HEADER_WORDS].view(np.int64)
     sections = words[8:].reshape(-1, 2)
@@ -100,7 +97,7 @@ def _upload(words: NDArray[np.int64], count: int, details: Mapping[str, Any]) ->
         count // max(experts, 1),
         details["stream_rows"] // BLOCK_ROWS,
     )
-    upload["dependent"] = details.get("dependent", False)
+    upload["dependent"] = details["symbols"] == "dependent"
     upload["rows"], upload["row_blocks"], upload["quads"] = rows, -(-rows // BLOCK_ROWS), -(-columns // _QUAD)
     upload["chunks"], upload["of_segment"] = -(-columns // _CHUNK), of_segment
     return upload
