@@ -7,6 +7,7 @@ use crate::formats::groupwise::tests::{case, spec, specs};
 use crate::formats::groupwise::{Layout, Spec, View};
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
+use crate::simd::Isa;
 
 /// The modes of integer products, which give the same bits on every instruction set.
 pub(in crate::gemm) const INTEGERS: [Mode; 2] = [Mode::Exact, Mode::Int8];
