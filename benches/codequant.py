@@ -31,6 +31,7 @@ import torch
 import machine
 import moepack
 from codequant_tables import Tables
+from moepack.backends.threads import set_threads
 from moepack.checkpoint import Checkpoint, describe
 from moepack.evaluation.windows import read_windows
 from moepack.format import PackedDirectory
@@ -38,7 +39,6 @@ from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods import CodeQuant
 from moepack.pipeline import compress
 from moepack.pipeline.tune import tune
-from moepack.runtime.threads import set_threads
 from moepack.tuning import TuneSettings, listening, thaw
 
 ROUNDED = {"start": "uniform", "steps": 0, "rotation": "none", "hadamard": False, "drift": 0.0}

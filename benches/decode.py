@@ -34,10 +34,10 @@ from transformers.utils.logging import disable_progress_bar
 
 import machine
 import moepack
+from moepack.backends.threads import set_threads
+from moepack.decoding.decoder import MODES, set_decoding
 from moepack.methods import Method, Qmoe, create
 from moepack.pipeline import compress
-from moepack.runtime.decoder import MODES, set_decoding
-from moepack.runtime.threads import set_threads
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 PROMPT = 16

@@ -56,14 +56,14 @@ from torch.nn import functional
 import machine
 import moepack
 from moepack import _core
+from moepack.backends.cpu.backend import CpuBackend
 from moepack.evaluation import evaluate
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods.floe.quantiles import Quantiles
-from moepack.runtime.backends.cpu.backend import CpuBackend
-from moepack.runtime.store import MappedStore
-from moepack.runtime.streaming import foresee
-from moepack.runtime.streaming.channels import RECORDS
+from moepack.modules.foresight import foresee
+from moepack.stores.mapped import MappedStore
+from moepack.stores.streaming.channels import RECORDS
 
 CHANNELS, COLUMNS = 14336, 4096
 SHARES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -29,7 +29,7 @@ import torch
 import machine
 from ggml import ggml_peers
 from moepack import _core
-from moepack.runtime.machine import read_bandwidth
+from moepack.backends.machine import read_bandwidth
 from peers import (
     PACKAGES,
     Absent,

@@ -24,7 +24,7 @@ import moepack.evaluation
 import moepack.export
 import moepack.integrations.loading
 import moepack.pipeline
-import moepack.runtime.generation  # noqa: F401
+import moepack.serving.text.generation  # noqa: F401
 from moepack.cli import main
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

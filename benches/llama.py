@@ -212,7 +212,7 @@ class Packed:
         import torch
 
         import moepack
-        from moepack.runtime.threads import set_threads
+        from moepack.backends.threads import set_threads
 
         set_threads(threads)
         self.torch, self.model = torch, moepack.load(path, dtype=torch.bfloat16, **options)

@@ -105,7 +105,7 @@ def choose_at_random(model: Any, random: np.random.Generator) -> None:
     """Let every token take random experts; weights stay those of the router."""
     import torch
 
-    from moepack.runtime.experts import PackedExperts
+    from moepack.modules.experts import PackedExperts
 
     def chosen(module: PackedExperts, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, index, weights = given
@@ -204,7 +204,7 @@ def bytes_of_a_token(share: float) -> None:
 def measure(options: argparse.Namespace) -> None:
     """A side's process."""
     from moepack.memory import process_memory
-    from moepack.runtime.streaming import StreamingStore, statistics_of
+    from moepack.stores.streaming import StreamingStore, statistics_of
 
     guess = {"streamed": True, "resident": True, "not guessed": False}.get(options.side)
     streamed = {} if guess is None else {"host_memory": options.memory, "guess": guess}
@@ -244,8 +244,8 @@ def drive(directory: Path, length: int, new: bool = False) -> float:
 
     With `new` each read goes into memory that was given back, as in a full cache: the system fills it with zeros first.
     """
-    from moepack.runtime.streaming.source import Source
-    from moepack.runtime.streaming.store import READERS
+    from moepack.stores.streaming.experts import READERS
+    from moepack.stores.streaming.source import Source
 
     file = max(directory.glob("*.safetensors"), key=lambda each: each.stat().st_size)
     source, length = Source(file), max(PAGE, length // PAGE * PAGE)

@@ -19,11 +19,11 @@ import torch
 import machine
 import moepack
 from decode import PROMPT, decode
+from moepack.backends.speeds import kept_speeds, measure_speeds
+from moepack.backends.threads import set_threads
 from moepack.comparison import Comparison
 from moepack.methods import Auto
 from moepack.pipeline.estimate import estimate
-from moepack.runtime.speeds import kept_speeds, measure_speeds
-from moepack.runtime.threads import set_threads
 
 
 def compare(path: Path, bits: float, options: argparse.Namespace) -> list[dict[str, Any]]:

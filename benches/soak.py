@@ -27,8 +27,8 @@ from moepack.export import export
 from moepack.integrations.loading import open_tokenizer
 from moepack.memory import anonymous_bytes
 from moepack.methods import METHODS, create
-from moepack.runtime.generation import generate
-from moepack.runtime.sampling import Sampling
+from moepack.serving.text.generation import generate
+from moepack.serving.text.sampling import Sampling
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GROWTH = 32 << 20

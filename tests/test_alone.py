@@ -16,15 +16,15 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moepack.census.tiny import tiny_config, tiny_model
+from moepack.decoding.carried import carried_of
+from moepack.decoding.prefix import Prefix, new_cache
 from moepack.integrations.loading import open_model
-from moepack.runtime.carried import carried_of
-from moepack.runtime.generation import Memory, generate
-from moepack.runtime.prefix import Prefix, new_cache
-from moepack.runtime.sampling import Sampler, Sampling
 from moepack.serving import engine as engine_module
 from moepack.serving.engine import Engine
 from moepack.serving.isolation import Part
 from moepack.serving.step import Stepper
+from moepack.serving.text.generation import Memory, generate
+from moepack.serving.text.sampling import Sampler, Sampling
 
 TABLE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
 ARCHITECTURES = re.findall(r"^\| `([\w-]+)` \| (?:works|text part only)", TABLE, re.M)

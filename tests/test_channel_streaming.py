@@ -21,12 +21,12 @@ from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.methods.floe import Floe
 from moepack.methods.floe.thresholds import Decision
+from moepack.modules.experts import SparseExperts
 from moepack.progress import Progress
-from moepack.runtime.experts import SparseExperts
-from moepack.runtime.streaming import ChannelStore, StreamingStore, statistics_of
-from moepack.runtime.streaming.channels import LEAST, NOTES, RECORDS, RecordFile, _portions
-from moepack.runtime.streaming.records import RecordCache
-from moepack.runtime.streaming.source import Source
+from moepack.stores.streaming import ChannelStore, StreamingStore, statistics_of
+from moepack.stores.streaming.channels import LEAST, NOTES, RECORDS, RecordFile, _portions
+from moepack.stores.streaming.records import RecordCache
+from moepack.stores.streaming.source import Source
 from runtime_support import inputs, logits, write_packed
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moepack import _core
+from moepack.backends.cpu.backend import CpuBackend
 from moepack.groupwise import GroupwiseTensor
-from moepack.runtime.backends.cpu.backend import CpuBackend
 from oracle import channels as oracle
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "channels"

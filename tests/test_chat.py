@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 import moepack
 from moepack.cli import app, main
 from moepack.cli import chat as module
+from moepack.decoding.finite import CHUNK, non_finite
+from moepack.decoding.prefix import new_cache
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.runtime.conversation import Conversation
-from moepack.runtime.finite import CHUNK, non_finite
-from moepack.runtime.generation import generate
-from moepack.runtime.prefix import new_cache
-from moepack.runtime.sampling import Sampling
 from moepack.serving.isolation import Part
 from moepack.serving.step import Stepper
+from moepack.serving.text.conversation import Conversation
+from moepack.serving.text.generation import generate
+from moepack.serving.text.sampling import Sampling
 from tiny_models import TEMPLATE
 
 

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 import moepack
 from moepack.cli import app, main
+from moepack.decoding.families import FAMILIES
 from moepack.evaluation import evaluate
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.runtime.families import FAMILIES
-from moepack.runtime.generation import generate
-from moepack.runtime.sampling import Sampling
+from moepack.serving.text.generation import generate
+from moepack.serving.text.sampling import Sampling
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import torch
 
 import moepack
 from moepack import _core
-from moepack.runtime.compute import product_mode
-from moepack.runtime.experts import PackedExperts
-from moepack.runtime.linear import PackedLinear
+from moepack.backends.compute import product_mode
+from moepack.modules.experts import PackedExperts
+from moepack.modules.linear import PackedLinear
 
 
 @pytest.fixture

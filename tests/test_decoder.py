@@ -12,15 +12,15 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 import moepack
 from moepack import _core
+from moepack.decoding import cache as caches
+from moepack.decoding.cache import GrowingLayer
+from moepack.decoding.calls import CallReader, cache_name, cached
+from moepack.decoding.decoder import FEW, VARIABLE, HeadForward, decoding, set_decoding
+from moepack.decoding.plan import Plan, Unknown
+from moepack.decoding.prefix import new_cache
+from moepack.decoding.stepping import stepping, tried
 from moepack.format import PackedDirectory
 from moepack.methods import Method, PackedTensor, Solution, create
-from moepack.runtime import cache as caches
-from moepack.runtime.cache import GrowingLayer
-from moepack.runtime.calls import CallReader, cache_name, cached
-from moepack.runtime.decoder import FEW, VARIABLE, HeadForward, decoding, set_decoding
-from moepack.runtime.plan import Plan, Unknown
-from moepack.runtime.prefix import new_cache
-from moepack.runtime.stepping import stepping, tried
 from runtime_support import tiny_model, write_packed
 
 KNOWN = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")

@@ -21,7 +21,7 @@ from moepack.checkpoint import Checkpoint, describe
 from moepack.cli import main
 from moepack.format import PackedDirectory
 from moepack.methods import PackedTensor, Solution
-from moepack.runtime.linear import PackedLinear
+from moepack.modules.linear import PackedLinear
 from runtime_support import ARCHITECTURES, DenseMethod, logits, tiny_model, write_packed
 
 ROLES = ("attention", "shared", "mlp", "head")

@@ -21,11 +21,11 @@ from moepack.checkpoint.architectures import (
     described,
     register,
 )
+from moepack.decoding.families import FAMILIES
+from moepack.decoding.plan import Plan, is_known
 from moepack.export import export
 from moepack.methods.finequant import FineQuant
-from moepack.runtime.families import FAMILIES
-from moepack.runtime.linear import PackedLinear
-from moepack.runtime.plan import Plan, is_known
+from moepack.modules.linear import PackedLinear
 from runtime_support import SETTINGS, SWITCH, logits, tiny_model, write_packed
 
 INT8 = FineQuant(bits=8, dense_bits=8)

@@ -15,13 +15,13 @@ import moepack
 import packed_support as support
 from moepack.checkpoint import Checkpoint
 from moepack.cli.inspect import print_directory
+from moepack.decoding.decoder import set_decoding
 from moepack.errors import LoadError
 from moepack.export import export
 from moepack.format import PackedDirectory
 from moepack.methods.rate import Rate
-from moepack.runtime.decoder import set_decoding
-from moepack.runtime.embedding import PackedEmbedding
-from moepack.runtime.linear import PackedLinear
+from moepack.modules.embedding import PackedEmbedding
+from moepack.modules.linear import PackedLinear
 
 NAME = "model.embed_tokens.weight"
 IDS = torch.tensor([[3, 200, 3, 0, 57, 270, 64, 63, 128]])

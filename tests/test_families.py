@@ -8,14 +8,14 @@ import torch
 
 import moepack
 from moepack import _core
+from moepack.backends.cpu import views
 from moepack.census.tiny import tiny_config, tiny_model
+from moepack.decoding.cache import GrowingWindow, Tokens
+from moepack.decoding.decoder import set_decoding
+from moepack.decoding.families import FAMILIES, decoder_of
+from moepack.decoding.plan import Plan, Unknown
+from moepack.decoding.plan import window as window_of
 from moepack.methods import create
-from moepack.runtime.backends.cpu import views
-from moepack.runtime.cache import GrowingWindow, Tokens
-from moepack.runtime.decoder import set_decoding
-from moepack.runtime.families import FAMILIES, decoder_of
-from moepack.runtime.plan import Plan, Unknown
-from moepack.runtime.plan import window as window_of
 from runtime_support import write_packed
 
 PROMPT, TOKENS = 5, 12
@@ -162,7 +162,7 @@ def empty(expected: Any) -> Any:
 
 def test_windows_slide_in_place(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffers of a window have room for few tokens, and are looked at and read into between steps."""
-    monkeypatch.setattr("moepack.runtime.cache.LEAST", 3)
+    monkeypatch.setattr("moepack.decoding.cache.LEAST", 3)
     model = moepack.load(packed("gpt_oss", False), dtype="float32")
     results = []
     for mode in ("transformers", "native"):

@@ -30,7 +30,7 @@ from moepack.methods.finequant.sizes import (
     stored_size,
 )
 from moepack.methods.roles import parse_dense_bits
-from moepack.runtime.linear import PackedLinear
+from moepack.modules.linear import PackedLinear
 from runtime_support import ARCHITECTURES, logits, tiny_model, write_packed
 
 

@@ -13,15 +13,15 @@ from moepack.calibration import decoder_samples
 from moepack.calibration.fisher import fisher
 from moepack.checkpoint import Checkpoint, describe
 from moepack.cli import main
+from moepack.decoding.finite import are_finite, non_finite, watching
 from moepack.errors import NonFiniteError
 from moepack.evaluation import evaluate, record_reference
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods.rate.importance import find_balances
-from moepack.runtime.conversation import Conversation
-from moepack.runtime.finite import are_finite, non_finite, watching
-from moepack.runtime.generation import generate
-from moepack.runtime.sampling import Sampler, Sampling
 from moepack.serving.engine import Engine
+from moepack.serving.text.conversation import Conversation
+from moepack.serving.text.generation import generate
+from moepack.serving.text.sampling import Sampler, Sampling
 from runtime_support import ARCHITECTURES, SWITCH, inputs, tiny_model
 
 INF, NAN = math.inf, math.nan
@@ -103,7 +103,7 @@ def test_what_to_try_depends_on_the_dtype(dtype, advice):
 
 
 def test_a_long_text_is_read_again_in_parts(monkeypatch):
-    monkeypatch.setattr("moepack.runtime.finite.CHUNK", 4)
+    monkeypatch.setattr("moepack.decoding.finite.CHUNK", 4)
     model = tiny_model("mixtral")
     with torch.no_grad():
         model.model.embed_tokens.weight[60] = NAN

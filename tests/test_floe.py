@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import moepack
 import runtime_support as support
 from moepack import UnsupportedModelError, _core
+from moepack.backends.cpu import CpuBackend
 from moepack.calibration.load import CalibrationRequest, load_samples
 from moepack.calibration.samples import decoder_samples
 from moepack.checkpoint import Checkpoint, describe
@@ -26,13 +27,12 @@ from moepack.methods import create
 from moepack.methods.floe import Floe
 from moepack.methods.floe.channels import by_channels
 from moepack.methods.floe.quantiles import Quantiles
+from moepack.modules.experts import RefinedExperts, SparseExperts
 from moepack.pipeline import compress
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.report import Totals
 from moepack.report.contents import add_up, read_rows
-from moepack.runtime.backends.cpu import CpuBackend
-from moepack.runtime.experts import RefinedExperts, SparseExperts
-from moepack.runtime.streaming import statistics_of
+from moepack.stores.streaming import statistics_of
 from oracle import channels as oracle
 from test_sensitivity import NOVEL, TINY_MOE, rescaled
 

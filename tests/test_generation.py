@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 import moepack
 from moepack.cli import app
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.runtime.generation import Memory, generate
-from moepack.runtime.prompts import prompt_ids
-from moepack.runtime.sampling import Sampler, Sampling
-from moepack.runtime.text import TextStream
 from moepack.serving.engine import Engine
+from moepack.serving.text.generation import Memory, generate
+from moepack.serving.text.prompts import prompt_ids
+from moepack.serving.text.sampling import Sampler, Sampling
+from moepack.serving.text.stream import TextStream
 from tiny_models import TEMPLATE
 
 

@@ -12,9 +12,9 @@ from moepack import GroupwiseTensor, _core
 from moepack.census.tiny import tiny_model
 from moepack.export import export
 from moepack.methods.finequant import FineQuant
-from moepack.runtime import ops
-from moepack.runtime.experts import PackedExperts, PackedPlainExperts
-from moepack.runtime.linear import PackedLinear
+from moepack.modules import ops
+from moepack.modules.experts import PackedExperts, PackedPlainExperts
+from moepack.modules.linear import PackedLinear
 
 GOLDEN = sorted(Path(__file__).parent.glob("golden/*/*.bin"))
 

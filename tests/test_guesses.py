@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moepack
-from moepack.runtime.streaming.records import RecordCache
-from moepack.runtime.streaming.residency import Expert, Residency
-from moepack.runtime.streaming.source import PAGE
+from moepack.stores.streaming.records import RecordCache
+from moepack.stores.streaming.residency import Expert, Residency
+from moepack.stores.streaming.source import PAGE
 
 
 class Drive:

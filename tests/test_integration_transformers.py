@@ -14,7 +14,7 @@ from moepack import CorruptionError, LoadError, UnsupportedModelError
 from moepack.format import FileRecord, PackedDirectory
 from moepack.integrations import register
 from moepack.methods import create
-from moepack.runtime.experts import PackedExperts, PackedSwitchExperts
+from moepack.modules.experts import PackedExperts, PackedSwitchExperts
 from runtime_support import (
     ARCHITECTURES,
     SWITCH,

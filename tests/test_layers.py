@@ -8,7 +8,7 @@ import torch
 
 from moepack import _core
 from moepack._core import PackedTensor, gated_experts
-from moepack.runtime.experts import PackedExperts
+from moepack.modules.experts import PackedExperts
 from runtime_support import dense_blob
 
 EXPERTS, HIDDEN, INNER = 6, 80, 96

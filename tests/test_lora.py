@@ -10,11 +10,11 @@ import torch
 import moepack
 import runtime_support as support
 from adapter_support import CLOSE, adapted, assert_same, expert_parameters, fresh, gradients, logits, randomized, tokens
+from moepack.decoding.plan import Guard, Plan, Unknown
 from moepack.errors import UnsupportedModelError
 from moepack.integrations.loading import open_tokenizer
 from moepack.methods.finequant import FineQuant
-from moepack.runtime.linear import PackedLinear
-from moepack.runtime.plan import Guard, Plan, Unknown
+from moepack.modules.linear import PackedLinear
 
 peft = pytest.importorskip("peft", reason="the extra `train` is not installed")
 

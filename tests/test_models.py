@@ -29,12 +29,12 @@ from moepack.census.check import EXPORTED, followed
 from moepack.census.tiny import tiny_model
 from moepack.checkpoint.experts import form_of
 from moepack.cli import app
+from moepack.decoding.families import FAMILIES
 from moepack.export import export
 from moepack.format import PackedDirectory
 from moepack.integrations.diagnosis import who_decodes
 from moepack.methods.finequant import FineQuant
 from moepack.methods.rate import Rate
-from moepack.runtime.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 

@@ -18,10 +18,11 @@ from moepack.format.hub import PREDICTORS
 from moepack.methods.finequant import FineQuant
 from moepack.methods.floe import Floe
 from moepack.methods.floe.predictors import Pair, fitted, recalled
+from moepack.modules.experts import SparseExperts
+from moepack.modules.foresight import foresee
 from moepack.pipeline import compress
-from moepack.runtime.experts import SparseExperts
-from moepack.runtime.prediction import Predictor, predictors_of, serialized
-from moepack.runtime.streaming import foresee, statistics_of
+from moepack.stores.streaming import statistics_of
+from moepack.stores.streaming.prediction import Predictor, predictors_of, serialized
 from oracle import channels as oracle
 from runtime_support import inputs, logits
 

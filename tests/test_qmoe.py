@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from typer.testing import CliRunner
 
 import moepack
+from moepack.backends.threads import set_threads
 from moepack.calibration.linears import LinearsRun
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, describe
@@ -30,7 +31,6 @@ from moepack.methods.qmoe.forms import GroupwiseForm
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
 from moepack.registry import open_tensor
-from moepack.runtime.threads import set_threads
 from moepack.solvers.energy import energy_factors
 from moepack.solvers.gptq import gptq
 from moepack.solvers.grids import TernaryGrid
@@ -112,7 +112,7 @@ KILLED = """
 import os, signal, sys
 from moepack.methods import Qmoe
 from moepack.pipeline import compress
-from moepack.runtime.threads import set_threads
+from moepack.backends.threads import set_threads
 from moepack.pipeline.journal import Workspace
 append = Workspace.append
 def die(self, shard):

@@ -8,9 +8,9 @@ import torch
 import moepack
 from moepack import memory
 from moepack.integrations.loading import open_model
-from moepack.runtime import resident
-from moepack.runtime.packed import PackedModule
-from moepack.runtime.resident import ResidentStore
+from moepack.stores import resident
+from moepack.stores.module import PackedModule
+from moepack.stores.resident import ResidentStore
 
 TOKENS = torch.arange(12).view(1, -1)
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepack import CorruptionError, LoadError
+from moepack.backends.cpu.backend import sort_by_expert
+from moepack.modules.experts import PackedExperts, PackedSwitchExperts
 from moepack.registry import open_tensor, register
-from moepack.runtime.backends.cpu.backend import sort_by_expert
-from moepack.runtime.experts import PackedExperts, PackedSwitchExperts
 from runtime_support import KIND, MAGIC, DenseMatrix, dense_blob
 
 EXPERTS, HIDDEN, INNER = 5, 16, 24

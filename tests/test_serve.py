@@ -20,17 +20,17 @@ from typer.testing import CliRunner
 
 from moepack.cli import app, main
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.runtime.generation import generate
-from moepack.runtime.sampling import Sampling
+from moepack.serving.text.generation import generate
+from moepack.serving.text.sampling import Sampling
 from tiny_models import TEMPLATE
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
-from moepack.serving import answers  # noqa: E402
 from moepack.serving.engine import Engine  # noqa: E402
-from moepack.serving.server import Settings, create_app  # noqa: E402
+from moepack.serving.http import answers  # noqa: E402
+from moepack.serving.http.server import Settings, create_app  # noqa: E402
 
 KEY = "a secret"
 JSON = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}

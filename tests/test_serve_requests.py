@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moepack.errors import LoadError
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.runtime.generation import generate
-from moepack.runtime.sampling import Sampling
+from moepack.serving.text.generation import generate
+from moepack.serving.text.sampling import Sampling
 from tiny_models import TEMPLATE
 
 openai = pytest.importorskip("openai")
@@ -22,11 +22,11 @@ from openai.types import completion_create_params as completion_params  # noqa: 
 from openai.types.chat import completion_create_params as chat_params  # noqa: E402
 from openai.types.chat.chat_completion import ChatCompletion  # noqa: E402
 
-from moepack.serving import answers  # noqa: E402
-from moepack.serving.body import DEEPEST  # noqa: E402
 from moepack.serving.engine import Engine  # noqa: E402
-from moepack.serving.requests import NEUTRAL, ChatRequest, CompletionRequest  # noqa: E402
-from moepack.serving.server import Settings, create_app  # noqa: E402
+from moepack.serving.http import answers  # noqa: E402
+from moepack.serving.http.body import DEEPEST  # noqa: E402
+from moepack.serving.http.requests import NEUTRAL, ChatRequest, CompletionRequest  # noqa: E402
+from moepack.serving.http.server import Settings, create_app  # noqa: E402
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HARMLESS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}

@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import MixtralForCausalLM
 
+from moepack.decoding.prefix import new_cache
 from moepack.errors import LoadError
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.runtime.generation import generate
-from moepack.runtime.prefix import new_cache
-from moepack.runtime.prompts import prompt_ids
-from moepack.runtime.sampling import Sampling
 from moepack.serving.engine import CHUNK, ClosedError, Engine, QueueFullError
 from moepack.serving.pace import AGAIN, Pace
 from moepack.serving.step import Part, Stepper
+from moepack.serving.text.generation import generate
+from moepack.serving.text.prompts import prompt_ids
+from moepack.serving.text.sampling import Sampling
 from runtime_support import ARCHITECTURES, SWITCH, tiny_model
 
 PROMPTS = ("The sea", "a wolf and a fire", "x", "She opened the door and saw that the others had gone on without her")

@@ -9,14 +9,14 @@ import torch
 from tokenizers import Regex, decoders
 from transformers import DynamicCache, MixtralForCausalLM
 
+from moepack.decoding.cache import Mark
+from moepack.decoding.prefix import new_cache
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.runtime.cache import Mark
-from moepack.runtime.detokenizer import Detokenizer
-from moepack.runtime.prefix import new_cache
-from moepack.runtime.sampling import Sampling
 from moepack.serving.engine import Engine
 from moepack.serving.isolation import Part, isolated
 from moepack.serving.step import Stepper
+from moepack.serving.text.detokenizer import Detokenizer
+from moepack.serving.text.sampling import Sampling
 from runtime_support import tiny_model
 
 POISON = 60

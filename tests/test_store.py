@@ -6,14 +6,15 @@ import pytest
 import torch
 
 import moepack
+from moepack import backends
 from moepack.arrays import as_bytes
+from moepack.backends import Backend, backend_for
 from moepack.methods.finequant import FineQuant
 from moepack.registry import open_tensor
-from moepack.runtime import backends
-from moepack.runtime.backends import Backend, backend_for
-from moepack.runtime.packed import PackedModule
-from moepack.runtime.resident import ResidentStore
-from moepack.runtime.store import ExpertStore, MappedStore
+from moepack.stores.base import ExpertStore
+from moepack.stores.mapped import MappedStore
+from moepack.stores.module import PackedModule
+from moepack.stores.resident import ResidentStore
 from runtime_support import SWITCH, inputs, logits, tiny_model, write_packed
 
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 import moepack
 from moepack import _core
 from moepack.methods.finequant import FineQuant
-from moepack.runtime.experts import PackedExperts
-from moepack.runtime.streaming import StreamingStore, region, source, statistics_of
-from moepack.runtime.streaming.region import Region
-from moepack.runtime.streaming.residency import Expert, Residency
-from moepack.runtime.streaming.source import PAGE, Source
+from moepack.modules.experts import PackedExperts
+from moepack.stores.streaming import StreamingStore, region, source, statistics_of
+from moepack.stores.streaming.region import Region
+from moepack.stores.streaming.residency import Expert, Residency
+from moepack.stores.streaming.source import PAGE, Source
 from moepack.units import byte_count
 from runtime_support import inputs, logits, write_packed
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from moepack.runtime.sampling import Sampling
-from moepack.runtime.text import TextStream
 from moepack.serving.sequence import Sequence
+from moepack.serving.text.sampling import Sampling
+from moepack.serving.text.stream import TextStream
 
 TEXTS = (
     "The 1st emoji: 🙂🙂🙂 and 👩‍👩‍👧 (a family), e\u0301 and n\u0303o\u0302; 你好，世界。 שלום עולם مرحبا! "

@@ -17,15 +17,17 @@ from moepack.arrays import as_bytes
 from moepack.methods import create
 from moepack.methods.floe import Floe
 from moepack.methods.floe.thresholds import Decision
-from moepack.runtime.store import Call, matrix_over
-from moepack.runtime.streaming import statistics_of
-from moepack.runtime.streaming.store import expert_layers
-from moepack.runtime.streaming.trace import Trace, hit_rate
-from moepack.runtime.tiers import keep_on, store
-from moepack.runtime.tiers.arena import Arena, Stack
-from moepack.runtime.tiers.device import ChannelCounts, Device
-from moepack.runtime.tiers.misses import MARGIN, Rates, Shares
-from moepack.runtime.tiers.slots import Slots
+from moepack.stores.base import Call
+from moepack.stores.mapped import matrix_over
+from moepack.stores.streaming import statistics_of
+from moepack.stores.streaming.experts import expert_layers
+from moepack.stores.streaming.trace import Trace, hit_rate
+from moepack.stores.tiers import experts as store
+from moepack.stores.tiers import keep_on
+from moepack.stores.tiers.accelerator import ChannelCounts, Device
+from moepack.stores.tiers.arena import Arena, Stack
+from moepack.stores.tiers.misses import MARGIN, Rates, Shares
+from moepack.stores.tiers.slots import Slots
 from runtime_support import logits, tiny_model, write_packed
 
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 import moepack
 import runtime_support as support
 from moepack.cli import app
-from moepack.runtime.experts import PackedExperts
-from moepack.runtime.streaming.trace import POLICIES, Trace, hit_rate, recorded
+from moepack.modules.experts import PackedExperts
+from moepack.stores.streaming.trace import POLICIES, Trace, hit_rate, recorded
 
 
 def made(tokens: int, layers: int, experts: int, seed: int = 0) -> Trace:

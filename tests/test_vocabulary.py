@@ -12,14 +12,14 @@ import moepack
 from moepack.calibration import Calibrator, decoder_samples
 from moepack.checkpoint import Checkpoint, describe
 from moepack.cli import main
+from moepack.decoding.vocabulary import require_known, vocabulary_of, watch
 from moepack.errors import CalibrationError, MoepackError, TokenError
 from moepack.evaluation import evaluate, record_reference
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.runtime.conversation import Conversation
-from moepack.runtime.generation import generate
-from moepack.runtime.sampling import Sampling
-from moepack.runtime.vocabulary import require_known, vocabulary_of, watch
 from moepack.serving.engine import Engine
+from moepack.serving.text.conversation import Conversation
+from moepack.serving.text.generation import generate
+from moepack.serving.text.sampling import Sampling
 from runtime_support import ARCHITECTURES, SWITCH, inputs, tiny_model
 from tiny_models import VOCABULARY
 

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from moepack import _core
-from moepack.runtime.backends.gpu.backend import REARRANGED
-from moepack.runtime.backends.gpu.families import FAMILIES as MODULES
-from moepack.runtime.backends.gpu.families import kernels_of
-from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.backends.gpu.backend import REARRANGED
+from moepack.backends.gpu.families import FAMILIES as MODULES
+from moepack.backends.gpu.families import kernels_of
+from moepack.backends.gpu.matrix import DeviceMatrix
 
 FAMILIES = ("groupwise", "ternary", "codebook", "coded")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moepack import _core
-from moepack.runtime.backends.gpu.families import kernels_of
-from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.backends.gpu.families import kernels_of
+from moepack.backends.gpu.matrix import DeviceMatrix
 
 EXACT = 1e-5
 """Bound of the relative error where only sums are rounded."""

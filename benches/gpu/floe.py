@@ -26,10 +26,10 @@ from torch.nn import functional
 
 import groupwise
 from moepack import _core
-from moepack.runtime.backends.gpu.channels import KERNELS, gather
-from moepack.runtime.backends.gpu.families import kernels_of
-from moepack.runtime.backends.gpu.layer import LayerKernels
-from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.backends.gpu.channels import KERNELS, gather
+from moepack.backends.gpu.families import kernels_of
+from moepack.backends.gpu.layer import LayerKernels
+from moepack.backends.gpu.matrix import DeviceMatrix
 
 MIXTRAL = 4096, 14336
 """The model's width and the channels of an expert of Mixtral-8x7B."""

@@ -20,9 +20,9 @@ from cases import FAMILIES, Make, copies, device_name, on_device, routing, speci
 from torch import Tensor
 from torch.nn import functional
 
-from moepack.runtime.backends.gpu import prompt
-from moepack.runtime.backends.gpu.families import kernels_of
-from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.backends.gpu import prompt
+from moepack.backends.gpu.families import kernels_of
+from moepack.backends.gpu.matrix import DeviceMatrix
 
 COLD = 600 << 20
 """Bytes of weights that a graph reads before it comes back to the first."""

@@ -35,15 +35,15 @@ import floe
 import groupwise
 import moepack
 from moepack import _core
+from moepack.backends import backend_for
+from moepack.decoding.decoder import install
 from moepack.integrations.loading import open_tokenizer
-from moepack.runtime.backends import backend_for
-from moepack.runtime.decoder import install
-from moepack.runtime.device import DeviceStore
-from moepack.runtime.experts import PackedExperts, SparseExperts
-from moepack.runtime.store import MappedStore
-from moepack.runtime.streaming import Statistics, statistics_of
-from moepack.runtime.streaming.store import expert_layers
-from moepack.runtime.tiers import Gpu, Misses, keep_on
+from moepack.modules.experts import PackedExperts, SparseExperts
+from moepack.stores.mapped import MappedStore
+from moepack.stores.streaming import Statistics, statistics_of
+from moepack.stores.streaming.experts import expert_layers
+from moepack.stores.tiers import Gpu, Misses, keep_on
+from moepack.stores.uploaded import DeviceStore
 
 WIDTH, INNER, EXPERTS, TOP_K, VOCABULARY = 4096, 14336, 8, 2, 4096
 PROMPT, WARM, STEPS = 8, 8, 48

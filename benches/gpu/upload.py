@@ -14,8 +14,8 @@ import torch
 from cases import FAMILIES, device_name, specifications
 
 from moepack import _core
-from moepack.runtime.backends.gpu import Uploader, upload
-from moepack.runtime.backends.gpu.backend import REARRANGED
+from moepack.backends.gpu import Uploader, upload
+from moepack.backends.gpu.backend import REARRANGED
 
 SHAPE = (8, 14336, 4096)
 """Experts, rows and columns: a projection of a layer of Mixtral-8x7B."""
