@@ -9,9 +9,9 @@
 
 Every cell packs the model's experts and linear layers (attention, shared experts, dense feed-forward layers) and
 measures the packed model: on the CPU with the runtime, on another device by `moepack.tuning.thaw`, which computes the
-same with torch (`tests/test_tuning.py`; the cell "runtime" measures both). A row that ends in ", tuned" is the packed
-model of the row before the comma with fine-tuned centroids, ", tuned without KL" the same without the routers' term.
-Finished cells are appended to the file immediately and are not measured again, so long runs can be interrupted.
+same with torch (`tests/pipeline/test_tuning.py`; the cell "runtime" measures both). A row that ends in ", tuned" is the
+packed model of the row before the comma with fine-tuned centroids, ", tuned without KL" the same without the routers'
+term. Finished cells are appended to the file immediately and are not measured again, so long runs can be interrupted.
 """
 
 from __future__ import annotations

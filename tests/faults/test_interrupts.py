@@ -3,9 +3,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-BENCH = Path(__file__).parents[2] / "benches" / "interrupts.py"
+from places import BENCHES
+
+BENCH = BENCHES / "interrupts.py"
 
 
 def test_every_command_ends() -> None:
