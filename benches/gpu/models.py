@@ -1,6 +1,6 @@
 """Whole models on a GPU: loss and text beside the CPU's, tokens a second beside bfloat16's, memory of both.
 
-    PYTHONPATH=python python benches/gpu/models.py --packed DIR ... --source DIR --text FILE [--large] [--results FILE]
+    PYTHONPATH=python python -m benches.gpu.models --packed DIR ... --source DIR --text FILE [--large] [--results FILE]
 
 Losses are those of float32 models: of windows as long as the decoding kernels take, and of long ones, whose weights are
 decoded to bfloat16. Decoding is greedy, one sequence, without waiting for a token before the next is launched; "graphs"
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import device_name, specifications
 from torch.nn import functional
 
 import moepack
+from benches.gpu.cases import device_name, specifications
 from moepack.decoding.decoder import DecoderForward, set_decoding
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.modules.experts import PackedExperts

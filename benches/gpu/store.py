@@ -1,7 +1,7 @@
 """Decoding with too little memory on a GPU: tokens a second of a made-up model, and what crosses the bus for each.
 
-    PYTHONPATH=python python benches/gpu/store.py [--layers 4] [--only NAME ...] [--results FILE]
-    PYTHONPATH=python python benches/gpu/store.py --packed DIR --text FILE [--chars 12000]
+    PYTHONPATH=python python -m benches.gpu.store [--layers 4] [--only NAME ...] [--results FILE]
+    PYTHONPATH=python python -m benches.gpu.store --packed DIR --text FILE [--chars 12000]
 
 The model has Mixtral-8x7B's shapes and few layers; weights repeat and tokens are drawn, so every expert is as likely as
 any other, and every channel: the worst case of what is kept on the device. "all" has everything on the GPU, the others
@@ -25,15 +25,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cases import device_name
-from models import allocated, decoding
 from numpy.typing import NDArray
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
-import floe
-import groupwise
 import moepack
+from benches.gpu import floe, groupwise
+from benches.gpu.cases import device_name
+from benches.gpu.models import allocated, decoding
 from moepack import _core
 from moepack.backends import backend_for
 from moepack.decoding.decoder import install

@@ -1,6 +1,6 @@
 """Speed of uploads: packed bytes a second, from memory to a GPU ready for products, and of the rearrangement before.
 
-PYTHONPATH=python python benches/gpu/upload.py [--families coded] [--only NAME] [--results FILE]
+PYTHONPATH=python python -m benches.gpu.upload [--families coded] [--only NAME] [--results FILE]
 """
 
 import argparse
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import FAMILIES, device_name, specifications
 
+from benches.gpu.cases import FAMILIES, device_name, specifications
 from moepack import _core
 from moepack.backends.gpu import Uploader, upload
 from moepack.backends.gpu.backend import REARRANGED

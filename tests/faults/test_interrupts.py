@@ -1,4 +1,4 @@
-"""Ctrl-C ends every long-running command with a shell's exit code. Latency: `benches/interrupts.py`."""
+"""Ctrl-C ends every long-running command with a shell's exit code. Latency: `benches/cpu/interrupts.py`."""
 
 import json
 import subprocess

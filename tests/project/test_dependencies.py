@@ -1,7 +1,7 @@
 """Dependencies of the package: registry crates only, with redistributable licenses, listed in the installed package.
 
 The list is a CycloneDX software bill of materials at the location defined by PEP 770. Known vulnerabilities:
-`benches/audit.py`.
+`.ci/audit.py`.
 """
 
 import importlib.metadata

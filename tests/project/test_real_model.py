@@ -1,6 +1,5 @@
-"""The models of `benches/real.py`: all forms of a function, rescaled or not, compute the same logits."""
+"""The models of `benches/tools/real.py`: all forms of a function, rescaled or not, compute the same logits."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +8,7 @@ import pytest
 import torch
 import transformers
 
-from places import BENCHES
-
-sys.path.append(str(BENCHES))
-import real
+from benches.tools import real
 
 HIDDEN, LAYERS, INNER, HEADS, GROUPS, TOKENS = 32, 2, 48, 4, 2, 40
 

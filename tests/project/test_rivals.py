@@ -1,17 +1,10 @@
-"""`benches/rivals.py`: printed sizes, and the exchange with llama.cpp's quantizer."""
-
-import sys
+"""`benches/quality/rivals.py`: printed sizes, and the exchange with llama.cpp's quantizer."""
 
 import pytest
 import torch
 
-from places import BENCHES
-
-sys.path.append(str(BENCHES))
-import ggml_quantizer
-import quantizers
-import real
-import rivals
+from benches.quality import rivals
+from benches.tools import ggml_quantizer, quantizers, real
 
 
 def test_sizes_count_metadata_and_what_is_left_alone() -> None:
