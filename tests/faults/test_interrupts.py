@@ -6,7 +6,7 @@ import sys
 
 from places import BENCHES
 
-BENCH = BENCHES / "interrupts.py"
+BENCH = BENCHES / "cpu" / "interrupts.py"
 
 
 def test_every_command_ends() -> None:
