@@ -31,9 +31,9 @@ from moepack.calibration.stacks import Stack, decoder_blocks
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.classes import building, meta_model
 from moepack.checkpoint.experts import form_of
+from moepack.decoding.vocabulary import require_known, vocabulary_of
 from moepack.memory import PeakMemory, available_bytes
 from moepack.progress import Progress, Silent
-from moepack.runtime.vocabulary import require_known, vocabulary_of
 from moepack.solvers.balance import Balance
 from moepack.units import size
 
