@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-import moepack.runtime.backends.gpu as package
+import moepack.backends.gpu as package
+from moepack.backends.gpu import compiler, structs
+from moepack.backends.gpu.structs import ACTIVATIONS, Struct, activations
 from moepack.errors import DeviceError
-from moepack.runtime.backends.gpu import compiler, structs
-from moepack.runtime.backends.gpu.structs import ACTIVATIONS, Struct, activations
 
 MODULES = [
     importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
