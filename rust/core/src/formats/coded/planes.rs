@@ -9,7 +9,7 @@ use crate::simd::vectorized;
 const ONES: u64 = 0x0101_0101_0101_0101;
 
 vectorized! {
-    /// Writes the low bits of the codes of registers from their bit planes. The processor must support `isa`.
+    /// Writes the low bits of the codes of registers from their bit planes.
     pub fn lows(planes: &[u8], out: &mut [Register]) = lows_portable;
 }
 

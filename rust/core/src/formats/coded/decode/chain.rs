@@ -75,7 +75,7 @@ impl<'a> Chain<'a> {
     }
 
     /// Converts symbols to codes, or to the part of codes above their low bits, as signed bytes. `symbols` holds all
-    /// symbols decoded since the last call or the start of the row block. The processor must support `isa`.
+    /// symbols decoded since the last call or the start of the row block.
     #[inline]
     pub fn codes(&mut self, isa: Isa, symbols: &mut [Register]) {
         match &mut self.states {

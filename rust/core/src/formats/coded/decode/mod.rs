@@ -16,33 +16,33 @@ mod tests;
 pub use chain::{Affine, Chain};
 
 use super::register::Register;
-use crate::simd::Isa;
+use crate::simd::{Isa, Kind};
 
 /// Decodes the next `registers` registers of several streams of a tensor: first those of the first stream, then those
-/// of the second, and so on. The processor must support `isa`.
+/// of the second, and so on.
 #[inline]
 pub fn decode(isa: Isa, chains: &mut [Chain], registers: usize, out: &mut [Register]) {
     // The decoders rely on this bound.
     assert!(out.len() >= chains.len() * registers);
-    match isa {
-        // SAFETY: the processor supports the instruction set.
+    match isa.kind() {
+        // SAFETY: `isa` proves that the processor has AVX2.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::decode(chains, registers, out) },
-        // SAFETY: as above; these sets include the AVX-512 features used.
+        Kind::Avx2 => unsafe { avx2::decode(chains, registers, out) },
+        // SAFETY: `isa` proves that the processor has AVX-512, which both sets include.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Amx => unsafe { avx512::decode(chains, registers, out) },
-        // SAFETY: as above.
+        Kind::Avx512 | Kind::Amx => unsafe { avx512::decode(chains, registers, out) },
+        // SAFETY: `isa` proves that the processor has NEON.
         #[cfg(target_arch = "aarch64")]
-        Isa::Neon => unsafe { neon::decode(chains, registers, out) },
+        Kind::Neon => unsafe { neon::decode(chains, registers, out) },
         _ => scalar::decode(chains, registers, out),
     }
 }
 
 /// The number of streams to interleave for best throughput.
 pub fn side_by_side(isa: Isa) -> usize {
-    match isa {
-        Isa::Scalar => 1,
-        Isa::Neon | Isa::Avx2 => 4,
-        Isa::Avx512 | Isa::Amx => 8,
+    match isa.kind() {
+        Kind::Scalar => 1,
+        Kind::Neon | Kind::Avx2 => 4,
+        Kind::Avx512 | Kind::Amx => 8,
     }
 }
