@@ -23,7 +23,7 @@ import machine
 from moepack.comparison import Comparison
 from moepack.methods import Method, create
 from moepack.pipeline.tune import tune
-from pictures import panels
+from pictures import LOSS, TEXTS, logarithmic, panels, write
 
 CALIBRATED = ("qmoe", "codequant")
 CPU = ("ternary", "finequant")
@@ -112,7 +112,7 @@ def table(figures: dict[str, Rows]) -> str:
 
 
 def draw(figures: dict[str, Rows], file: Path) -> None:
-    """Loss increase on the first text over size, one panel a model, one line a method."""
+    """Draw the loss increase on the first text over size: one panel per model, one line per method."""
     figure, axes = panels(len(figures))
     for axis, (model, rows) in zip(axes, figures.items(), strict=True):
         for method in POINTS:
@@ -123,13 +123,10 @@ def draw(figures: dict[str, Rows], file: Path) -> None:
             )
             if points:
                 axis.plot(*zip(*points, strict=True), "o-", markersize=4, label=method)
-        axis.set(title=model, xlabel="size of the checkpoint, % of bf16", yscale="log")
-        axis.grid(alpha=0.3, which="both")
+        axis.set(title=model, xlabel="size of the checkpoint, % of bf16")
+        logarithmic(axis)
     text = next(iter(next(iter(next(iter(figures.values())).values()))["rise"]))
-    axes[0].set_ylabel(f"loss over bf16 on {text}, nats a token")
-    axes[-1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
+    write(figure, axes, f"{LOSS} on {TEXTS.get(text, text)}", file)
 
 
 def main() -> None:

@@ -47,6 +47,7 @@ from moepack.methods.finequant.sizes import free_size, halving_ratios, stored_si
 from moepack.pipeline import compress
 from moepack.solvers.groupwise import group_values, quantize_groupwise
 from moepack.solvers.logarithmic import round_logarithmic
+from pictures import LOSS, logarithmic, panels, write
 
 FIXED = ("row", 256, 128, 64, 32, 16)
 ALPHAS = (0.5, 0.45, 0.4, 0.35)
@@ -337,35 +338,33 @@ def gaussian(results: Results) -> None:
         results.add({"part": "gaussian", "bits": bits, "truncated": True, "relative_error": float(error)})
 
 
+LINES = {
+    "fixed": ("o-", "one group size (whole rows, 256, 128, 64, 32, 16)"),
+    "adaptive": ("x", "adaptive: minimum ratio below alpha"),
+    "adaptive-mean": ("+", "adaptive-mean: mean ratio below alpha"),
+    "budget": (".--", "budget"),
+}
+"""Style and legend by kind of group size."""
+
+
 def plot(rows: list[dict[str, Any]], file: Path, figure_of: str) -> None:
-    """Draw `kl` or `increase` over bits a weight: a row of panels for each number of bits, then the outliers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Draw `kl` or `increase` over bits per weight: a row of panels for each number of bits, then the outliers."""
     drawn = [row for row in rows if row["part"] in ("curve", "outliers")]
     found = dict.fromkeys((row["part"], row["model"], row["settings"]["bits"]) for row in drawn)
-    panels = sorted(found, key=lambda panel: (panel[0], -panel[2], MODELS.find(panel[1])))
-    wide = min(len(panels), 4)
-    figure, axes = pyplot.subplots(-(-len(panels) // wide), wide, squeeze=False, layout="constrained")
-    figure.set_size_inches(4.4 * wide, 3.4 * len(axes))
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, (part, model, bits) in zip(axes.flat, panels, strict=False):
+    chosen_panels = sorted(found, key=lambda panel: (panel[0], -panel[2], MODELS.find(panel[1])))
+    figure, axes = panels(len(chosen_panels))
+    for axis, (part, model, bits) in zip(axes, chosen_panels, strict=True):
         chosen = [r for r in drawn if (r["part"], r["model"], r["settings"]["bits"]) == (part, model, bits)]
         longest = max(row["chars"] for row in chosen)
         chosen = [row for row in chosen if row["chars"] == longest]
-        for kind, style in (("fixed", "o-"), ("adaptive", "x"), ("adaptive-mean", "+"), ("budget", ".--")):
+        for kind, (style, label) in LINES.items():
             points = sorted((row["bits_per_weight"], row[figure_of]) for row in chosen if kind_of(row) == kind)
-            axis.plot([x for x, _ in points], [y for _, y in points], style, label=kind)
+            axis.plot([x for x, _ in points], [y for _, y in points], style, label=label)
         title = f"{model}, {bits} bits" + (", one layer with outliers" if part == "outliers" else "")
-        name = {"kl": "KL from the original", "increase": "loss over the original"}[figure_of]
-        axis.set(title=title, xlabel="bits a weight, all packed tensors", ylabel=f"{name} (nats a token)")
-        axis.set_yscale("log" if figure_of == "kl" else "linear")
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3, which="both")
-    figure.savefig(file, dpi=75)
+        axis.set(title=title, xlabel="bits per weight, all packed tensors")
+        if figure_of == "kl":
+            logarithmic(axis)
+    write(figure, axes, "KL(original || packed)" if figure_of == "kl" else LOSS, file)
 
 
 def kind_of(row: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ import machine
 from ggml_types import TYPES, GgmlTypes, importances
 from moepack.calibration.load import load_samples
 from moepack.methods import Method, create
-from pictures import panels
+from pictures import LOSS, TEXTS, logarithmic, panels, write
 from yardstick import Yardstick
 
 Row = dict[str, Any]
@@ -142,7 +142,7 @@ def alike(one: Row, other: Row) -> bool:
 
 
 def draw(rows: list[Row], file: Path) -> None:
-    """Loss on the first text over bits, one panel a model, a line for each method's name without its number."""
+    """Draw the loss increase on the first text over bits: one panel per model, one line per kind of method."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = panels(len(models))
     for axis, model in zip(axes, models, strict=True):
@@ -152,12 +152,10 @@ def draw(rows: list[Row], file: Path) -> None:
             lines.setdefault(kind, []).append((row["bits_per_weight"], max(next(iter(row["rise"].values())), LEAST)))
         for kind, points in lines.items():
             axis.plot(*zip(*sorted(points), strict=True), "o-", markersize=4, label=kind)
-        axis.set(title=model, xlabel="bits a weight, all metadata counted", yscale="log")
-        axis.grid(alpha=0.3, which="both")
-    axes[0].set_ylabel(f"loss over bf16 on {next(iter(rows[0]['rise']))}, nats a token")
-    axes[-1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
+        axis.set(title=model, xlabel="bits per weight, all metadata counted")
+        logarithmic(axis)
+    text = next(iter(rows[0]["rise"]))
+    write(figure, axes, f"{LOSS} on {TEXTS.get(text, text)}", file)
 
 
 def main() -> None:
