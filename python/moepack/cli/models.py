@@ -67,8 +67,8 @@ def _page(outcomes: list[Any], works: int, version: str) -> str:
 
 _TEXT = """# Architectures
 After this page you know whether moepack can compress and run your model, and what decodes it. moepack reads, packs and
-runs {works} of the {count} architectures with routed experts of transformers {version}. `moepack models` prints the table
-for your version of transformers; `moepack models --markdown` generates this page.
+runs {works} of the {count} architectures with routed experts of transformers {version}. `moepack models` prints the
+table for your version of transformers; `moepack models --markdown` generates this page.
 
 Each architecture is tested on a tiny random model of its own configuration class. The model is compressed to 8-bit
 group-wise integers, loaded, run with and without a cache, used for generation if it can generate, exported to bf16 and
