@@ -17,7 +17,7 @@ def who_decodes(directory: str | PathLike[str]) -> str:
     """Describe in one sentence what runs a decoding step on the CPU.
 
     Args:
-        directory: a packed directory, which is loaded and run for a few steps; a checkpoint, of which only config.json
+        directory: a packed directory, which is loaded and run for a few steps; or a checkpoint, of which only config.json
             is read; or a Hub id of either.
 
     Raises:
