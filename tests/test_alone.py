@@ -154,7 +154,7 @@ def test_every_architecture(architecture):
     try:
         model = narrow_model(architecture)
     except Exception as error:  # whatever the installed transformers says of its own architecture
-        pytest.skip(f"transformers does not build a tiny one: {type(error).__name__}: {error}")
+        pytest.skip(f"transformers cannot build a tiny model: {type(error).__name__}: {error}")
     if model.config.is_encoder_decoder:
         pytest.skip("an encoder-decoder is not served")
     if not model.can_generate():
