@@ -282,7 +282,7 @@ def test_progress_reaches_its_end_and_names_blocks(deep: Path) -> None:
     measured(deep, progress=shown)
     assert shown.done == shown.total == IDS.numel() and shown.finished
     blocks = [f"sensitivity: model.layers.{layer}" for layer in range(6)]
-    assert shown.stages == [*blocks, "sensitivity: head", *blocks[::-1], "what errors count: embedding"]
+    assert shown.stages == [*blocks, "sensitivity: head", *blocks[::-1], "sensitivity: embedding"]
 
 
 @pytest.mark.parametrize("stop", [1, 20, 40])
