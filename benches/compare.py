@@ -66,7 +66,7 @@ class Bench:
         self.compared = Comparison(path, options.text, options.chars, options.device)
 
     def point(self, method: Method, tuned: bool) -> dict[str, Any]:
-        """Compress and measure: size as a part of the original's, increase of the loss, seconds of compressing."""
+        """Compress and measure: size relative to the original, loss increase, seconds of compression."""
         start = time.perf_counter()
         found = self.compared.point(method.name, method, then=self._tuned if tuned else lambda packed: packed)
         seconds = time.perf_counter() - start if tuned else found.seconds
@@ -80,7 +80,7 @@ class Bench:
         return out
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every setting's name and figures."""
+        """The name and figures of every setting."""
         options = self.options
         calibration = {"calibration": str(options.calibration), "samples": options.samples}
         for name in options.only or POINTS:
@@ -94,7 +94,7 @@ class Bench:
 
 
 def table(figures: dict[str, Rows]) -> str:
-    """Size in percent of the original, and increase of the loss by text, as Markdown."""
+    """Size in percent of the original and loss increase by text, as Markdown."""
     texts = list(next(iter(next(iter(figures.values())).values()))["rise"])
     lines = [
         "| method | " + " | ".join(f"{model}: size | {' | '.join(texts)}" for model in figures) + " |",

@@ -64,7 +64,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def build_large(directory: Path) -> Path:
-    """Write the made-up model; its experts are windows of one run of Gaussian numbers."""
+    """Write the synthetic model; its experts are windows of one sequence of Gaussian numbers."""
     settings = MixtralConfig(
         **LARGE, vocab_size=1024, num_attention_heads=16, num_key_value_heads=4, num_experts_per_tok=2, dtype="bfloat16"
     )
@@ -85,7 +85,7 @@ def build_large(directory: Path) -> Path:
 
 
 def methods(calibration: str | None) -> Iterator[tuple[str, Method]]:
-    """What a model is packed by."""
+    """The methods that pack a model."""
     yield "ternary", create("ternary")
     if calibration is not None:
         yield "qmoe ternary", Qmoe(calibration, samples=16)
@@ -107,7 +107,7 @@ def peers(model: Path, work: Path, calibration: str | None) -> dict[str, Any]:
 
 
 def decode(model: Any, prompt: torch.Tensor, tokens: int) -> float:
-    """Seconds for each of `tokens` tokens behind a prompt, reading the prompt left out."""
+    """Seconds for each of `tokens` tokens after a prompt, without reading the prompt."""
     times: list[float] = []
 
     class Clock:
@@ -127,7 +127,7 @@ def decode(model: Any, prompt: torch.Tensor, tokens: int) -> float:
 
 
 def compare(model: Path, options: argparse.Namespace, calibration: str | None, work: Path) -> dict[str, float]:
-    """Tokens a second of all peers, by name; prints the table."""
+    """Tokens per second of all peers by name; prints the table."""
     loaded = peers(model, work, calibration)
     vocabulary = next(iter(loaded.values())).config.vocab_size
     prompt = torch.arange(PROMPT)[None] * 31 % (vocabulary - 3) + 3
@@ -149,7 +149,7 @@ def compare(model: Path, options: argparse.Namespace, calibration: str | None, w
 
 
 def build_small(architecture: str, directory: Path) -> Path:
-    """Write a made-up model of an architecture, of Gaussian numbers."""
+    """Write a synthetic model of an architecture with Gaussian weights."""
     torch.manual_seed(0)
     settings = AutoConfig.for_model(architecture, **SIZES | OWN.get(architecture, {}), dtype="bfloat16")
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
@@ -161,7 +161,7 @@ def build_small(architecture: str, directory: Path) -> Path:
 
 
 def compare_steps(architecture: str, options: argparse.Namespace, work: Path) -> dict[str, float]:
-    """Tokens a second of a made-up model with its steps in the core and in transformers; prints the table."""
+    """Tokens per second of a synthetic model, decoded by the core and by transformers; prints the table."""
     source, packed = build_small(architecture, work / architecture), work / f"{architecture}-packed"
     compress(source, packed, method=create("finequant", bits=4, dense_bits=4))
     model = moepack.load(packed, dtype=torch.bfloat16)

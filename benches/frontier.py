@@ -52,7 +52,7 @@ GGML = "ggml "
 
 
 def methods(options: argparse.Namespace) -> Iterator[tuple[str, Method]]:
-    """The methods by the name that tables give them."""
+    """The methods by their names in tables."""
     seen = {"calibration": str(options.calibration), "samples": options.samples, "device": options.device}
     knobs = [rate for rate in options.rates if rate <= MOST_TERNARY]
     kinds: dict[str, Callable[[], Iterator[tuple[str, Method]]]] = {
@@ -73,7 +73,7 @@ def methods(options: argparse.Namespace) -> Iterator[tuple[str, Method]]:
 
 
 def contestants(model: Yardstick, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and figures; ggml comes first, for its importances are those of the original."""
+    """Names and figures; ggml comes first, because its importances are those of the original."""
     if "ggml" in options.methods:
         peer, windows = GgmlTypes(), load_samples(model.checkpoint, options.calibration, options.samples, SAMPLE_TOKENS)
         seen = importances(model.model, [layer.name for layer in model.layout.layers], windows.inputs)
@@ -88,7 +88,7 @@ def contestants(model: Yardstick, options: argparse.Namespace) -> Iterator[tuple
 
 
 def hull(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Bits and losses in the order of bits, without those that lose no less than one of fewer bits."""
+    """Bits and losses in the order of bits, without points that another point with fewer bits beats."""
     kept: list[tuple[float, float]] = []
     for bits, loss in sorted(points):
         if not kept or loss < kept[-1][1]:
@@ -97,7 +97,7 @@ def hull(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def between(points: list[tuple[float, float]], bits: float) -> float:
-    """The loss at so many bits, its logarithm interpolated linearly, or extended beyond the last two points."""
+    """The loss at a number of bits: log-linear interpolation, or extrapolation from the last two points."""
     at = min(max(bisect([point[0] for point in points], bits), 1), len(points) - 1)
     (low, first), (high, second) = points[at - 1 : at + 1]
     return float(first * (second / first) ** ((bits - low) / (high - low)))
@@ -111,7 +111,7 @@ def reaching(points: list[tuple[float, float]], loss: float) -> float:
 
 
 def matching(rows: list[Row], kind: str) -> float:
-    """The bits at which `rate` with a text loses what a type of ggml does: the mean over models and texts."""
+    """The bits at which `rate` with a text has the loss of a ggml type, averaged over models and texts."""
     found = []
     for peer in (row for row in rows if row["method"] == GGML + kind):
         ours = [row for row in rows if re.fullmatch(r"rate .* with a text", row["method"]) and alike(row, peer)]
@@ -124,7 +124,7 @@ def matching(rows: list[Row], kind: str) -> float:
 
 
 def shares(rows: list[Row]) -> Iterator[str]:
-    """A line for each figure of `rate` on models that ggml's types were measured on: its loss over theirs."""
+    """A line for each figure of `rate` on models with ggml figures: its loss relative to theirs."""
     for row in (row for row in rows if row["method"].startswith("rate")):
         peers = [peer for peer in rows if peer["method"].startswith(GGML) and alike(peer, row)]
         if len(peers) < 2:
@@ -137,7 +137,7 @@ def shares(rows: list[Row]) -> Iterator[str]:
 
 
 def alike(one: Row, other: Row) -> bool:
-    """Whether rows are of the same model and projections."""
+    """Whether two rows have the same model and projections."""
     return bool(one["model"] == other["model"] and one["only"] == other["only"])
 
 

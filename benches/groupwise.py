@@ -53,7 +53,7 @@ EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
 
 
 def median_round(run: Callable[[], object], seconds: float) -> float:
-    """The median time of a round in seconds; one to warm up, three at least."""
+    """The median time of a round in seconds, over at least three after one warm-up."""
     run()
     times: list[float] = []
     deadline = time.perf_counter() + seconds
@@ -73,12 +73,12 @@ class Report:
         self.bandwidth = 0.0
 
     def probe(self) -> None:
-        """Measure the bandwidth that the next figures are held against."""
+        """Measure the bandwidth to compare the next figures with."""
         gc.collect()
         self.bandwidth = read_bandwidth(1 << 29, 5) / 1e9
 
     def save(self) -> None:
-        """Write what there is so far."""
+        """Write the figures so far."""
         machine.save(self.out, self.threads, {"peers": versions(), "rows": self.figures})
 
     def add(self, part: str, tokens: int, name: str, seconds: float, nbytes: int, operations: int) -> None:
@@ -94,14 +94,14 @@ class Report:
         self.save()
 
     def absent(self, part: str, peer: Absent) -> None:
-        """Record a peer that did not take part."""
+        """Record an absent peer."""
         self.figures.append({"part": part, "name": peer.name, "absent": peer.reason})
         print(f"{part:<11} absent: {peer.name}: {peer.reason[:90]}", flush=True)
 
     def peer(
         self, part: str, make: Callable[[], Peer | Absent], columns: int, operations: int, tokens: list[int]
     ) -> None:
-        """Make a peer, time it with each number of tokens, drop it."""
+        """Create a peer, time it with each number of tokens, and drop it."""
         self.probe()
         peer = make()
         if isinstance(peer, Absent):
@@ -136,7 +136,7 @@ def products(report: Report, shape: tuple[int, ...], tokens: list[int], cold: in
 
 
 def routing(tokens: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """Experts of each token, all different, and weights that add up to 1."""
+    """Different experts for each token, and weights that add up to 1."""
     generator = np.random.default_rng(1000 * layer + tokens)
     experts = np.stack([generator.permutation(EXPERTS)[:TOP_K] for _ in range(tokens)]).astype(np.int64)
     return experts, np.full((tokens, TOP_K), 1 / TOP_K, np.float32)
@@ -150,7 +150,7 @@ def our_layers(count: int) -> list[list[_core.PackedTensor]]:
 
 
 def layer_rounds(tokens: list[int], isas: list[str]) -> Iterator[tuple[str, int, int, Callable[[], object], int]]:
-    """Rounds of moepack: name, tokens, layers of a round, the round, bytes that a layer reads."""
+    """Rounds of moepack: name, tokens, layers per round, the round, bytes read per layer."""
     layers = our_layers(3)
     size = sum(blob.nbytes for blob in layers[0])
     for isa in isas:
@@ -168,7 +168,7 @@ def layer_rounds(tokens: list[int], isas: list[str]) -> Iterator[tuple[str, int,
 
 
 def bf16_rounds(tokens: list[int]) -> Iterator[tuple[str, int, int, Callable[[], object], int]]:
-    """Rounds of a loop over experts in torch, as transformers' eager implementation has it."""
+    """Rounds of a loop over experts in torch, like transformers' eager implementation."""
     gate_up = torch.empty(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.bfloat16).uniform_(-0.05, 0.05)
     down = torch.empty(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16).uniform_(-0.05, 0.05)
     linear, silu = torch.nn.functional.linear, torch.nn.functional.silu

@@ -43,7 +43,7 @@ EXPERT_TOKENS, ALL_TOKENS = 65_536, 262_144
 
 @dataclass(frozen=True)
 class Part:
-    """Matrices of one shape: how many Mixtral-8x7B has, how many different inputs they have, and tokens of each."""
+    """Matrices of one shape: their number in Mixtral-8x7B, the number of different inputs, and tokens of each."""
 
     name: str
     rows: int
@@ -86,7 +86,7 @@ def gaussian(part: Part, device: torch.device, seed: int = 0) -> torch.Tensor:
 
 
 def milo(part: Part, device: torch.device, threads: int) -> dict[str, Any]:
-    """Seconds of a matrix, and of as many at a time as there are threads."""
+    """Seconds per matrix, alone and with one matrix per thread."""
     clock, settings = Clock(device), JointSettings()
     weights = [gaussian(part, device, seed) for seed in range(threads if device.type == "cpu" else 1)]
 
@@ -117,7 +117,7 @@ def milo(part: Part, device: torch.device, threads: int) -> dict[str, Any]:
 
 
 def by_gptq(part: Part, device: torch.device, tokens: int) -> dict[str, Any]:
-    """Seconds of a Hessian and of a matrix."""
+    """Seconds per Hessian and per matrix."""
     clock, weights = Clock(device), gaussian(part, device)
     x = torch.randn(tokens, part.columns, device=device)
     hessian = torch.zeros(1, part.columns, part.columns, device=device)
@@ -130,7 +130,7 @@ def by_gptq(part: Part, device: torch.device, tokens: int) -> dict[str, Any]:
 
 
 def slowly(matrices: torch.Tensor, rank: int) -> torch.Tensor:
-    """Errors of the alternation as it is without shortcuts."""
+    """Errors of the alternation without shortcuts."""
     solver, fast = LeastSquares(), joint.decompose
     joint.decompose = lambda residual, rank, start=None: (truncated_svd(residual, rank), None)
     try:

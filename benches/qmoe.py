@@ -55,7 +55,7 @@ def measure(model: Path, options: argparse.Namespace) -> Iterator[tuple[str, dic
 
 
 def table(figures: dict[str, Rows]) -> str:
-    """Increases of the loss in nats a token, and as a part of that of rounding to as many bits, as Markdown."""
+    """Loss increases in nats per token and relative to rounding to equal bits, as Markdown."""
     texts = list(next(iter(next(iter(figures.values())).values()))["rise"])
     lines = [f"| model | method | bits a weight | {' | '.join(texts)} |", "|---|---|---|" + "---|" * len(texts)]
     for model, rows in figures.items():

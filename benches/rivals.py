@@ -78,13 +78,13 @@ def quantize(peer: str, settings: dict[str, Any], options: argparse.Namespace, o
 
 
 def _peak() -> float:
-    """The most memory that this process had, GiB; `getrusage` would count its parent's as well."""
+    """The peak memory of this process in GiB; `getrusage` would include its parent's."""
     found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     return round(int(found[1]) / 2**20, 2) if found else math.nan
 
 
 def sizes_of(sizes: dict[str, tuple[float, int]], count: int) -> dict[str, float]:
-    """Bits a weight of the matrices of the layers, and of all `count` weights; what is left alone has 16."""
+    """Bits per weight of the layers' matrices and of all `count` weights; unquantized weights have 16."""
     layers = [size for name, size in sizes.items() if not is_embedding(name) and "norm" not in name]
     bits, weights = (sum(part) for part in zip(*layers, strict=True))
     all_bits, all_weights = (sum(part) for part in zip(*sizes.values(), strict=True))
@@ -93,7 +93,7 @@ def sizes_of(sizes: dict[str, tuple[float, int]], count: int) -> dict[str, float
 
 
 class Bench:
-    """One model, its texts, and the original beside which quantized ones are scored."""
+    """One model, its texts, and the original to compare quantized models with."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -103,7 +103,7 @@ class Bench:
         self.count = sum(each.numel() for each in self.model.model.parameters())
 
     def row(self, name: str, settings: dict[str, Any]) -> Row:
-        """Quantize and score, with the embedding as the peer leaves it, and as it was."""
+        """Quantize and score, with the peer's embedding and with the original's."""
         peer = self.options.peer
         known = {"peer": peer, "setting": name, "version": version(QUANTIZERS[peer][0])}
         if known["version"] is None:
@@ -132,7 +132,7 @@ class Bench:
 
 
 def table(rows: list[Row]) -> str:
-    """By peer and bits, as Markdown: sizes, increase and divergence on each text, what it took."""
+    """Sizes, loss increase and divergence on each text, seconds and memory, by peer and bits, as Markdown."""
     texts = list(next(row["layers"] for row in rows if "layers" in row))
     lines = [
         f"| quantizer | setting | bits, layers | increase of layers alone: {', '.join(texts)} | divergence "
@@ -154,7 +154,7 @@ def _figures(scores: dict[str, dict[str, float]], figure: str, form: str) -> str
 
 
 def main() -> None:
-    """Measure a peer's settings one at a time and save each, or print what was measured."""
+    """Measure a peer's settings one at a time and save each, or print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer", choices=(*SETTINGS, "table"))
     parser.add_argument("model", type=Path, nargs="?")

@@ -51,7 +51,7 @@ WORDS = ("river", "stone", "light", "under", "walked", "slowly", "and", "then", 
 
 
 def config(layers: int, experts: int) -> SwitchTransformersConfig:
-    """Half of the sparse layers in the encoder, half in the decoder, each behind a dense one."""
+    """Half of the sparse layers are in the encoder and half in the decoder, each after a dense one."""
     return SwitchTransformersConfig(
         vocab_size=VOCABULARY, d_model=D_MODEL, d_kv=64, d_ff=D_FF, num_heads=12, num_experts=experts,
         num_layers=layers, num_sparse_encoder_layers=layers // 2,
@@ -108,7 +108,7 @@ def _tensors(group: dict[str, torch.Size], pool: torch.Tensor) -> Iterator[tuple
 
 
 def work(options: argparse.Namespace) -> None:
-    """The measured process: compress, print what it took."""
+    """The measured process: compress and print time and memory."""
     from moepack.methods import Qmoe, create
     from moepack.pipeline import compress
 
@@ -136,7 +136,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def measure_shared(method: str, workers: int, options: argparse.Namespace) -> dict[str, float]:
-    """Wall and processor seconds of a job shared by so many workers, or done by one thread where there are none."""
+    """Wall and processor seconds of a job on a number of workers, or on one thread without workers."""
     command = [sys.executable, __file__, "--work", method, "--directory", str(options.directory), "--threads", "1"]
     command += ["--samples", str(options.samples), "--group", str(options.group), "--codes", options.codes]
     command += ["--cluster", str(workers)]
@@ -159,7 +159,7 @@ def measure_shared(method: str, workers: int, options: argparse.Namespace) -> di
 
 
 def family_seconds(process: int) -> dict[int, float]:
-    """Processor seconds of a process and of all that descend from it, by their numbers."""
+    """Processor seconds of a process and all its descendants, by process id."""
     parents, seconds = {}, {}
     for place in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -173,7 +173,7 @@ def family_seconds(process: int) -> dict[int, float]:
 
 
 def show_shared(method: str, runs: dict[int, dict[str, float]]) -> None:
-    """A line a number of workers, and the extrapolation."""
+    """One line per number of workers, and the extrapolation."""
     alone = runs[0]["cpu"]
     for workers, run in runs.items():
         who = f"{workers} worker{'s' if workers > 1 else ''}" if workers else "one thread"
@@ -209,7 +209,7 @@ def measure(method: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def share(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Measure, show and save each method with each number of workers."""
+    """Measure, print and save each method with each number of workers."""
     for method in options.methods:
         runs = {workers: measure_shared(method, workers, options) for workers in (0, *options.workers)}
         show_shared(method, runs)
@@ -221,7 +221,7 @@ def share(options: argparse.Namespace, results: dict[str, Any]) -> None:
 
 
 def solver_operations(d_model: int, d_ff: int) -> float:
-    """Multiplications of GPTQ for each weight: R C^2 of compensation and C^3 / 3 of factorisation a matrix."""
+    """Multiplications of GPTQ per weight: R C^2 for compensation and C^3 / 3 for factorization of a matrix."""
     shapes = ((d_ff, d_model), (d_model, d_ff))
     return sum(rows * columns**2 + columns**3 / 3 for rows, columns in shapes) / (2 * d_model * d_ff)
 
@@ -233,7 +233,7 @@ def c2048_weights() -> float:
 
 
 def show(method: str, figures: dict[str, float]) -> None:
-    """One line a method, and the extrapolation."""
+    """One line per method, and the extrapolation."""
     billions = figures["weights"] / 1e9
     wall, cpu = figures["seconds"] / billions, figures["cpu"] / billions
     memory = f"{figures['RssAnon'] / 1e9:.2f} GB anonymous, {figures['VmHWM'] / 1e9:.2f} GB with mapped files"

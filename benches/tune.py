@@ -38,12 +38,12 @@ class Bench:
         self.original = self.losses(path)
 
     def losses(self, path: Path) -> dict[str, float]:
-        """Nats a token by text."""
+        """Nats per token by text."""
         options = self.options
         return {text.stem: evaluate(path, text, options.chars, mode="exact").loss for text in options.text}
 
     def compressed(self, out: Path, rate: float) -> Path:
-        """Compress to so many bits a weight."""
+        """Compress to the given bits per weight."""
         options = self.options
         seen = {"calibration": str(options.calibration), "samples": options.samples} if options.calibration else {}
         compress(self.path, out, method=create("rate", bits_per_weight=rate, roles=options.roles, **seen))

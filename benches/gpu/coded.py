@@ -23,7 +23,7 @@ def make(
     outliers: float = 0.0,
     dependent: bool = False,
 ) -> NDArray[np.uint8]:
-    """A packed tensor of Gaussian codes; more than 2^22 are the same ones over and over.
+    """A packed tensor of Gaussian codes; above 2^22, they repeat.
 
     Args:
         experts: of the tensor.

@@ -33,7 +33,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Run the requested measurements."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of specifications")
