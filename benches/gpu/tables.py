@@ -1,6 +1,6 @@
 """Prints the tables of docs/gpu.md from the results of speed.py, models.py and floe.py.
 
-python benches/gpu/tables.py
+python -m benches.gpu.tables
 """
 
 import json
