@@ -23,7 +23,7 @@ def skip_unknown(model_type: str) -> None:
 
 @cache
 def run_by_transformers(model_type: str) -> str:
-    """What transformers raises when it runs its own tiny model; empty if it runs."""
+    """The exception of transformers when it runs its own tiny model; empty if it runs."""
     try:
         model = tiny_model(model_type)
         with torch.inference_mode():

@@ -35,7 +35,7 @@ def calibrator(path, samples, **settings):
 
 
 def solved(calibrator, solve):
-    """The layers of a model, each after all its stages were answered by `solve`."""
+    """The layers of a model, each after `solve` has answered all its stages."""
     for run in calibrator.layers():
         for stage in run:
             with run.smaller_groups():
@@ -44,7 +44,7 @@ def solved(calibrator, solve):
 
 
 def final_states(calibrator, solve=keep):
-    """The hidden state behind the last block of the streams, with the tokens of each layer's experts."""
+    """The hidden states after the last block of the streams, with the tokens of each layer's experts."""
     streams = []
     make = calibrator._stream
     calibrator._stream = lambda *args: streams.append(make(*args)) or streams[-1]

@@ -131,7 +131,7 @@ def test_a_head_that_is_stored_with_other_values_is_not_tied(model_type: str, tm
 
 @pytest.mark.parametrize("model_type", ["gemma4", "inkling2", "zaya", "granitemoe", "deepseek_v4"])
 def test_a_streamed_model_predicts_what_the_whole_one_does(model_type: str, tmp_path: Path) -> None:
-    """The tail of the model works, including inputs other than the outputs of the last block."""
+    """The tail of the model also receives inputs other than the outputs of the last block."""
     path = saved(model_type, tmp_path / "model", {})
     streamed = StreamedDecoder(path, Windows(IDS.numpy(), "", ""), torch.float32, tmp_path)
     found = torch.cat(list(streamed.logits(lambda *_: None)))
@@ -141,7 +141,7 @@ def test_a_streamed_model_predicts_what_the_whole_one_does(model_type: str, tmp_
 
 
 def test_a_head_that_reads_earlier_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients would lack the contribution of the earlier blocks' outputs."""
+    """Without the earlier blocks' outputs, gradients would lack their contribution."""
     path = saved("mixtral", tmp_path / "model", {})
     forward = MixtralModel.forward
 
@@ -214,7 +214,7 @@ def test_one_block_is_in_memory_at_a_time(deep: Path, monkeypatch: pytest.Monkey
 
 
 def test_gradients_of_one_window_are_held(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a gradient is complete, all others have been dropped."""
+    """When a gradient is complete, all others have been freed."""
     seen: list[int] = []
     register = Tensor.register_post_accumulate_grad_hook
     alive: list[Tensor] = []

@@ -32,7 +32,7 @@ INT8 = FineQuant(bits=8, dense_bits=8)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal up to 8 bits a weight; the median leaves out tokens whose experts change by rounding."""
+    """Equal up to the error of 8 bits; the median ignores tokens whose experts change by rounding."""
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.median() < 0.02
 
@@ -110,7 +110,7 @@ def toy(tmp_path: Path) -> tuple[Any, Path]:
 
 @pytest.fixture
 def registered() -> Any:
-    """The toy architecture is known to transformers, and to moepack while the test runs."""
+    """The toy architecture is registered in transformers, and in moepack during the test."""
     register(TOY)
     yield
     architecture._known.pop("toy_moe")

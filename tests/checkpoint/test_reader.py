@@ -41,13 +41,13 @@ def sharded(directory: Path, shards: Mapping[str, Mapping[str, torch.Tensor]], i
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory now."""
+    """The resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
-    """A sound checkpoint of two shards with one tensor each, to be broken."""
+    """A valid checkpoint of two shards with one tensor each, to be damaged."""
     shards = {"1.safetensors": {"a": torch.ones(3)}, "2.safetensors": {"b": torch.zeros(2, 2)}}
     return sharded(tmp_path, shards, {"a": "1.safetensors", "b": "2.safetensors"})
 
@@ -355,7 +355,7 @@ def test_header_without_tensors(tmp_path: Path) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_is_refused_or_harmless(data: st.DataObject, tmp_path: Path) -> None:
-    """Whatever happens to a shard's bytes, a header is refused with a typed error or stays inside the file."""
+    """For any bytes of a shard, a header is rejected with a typed error or stays inside the file."""
     file = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(3), "b": torch.zeros(2, 2), "c": torch.zeros(0)}, file)
     raw = bytearray(file.read_bytes())

@@ -62,7 +62,7 @@ def test_a_missing_id_is_one_clear_error(hub_cache: Path, use: Callable[[str], A
 
 
 def answer(status: int, kind: type[Exception]) -> Exception:
-    """The error of the hub's client for an answer of that status."""
+    """The error of the hub's client for a response with the given status."""
     httpx = pytest.importorskip(huggingface_hub.errors.HTTPError.__module__.partition(".")[0])
     request = httpx.Request("GET", "https://hub/api")
     return kind("many\nlines\nof advice", response=httpx.Response(status, request=request))  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Tensor names changed by wrappers: everything that plain transformers loads is read, and what a wrapper hides, too."""
+"""Tensor names changed by wrappers: everything that transformers loads is read, and also names hidden by a wrapper."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def text_only(name: str) -> str:
 
 
 def compiled_blocks(name: str) -> str:
-    """As `block.compile()` in a loop over layers names it."""
+    """Names of `block.compile()` in a loop over layers."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return name if number is None else ".".join([*parts[: number + 1], "_orig_mod", *parts[number + 1 :]])
@@ -61,7 +61,7 @@ RENAMINGS: dict[str, Rename] = {
 
 
 def renamed(source: Path, target: Path, rename: Rename, shards: int = 1) -> Path:
-    """The checkpoint with other names of tensors, in a file or in shards with an index."""
+    """The checkpoint with renamed tensors, in one file or in shards with an index."""
     target.mkdir()
     tensors = {rename(name): x for name, x in load_file(source / "model.safetensors").items()}
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
@@ -77,7 +77,7 @@ def renamed(source: Path, target: Path, rename: Rename, shards: int = 1) -> Path
 
 
 def facts(checkpoint: Checkpoint) -> object:
-    """What a description says of a checkpoint, less notes and the order of tensors."""
+    """The description of a checkpoint without notes and the order of tensors."""
     model = describe(checkpoint)
     parts = {p.packed_name: (p.shape, p.parts) for layer in model.layers for p in layer.projections}
     dense = {(linear.name, linear.role, linear.source) for layer in model.dense for linear in layer.linears}
@@ -120,7 +120,7 @@ def test_what_stock_transformers_loads_is_read(family: str, saved: Callable[[str
 def test_the_packed_directory_does_not_remember_the_wrapper(
     kind: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Packed, loaded by both doors, exported and evaluated as the plain checkpoint is."""
+    """It is packed, loaded by both entry points, exported and evaluated like the plain checkpoint."""
     source = saved("qwen3_moe")
     wrapped = renamed(source, tmp_path / "wrapped", RENAMINGS[kind])
     want = open_model(source, torch.float32)(IDS).logits
@@ -143,7 +143,7 @@ def test_the_packed_directory_does_not_remember_the_wrapper(
 
 
 def fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Linear layers in float8, with a factor for each matrix."""
+    """Linear layers in float8 with one factor per matrix."""
     made: dict[str, torch.Tensor] = {}
     for name, x in tensors.items():
         if name.endswith("_proj.weight"):
@@ -205,7 +205,7 @@ def test_names_of_several_forms_in_one_checkpoint(family: str, saved: Callable[[
 def test_an_index_with_other_prefixes_than_its_shards(
     family: str, rename: Rename, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Transformers takes from it which files there are."""
+    """Transformers reads the list of files from it."""
     directory = renamed(saved(family), tmp_path / "x", lambda name: name, shards=2)
     index = directory / "model.safetensors.index.json"
     listed = json.loads(index.read_text())["weight_map"]
@@ -240,7 +240,7 @@ def test_a_name_that_is_there_in_two_spellings_is_refused(saved: Callable[[str],
 
 
 def test_a_norm_of_another_tower_is_not_taken_for_the_models(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    """One tensor is missing, and one of that name lies elsewhere: too little to call that a wrapper."""
+    """One tensor is missing and one of that name exists elsewhere, which does not indicate a wrapper."""
     directory = renamed(
         saved("qwen3_moe"),
         tmp_path / "x",
@@ -273,7 +273,7 @@ def test_an_adapter_that_was_not_merged_is_told(
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_a_layer_that_is_hidden_is_told(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
-    """A prefix of its own in front of fewer names than have none is not taken for a wrapper."""
+    """A prefix of a minority of the names is not taken for a wrapper."""
     directory = renamed(saved(family), tmp_path / "x", lambda name: f"draft.{name}" if ".layers.1." in name else name)
     for door in (compress, estimate):
         with pytest.raises(CheckpointError, match=r"but has 'draft\.model\.layers\.1\."):
@@ -291,7 +291,7 @@ def test_experts_of_an_adapter_that_was_not_merged_are_told(saved: Callable[[str
 
 
 def test_a_refusal_says_what_was_found_and_what_was_sought(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    """And never that a model type is unsupported which is in the list of those that are."""
+    """The message never calls a listed model type unsupported."""
     directory = renamed(saved("mixtral"), tmp_path / "x", lambda name: name.replace("layers", "blocks"))
     with pytest.raises(UnsupportedModelError) as caught:
         compress(directory, tmp_path / "out", method=FineQuant(bits=8))

@@ -137,7 +137,7 @@ def test_models_without_a_template_continue_the_text(talk, packed):
 
 
 class Terminal:
-    """A program in a terminal of its own."""
+    """A program in a separate terminal."""
 
     def __init__(self, command):
         self.pid, self.file = pty.fork()
@@ -147,7 +147,7 @@ class Terminal:
         self.seen = ""
 
     def wait(self, pattern, seconds=90):
-        """Read until something matches; what came before it is forgotten."""
+        """Read until a pattern matches, and drop the text before it."""
         until = time.monotonic() + seconds
         while (found := re.search(pattern, self.seen)) is None:
             ready = select.select([self.file], [], [], max(until - time.monotonic(), 0))[0]

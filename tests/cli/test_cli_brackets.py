@@ -34,7 +34,7 @@ def shown(*arguments, of=app):
 
 
 def sources(function):
-    """The help of a command's options as their source has it."""
+    """The help of a command's options as in the source."""
     for hint in get_type_hints(function, include_extras=True).values():
         for about in get_args(hint)[1:]:
             if getattr(about, "help", None) and not about.hidden:

@@ -22,7 +22,7 @@ from moepack.serving.text.sampling import Sampling
 
 @pytest.fixture
 def run(monkeypatch):
-    """Run a command; transformers' verbosity, which commands lower, is put back."""
+    """Run a command and restore transformers' verbosity, which commands lower."""
     verbosity = transformers.logging.get_verbosity()
     yield lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
     transformers.logging.set_verbosity(verbosity)

@@ -35,7 +35,7 @@ def encoded(text, encoding):
 
 
 class Trickle(io.BytesIO):
-    """A pipe that gives a byte at a time."""
+    """A pipe that delivers one byte at a time."""
 
     def read1(self, size=-1):
         return self.read(1)

@@ -46,7 +46,7 @@ def test_a_saved_reference_gives_the_figures_of_its_model(mixtral, other, text, 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v2"])
 def test_block_by_block_is_the_model(tiny_checkpoint, text, tmp_path, architecture):
-    """The same logits whether the model is loaded or passes through block by block."""
+    """The logits are the same for a loaded model and block by block."""
     directory = tiny_checkpoint(architecture)
     seen = []
     loaded = record_reference(directory, text, CHARS, tmp_path / "loaded")
@@ -75,7 +75,7 @@ def test_block_by_block_is_the_model_of_every_architecture(text, tmp_path, archi
 
 
 def test_what_is_kept_depends_on_what_follows_the_head(text, tmp_path):
-    """A head that is only scaled (GraniteMoE) is kept beside its inputs; of any other the logits are kept."""
+    """A head that is only scaled (GraniteMoE) is stored with its inputs; for any other head, the logits are stored."""
     model = tiny_model("mixtral")
     head, file = model.lm_head.forward, tmp_path / "reference"
 

@@ -31,7 +31,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 
 class Dom(HTMLParser):
-    """Tags with their attributes and texts; refuses what is not closed in order."""
+    """Tags with their attributes and texts; rejects tags that are not closed in order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def copy(packed, tmp_path):
 
 @pytest.fixture
 def facts(packed):
-    """A model of which everything is known, with names that want to be HTML."""
+    """A model with complete information and names that need HTML escaping."""
     directory = PackedDirectory.open(packed)
     values = [replace(each, tokens=(0, 5, 90, 4000), errors=(0.1, 0.2, 0.1, 0.3)) for each in read_values(directory)]
     figures = EvaluationReport(1533, 3.5, 33.1, 2.0, 3.4, 29.96, 0.05, 0.875, 1 << 20)

@@ -244,7 +244,7 @@ CALIBRATED = {"calibration": str(NOVEL), "samples": 4, "sequence_length": 128}
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, list(value.values())[-2:])),
 )
 def test_bf16_of_every_method_on_the_example(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Stock transformers gets from the export the loss that the packed model has; not that of the original model."""
+    """Stock transformers computes the packed model's loss from the export, not the original model's."""
     source, text = TINY_MOE, NOVEL
     moepack.compress(source, tmp_path / "packed", method=create(name, **settings))
     export(tmp_path / "packed", tmp_path / "plain")

@@ -81,7 +81,7 @@ def add_merges(directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Packed directories of tiny models, with what is to be set otherwise."""
+    """Packed directories of tiny models with changed settings."""
 
     def make(architecture: str, dense_bits: int | str = 8, **settings: Any) -> Path:
         torch.manual_seed(3)
@@ -103,7 +103,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="module")
 def files(packed: Make) -> Callable[[str], tuple[Path, Path]]:
-    """A function from an architecture to its packed directory and the GGUF file of that."""
+    """A function from an architecture to its packed directory and GGUF file."""
 
     @cache
     def make(architecture: str) -> tuple[Path, Path]:
@@ -162,7 +162,7 @@ def test_the_tokenizer_is_in_the_file(exported: tuple[str, Path, Path]) -> None:
 
 
 def answers_of_llama_cpp(file: Path, texts: Sequence[str]) -> Iterator[tuple[str, int, dict[int, float]]]:
-    """Texts with how many tokens llama.cpp makes of each, and the logarithms of the probabilities of 100 next ones.
+    """Texts with llama.cpp's token counts and the log-probabilities of 100 next tokens.
 
     Where the likeliest is the end, llama.cpp tells none.
     """
@@ -210,7 +210,7 @@ def test_llama_cpp_agrees(exported: tuple[str, Path, Path]) -> None:
     ids=str,
 )
 def test_llama_cpp_agrees_about_latents(settings: dict[str, Any], packed: Make) -> None:
-    """With scaled positions and attention that is not packed, and with queries that have no latent."""
+    """With scaled positions, unpacked attention, and queries without a latent."""
     pytest.importorskip("xllamacpp", reason="llama.cpp (xllamacpp) is not installed")
     directory = packed("deepseek_v2", **settings)
     export(directory, directory.with_name("model.gguf"), "gguf")
@@ -218,7 +218,8 @@ def test_llama_cpp_agrees_about_latents(settings: dict[str, Any], packed: Make) 
 
 
 def test_pieces_of_sentences(files: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
-    """A tokenizer as Mixtral's: spaces are characters, bytes fall back, a space comes before the text."""
+    """A tokenizer like Mixtral's: spaces are characters, unknown characters fall back to bytes, and a space precedes
+    the text."""
     directory = tmp_path / "packed"
     shutil.copytree(files("mixtral")[0], directory)
     write_pieces(directory)

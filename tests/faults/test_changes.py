@@ -40,7 +40,7 @@ def load(file: Path, **options: bool) -> moepack.TernaryTensor | GroupwiseTensor
 
 
 def overwrite(file: Path, byte: int) -> None:
-    """Write over the blob's sections in place, as `cp` onto the file does."""
+    """Overwrite the blob's sections in place, like `cp` onto the file."""
     size, blob = file.stat().st_size, load(file).nbytes
     with open(file, "r+b") as stream:
         stream.seek(size - blob + 128)

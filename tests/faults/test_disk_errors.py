@@ -39,7 +39,7 @@ def failing(call: str, number: int) -> Iterator[list[int]]:
 
 
 def assert_fails_and_goes_on(work: Callable[[], object], call: str, number: int, out: Path) -> bool:
-    """Whether there is so late a call; if so its failure is a typed error and leaves nothing at `out`."""
+    """Whether the given call exists; if so, its failure is a typed error and leaves nothing at `out`."""
     with failing(call, number) as left:
         try:
             work()

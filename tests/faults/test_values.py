@@ -1,4 +1,4 @@
-"""Values that no model intends are rejected before the work, or reported by name, by every method alike."""
+"""Invalid values are rejected before the work, or reported by name, by every method."""
 
 import warnings
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_experts_of_no_width_are_packed_or_refused_before_the_work(mixtral: Path
 
 
 def test_experts_that_vanish_are_warned_of(mixtral: Path, tmp_path: Path) -> None:
-    """Float16 scales end at 6e-8: smaller experts would be silent zeros."""
+    """The smallest float16 scale is 6e-8: smaller experts would silently become zeros."""
 
     def shrink(tensors: Tensors) -> None:
         for name in experts(tensors, 1):
@@ -95,7 +95,7 @@ def test_experts_that_vanish_are_warned_of(mixtral: Path, tmp_path: Path) -> Non
 
 
 def test_constant_and_empty_values_come_back(mixtral: Path, tmp_path: Path) -> None:
-    """Groups of one value, experts of zeros, rows of zeros: nothing to divide by."""
+    """Groups of one value, experts of zeros and rows of zeros cause no division by zero."""
 
     def flatten(tensors: Tensors) -> None:
         for name in experts(tensors, 0):

@@ -49,7 +49,7 @@ def test_every_file_is_a_case() -> None:
 
 @pytest.fixture
 def sparse() -> tuple[GroupwiseTensor, Any, torch.Tensor]:
-    """Up projections, records in bf16, and thresholds that skip about half, nothing and everything."""
+    """Up projections, bf16 records, and thresholds that skip about half, nothing and everything."""
     torch.manual_seed(0)
     up = GroupwiseTensor.quantize(torch.randn(3, 150, 96) / 10, bits=2, symmetric=False)
     records = (torch.randn(3, 150, 192) / 10).bfloat16()

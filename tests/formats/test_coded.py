@@ -35,7 +35,7 @@ def columns_of(shape, own=True):
 
 
 def scales(shape):
-    """A scale a row."""
+    """One scale per row."""
     return np.random.default_rng(1).uniform(0.5, 1.5, shape[:2]).astype(np.float32)
 
 
@@ -133,7 +133,7 @@ def test_bfloat16_holds_all_scales_or_none(row, column, dtype):
 
 @pytest.mark.parametrize(("deviation", "version"), [(3, 1), (60, 2)])
 def test_low_bits_are_kept_apart_where_a_table_lists_too_few_integers(deviation, version):
-    """And what has none is a tensor of version 1, as ever."""
+    """A tensor without them has version 1."""
     data = _core.encode_coded(drawn((1, 128, 512), deviation), np.ones((1, 1), np.float32), ndim=2, low_bits=3)
     details = _core.PackedTensor(data).details()
     assert data[8] == version and (details.get("low_bits", 0) > 0) is (version == 2)

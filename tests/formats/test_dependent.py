@@ -24,7 +24,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 def rounded(values: torch.Tensor, step: float, dependent: bool) -> tuple[torch.Tensor, float, float]:
-    """Codes, the bits expected of them, and those that they take when they are coded."""
+    """Codes, their expected bits, and the bits that they take when coded."""
     profile = Profile()
     profile.add(values, 1.0)
     lengths = profile.lengths(step, worth_of(dependent), dependent)

@@ -228,7 +228,7 @@ def test_damage_is_located(copy: Path) -> None:
 
 
 def test_contradictions_of_a_consistent_forger_are_found(copy: Path) -> None:
-    """Every checksum is right, only the content is wrong."""
+    """All checksums are valid; only the content is wrong."""
     config = json.loads((copy / "config.json").read_bytes())
     config["quantization_config"]["packed"]["model.layers.0.mlp.experts"]["gate_proj"] = [4, 96, 63]
     (copy / "config.json").write_text(json.dumps(config))
@@ -307,7 +307,7 @@ def test_a_manifest_that_is_no_json_object_is_refused(copy: Path, text: bytes) -
 
 
 def test_a_manifest_in_another_spelling_is_refused(copy: Path) -> None:
-    """Otherwise a flipped bit in white space would go unseen."""
+    """Otherwise a flipped bit in white space would not be detected."""
     content = json.loads((copy / MANIFEST).read_bytes())
     (copy / MANIFEST).write_text(json.dumps(content))
     with pytest.raises(CorruptionError, match="canonical"):

@@ -15,7 +15,7 @@ SIZES = (*GROUP_SIZES, None)
 
 
 def naive_rtn(weight: np.ndarray, bits: int, size: int | None) -> np.ndarray:
-    """The paper's absolute-maximum grid, rounded, one group after the other."""
+    """The paper's absolute-maximum grid, rounded group by group."""
     values = np.empty_like(weight)
     half, width = 2 ** (bits - 1), size or weight.shape[1]
     for row in range(weight.shape[0]):
@@ -136,7 +136,7 @@ def test_a_scale_that_the_stored_type_cannot_hold_is_an_error() -> None:
 
 
 def test_the_largest_and_the_smallest_floats() -> None:
-    """No overflow, no division by zero on the way."""
+    """No overflow or division by zero occurs."""
     for value in (2.0**126, torch.finfo(torch.float32).tiny, 1e-45):
         for symmetric in (True, False):
             weight = torch.tensor([[value, -value, 0.0, value / 2]]).repeat(1, 8)

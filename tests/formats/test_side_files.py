@@ -74,7 +74,7 @@ def put(directory: Path, files: dict[str, str]) -> None:
 
 @pytest.fixture
 def source(mixtral: Path, tmp_path: Path) -> Path:
-    """A checkpoint with everything beside its weights that others leave there."""
+    """A checkpoint with all kinds of additional files."""
     directory = Path(shutil.copytree(mixtral, tmp_path / "source"))
     put(directory, CARRIED | LEFT)
     return directory
@@ -233,7 +233,7 @@ def test_the_files_that_count_are_those_that_transformers_opens(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["other.safetensors", "other.safetensors.index.json"])
 def test_the_file_that_the_configuration_names_is_read(name: str, mixtral: Path, tmp_path: Path) -> None:
-    """As transformers does, whatever lies under the usual name."""
+    """Like transformers, regardless of a file with the usual name."""
     source = Path(shutil.copytree(mixtral, tmp_path / "source"))
     (source / "model.safetensors").rename(source / "other.safetensors")
     put(source, {"model.safetensors": POINTER})

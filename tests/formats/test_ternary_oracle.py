@@ -8,7 +8,7 @@ from oracle import ternary as oracle
 
 
 def random_codes(shape: tuple[int, int, int], seed: int) -> np.ndarray:
-    """Rows of all kinds: every share of zeros, unequal signs, one sign, all equal."""
+    """Rows of all kinds: any share of zeros, unequal signs, one sign, all equal."""
     rng = np.random.default_rng(seed)
     codes = np.zeros(shape, np.int8)
     for row in codes.reshape(shape[0] * shape[1], shape[2]):

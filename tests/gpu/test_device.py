@@ -56,7 +56,7 @@ def logits(model, tokens=20):
 
 
 def assert_near(found, expected):
-    """Within what activations lose that are rounded to bfloat16."""
+    """Within the error of activations rounded to bfloat16."""
     assert float((found - expected).norm() / expected.norm()) < 0.01
 
 
@@ -87,7 +87,7 @@ def test_half_the_layers_on_the_cpu(directory):
 
 
 def first_layer(model):
-    """Memory that holds the embedding and one layer, and no second one."""
+    """Memory for the embedding and exactly one layer."""
     layer = sum(tensor.nbytes for tensor in (*model.model.layers[0].parameters(), *model.model.layers[0].buffers()))
     return 4 * model.config.vocab_size * model.config.hidden_size + int(1.2 * layer)
 
@@ -140,7 +140,7 @@ def test_a_model_on_the_second_gpu(directory):
 
 
 def written(model, batch, mode=None):
-    """Tokens that a model writes, and how far its first logits are from another's."""
+    """The tokens of a model, and the distance of its first logits from another's."""
     prompt = ids(9, batch=batch).to(model.device)
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     set_decoding(mode)

@@ -24,7 +24,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def whole(qwen3_moe, tmp_path_factory):
-    """A model of whole experts, and the least memory of a device that is of use."""
+    """A model of whole experts, and the minimum useful device memory."""
     directory = tmp_path_factory.mktemp("packed") / "whole"
     moepack.compress(qwen3_moe, directory, method=create("finequant", bits=4, group_size=16))
     budgets = []
@@ -98,7 +98,7 @@ def test_outputs_with_misses_on_the_cpu_are_those_of_the_whole_model(whole, host
 
 
 def test_shares_of_all_kinds_are_those_of_the_whole_model(whole):
-    """Some experts are there, some come, and the CPU multiplies some, in recorded launches and others."""
+    """Some experts are resident, some are copied, and the CPU multiplies some, with and without recordings."""
     directory, least = whole
     model = moepack.load(directory, dtype="float32", device="cuda", device_memory=least)
     tier = expert_layers(model)[0].store

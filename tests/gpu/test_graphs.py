@@ -50,7 +50,7 @@ def prefill(model, ids, **options):
 
 @torch.no_grad()
 def decode(model, graphs, cache, tokens, **options):
-    """States of tokens one after another, by replay where possible."""
+    """States of tokens one after another, by replay if possible."""
     states = []
     for token in tokens.T:
         seen = {name: value() for name, value in options.items()}

@@ -45,7 +45,7 @@ def linear(tmp_path_factory):
 
 
 def product(program, folder, data, x, rows, blocks, depth, own):
-    """Multiply x by a packed matrix of so many rows, in blocks with rings of so many items."""
+    """Multiply x by a packed matrix of a number of rows, in blocks with rings of a number of items."""
     tokens, columns = x.shape
     (folder / "weights").write_bytes(data.tobytes())
     padded = torch.nn.functional.pad(x, (0, -columns % 8)).contiguous()

@@ -106,7 +106,7 @@ codebook of 4 bits, which take 32 registers."""
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request):
-    """Compiles what the selected tests need on all cores; an error is that of the test that needs the program."""
+    """Compiles the programs of the selected tests on all cores; an error fails the test that needs the program."""
     here = (item for item in request.session.items if item.module is request.module and hasattr(item, "callspec"))
     parameters = [item.callspec.params for item in here]
     wanted = {(each["name"], each.get("arch", "sm_90a")) for each in parameters if "name" in each}
@@ -183,8 +183,8 @@ def test_decoding_takes_few_operations(name):
     ],
 )
 def test_a_linear_layer_takes_few_instructions(name, most):
-    """All that a warp issues for a chunk of a row block, 64 weights a lane, from its first product to the branch behind
-    its last, and the few before it."""
+    """All instructions of a warp for a chunk of a row block, 64 weights per lane: from the first product to the
+    branch after the last, and the few before it."""
     code = disassemble(PROGRAMS[name].cubin("sm_90a").path)["linear_8"].instructions
     products = [at for at, (opcode, _) in enumerate(code) if opcode == "HGMMA"]
     end = next(at for at in range(products[-1], len(code)) if code[at][0] == "BRA")
@@ -200,7 +200,7 @@ def test_every_family_has_programs():
 
 @pytest.fixture
 def copied_sources(tmp_path, monkeypatch):
-    """A copy of the sources that may be changed, and an empty folder for machine code."""
+    """A modifiable copy of the sources and an empty folder for machine code."""
     folder = tmp_path / "cuda"
     shutil.copytree(compiler.sources(), folder)
     monkeypatch.setattr(compiler, "sources", lambda: folder)

@@ -20,7 +20,7 @@ CLUSTERS = {2: 66, 4: 30, 8: 15}
 
 @pytest.fixture(params=[H100, A100], ids=["h100", "a100"])
 def launches(request, monkeypatch):
-    """The launches on such a GPU: a name, a grid, the kernel's arguments, blocks of a cluster."""
+    """The launches on a simulated GPU: name, grid, arguments, blocks per cluster."""
     found, device = [], request.param
 
     def record(self, name, grid, block, arguments, shared=0, *, early=False, cluster=1):
@@ -37,7 +37,7 @@ def launches(request, monkeypatch):
 
 
 def matrix(experts, rows, columns):
-    """A matrix said to have so many rows, of the bytes of sixteen."""
+    """A matrix that claims a number of rows, with the bytes of sixteen."""
     data = np.array(GroupwiseTensor.quantize(torch.randn(experts, 16, columns), 4, 64).data)
     opened = _core.PackedTensor(data)
     shape = experts, rows, columns
@@ -131,7 +131,7 @@ def at(address, dtype, shape):
 
 
 def scale_columns(problem, scales, rows, each, out):
-    """What the kernel of this name does, on the memory of this process."""
+    """Simulates the kernel of this name on the memory of this process."""
     width, top = int(problem["width"][0]), -(-rows // each)
     x = at(problem["x"][0], np.float32, (top, width))
     for row in range(rows):
@@ -145,7 +145,7 @@ def scale_columns(problem, scales, rows, each, out):
 
 @pytest.fixture
 def coded_launches(monkeypatch):
-    """Products by coded integers on an H100 that is not there: a name, the problem, the activations that are read."""
+    """Products with coded integers on a simulated H100: name, problem, and activations."""
     found = []
 
     def record(self, name, grid, block, arguments, shared=0, *, early=False, cluster=1):
@@ -166,7 +166,7 @@ def coded_launches(monkeypatch):
 
 
 def coded_matrix(shape, columns):
-    """A matrix with so many rows of scales of columns, and these, a row for each expert."""
+    """A matrix with a number of rows of column scales, and the scales, one row per expert."""
     codes, one = np.zeros(shape, np.int8), np.ones((1, 1), np.float32)
     scales = np.random.default_rng(columns).uniform(1, 2, (columns, shape[2])).astype(np.float32) if columns else None
     data = torch.from_numpy(coded.uploaded(_core.encode_coded(codes, one, ndim=3, columns=scales)))

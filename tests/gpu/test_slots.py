@@ -33,7 +33,7 @@ def pairs(index):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Recordings that run their function again; the list of how often each was made and run."""
+    """Recordings that run their function again, and the counts of recordings and runs."""
     made = []
 
     def record(function, device, *, tidy, pool):

@@ -67,7 +67,7 @@ def test_a_layout_works(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "nemotron_h", "llama4"])
 def test_a_layout_takes_other_methods(model_type: str, tmp_path: Path) -> None:
-    """What `rate` packs is near the original, and the more so the more bits it has."""
+    """The packed model of `rate` is close to the original, and closer with more bits."""
     skip_unknown(model_type)
     model = tiny_model(model_type)
     model.save_pretrained(tmp_path / "source")
@@ -83,7 +83,7 @@ def test_a_layout_takes_other_methods(model_type: str, tmp_path: Path) -> None:
 
 
 def test_what_packed_experts_compute_is_what_the_module_computes(tmp_path: Path) -> None:
-    """Biases, clamps and interleaving beside transformers' own module, with sentinels; exact but for rounding."""
+    """Biases, clamps and interleaving equal transformers' own module up to rounding, with sentinels."""
     skip_unknown("gpt_oss")
     model = tiny_model("gpt_oss")
     model.save_pretrained(tmp_path / "source")
@@ -192,7 +192,7 @@ PREDICTION = pytest.mark.parametrize(
 
 
 def with_prediction(model_type: str, layer: str, extra: str, source: Path) -> dict[str, torch.Tensor]:
-    """Write a model with such a layer, made of another one; return the layer's tensors."""
+    """Write a model with such a layer, converted from another one; return the layer's tensors."""
     skip_unknown(model_type)
     saved(model_type, source)
     tensors = load_file(source / "model.safetensors")
@@ -217,7 +217,7 @@ def test_multi_token_prediction_is_kept(model_type: str, layer: str, extra: str,
 
 @PREDICTION
 def test_multi_token_prediction_is_packed_on_request(model_type: str, layer: str, extra: str, tmp_path: Path) -> None:
-    """Whatever packs the rest, unseen by the model, and exported where it was."""
+    """It is packed with any method, invisible to the model, and exported to its place."""
     added = with_prediction(model_type, layer, extra, tmp_path / "source")
     for name, bits in ("kept", None), ("packed", 8):
         compress(tmp_path / "source", tmp_path / name, method=Rate(4.0, roles="none"), mtp_bits=bits)
@@ -282,7 +282,7 @@ def tokenizer() -> Any:
 def test_what_a_method_sees_is_what_the_packed_model_computes(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A calibrated method on each form of experts: its compressed stream ends where the packed model's states do."""
+    """With a calibrated method on each form of experts, the compressed stream equals the packed model's states."""
     skip_unknown(model_type)
     model = tiny_model(model_type)
     model.save_pretrained(tmp_path / "source")
@@ -307,14 +307,14 @@ def test_what_a_method_sees_is_what_the_packed_model_computes(
 
 
 def test_blocks_that_read_more_than_hidden_states_are_refused(tmp_path: Path) -> None:
-    """Arguments that change with the hidden states of earlier blocks would be those of the embeddings."""
+    """Arguments that depend on hidden states of earlier blocks are computed from these, not from the embeddings."""
     checkpoint = Checkpoint.open(saved("mixtral", tmp_path))
     skeleton = Skeleton(checkpoint, describe(checkpoint), dtype=torch.float32, device=torch.device("cpu"))
     stack = Stack(skeleton, "model", "layers", batch=2)
     forward = type(stack.module).forward
 
     def passes_on(self: Any, **inputs: Any) -> Any:
-        """Gives the second block what the first one made."""
+        """Passes the first block's value to the second."""
         call, first = self.layers[1].forward, self.layers[0].forward
         states: list[torch.Tensor] = []
 
@@ -341,7 +341,7 @@ def test_llama4_with_several_experts_a_token_is_not_followed(tmp_path: Path) -> 
 
 
 def image() -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
-    """Settings, inputs with an image of 4 x 4 patches, and which of them is the image."""
+    """Settings, inputs with an image of 4 x 4 patches, and the positions of the image."""
     own = {"image_token_id": 60, "vision_start_token_id": 59, "vision_config": {"deepstack_visual_indexes": [0]}}
     ids = torch.tensor([[5, 59, 60, 60, 60, 60, 7, 8]])
     inputs = {"input_ids": ids, "mm_token_type_ids": (ids == 60).int(), "image_grid_thw": torch.tensor([[1, 4, 4]])}
@@ -349,7 +349,7 @@ def image() -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
 
 
 def sound() -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
-    """Settings, inputs with a second of sound, and which of them is the sound."""
+    """Settings, inputs with a second of sound, and the positions of the sound."""
     own = {"audio_token_id": 60, "audio_start_token_id": 59, "audio_config": {"output_dim": 32}}
     ids = torch.tensor([[5, 59, *[60] * 13, 7, 8]])
     inputs = {"input_ids": ids, "feature_attention_mask": torch.ones(1, 100, dtype=torch.long)}
@@ -358,7 +358,7 @@ def sound() -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
 
 @pytest.mark.parametrize(("model_type", "make"), [("qwen3_vl_moe", image), ("qwen3_omni_moe_thinker", sound)])
 def test_what_is_seen_or_heard_passes_a_packed_model(model_type: str, make: Any, tmp_path: Path) -> None:
-    """Towers stay as they are; what they give enters the packed language model as it enters its export."""
+    """Towers are unchanged, and their outputs enter the packed language model as in its export."""
     skip_unknown(model_type)
     torch.manual_seed(0)
     own, inputs, media = make()

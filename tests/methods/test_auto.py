@@ -207,7 +207,7 @@ def test_a_small_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_squared_gradients_tell_what_noise_costs() -> None:
-    """Noise on one tensor raises the loss by half its importance times the noise's square, to a factor of two."""
+    """Noise on one tensor increases the loss by half its importance times the squared noise, within a factor of two."""
     checkpoint = Checkpoint.open(TINY_MOE)
     model = describe(checkpoint)
     samples = calibrated(size="3MB").request.load(checkpoint)  # type: ignore[union-attr]
@@ -222,7 +222,7 @@ def test_squared_gradients_tell_what_noise_costs() -> None:
 
 
 def test_a_plan_promises_only_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A range with a text; without one the plan says that it does not know."""
+    """The plan gives a range with a text, and says "unknown" without one."""
     known = estimate(TINY_MOE, tmp_path / "out", calibrated(size="3MB"))
     assert known.loss is not None and 0 < known.loss[0] < known.loss[1]
     assert estimate(TINY_MOE, tmp_path / "out", Auto(size="3MB")).loss is not None

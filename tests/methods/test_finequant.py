@@ -142,7 +142,7 @@ def test_int8_everywhere_changes_next_to_nothing(architecture: str, tmp_path: Pa
 
 
 def test_the_packed_model_is_the_dequantized_one(tmp_path: Path) -> None:
-    """What runs is what the blobs say: the source model with dequantized weights gives the same logits."""
+    """The packed model gives the logits of the source model with dequantized weights."""
     model = tiny_model("deepseek_v2")
     directory = write_packed(model, tmp_path / "packed", FineQuant(bits=3, group_size=16, dense_bits="4"))
     opened = PackedDirectory.open(directory)
@@ -165,7 +165,7 @@ def test_the_packed_model_is_the_dequantized_one(tmp_path: Path) -> None:
 
 @pytest.fixture
 def outliers(tmp_path: Path) -> Path:
-    """A checkpoint one of whose layers has outliers, which small groups confine."""
+    """A checkpoint with outliers in one layer, which small groups confine."""
     model = tiny_models.build("deepseek_v2", tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     for name, tensor in tensors.items():

@@ -69,7 +69,7 @@ def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architectur
 
 @pytest.mark.parametrize("bits", ["ternary", "2"])
 def test_the_packed_values_are_what_calibration_fed_to_the_next_block(mixtral, bits, text, tmp_path, monkeypatch):
-    """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
+    """The states after the last block, computed by the packed model, equal those of the compressed stream."""
     chosen = method(text, bits=bits, routing="compressed")
     streams = record_streams(monkeypatch)
     compress(mixtral, tmp_path / "out", method=chosen)
@@ -140,7 +140,7 @@ def test_kill_9_between_blocks_and_resume_is_byte_identical(mixtral, rate, text,
 
 
 def test_a_resume_on_other_threads_keeps_what_is_done_and_ends_valid(mixtral, text, tmp_path, monkeypatch):
-    """The bytes are those of one number of threads; another one may end sums in other last bits, and is not refused."""
+    """The bytes belong to one number of threads; another number may change the last bits of sums and is accepted."""
     append, threads = Workspace.append, torch.get_num_threads()
 
     def die(self, shard):
@@ -382,7 +382,7 @@ def open_matrix_of(directory, name):
 
 
 def test_dense_layers_feed_what_follows_as_the_packed_model_computes_it(mixtral, text, tmp_path, monkeypatch):
-    """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
+    """The states after the last block, computed by the packed model, equal those of the compressed stream."""
     chosen = method(text, bits="2", dense_bits="attention=4", group_size=16)
     streams = record_streams(monkeypatch)
     compress(mixtral, tmp_path / "out", method=chosen)
@@ -442,7 +442,7 @@ def test_dense_layers_that_cannot_be_packed_are_refused_by_name(mixtral, text, t
 
 
 def test_dense_layers_that_were_only_rounded_are_named(mixtral, text, tmp_path, monkeypatch):
-    """As where a layer's inputs overflow: its Hessian cannot be used."""
+    """As if a layer's inputs overflow: its Hessian cannot be used."""
     moments = LinearsRun._moments
 
     def overflown(run, path):

@@ -18,7 +18,7 @@ LIMIT = 65504
 
 
 def scaled(path: Path, dtype: torch.dtype, factors: dict[str, float]) -> Path:
-    """A tiny Mixtral with some tensors scaled so that their largest magnitude is a given one."""
+    """A tiny Mixtral with some tensors scaled to a given largest magnitude."""
     tiny_models.build("mixtral", path)
     tensors = load_file(path / "model.safetensors")
     for name, x in tensors.items():
@@ -33,7 +33,7 @@ def scaled(path: Path, dtype: torch.dtype, factors: dict[str, float]) -> Path:
 
 
 def warned(report: CompressReport, caught: list[warnings.WarningMessage]) -> set[str]:
-    """The notes about float16, which are warned of, too."""
+    """The notes about float16, which are also issued as warnings."""
     notes = {note for note in report.notes if "is in float16" in note}
     assert notes == {str(each.message) for each in caught if "is in float16" in str(each.message)}
     return notes
@@ -83,7 +83,7 @@ def test_a_model_that_config_json_loads_in_float16_is_warned_of(tmp_path: Path) 
 
 @pytest.mark.parametrize(("w1", "told"), [(10.0, True), (0.1, False)])
 def test_activations_near_the_limit_are_told(w1: float, told: bool, tmp_path: Path) -> None:
-    """The weights are harmless, the products of gate and up are not."""
+    """The weights are within the range, but the products of gate and up are not."""
     source = scaled(tmp_path / "source", torch.float16, {"w1.weight": w1, "w3.weight": 10 * w1, "w2.weight": w1})
     (tmp_path / "text.txt").write_text("the sea and the wolf and the fire said " * 60)
     with warnings.catch_warnings(record=True) as caught:

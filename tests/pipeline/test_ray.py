@@ -34,7 +34,7 @@ WAIT = 100.0
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that comes true in seconds, or later on a slow machine."""
+    """Wait for a condition that becomes true within seconds, or later on a slow machine."""
     deadline = time.monotonic() + WAIT
     while not condition():
         assert time.monotonic() < deadline
@@ -42,7 +42,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def runs(process: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -64,7 +64,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Killing(Silent):
-    """Progress that kills a node once so many tensors are done."""
+    """Progress that kills a node after a number of tensors."""
 
     def __init__(self, cluster: Any, node: Any, tensors: int) -> None:
         self.cluster, self.node, self.left = cluster, node, tensors
@@ -146,7 +146,7 @@ def test_a_look_is_repeated_and_a_node_that_dies_is_left_out(
 
 @pytest.fixture
 def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a cluster of one node that `ray start` began where a token exists."""
+    """The address of a one-node cluster started by `ray start` with a token."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in (access.AUTH_MODE, access.TOKEN_VALUE, access.TOKEN_PATH):
         monkeypatch.delenv(name, raising=False)

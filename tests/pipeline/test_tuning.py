@@ -50,7 +50,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def packed(text, tmp_path_factory):
-    """A packed DeepSeek of two bits with rotated inputs, and what it was made of."""
+    """A packed two-bit DeepSeek with rotated inputs, and its source."""
     base = tmp_path_factory.mktemp("packed")
     source = tiny_models.build("deepseek_v2", base / "source")
     settings = {"samples": 6, "sequence_length": 64, "steps": 1, "rotation": "random", "weight_bits": 2}
@@ -84,7 +84,7 @@ def test_fine_tuned_coded_tensors_keep_scales_of_columns(form, own):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_scales_of_columns_move_with_what_they_read(own):
-    """Products with changed scales of columns are those of the tensor that is written, and have gradients."""
+    """Products with changed column scales equal those of the written tensor, and have gradients."""
     random = np.random.default_rng(1)
     codes = np.rint(random.standard_normal((2, 8, 24))).astype(np.int32)
     columns = np.exp2(random.integers(-3, 4, (2 if own else 1, 24))).astype(np.float32)
@@ -137,7 +137,7 @@ def test_a_thawed_model_computes_what_the_packed_one_does(packed, text):
 
 
 def test_the_term_of_the_routers_has_a_gradient_and_moves_them(packed, text):
-    """Equation 6's second term: alone it moves centroids before a router, and brings the router's choice back."""
+    """The second term of equation 6 alone moves centroids before a router and restores the router's choice."""
     ids = samples(packed[1], text)
     teacher = open_model(packed[1], torch.float32)
     student = moepack.load(packed[0], dtype=torch.float32)

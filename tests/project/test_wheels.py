@@ -17,7 +17,7 @@ LIST = f"{INFO}/sboms/some.cyclonedx.json"
 
 
 def built(root: Path, minute: int, content: bytes = b"code") -> bytes:
-    """A wheel as a builder in the folder `root` makes it, with what `.ci/wheels.py` does to it."""
+    """A wheel as built in the folder `root` and processed by `.ci/wheels.py`."""
     component = {"bom-ref": f"path+{root.as_uri()}/rust"}
     metadata = {"timestamp": f"2026-01-01T00:{minute}:00Z", "component": component}
     crates = {"serialNumber": uuid.uuid4().urn, "metadata": metadata}

@@ -38,7 +38,7 @@ JSON = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
 
 @contextmanager
 def running(app):
-    """A server of an app at a free port of this machine."""
+    """A server for an app on a free port of this machine."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -77,7 +77,7 @@ def client(port):
 
 
 def send(port, method, path, body=None, headers=JSON):
-    """One request; (status, content)."""
+    """Send one request; return (status, content)."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request(method, path, body if body is None or isinstance(body, bytes) else json.dumps(body), headers)
     response = connection.getresponse()
@@ -87,7 +87,7 @@ def send(port, method, path, body=None, headers=JSON):
 
 
 def refused(port, data):
-    """The error that is the answer to bytes."""
+    """The error returned for a request of raw bytes."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(data)
         response = http.client.HTTPResponse(connection)

@@ -92,7 +92,7 @@ async def _call(app, method, path, data, headers):
 
 
 def checked(content):
-    """The fields of an error of OpenAI's form."""
+    """The fields of an error in OpenAI's form."""
     assert set(content) == {"error"} and set(content["error"]) == {"message", "type", "param", "code"}
     error = content["error"]
     assert all(isinstance(error[name], str) and error[name] for name in ("message", "type", "code"))
@@ -408,7 +408,7 @@ def test_content_types_are_compared_without_case(ask):
 
 
 def failing(engine, template):
-    """An application of the engine with another chat template."""
+    """An application of the engine with a different chat template."""
     engine.tokenizer.chat_template = template
     return create_app(engine, Settings("tiny"))
 
@@ -437,7 +437,7 @@ def test_a_template_that_fails_refuses_the_messages(ask, engine, template, said)
 
 
 class Panic(BaseException):
-    """What PyO3 raises where Rust panics."""
+    """The exception of PyO3 for a Rust panic."""
 
 
 @pytest.mark.parametrize("error", [Exception("x"), TypeError("x"), KeyError("x"), Panic("x")], ids=repr)

@@ -22,7 +22,7 @@ PROMPTS = ("The sea", "a wolf and a fire", "x", "She opened the door and saw tha
 
 
 class Collector:
-    """What a client sees of its sequence."""
+    """A client's view of its sequence."""
 
     def __init__(self):
         self.pieces, self.ended = [], threading.Event()
@@ -66,7 +66,7 @@ def ask(engine, text, **sampling):
 
 
 def steps(model, texts, sizes):
-    """Let a model read texts together, so many tokens of each at a step; what it says, and what it should."""
+    """Let a model read texts together, a number of tokens of each per step; return its logits and the expected ones."""
     stepper, caches = Stepper(model), [new_cache(model) for _ in texts]
     assert stepper.together
     stepper.pace.note(False, 1, 1e9)
@@ -83,7 +83,7 @@ def steps(model, texts, sizes):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != SWITCH])
 def test_a_step_of_many_is_the_steps_of_each(architecture, attention):
-    """Prompts of different lengths in several parts, then single tokens: the logits of a whole pass of each."""
+    """Prompts of different lengths in several parts, then single tokens: the logits equal those of one pass each."""
     model = tiny_model(architecture)
     model.config._attn_implementation = attention
     texts = [list(range(first, first + count)) for first, count in ((3, 5), (8, 9), (30, 1), (40, 14))]

@@ -61,7 +61,7 @@ def test_the_objective_is_the_output_error_up_to_a_constant():
 
 
 def test_equation_8_keeps_both_inputs_apart():
-    """Where X and X~ differ by a factor a column, the points of equation 8 are the weights times that factor."""
+    """If X and X~ differ by a factor per column, the points of equation 8 are the weights times that factor."""
     weights, _, _, hessians, _ = problem(experts=1)
     hessians = torch.diag_embed(hessians.diagonal(dim1=1, dim2=2))
     factor = torch.linspace(0.5, 2, 40)

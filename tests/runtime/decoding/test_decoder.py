@@ -1,4 +1,4 @@
-"""Decoding in the core against transformers': equal numbers where it is used, and not used where it must not be."""
+"""Decoding in the core against transformers: equal numbers if it is used, and not used if unsupported."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ PROMPT, TOKENS = 5, 24
 
 @pytest.fixture(autouse=True)
 def default_decoding():
-    """Whatever a test chooses, the next one starts with the default."""
+    """Restore the default after each test."""
     yield
     set_decoding(None)
 
@@ -63,7 +63,7 @@ def steps_of(model):
 
 
 def run(model, mode, tokens=None, past=None, prompt=PROMPT):
-    """Logits of each token behind a prompt, read one by one, and the cache."""
+    """Logits of each token after a prompt, read one by one, and the cache."""
     set_decoding(mode)
     tokens = ids() if tokens is None else tokens
     found = []
@@ -176,7 +176,7 @@ class _Codebooks(Method):
 
 @pytest.mark.parametrize("architecture", KNOWN)
 def test_bfloat16_loses_no_more_than_transformers_does(directory, architecture):
-    """Both against float32; single tokens whose experts change by rounding may be off, hence the median."""
+    """Both are compared with float32; the median ignores single tokens whose experts change by rounding."""
     path = directory(architecture)
     expected, _ = run(moepack.load(path, dtype="float32"), "transformers")
     model = moepack.load(path, dtype="bfloat16")
@@ -307,7 +307,7 @@ def test_generation_is_that_of_transformers(model):
 
 
 def test_other_calls_are_transformers(model):
-    """Each of these asks for something that the core does not do."""
+    """Each of these needs something that the core does not support."""
     tokens = ids(7)
     with torch.inference_mode():
         prompt = model(tokens, use_cache=True)
@@ -475,7 +475,7 @@ def test_it_is_said_who_decodes(directory, model):
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_both_spellings_of_the_cache_are_read(model, name):
-    """Whichever one the installed transformers has, called by keyword or by position."""
+    """The one of the installed transformers, called by keyword or by position."""
     with torch.inference_mode():
         forward = model.model.forward
         cache = new_cache(model)

@@ -63,7 +63,7 @@ def ids(seed: int = 3) -> torch.Tensor:
 
 
 def run(model: Any, mode: str) -> tuple[torch.Tensor, Any]:
-    """Logits of each token behind a prompt, read one by one, and the cache."""
+    """Logits of each token after a prompt, read one by one, and the cache."""
     set_decoding(mode)
     found = []
     with torch.inference_mode():
@@ -110,7 +110,7 @@ def held(layer: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next"])
 def test_bfloat16_loses_no_more_than_transformers_does(packed: Any, variant: str) -> None:
-    """Both against float32; single tokens whose experts change by rounding may be off, hence the median."""
+    """Both are compared with float32; the median ignores single tokens whose experts change by rounding."""
     path = packed(variant, False)
     expected, _ = run(moepack.load(path, dtype="float32"), "transformers")
     model = moepack.load(path, dtype="bfloat16")
@@ -154,14 +154,14 @@ def test_instruction_sets_and_threads_compute_alike(packed: Any, variant: str) -
 
 
 def empty(expected: Any) -> Any:
-    """Room for four tokens, or states of none."""
+    """Room for four tokens, or empty states."""
     if isinstance(expected, Tokens):
         return tuple(torch.zeros(expected.form.heads, 4, width).numpy() for width in expected.form.widths)
     return torch.zeros(expected.window).numpy(), torch.zeros(expected.state[1:]).numpy()
 
 
 def test_windows_slide_in_place(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffers of a window have room for few tokens, and are looked at and read into between steps."""
+    """The buffers of a window have room for few tokens, and are inspected and filled between steps."""
     monkeypatch.setattr("moepack.decoding.cache.LEAST", 3)
     model = moepack.load(packed("gpt_oss", False), dtype="float32")
     results = []

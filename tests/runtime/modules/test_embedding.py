@@ -32,7 +32,7 @@ Make = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def directory(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """A function from an architecture to a directory whose tensors are all packed: mixtral is tied, qwen3_moe not."""
+    """A function from an architecture to a completely packed directory; mixtral is tied, qwen3_moe is not."""
 
     def make(architecture: str) -> Path:
         path: Path = tmp_path_factory.getbasetemp() / f"embedding-{architecture}"
@@ -106,7 +106,7 @@ def test_casts_and_copies(directory: Make) -> None:
 
 
 def test_bytes_stay_on_the_cpu_where_a_model_is_moved(directory: Make) -> None:
-    """A device that keeps nothing stands for a GPU: there, the module has a table."""
+    """A device that keeps nothing simulates a GPU, where the module has a table."""
     embedding = moepack.load(directory("mixtral")).model.embed_tokens
     rows = embedding(IDS)
     embedding.to("meta")

@@ -31,7 +31,7 @@ from runtime_support import inputs, logits, write_packed
 
 
 class Drive:
-    """A tensor of some records without a file, which notes what is read and what is there."""
+    """A tensor of some records without a file, which records reads and resident records."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -145,7 +145,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def always(directory: Path) -> int:
-    """Bytes of what every token needs."""
+    """Bytes of the weights that every token needs."""
     model = moepack.load(directory, dtype="float32", mode="exact")
     buffers = [buffer for name, buffer in model.named_buffers() if not name.endswith(RECORDS)]
     heads = 3 * (256 + NOTES * 6 * 384)

@@ -18,7 +18,8 @@ from moepack.stores.streaming.source import PAGE
 
 
 class Drive:
-    """A tensor of 32 records, or experts of a page each, without a file: notes reads, which wait while it is closed."""
+    """A tensor of 32 records, or of experts of one page each, without a file: records reads, which wait while it is
+    closed."""
 
     count = 32
 
@@ -33,7 +34,7 @@ class Drive:
         yield self, memoryview(bytes(PAGE)), number * PAGE
 
     def read(self, what: Any, place: int) -> tuple[int, int]:
-        """Read an expert's page at a place, or records by so many threads."""
+        """Read an expert's page at a position, or records with a number of threads."""
         units = {place // PAGE} if isinstance(what, memoryview) else {*what.tolist()}
         self.begun += len(units)
         self.open.wait()
@@ -47,7 +48,7 @@ class Drive:
 
 
 class Cache:
-    """Both caches alike: 32 units, of which 16 fit."""
+    """Both caches have 32 units; 16 of them fit."""
 
     def __init__(self, kind: str) -> None:
         self.drive = Drive()
@@ -72,7 +73,7 @@ def cache(request: pytest.FixtureRequest) -> Cache:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    """Wait for what other threads do."""
+    """Wait for other threads."""
     for _ in range(1000):
         if happened():
             return

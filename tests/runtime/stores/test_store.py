@@ -58,7 +58,7 @@ class TorchBackend(Backend):
 
 
 class FarStore(ExpertStore):
-    """Bytes that are in no module: each call brings them."""
+    """Bytes outside of modules, which each call supplies."""
 
     def __init__(self):
         self.far, self.fetched = {}, []

@@ -1,4 +1,4 @@
-"""Streamed experts: the right bytes, within the budget, whatever happens to the file."""
+"""Streamed experts: the right bytes within the budget, even if the file changes."""
 
 import os
 import threading
@@ -48,7 +48,7 @@ def test_products_read_only_the_payloads_of_their_experts_and_what_all_share(pat
 
 @pytest.fixture
 def file(tmp_path):
-    """A file of random bytes, a few pages and a half."""
+    """A file of random bytes that ends inside a page."""
     path = tmp_path / "bytes"
     path.write_bytes(np.random.default_rng(0).bytes(40 * PAGE + PAGE // 2))
     return path
@@ -135,7 +135,7 @@ def test_a_file_that_is_replaced_stays_open(file):
 
 
 class Drive:
-    """Experts of `sizes` pages without a file, which notes what is read and what is there."""
+    """Experts of `sizes` pages without a file, which record reads and resident experts."""
 
     def __init__(self, sizes):
         self.sizes = [PAGE * pages for pages in sizes]
@@ -238,13 +238,13 @@ def qwen3_moe(**settings):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Six experts a layer, of 36 pages each, int4."""
+    """Six int4 experts per layer, of 36 pages each."""
     model = qwen3_moe(moe_intermediate_size=384, num_hidden_layers=3, num_experts=6, num_experts_per_tok=2)
     return write_packed(model, tmp_path_factory.mktemp("packed") / "model", FineQuant(bits=4, dense_bits=8))
 
 
 def least(directory):
-    """The least memory that is enough, by the message that says so, and what one token's experts need."""
+    """The minimum sufficient memory according to the message, and the memory of one token's experts."""
     with pytest.raises(moepack.LoadError, match="is too little") as caught:
         moepack.load(directory, host_memory=1)
     words = str(caught.value).replace(";", "").split()
@@ -304,7 +304,7 @@ def test_experts_of_one_token_add_up_as_if_all_were_there(method, mode, tmp_path
 
 
 class Slow(Drive):
-    """Experts whose reads end when they are let."""
+    """Experts whose reads end when released."""
 
     def __init__(self, sizes):
         super().__init__(sizes)
