@@ -130,7 +130,7 @@ def test_a_head_that_is_stored_with_other_values_is_not_tied(model_type: str, tm
 
 
 @pytest.mark.parametrize("model_type", ["gemma4", "inkling2", "zaya", "granitemoe", "deepseek_v4"])
-def test_a_streamed_model_predicts_what_the_whole_one_does(model_type: str, tmp_path: Path) -> None:
+def test_a_streamed_model_predicts_the_same_as_the_whole_one(model_type: str, tmp_path: Path) -> None:
     """The tail of the model also receives inputs other than the outputs of the last block."""
     path = saved(model_type, tmp_path / "model", {})
     streamed = StreamedDecoder(path, Windows(IDS.numpy(), "", ""), torch.float32, tmp_path)
@@ -233,7 +233,7 @@ def test_gradients_of_one_window_are_held(deep: Path, monkeypatch: pytest.Monkey
     assert len(seen) >= len(alive) * len(IDS) > 0 and set(seen) == {1}
 
 
-def test_what_is_needed_follows_the_largest_block(tmp_path: Path) -> None:
+def test_the_needed_memory_follows_the_largest_block(tmp_path: Path) -> None:
     """More layers need memory only for hidden states; a model larger than memory can be measured."""
 
     def needs(name: str, **own: Any) -> tuple[int, int]:
@@ -341,7 +341,7 @@ def others_took_it(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"), [(little_memory, "only 1 kB are installed"), (others_took_it, "only 1 kB are free")]
 )
-def test_too_little_memory_is_said(
+def test_too_little_memory_is_reported(
     change: Callable[[pytest.MonkeyPatch], None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -350,7 +350,7 @@ def test_too_little_memory_is_said(
     assert reason in note and "with its gradients" in note and "a machine with more memory" in note
 
 
-def test_models_that_read_two_texts_and_short_positions_are_said(
+def test_models_that_read_two_texts_and_short_positions_are_reported(
     switch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (note,) = notes_of(Auto(bits_per_weight=4.0), switch, tmp_path / "out")

@@ -51,7 +51,7 @@ def test_a_described_architecture_is_compressed_and_loaded(model_type: str, tmp_
         Plan(loaded.get_decoder())
 
 
-def test_what_has_no_description_is_read_by_the_standard_names() -> None:
+def test_undescribed_models_are_read_by_the_standard_names() -> None:
     assert described("glm4_moe") is STANDARD and "standard" not in ARCHITECTURES
     assert STANDARD.top_k({"top_k": True, "moe_top_k": 6}) == 6
 
@@ -125,7 +125,9 @@ def test_without_a_description_the_toy_is_refused(toy: tuple[Any, Path]) -> None
         describe(Checkpoint.open(toy[1]))
 
 
-def test_what_lies_among_the_experts_of_a_new_architecture_is_seen(toy: tuple[Any, Path], registered: None) -> None:
+def test_stray_tensors_among_the_experts_of_a_new_architecture_are_found(
+    toy: tuple[Any, Path], registered: None
+) -> None:
     tensors = load_file(toy[1] / "model.safetensors")
     save_file({**tensors, "model.layers.1.mlp.ffn.0.bias": torch.ones(3)}, toy[1] / "model.safetensors")
     with pytest.raises(moepack.CheckpointError, match=r"ffn\.0\.bias': is stored with the experts"):

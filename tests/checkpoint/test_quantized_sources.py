@@ -166,7 +166,7 @@ def packed(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("method", KINDS)
-def test_what_is_packed_is_what_the_codes_stand_for(method: str, plain: Path, tmp_path: Path) -> None:
+def test_packed_values_equal_those_of_the_codes(method: str, plain: Path, tmp_path: Path) -> None:
     source = open_checkpoint(quantized(plain, tmp_path / "codes", method))
     assert isinstance(source, QuantizedCheckpoint)
     assert set(source.names()) == set(Checkpoint.open(plain).names())
@@ -254,7 +254,7 @@ def test_zero_points_beside_compressed_tensors(plain: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors with zeros"])
-def test_a_quantized_original_is_loaded_as_it_is_packed(method: str, plain: Path, tmp_path: Path) -> None:
+def test_a_quantized_original_is_loaded_like_it_is_packed(method: str, plain: Path, tmp_path: Path) -> None:
     """`eval`, `tune`, `compare` and importances read originals through `open_model`."""
     directory = quantized(plain, tmp_path / "codes", method)
     source = open_checkpoint(directory)
@@ -298,7 +298,7 @@ def test_int4_of_gptq_and_awq_value_by_value(method: str, plain: Path, tmp_path:
             assert found[row, column] == ((code - zero) * scales[group, row].float()).half()
 
 
-def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+def test_gpt_oss_in_its_published_form(tmp_path: Path) -> None:
     """Transposed and interleaved experts in mxfp4, packed without decoding more than an expert at a time."""
     if not any("gpt_oss" in types for types in architectures()):
         pytest.skip("this version of transformers does not have it")
@@ -391,7 +391,7 @@ def test_quantizations_that_are_not_known(settings: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8])
-def test_codes_of_another_type_are_told(dtype: torch.dtype, plain: Path, tmp_path: Path) -> None:
+def test_codes_of_another_type_are_rejected(dtype: torch.dtype, plain: Path, tmp_path: Path) -> None:
     """The message never advises to remove a correct setting."""
     tensors = load_file(plain / "model.safetensors")
     tensors |= {name: weight.to(dtype) for name, weight in tensors.items() if name.endswith("q_proj.weight")}

@@ -383,7 +383,7 @@ def test_damage_is_refused_or_harmless(data: st.DataObject, tmp_path: Path) -> N
         (("pytorch_model.bin", "optimizer.pt"), r"only as pickles \(pytorch_model\.bin\)"),
     ],
 )
-def test_a_directory_without_weights_tells_what_it_has(files: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_a_directory_without_weights_names_its_files(files: tuple[str, ...], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for name in files:
         (tmp_path / name).write_bytes(b"")
@@ -391,7 +391,7 @@ def test_a_directory_without_weights_tells_what_it_has(files: tuple[str, ...], m
         Checkpoint.open(tmp_path)
 
 
-def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"is a peft adapter, not a model"):

@@ -49,7 +49,7 @@ def strays_of(source: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_stray_is_told_and_nothing_else(family: str, saved: Saved, tmp_path: Path) -> None:
+def test_exactly_the_stray_tensors_are_reported(family: str, saved: Saved, tmp_path: Path) -> None:
     source = saved(family)
     assert describe(open_checkpoint(source)).unread == ()
     strays = strays_of(source)
@@ -103,7 +103,7 @@ def test_many_strays_are_grouped_and_counted(saved: Saved, tmp_path: Path) -> No
     assert note.endswith("; 14 more places.") and len(note) < 600
 
 
-def test_an_adapter_beside_the_weights_is_told(saved: Saved, tmp_path: Path) -> None:
+def test_an_adapter_next_to_the_weights_is_reported(saved: Saved, tmp_path: Path) -> None:
     place = Path(shutil.copytree(saved("mixtral"), tmp_path / "x"))
     (place / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "nowhere"}))
     report = compress(place, tmp_path / "packed", method=FineQuant(bits=8))

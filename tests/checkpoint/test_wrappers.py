@@ -105,7 +105,9 @@ def test_every_wrapper_is_read_as_the_plain_checkpoint(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_stock_transformers_loads_is_read(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_everything_that_stock_transformers_loads_is_read(
+    family: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
     source = saved(family)
     for kind in ("no prefix", "prefix twice"):
         directory = renamed(source, tmp_path / kind, RENAMINGS[kind])
@@ -259,9 +261,7 @@ def test_a_norm_of_another_tower_is_not_taken_for_the_models(saved: Callable[[st
     "name, other",
     [("q_proj.weight", "q_proj.base_layer.weight"), ("lm_head.weight", "lm_head.modules_to_save.default.weight")],
 )
-def test_an_adapter_that_was_not_merged_is_told(
-    name: str, other: str, saved: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_unmerged_adapter_is_reported(name: str, other: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
     directory = renamed(
         saved("qwen3_moe"), tmp_path / "x", lambda each: f"base_model.model.{each.replace(name, other)}"
     )
@@ -272,7 +272,7 @@ def test_an_adapter_that_was_not_merged_is_told(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_a_layer_that_is_hidden_is_told(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_hidden_layer_is_reported(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
     """A prefix of a minority of the names is not taken for a wrapper."""
     directory = renamed(saved(family), tmp_path / "x", lambda name: f"draft.{name}" if ".layers.1." in name else name)
     for door in (compress, estimate):
@@ -280,7 +280,7 @@ def test_a_layer_that_is_hidden_is_told(family: str, saved: Callable[[str], Path
             door(directory, tmp_path / "out", method=FineQuant(bits=8))
 
 
-def test_experts_of_an_adapter_that_was_not_merged_are_told(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_experts_of_an_unmerged_adapter_are_reported(saved: Callable[[str], Path], tmp_path: Path) -> None:
     directory = renamed(
         saved("qwen3_moe"),
         tmp_path / "x",
@@ -290,7 +290,7 @@ def test_experts_of_an_adapter_that_was_not_merged_are_told(saved: Callable[[str
         estimate(directory, tmp_path / "out", method=FineQuant(bits=8))
 
 
-def test_a_refusal_says_what_was_found_and_what_was_sought(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_rejection_names_the_found_and_the_expected(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """The message never calls a listed model type unsupported."""
     directory = renamed(saved("mixtral"), tmp_path / "x", lambda name: name.replace("layers", "blocks"))
     with pytest.raises(UnsupportedModelError) as caught:

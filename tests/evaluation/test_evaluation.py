@@ -75,7 +75,7 @@ def test_distance_from_a_reference_by_its_definition(mixtral, shifted, text):
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v2", "switch_transformers"])
-def test_a_model_is_no_distance_from_itself(tiny_checkpoint, text, architecture):
+def test_a_model_has_no_divergence_from_itself(tiny_checkpoint, text, architecture):
     directory = tiny_checkpoint(architecture)
     report = evaluate(directory, text, 1100, reference=directory)
     assert report.kl == pytest.approx(0, abs=1e-9)

@@ -131,7 +131,7 @@ def test_formats_are_listed_with_their_bits(facts):
     assert f"<td>6</td><td>{bits:.2f}</td>" in page
 
 
-def test_what_is_unknown_is_left_out_and_said(facts):
+def test_unknown_entries_are_omitted_and_reported(facts):
     bare = replace(facts, quality=None, values=[replace(each, tokens=None, errors=None) for each in facts.values])
     page = render_page(bare)
     Dom(page)

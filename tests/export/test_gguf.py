@@ -273,7 +273,7 @@ def test_merges_that_are_no_order_of_pieces_have_no_scores() -> None:
         ("deepseek_v2", {"q_lora_rank": None}, "needs 26 or 27 layers, this model has 2"),
     ],
 )
-def test_what_llama_cpp_would_compute_otherwise_is_refused(
+def test_models_that_llama_cpp_computes_differently_are_rejected(
     architecture: str, settings: dict[str, Any], reason: str
 ) -> None:
     config = transformers.AutoConfig.for_model(architecture, **SIZES | OWN[architecture]).to_dict()

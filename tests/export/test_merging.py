@@ -34,7 +34,7 @@ def merged_state(architecture: str, adapter: Path, dense_bits: int | None) -> di
 
 @pytest.mark.parametrize("dense_bits", [None, 8], ids=["linear layers as they were", "linear layers packed"])
 @pytest.mark.parametrize("architecture", ["deepseek_v2", "gpt_oss", "mixtral", "nemotron_h", "qwen2_moe"])
-def test_an_exported_adapter_is_what_peft_merges(architecture: str, dense_bits: int | None, tmp_path: Path) -> None:
+def test_an_exported_adapter_equals_peft_s_merge(architecture: str, dense_bits: int | None, tmp_path: Path) -> None:
     """In every tensor: attention, routers, experts, biases, and directly trained parameters."""
     packed, stock = fresh(architecture, dense_bits)
     names = {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}

@@ -35,7 +35,7 @@ def in_a_child(work):
         child.join()
 
 
-def test_a_child_computes_what_its_parent_does(tensor):
+def test_a_child_computes_the_same_as_its_parent(tensor):
     x = np.random.default_rng(0).standard_normal((3, 256), np.float32)
     expected = answers(tensor.data, x)
     found = in_a_child(lambda: [_core.threads(), *answers(tensor.data, x)])

@@ -34,7 +34,7 @@ def test_a_missing_tensor_is_named(name: str, mixtral: Path, tmp_path: Path) -> 
         "model.layers.0.post_attention_layernorm.weight",
     ],
 )
-def test_what_is_copied_must_be_finite(name: str, value: float, mixtral: Path, tmp_path: Path) -> None:
+def test_copied_tensors_must_be_finite(name: str, value: float, mixtral: Path, tmp_path: Path) -> None:
     def spoil(tensors: Tensors) -> None:
         tensors[name].view(-1)[7] = value
 

@@ -92,7 +92,7 @@ def test_up_projections_of_two_bits_decide_by_activations_of_eight(
         assert torch.equal(cpu.sparse_channels(channels, x, index, weights, ups)[0], y)
 
 
-def test_what_is_no_tensor_of_channels_is_refused(sparse: tuple[GroupwiseTensor, Any, torch.Tensor]) -> None:
+def test_invalid_channels_tensors_are_rejected(sparse: tuple[GroupwiseTensor, Any, torch.Tensor]) -> None:
     up, channels, _ = sparse
     matrix = _core.PackedTensor(up.data)
     x, index, weights = np.zeros((1, 96), np.float32), np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32)

@@ -54,7 +54,7 @@ def test_without_search_it_is_the_papers_grid_rounded(bits: int, size: int | Non
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bits", BITS)
-def test_a_packed_tensor_decodes_to_what_was_quantized(bits: int, size: int | None, symmetric: bool) -> None:
+def test_a_packed_tensor_decodes_to_the_quantized_values(bits: int, size: int | None, symmetric: bool) -> None:
     """300 columns: no group size divides them."""
     weight = torch.randn(2, 19, 300, generator=torch.Generator().manual_seed(0)) * 0.02
     found = quantize_groupwise(weight, bits, size, symmetric=symmetric)
@@ -119,7 +119,7 @@ def test_shapes_with_nothing_in_them(shape: tuple[int, ...], symmetric: bool) ->
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_what_is_not_finite_is_named_with_its_place(value: float, symmetric: bool) -> None:
+def test_non_finite_values_are_named_with_their_place(value: float, symmetric: bool) -> None:
     weight = torch.ones(2, 3, 40)
     weight[1, 2, 39] = value
     with pytest.raises(InvalidTensorError, match=r"'w'.*holds (nan|inf|-inf) at \[1, 2, 39\]"):

@@ -80,7 +80,7 @@ def test_any_level_of_any_dtype_is_kept(dtype: torch.dtype, code: str) -> None:
     assert encode_ternary(weight, code=code).dequantize(dtype).equal(weight)
 
 
-def test_quantized_weights_encode_as_they_are() -> None:
+def test_quantized_weights_encode_unchanged() -> None:
     weight = torch.randn(3, 40, 200, generator=torch.Generator().manual_seed(1))
     codes, levels = quantize_ternary(weight)
     encoded = encode_ternary(codes, levels=levels)

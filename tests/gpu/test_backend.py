@@ -93,7 +93,7 @@ def for_the_cpu(index, experts):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "choices", "path"), [(1, 2, "gated"), (64, 8, "gated"), (65, 2, "dequantize")])
-def test_layers_are_what_the_cpu_computes(kernels, tokens, choices, path, dtype):
+def test_layers_equal_those_of_the_cpu(kernels, tokens, choices, path, dtype):
     experts, hidden = 7, 48
     cpu, gpu = matrices(layer(experts, 40, hidden))
     x, index, weights = routed(tokens, choices, experts, hidden, dtype)

@@ -61,7 +61,7 @@ def assert_near(found, expected):
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 100])
-def test_a_model_on_a_gpu_computes_what_it_does_on_the_cpu(directory, tokens):
+def test_a_model_computes_the_same_on_gpu_and_cpu(directory, tokens):
     cpu, gpu = (moepack.load(directory, dtype="float32", device=device) for device in ("cpu", "cuda"))
     assert {buffer.device for _, buffer in gpu.named_buffers()} == {GPU}
     assert_near(logits(gpu, tokens), logits(cpu, tokens))

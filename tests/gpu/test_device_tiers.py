@@ -201,7 +201,7 @@ def tables(layer):
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 100])
-def test_channels_compute_what_they_do_on_the_cpu(channels, tokens):
+def test_channels_compute_the_same_as_on_the_cpu(channels, tokens):
     expected = logits(moepack.load(channels, dtype="float32"), tokens)
     assert_near(logits(moepack.load(channels, dtype="float32", device="cuda"), tokens), expected)
 

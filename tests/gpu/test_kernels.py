@@ -117,7 +117,7 @@ def compiled(request):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_kernels_keep_what_they_need_in_registers(name, arch):
+def test_kernels_keep_their_values_in_registers(name, arch):
     cubin, most = PROGRAMS[name].cubin(arch), SPILLS.get(name, 0)
     kernels = _USE.findall(cubin.log)
     wanted = KERNELS.get(PROGRAMS[name].source, {"gated", "combine", "dequantize"})
@@ -159,7 +159,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", [name for name in SPILLS if name.startswith("coded")])
-def test_what_coded_integers_spill_is_not_read_where_they_are_multiplied(name):
+def test_spills_of_coded_integers_are_not_read_in_the_product_loop(name):
     for kernel in disassemble(PROGRAMS[name].cubin("sm_90a").path).values():
         assert not kernel.products()["LDL"] and not kernel.products()["STL"]
 

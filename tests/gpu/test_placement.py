@@ -85,7 +85,7 @@ def test_too_little_memory_says_how_much_is_missing(skeleton, monkeypatch):
         quantizer.validate_environment(device_map={"": "cpu", "model.layers.0": "cuda:0"})
 
 
-def test_a_device_map_over_the_cpu_alone_loads_as_ever(directory):
+def test_a_device_map_over_the_cpu_alone_loads_normally(directory):
     expected = logits(moepack.load(directory))
     for device_map in ({"": "cpu"}, "cpu"):
         model = moepack.load(directory, device_map=device_map)

@@ -104,7 +104,7 @@ def waiting_for(matrix, late):
     return DeviceMatrix(matrix.data, matrix.shape, "fake", "fake", {}, {}, matrix.tables, slots=True, late=late)
 
 
-def test_what_was_recorded_in_inference_mode_serves_outside_of_it(recorded):
+def test_recordings_from_inference_mode_work_outside_of_it(recorded):
     matrices = layer()
     with torch.inference_mode():
         for seed in range(2):

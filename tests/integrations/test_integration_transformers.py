@@ -124,7 +124,7 @@ def test_generate(packed, architecture):
     )
 
 
-def test_load_takes_the_checkpoints_dtype_unless_told(packed):
+def test_load_uses_the_checkpoints_dtype_by_default(packed):
     _, directory = packed("mixtral")
     assert moepack.load(directory).dtype == torch.float32
     half = moepack.load(directory, dtype=torch.bfloat16)

@@ -40,7 +40,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_all_linear_is_what_peft_adapts_on_the_unpacked_model(architecture: str, tmp_path: Path) -> None:
+def test_all_linear_selects_the_same_layers_as_on_the_unpacked_model(architecture: str, tmp_path: Path) -> None:
     """An adapter created and saved on the unpacked model loads on packed weights and computes the same."""
     packed, stock = fresh(architecture)
     # The router of PhiMoE is a linear layer that gives a tuple, which peft cannot run on the unpacked model either.

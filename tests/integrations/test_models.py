@@ -82,7 +82,7 @@ def test_a_layout_takes_other_methods(model_type: str, tmp_path: Path) -> None:
     assert errors[1] < errors[0] < 1
 
 
-def test_what_packed_experts_compute_is_what_the_module_computes(tmp_path: Path) -> None:
+def test_packed_experts_compute_the_same_as_the_module(tmp_path: Path) -> None:
     """Biases, clamps and interleaving equal transformers' own module up to rounding, with sentinels."""
     skip_unknown("gpt_oss")
     model = tiny_model("gpt_oss")
@@ -104,7 +104,7 @@ def test_what_packed_experts_compute_is_what_the_module_computes(tmp_path: Path)
 @pytest.mark.parametrize(
     ("architecture", "by"), [("glm4_moe", "decoded by the core"), ("dots1", "decoded by transformers (")]
 )
-def test_doctor_says_what_decodes_a_model(architecture: str, by: str, tmp_path: Path) -> None:
+def test_doctor_names_the_decoder_of_a_model(architecture: str, by: str, tmp_path: Path) -> None:
     saved(architecture, tmp_path / "source")
     assert who_decodes(tmp_path / "source").startswith(by)
     compress(tmp_path / "source", tmp_path / "packed", method=FineQuant(bits=8))
@@ -120,7 +120,7 @@ def test_the_page_lists_every_family_of_the_core() -> None:
 
 
 @pytest.mark.parametrize("model_type", LISTED)
-def test_the_core_decodes_what_the_page_lists(model_type: str) -> None:
+def test_the_core_decodes_the_listed_architectures(model_type: str) -> None:
     skip_unknown(model_type)
     outcome = check((model_type,))
     assert outcome.works and outcome.decoded == "core", outcome
@@ -180,7 +180,7 @@ def test_infinite_settings(spelling: object, tmp_path: Path) -> None:
     assert len(describe(Checkpoint.open(path)).layers) == 2
 
 
-def test_a_setting_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_setting_that_is_not_a_number_is_rejected(tmp_path: Path) -> None:
     refused(saved("glm4_moe", tmp_path, hidden_size=float("nan")), "transformers cannot build it")
 
 
@@ -260,7 +260,7 @@ FOLLOWED = {
 
 
 @pytest.mark.parametrize("model_type", FOLLOWED, ids=FOLLOWED.get)
-def test_calibration_computes_what_the_model_computes(model_type: str, tmp_path: Path) -> None:
+def test_calibration_computes_the_same_as_the_model(model_type: str, tmp_path: Path) -> None:
     skip_unknown(model_type)
     model = tiny_model(model_type)
     model.save_pretrained(tmp_path)
@@ -279,7 +279,7 @@ def tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "jetmoe", "llama4", "longcat_flash", "nemotron_h"])
-def test_what_a_method_sees_is_what_the_packed_model_computes(
+def test_a_method_sees_the_states_of_the_packed_model(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a calibrated method on each form of experts, the compressed stream equals the packed model's states."""
@@ -357,7 +357,7 @@ def sound() -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
 
 
 @pytest.mark.parametrize(("model_type", "make"), [("qwen3_vl_moe", image), ("qwen3_omni_moe_thinker", sound)])
-def test_what_is_seen_or_heard_passes_a_packed_model(model_type: str, make: Any, tmp_path: Path) -> None:
+def test_images_and_sound_pass_through_a_packed_model(model_type: str, make: Any, tmp_path: Path) -> None:
     """Towers are unchanged, and their outputs enter the packed language model as in its export."""
     skip_unknown(model_type)
     torch.manual_seed(0)

@@ -115,7 +115,9 @@ GRAPHS = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_
         ({"compilation_config": GRAPHS}, "would record 512: start it with --enforce-eager or --max-cudagraph-capture"),
     ],
 )
-def test_what_packed_tensors_cannot_do_is_refused(directory: Path, settings: dict[str, Any], reason: str) -> None:
+def test_settings_that_packed_tensors_do_not_support_are_rejected(
+    directory: Path, settings: dict[str, Any], reason: str
+) -> None:
     """Rejected by the calling process before it builds a layer."""
     with pytest.raises(LoadError, match=reason):
         vllm_stub.VllmConfig(directory, **settings)

@@ -49,7 +49,7 @@ def test_matmul_takes_one_token_numpy_and_odd_memory() -> None:
     assert np.array_equal(encoded.matmul(frozen), y.numpy())
 
 
-def test_zero_weights_hide_what_is_not_finite() -> None:
+def test_zero_weights_hide_non_finite_values() -> None:
     encoded = encode_ternary(torch.tensor([[0.0, 2.0], [0.0, 0.0]]))
     assert encoded.matmul(torch.tensor([float("nan"), 3.0])).tolist() == [6.0, 0.0]
 

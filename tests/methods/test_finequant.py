@@ -39,7 +39,7 @@ from runtime_support import ARCHITECTURES, logits, tiny_model, write_packed
 )
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_packed_bytes_is_what_the_core_writes(bits: int, symmetric: bool, shape: tuple[int, int, int]) -> None:
+def test_packed_bytes_equals_the_core_s_output(bits: int, symmetric: bool, shape: tuple[int, int, int]) -> None:
     for size in (None, 16, 32, 64, 128, 256):
         groups = 0 if not shape[2] else -(-shape[2] // (size or shape[2]))
         parameters = np.zeros((*shape[:2], groups), np.float32)

@@ -184,7 +184,7 @@ def test_a_budget_weighs_experts_by_their_size_or_their_frequency() -> None:
 
 @pytest.mark.parametrize("bits", [3, 8, 16])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_sizes_are_what_the_core_writes(bits: int, symmetric: bool) -> None:
+def test_sizes_equal_the_core_s_output(bits: int, symmetric: bool) -> None:
     for shape, ranks in [((3, 40, 100), [8, 0, 16]), ((1, 1, 1), [1]), ((2, 20, 64), [0, 0]), ((0, 4, 8), [])]:
         spec = GroupSpec(3, 64, symmetric)
         made = pack(Assembly(shape, spec, ranks, bits).parts(), spec, ranks, bits, 3)

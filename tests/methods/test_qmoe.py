@@ -68,7 +68,7 @@ def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architectur
 
 
 @pytest.mark.parametrize("bits", ["ternary", "2"])
-def test_the_packed_values_are_what_calibration_fed_to_the_next_block(mixtral, bits, text, tmp_path, monkeypatch):
+def test_the_packed_values_give_calibration_s_inputs_of_the_next_block(mixtral, bits, text, tmp_path, monkeypatch):
     """The states after the last block, computed by the packed model, equal those of the compressed stream."""
     chosen = method(text, bits=bits, routing="compressed")
     streams = record_streams(monkeypatch)
@@ -139,7 +139,7 @@ def test_kill_9_between_blocks_and_resume_is_byte_identical(mixtral, rate, text,
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_resume_on_other_threads_keeps_what_is_done_and_ends_valid(mixtral, text, tmp_path, monkeypatch):
+def test_a_resume_on_other_threads_keeps_finished_layers_and_is_valid(mixtral, text, tmp_path, monkeypatch):
     """The bytes belong to one number of threads; another number may change the last bits of sums and is accepted."""
     append, threads = Workspace.append, torch.get_num_threads()
 
@@ -381,7 +381,7 @@ def open_matrix_of(directory, name):
     return torch.from_numpy(PackedDirectory.open(directory).blob(name).dequantize())[0]
 
 
-def test_dense_layers_feed_what_follows_as_the_packed_model_computes_it(mixtral, text, tmp_path, monkeypatch):
+def test_dense_layers_feed_later_stages_like_the_packed_model(mixtral, text, tmp_path, monkeypatch):
     """The states after the last block, computed by the packed model, equal those of the compressed stream."""
     chosen = method(text, bits="2", dense_bits="attention=4", group_size=16)
     streams = record_streams(monkeypatch)

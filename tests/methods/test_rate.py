@@ -99,7 +99,7 @@ def test_unusable_hessians_give_finite_results(bad):
     assert codes.abs().max() <= 1
 
 
-def test_levels_pay_back_what_is_zeroed():
+def test_levels_compensate_zeroed_weights():
     problem = RateProblem(weights(columns=256), hessians(3, 256), settings=RateSettings(passes=12))
     codes, levels, _ = problem.solve(constant(24, 1), constant(24, 1.0))
     kept = (codes != 0).sum(-1) * levels[..., 1] ** 2

@@ -59,7 +59,7 @@ def test_starts_are_orthogonal_and_follow_the_seed(kind, width):
     assert width == 1 or not torch.equal(start(width, kind, 1), start(width, kind, 2))
 
 
-def test_what_is_not_orthogonal_is_seen():
+def test_non_orthogonal_matrices_are_detected():
     matrix = start(8, "random")
     for bad in (matrix * 1.01, matrix[:4], torch.full((8, 8), torch.nan), torch.zeros(8, 8), matrix[0]):
         assert not is_orthogonal(bad)
@@ -141,7 +141,7 @@ def test_a_rewritten_checkpoint_reads_like_any_other(mixtral, text):
     assert changed.config["tie_word_embeddings"] is False and changed.fingerprint() != checkpoint.fingerprint()
 
 
-def test_states_are_what_the_layers_read_without_the_norms_weights(mixtral, text):
+def test_states_are_the_layers_inputs_without_the_norms_weights(mixtral, text):
     checkpoint = Checkpoint.open(mixtral)
     samples = load_samples(checkpoint, text, 4, 64)
     states = normalized_states(checkpoint, describe(checkpoint), samples, 500, torch.device("cpu"))

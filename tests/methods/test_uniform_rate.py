@@ -44,7 +44,7 @@ def test_more_bits_lose_less(tmp_path: Path) -> None:
     assert losses[2] < original + 0.02
 
 
-def test_packs_what_roles_say(mixtral: Path, tmp_path: Path) -> None:
+def test_packs_the_selected_roles(mixtral: Path, tmp_path: Path) -> None:
     linears = [linear for dense in describe(Checkpoint.open(mixtral)).dense for linear in dense.linears]
     found = {}
     for roles in ("none", "attention", "all"):
@@ -175,7 +175,7 @@ def test_a_text_keeps_the_bits_and_lowers_the_loss(bits: float, tmp_path: Path) 
     assert losses["text"] < losses["free"]
 
 
-def test_later_layers_make_up_for_what_earlier_ones_took(mixtral: Path, text: Path) -> None:
+def test_later_layers_compensate_the_bits_of_earlier_ones(mixtral: Path, text: Path) -> None:
     checkpoint, method = Checkpoint.open(mixtral), calibrated(text)
     method.prepare(checkpoint, describe(checkpoint))
     before = dict(method._layer_solver()._bits)

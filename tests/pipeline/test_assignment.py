@@ -233,9 +233,7 @@ def test_activations_that_are_nan_do_not_throw_away_finished_blocks(mixtral: Pat
         "model.layers.0.block_sparse_moe.experts.1.w1.weight",
     ],
 )
-def test_what_finished_blocks_follow_from_must_be_unchanged(
-    changed: str, mixtral: Path, text: str, tmp_path: Path
-) -> None:
+def test_sources_of_finished_blocks_must_be_unchanged(changed: str, mixtral: Path, text: str, tmp_path: Path) -> None:
     model = Mending(mixtral, tmp_path / "model", EXPERT)
     model.break_()
     with pytest.raises(InvalidTensorError):
@@ -254,7 +252,7 @@ def test_what_finished_blocks_follow_from_must_be_unchanged(
     assert support.contents(tmp_path / "out") == support.contents(tmp_path / "whole")
 
 
-def test_a_change_that_the_fingerprint_misses_is_found_when_a_failed_job_goes_on(
+def test_a_change_that_the_fingerprint_misses_is_found_when_a_failed_job_continues(
     mixtral: Path, text: str, tmp_path: Path
 ) -> None:
     model = Mending(mixtral, tmp_path / "model", EXPERT)

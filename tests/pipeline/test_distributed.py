@@ -88,7 +88,7 @@ def test_methods_of_a_job_may_differ(qwen3_moe: Path, tmp_path: Path, copies: li
 
 
 @pytest.mark.parametrize("name", ["auto", "qmoe"])
-def test_a_full_disk_keeps_what_is_done(name: str, mixtral: Path, tmp_path: Path, copies: list[Copies]) -> None:
+def test_a_full_disk_keeps_finished_work(name: str, mixtral: Path, tmp_path: Path, copies: list[Copies]) -> None:
     """The driver writes: rejections equal those of a local run, and each kind of run can continue the other."""
     out = tmp_path / "out"
     with failing("rename", 3), pytest.raises(DiskError):

@@ -51,7 +51,7 @@ def warned(report: CompressReport, caught: list[warnings.WarningMessage]) -> set
     ],
 )
 @pytest.mark.parametrize("method", [FineQuant(bits=8), Rate(8.0)])
-def test_weights_near_the_limit_are_told(
+def test_weights_near_the_limit_are_reported(
     method: FineQuant | Rate, where: str, largest: float, told: bool, tmp_path: Path
 ) -> None:
     source = scaled(tmp_path / "source", torch.float16, {where: largest})
@@ -82,7 +82,7 @@ def test_a_model_that_config_json_loads_in_float16_is_warned_of(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("w1", "told"), [(10.0, True), (0.1, False)])
-def test_activations_near_the_limit_are_told(w1: float, told: bool, tmp_path: Path) -> None:
+def test_activations_near_the_limit_are_reported(w1: float, told: bool, tmp_path: Path) -> None:
     """The weights are within the range, but the products of gate and up are not."""
     source = scaled(tmp_path / "source", torch.float16, {"w1.weight": w1, "w3.weight": 10 * w1, "w2.weight": w1})
     (tmp_path / "text.txt").write_text("the sea and the wolf and the fire said " * 60)

@@ -343,7 +343,7 @@ def test_a_file_size_limit_is_a_disk_error(mixtral: Path, packed: Path, tmp_path
     assert support.contents(tmp_path / "out") == support.contents(packed)
 
 
-def test_too_little_space_is_said_before_the_work(
+def test_too_little_space_is_reported_before_the_work(
     mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # type: ignore[attr-defined]

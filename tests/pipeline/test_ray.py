@@ -208,7 +208,7 @@ def test_a_server_that_is_not_rays(monkeypatch: pytest.MonkeyPatch) -> None:
         access.reach(f"127.0.0.1:{server.getsockname()[1]}")
 
 
-def test_an_interrupted_job_goes_on(mixtral: Path, tmp_path: Path) -> None:
+def test_an_interrupted_job_continues(mixtral: Path, tmp_path: Path) -> None:
     (pids := tmp_path / "pids").mkdir()
     script = f"""
 import moepack, sys

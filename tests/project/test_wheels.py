@@ -36,7 +36,7 @@ def test_two_builders_make_the_same_wheel(tmp_path: Path) -> None:
     assert built(tmp_path / "other", 3, b"other code") != built(tmp_path / "again", 3)
 
 
-def test_the_record_holds_for_what_the_wheel_holds(tmp_path: Path) -> None:
+def test_the_record_matches_the_wheel(tmp_path: Path) -> None:
     built(tmp_path / "here", 1)
     with zipfile.ZipFile(tmp_path / "here" / "normal.whl") as wheel:
         record = wheel.read(f"{INFO}/RECORD").decode().splitlines()

@@ -116,7 +116,7 @@ def test_the_faster_way_is_taken_and_the_other_tried_again():
     assert pace.is_together(9)
 
 
-def test_many_at_a_time_read_what_each_would_alone(engine, model, tokenizer):
+def test_many_at_a_time_read_the_same_as_alone(engine, model, tokenizer):
     expected = [generate(model, tokenizer, text, Sampling(max_new_tokens=12)).text for text in PROMPTS]
     collectors = [ask(engine, text, max_new_tokens=12) for text in PROMPTS]
     engine.start()
@@ -125,7 +125,7 @@ def test_many_at_a_time_read_what_each_would_alone(engine, model, tokenizer):
     assert [collector.pieces[-1].tokens for collector in collectors] == [12] * 4
 
 
-def test_whoever_is_alone_has_the_core_s_decoding_step(engine, model):
+def test_a_single_sequence_uses_the_core_s_decoding_step(engine, model):
     before = model.model.forward.steps
     collector = ask(engine, "The sea", max_new_tokens=6)
     engine.start()
@@ -150,7 +150,7 @@ def test_sequences_take_turns_of_the_slots(model, tokenizer):
     assert engine.counts() == {"active": 0, "waiting": 0, "kept": 0}
 
 
-def test_of_ten_thousand_requests_the_queue_takes_what_it_holds(model, tokenizer):
+def test_the_queue_accepts_its_capacity_of_ten_thousand_requests(model, tokenizer):
     engine = Engine(model, tokenizer, slots=64, queue=100)
     taken, refused = [], 0
     for _ in range(10_000):
@@ -164,7 +164,7 @@ def test_of_ten_thousand_requests_the_queue_takes_what_it_holds(model, tokenizer
     engine.close()
 
 
-def test_whoever_gives_up_gives_back_the_slot(model, tokenizer):
+def test_an_abandoned_answer_frees_its_slot(model, tokenizer):
     engine = Engine(model, tokenizer, slots=1).start()
     gone = ask(engine, "The sea", max_new_tokens=2000)
     while not gone.pieces:
@@ -207,7 +207,7 @@ def test_closing_with_patience_lets_answers_end(model, tokenizer):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_waits_for_an_engine_that_fails(engine, monkeypatch):
+def test_waiting_requests_end_if_the_engine_fails(engine, monkeypatch):
     monkeypatch.setattr(engine, "_leave", lambda: 1 / 0)
     left = [ask(engine, "The sea") for _ in range(20)]
     engine.start()
@@ -215,7 +215,7 @@ def test_nobody_waits_for_an_engine_that_fails(engine, monkeypatch):
     assert not engine.is_open
 
 
-def test_a_failing_model_fails_its_answers_and_goes_on(engine, monkeypatch):
+def test_a_failing_model_fails_its_answers_and_the_engine_continues(engine, monkeypatch):
     engine.start()
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.model), "forward", lambda *args, **kwargs: 1 / 0)
@@ -237,7 +237,7 @@ def test_a_gpu_that_disappears_closes_the_engine(engine, monkeypatch):
     assert errors <= {"the model failed: AcceleratorError", "the server is shutting down"} and not engine.is_open
 
 
-def test_the_next_turn_reads_only_what_is_new(engine, model, monkeypatch):
+def test_the_next_turn_reads_only_new_tokens(engine, model, monkeypatch):
     engine.start()
     first = ask(engine, PROMPTS[3], max_new_tokens=8)
     text = PROMPTS[3] + first.text() + " and"

@@ -55,7 +55,7 @@ def read(stepper, caches, texts, first, last):
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("culprits", [{0}, {3}, {5}, {1, 2}, {0, 2, 5}, {0, 1, 2, 3, 4, 5}])
-def test_others_read_what_they_would_have_read(model, together, culprits):
+def test_other_sequences_read_the_same_tokens(model, together, culprits):
     """A prompt, then a step with the culprits' tokens in it, then one more: logits are those of each sequence alone."""
     texts = [[token + 17 * round for token in (3 + i, 20, 9 + i, 7, 5)] for i, round in enumerate([0, 1, 0, 1, 0, 1])]
     for number in culprits:
@@ -84,7 +84,7 @@ def test_others_read_what_they_would_have_read(model, together, culprits):
                 torch.testing.assert_close(row, whole[number][4], rtol=2e-4, atol=2e-4)
 
 
-def test_a_mark_goes_back_to_what_the_cache_was(model):
+def test_a_mark_restores_the_cache(model):
     ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
     with torch.inference_mode():
         cache = new_cache(model)
@@ -122,7 +122,7 @@ def empty_cache():
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 100])
-def test_what_has_no_memory_is_halved(most):
+def test_steps_without_enough_memory_are_halved(most):
     texts = [list(range(count)) for count in (1, 7, 2, 1, 4)]
     parts = [Part(ids, 0, empty_cache()) for ids in texts]
     reader = Hungry(most)

@@ -142,7 +142,7 @@ def test_activations_are_rounded_as_the_kernels_do(bits):
         round_activations(x, 5)
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_settings_are_rejected():
     for settings in ({"bits": 5}, {"steps": -1}, {"block": 0}, {"assignment": "x"}, {"damping": 0.0}, {"drift": 2.0}):
         with pytest.raises(ValueError):
             ClusterSettings(**settings)

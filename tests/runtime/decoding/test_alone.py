@@ -254,7 +254,7 @@ def test_prefixes_of_long_sequences_are_not_shared(kind):
 
 
 @pytest.mark.parametrize("kind", sorted(VARYING))
-def test_whoever_calls_the_model_begins_anew(kind):
+def test_every_caller_of_the_model_starts_a_new_sequence(kind):
     """`generate` and plain calls after a longer sequence; a chat whose text grows beyond the limit."""
     model, tokenizer = rotated("mixtral", kind), letters()
     fresh = copy.deepcopy(model)
@@ -313,7 +313,7 @@ def test_a_reference_that_no_window_forgets_is_read_in_one_pass():
     assert stepper.reads_whole(30)
 
 
-def test_memory_that_runs_out_does_not_cut_what_must_be_whole():
+def test_running_out_of_memory_does_not_split_indivisible_steps():
     from moepack.serving.isolation import isolated
 
     sizes = []

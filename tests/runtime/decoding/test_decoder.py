@@ -372,7 +372,7 @@ def test_changes_of_a_model_are_seen(directory, change):
     assert len(seen) == (2 * (TOKENS + 1) if change == "hook" else 0)
 
 
-def test_what_is_written_into_a_weight_is_read(model):
+def test_values_written_into_a_weight_are_used(model):
     run(model, "native")
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight.mul_(-3)
@@ -417,7 +417,7 @@ def test_the_choice_is_checked(monkeypatch):
         set_decoding("python")
 
 
-def test_the_core_refuses_what_does_not_fit(model):
+def test_the_core_rejects_mismatched_arguments(model):
     plan = Plan(model.model)
     x = np.zeros((1, 32), np.float32)
     buffers = [np.zeros((2, 2, 4, 8), np.float32) for _ in plan.caches]
@@ -453,7 +453,7 @@ def test_a_dense_head_takes_few_tokens_in_the_core(dtype, monkeypatch):
         assert taken(states[:0]) == "torch"
 
 
-def test_it_is_said_who_decodes(directory, model):
+def test_the_decoder_is_reported(directory, model):
     assert str(tried(model)) == "decoded by the core"
     assert (stepping(model).taken, stepping(model).left) == (3, 0)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

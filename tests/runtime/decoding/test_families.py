@@ -180,7 +180,7 @@ def test_windows_slide_in_place(packed: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert_near(results[1], results[0])
 
 
-def test_what_is_written_into_the_expansion_of_latents_is_read(packed: Any) -> None:
+def test_values_written_into_the_expansion_of_latents_are_used(packed: Any) -> None:
     model = moepack.load(packed("deepseek_v2", False), dtype="float32")
     run(model, "native")
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_what_is_written_into_the_expansion_of_latents_is_read(packed: Any) -> N
 
 
 @pytest.mark.parametrize(("kinds", "window"), [(["full_attention"] * 2, None), (["sliding_attention"] * 2, WINDOW)])
-def test_layers_say_what_they_see(kinds: list[str], window: int | None) -> None:
+def test_layers_report_their_activations(kinds: list[str], window: int | None) -> None:
     config = tiny_config("gpt_oss")
     config.layer_types, config.sliding_window = kinds, WINDOW
     assert window_of(config, 1) == window

@@ -95,7 +95,7 @@ def test_an_overflow_between_modules_is_named_by_the_one_around_it():
 
 
 @pytest.mark.parametrize(("dtype", "advice"), [("bfloat16", "--dtype float32"), ("float32", "moepack verify")])
-def test_what_to_try_depends_on_the_dtype(dtype, advice):
+def test_the_advice_depends_on_the_dtype(dtype, advice):
     model = tiny_model("mixtral").to(getattr(torch, dtype))
     with torch.no_grad():
         model.model.norm.weight.fill_(NAN)
@@ -249,7 +249,7 @@ def test_commands_say_it_in_a_line(damaged, text, capsys):
         assert end.value.code == 1 and "error: the model's logits are not finite" in said and "Traceback" not in said
 
 
-def test_the_search_for_what_errors_cost(damaged):
+def test_the_search_for_importance(damaged):
     checkpoint = Checkpoint.open(damaged)
     with pytest.raises(NonFiniteError, match=r"'model\.norm'"):
         model, samples = describe(checkpoint), decoder_samples(torch.arange(3, 19)[None])
@@ -265,7 +265,7 @@ def test_every_call_of_a_model_that_is_watched(broken):
     model(torch.tensor([[5, token, 6]]))
 
 
-def test_what_padding_computes_is_not_looked_at():
+def test_outputs_of_padding_are_ignored():
     model = tiny_model("mixtral")
     model.lm_head.register_forward_hook(lambda _, given, logits: logits.index_fill(1, torch.tensor([2]), NAN))
     ids = torch.tensor([[5, 6, 7]])

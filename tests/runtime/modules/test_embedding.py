@@ -45,7 +45,7 @@ def directory(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v2"])
 @pytest.mark.parametrize("options", [{}, {"resident": True}, {"host_memory": "1GB"}], ids=str)
-def test_the_model_computes_what_its_export_does(
+def test_the_model_computes_the_same_as_its_export(
     architecture: str, options: Any, directory: Make, tmp_path: Path
 ) -> None:
     packed = moepack.load(directory(architecture), dtype="float32", mode="exact", **options)
@@ -122,7 +122,7 @@ def test_compiled_code_looks_up_the_same(directory: Make) -> None:
 
 
 @pytest.mark.parametrize("row", [-1, 285, 2**40])
-def test_tokens_that_are_none_are_refused(row: int, directory: Make) -> None:
+def test_invalid_tokens_are_rejected(row: int, directory: Make) -> None:
     embedding = moepack.load(directory("mixtral")).model.embed_tokens
     with pytest.raises(ValueError, match="row"):
         embedding(torch.tensor([3, row]))

@@ -74,7 +74,7 @@ def test_a_linear_layer(compiled: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "compiled"), [(PackedExperts, False), (PackedExperts, True), (PackedPlainExperts, False)]
 )
-def test_experts_and_what_their_router_says(kind: type[PackedExperts], compiled: bool) -> None:
+def test_experts_and_their_router(kind: type[PackedExperts], compiled: bool) -> None:
     experts, inner, hidden = 4, 48, 32
     shapes = {name: (experts, inner, hidden) for name in kind.projections[:-1]} | {
         "down_proj": (experts, hidden, inner)

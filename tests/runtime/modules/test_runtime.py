@@ -193,7 +193,7 @@ def test_too_short_for_a_magic(length):
     assert (caught.value.file, caught.value.tensor) == ("shard", "name")
 
 
-def test_unknown_formats_are_named_with_what_is_known():
+def test_unknown_formats_are_named_with_the_known_ones():
     with pytest.raises(LoadError, match=r"NEWMAGIC.*MOEPTERN"):
         open_tensor(np.frombuffer(b"NEWMAGIC" + bytes(56), np.uint8))
 

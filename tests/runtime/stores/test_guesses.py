@@ -85,7 +85,7 @@ def idle(cache: Cache) -> bool:
     return not cache.kept._guesses._active
 
 
-def test_what_is_guessed_is_read_ahead_and_counted(cache: Cache) -> None:
+def test_predicted_experts_are_prefetched_and_counted(cache: Cache) -> None:
     cache.use(0, 1)
     cache.kept.guess(cache.units({1, 5, 6, 20}))
     until(lambda: {5, 6, 20} <= cache.drive.there and idle(cache))
@@ -149,7 +149,7 @@ def test_a_read_that_fails_on_a_guess_is_forgotten(cache: Cache) -> None:
     cache.use(5)
 
 
-def test_what_is_held_stays_whatever_is_guessed(cache: Cache) -> None:
+def test_held_entries_stay_for_any_predictions(cache: Cache) -> None:
     held = cache.units(range(14))
     cache.kept.hold(held)
     cache.kept.guess(cache.units(range(14, 30)))
@@ -164,7 +164,7 @@ def test_what_is_held_stays_whatever_is_guessed(cache: Cache) -> None:
     st.sampled_from(["records", "experts"]),
     st.lists(st.tuples(st.sets(st.integers(0, 31), max_size=9), st.sets(st.integers(0, 31), max_size=12)), max_size=20),
 )
-def test_the_budget_is_kept_whatever_is_guessed(kind: str, calls: list[tuple[set[int], set[int]]]) -> None:
+def test_the_budget_is_kept_for_any_predictions(kind: str, calls: list[tuple[set[int], set[int]]]) -> None:
     cache = Cache(kind)
     for wanted, guessed in calls:
         cache.use(*wanted)

@@ -146,7 +146,7 @@ def memory(directory: Path) -> int:
     return total - records + max(records // 4, 16 * 16384 + 65536)
 
 
-def test_an_approximation_decides_by_what_entered_the_layer_before(
+def test_an_approximation_selects_by_the_input_of_the_layer_before(
     directory: Path, mixtral: Path, tmp_path: Path
 ) -> None:
     exact, model = load(directory / "right"), load(directory / "right", approximate=True)

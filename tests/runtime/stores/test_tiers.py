@@ -155,7 +155,7 @@ def assert_near(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_budget_is_kept_and_what_happened_is_counted(directory, least):
+def test_a_budget_is_kept_and_events_are_counted(directory, least):
     model, roomy = on_memory(directory, least), on_memory(directory, 10**9)
     for each in (model, roomy):
         for tokens in range(1, 9):
@@ -233,7 +233,7 @@ def test_calls_without_experts_give_zeros(directory, least):
             assert torch.equal(layer(x, index, torch.ones(index.shape)), torch.zeros_like(x))
 
 
-def test_a_call_that_uses_all_slots_leaves_them_as_they_are(directory, least):
+def test_a_call_that_uses_all_slots_does_not_change_them(directory, least):
     model = on_memory(directory, least)
     layer = expert_layers(model)[0]
     tier = layer.store
@@ -281,7 +281,7 @@ def test_misses_are_shared_out(directory, least, overlapping):
     assert 0 < counts.computed < counts.misses and counts.bytes_read > 0
 
 
-def test_what_is_used_often_comes_still(directory, least):
+def test_frequently_used_experts_are_still_copied(directory, least):
     """If the CPU is faster than the bus, it multiplies all misses of a token, but frequently used experts are copied
     later."""
     model = on_memory(directory, least)
@@ -400,7 +400,7 @@ def test_many_tokens_of_an_expert_say_when_the_cpu_is_slow_but_not_when_it_is_fa
     assert shares.rates.product > 0.1 < shares.rates.product_beside
 
 
-def test_what_is_given_stays_as_it_is():
+def test_arguments_are_not_modified():
     shares = Shares(Rates(1.0, 1.0, 0.0, 2.0, 2.0))
     assert shares.cpu_share([1]) == 0
     shares.note(1, 1, 0.1, beside=False)
@@ -465,7 +465,7 @@ def test_the_first_layers_of_other_formats_are_on_the_device(packed):
         on_memory(packed, always + 1000, host_memory=sum(sizes) - 1)
 
 
-def test_what_cannot_be_is_refused(directory, least):
+def test_impossible_combinations_are_rejected(directory, least):
     with pytest.raises(moepack.LoadError, match="does not accept new weights"):
         expert_layers(on_memory(directory, least))[0].attach("gate_proj", torch.zeros(64, dtype=torch.uint8))
     for arguments in ({}, {"device": "cpu"}, {"device_map": "auto"}):
