@@ -20,7 +20,7 @@ from moepack.methods.finequant import FineQuant
 from moepack.methods.rate import Rate
 
 CLOSE = {"rtol": 2e-3, "atol": 2e-4}
-"""Products of packed weights and of decoded ones are summed in another order; the layers behind amplify it."""
+"""Products of packed and of decoded weights are summed in different orders; later layers amplify the difference."""
 
 
 def _model(architecture: str) -> Any:

@@ -125,7 +125,7 @@ SETTINGS = {
     },
 }
 if not hasattr(transformers.models.granitemoe.modeling_granitemoe, "GraniteMoeExperts"):
-    del SETTINGS["granitemoe"]  # older transformers have no experts module there, and nothing to replace
+    del SETTINGS["granitemoe"]  # older transformers have no experts module there
 ARCHITECTURES = sorted(SETTINGS)
 SWITCH = "switch_transformers"
 

@@ -36,7 +36,7 @@ CLASSES = {
 }  # fmt: skip
 """The class of each format in builds that have one for each."""
 FLOATING = {"bf16", "auto", None}
-"""Modes whose sums builds may take in another order; of codebooks also `exact`."""
+"""Modes in which builds may sum in a different order; for codebooks also `exact`."""
 EXPERTS, TOP_K = 8, 2
 RANK, CHUNK = 16, 64
 

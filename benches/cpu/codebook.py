@@ -146,7 +146,7 @@ def bitsandbytes_peer(rows: int, columns: int, x: torch.Tensor, cold: int) -> Pe
     layer.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
     layer = layer.to("cpu").eval()
     with torch.inference_mode():
-        layer(x)  # some versions lay the weights out anew in the first call
+        layer(x)  # some versions rearrange the weights in the first call
     layers = [deepcopy(layer) for _ in range(1 + cold // (rows * columns // 2))]
     return Peer("bitsandbytes nf4", lambda i: layers[i](x), len(layers))
 

@@ -37,7 +37,7 @@ SOURCES = ("gaussian", "laplace")
 ENTROPIES = (0.63, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 6.0, 7.5)
 MODES = ("int8", "exact", "auto")
 PAIRS_BELOW = 1.8
-"""Bits of entropy below which symbols of two weights are measured, too."""
+"""Entropy in bits below which two-weight symbols are also measured."""
 
 
 def entropy(codes: NDArray[np.int16]) -> float:

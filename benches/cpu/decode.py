@@ -41,10 +41,10 @@ from moepack.pipeline import compress
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 PROMPT = 16
-#: The made-up model: 6 layers of 8 experts of 3 x 1024 x 3584 weights are 1.06 GB in bf16 and 60 MB packed.
+#: The synthetic model: 6 layers of 8 experts of 3 x 1024 x 3584 weights are 1.06 GB in bf16 and 60 MB packed.
 LARGE = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 6, "num_local_experts": 8}
 
-#: Sizes of made-up models, by whatever name an architecture has for them: 80 to 160 million weights.
+#: Sizes of synthetic models under each architecture's names: 80 to 160 million weights.
 SIZES = {
     "hidden_size": 1024, "intermediate_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 6,
     "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 1024,
@@ -52,7 +52,7 @@ SIZES = {
     "shared_expert_intermediate_size": 512, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-#: What an architecture has beside them, or instead.
+#: Additional or different settings of an architecture.
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "num_key_value_heads": 16, "q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
@@ -71,7 +71,7 @@ def build_large(directory: Path) -> Path:
     with torch.device("meta"):
         model = MixtralForCausalLM(settings).bfloat16()
     model.to_empty(device="cpu")
-    # Cut at 2.7 sigma, 82% of the weights are zero on the grid of minimum and maximum, about what calibration leaves.
+    # Cut at 2.7 sigma, 82% of the weights are zero on the grid of minimum and maximum, as after calibration.
     pool = torch.randn(1 << 25, generator=torch.Generator().manual_seed(0)).clamp_(-2.7, 2.7).mul_(0.02).bfloat16()
     for position, (name, parameter) in enumerate(model.named_parameters()):
         if "norm" in name:
@@ -122,7 +122,7 @@ def decode(model: Any, prompt: torch.Tensor, tokens: int) -> float:
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens + 1, min_new_tokens=tokens + 1,
             do_sample=False, streamer=Clock(), pad_token_id=0,
         )  # fmt: skip
-    # The prompt comes first, then the token that reading it gives.
+    # The prompt comes first, then its next token.
     return (times[-1] - times[1]) / tokens
 
 

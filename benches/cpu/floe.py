@@ -69,9 +69,9 @@ CHANNELS, COLUMNS = 14336, 4096
 SHARES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
 CALLS, TOKENS = 12, 24
 PARTS = 64
-"""Parts of an expert's channels in which wanted ones are counted."""
+"""Parts of an expert's channels for counting requested ones."""
 MEMORY = (2.7, 3.0, 3.5, 4.0)
-"""Bits of an expert weight that memory holds where forms are compared."""
+"""Bits per expert weight in memory at which forms are compared."""
 JUNK = np.zeros(24 << 20, np.float64)
 """Larger than any cache: written before each timed call."""
 
@@ -191,7 +191,7 @@ RULES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
     "down": lambda gate, up, weight: gate * up,
     "routed": lambda gate, up, weight: gate * up * weight,
 }
-"""What a channel is judged by: outputs of the gate behind SiLU and of up [n, I], router weights [n, 1]."""
+"""Scores of channels from SiLU(gate) and up outputs [n, I] and router weights [n, 1]."""
 POOLED = "routed"
 """The rule with one threshold for all experts of a layer."""
 

@@ -46,7 +46,7 @@ from moepack.backends.machine import read_bandwidth
 
 COLD = 1 << 30
 WARM = 200 << 20
-"""With many tokens arithmetic takes the time: weights need not be cold, and rounds stay short."""
+"""With many tokens arithmetic dominates, so weights need not be cold, and rounds are short."""
 INT4, INT4_WIDE = (4, 64), (4, 128)
 WEIGHTS = (INT4, INT4_WIDE, (3, 64), (2, 64), (8, 64))
 """Bits and group sizes of moepack's formats."""
@@ -294,7 +294,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Allocations of all peers in huge pages, as the C library offers it; it reads the setting when a process starts.
+    # The C library allocates in huge pages for all peers; it reads the setting when a process starts.
     if "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
         os.execv(sys.executable, [sys.executable, *sys.argv])

@@ -237,7 +237,7 @@ class Settings(ctypes.Structure):
 
 
 LLAMA = {"llama_cpp": "lib/libllama.so", "xllamacpp": "xllamacpp.abi3.so"}
-"""Packages that bring llama.cpp, and where it is in them."""
+"""Packages that contain llama.cpp, and its path in them."""
 FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
     "llama_backend_init": (None, []),
     "llama_model_default_params": (Settings, []),
@@ -251,7 +251,7 @@ FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
     "llama_get_memory": (c_void_p, [c_void_p]),
     "llama_memory_clear": (None, [c_void_p, c_bool]),
 }
-"""What functions return, and their arguments. Structures are at most the last argument, so they may be too long."""
+"""Return types and arguments of functions. Structures only occur as last arguments, so they may be too long."""
 
 
 class Llama:

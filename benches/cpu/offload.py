@@ -47,10 +47,10 @@ from benches.tools import machine
 PAGE = mmap.PAGESIZE
 
 PROCESS = 480 << 20
-"""Bytes for Python, torch and activations beside the weights."""
+"""Bytes for Python, torch and activations, in addition to the weights."""
 
 MIXTRAL = {"HIDDEN": 4096, "INNER": 14336, "EXPERTS": 8, "TOP_K": 2, "LAYERS": 2}
-"""What the model of `channels` has in place of the shapes of benches/cpu/llama.py."""
+"""Shapes of the model of `channels` that differ from benches/cpu/llama.py."""
 
 KEPT = 0.17
 """The share of that model's records for which a third of its bytes has room, beside what every token needs."""

@@ -46,7 +46,7 @@ D_MODEL, D_FF, EXPERTS, VOCABULARY, SENTINELS = 768, 3072, 128, 32128, 100
 #: google/switch-c-2048: d_model, d_ff, experts, sparse layers; 1.57 * 10^12 expert weights.
 C2048 = (2080, 6144, 2048, 30)
 READY, CLOCK = "ready", os.sysconf("SC_CLK_TCK")
-#: Words of the made-up calibration text; what it says is of no consequence.
+#: Words of the synthetic calibration text; its content does not matter.
 WORDS = ("river", "stone", "light", "under", "walked", "slowly", "and", "then", "nobody", "knew", "where", "it", "was")
 
 
@@ -95,7 +95,7 @@ def build(directory: Path, layers: int, experts: int) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     text = " ".join(WORDS[(i * i + i // 7) % len(WORDS)] for i in range(1 << 18))
     (directory.parent / "calibration.txt").write_text(text)
-    os.sync()  # what is measured does not wait for what was built
+    os.sync()  # the measurement must not wait for the build's writes
 
 
 def _tensors(group: dict[str, torch.Size], pool: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="where qmoe runs the model and the solver")
     parser.add_argument("--directory", type=Path, help="where the checkpoint goes; default: a temporary directory")
     parser.add_argument("--save", type=Path, help="JSON file for the figures")
-    parser.add_argument("--workers", type=int, nargs="+", help="share the work by so many workers, in turn")
+    parser.add_argument("--workers", type=int, nargs="+", help="numbers of workers, measured one after another")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--cluster", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()

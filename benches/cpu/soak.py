@@ -32,7 +32,7 @@ from moepack.serving.text.sampling import Sampling
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GROWTH = 32 << 20
-"""Bytes by which own memory may grow after the first quarter: what the allocator keeps varies so much."""
+"""Permitted growth of private memory after the first quarter in bytes: the allocator's reserve varies by this much."""
 
 
 def methods(text: Path) -> dict[str, moepack.methods.Method]:

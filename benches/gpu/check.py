@@ -19,14 +19,14 @@ from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.matrix import DeviceMatrix
 
 EXACT = 1e-5
-"""Bound of the relative error where only sums are rounded."""
+"""Bound of the relative error if only sums are rounded."""
 
 GATED = 1.7
-"""What silu(gate) * up makes of the independent errors of gate and up: the norm of 1 and of the derivative of silu's
+"""The factor of silu(gate) * up on the independent errors of gate and up: the norm of 1 and of the derivative of silu's
 logarithm, at most 1.3 for products of about one."""
 
 ROUNDED = 5e-4
-"""Where activations are float32, of which kernels keep 11 bits."""
+"""The bound for float32 activations; kernels keep 11 of their bits."""
 
 
 def error(out: Tensor, expected: Tensor) -> float:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from moepack import _core
 
 STEPS = {2: 1.0, 3: 0.49, 4: 0.2425}
-"""Steps, in standard deviations, at which Gaussian codes have so many bits of entropy."""
+"""Steps in standard deviations, by the entropy of Gaussian codes in bits."""
 
 
 def make(

@@ -86,7 +86,7 @@ def speeds(model: Any, ids: torch.Tensor, steps: int = STEPS) -> dict[str, Any]:
     """Tokens per second with and without graphs, and whether both give the same tokens."""
     graph_tokens, graphs = decode(model, ids, steps)
     with decoding("transformers"):
-        decode(model, ids, steps)  # what is slow once at each length of the cache
+        decode(model, ids, steps)  # the first step of each cache length is slow
         tokens, plain = decode(model, ids, steps)
     same = next((place for place, pair in enumerate(zip(tokens, graph_tokens, strict=True)) if len({*pair}) > 1), steps)
     replayed = getattr(model.model.forward, "steps", 0)

@@ -25,7 +25,7 @@ from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.matrix import DeviceMatrix
 
 COLD = 600 << 20
-"""Bytes of weights that a graph reads before it comes back to the first."""
+"""Bytes of weights that a graph reads before it returns to the first."""
 
 LINEAR = {"Mixtral down": (4096, 14336), "Mixtral gate": (14336, 4096), "c4-large wo": (2080, 6144), "wi": (6144, 2080)}
 """Rows and columns of linear layers."""

@@ -159,7 +159,7 @@ def measure(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
         size = allocated()
         models[name] = case.make()
         sizes[name] = allocated() - size
-    for seed in WARM_SEEDS:  # what is slow once at each length of the cache, and what is used often
+    for seed in WARM_SEEDS:  # the first step of each cache length is slow; also fills the cache of experts
         in_turns(cases, models, seed)
     before = {name: replace(statistics_of(model) or Statistics()) for name, model in models.items()}
     took = [in_turns(cases, models, seed) for seed in SEEDS]

@@ -28,7 +28,7 @@ from moepack.comparison import FITTING, Comparison
 Rows = list[dict[str, Any]]
 
 SCORED = ("wikitext2-test", "heldout-books")
-"""Texts that count in the summary; constants of the plan were fitted to others."""
+"""Texts of the summary; the plan's constants were fitted to other texts."""
 
 
 def summary(rows: Rows) -> dict[str, Any]:

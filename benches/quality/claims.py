@@ -88,7 +88,7 @@ MILO_SHARE = "5 % of what is packed"
 ROUNDED = {"start": "uniform", "steps": 0, "drift": 0.0}
 """CodeQuant's codes and layout with 16 values at even distances: rounding to nearest."""
 UNREAD = {"samples": 1}
-"""Where a method asks for a text that changes nothing."""
+"""A text for methods that require one without using it."""
 
 
 def codequant(activation_bits: int) -> dict[str, Setting]:

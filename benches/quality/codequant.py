@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=list(ROWS)[:6])
     parser.add_argument("--cells", type=Path)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=1, help="processes, of so many threads each")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows-file", type=Path, default=Path("build/codequant.jsonl"))
     parser.add_argument("--recount", action="store_true", help="only correct the rows' bits a weight")

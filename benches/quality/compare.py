@@ -52,8 +52,7 @@ POINTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         for more in ("", ", tuned")
     },
 }
-"""Settings by line of the picture, which is a method and what more sets it apart; whatever is not named is the
-method's default."""
+"""Settings by line of the picture: a method and its distinguishing settings; all others are defaults."""
 
 Rows = dict[str, dict[str, Any]]
 

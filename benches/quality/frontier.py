@@ -39,17 +39,17 @@ from moepack.methods import Method, create
 Row = dict[str, Any]
 
 MOST_TERNARY = 2.0
-"""Bits a weight that ternary experts may be given."""
+"""Maximum bits per weight of ternary experts."""
 
 SAMPLE_TOKENS = 512
-"""Tokens of a calibration sample, as methods have them by default."""
+"""Tokens per calibration sample, the methods' default."""
 
 LEAST = 1e-5
-"""What a loss counts at least where its logarithm is taken."""
+"""Lower bound of a loss before its logarithm is taken."""
 
 
 GGML = "ggml "
-"""What the names of ggml's types begin with."""
+"""Prefixes of the names of ggml's types."""
 
 
 def methods(options: argparse.Namespace) -> Iterator[tuple[str, Method]]:

@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "moepack": {f"auto {bits} bits, text": {"bits": bits} for bits in (2.0, 2.5, 3.0, 3.5, 4.0, 4.5)}
     | {f"auto {bits} bits": {"bits": bits, "text": False} for bits in (2.0, 2.5, 3.0, 3.5, 4.0, 4.5)},
 }
-"""By peer, the arguments of its function by the name of a setting; what is not named is the package's default."""
+"""Arguments of each peer's function by the name of a setting; all others are the package's defaults."""
 
 Row = dict[str, Any]
 

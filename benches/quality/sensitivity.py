@@ -41,13 +41,13 @@ from moepack.pipeline.tune import tune
 from moepack.tuning import TuneSettings
 
 SAMPLES = 64
-"""Texts of a window that a model writes."""
+"""Tokens of generated texts, per window."""
 LENGTH, WINDOWS = 256, 96
-"""Tokens of a window whose gradients are taken, and how many."""
+"""Tokens per window for gradients, and the number of windows."""
 LEAST = 0.01
-"""What the mean of F over a row or column counts at least, of the mean over the tensor."""
+"""Lower bound of the mean of F over a row or column, relative to the tensor's mean."""
 UNSEEN = 0.5
-"""What is added to each row of the embedding, as `auto` does: other texts have other tokens."""
+"""The addition to each row of the embedding, like in `auto`: other texts have other tokens."""
 SHAPES = ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.5, 0.5), (1.0, 1.0))
 """Exponents a of columns and b of rows."""
 LARGEST = 3000

@@ -31,7 +31,7 @@ from moepack.solvers.groupwise import group_values, quantize_groupwise
 from moepack.solvers.priced import DENSE_LARGEST, Profile, low_bits_of, round_priced
 
 Point = tuple[str, float, float]
-"""A format, its bits a weight, and its squared error."""
+"""A format, its bits per weight, and its squared error."""
 
 
 def matrices(model: MoeModel, weights: int) -> Iterator[tuple[str, Tensor]]:

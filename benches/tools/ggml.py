@@ -22,7 +22,7 @@ from benches.tools.peers import Absent, Peer, Round, copies_for
 
 TYPES = {"q4_0": 2, "q8_0": 8, "q2_K": 10, "q3_K": 11, "q4_K": 12, "iq2_xs": 17, "iq3_xxs": 18, "iq4_xs": 23}
 SAMPLE = 128
-"""Rows that are quantized; a matrix repeats them, for some formats take ggml seconds."""
+"""Quantized rows; a matrix repeats them, because ggml takes seconds for some formats."""
 TOLERANCE = 0.03
 """Largest relative error of a product that int8 activations explain (0.005 to 0.008 measured)."""
 
@@ -46,7 +46,7 @@ class TypeTraits(ctypes.Structure):
 
 
 SILENT = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)(lambda *_: None)
-"""Takes the messages of ggml, one for each tensor that it repacks."""
+"""Receives the messages of ggml, one per repacked tensor."""
 POINTERS = {
     "ggml_init": [InitParams],
     "ggml_new_tensor_2d": [c_void_p, c_int, c_int64, c_int64],
@@ -74,7 +74,7 @@ OTHERS = {
 
 
 LIBRARIES = {"llama_cpp": "lib/libggml.so", "xllamacpp": "xllamacpp.abi3.so"}
-"""Packages that bring ggml, and where it is in them."""
+"""Packages that contain ggml, and its path in them."""
 
 
 def opened(libraries: Mapping[str, str]) -> ctypes.CDLL:

@@ -217,7 +217,7 @@ def auto_round_peer(rows: int, columns: int, bits: int, group: int, cold: int) -
 
 
 PACKAGES = ("torch", "onnxruntime", "auto-round-lib", "llama-cpp-python")
-"""Distributions that bring peers, in the order in which they are measured; the last brings ggml."""
+"""Distributions of the peers in the order of measurement; the last one contains ggml."""
 
 
 def linear_peers(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 TEXTS = {"wikitext2-test": "WikiText-2 test", "heldout-books": "unseen novels"}
-"""Names of the texts that a reader knows."""
+"""Readable names of the texts."""
 
 LOSS = "increase of the loss"
 UNIT = "nats per token"

@@ -57,7 +57,7 @@ def gptqmodel(
     model: Path, ids: Tensor, device: str, bits: int, group: int, symmetric: bool = True, ordered: bool = False
 ) -> Quantized:
     """GPTQModel's GPTQ. Its portable kernel decodes the result."""
-    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # with fewer it refuses to load a model
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # with fewer it does not load a model
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     config = QuantizeConfig(bits=bits, group_size=group, sym=symmetric, desc_act=ordered)
@@ -151,7 +151,7 @@ QUANTIZERS: dict[str, tuple[str, Callable[..., Quantized]]] = {
     "llama.cpp": ("llama-cpp-python", llama_cpp),
     "moepack": ("moepack", moepack),
 }
-"""By peer, the distribution that brings it, and its function."""
+"""The distribution and the function of each peer."""
 
 
 def version(distribution: str) -> str | None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from moepack.integrations.loading import open_model, open_tokenizer
 
 WINDOW, SCORED = 512, 40
-"""Tokens of a window that is scored, and how many windows of each text."""
+"""Tokens per scored window, and windows per text."""
 
 
 class Scores:

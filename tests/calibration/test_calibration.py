@@ -139,7 +139,7 @@ def test_the_drift_is_known_whichever_routing_is_used(mixtral):
         first = seen[0][0]
         assert not seen[0][2] and all(drifted == drifts for layer, _, drifted in seen if layer != first)
         assert all(torch.equal(a, b) for (_, a, _), b in zip(seen, tokens, strict=True))
-        # Tokens are those that the router in question chooses, with and without the other model beside.
+        # Tokens are those of the respective router, with and without the other model.
         expected = original if "routing" in options else counts.setdefault("compressed", tokens)
         assert all(torch.equal(a, b) for a, b in zip(tokens, expected, strict=True))
 

@@ -246,7 +246,7 @@ def test_the_needed_memory_follows_the_largest_block(tmp_path: Path) -> None:
     states = WINDOWS * LENGTH * 32 * 4
     assert few + 6 * states == many < whole
     broad, _ = needs("broad", num_hidden_layers=2, moe_intermediate_size=8192)
-    assert broad - few > 2 * 4 * (4 * 3 * 4096 * 32)  # twice what four experts gain
+    assert broad - few > 2 * 4 * (4 * 3 * 4096 * 32)  # twice the gain of four experts
 
 
 # ---- progress
@@ -293,7 +293,7 @@ def test_an_interrupt_ends_it_at_once(deep: Path, stop: int) -> None:
     assert shown.finished and shown.done < IDS.numel()
 
 
-# ---- what cannot be measured is said
+# ---- the reasons if importance cannot be measured
 
 
 @pytest.fixture

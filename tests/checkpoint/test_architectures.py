@@ -90,7 +90,7 @@ def build(model_type: str, config: dict[str, Any], path: Path) -> Path:
     )
     model = auto.from_config(configuration).to(torch.bfloat16)
     for parameter in model.parameters():
-        # Some parameters begin as zeros or ones, which would hide that two were exchanged.
+        # Some parameters are initialized to zeros or ones, which would hide an exchange of two.
         torch.nn.init.normal_(parameter)
     model.save_pretrained(path)
     return path
@@ -254,7 +254,7 @@ def test_layers_of_multi_token_prediction_stay_dense(built: Build, tmp_path: Pat
     assert_partition(checkpoint, described)
 
 
-# ---- what is refused
+# ---- rejections
 
 
 def refused(path: Path, kind: type[Exception], message: str) -> None:

@@ -62,7 +62,7 @@ def test_a_model_type_has_one_description() -> None:
         register(Architecture("mixtral", layouts=(), dense={}))
 
 
-# ---- a new architecture: a Mixtral of another name whose experts and attention are called otherwise
+# ---- a new architecture: a renamed Mixtral with other names of experts and attention
 
 
 class ToyConfig(transformers.MixtralConfig):  # type: ignore[misc]

@@ -22,7 +22,7 @@ from moepack.methods.finequant import FineQuant
 
 Tensors = dict[str, torch.Tensor]
 BLOCK = [24, 16]
-"""Rows and columns that share an fp8 scale; they divide no matrix's rows."""
+"""Rows and columns that share an fp8 scale; they divide the rows of no matrix."""
 
 
 def rows_of(rows: int, columns: int) -> torch.Tensor:
@@ -320,7 +320,7 @@ def test_gpt_oss_in_its_published_form(tmp_path: Path) -> None:
     assert packed(tmp_path / "codes-packed") == packed(tmp_path / "decoded-packed")
 
 
-# ---- what is refused
+# ---- rejections
 
 
 def changed(plain: Path, folder: Path, change: Callable[[Tensors], None]) -> Path:

@@ -370,7 +370,7 @@ def test_damage_is_refused_or_harmless(data: st.DataObject, tmp_path: Path) -> N
     assert all(0 < info.offset <= info.offset + info.nbytes <= header.size for info in header.tensors.values())
 
 
-# ---- what a refusal says follows from what is there
+# ---- messages of rejections
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ MIXED: dict[str, Rename] = {
     "ends of module.": lambda name: f"module.{name}" if "0" not in name and "1" not in name else name,
     "most of base_model.model.": lambda name: name if name.startswith("lm_head") else f"base_model.model.{name}",
 }
-"""Names of different forms in one checkpoint, as in shards that different programs saved."""
+"""Names of different forms in one checkpoint, as if different programs had saved its shards."""
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
@@ -219,7 +219,7 @@ def test_an_index_with_other_prefixes_than_its_shards(
     assert open_model(directory, torch.float32)(IDS).logits.isfinite().all()
 
 
-# ---- what is not guessed
+# ---- names that are not unwrapped
 
 
 def test_two_models_under_two_prefixes_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:

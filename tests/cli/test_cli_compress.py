@@ -132,7 +132,7 @@ def test_other_sizes_are_about_right(
     plan = estimate(qwen3_moe, tmp_path / "out", chosen)
     report = moepack.compress(qwen3_moe, tmp_path / "out", method=chosen)
     experts, *dense = plan.parts
-    # Headers weigh much in tensors as small as these, and a budget moves bytes between experts and linear layers.
+    # Headers are large relative to these small tensors, and a budget moves bytes between experts and linear layers.
     packed = experts.after + sum(part.after for part in dense)
     assert not experts.exact
     assert packed == pytest.approx(report.expert_bytes + report.dense_bytes, rel=0.2)

@@ -19,7 +19,7 @@ from moepack.integrations.loading import open_model
 from runtime_support import ARCHITECTURES, SWITCH, tiny_model
 
 CHARS = 1600
-"""Three windows of the tests' tokenizer, which reads a character as a token."""
+"""Three windows for the tests' tokenizer, which has one token per character."""
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def test_the_page_stands_alone(facts):
     assert len(dom.all("h1")) == 1 and len(dom.all("h2")) == 7
     assert "<script>alert" not in page and "model &lt;i&gt;, packed" in page
     assert "prefers-color-scheme: dark" in page and all("aria-label" in each for each in dom.all("svg"))
-    assert "".join(dom.texts["span"]).count("packed") == 1  # where the packed model parts from the original
+    assert "".join(dom.texts["span"]).count("packed") == 1  # the packed model differs from the original here
     assert [each for each in dom.texts["dd"] if "%" in each] == ["87.5%"]
 
 

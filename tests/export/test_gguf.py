@@ -145,7 +145,7 @@ def test_every_tensor_has_llama_cpps_name_and_its_values(exported: tuple[str, Pa
         assert np.array_equal(values["v_b.weight"], heads[:, 32:])
     else:
         expected = source.blob(f"{attention}.q_proj.weight").dequantize()[0]
-        if architecture == "mixtral":  # llama.cpp turns neighbouring features
+        if architecture == "mixtral":  # llama.cpp rotates neighbouring features
             expected = expected.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
         assert np.array_equal(values["q.weight"], expected)
     assert tensors["output_norm.weight"].tensor_type.name == "F32" and "output.weight" in tensors

@@ -24,7 +24,7 @@ ABSURD = {
     "true": ({"vocab_size": True}, "vocab_size is True", "vocab_size is True"),
     "inside": ({"text_config": {"vocab_size": 1 << 60}}, "vocab_size is 11529215", "vocab_size is 11529215"),
 }
-"""Entries of config.json, what is said of the checkpoint, and what is said where a model is loaded."""
+"""Entries of config.json, the message for the checkpoint, and the message when a model is loaded."""
 
 
 @pytest.mark.parametrize("case", ABSURD)

@@ -45,7 +45,7 @@ def assert_fails_and_goes_on(work: Callable[[], object], call: str, number: int,
             work()
         except DiskError as error:
             assert left[0] <= 0 and error.errno == errno.EIO and error.file is not None
-            # The flush of the directory comes after the rename: then the output is there, and whole.
+            # The directory is flushed after the rename: then the output is complete.
             assert not out.exists() or call == "fsync"
             assert not any(atomic.is_temporary(path.name) for path in out.parent.rglob("*"))
             return True

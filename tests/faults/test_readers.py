@@ -89,7 +89,7 @@ def test_manifests(victim: Path, packed: Path, data: st.DataObject) -> None:
     del content["checksum"]
     try:
         raw = manifest_module._canonical(mutated(data, content))
-    except ValueError:  # not to be written as JSON at all
+    except ValueError:  # not representable in JSON
         raw = scrambled(data, (packed / MANIFEST).read_bytes())
     (victim / MANIFEST).write_bytes(raw)
     try:

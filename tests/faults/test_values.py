@@ -39,7 +39,7 @@ def test_copied_tensors_must_be_finite(name: str, value: float, mixtral: Path, t
         tensors[name].view(-1)[7] = value
 
     model = faulty(mixtral, tmp_path, change=spoil)
-    message = "(?:holds|has) NaN or infinite"  # a method that packs embeddings finds it itself
+    message = "(?:holds|has) NaN or infinite"  # a method that packs embeddings detects it
     assert_refused_by_every_method(model, tmp_path, InvalidTensorError, message, model / WEIGHTS, name)
 
 
@@ -51,7 +51,7 @@ def test_experts_must_be_finite(mixtral: Path, tmp_path: Path) -> None:
     for method in every_method(tmp_path).values():
         with pytest.raises(InvalidTensorError, match=r"NaN or infinite|holds -inf at \[3, 5\]") as caught:
             moepack.compress(model, tmp_path / "out", method=method)
-        # The rate looks at a sample of whole projections first, and knows these by their packed names.
+        # `rate` first reads a sample of whole projections, under their packed names.
         assert caught.value.tensor in (EXPERT, "model.layers.0.mlp.experts.gate_proj")
         assert caught.value.file in (str(model / WEIGHTS), str(model))
         assert not list(tmp_path.glob("out*"))

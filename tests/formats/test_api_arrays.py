@@ -166,7 +166,7 @@ def test_any_layout_gives_the_same_in_kind(case: str, seed: int, data: st.DataOb
     layouts = [data.draw(st.sampled_from([*LAYOUTS])) for _ in arguments]
     expected = parts(function(*arguments))
     found = parts(function(*(LAYOUTS[name](value) for name, value in zip(layouts, arguments, strict=True))))
-    # Activations come last: the product is of their library.
+    # Activations come last: the product belongs to their library.
     library = torch.Tensor if layouts[-1].startswith("torch") else np.ndarray
     for one, other in zip(found, expected, strict=True):
         same(one, other, library)

@@ -62,7 +62,7 @@ def sparse() -> tuple[GroupwiseTensor, Any, torch.Tensor]:
 def test_a_sparse_layer_is_the_equations(sparse: tuple[GroupwiseTensor, Any, torch.Tensor], tokens: int) -> None:
     up, channels, thresholds = sparse
     x, weights = torch.randn(tokens, 96), torch.rand(tokens, 2)
-    index = torch.stack([torch.arange(tokens) % 3, (torch.arange(tokens) + 1) % 4], dim=1)  # 3 is no expert's
+    index = torch.stack([torch.arange(tokens) % 3, (torch.arange(tokens) + 1) % 4], dim=1)  # 3 is not an expert
     records = torch.from_numpy(channels.dequantize())
     expected, computed = oracle.layer(up.dequantize(), records, thresholds, x, index, weights)
     matrix, arrays = _core.PackedTensor(up.data), (x.numpy(), index.numpy(), weights.numpy())

@@ -77,7 +77,7 @@ def test_searched_scales_are_near_the_best_there_are(bits: int) -> None:
     weight[4] = -weight[4].abs()
     values = group_values(quantize_groupwise(weight, bits, 64), bits, 64)
     for row, found in zip(weight.numpy(), values.numpy(), strict=True):
-        # At eight bits 800 scales differ by luck: each rounds every weight anew.
+        # At eight bits, 800 scales differ by chance: each rounds every weight differently.
         assert np.square(found - row).sum() <= (1.2 if bits == 8 else 1.06) * best_by_search(row, bits)
 
 

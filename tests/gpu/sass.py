@@ -10,7 +10,7 @@ from cuda.pathfinder import find_nvidia_binary_utility
 DISASSEMBLER = find_nvidia_binary_utility("nvdisasm")
 
 INTEGER = {"LOP3", "PRMT", "SHF", "IADD3", "VIADD", "LEA", "SEL", "ISETP", "IABS", "VIMNMX", "IMNMX", "SGXT", "MOV"}
-"""Opcodes of the integer pipe, which decoding must share; multiplications run beside it."""
+"""Opcodes of the integer pipe, which decoding shares; multiplications run in parallel."""
 
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)([^;]*);")
 _LABEL = re.compile(r"^(\.L_x_\d+):")

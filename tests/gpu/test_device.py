@@ -176,7 +176,7 @@ def test_generation_replays_graphs(directory):
         expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     finally:
         set_decoding(None)
-    assert (found == expected).float().mean() > 0.6  # rounding of bfloat16 makes texts part ways
+    assert (found == expected).float().mean() > 0.6  # bfloat16 rounding makes texts diverge
 
 
 def test_compiled_models(directory):
@@ -364,7 +364,7 @@ def test_experts_with_scales_of_columns(scaled, tokens, paths, width, inner):
     assert (found[~there] == 7).all() and (products[~there] == 7).all()
     assert_near(found[there], expected[there])
     assert_near(products[there], up[there])
-    # Of what kernels have made: rounding of hidden values is not that of this product.
+    # Computed from the kernels' outputs, because they round hidden values differently.
     given = torch.where(there[..., None], found.double(), 0)
     total = sum(
         chosen[:, j, None].double() * torch.einsum("ti,tri->tr", given[:, j], tables[2][index[:, j]]) for j in range(3)

@@ -77,7 +77,7 @@ def test_outputs_are_those_of_the_whole_model_and_depend_on_no_slot(whole, host_
     for tokens, batch in ((1, 1), (3, 1), (20, 2), (1, 1), (100, 2), (1, 4)):
         found = logits(small, tokens, batch)
         assert_near(found, logits(expected, tokens, batch))
-        if tokens * batch <= 4:  # one portion: the same bits whatever is in the slots
+        if tokens * batch <= 4:  # one portion: the same bits for any content of the slots
             assert torch.equal(found, logits(small, tokens, batch))
             assert torch.equal(found, logits(large, tokens, batch))
     counts, all_there = statistics_of(small), statistics_of(large)

@@ -74,7 +74,7 @@ def test_replayed_steps_compute_the_same_as_the_model(model):
     expected = decode(model, None, prefill(model, ids(1, 7)), tokens)
     found = decode(model, StepGraphs(tape), prefill(model, ids(1, 7)), tokens)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert (tape.recorded, tape.replayed) == (1, 11)  # the first step of a cache runs as ever
+    assert (tape.recorded, tape.replayed) == (1, 11)  # the first step of a cache runs normally
 
 
 def test_padded_batches(model):

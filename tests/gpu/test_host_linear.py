@@ -111,7 +111,7 @@ def test_codebooks_multiply_by_the_weights_of_the_core(
 ):
     random = np.random.default_rng(tokens)
     codes = random.integers(0, 16, (1, rows, columns), dtype=np.uint8)
-    # What f16 holds: the product is that of the core's weights but for the rounding of sums.
+    # Values exact in f16: the product equals that of the core's weights up to the rounding of sums.
     step = 256 if planes == 1 else 32
     centroids = (random.integers(-127 * 256 // step, 127 * 256 // step + 1, (1, rows, 1, 16)) * step).astype(np.int16)
     scales = random.uniform(0.5, 1.5, (1, rows, 1)).astype(np.float32)

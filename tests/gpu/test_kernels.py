@@ -138,7 +138,7 @@ def test_kernels_keep_their_values_in_registers(name, arch):
             assert registers == 96 if moved else registers <= 96, "what its warps share out (REGISTERS)"
         if arch == "sm_90a" and together:
             assert code.count("HGMMA") > 0 and "serialized" not in cubin.log
-        # NVRTC 13.0 has made descriptors of odd registers, which a GPU refuses to read.
+        # NVRTC 13.0 used odd registers for descriptors, which a GPU rejects.
         assert not any(re.search(r"desc\[UR\d*[13579]\]", arguments) for _, arguments in code.instructions), kernel
         assert "gated" not in kernel or name.startswith(("fsv8", "dict16")) or code.count("HMMA", "IMMA", "HGMMA") > 0
 

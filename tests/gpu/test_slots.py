@@ -83,7 +83,7 @@ def test_calls_are_recorded_when_their_shape_has_run_once(recorded):
         for tokens in (1, 3, slots.RECORDED + 1):
             given = call(tokens, seed)
             kept.append((slots.experts(matrices, *given), expected(matrices, *given)))
-    for found, right in kept:  # none has been written over by a later call
+    for found, right in kept:  # no later call has overwritten one
         torch.testing.assert_close(found, right)
     assert recorded == [3, 3] and len(slots._recorded[matrices[-1]].of_shape) == 2
 

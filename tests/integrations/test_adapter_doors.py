@@ -61,7 +61,7 @@ def test_a_saved_adapter_loads_by_every_door(saved: Path, door: str, monkeypatch
         packed = peft.inject_adapter_in_model(config, packed)
         peft.set_peft_model_state_dict(packed, load_file(saved / "adapter_model.safetensors"))
     elif door == "add_adapter":
-        # Some versions of transformers ask for a peft that is not released yet before they add an adapter.
+        # Some versions of transformers require an unreleased peft before they add an adapter.
         monkeypatch.setattr(transformers.integrations.peft, "check_peft_version", lambda **_: None)
         packed.add_adapter(peft.PeftConfig.from_pretrained(saved))
         peft.set_peft_model_state_dict(packed, load_file(saved / "adapter_model.safetensors"))

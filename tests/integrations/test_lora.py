@@ -36,7 +36,7 @@ OTHERS = [
     "qwen3_vl_moe",
     "step3p7",
 ]
-"""Architectures that hold experts in other ways: transposed, taking turns, without a gate, with clamps and norms."""
+"""Architectures with other layouts of experts: transposed, interleaved, without a gate, with clamps and norms."""
 
 
 @pytest.mark.parametrize("architecture", DECODERS)

@@ -188,7 +188,7 @@ PREDICTION = pytest.mark.parametrize(
     ("model_type", "layer", "extra"),
     [("glm4_moe", "model.layers.1", "model.layers.2"), ("qwen3_next", "model.layers.0", "mtp.layers.0")],
 )
-"""A layer of multi-token prediction behind the last one, as in GLM-4.5, or under `mtp`, as in Qwen3-Next and MiMo."""
+"""A layer of multi-token prediction behind the last, as in GLM-4.5, or under `mtp`, as in Qwen3-Next and MiMo."""
 
 
 def with_prediction(model_type: str, layer: str, extra: str, source: Path) -> dict[str, torch.Tensor]:
@@ -256,7 +256,7 @@ FOLLOWED = {
     "mistral_large4": "keys that blocks share",
     "muse_spark": "a norm of each expert's output",
 }
-"""Blocks that the sample of layouts does not have."""
+"""Blocks missing in the sample of layouts."""
 
 
 @pytest.mark.parametrize("model_type", FOLLOWED, ids=FOLLOWED.get)
@@ -294,7 +294,7 @@ def test_a_method_sees_the_states_of_the_packed_model(
     method = Rate(5.0, roles="none", calibration=str(tmp_path / "text.txt"), samples=8, sequence_length=32)
     compress(tmp_path / "source", tmp_path / "packed", method=method)
     ((calibrator, run),) = made
-    assert next(run, None) is None  # lets the states pass the last block, which no method asks for
+    assert next(run, None) is None  # passes the states through the last block, which no method requests
     packed, stack, seen = load(tmp_path / "packed", dtype="float32", mode="exact"), calibrator.stack, []
     last = getattr(packed.get_submodule(stack.name), stack.list_name)[-1]
     last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))

@@ -185,7 +185,7 @@ def test_adaptive_groups_follow_the_weights(rule: str, alpha: float | None, outl
     moepack.compress(outliers, tmp_path / "out", method=FineQuant(group_size=rule, alpha=alpha, dense_bits=8))
     found = sizes(tmp_path / "out")
     assert found["model.layers.1.mlp.experts.up_proj"] == 16
-    assert found["model.layers.1.mlp.experts.gate_proj"] == 32  # costs what its row of 64 does
+    assert found["model.layers.1.mlp.experts.gate_proj"] == 32  # costs as much as its row of 64
     assert moepack.verify(tmp_path / "out").ok
 
 

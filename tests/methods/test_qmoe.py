@@ -269,12 +269,12 @@ def test_rounding_is_the_method_ternary(mixtral, text, tmp_path):
 def test_a_model_that_computes_nan_is_refused(mixtral, text, tmp_path):
     shutil.copytree(mixtral, tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
-    tensors["model.layers.1.input_layernorm.weight"].fill_(3e38)  # finite, and too large to compute with
+    tensors["model.layers.1.input_layernorm.weight"].fill_(3e38)  # finite, but too large to compute with
     save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CalibrationError, match=r"NaN or infinity in 'model\.layers\.1'"):
         compress(tmp_path / "model", tmp_path / "out", method=method(text))
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith("out")] == ["out.partial"]
-    # In the first layer: nothing is kept, so that the same place can be used with other settings.
+    # In the first layer nothing is kept, so the output directory can be used with other settings.
     tensors["model.layers.0.input_layernorm.weight"].fill_(3e38)
     save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CalibrationError, match=r"NaN or infinity in 'model\.layers\.0'"):

@@ -94,7 +94,7 @@ def test_a_folded_model_computes_the_same(architecture, tiny_checkpoint, tmp_pat
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in original.named_parameters():
-        if "norm" in name:  # random models have norms of ones, which would hide a forgotten one
+        if "norm" in name:  # random models have norms of ones, which would hide a missing norm
             parameter.data.uniform_(0.5, 1.5, generator=generator)
     original.save_pretrained(tmp_path / "float32")
     checkpoint = Checkpoint.open(tmp_path / "float32")
@@ -192,7 +192,7 @@ def test_a_resumed_run_uses_its_rotation_again_and_refuses_a_broken_one(tiny_che
     file.write_bytes(good)
     with pytest.raises(ResumeError, match="unfinished work of another job"):
         compress(source, tmp_path / "pieces", method=method(text, **{**chosen, "rotation_steps": 9}))
-    assert file.read_bytes() == good  # a refused job leaves the state of the other
+    assert file.read_bytes() == good  # a rejected job keeps the state of the other
     report = compress(source, tmp_path / "pieces", method=method(text, **chosen))
     assert report.resumed_weights > 0
     whole, pieces = (sorted((tmp_path / name).iterdir()) for name in ("whole", "pieces"))

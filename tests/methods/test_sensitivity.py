@@ -192,7 +192,7 @@ def test_a_model_in_other_scales_loses_as_much(
     assert apart[0] > 0.01 and apart[1] == pytest.approx(apart[0], rel=0.1)
 
 
-# ---- the text that comes with the package
+# ---- the built-in text
 
 
 def test_the_default_reads_the_built_in_text_where_the_model_can_run(

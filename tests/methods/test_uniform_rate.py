@@ -186,7 +186,7 @@ def test_later_layers_compensate_the_bits_of_earlier_ones(mixtral: Path, text: P
     excess = 8 * taken - method.decided(first)
     assert sum(after.values()) == pytest.approx(sum(before.values()) - excess)
     assert after.keys() == before.keys()
-    # Narrow projections take no more than their scales.
+    # Narrow projections take only their scales.
     assert all(after[name] <= bits for name, bits in before.items()) and any(
         after[name] < before[name] for name in after
     )

@@ -79,7 +79,7 @@ def fsv8_encode(symbols: str, dictionary: Dictionary) -> bytes:
             for code, word in dictionary.words[state].items()
             if endless.startswith(word, at) and keeps_promise(endless, at + len(word), code, dictionary)
         ]
-        # A string that ends without a promise is fit for everything; a word that goes on from it is the better one.
+        # A string without a promise fits everything; a longer word is better.
         codes.append(max(fitting, key=lambda code: len(dictionary.words[state][code])))
         at += len(dictionary.words[state][codes[-1]])
         state = dictionary.state_after(codes[-1])

@@ -74,7 +74,7 @@ def test_every_linear_layer_and_the_embedding_are_found_and_nothing_else(archite
     expected = {n for n in expected if ".experts." not in n and not n.endswith(("gate", "classifier", "router"))}
     if model.config.tie_word_embeddings:
         expected.discard("lm_head")
-    if architecture != "switch_transformers":  # whose encoder and decoder share theirs
+    if architecture != "switch_transformers":  # whose encoder and decoder share it
         expected.add("model.embed_tokens")
     assert {linear.name for linear in found} == expected
     for linear in found:

@@ -30,7 +30,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'moepack[ra
 PYTHON_PATH = f"{Path(moepack.__file__).parents[1]}{os.pathsep}{TESTS}"
 SPEED = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 WAIT = 100.0
-"""Seconds that a test waits for what takes a few, on a machine that is busy."""
+"""Seconds that a test waits for an event that takes a few seconds, for busy machines."""
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -56,7 +56,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     for name, value in {"PYTHONPATH": PYTHON_PATH, **SPEED}.items():
         monkeypatch.setenv(name, value)
-    # A node that is killed is given up after three seconds.
+    # A killed node is dropped after three seconds.
     settings = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": settings})
     yield found
@@ -113,7 +113,7 @@ def test_nodes_that_do_not_fit_are_refused(
     monkeypatch.setattr(connection, "LOOK", 0.5)
     monkeypatch.setattr(connection, "PATIENCE", 1.0)
     with pytest.raises(ClusterError, match=r"no node is left that can run a task|lost a task"):
-        compress(progress=Killing(nodes, only, 3))  # six tensors in all, two of them under way
+        compress(progress=Killing(nodes, only, 3))  # six tensors, two of them in progress
     assert (tmp_path / "out.partial" / "journal.jsonl").exists()
     moepack.compress(mixtral, out, method=Slow(4))
     moepack.verify(out)
@@ -189,7 +189,7 @@ def test_a_cluster_with_a_token(mixtral: Path, tmp_path: Path, guarded: str, mon
     monkeypatch.setenv(access.AUTH_MODE, "disabled")
     assert "it requires a token, but RAY_AUTH_MODE is 'disabled' here" in refusal()
     monkeypatch.setenv(access.AUTH_MODE, "token")
-    # What Ray sees is changed where its attempt runs.
+    # Ray's environment is changed in the process of the attempt.
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.0.9'")
     assert re.search(r"Version mismatch: .*2\.0\.9", refusal())

@@ -54,7 +54,7 @@ def packed(text, tmp_path_factory):
     base = tmp_path_factory.mktemp("packed")
     source = tiny_models.build("deepseek_v2", base / "source")
     settings = {"samples": 6, "sequence_length": 64, "steps": 1, "rotation": "random", "weight_bits": 2}
-    # So small a model is all but exact on its calibration text once earlier errors are undone: drift stays.
+    # Such a small model would be nearly exact on its calibration text with drift correction, so drift is kept.
     settings |= {"activation_bits": 8, "hadamard": True, "drift": 0.0}
     compress(source, base / "out", method=CodeQuant(calibration=str(text), **settings))
     return base / "out", source
@@ -206,7 +206,7 @@ def test_coded_tensors_keep_their_codes_and_long_rows_come_to_have_scales(packed
         assert 0 <= len(new) - len(old) <= scaled * (2 * math.prod(record.shape[:-1]) + 64)
         assert (_core.decode_coded(old) == _core.decode_coded(new)).all()
         assert all(np.array_equal(a, b) for a, b in zip(streams(old), streams(new), strict=True))
-    # What is written computes what was fine-tuned, and can be fine-tuned again, at the same size.
+    # The written model computes the fine-tuned values, has the same size, and can be fine-tuned again.
     model, ids = moepack.load(tmp_path / "tuned", dtype=torch.float32), samples(source, text)[:2]
     moepack.set_compute_mode("exact", model)
     with torch.inference_mode():

@@ -105,7 +105,7 @@ def test_windows_of_attention_are_kept():
 
 def test_the_faster_way_is_taken_and_the_other_tried_again():
     pace = Pace()
-    assert not pace.is_together(8)  # nothing is known of single steps
+    assert not pace.is_together(8)  # single steps are not observable
     pace.note(False, 8, 8.0)
     assert pace.is_together(8)
     pace.note(True, 8, 4.0)
@@ -180,7 +180,7 @@ def test_an_abandoned_answer_frees_its_slot(model, tokenizer):
 def test_late_answers_end(model, tokenizer):
     engine = Engine(model, tokenizer, slots=1, seconds=0.5).start()
     long = ask(engine, "The sea", max_new_tokens=2000)
-    engine.seconds = 0.05  # so that what waits is late before the slot is free, however slow this thread is
+    engine.seconds = 0.05  # so that the waiting request times out before the slot is free, on any machine
     waiting = ask(engine, "x", max_new_tokens=1)
     assert long.text() and long.finish == "length" and long.pieces[-1].tokens < 2000
     waiting.text()

@@ -18,7 +18,7 @@ TEXTS = (
 SPECIAL = ["<unk>", "<s>", "</s>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 LETTERS = sorted(set(TEXTS) - set(" \n\t🙂👧世ש\ufffd"))
-"""Characters with tokens of their own. The others need bytes where a tokenizer has them."""
+"""Characters with their own tokens. The others need bytes, if a tokenizer has them."""
 WORDS = ["the", "It", "is", "n't", "'", "'s", "'ve", ".", ",", "?", "<0x", "�", "   "]
 
 

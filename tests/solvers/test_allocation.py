@@ -314,7 +314,7 @@ def test_a_price_is_where_the_summed_curves_cross_the_budget(seed: int, share: f
     curves = torch.rand(3, len(ladder), generator=generator, dtype=torch.float64).sort(descending=True).values * 50
     budget = PricedBudget(share, ladder, {"up": curves})
     assert budget.price("up", range(3)) == pytest.approx(twin_price(curves, ladder, share), rel=1e-9)
-    # What is booked leaves the budget, and curves of its stage are scaled by what the estimate was wrong by.
+    # Booked bytes leave the budget, and curves of the stage are scaled by the error of the estimate.
     budget.book("up", range(1), torch.tensor([1.0]))
     level = float(torch.log2(torch.tensor(budget._last, dtype=torch.float64))) + 6
     below = min(int(level), len(ladder) - 2)
@@ -336,7 +336,7 @@ def test_degenerate_sets() -> None:
         allocate([[]], 10)
     with pytest.raises(ValueError, match="take 3 bytes, but the budget is 2"):
         allocate([points((3, 1.0))], 2)
-    # Of equal candidates the first; a larger one that brings nothing never.
+    # Of equal candidates the first is taken; a larger one without a gain never.
     assert allocate([points((3, 1.0), (3, 1.0), (4, 1.0))], 9)[0].candidate.specification == 0
     # The hull goes straight to the last.
     series = points((100, 5.0), (110, 6.0), (120, 4.9), (130, 1.0))

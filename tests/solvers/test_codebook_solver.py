@@ -129,7 +129,7 @@ def test_activations_are_rounded_as_the_kernels_do(bits):
     x = torch.randn(9, 128, generator=generator) * torch.logspace(-3, 3, 9)[:, None]
     x[0], x[1], x[2, 5], x[3] = 0, x[1].abs() + 1, 1e4, -x[3].abs()
     rounded = round_activations(x, bits)
-    # One row a column, its only weight that is not zero at that column: products are single activations.
+    # Row i has a single non-zero weight, in column i: products are single activations.
     codes = torch.eye(128, dtype=torch.uint8)
     tensor = encode_codebook(codes, torch.tensor([0.0, 1, 1, 1]).expand(128, 4))
     torch.testing.assert_close(torch.from_numpy(tensor.matmul(x.numpy(), "int16", bits)), rounded, rtol=1e-5, atol=0)

@@ -30,7 +30,7 @@ TABLE = (ROOT / "docs" / "models.md").read_text()
 ARCHITECTURES = re.findall(r"^\| `([\w-]+)` \| (?:works|text part only)", TABLE, re.M)
 NEW = 6
 NARROW = {"sliding_window": 8, "attention_chunk_size": 8, "index_topk": 8}
-"""What bounds how far a token sees; tiny models have more than their sequences."""
+"""Settings that limit the context window; in tiny models they exceed the sequences."""
 
 
 def letters():
@@ -153,7 +153,7 @@ def small_pieces(monkeypatch):
 def test_every_architecture(architecture):
     try:
         model = narrow_model(architecture)
-    except Exception as error:  # whatever the installed transformers says of its own architecture
+    except Exception as error:  # any error of the installed transformers
         pytest.skip(f"transformers cannot build a tiny model: {type(error).__name__}: {error}")
     if model.config.is_encoder_decoder:
         pytest.skip("an encoder-decoder is not served")
@@ -288,7 +288,7 @@ def test_a_model_that_has_read_much_is_not_taken_for_a_new_one():
     with torch.inference_mode():
         expected = fresh(ids).logits
         model(torch.tensor([tokens(100, 2)]))
-        assert not torch.allclose(model(ids).logits, expected)  # what transformers leaves behind
+        assert not torch.allclose(model(ids).logits, expected)  # the leftovers of transformers
         carried_of(model)
         assert torch.equal(model(ids).logits, expected)
 

@@ -261,7 +261,7 @@ def test_a_cache_may_be_looked_at_and_written_between_steps(model):
             for layer in cache.layers[: number % 3]:
                 assert layer.keys.shape == layer.values.shape == (1, 2, number + 1, 8)
                 layer.keys = layer.keys.clone()
-    # Keys of fewer tokens than values are nothing that the core knows.
+    # The core does not support fewer keys than values.
     cache.layers[0].keys = cache.layers[0].keys[:, :, :-1]
     assert cache.layers[0].form is None and cache.layers[1].form is not None
 
@@ -338,7 +338,7 @@ def test_other_calls_are_transformers(model):
     with torch.inference_mode():
         hidden = attempt(output_hidden_states=True).hidden_states
         assert len(hidden) == 3 and steps_of(model) == 1
-        # Transformers leaves its hooks on the layers; they look only while a call asks for it.
+        # Transformers leaves its hooks on the layers; they record only during a call that requests it.
         assert attempt().logits.isfinite().all() and steps_of(model) == 2
         again = attempt(output_hidden_states=True).hidden_states
     assert steps_of(model) == 2 and all(map(torch.equal, hidden, again))
@@ -366,7 +366,7 @@ def test_changes_of_a_model_are_seen(directory, change):
     after, _ = run(model, "native")
     expected, _ = run(model, "transformers")
     assert_near(after, expected)
-    # Of each run the first step may still be the core's; none is where the core does not know what is computed.
+    # The core may decode the first step of each run, and none of an unsupported computation.
     assert (change in ("weight", "moved", "mode")) == (steps_of(model) == 2 * TOKENS)
     assert change == "hook" or not torch.equal(before, after)
     assert len(seen) == (2 * (TOKENS + 1) if change == "hook" else 0)

@@ -33,7 +33,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe", {}),
     "qwen3_next": ("qwen3_next", {}),
 }
-"""Architectures, and settings other than those of the smallest model."""
+"""Architectures, and settings that differ from the smallest model's."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -95,7 +95,7 @@ def test_casts_and_copies(directory: Make) -> None:
     for dtype in (torch.float32, torch.float16):
         embedding.to(dtype)
         assert embedding(IDS).dtype == dtype
-        # Rounded twice, a value may be the next bfloat16: at most 2^-7 of it away.
+        # Rounding twice may give the next bfloat16, at most 2^-7 away.
         torch.testing.assert_close(embedding(IDS).bfloat16(), rows, rtol=2**-7, atol=0)
     copy = PackedEmbedding(285, 64, torch.bfloat16)
     copy.load_state_dict(embedding.state_dict())

@@ -167,7 +167,7 @@ def test_no_gradient_is_lost_silently(experts):
     hidden.requires_grad_()
     output = experts(hidden, index, scale)
     torch.testing.assert_close(output.detach(), experts(hidden.detach(), index, scale))
-    with pytest.raises(LoadError, match="does not support gradients"):  # a format that has no transposed product
+    with pytest.raises(LoadError, match="does not support gradients"):  # a format without a transposed product
         output.sum().backward()
 
 

@@ -260,7 +260,7 @@ def test_a_product_that_fails_leaves_nothing_behind(directory, least, monkeypatc
         patch.setattr(layer, "_multiply", failing)
         with pytest.raises(MemoryError) as raised:
             logits(model)
-    with ThreadPoolExecutor(1) as pool:  # another thread takes its turn while the error is alive
+    with ThreadPoolExecutor(1) as pool:  # another thread runs while the error object exists
         assert_near(pool.submit(logits, model).result(timeout=60), expected)
     assert raised.value.args == ("no room",)
     if host_memory is not None:
