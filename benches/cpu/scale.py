@@ -262,7 +262,7 @@ reading 3.1 TB from a disk no slower than the computation. One layer's codes tak
 SHARED_ASSUMPTIONS = """
 The extrapolation takes the most processor time a weight that was measured here, for any number of workers, and assumes
 that it stays what it is for matrices of c2048 and on its cores; that the driver's part of it stays small (it copies
-packed bytes into shards: for 0.8 to 8 bits a weight, 160 GB to 1.6 TB of reading, checksums and writing); that tensors
+packed bytes into shards: for 0.8 to 8 bits per weight, 160 GB to 1.6 TB of reading, checksums and writing); that tensors
 are even (60 of 26 * 10^9 weights, each on a machine of its own, whose threads share its experts); and that shared
 storage gives 3.1 TB in that time to all machines together."""
 

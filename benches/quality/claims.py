@@ -57,7 +57,7 @@ class Setting:
     Attributes:
         method: its name.
         arguments: its arguments, but for the calibration text.
-        bytes_of: the setting of the same claim whose bits a weight, of everything packed, are this one's budget.
+        bytes_of: the setting of the same claim whose bits per weight, of everything packed, are this one's budget.
     """
 
     method: str

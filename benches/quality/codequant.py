@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows-file", type=Path, default=Path("build/codequant.jsonl"))
-    parser.add_argument("--recount", action="store_true", help="only correct the rows' bits a weight")
+    parser.add_argument("--recount", action="store_true", help="only correct the rows' bits per weight")
     options = parser.parse_args()
     if options.recount:
         recount(options)

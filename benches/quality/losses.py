@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--chars", type=int, default=250_000)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args(given[:end])
-    print(f"| model | bits a weight | smaller than bf16 | {' | '.join(text.stem for text in options.text)} |")
+    print(f"| model | bits per weight | smaller than bf16 | {' | '.join(text.stem for text in options.text)} |")
     print("|---|---|---|" + "---|" * len(options.text))
     figures = {}
     for model in options.models:

@@ -57,7 +57,7 @@ def measure(model: Path, options: argparse.Namespace) -> Iterator[tuple[str, dic
 def table(figures: dict[str, Rows]) -> str:
     """Loss increases in nats per token and relative to rounding to equal bits, as Markdown."""
     texts = list(next(iter(next(iter(figures.values())).values()))["rise"])
-    lines = [f"| model | method | bits a weight | {' | '.join(texts)} |", "|---|---|---|" + "---|" * len(texts)]
+    lines = [f"| model | method | bits per weight | {' | '.join(texts)} |", "|---|---|---|" + "---|" * len(texts)]
     for model, rows in figures.items():
         for name, row in sorted(rows.items(), key=lambda item: ORDER.index(item[0])):
             rounded = rows.get(TWO_BIT if "2 bit" in name else TERNARY, row)["rise"]
