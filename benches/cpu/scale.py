@@ -248,23 +248,23 @@ def show(method: str, figures: dict[str, float]) -> None:
     total = c2048_weights() / 1e9
     factor = solver_operations(d_model, d_ff) / solver_operations(D_MODEL, D_FF) if method == "qmoe" else 1.0
     days, cores = (seconds * factor * total / 86400 for seconds in (wall, cpu))
-    print(f"         c2048, {total:.0f} * 10^9 weights, {factor:.2f} times the time a weight: {days:.1f} days here,")
+    print(f"         c2048, {total:.0f} * 10^9 weights, {factor:.2f} times the time per weight: {days:.1f} days here,")
     print(f"         {cores:.1f} days of one core")
 
 
 ASSUMPTIONS = """
-The extrapolation assumes for c2048 (d_model 2080, d_ff 6144, 2048 experts, 30 sparse layers): for ternary the time a
-weight measured here; for qmoe that times the ratio of GPTQ's multiplications a weight (R C^2 + C^3 / 3 a matrix),
-though the part that runs the model and sums Hessians grows less; as many calibration tokens an expert as here; and
-reading 3.1 TB from a disk no slower than the computation. One layer's codes take a byte a weight: 52 GB there."""
+Assumptions for c2048 (d_model 2080, d_ff 6144, 2048 experts, 30 sparse layers): ternary takes the time per weight
+measured here; qmoe takes that time multiplied by the ratio of GPTQ's multiplications per weight (R C^2 + C^3 / 3 per
+matrix), although the passes of the model and the sums of Hessians grow less; experts receive as many calibration
+tokens as here; 3.1 TB are read from a disk that is no slower than the computation. One layer's codes take one byte per
+weight, 52 GB."""
 
 
 SHARED_ASSUMPTIONS = """
-The extrapolation takes the most processor time a weight that was measured here, for any number of workers, and assumes
-that it stays what it is for matrices of c2048 and on its cores; that the driver's part of it stays small (it copies
-packed bytes into shards: for 0.8 to 8 bits per weight, 160 GB to 1.6 TB of reading, checksums and writing); that tensors
-are even (60 of 26 * 10^9 weights, each on a machine of its own, whose threads share its experts); and that shared
-storage gives 3.1 TB in that time to all machines together."""
+Assumptions: the largest processor time per weight measured here, over all numbers of workers, also holds for matrices
+of c2048 and on its cores; the driver's share stays small (it copies packed bytes into shards: for 0.8 to 8 bits per
+weight, 160 GB to 1.6 TB of reading, checksums and writing); tensors are equal (60 of 26 * 10^9 weights, each on one
+machine, whose threads share its experts); shared storage delivers 3.1 TB in that time to all machines together."""
 
 
 def main() -> None:
