@@ -167,16 +167,14 @@ def main() -> None:
     """Measure everything and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--dependent", action="store_true", help="codes are dependent, their indices those of the source"
-    )
+    parser.add_argument("--dependent", action="store_true", help="use dependent codes with the source as indices")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
     parser.add_argument("--weights", type=int, default=1 << 24, help="of a tensor")
     parser.add_argument("--columns", type=int, nargs="*", default=[256, 2048])
     parser.add_argument("--entropies", type=float, nargs="*", default=ENTROPIES)
     parser.add_argument("--sources", nargs="*", default=SOURCES, choices=SOURCES)
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16])
-    parser.add_argument("--cold", type=int, default=1 << 27, help="bytes of the copies that products go through")
+    parser.add_argument("--cold", type=int, default=1 << 27, help="total bytes of the copies in a round of products")
     parser.add_argument("--out", type=Path, default=Path("build/coded.json"))
     options = parser.parse_args()
     _core.set_threads(options.threads)

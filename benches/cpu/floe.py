@@ -615,8 +615,10 @@ def main() -> None:
             command.add_argument("--text", type=Path, required=True)
             command.add_argument("--chars", type=int, default=12_000)
             command.add_argument("--samples", type=int, default=16)
-            command.add_argument("--rescaled", action="store_true", help="of `forms`: a Mixtral model in other scales")
-            command.add_argument("--only", default="", help="measure rows whose names begin so")
+            command.add_argument(
+                "--rescaled", action="store_true", help="with `forms`: also measure a Mixtral model in other scales"
+            )
+            command.add_argument("--only", default="", help="measure rows whose names have this prefix")
     options = parser.parse_args()
     figures = works[options.command](options)
     if figures is not None and not getattr(options, "rescaled", False):

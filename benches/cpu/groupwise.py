@@ -264,16 +264,18 @@ def main() -> None:
     """Run the parts and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=1.5, help="for each figure, at least three rounds")
+    parser.add_argument("--seconds", type=float, default=1.5, help="seconds per figure, at least three rounds")
     parser.add_argument("--parts", nargs="*", default=["one", "many", "layer"], choices=["one", "many", "layer"])
-    parser.add_argument("--shapes", nargs="*", default=["14336x4096", "4096x14336"], help="many tokens: the first")
+    parser.add_argument(
+        "--shapes", nargs="*", default=["14336x4096", "4096x14336"], help="shapes; many tokens use the first"
+    )
     parser.add_argument("--isas", nargs="*", default=[_core.isa()], help="the first is measured in all formats")
     parser.add_argument(
-        "--peers", nargs="*", default=PACKAGES, choices=PACKAGES, help="of products; none: moepack alone"
+        "--peers", nargs="*", default=PACKAGES, choices=PACKAGES, help="packages to compare with; none: only moepack"
     )
     names = [f"{bits}:{group}" for bits, group in WEIGHTS]
     parser.add_argument("--weights", nargs="*", default=names, choices=names, help="bits:group of moepack's products")
-    parser.add_argument("--cold", type=int, default=COLD, help="bytes of weights that a round of one token reads")
+    parser.add_argument("--cold", type=int, default=COLD, help="bytes of weights per round of one token")
     parser.add_argument("--out", type=Path, default=Path("build/groupwise.json"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

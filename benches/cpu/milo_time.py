@@ -167,7 +167,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=["milo", "gptq", "quality"], default=["milo", "gptq"])
-    parser.add_argument("--parts", type=int, nargs="*", default=range(len(MIXTRAL)), help="numbers of shapes")
+    parser.add_argument(
+        "--parts", type=int, nargs="*", default=range(len(MIXTRAL)), help="indices of the shapes to measure"
+    )
     parser.add_argument("--tokens", type=int, help="tokens of a measured Hessian; default 256, on a GPU 8192")
     parser.add_argument("--models", type=Path, nargs="*", default=[])
     parser.add_argument("--json", type=Path)

@@ -281,13 +281,15 @@ def main() -> None:
     """Build, measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("experts", "channels"), default="experts")
-    parser.add_argument("--share", type=float, default=1 / 3, help="of the packed model's bytes that fit into memory")
+    parser.add_argument(
+        "--share", type=float, default=1 / 3, help="share of the packed model's bytes that fit into memory"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="default build/llama or build/channels")
     parser.add_argument("--out", type=Path, default=Path("build/offload.json"))
-    parser.add_argument("--bytes", action="store_true", help="compute what channels must read, and no more")
+    parser.add_argument("--bytes", action="store_true", help="only compute the bytes that channels must read")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

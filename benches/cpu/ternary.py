@@ -102,7 +102,7 @@ def main() -> None:
     """Run everything and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each measurement of each peer")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds per measurement and peer")
     parser.add_argument("--isa", nargs="*", default=_core.available_isas())
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16])
     parser.add_argument("--out", type=Path, default=Path("build/ternary.json"))

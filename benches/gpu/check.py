@@ -153,7 +153,7 @@ def main() -> None:
     """Run the requested checks; exit with 1 if an error exceeds its bound."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of specifications")
+    parser.add_argument("--only", nargs="*", default=[""], help="substrings of the names of specifications")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
     print(f"seed {options.seed}")

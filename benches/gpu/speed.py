@@ -229,10 +229,10 @@ def main() -> None:
     """Run the requested timings, and write each result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of specifications")
-    parser.add_argument("--shapes", nargs="*", default=[""], help="parts of the names of linear layers")
+    parser.add_argument("--only", nargs="*", default=[""], help="substrings of the names of specifications")
+    parser.add_argument("--shapes", nargs="*", default=[""], help="substrings of the names of linear layers")
     parser.add_argument("--no-linear", dest="linear", action="store_false")
-    parser.add_argument("--no-experts", dest="experts", action="store_false", help="without 8 experts in one launch")
+    parser.add_argument("--no-experts", dest="experts", action="store_false", help="omit the launch of 8 experts")
     parser.add_argument("--no-layers", dest="layers", action="store_false")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()

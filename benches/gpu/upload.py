@@ -36,7 +36,7 @@ def main() -> None:
     """Run the requested measurements."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of specifications")
+    parser.add_argument("--only", nargs="*", default=[""], help="substrings of the names of specifications")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
     uploader = Uploader(torch.device("cuda", 0))

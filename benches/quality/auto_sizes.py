@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--merge", action="append", type=Path, default=[])
-    parser.add_argument("--table", action="store_true", help="print what was measured as Markdown")
+    parser.add_argument("--table", action="store_true", help="print the results as Markdown")
     parser.add_argument("--out", type=Path, default=Path("build/auto-sizes.json"))
     options = parser.parse_args()
     rows: Rows = []

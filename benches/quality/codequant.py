@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--also", nargs="*", type=Path, default=[], help="further texts to measure the loss on")
+    parser.add_argument("--also", nargs="*", type=Path, default=[], help="additional evaluation texts")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--tune-samples", type=int, default=512)
     parser.add_argument("--tune-steps", type=int, default=200)

@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", help="names of the table's rows to measure")
     parser.add_argument("--out", type=Path, default=Path("build/qmoe.json"))
-    parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add, or only show")
+    parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add or show")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     figures: dict[str, Rows] = {}

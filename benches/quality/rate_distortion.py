@@ -112,8 +112,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("build/rate_distortion.json"))
-    parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add, or only draw")
-    parser.add_argument("--no-picture", action="store_true", help="matplotlib is not needed then")
+    parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add or draw")
+    parser.add_argument("--no-picture", action="store_true", help="do not draw a picture; matplotlib is not needed")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     figures: dict[str, Any] = {}

