@@ -52,7 +52,7 @@ pub(crate) fn encoded_with_low_bits(codes: &[i32], shape: Shape, stream_rows: Op
     encode_with_low_bits(codes, &[0.5], shape, stream_rows, MAX_LOW_BITS, &pool).unwrap()
 }
 
-/// Encodes with symbols of two weights, whatever their size.
+/// Encodes with symbols of two weights, even if they take more bytes.
 pub(crate) fn encoded_pairs(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
     encode_pairs(
         codes,
