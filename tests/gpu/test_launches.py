@@ -132,8 +132,8 @@ def at(address, dtype, shape):
 
 def scale_columns(problem, scales, rows, each, out):
     """Simulates the kernel of this name on the memory of this process."""
-    width, top = int(problem["width"][0]), -(-rows // each)
-    x = at(problem["x"][0], np.float32, (top, width))
+    width, top = int(problem["x"]["columns"][0]), -(-rows // each)
+    x = at(problem["x"]["data"][0], np.float32, (top, width))
     for row in range(rows):
         stride, expert = int(scales["stride"][0]), 0
         if stride:
@@ -156,7 +156,7 @@ def coded_launches(monkeypatch):
             problem = arguments[0][0]
             rows = int(problem["tokens"]) * (int(problem["top_k"]["by"]) if name == "combine" else 1)
             reads = name in ("project", "gated", "combine")
-            x = at(problem["x"], np.float32, (rows, int(problem["width"]))).copy() if reads else None
+            x = at(problem["x"]["data"], np.float32, (rows, int(problem["x"]["columns"]))).copy() if reads else None
             found.append((name, problem.copy(), x))
 
     monkeypatch.setattr(Program, "launch", record)

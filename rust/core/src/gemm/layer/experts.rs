@@ -92,7 +92,7 @@ impl Layer<'_> {
         isa: Isa,
         pool: &ThreadPool,
     ) -> Result<()> {
-        let (x, vectors) = (x.into(), isa.require()?);
+        let (x, vectors) = (x.into(), isa.vectors());
         self.check()?;
         routing.check(self.gate.shape().columns, &x, y)?;
         if x.len() == 0 || self.gate.shape().rows == 0 {
@@ -172,7 +172,7 @@ pub(crate) struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// Creates a pass; sizes must have been checked, and the processor must support `isa`.
+    /// Creates a pass; sizes must have been checked.
     pub fn new(layer: Layer<'a>, routing: &Routing, tokens: usize, threads: usize, isa: Isa) -> Pass<'a> {
         let shape = layer.gate.shape();
         let Sorted { job, places } = Sorted::new(routing, tokens, shape.experts);
