@@ -21,7 +21,7 @@ __all__ = [
     "Prompt",
     "chat_prompt",
     "has_template",
-    "mentions",
+    "has_variable",
     "positions",
     "prompt_ids",
     "rendered",
@@ -72,9 +72,11 @@ def template(tokenizer: Any, chat: Chat) -> str:
     return published or ""
 
 
-def mentions(text: str, name: str) -> bool:
-    """Return whether a template's text contains a name as a whole word."""
-    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
+def has_variable(text: str, name: str) -> bool:
+    """Return whether the expressions of a template contain a name, outside quotes."""
+    expressions = " ".join(re.findall(r"\{[{%].*?[}%]\}", text, re.DOTALL))
+    unquoted = re.sub(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", "''", expressions)
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", unquoted) is not None
 
 
 def reserved(tokenizer: Any) -> frozenset[str]:

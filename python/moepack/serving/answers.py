@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 
 from moepack.errors import CheckpointError, LoadError
 from moepack.format.weights import weight_files
-from moepack.runtime.prompts import mentions, prompt_ids
+from moepack.runtime.prompts import has_variable, prompt_ids
 from moepack.runtime.sampling import Sampling
 from moepack.serving.constraint import Grammars
 from moepack.serving.engine import ClosedError, Engine, QueueFullError
@@ -160,7 +160,7 @@ class Answers:
         except ValueError as error:
             raise LoadError(f"generation_config.json: {error}") from error
         template = settings.template or str(engine.tokenizer.chat_template or "")
-        unused = next((name for name in settings.variables if not mentions(template, name)), None)
+        unused = next((name for name in settings.variables if not has_variable(template, name)), None)
         if unused is not None:
             raise ValueError(f"the chat template does not use the variable '{unused}'")
 

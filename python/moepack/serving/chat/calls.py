@@ -53,7 +53,9 @@ def _tagged(text: str, tools: Tools) -> list[Call]:
         return [_from_json(text)]
     if text.startswith("<function="):
         return [_from_xml(text, tools)]
-    name, _, rest = text.partition("<arg_key>")
+    name, mark, rest = text.partition("<arg_key>")
+    if not mark and name.strip() not in {tool["function"]["name"] for tool in tools}:
+        raise ValueError("a call without arguments has the name of a function")
     pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", f"<arg_key>{rest}", re.DOTALL)
     return [_from_texts(name.strip(), pairs, tools)]
 

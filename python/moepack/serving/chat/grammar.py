@@ -94,13 +94,17 @@ def text_or_calls(
     """Return the grammar of an answer that may call functions, with the arguments that they declare."""
     spell = _Spelling(added)
     rules = _call_rules(tools, form, spell, several)
-    final = f"{spell('<|channel|>final<|message|>')} TEXT | " if form.is_harmony else "TEXT | TEXT "
-    return f"start: {_thoughts(form, spell, is_reasoning)} ({final}called)\n{_TEXT}{rules}"
+    final = f"{spell('<|channel|>final<|message|>')} TEXT | called" if form.is_harmony else "FREE called?"
+    opens = re.escape(form.calls.opens if form.calls else TAGGED.opens).replace("/", "\\/")
+    free = f"FREE: /(?s:.*)/ & ~/(?s:.*){opens}(?s:.*)/\n"
+    return f"start: {_thoughts(form, spell, is_reasoning)} ({final})\n{_TEXT}{free}{rules}"
 
 
 def _thoughts(form: Format, spell: "_Spelling", is_reasoning: bool) -> str:
     """Return what may precede the constrained part."""
     if form.is_harmony:
+        if not spell.is_token("<|message|>"):
+            return ""
         return f"({spell('<|channel|>analysis<|message|>')} TEXT {spell('<|end|><|start|>assistant')})*"
     if form.thoughts is None or not all(map(spell.is_token, form.thoughts)):
         return ""

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moepack.runtime.prompts import Chat, chat_prompt, mentions, rendered, reserved, template
+from moepack.runtime.prompts import Chat, chat_prompt, has_variable, rendered, reserved, template
 from moepack.serving.answers import Answers, Running
 from moepack.serving.chat import grammar
 from moepack.serving.chat.calls import Tools
@@ -102,7 +102,7 @@ def _prepared(answers: Answers, turn: Turn) -> Prepared:
         raise Refusal(400, "the model has no chat template: use /v1/completions", "no_chat_template")
     _require_variables(tokenizer, source, turn)
     thoughts = next((number for number, message in enumerate(turn.messages) if "reasoning_content" in message), None)
-    if thoughts is not None and not (mentions(source, "reasoning_content") or mentions(source, "thinking")):
+    if thoughts is not None and "reasoning_content" not in source and "thinking" not in source:
         raise _ignored(turn.place(thoughts, "reasoning_content"))
     if turn.continues and not (turn.messages and turn.messages[-1].get("role") == "assistant"):
         raise _refusal("continue_final_message", "continue_final_message requires a last message of the assistant")
@@ -141,7 +141,7 @@ def _require_variables(tokenizer: Any, source: str, turn: Turn) -> None:
         param = f"{turn.param('variables')}.{name}"
         if name in reserved(tokenizer):
             raise _refusal(param, f"{param} is not a variable of a chat template")
-        if not mentions(source, name):
+        if not has_variable(source, name):
             raise _ignored(param)
 
 
