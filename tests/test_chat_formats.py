@@ -39,9 +39,10 @@ ANSWERS = {
               "</parameter>\n</function>\n</tool_call>", ("", "", [LOOK])),
     "glm": (QWEN, "", "<think>a</think>\n<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>12</arg_value>\n"
             "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", ("a", "", [LOOK])),
-    "deepseek": (DEEPSEEK, "<think>\n", "a</think>b<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look"
-                 '\n```json\n{"place": "12", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function'
-                 "<｜tool▁sep｜>stop\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ("a", "b", [LOOK, STOP])),
+    "deepseek": (DEEPSEEK, "<think>\n", "a</think>b<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+                 'look\n```json\n{"place": "12", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function'
+                 "<｜tool▁sep｜>stop\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                 ("a", "b", [LOOK, STOP])),
     "deepseek 3.1": (DEEPSEEK, "", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>"
                      '{"place": "12", "days": 3}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', ("", "", [LOOK])),
     "deepseek 3.2": ("<｜DSML｜function_calls>", "", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="look">\n'
