@@ -1,6 +1,6 @@
 """Checks the host, the API key and the size of a request before anything else reads it.
 
-Only `/health` is answered without the key.
+Only `/health` and the files of the page are answered without the key.
 """
 
 import hmac
@@ -9,12 +9,13 @@ import re
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moepack.serving.page import PATHS
 from moepack.serving.refusal import Refusal
 from moepack.serving.settings import Settings
 
 __all__ = ["OPEN", "Bounds", "has_key"]
 
-OPEN = ("/health",)
+OPEN = ("/health", *PATHS)
 """Paths that need no API key."""
 HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?")
 """Matches a `Host` header: a name or an address, and a port."""

@@ -17,6 +17,8 @@ from moepack.serving.answers import CHAT, COMPLETION, Answers
 from moepack.serving.body import read
 from moepack.serving.bounds import Bounds, has_key
 from moepack.serving.engine import Engine
+from moepack.serving.llamacpp import add_llamacpp
+from moepack.serving.page import add_page
 from moepack.serving.refusal import Refusal, report_errors
 from moepack.serving.requests import ChatRequest, CompletionRequest
 from moepack.serving.settings import Settings
@@ -70,6 +72,8 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
             raise Refusal(400, "the model has no chat template: use /v1/completions", "no_chat_template")
         return await answers.answer(request, body, "messages", [message.plain() for message in body.messages], CHAT)
 
+    add_llamacpp(app, answers)
+    add_page(app)
     return app
 
 
