@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from moepack.cli.command import command_line
 from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, places
 from moepack.cli.options import AnyModel, Dtype, Mode, Resident, Threads
 from moepack.cli.usage import wrong_usage
@@ -18,8 +19,11 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 def serve_command(
+    context_: typer.Context,
     directory: AnyModel,
-    host: Annotated[str, typer.Option(help="Address to listen on; default: this machine only.")] = LOCAL[0],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on, or unix:PATH for a Unix socket; default: this machine only.")
+    ] = LOCAL[0],
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         str | None, typer.Option(help="API key that clients must send.", envvar="MOEPACK_API_KEY", show_envvar=True)
@@ -35,6 +39,13 @@ def serve_command(
     ] = 512,
     timeout: Annotated[float, typer.Option(help="Maximum seconds per answer, including waiting.", min=0.1)] = 600.0,
     max_body: Annotated[str, typer.Option(help="Maximum size of a request body, such as 4MB.")] = "4MB",
+    drain: Annotated[
+        float, typer.Option(help="Seconds that running answers may take after Ctrl-C or SIGTERM.", min=0)
+    ] = 5.0,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log the bodies of requests.")] = False,
+    print_unit: Annotated[
+        bool, typer.Option("--print-unit", help="Print a systemd unit that runs this command, and exit.")
+    ] = False,
     threads: Threads = None,
     dtype: Dtype = "auto",
     mode: Mode = None,
@@ -46,8 +57,15 @@ def serve_command(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API: /v1/chat/completions, /v1/completions and /v1/models.
 
-    Answers can be streamed.
+    Answers can be streamed. A chat page is at /.
     """
+    called = name or (directory.resolve().name if directory.exists() else str(directory))
+    if print_unit:
+        from moepack.serving.unit import unit
+
+        command = command_line(context_, without={"print_unit", "api_key"})
+        print(unit(command, called, drain, has_gpu=device is not None), end="")
+        return
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
         raise LoadError("serving needs FastAPI and uvicorn: pip install 'moepack[serve]'")
     from moepack.checkpoint.resolve import resolve_model
@@ -57,19 +75,20 @@ def serve_command(
     from moepack.serving.engine import Engine
     from moepack.serving.listening import listen
     from moepack.serving.server import Settings, create_app
+    from moepack.serving.unixsocket import unix_path
 
     quiet_transformers()
     with wrong_usage():
+        is_private = unix_path(host) is not None
         path = resolve_model(directory)
         hosts = LOCAL if host in LOCAL else ()
-        called = name or (directory.resolve().name if directory.exists() else str(directory))
-        settings = Settings(called, path, api_key, max_new_tokens, byte_count(max_body), hosts)
+        settings = Settings(called, path, api_key, max_new_tokens, byte_count(max_body), hosts, log_prompts)
         where = places(device, host_memory, device_memory, misses)
         model = open_model(path, dtype, threads, mode, resident, **where)
         stepping = tried(model)
         engine = Engine(model, open_tokenizer(path), slots, queue, context, timeout)
-    if host not in LOCAL and api_key is None:
+    if host not in LOCAL and not is_private and api_key is None:
         print("warning: without --api-key, anyone who can reach this address can use the model", file=sys.stderr)
     print(f"'{settings.name}': up to {slots} concurrent answers, {engine.context} tokens each", file=sys.stderr)
     print(f"a single sequence is {stepping}", file=sys.stderr)
-    listen(create_app(engine, settings), engine, host, port)
+    listen(create_app(engine, settings), engine, host, port, drain)

@@ -4,6 +4,7 @@ Only `/health` and the files of the page are answered without the key.
 """
 
 import hmac
+import logging
 import re
 
 from fastapi import Request
@@ -19,6 +20,8 @@ OPEN = ("/health", *PATHS)
 """Paths that need no API key."""
 HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?")
 """Matches a `Host` header: a name or an address, and a port."""
+
+_LOG = logging.getLogger("uvicorn.error")
 
 
 class Bounds:
@@ -40,6 +43,8 @@ class Bounds:
         if len(body) > self.settings.body:
             refusal = Refusal(413, f"the request is larger than {self.settings.body} bytes", "too_large")
             return await refusal.response()(scope, receive, send)
+        if self.settings.log_prompts and body:
+            _LOG.info("%s %s: %s", scope["method"], scope["path"], body.decode("utf-8", "backslashreplace"))
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:

@@ -18,6 +18,7 @@ class Settings:
         body: maximum size of a request body in bytes.
         hosts: accepted host names in lower case, empty for any. They prevent web pages from reaching the server under
             a name of their own (DNS rebinding).
+        log_prompts: whether the bodies of requests are logged. Otherwise the log holds nothing of them.
 
     Raises:
         ValueError: the name is not Unicode text, so no client could send it.
@@ -29,6 +30,7 @@ class Settings:
     answer: int = 512
     body: int = 4 << 20
     hosts: tuple[str, ...] = ()
+    log_prompts: bool = False
 
     def __post_init__(self) -> None:
         try:
