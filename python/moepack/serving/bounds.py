@@ -1,6 +1,6 @@
 """Checks the host, the API key and the size of a request before anything else reads it.
 
-Only `/health` and the files of the page are answered without the key.
+Only `/health`, the files of the page and OPTIONS, which browsers send without a key, are answered without it.
 """
 
 import hmac
@@ -8,6 +8,7 @@ import logging
 import re
 
 from fastapi import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moepack.serving.page import PATHS
@@ -37,6 +38,8 @@ class Bounds:
         refusal = self._refusal(Request(scope))
         if refusal is not None:
             return await refusal.response()(scope, receive, send)
+        if scope["method"] == "OPTIONS":
+            return await Response(status_code=204, headers={"Allow": "GET, POST, OPTIONS"})(scope, receive, send)
         body = await self._body(receive)
         if body is None:  # the client has disconnected
             return None
@@ -55,7 +58,8 @@ class Bounds:
     def _refusal(self, request: Request) -> Refusal | None:
         if self.settings.hosts and not self._is_for_us(request):
             return Refusal(400, f"the host must be one of {', '.join(self.settings.hosts)}", "wrong_host")
-        if request.scope["path"] not in OPEN and not has_key(request, self.settings):
+        is_open = request.scope["path"] in OPEN or request.method == "OPTIONS"
+        if not is_open and not has_key(request, self.settings):
             wrong = "the API key is missing or wrong"
             headers = {"WWW-Authenticate": "Bearer"}
             return Refusal(401, wrong, "invalid_api_key", "authentication_error", headers=headers)
@@ -79,8 +83,10 @@ class Bounds:
 
 
 def has_key(request: Request, settings: Settings) -> bool:
-    """Return whether a request has the API key; True if none is set."""
+    """Return whether a request has the API key, compared in constant time; True if none is set."""
     if settings.api_key is None:
         return True
+    key = settings.api_key.encode("utf-8", "surrogateescape")
     given = request.headers.get("authorization", "").encode("latin-1")  # ASGI headers are bytes, one per character
-    return hmac.compare_digest(given, b"Bearer " + settings.api_key.encode("utf-8", "surrogateescape"))
+    other = request.headers.get("x-api-key", "").encode("latin-1")  # Anthropic's clients
+    return hmac.compare_digest(given, b"Bearer " + key) | hmac.compare_digest(other, key)

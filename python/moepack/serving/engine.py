@@ -32,13 +32,16 @@ from moepack.runtime.sampling import Sampling
 from moepack.runtime.text import end_strings, end_tokens
 from moepack.runtime.vocabulary import require_head, require_known, vocabulary_of
 from moepack.serving.isolation import Part
-from moepack.serving.sequence import Piece, Sequence
+from moepack.serving.sequence import TEXT_ONLY, Piece, Sequence, Wanted
 from moepack.serving.step import Stepper
 
 __all__ = ["ClosedError", "Engine", "QueueFullError"]
 
 CHUNK = 512
 """Prompt tokens per step. More read prompts faster but delay the running answers."""
+SCORED = 128
+"""Prompt tokens per step of a sequence whose prompt is scored, because logits take 4 bytes per token of the vocabulary:
+77 MB for 128 tokens of a vocabulary of 150,000."""
 WORTH = 16
 """Minimum number of tokens that a kept cache must save to be used."""
 
@@ -56,6 +59,9 @@ class Engine:
 
     Attributes:
         context: maximum number of tokens of a sequence, including the prompt.
+        vocabulary: number of rows of the embedding; None if it is unknown.
+        logits: number of logits.
+        ends: tokens that end an answer.
 
     Args:
         model: a loaded decoder on one device. The engine takes ownership.
@@ -82,8 +88,9 @@ class Engine:
         limit = positions(model)
         self.context = min(value for value in (context, limit, 1 << 30) if value is not None)
         self._stepper = Stepper(model, self._relieve)
-        self._vocabulary = vocabulary_of(model)
-        self._ends = end_tokens(model, tokenizer)
+        self.vocabulary = vocabulary_of(model)
+        self.logits: int = model.config.get_text_config(decoder=True).vocab_size
+        self.ends = end_tokens(model, tokenizer)
         self._stop = end_strings(model)
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []
@@ -97,27 +104,30 @@ class Engine:
         self._thread.start()
         return self
 
-    def submit(self, ids: list[int], sampling: Sampling, on_piece: Callable[[Piece], None]) -> Sequence:
+    def submit(
+        self, ids: list[int], sampling: Sampling, on_piece: Callable[[Piece], None], wanted: Wanted = TEXT_ONLY
+    ) -> Sequence:
         """Queue a prompt.
 
         Args:
             ids: token ids of the prompt. Their number plus `sampling.max_new_tokens` is at most `context`.
             sampling: sampling settings and end conditions.
             on_piece: called with each piece, in the engine's thread. Must not raise.
+            wanted: what the answer is wanted for, besides its text.
 
         Raises:
             TokenError: the model's embedding has no row for a token.
             QueueFullError: the queue is full.
             ClosedError: the engine is closed.
         """
-        require_known(ids, self._vocabulary, self.tokenizer)
+        require_known(ids, self.vocabulary, self.tokenizer)
         sampling = replace(sampling, stop=(*sampling.stop, *self._stop))
         with self._changed:
             if not self.is_open:
                 raise ClosedError("the server is shutting down")
             if len(self._waiting) >= self.queue:
                 raise QueueFullError(f"{self.queue} requests are already waiting")
-            sequence = Sequence(ids, sampling, on_piece, self.tokenizer, self._ends, self.seconds)
+            sequence = Sequence(ids, sampling, on_piece, self.tokenizer, self.ends, self.seconds, wanted)
             self._waiting.append(sequence)
             self._changed.notify()
         return sequence
@@ -191,6 +201,8 @@ class Engine:
 
     def _cache(self, sequence: Sequence) -> Any:
         """Return a cache for a sequence: a kept one with a common prefix if it saves enough, or a new one."""
+        if sequence.wanted.scores_prompt:  # the logits of cached tokens are not kept
+            return new_cache(self.model)
         best = max(self._kept, key=lambda prefix: prefix.shared(sequence.ids), default=None)
         if best is None or best.shared(sequence.ids) < WORTH:
             return new_cache(self.model)
@@ -220,7 +232,8 @@ class Engine:
             if is_prompt and room <= 0:
                 continue
             is_whole = is_prompt and self._stepper.reads_whole(len(sequence.ids))
-            part = sequence.part(None if is_whole else room if is_prompt else 1)
+            most = min(room, SCORED) if sequence.is_scored else room
+            part = sequence.part(None if is_whole else most if is_prompt else 1)
             room -= len(part.ids) if is_prompt else 0
             parts.append((sequence, part))
         return parts

@@ -86,7 +86,8 @@ class Stepper:
             parts: at least one part.
 
         Returns:
-            For each part, the logits after it, shape (vocabulary,), or the error that reading it raised.
+            For each part, the logits after it, shape (vocabulary,), those of each token of a scored part, shape
+            (tokens, vocabulary), or the error that reading it raised.
 
         Raises:
             Exception: a GPU is lost (`moepack.runtime.backends.gpu.lost`).
@@ -125,13 +126,13 @@ class Stepper:
         return outcomes
 
     def _together(self, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
-        return _together(self.model, parts).unbind()
+        return _together(self.model, parts)
 
     def _each(self, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
         rows = []
         for part in parts:
             self._carried.reset()
-            rows.append(_alone(self.model, part)[0])
+            rows.append(_alone(self.model, part))
         return rows
 
 
@@ -187,26 +188,30 @@ def _is_core_s(model: Any) -> bool:
     return getattr(decoder_of(model).forward, "steps", 0) > 0
 
 
-def _together(model: Any, parts: Sequence[Part]) -> torch.Tensor:
+def _together(model: Any, parts: Sequence[Part]) -> list[torch.Tensor]:
     ids = [token for part in parts for token in part.ids]
     places = [part.position + i for part in parts for i in range(len(part.ids))]
-    ends = torch.tensor([len(part.ids) for part in parts]).cumsum(0) - 1
+    sizes = [len(part.ids) if part.is_scored else 1 for part in parts]
+    ends = torch.tensor([len(part.ids) for part in parts]).cumsum(0).tolist()
+    kept = torch.tensor([row for end, size in zip(ends, sizes, strict=True) for row in range(end - size, end)])
     with _attending(model) as attention:
         output = model(
             input_ids=torch.tensor([ids], device=model.device),
             position_ids=torch.tensor([places], device=model.device),
             use_cache=False,
-            logits_to_keep=ends.to(model.device),
+            logits_to_keep=kept.to(model.device),
             sequences=_Batch(parts, attention),
         )
     logits: torch.Tensor = output.logits[0]
-    return logits if len(logits) == len(parts) else logits[ends]  # some classes return the logits of all tokens
+    rows = logits if len(logits) == len(kept) else logits[kept]  # some classes return the logits of all tokens
+    return [own if part.is_scored else own[0] for part, own in zip(parts, torch.split(rows, sizes), strict=True)]
 
 
 def _alone(model: Any, part: Part) -> torch.Tensor:
     inputs = {"input_ids": torch.tensor([part.ids], device=model.device), **cache_argument(model, part.cache)}
-    logits: torch.Tensor = model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
-    return logits
+    kept = len(part.ids) if part.is_scored else 1
+    logits: torch.Tensor = model(**inputs, use_cache=True, logits_to_keep=kept).logits[0, -kept:]
+    return logits if part.is_scored else logits[0]
 
 
 @contextmanager
