@@ -15,8 +15,8 @@ from moepack.integrations.loading import open_model, open_tokenizer
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
-from moepack.serving import page as room
 from moepack.serving.engine import Engine
+from moepack.serving.http import page as room
 from moepack.serving.server import Settings, create_app
 from serving_support import is_idle, running, templated
 

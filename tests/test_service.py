@@ -29,10 +29,10 @@ pytest.importorskip("fastapi")
 import uvicorn
 
 from moepack.serving.engine import Engine
+from moepack.serving.http.unit import unit
+from moepack.serving.http.unixsocket import unix_socket
 from moepack.serving.listening import _Server
 from moepack.serving.server import Settings, create_app
-from moepack.serving.unit import unit
-from moepack.serving.unixsocket import unix_socket
 from serving_support import happens, running
 
 ROOT = Path(__file__).parents[1]

@@ -85,7 +85,7 @@ def serve_command(
     """
     called = name or (directory.resolve().name if directory.exists() else str(directory))
     if print_unit:
-        from moepack.serving.unit import unit
+        from moepack.serving.http.unit import unit
 
         command = command_line(context_, without={"print_unit", "api_key"})
         print(unit(command, called, drain, has_gpu=device is not None), end="")
@@ -98,9 +98,9 @@ def serve_command(
     from moepack.runtime.sampling import Sampling, given
     from moepack.runtime.stepping import tried
     from moepack.serving.engine import Engine
+    from moepack.serving.http.unixsocket import unix_path
     from moepack.serving.listening import listen
     from moepack.serving.server import Settings, create_app
-    from moepack.serving.unixsocket import unix_path
 
     quiet_transformers()
     with wrong_usage():

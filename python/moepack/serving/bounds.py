@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moepack.serving.page import PATHS
+from moepack.serving.http.page import PATHS
 from moepack.serving.refusal import Refusal
 from moepack.serving.settings import Settings
 

@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from moepack.serving.engine import Engine
-from moepack.serving.notify import notify
+from moepack.serving.http.notify import notify
+from moepack.serving.http.unixsocket import unix_path, unix_socket
 from moepack.serving.refusal import Refusal
-from moepack.serving.unixsocket import unix_path, unix_socket
 
 __all__ = ["DRAIN", "listen"]
 
