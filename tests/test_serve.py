@@ -9,10 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -22,43 +20,25 @@ from moepack.cli import app, main
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.runtime.generation import generate
 from moepack.runtime.sampling import Sampling
-from tiny_models import TEMPLATE
 
 openai = pytest.importorskip("openai")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
 from moepack.serving.engine import Engine  # noqa: E402
 from moepack.serving.http import openai_completions  # noqa: E402
 from moepack.serving.sequence import Sequence  # noqa: E402
 from moepack.serving.server import Settings, create_app  # noqa: E402
+from serving_support import happens, is_idle, running, templated  # noqa: E402
 
 KEY = "a secret"
 JSON = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
 
 
-@contextmanager
-def running(app):
-    """A server of an app at a free port of this machine."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 @pytest.fixture(scope="module")
 def source(packed, tmp_path_factory):
     """The packed model with a chat template."""
-    directory = tmp_path_factory.mktemp("served") / "model"
-    shutil.copytree(packed, directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return directory
+    return templated(packed, tmp_path_factory.mktemp("served") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +79,6 @@ def refused(port, data):
 
 def written(engine, prompt, tokens):
     return generate(engine.model, engine.tokenizer, prompt, Sampling(max_new_tokens=tokens)).text
-
-
-def happens(condition):
-    """Whether a condition holds within 20 seconds."""
-    until = time.monotonic() + 20
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def is_idle(engine):
-    return happens(lambda: not engine.counts()["active"] and not engine.counts()["waiting"])
 
 
 def test_models(client):

@@ -550,7 +550,9 @@ def test_a_name_that_no_client_can_write_is_told_at_the_start():
     [
         ("GET", "/v1/nothing", 404, "there is no /v1/nothing"),
         ("POST", "/v1/nothing", 404, "there is no /v1/nothing"),
-        ("GET", "/", 404, "there is no /"),
+        ("GET", "/page", 404, "there is no /page"),
+        ("POST", "/", 405, "/ does not take POST"),
+        ("GET", "/?q=1", 400, "q is not supported"),
         ("GET", "/\0", 404, "there is no /"),
         ("POST", "/v1/completions/", 404, "there is no /v1/completions/"),
         ("GET", "/v1/completions", 405, "/v1/completions does not take GET"),

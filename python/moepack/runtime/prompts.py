@@ -27,6 +27,7 @@ __all__ = [
     "rendered",
     "reserved",
     "template",
+    "text_ids",
 ]
 
 Messages = Sequence[Mapping[str, Any]]
@@ -101,6 +102,15 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     if not ids:
         raise ValueError("the prompt has no tokens")
     return ids
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Tokenize a text in which nothing is a control token, without tokens at its start or end.
+
+    Raises:
+        ValueError: the tokenizer cannot read the text.
+    """
+    return _ids(tokenizer, text, [(0, len(text))], add_special_tokens=False) if text else []
 
 
 def positions(model: Any) -> int | None:

@@ -253,13 +253,16 @@ class Answers:
             raise Refusal(400, message, "invalid_value", param=param)
 
 
-def streamed(running: Running, events: AsyncIterator[bytes], failed: Callable[[Refusal], bytes]) -> StreamingResponse:
+def streamed(
+    running: Running, events: AsyncIterator[bytes], failed: Callable[[Refusal], bytes], kind: str = "text/event-stream"
+) -> StreamingResponse:
     """Return the response that sends events, and a last one if the answer fails.
 
     Args:
         running: the answers, which are cancelled at the end.
         events: the events.
         failed: returns the event for a failure.
+        kind: content type of the response.
     """
 
     async def guarded() -> AsyncIterator[bytes]:
@@ -274,7 +277,7 @@ def streamed(running: Running, events: AsyncIterator[bytes], failed: Callable[[R
         finally:
             running.cancel()
 
-    return StreamingResponse(guarded(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return StreamingResponse(guarded(), media_type=kind, headers={"Cache-Control": "no-cache"})
 
 
 def event(content: dict[str, Any], name: str | None = None) -> bytes:

@@ -1,24 +1,28 @@
 """Checks the host, the API key and the size of a request before anything else reads it.
 
-Only `/health` and OPTIONS, which browsers send without a key, are answered without it.
+Only `/health`, the files of the page and OPTIONS, which browsers send without a key, are answered without it.
 """
 
 import hmac
+import logging
 import re
 
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moepack.serving.http.page import PATHS
 from moepack.serving.refusal import Refusal
 from moepack.serving.settings import Settings
 
 __all__ = ["OPEN", "Bounds", "has_key"]
 
-OPEN = ("/health",)
+OPEN = ("/health", *PATHS)
 """Paths that need no API key."""
 HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?")
 """Matches a `Host` header: a name or an address, and a port."""
+
+_LOG = logging.getLogger("uvicorn.error")
 
 
 class Bounds:
@@ -42,6 +46,8 @@ class Bounds:
         if len(body) > self.settings.body:
             refusal = Refusal(413, f"the request is larger than {self.settings.body} bytes", "too_large")
             return await refusal.response()(scope, receive, send)
+        if self.settings.log_prompts and body:
+            _LOG.info("%s %s: %s", scope["method"], scope["path"], body.decode("utf-8", "backslashreplace"))
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:

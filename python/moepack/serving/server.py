@@ -14,9 +14,11 @@ from fastapi import Depends, FastAPI, Request
 from moepack.serving.answers import Answers
 from moepack.serving.bounds import Bounds, has_key
 from moepack.serving.engine import Engine
+from moepack.serving.http import llamacpp, ollama
 from moepack.serving.http.models import entries
 from moepack.serving.http.openai_chat import chats
 from moepack.serving.http.openai_completions import completions
+from moepack.serving.http.page import add_page
 from moepack.serving.origins import Origins
 from moepack.serving.refusal import Refusal, report_errors
 from moepack.serving.settings import Settings
@@ -26,8 +28,22 @@ __all__ = ["POST", "Settings", "create_app"]
 POST: dict[str, Callable[[Answers, Request], Awaitable[Any]]] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chats,
+    "/completion": llamacpp.completion,
+    "/infill": llamacpp.infill,
+    "/api/chat": ollama.chat,
+    "/api/generate": ollama.generate,
+    "/api/show": ollama.show,
 }
 """The endpoints that take a body."""
+
+GET: dict[str, Callable[[Answers], Any]] = {
+    "/props": llamacpp.props,
+    "/slots": llamacpp.slots,
+    "/api/tags": ollama.tags,
+    "/api/ps": ollama.running_models,
+    "/api/version": lambda answers: {"version": ollama.VERSION},
+}
+"""The endpoints that describe the server."""
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
@@ -65,6 +81,9 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 
     for path, handler in POST.items():
         app.post(path)(_bound(handler, answers))
+    for path, description in GET.items():
+        app.get(path)(_described(description, answers))
+    add_page(app)
     return app
 
 
@@ -73,6 +92,15 @@ def _bound(handler: Callable[[Answers, Request], Awaitable[Any]], answers: Answe
 
     async def answer(request: Request) -> Any:
         return await handler(answers, request)
+
+    return answer
+
+
+def _described(description: Callable[[Answers], Any], answers: Answers) -> Callable[[], Awaitable[Any]]:
+    """Return a description as the handler of a path."""
+
+    async def answer() -> Any:
+        return description(answers)
 
     return answer
 

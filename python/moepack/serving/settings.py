@@ -24,6 +24,7 @@ class Settings:
         template: chat template that replaces the model's.
         variables: variables of the chat template for every request that does not set them.
         sampling: settings of `Sampling` for every request that does not set them.
+        log_prompts: whether the bodies of requests are logged. Otherwise the log holds nothing of them.
 
     Raises:
         ValueError: the name is not Unicode text, so no client could send it.
@@ -39,6 +40,7 @@ class Settings:
     template: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    log_prompts: bool = False
 
     def __post_init__(self) -> None:
         try:
