@@ -1,1 +1,1 @@
-"""The protocols of the server, one file each: fields of requests, and answers. `moepack.serving.server` lists them."""
+"""The HTTP server: one file per protocol for the fields of requests and the answers; `server` lists them."""

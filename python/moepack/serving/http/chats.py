@@ -10,14 +10,14 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moepack.runtime.prompts import Chat, chat_prompt, has_variable, rendered, reserved, template
-from moepack.serving.answers import Answers, Running
 from moepack.serving.chat import grammar
 from moepack.serving.chat.calls import Tools
 from moepack.serving.chat.formats import Format, format_of
 from moepack.serving.chat.reader import Delta
-from moepack.serving.refusal import Refusal
+from moepack.serving.http.answers import Answers, Running
+from moepack.serving.http.refusal import Refusal
 from moepack.serving.sequence import Piece
+from moepack.serving.text.prompts import Chat, chat_prompt, has_variable, rendered, reserved, template
 
 __all__ = ["CalledFunction", "ChatText", "Part", "Prepared", "Turn", "parts", "prepare", "texts"]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moepack.runtime.prompts import text_ids
-from moepack.serving.refusal import Refusal
+from moepack.serving.http.refusal import Refusal
+from moepack.serving.text.prompts import text_ids
 
 __all__ = ["File", "infill_ids"]
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from moepack.serving.requests import Fields, text_or_many, wrong
+from moepack.serving.http.requests import Fields, text_or_many, wrong
 
 __all__ = ["LlamaOptions"]
 

@@ -11,16 +11,16 @@ from fastapi import Request as HttpRequest
 from pydantic import Field, field_validator
 
 from moepack import __version__
-from moepack.runtime.prompts import prompt_ids
-from moepack.serving.answers import Answer, Answers, Running, event, streamed
-from moepack.serving.body import read
 from moepack.serving.chat import grammar
+from moepack.serving.http.answers import Answer, Answers, Running, event, streamed
+from moepack.serving.http.body import read
 from moepack.serving.http.infill import File, infill_ids
 from moepack.serving.http.llama_options import LlamaOptions
+from moepack.serving.http.refusal import Refusal
+from moepack.serving.http.requests import Fields, Sampled, wrong
 from moepack.serving.http.structure import Structured
-from moepack.serving.refusal import Refusal
-from moepack.serving.requests import Fields, Sampled, wrong
 from moepack.serving.sequence import Piece, Score
+from moepack.serving.text.prompts import prompt_ids
 
 __all__ = ["completion", "infill", "props", "slots"]
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from moepack.runtime.prompts import positions
-from moepack.serving.answers import Answers
+from moepack.serving.http.answers import Answers
+from moepack.serving.text.prompts import positions
 
 __all__ = ["entries"]
 

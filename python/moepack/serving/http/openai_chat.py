@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Literal
 from fastapi import Request as HttpRequest
 from pydantic import Field, ValidationInfo, field_validator
 
-from moepack.serving.answers import Answer, Answers, Running, event, streamed, usage
-from moepack.serving.body import read
 from moepack.serving.chat.reader import Delta
+from moepack.serving.http.answers import Answer, Answers, Running, event, streamed, usage
+from moepack.serving.http.body import read
 from moepack.serving.http.chats import CalledFunction, Prepared, Turn, parts, prepare, texts
+from moepack.serving.http.refusal import Refusal
+from moepack.serving.http.requests import NEUTRAL, Fields, wrong
 from moepack.serving.http.structure import Structured
-from moepack.serving.refusal import Refusal
-from moepack.serving.requests import NEUTRAL, Fields, wrong
 from moepack.serving.sequence import Score
 
 __all__ = ["ChatRequest", "Tool", "chats"]

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 from fastapi import Request as HttpRequest
 from pydantic import Field, field_validator
 
-from moepack.serving.answers import Answer, Answers, Running, event, streamed, usage
-from moepack.serving.body import read
 from moepack.serving.chat import grammar
+from moepack.serving.http.answers import Answer, Answers, Running, event, streamed, usage
+from moepack.serving.http.body import read
+from moepack.serving.http.refusal import Refusal
+from moepack.serving.http.requests import MOST_CHOICES, NEUTRAL, wrong
 from moepack.serving.http.structure import Structured
-from moepack.serving.refusal import Refusal
-from moepack.serving.requests import MOST_CHOICES, NEUTRAL, wrong
 from moepack.serving.sequence import Score
 
 __all__ = ["CompletionRequest", "completions"]

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from moepack.serving.chat import grammar
-from moepack.serving.refusal import Refusal
-from moepack.serving.requests import Fields, Sampled, wrong
+from moepack.serving.http.refusal import Refusal
+from moepack.serving.http.requests import Fields, Sampled, wrong
 
 __all__ = ["Structured"]
 
