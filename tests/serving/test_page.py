@@ -47,7 +47,7 @@ def slow(engine, monkeypatch):
     """Let answers take 20 ms a token, and end only at their length."""
     step = engine._step
     monkeypatch.setattr(engine, "_step", lambda: (time.sleep(0.02), step()))
-    monkeypatch.setattr(engine, "_ends", frozenset())
+    monkeypatch.setattr(engine, "ends", frozenset())
 
 
 @pytest.fixture(scope="module")

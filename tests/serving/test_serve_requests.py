@@ -586,12 +586,21 @@ def test_a_wrong_host_is_refused_in_form(ask, engine, host, status):
     assert got == status and (got == 200 or content["error"]["code"] == "wrong_host")
 
 
-def test_health_alone_is_answered_without_the_key_and_counts_with_it(ask, engine):
+def test_health_and_the_page_alone_are_answered_without_the_key(ask, engine):
     app = create_app(engine, Settings("tiny", api_key="é"))
     key = [("Authorization", "Bearer é".encode().decode("latin-1"))]
     assert ask("/health", app=app)[::2] == (200, {"status": "ok"})
     assert set(ask("/health", app=app, headers=key)[2]) == {"status", "active", "waiting", "kept"}
-    for path in ("/v1/models", "/v1/models/tiny", "/v1/nothing", "/health/", "//health", "/"):
+    for path in (
+        "/v1/models",
+        "/v1/models/tiny",
+        "/v1/nothing",
+        "/health/",
+        "//health",
+        "/page",
+        "/page/none.js",
+        "/props",
+    ):
         status, headers, content = ask(path, app=app)
         assert (status, content["error"]["code"]) == (401, "invalid_api_key")
         assert headers["www-authenticate"] == "Bearer"

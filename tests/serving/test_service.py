@@ -63,7 +63,7 @@ def listening(source, drain, step=0.0):
     """A server of an engine that takes `step` seconds a step; the server, its port and the engine."""
     engine = Engine(open_model(source, "float32"), open_tokenizer(source), slots=1, context=600)
     forward = engine._step
-    engine._step, engine._ends = lambda: (time.sleep(step), forward()), frozenset()
+    engine._step, engine.ends = lambda: (time.sleep(step), forward()), frozenset()
     server = _Server(uvicorn.Config(create_app(engine, Settings("tiny")), port=0, log_level="error"), engine, drain)
     thread = threading.Thread(target=server.run)
     thread.start()

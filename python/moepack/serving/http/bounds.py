@@ -3,6 +3,7 @@
 Only `/health`, the files of the page and OPTIONS, which browsers send without a key, are answered without it.
 """
 
+import asyncio
 import hmac
 import logging
 import re
@@ -22,6 +23,11 @@ OPEN = ("/health", *PATHS)
 HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?")
 """Matches a `Host` header: a name or an address, and a port."""
 
+BODY_SECONDS = 60.0
+"""Maximum seconds for a body to arrive."""
+BODIES = 32
+"""Maximum memory of bodies that have not arrived completely, in bodies of the maximum size."""
+
 _LOG = logging.getLogger("uvicorn.error")
 
 
@@ -30,6 +36,7 @@ class Bounds:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app, self.settings = app, settings
+        self._arriving = 0  # bytes of bodies that have not arrived completely
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI request."""
@@ -40,12 +47,15 @@ class Bounds:
             return await refusal.response()(scope, receive, send)
         if scope["method"] == "OPTIONS":
             return await Response(status_code=204, headers={"Allow": "GET, POST, OPTIONS"})(scope, receive, send)
-        body = await self._body(receive)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._body(receive)
+        except TimeoutError:
+            return await _late().response()(scope, receive, send)
+        except Refusal as refusal:
+            return await refusal.response()(scope, receive, send)
         if body is None:  # the client has disconnected
             return None
-        if len(body) > self.settings.body:
-            refusal = Refusal(413, f"the request is larger than {self.settings.body} bytes", "too_large")
-            return await refusal.response()(scope, receive, send)
         if self.settings.log_prompts and body:
             _LOG.info("%s %s: %s", scope["method"], scope["path"], body.decode("utf-8", "backslashreplace"))
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -70,16 +80,33 @@ class Bounds:
         return host is not None and host[1].rstrip(".") in self.settings.hosts
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """Read the body, up to just over the size limit. Return None if the client disconnects."""
+        """Read the body. Return None if the client disconnects.
+
+        Raises:
+            Refusal: the body exceeds the size limit, or bodies that arrive exceed `BODIES` times the limit together.
+        """
         parts, size, more = [], 0, True
-        while more and size <= self.settings.body:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            more = message.get("more_body", False)
-        return b"".join(parts)
+        try:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                self._arriving += len(parts[-1])
+                more = message.get("more_body", False)
+                if size > self.settings.body:
+                    raise Refusal(413, f"the request is larger than {self.settings.body} bytes", "too_large")
+                if self._arriving > BODIES * self.settings.body:
+                    raise Refusal(503, "the server is receiving too many requests", "overloaded", "server_error")
+            return b"".join(parts)
+        finally:
+            self._arriving -= size
+
+
+def _late() -> Refusal:
+    message = f"the body of the request did not arrive within {BODY_SECONDS:g} seconds"
+    return Refusal(408, message, "timeout", headers={"Connection": "close"})
 
 
 def has_key(request: Request, settings: Settings) -> bool:

@@ -1,6 +1,7 @@
 """Runs the HTTP server until Ctrl-C or SIGTERM, then lets running answers end."""
 
 import asyncio
+import resource
 import signal
 import socket
 from contextlib import nullcontext, suppress
@@ -19,6 +20,11 @@ __all__ = ["DRAIN", "listen"]
 
 DRAIN = 5.0
 """Default seconds that running answers may take after the server is asked to stop."""
+
+HEADER_SECONDS = 30.0
+"""Maximum seconds for the header of a request to arrive."""
+FILES = 65_536
+"""Open files, and thus connections, that the server asks the system for."""
 
 
 class _Server(uvicorn.Server):
@@ -53,7 +59,40 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-    """Answers malformed HTTP (no Host, a header above 64 KiB) in OpenAI's format. It never reaches the application."""
+    """Closes idle connections, and answers malformed HTTP, which never reaches the application, in OpenAI's format.
+
+    Malformed are requests without a host and headers above 64 KiB. A connection is idle while no request is running;
+    uvicorn itself closes connections that are idle after a request.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Expect a request."""
+        super().connection_made(transport)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        """Receive a part of a request."""
+        super().data_received(data)
+        self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._forget()
+        super().connection_lost(exc)
+
+    def _expect(self) -> None:
+        """Close the connection in `HEADER_SECONDS`, unless a request is running by then."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def send_400_response(self, msg: str) -> None:
         """Answer and close the connection. A response that has started is cut off."""
@@ -80,6 +119,7 @@ def listen(app: FastAPI, engine: Engine, host: str, port: int, drain: float = DR
         LoadError: the Unix socket cannot be created.
     """
     path = unix_path(host)
+    _raise_file_limit()
     # Uvicorn raises the signal again at the end. As a KeyboardInterrupt, it lets the process clean up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with nullcontext() if path is None else unix_socket(path) as listener, suppress(KeyboardInterrupt):
@@ -88,3 +128,11 @@ def listen(app: FastAPI, engine: Engine, host: str, port: int, drain: float = DR
             app, host=host, port=port, log_level="info", timeout_graceful_shutdown=1, http=_Protocol, ws="none"
         )
         _Server(config, engine, drain).run(None if listener is None else [listener])
+
+
+def _raise_file_limit() -> None:
+    """Raise the soft limit of open files, which is often 1024, to what the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
