@@ -52,8 +52,8 @@ class Bounds:
                 body = await self._body(receive)
         except TimeoutError:
             return await _late().response()(scope, receive, send)
-        except Refusal as refusal:
-            return await refusal.response()(scope, receive, send)
+        except Refusal as refused:
+            return await refused.response()(scope, receive, send)
         if body is None:  # the client has disconnected
             return None
         if self.settings.log_prompts and body:
