@@ -37,7 +37,7 @@ class Bounds:
             return await self.app(scope, receive, send)
         refusal = self._refusal(Request(scope))
         if refusal is not None:
-            return await refusal.response()(scope, receive, send)
+            return await refusal.response(scope["path"])(scope, receive, send)
         if scope["method"] == "OPTIONS":
             return await Response(status_code=204, headers={"Allow": "GET, POST, OPTIONS"})(scope, receive, send)
         body = await self._body(receive)
@@ -45,7 +45,7 @@ class Bounds:
             return None
         if len(body) > self.settings.body:
             refusal = Refusal(413, f"the request is larger than {self.settings.body} bytes", "too_large")
-            return await refusal.response()(scope, receive, send)
+            return await refusal.response(scope["path"])(scope, receive, send)
         if self.settings.log_prompts and body:
             _LOG.info("%s %s: %s", scope["method"], scope["path"], body.decode("utf-8", "backslashreplace"))
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, field_validator
 
 from moepack.format.weights import weight_files
-from moepack.runtime.prompts import Chat, mentions, template
+from moepack.runtime.prompts import Chat, has_variable, template
 from moepack.serving.answers import Answers, Running, fingerprint, streamed
 from moepack.serving.body import read
 from moepack.serving.chat import grammar
@@ -91,8 +91,8 @@ class Asked(Fields):
         """Return the variables of the chat template. A template that cannot think need not be told not to."""
         if isinstance(self.think, str):
             return {"reasoning_effort": self.think}
-        name = next((name for name in ("enable_thinking", "thinking") if mentions(source, name)), "enable_thinking")
-        return {name: self.think} if self.think or (self.think is False and mentions(source, name)) else {}
+        name = next((name for name in ("enable_thinking", "thinking") if has_variable(source, name)), "enable_thinking")
+        return {name: self.think} if self.think or (self.think is False and has_variable(source, name)) else {}
 
     def sampled(self, answers: Answers, prompt: int, ends: list[int]) -> Sampled:
         """Return the request in the form that `Answers.run` takes. `num_ctx` bounds prompt and answer together."""
@@ -442,9 +442,9 @@ async def show(answers: Answers, request: HttpRequest) -> Any:
         can_infill = False
     abilities = [
         ("completion", True),
-        ("tools", mentions(source, "tools")),
+        ("tools", has_variable(source, "tools")),
         ("insert", can_infill),
-        ("thinking", mentions(source, "enable_thinking") or mentions(source, "reasoning_effort")),
+        ("thinking", has_variable(source, "enable_thinking") or has_variable(source, "reasoning_effort")),
     ]
     return {
         "modelfile": "",
