@@ -8,6 +8,7 @@ Invariant: a grammar that does not compile raises `ValueError` when it is compil
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from moepack.errors import MoepackError
 
-__all__ = ["Grammars"]
+__all__ = ["Budget", "Budgeted", "Grammars"]
 
 CACHED = 32
 """Number of compiled grammars that are kept."""
@@ -92,3 +93,49 @@ class Matched:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise MoepackError(f"the grammar cannot continue: {self._matcher.get_error().strip()}")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bounds the tokens of reasoning.
+
+    Attributes:
+        limit: maximum tokens.
+        opens, closes: the tokens around reasoning; the first may be unknown.
+        is_inside: the answer starts inside reasoning.
+    """
+
+    limit: int
+    opens: int | None
+    closes: int
+    is_inside: bool
+
+
+class Budgeted:
+    """The state of one answer whose reasoning is bounded, and which may follow a grammar."""
+
+    def __init__(self, budget: Budget, rows: int, grammar: Any = None) -> None:
+        self._budget, self._rows, self._grammar = budget, rows, grammar
+        self._is_inside, self._count = budget.is_inside, 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no further token can follow."""
+        return self._grammar is not None and self._grammar.is_complete
+
+    def allowed(self) -> torch.Tensor | None:
+        """Return the mask of tokens that can follow, shape (logits,)."""
+        if self._is_inside and self._count >= self._budget.limit:
+            mask = torch.zeros(self._rows, dtype=torch.bool)
+            mask[self._budget.closes] = True
+            return mask
+        return None if self._grammar is None else self._grammar.allowed()
+
+    def take(self, token: int) -> None:
+        """Add a token."""
+        if self._grammar is not None:
+            self._grammar.take(token)
+        if token in (self._budget.opens, self._budget.closes):
+            self._is_inside = token == self._budget.opens
+        elif self._is_inside:
+            self._count += 1

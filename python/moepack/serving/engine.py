@@ -29,6 +29,7 @@ from moepack.decoding.prefix import Prefix, new_cache
 from moepack.decoding.vocabulary import require_head, require_known, vocabulary_of
 from moepack.errors import LoadError, MoepackError, NonFiniteError
 from moepack.serving.isolation import Part
+from moepack.serving.reading import Reading
 from moepack.serving.sequence import TEXT_ONLY, Piece, Sequence, Wanted
 from moepack.serving.step import Stepper
 from moepack.serving.text.prompts import positions
@@ -94,6 +95,7 @@ class Engine:
         self._stop = end_strings(model)
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []
+        self._readings: deque[Reading] = deque()
         self._kept: deque[Prefix] = deque()
         self._changed = threading.Condition()
         self._closing = math.inf  # when answers must have ended
@@ -132,6 +134,23 @@ class Engine:
             self._changed.notify()
         return sequence
 
+    def read(self, reading: "Reading") -> None:
+        """Queue a text whose hidden states are wanted. The engine reads up to `CHUNK` of its tokens per step.
+
+        Raises:
+            TokenError: the model's embedding has no row for a token.
+            QueueFullError: the queue is full.
+            ClosedError: the engine is closed.
+        """
+        require_known(reading.ids, self.vocabulary, self.tokenizer)
+        with self._changed:
+            if not self.is_open:
+                raise ClosedError("the server is shutting down")
+            if len(self._readings) >= max(self.queue, 1):
+                raise QueueFullError(f"{self.queue} requests are already waiting")
+            self._readings.append(reading)
+            self._changed.notify()
+
     def cancel(self, sequence: Sequence) -> None:
         """Cancel a sequence. It releases its slot and emits no more pieces, unless it is just ending."""
         with self._changed:
@@ -142,6 +161,10 @@ class Engine:
     def counts(self) -> dict[str, int]:
         """Return the numbers of active and waiting sequences and of kept caches."""
         return {"active": len(self._active), "waiting": len(self._waiting), "kept": len(self._kept)}
+
+    def cached_tokens(self) -> int:
+        """Return the number of tokens whose keys and values are in memory."""
+        return sum(sequence.read for sequence in [*self._active]) + sum(len(prefix.ids) for prefix in [*self._kept])
 
     @property
     def is_open(self) -> bool:
@@ -167,6 +190,8 @@ class Engine:
                     self._leave()
                     if self._active:
                         self._step()
+                    if self._readings:
+                        self._read()
         finally:  # no client is left waiting, for any cause
             self._end()
 
@@ -174,8 +199,12 @@ class Engine:
         with self._changed:
             self._closing = min(self._closing, time.monotonic())
             left = [*self._active, *self._waiting]
+            readings = [*self._readings]
             self._active, self._kept = [], deque()
             self._waiting.clear()
+            self._readings.clear()
+        for reading in readings:
+            reading.fail(ClosedError("the server is shutting down"))
         for sequence in left:
             sequence.finish("error", error="the server is shutting down")
 
@@ -186,7 +215,7 @@ class Engine:
             Whether the engine continues.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self.is_open or self._waiting or self._active)
+            self._changed.wait_for(lambda: not self.is_open or self._waiting or self._active or self._readings)
             if not self.is_open:
                 return bool(self._active) and time.monotonic() < self._closing
             free = self.slots - len(self._active)
@@ -255,6 +284,20 @@ class Engine:
                 if sequence.take(part, outcome):
                     self._active.remove(sequence)
                     self._keep(Prefix(sequence.ids[: sequence.read], sequence.cache, self._stepper.limit))
+
+    def _read(self) -> None:
+        """Read the next tokens of the text that has waited longest."""
+        reading = self._readings[0]
+        try:
+            is_done = reading.cancelled or self._stepper.read(reading, CHUNK)
+        except Exception as error:
+            is_done = True
+            reading.fail(error)
+            if failure := lost(error):
+                raise failure from error
+        if is_done:
+            with self._changed:
+                self._readings.popleft()
 
     def _relieve(self) -> bool:
         """Free the caches kept for later prompts; return whether there were any."""

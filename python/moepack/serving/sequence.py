@@ -104,6 +104,7 @@ class Sequence:
         cancelled: whether the client no longer waits for it.
         cached: number of tokens of the prompt that the cache held at the start.
         asked, started, written: times of the request, its slot and its first token, in seconds of `time.monotonic`.
+        gaps: seconds between each two tokens.
 
     Args:
         ids: token ids of the prompt.
@@ -142,6 +143,8 @@ class Sequence:
         self.asked = time.monotonic()
         self.started: float | None = None
         self.written: float | None = None
+        self.gaps: list[float] = []
+        self._latest = 0.0
         self._until = self.asked + seconds
 
     @property
@@ -191,8 +194,7 @@ class Sequence:
         """Choose the next token; return whether the sequence ended."""
         token = self._sampler.choose(logits, self.ids)
         self.ids.append(token)
-        if self.written is None:
-            self.written = time.monotonic()
+        self._note_time()
         if self.wanted.constraint and token not in self._ends:
             self.wanted.constraint.take(token)
         if self.wanted.top is not None and token not in self._ends:
@@ -206,6 +208,15 @@ class Sequence:
         if text:
             self._emit(Piece(text))
         return False
+
+    def _note_time(self) -> None:
+        """Note the time of a token."""
+        now = time.monotonic()
+        if self.written is None:
+            self.written = now
+        else:
+            self.gaps.append(now - self._latest)
+        self._latest = now
 
     def finish(self, how: Finish, text: str = "", error: str = "") -> bool:
         """Emit the last piece and return True.

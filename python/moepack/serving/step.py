@@ -31,6 +31,7 @@ from moepack.decoding.families import decoder_of
 from moepack.decoding.prefix import new_cache
 from moepack.serving.isolation import Outcome, Part, isolated
 from moepack.serving.pace import Pace
+from moepack.serving.reading import Reading
 
 __all__ = ["Part", "Stepper"]
 
@@ -112,6 +113,19 @@ class Stepper:
         """Return whether a sequence with `read` cached tokens must be read again, as in the model's own generation."""
         carried = self._carried
         return carried.rereads and read > 0 and not carried.depends_on(read) and carried.depends_on(length)
+
+    def read(self, reading: Reading, most: int) -> bool:
+        """Read the next tokens of a text, at most `most` unless it needs one pass; return whether it was read."""
+        if reading.cache is None:
+            reading.cache = new_cache(self.model)
+        start = reading.position
+        end = len(reading.ids) if self.reads_whole(len(reading.ids)) else start + most
+        self._carried.reset()
+        ids = torch.tensor([reading.ids[start:end]], device=self.model.device)
+        cached = cache_argument(self.model, reading.cache)
+        output = decoder_of(self.model)(input_ids=ids, **cached, use_cache=True)
+        states: torch.Tensor = output.last_hidden_state[0]
+        return reading.take(states)
 
     def _alike(self, parts: Sequence[Part]) -> list[Outcome]:
         """Read parts that can share a pass."""

@@ -19,12 +19,13 @@ from fastapi.responses import StreamingResponse
 
 from moepack.errors import CheckpointError, LoadError
 from moepack.format.weights import weight_files
-from moepack.serving.constraint import Grammars
+from moepack.serving.constraint import Budget, Budgeted, Grammars
 from moepack.serving.engine import ClosedError, Engine, QueueFullError
+from moepack.serving.http.metrics import Metrics
 from moepack.serving.http.refusal import Refusal, defect
 from moepack.serving.http.requests import Sampled
 from moepack.serving.http.settings import Settings
-from moepack.serving.sequence import Piece, Score, Sequence, Wanted
+from moepack.serving.sequence import Constraint, Piece, Score, Sequence, Wanted
 from moepack.serving.spelling import Spelling
 from moepack.serving.text.prompts import has_variable, prompt_ids
 from moepack.serving.text.sampling import Sampling
@@ -64,9 +65,14 @@ class Running:
     """
 
     def __init__(
-        self, engine: Engine, asked: Ordered[tuple[list[int], Sampling, Wanted]], limit: int | None = None
+        self,
+        engine: Engine,
+        asked: Ordered[tuple[list[int], Sampling, Wanted]],
+        limit: int | None = None,
+        ended: Callable[[Sequence, Piece | None], None] = lambda sequence, last: None,
     ) -> None:
-        self._engine, self.limit = engine, limit
+        self._engine, self.limit, self._ended = engine, limit, ended
+        self._left: set[int] = set()
         self.prompt = sum({id(ids): len(ids) for ids, _, _ in asked}.values())
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
         self.sequences: list[Sequence] = []
@@ -93,8 +99,15 @@ class Running:
 
     def cancel(self) -> None:
         """Release the slots of all sequences."""
-        for sequence in self.sequences:
+        for index, sequence in enumerate(self.sequences):
             self._engine.cancel(sequence)
+            if index not in self._left:
+                self._leave(index, None)
+
+    def _leave(self, index: int, last: Piece | None) -> None:
+        """Count a sequence that has ended."""
+        self._left.add(index)
+        self._ended(self.sequences[index], last)
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yield the pieces of all answers with the answer's index, until all have ended.
@@ -105,6 +118,8 @@ class Running:
         left = len(self.sequences)
         while left:
             index, piece = await self._pieces.get()
+            if piece.finish is not None:
+                self._leave(index, piece)
             if piece.finish == "error":
                 raise Refusal(503, piece.error, "engine_error", "server_error")
             left -= piece.finish is not None
@@ -142,6 +157,7 @@ class Answers:
         settings: the settings of the server.
         grammars: the grammars for the model's vocabulary.
         spelling: the bytes of tokens.
+        metrics: counts and times of all answers.
         created: time of the start, in seconds since 1970.
 
     Raises:
@@ -155,6 +171,7 @@ class Answers:
         self._fingerprint = fingerprint(settings.source)
         self.grammars = Grammars(engine.tokenizer, engine.logits, engine.ends)
         self.spelling = Spelling(engine.tokenizer)
+        self.metrics = Metrics(engine, settings.name)
         try:
             Sampling.of_model(engine.model)
         except ValueError as error:
@@ -192,6 +209,7 @@ class Answers:
     def run(
         self, body: Sampled, prompts: Ordered[list[int]], param: str, *,
         top: int | None = None, scores_prompt: bool = False, writes: bool = True, lark: tuple[str, str] | None = None,
+        budget: Budget | None = None,
     ) -> Running:  # fmt: skip
         """Start the answers to prompts, `body.choices` for each.
 
@@ -203,6 +221,7 @@ class Answers:
             scores_prompt: also score the prompt's tokens.
             writes: generate tokens.
             lark: the field that constrains the answers, and the grammar.
+            budget: bounds the tokens of reasoning.
         """
         asked, limit = [], None
         for ids in prompts:
@@ -210,11 +229,13 @@ class Answers:
             limit = limit if fits is None else fits
             for number in range(body.choices):
                 seed = None if sampling.seed is None else (sampling.seed + number + 2**63) % 2**64 - 2**63
-                constraint = None if lark is None else self._compiled(*lark)
+                constraint: Constraint | None = None if lark is None else self._compiled(*lark)
+                if budget is not None:
+                    constraint = Budgeted(budget, self.engine.logits, constraint)
                 wanted = Wanted(top, scores_prompt, writes, constraint)
                 asked.append((ids, replace(sampling, seed=seed), wanted))
         try:
-            return Running(self.engine, asked, limit)
+            return Running(self.engine, asked, limit, self.metrics.end)
         except ValueError as error:  # the settings have been checked, so the prompt is at fault
             raise Refusal(400, str(error), "invalid_prompt", param=param) from error
 

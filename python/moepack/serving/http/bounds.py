@@ -44,16 +44,16 @@ class Bounds:
             return await self.app(scope, receive, send)
         refusal = self._refusal(Request(scope))
         if refusal is not None:
-            return await refusal.response()(scope, receive, send)
+            return await refusal.response(scope["path"])(scope, receive, send)
         if scope["method"] == "OPTIONS":
             return await Response(status_code=204, headers={"Allow": "GET, POST, OPTIONS"})(scope, receive, send)
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await self._body(receive)
         except TimeoutError:
-            return await _late().response()(scope, receive, send)
+            return await _late().response(scope["path"])(scope, receive, send)
         except Refusal as refused:
-            return await refused.response()(scope, receive, send)
+            return await refused.response(scope["path"])(scope, receive, send)
         if body is None:  # the client has disconnected
             return None
         if self.settings.log_prompts and body:

@@ -13,13 +13,26 @@ from typing import Any
 from moepack.serving.chat import grammar
 from moepack.serving.chat.calls import Tools
 from moepack.serving.chat.formats import Format, format_of
-from moepack.serving.chat.reader import Delta
+from moepack.serving.chat.reader import CallPart, Delta
+from moepack.serving.constraint import Budget
 from moepack.serving.http.answers import Answers, Running
 from moepack.serving.http.refusal import Refusal
 from moepack.serving.sequence import Piece
 from moepack.serving.text.prompts import Chat, chat_prompt, has_variable, rendered, reserved, template
 
-__all__ = ["CalledFunction", "ChatText", "Part", "Prepared", "Turn", "parts", "prepare", "texts"]
+__all__ = [
+    "Block",
+    "Blocks",
+    "CalledFunction",
+    "ChatText",
+    "Part",
+    "Prepared",
+    "Turn",
+    "blocks",
+    "parts",
+    "prepare",
+    "texts",
+]
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,7 @@ class Turn:
         opens_answer, continues: as in `Chat`.
         shape: the field that constrains the answer, and the grammar's rule `body`.
         splits_reasoning: reasoning is separated from content.
+        budget: maximum tokens of reasoning; None for no limit.
         params: names of the fields `messages`, `tools` and `variables` in the request.
     """
 
@@ -47,6 +61,7 @@ class Turn:
     continues: bool = False
     shape: tuple[str, str] | None = None
     splits_reasoning: bool = True
+    budget: int | None = None
     params: Mapping[str, str] = field(default_factory=dict)
 
     def param(self, name: str) -> str:
@@ -69,6 +84,7 @@ class Prepared:
         tools: functions that may be called.
         splits_reasoning: reasoning is separated from content.
         lark: the field that constrains the answer, and the grammar; None without one.
+        budget: bounds the tokens of reasoning; None without a limit.
     """
 
     ids: list[int]
@@ -77,6 +93,7 @@ class Prepared:
     tools: Tools
     splits_reasoning: bool
     lark: tuple[str, str] | None
+    budget: Budget | None = None
 
     def reader(self) -> Any:
         """Return a reader for one answer."""
@@ -118,7 +135,20 @@ def _prepared(answers: Answers, turn: Turn) -> Prepared:
         raise Refusal(400, str(error), "invalid_prompt", param=turn.param("messages")) from error
     if not ids:
         raise Refusal(400, "the prompt has no tokens", "invalid_prompt", param=turn.param("messages"))
-    return Prepared(ids, text, form, tools, turn.splits_reasoning, _grammar(answers, turn, form, text, tools))
+    lark = _grammar(answers, turn, form, text, tools)
+    return Prepared(ids, text, form, tools, turn.splits_reasoning, lark, _budget(answers, turn, form, text))
+
+
+def _budget(answers: Answers, turn: Turn, form: Format, text: str) -> Budget | None:
+    """Return what bounds the tokens of reasoning. Models without reasoning need nothing."""
+    if turn.budget is None or (form.thoughts is None and not form.is_harmony):
+        return None
+    marks = form.thoughts or ("<|channel|>analysis", "<|end|>")
+    names = {token.content: number for number, token in answers.engine.tokenizer.added_tokens_decoder.items()}
+    if form.is_harmony or marks[1] not in names:
+        message = "thinking.budget_tokens is not supported: the model has no token that ends its reasoning"
+        raise _refusal("thinking.budget_tokens", message)
+    return Budget(turn.budget, names.get(marks[0]), names[marks[1]], form.is_reasoning(text))
 
 
 def _chosen_tools(turn: Turn) -> Tools:
@@ -239,6 +269,50 @@ class CalledFunction:
 
 
 @dataclass
+class Block:
+    """A run of an answer of one kind: "reasoning", "content", or one "call".
+
+    Attributes:
+        kind: its kind.
+        number: its place among the blocks of the answer.
+        text: its text so far; of a call, the arguments.
+        call: the first part of a call.
+    """
+
+    kind: str
+    number: int
+    text: str = ""
+    call: CallPart | None = None
+
+    def fits(self, delta: Delta) -> bool:
+        """Return whether a part continues the block."""
+        if delta.call is not None:
+            return self.call is not None and self.call.index == delta.call.index
+        return self.kind == ("reasoning" if delta.reasoning else "content")
+
+
+class Blocks:
+    """The blocks of one answer, in order.
+
+    Attributes:
+        all: the blocks so far.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+
+    def add(self, delta: Delta) -> tuple[Block, bool, str]:
+        """Add a part; return its block, whether the block is new, and the part's text."""
+        is_new = not self.all or not self.all[-1].fits(delta)
+        if is_new:
+            kind = "call" if delta.call else "reasoning" if delta.reasoning else "content"
+            self.all.append(Block(kind, len(self.all), call=delta.call))
+        text = delta.call.arguments if delta.call else delta.reasoning or delta.content
+        self.all[-1].text += text
+        return self.all[-1], is_new, text
+
+
+@dataclass
 class ChatText:
     """A whole answer: reasoning, content and calls."""
 
@@ -254,6 +328,14 @@ class ChatText:
             if delta.call.name is not None:
                 self.calls.append(CalledFunction(delta.call.id or "", delta.call.name))
             self.calls[-1].arguments += delta.call.arguments
+
+
+def blocks(prepared: Prepared, text: str) -> list[Block]:
+    """Return the blocks of a whole answer."""
+    reader, whole = prepared.reader(), Blocks()
+    for delta in [*reader.put(text), *reader.end()]:
+        whole.add(delta)
+    return whole.all
 
 
 def texts(prepared: Prepared, text: str) -> ChatText:

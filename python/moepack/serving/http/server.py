@@ -14,20 +14,30 @@ from fastapi import Depends, FastAPI, Request
 from moepack.serving.engine import Engine
 from moepack.serving.http import llamacpp, ollama
 from moepack.serving.http.answers import Answers
+from moepack.serving.http.anthropic_messages import count_tokens, messages
 from moepack.serving.http.bounds import Bounds, has_key
 from moepack.serving.http.models import entries
 from moepack.serving.http.openai_chat import chats
 from moepack.serving.http.openai_completions import completions
+from moepack.serving.http.openai_embeddings import embeddings
+from moepack.serving.http.openai_responses import responses
 from moepack.serving.http.origins import Origins
 from moepack.serving.http.page import add_page
 from moepack.serving.http.refusal import Refusal, report_errors
 from moepack.serving.http.settings import Settings
+from moepack.serving.http.tokens import detokenize, tokenize
 
 __all__ = ["POST", "Settings", "create_app"]
 
 POST: dict[str, Callable[[Answers, Request], Awaitable[Any]]] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chats,
+    "/v1/responses": responses,
+    "/v1/embeddings": embeddings,
+    "/v1/messages": messages,
+    "/v1/messages/count_tokens": count_tokens,
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
     "/completion": llamacpp.completion,
     "/infill": llamacpp.infill,
     "/api/chat": ollama.chat,
@@ -37,6 +47,7 @@ POST: dict[str, Callable[[Answers, Request], Awaitable[Any]]] = {
 """The endpoints that take a body."""
 
 GET: dict[str, Callable[[Answers], Any]] = {
+    "/metrics": lambda answers: answers.metrics.response(),
     "/props": llamacpp.props,
     "/slots": llamacpp.slots,
     "/api/tags": ollama.tags,
@@ -108,6 +119,8 @@ def _described(description: Callable[[Answers], Any], answers: Answers) -> Calla
 async def _take_nothing_else(request: Request) -> None:
     """Reject query parameters and the body of a GET, which no endpoint reads."""
     for name in request.query_params:
+        if name == "beta" and request.url.path.startswith("/v1/messages"):
+            continue  # Anthropic's clients add it; it does not change an answer
         raise Refusal(
             400, f"{name} is not supported: query parameters are not accepted", "unsupported_parameter", param=name
         )

@@ -104,13 +104,20 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     return ids
 
 
-def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Tokenize a text in which nothing is a control token, without tokens at its start or end.
+def text_ids(tokenizer: Any, text: str, *, special: bool = False, controls: bool = False) -> list[int]:
+    """Tokenize a text, which may be empty.
+
+    Args:
+        tokenizer: a tokenizer.
+        text: the text.
+        special: add the tokenizer's tokens at the start and the end.
+        controls: text that spells a control token is that token.
 
     Raises:
         ValueError: the tokenizer cannot read the text.
     """
-    return _ids(tokenizer, text, [(0, len(text))], add_special_tokens=False) if text else []
+    foreign = [] if controls else [(0, len(text))]
+    return _ids(tokenizer, text, foreign, add_special_tokens=special) if text or special else []
 
 
 def positions(model: Any) -> int | None:
