@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import moepack
 import packed_support as support
+from browser_support import BROWSER
 from moepack.checkpoint import Checkpoint
 from moepack.cli import app
 from moepack.evaluation import EvaluationReport, record_reference
@@ -27,7 +28,6 @@ from moepack.report.page import render_page
 from moepack.report.quality import Continuation, Quality
 
 VOID = {"meta", "br"}
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Dom(HTMLParser):

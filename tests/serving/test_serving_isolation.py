@@ -196,7 +196,7 @@ def test_a_failing_sequence_ends_alone(model, tokenizer, late):
     failing = {number for number, ids in enumerate(readings) if token in ids}
     assert 0 < len(failing) < 5
     engine = Engine(model, tokenizer)
-    engine._ends = frozenset()
+    engine.ends = frozenset()
     poisoned(model, token)
     engine._stepper.pace.note(False, 1, 1e9)
     clients = [Client(engine, ids, max_new_tokens=12) for ids in asked]
@@ -244,7 +244,7 @@ def test_a_panic_of_the_model_ends_one_answer(model, tokenizer):
 
     model.model.embed_tokens.register_forward_pre_hook(fail)
     engine = Engine(model, tokenizer)
-    engine._ends = frozenset()
+    engine.ends = frozenset()
     bad, good = Client(engine, [3, POISON], max_new_tokens=6), Client(engine, [5, 6, 22], max_new_tokens=6)
     engine.start()
     assert bad.ends()[0] == "error" and good.ends()[0] == "length" and good.sequence.ids[3:] == expected

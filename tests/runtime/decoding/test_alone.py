@@ -98,7 +98,7 @@ class Served:
 
     def __init__(self, model, together):
         self.engine = Engine(model, letters(), slots=8)
-        self.engine._ends = frozenset()
+        self.engine.ends = frozenset()
         self.engine._stepper.pace.note(False, 1, 1e9 if together else 0.0)
 
     def ask(self, *prompts, start=False):
