@@ -14,7 +14,7 @@ from moepack.errors import UnsupportedModelError
 from moepack.format.balance import Balance, balance_of
 from moepack.format.directory import read_manifest
 from moepack.format.manifest import RESIDUALS
-from moepack.runtime.packed import PackedModule
+from moepack.stores.module import PackedModule
 
 __all__ = ["CHANNELS", "RESIDUALS", "decode_model", "plain_model", "projection_values", "unpacked_scales"]
 

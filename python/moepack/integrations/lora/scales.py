@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moepack.integrations.decoding import plain_model, unpacked_scales
-from moepack.runtime.packed import PackedModule
+from moepack.stores.module import PackedModule
 
 __all__ = ["enter_source_scales", "leave_source_scales"]
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from moepack.backends.speeds import kept_speeds, measure_speeds
 from moepack.calibration import CalibrationRequest, Stage
 from moepack.calibration.fisher import TWO_TEXTS, needed_bytes, too_little
 from moepack.calibration.text import BUILT_IN
@@ -39,7 +40,6 @@ from moepack.methods.rate.importance import find_importance
 from moepack.methods.rate.layer import LayerSolver
 from moepack.methods.rate.method import LEAST_BITS, MOST_BITS
 from moepack.progress import Progress, Silent
-from moepack.runtime.speeds import kept_speeds, measure_speeds
 from moepack.units import size as in_words
 
 __all__ = ["Auto"]
