@@ -18,6 +18,7 @@ from moepack.cli import main
 from moepack.errors import InvalidTensorError
 from moepack.export import export
 from moepack.format import PackedDirectory
+from moepack.format.balance import balance_of
 from moepack.methods import create
 from moepack.methods.milo import Milo
 from moepack.methods.milo.joint import JointSettings, compensate
@@ -254,10 +255,14 @@ def test_the_packed_model_is_the_dequantized_one(tmp_path: Path) -> None:
     exported = load_file(next((tmp_path / "bf16").glob("*.safetensors")))
     parameters = dict(model.named_parameters())
     with torch.no_grad():
+        for file in directory.glob("model-*.safetensors"):
+            for name, values in load_file(file).items():
+                if name in parameters and name not in opened.manifest.packed():
+                    parameters[name].copy_(values)
         for name, record in opened.manifest.packed().items():
             values = torch.from_numpy(opened.blob(name).dequantize())
             if name in exported:
-                assert torch.equal(exported[name], values[0].bfloat16())
+                assert torch.equal(exported[name], balance_of(directory).restored(name, values[0]).bfloat16())
             if not record.experts:
                 parameters[name].copy_(values[0])
                 continue

@@ -23,6 +23,7 @@ from moepack.checkpoint.dense import EMBEDDING
 from moepack.cli import app
 from moepack.errors import CalibrationError, InvalidTensorError, ResumeError
 from moepack.format import PackedDirectory
+from moepack.format.balance import balance_of
 from moepack.integrations.loading import open_model
 from moepack.methods import Qmoe, create
 from moepack.methods.coverage import coverage_notes
@@ -260,10 +261,13 @@ def test_nan_weights_name_the_tensor(mixtral, text, tmp_path):
 
 
 def test_rounding_is_the_method_ternary(mixtral, text, tmp_path):
+    """The levels are equal; codes differ where a weight is half-way, because one method rounds the levels first."""
     compress(mixtral, tmp_path / "a", method="ternary")
     compress(mixtral, tmp_path / "b", method=method(text, solver="rtn"))
-    first, second = PackedDirectory.open(tmp_path / "a").tensors(), PackedDirectory.open(tmp_path / "b").tensors()
-    assert all((first[name] == second[name]).all() for name in first)
+    first, second = PackedDirectory.open(tmp_path / "a"), PackedDirectory.open(tmp_path / "b")
+    for name in first.tensors():
+        assert (first.blob(name).parameters("levels") == second.blob(name).parameters("levels")).all()
+        assert (first.blob(name).dequantize() != second.blob(name).dequantize()).mean() < 0.01
 
 
 def test_a_model_that_computes_nan_is_refused(mixtral, text, tmp_path):
@@ -366,13 +370,18 @@ def test_dense_layers_are_packed_and_routers_norms_embeddings_are_not(tiny_check
     for name in packed:
         assert tensors[name].details["bits"] == 8 and tensors[name].details["symmetric"]
         assert tensors[name].details["role"] == linears[name].role
-    model, original = moepack.load(tmp_path / "out", dtype=torch.float32), open_model(source, torch.float32)
+    model, original = (
+        moepack.load(tmp_path / "out", dtype=torch.float32).dequantize(),
+        open_model(source, torch.float32),
+    )
     for name, tensor in original.state_dict().items():
-        if name not in packed and ".experts." not in name:
+        if "router" in name or name.endswith(".gate.weight"):  # rounded to bfloat16 in the scales of the packed model
+            torch.testing.assert_close(model.state_dict()[name], tensor, rtol=2**-7, atol=0)
+        elif name not in packed and ".experts." not in name:
             assert torch.equal(model.state_dict()[name], tensor), name
     for name, linear in linears.items():
         if name in packed:
-            values = open_matrix_of(tmp_path / "out", name)
+            values = balance_of(tmp_path / "out").restored(name, open_matrix_of(tmp_path / "out", name))
             error = (values - linear.matrix().float()).norm() / linear.matrix().float().norm()
             assert error < 0.1, name
 

@@ -138,6 +138,11 @@ class Auto(Method):
         return True
 
     @property
+    def needs_balance(self) -> bool:
+        """True with `prefer="speed"`, which also uses formats whose columns share scales."""
+        return self.prefer == "speed"
+
+    @property
     def counts_on(self) -> bool:
         """True: the remaining bytes are allocated again."""
         return True

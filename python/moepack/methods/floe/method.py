@@ -172,6 +172,11 @@ class Floe(Method):
             other = packed_bytes(shape, DENSE_BITS, self._spec.group_size, symmetric=False)
         return max(other, 0 if shape[2] % 2 else _core.packed_bytes("channels", shape, bits=self._bits))
 
+    @property
+    def needs_balance(self) -> bool:
+        """True: columns share scales."""
+        return True
+
     def expected(self, weights: Weights) -> Expected:
         """Return the size; it is approximate for coarse copies and up projections, and exact for records."""
         if self._coarse is not None and self._is_coarse(weights.name):
