@@ -34,7 +34,7 @@ def columns_of(shape, own=True):
 
 
 def scales(shape):
-    """A scale a row."""
+    """One scale per row."""
     return np.random.default_rng(1).uniform(0.5, 1.5, shape[:2]).astype(np.float32)
 
 
@@ -113,7 +113,7 @@ def test_files_without_scales_of_columns_have_no_trace_of_them():
     assert not data[60:64].any() and "column_scales" not in _core.PackedTensor(data).details()
     with pytest.raises(ValueError, match="columns"):
         _core.PackedTensor(data).parameters("columns")
-    # The row of an only expert is one for all.
+    # The row of a single expert counts as one row for all.
     scaled = [_core.encode_coded(codes[:1], one, ndim=2, columns=columns_of((1, 20, 30), own)) for own in (False, True)]
     assert scaled[0].tobytes() == scaled[1].tobytes() and scaled[0][60] == 1
 

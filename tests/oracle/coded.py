@@ -11,7 +11,7 @@ BLOCK, QUAD, LANES = 16, 4, 64
 
 @dataclass
 class Tensor:
-    """What a tensor holds: codes [E, R, C], scales [E, R] or [1, 1], scales of columns [E, C], [1, C] or None."""
+    """The content of a tensor: codes [E, R, C], scales [E, R] or [1, 1], column scales [E, C], [1, C] or None."""
 
     ndim: int
     codes: NDArray[np.int64]
@@ -48,7 +48,7 @@ class Table:
 
 
 def decode(table: Table, stream: bytes, rows: list[int], registers: int) -> list[list[int]]:
-    """The integers that a stream decodes to, register by register, without lanes of rows that do not exist."""
+    """The decoded integers of a stream, register by register, without lanes of missing rows."""
     frequencies = table.frequencies
     symbols = [symbol for symbol, frequency in enumerate(frequencies) for _ in range(frequency)]
     starts = [sum(frequencies[:symbol]) for symbol in range(len(frequencies))]
