@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from moepack.serving.chat import grammar
 from moepack.serving.http.answers import Answer, Answers, Running, event, streamed, usage
 from moepack.serving.http.body import read
+from moepack.serving.http.infill import infill_ids
 from moepack.serving.http.refusal import Refusal
 from moepack.serving.http.requests import MOST_CHOICES, NEUTRAL, wrong
 from moepack.serving.http.structure import Structured
@@ -32,6 +33,7 @@ class CompletionRequest(Structured):
     best_of: int | None = Field(None, ge=1, le=MOST_CHOICES)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
+    suffix: str = ""
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -58,10 +60,13 @@ class CompletionRequest(Structured):
     def check(self) -> None:
         """Reject fields that contradict each other."""
         for is_wrong, param, sentence in (
+            (bool(self.suffix) and not all(isinstance(prompt, str) for prompt in self.prompts), "suffix",
+             "requires prompts as text"),
+            (bool(self.suffix) and self.echo, "suffix", "cannot be combined with echo"),
             (self.max_tokens == 0 and not self.echo, "max_tokens", "must be at least 1 without echo"),
             (self.choices < self.n, "best_of", "must be at least n"),
             (self.choices > self.n and self.stream, "best_of", "must equal n in a stream"),
-        ):
+        ):  # fmt: skip
             if is_wrong:
                 raise Refusal(400, f"{param} {sentence}", "invalid_value", param=param)
 
@@ -71,7 +76,7 @@ async def completions(answers: Answers, request: HttpRequest) -> Any:
     body = await read(request, CompletionRequest)
     answers.require_model(body.model)
     body.check()
-    prompts = [await answers.ids(prompt, "prompt") for prompt in body.prompts]
+    prompts = [await _ids(answers, body, prompt) for prompt in body.prompts]
     shape = body.constraint()
     ranks = body.choices > body.n
     running = answers.run(
@@ -155,6 +160,19 @@ class _Writer:
             "top_logprobs": tops if self._body.logprobs else None,
             "text_offset": offsets,
         }
+
+
+async def _ids(answers: Answers, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
+    """Return the token ids of a prompt. With a suffix, the answer also ends at the tokenizer's marks."""
+    if not body.suffix:
+        return await answers.ids(prompt, "prompt")
+    assert isinstance(prompt, str)
+    try:
+        ids, ends = infill_ids(answers.engine.tokenizer, prompt, body.suffix, ("suffix", "suffix"))
+    except ValueError as error:
+        raise Refusal(400, str(error), "invalid_prompt", param="prompt") from error
+    body.stop_token_ids = sorted({*body.stop_token_ids, *ends})
+    return ids
 
 
 def _is_prompt(prompt: Any) -> bool:
