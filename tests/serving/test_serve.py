@@ -58,7 +58,7 @@ def client(port):
 
 
 def send(port, method, path, body=None, headers=JSON):
-    """One request; (status, content)."""
+    """Send one request; return (status, content)."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request(method, path, body if body is None or isinstance(body, bytes) else json.dumps(body), headers)
     response = connection.getresponse()
@@ -68,7 +68,7 @@ def send(port, method, path, body=None, headers=JSON):
 
 
 def refused(port, data):
-    """The error that is the answer to bytes."""
+    """The error returned for a request of raw bytes."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(data)
         response = http.client.HTTPResponse(connection)
@@ -88,7 +88,7 @@ def test_models(client):
         client.models.retrieve("other")
 
 
-def test_completions_whole_and_streamed_are_what_generate_writes(client, engine):
+def test_completions_whole_and_streamed_equal_generate(client, engine):
     asked = {"model": "tiny", "prompt": "The sea", "max_tokens": 12, "temperature": 0}
     whole = client.completions.create(**asked)
     assert whole.choices[0].text == written(engine, "The sea", 12)
@@ -164,7 +164,7 @@ COMPLETION = {"model": "tiny", "prompt": "x", "max_tokens": 2}
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
-def test_bad_requests_are_told_what_is_wrong(port, body, status, code, said):
+def test_bad_requests_get_the_reason(port, body, status, code, said):
     got, content = send(port, "POST", "/v1/completions", body)
     assert (got, content["error"]["code"]) == (status, code), content
     assert said in content["error"]["message"]
@@ -182,7 +182,7 @@ def test_the_key_is_checked(port):
         assert send(port, "GET", "/v1/models", headers={"Authorization": key.encode()}) == (401, wrong)
 
 
-def test_a_defect_is_told_to_the_client_and_its_traceback_to_the_log(client, engine, monkeypatch, caplog):
+def test_a_defect_is_reported_to_the_client_and_its_traceback_to_the_log(client, engine, monkeypatch, caplog):
     def fail(*args):
         raise ZeroDivisionError("of ours")
 
@@ -219,7 +219,7 @@ def test_a_client_that_hangs_up_frees_its_slot(port, engine, stream):
     assert time.monotonic() - started < 10
 
 
-def test_half_a_request_harms_nobody(port, client):
+def test_half_a_request_affects_no_other(port, client):
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"model"')
         assert client.completions.create(**COMPLETION).choices[0].text
@@ -279,7 +279,7 @@ def test_a_device_that_is_not_there_is_named(source, capsys):
     assert "packed weights run only on the CPU here" in capsys.readouterr().err
 
 
-def test_what_is_not_installed_is_named(source, monkeypatch):
+def test_missing_packages_are_named(source, monkeypatch):
     monkeypatch.setattr("moepack.cli.serve.find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["serve", str(source)])
     assert str(result.exception) == "serving needs FastAPI and uvicorn: pip install 'moepack[serve]'"

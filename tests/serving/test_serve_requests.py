@@ -95,7 +95,7 @@ async def _call(app, method, path, data, headers):
 
 
 def checked(content):
-    """The fields of an error of OpenAI's form."""
+    """The fields of an error in OpenAI's form."""
     assert set(content) - {"type"} == {"error"} and set(content["error"]) == {"message", "type", "param", "code"}
     error = content["error"]
     assert all(isinstance(error[name], str) and error[name] for name in ("message", "type", "code"))
@@ -152,7 +152,7 @@ def requests(draw):
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(request=requests())
-def test_whatever_is_sent_is_answered_in_form_and_nothing_is_ignored(ask, request):
+def test_any_request_gets_a_well_formed_answer_and_no_field_is_ignored(ask, request):
     path, body = request
     status, headers, content = ask(path, body)
     assert status in (200, 400, 404), (body, content)
@@ -166,7 +166,7 @@ def test_whatever_is_sent_is_answered_in_form_and_nothing_is_ignored(ask, reques
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.binary(max_size=40) | st.builds(lambda *cut: json.dumps(completion()).encode()[slice(*cut)],
                                                st.integers(0, 50), st.integers(0, 50)))  # fmt: skip
-def test_whatever_bytes_are_sent_are_answered_in_form(ask, data):
+def test_any_bytes_get_a_well_formed_answer(ask, data):
     assert ask(COMPLETIONS, data, method="POST")[0] in (200, 400)
 
 
@@ -372,7 +372,7 @@ def test_the_coldest_temperature_takes_the_likeliest_token(ask, engine):
         assert ask(COMPLETIONS, asked)[2]["choices"][0]["text"] == expected
 
 
-def test_the_documentation_lists_what_is_accepted():
+def test_the_documentation_lists_the_accepted_fields():
     text = (ROOT / "docs" / "serving.md").read_text()
     for name in {
         *CompletionRequest.model_fields,
@@ -465,7 +465,7 @@ def test_content_types_are_compared_without_case(ask):
 
 
 def failing(engine, template):
-    """An application of the engine with another chat template."""
+    """An application of the engine with a different chat template."""
     engine.tokenizer.chat_template = template
     return create_app(engine, Settings("tiny"))
 
@@ -494,7 +494,7 @@ def test_a_template_that_fails_refuses_the_messages(ask, engine, template, said)
 
 
 class Panic(BaseException):
-    """What PyO3 raises where Rust panics."""
+    """The exception of PyO3 for a Rust panic."""
 
 
 @pytest.mark.parametrize("error", [Exception("x"), TypeError("x"), KeyError("x"), Panic("x")], ids=repr)
@@ -530,14 +530,14 @@ def test_a_defect_in_a_stream_is_its_last_event(ask, monkeypatch):
     assert checked(json.loads(events[-2].removeprefix("data: ")))["code"] == "internal_error"
 
 
-def test_settings_of_the_model_that_are_out_of_range_are_told_at_the_start(engine, monkeypatch):
+def test_out_of_range_settings_of_the_model_are_reported_at_the_start(engine, monkeypatch):
     monkeypatch.setattr(engine.model.generation_config, "do_sample", True)
     monkeypatch.setattr(engine.model.generation_config, "top_k", -1)
     with pytest.raises(LoadError, match=r"generation_config\.json: top_k must be at least 0"):
         create_app(engine, Settings("tiny"))
 
 
-def test_a_name_that_no_client_can_write_is_told_at_the_start():
+def test_an_unusable_model_name_is_rejected_at_startup():
     with pytest.raises(ValueError, match="not Unicode text"):
         Settings("a\udcff")
 
