@@ -230,13 +230,17 @@ class Answers:
             lark: the field that constrains the answers, and the grammar.
             budget: bounds the tokens of reasoning.
         """
+        most = self.engine.slots + self.engine.queue
+        if len(prompts) * body.choices > most:
+            message = f"the request asks for {len(prompts) * body.choices} answers; the server takes at most {most}"
+            raise Refusal(400, message, "too_many_answers", param="n" if len(prompts) == 1 else param)
         asked, limit = [], None
         for ids in prompts:
             sampling, fits = self._sampling(body, param, len(ids))
             limit = limit if fits is None else fits
             for number in range(body.choices):
                 seed = None if sampling.seed is None else (sampling.seed + number + 2**63) % 2**64 - 2**63
-                constraint: Constraint | None = None if lark is None else self._compiled(*lark)
+                constraint: Constraint | None = None if lark is None else self.compiled(*lark)
                 if budget is not None:
                     constraint = Budgeted(budget, self.engine.logits, constraint)
                 wanted = Wanted(top, scores_prompt, writes, constraint, self.adapter(body.model))
@@ -246,7 +250,21 @@ class Answers:
         except ValueError as error:  # the settings have been checked, so the prompt is at fault
             raise Refusal(400, str(error), "invalid_prompt", param=param) from error
 
-    def _compiled(self, param: str, lark: str) -> Any:
+    async def compile(self, lark: tuple[str, str] | None) -> None:
+        """Compile a grammar before `run`, in a thread, because it can take a second.
+
+        Raises:
+            Refusal: the grammar is not valid.
+        """
+        if lark is not None:
+            await asyncio.to_thread(self.compiled, *lark)
+
+    def compiled(self, param: str, lark: str) -> Any:
+        """Return the constraint of one answer, from the field that asks for it and a grammar.
+
+        Raises:
+            Refusal: the grammar is not valid.
+        """
         try:
             return self.grammars.compiled(lark)
         except ValueError as error:
