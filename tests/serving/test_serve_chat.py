@@ -198,7 +198,7 @@ MARKED = {
 
 @pytest.mark.parametrize("family", MARKED)
 @pytest.mark.parametrize("choice", ["required", "go"])
-def test_a_required_call_is_written_whatever_the_model(ask, engine, family, choice):
+def test_a_required_call_is_written_by_any_model(ask, engine, family, choice):
     pytest.importorskip("llguidance")
     template = "{{ tools | tojson }}{{ messages[0].content }}{% if false %}" + MARKED[family] + "{% endif %}"
     app = create_app(engine, Settings("tiny", template=template))

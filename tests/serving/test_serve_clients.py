@@ -362,7 +362,7 @@ def test_every_origin_and_none(engine):
 
 
 def test_a_budget_ends_reasoning():
-    """The token that ends reasoning is forced after so many tokens; what follows is free."""
+    """The token that ends reasoning is forced after a number of tokens; the rest is unconstrained."""
     budget = Budgeted(Budget(3, opens=7, closes=8, is_inside=False), 20, None)
     for token in (1, 2, 3, 4, 7, 5, 5):
         assert budget.allowed() is None

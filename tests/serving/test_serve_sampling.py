@@ -1,4 +1,4 @@
-"""Fields of requests that change answers: each is shown to change one, and each answer to depend on nobody else."""
+"""Fields of requests that change answers: each changes an answer, and no answer depends on other requests."""
 
 import json
 import math
@@ -99,7 +99,7 @@ def test_several_prompts_and_answers_in_order(ask, engine):  # noqa: F811
     assert [choice["text"] for choice in choices] == [wanted[0]] * 2 + [wanted[1]] * 2
 
 
-def test_a_seed_gives_one_text_whoever_else_is_answered(write):
+def test_a_seed_gives_one_text_next_to_any_other_requests(write):
     drawn = {"temperature": 1.2, "seed": 5}
     alone = write(**drawn)[0]["text"]
     several = [choice["text"] for choice in write(**drawn, n=4)]

@@ -117,7 +117,7 @@ def fisher(
     require_known(ids, vocabulary_of(skeleton.module))
     squares, shown = _Squares(dict(owners(model, skeleton.module)), balances), progress or Silent()
     stacks = decoder_blocks(model)
-    rounds = [Backward(skeleton, Stack(skeleton, *stacks, batch=1), part, squares) for part in ids.split(ROUND)]
+    rounds = [Backward(skeleton, Stack(skeleton, *stacks, batch=1), part, squares) for part in torch.split(ids, ROUND)]
     generator = torch.Generator().manual_seed(0)
     shown.prepare("measuring the sensitivity of each tensor on a part of the text")
     shown.start(ids.numel(), 0, "tokens")

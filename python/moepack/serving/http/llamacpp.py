@@ -1,6 +1,6 @@
 """llama.cpp's HTTP API: `/completion`, `/infill`, `/props` and `/slots`.
 
-Prompts are continued as they are, without a chat template. `/v1/...` is shared with OpenAI's API.
+Prompts are continued verbatim, without a chat template. `/v1/...` is shared with OpenAI's API.
 """
 
 import time

@@ -151,7 +151,7 @@ def rendered(tokenizer: Any, chat: Chat) -> str:
 
 
 def chat_prompt(tokenizer: Any, chat: Chat) -> tuple[str, list[int]]:
-    """Return the text of a chat and its token ids, of which only the template's marks are control tokens.
+    """Return the text of a chat and its token ids; only the template's marks become control tokens.
 
     Raises:
         ValueError: the template rejects the messages or fails, or the tokenizer cannot read the text.

@@ -82,7 +82,7 @@ pub(super) enum Precision {
 }
 
 impl Precision {
-    /// The bytes of a quantized activation, each of which is a plane.
+    /// The bytes of a quantized activation; each is a plane.
     fn planes(self) -> usize {
         match self {
             Precision::Exact => 3,
