@@ -315,6 +315,7 @@ function drawAnswer(element, message, index) {
     element.append(element.details, element.body, element.foot);
   }
   element.classList.toggle("running", isRunning);
+  element.classList.toggle("thinking", isRunning && !message.text);
   element.classList.toggle("waiting", isRunning && !message.text && !message.reasoning);
   element.details.hidden = !message.reasoning;
   element.summary.textContent = isRunning && !message.text ? "Thinking…" : "Reasoning";
@@ -330,7 +331,8 @@ function drawAnswer(element, message, index) {
     el(
       "div",
       { className: "actions" },
-      ...(isRunning ? [] : [copies, iconButton("retry", "Ask again", () => retry(index))]),
+      ...(isRunning || !message.text ? [] : [copies]),
+      ...(isRunning ? [] : [iconButton("retry", "Ask again", () => retry(index))]),
       el("span", { className: "stats" }, statistics(message, isRunning)),
     ),
   );
