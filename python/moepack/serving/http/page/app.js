@@ -165,10 +165,10 @@ function take(message, event, times) {
   }
   if (choice?.finish_reason) message.finish = choice.finish_reason;
   const tokens = event.usage?.completion_tokens ?? times.pieces ?? 0;
-  // The first token takes the prompt's time, so the rate counts the tokens after it.
-  const rate = tokens > 1 ? ((tokens - 1) * 1000) / (times.last - times.first) : 0;
-  const first = (times.first ?? now) - times.start;
-  message.stats = { tokens, rate: Number.isFinite(rate) ? rate : 0, first, prompt: event.usage?.prompt_tokens };
+  // The first token takes the prompt's time, so the rate counts the tokens after it, unless all arrived at once.
+  const { start, first = now, last = now } = times;
+  const rate = last > first ? ((tokens - 1) * 1000) / (last - first) : (tokens * 1000) / (last - start || 1);
+  message.stats = { tokens, rate, first: first - start, prompt: event.usage?.prompt_tokens };
 }
 
 /** Split reasoning in think tags from the text. Some templates open the tag in the prompt. */
