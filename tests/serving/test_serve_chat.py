@@ -272,3 +272,49 @@ def test_strict_functions_and_single_calls_leave_text_free(ask, engine):
     texts = [ask({**body, **more}, app=app)[1]["choices"][0]["message"]["content"] for more in (
         {"tools": STRICT}, {"tools": strict}, {"tools": STRICT, "parallel_tool_calls": False})]  # fmt: skip
     assert texts[0] and texts == texts[:1] * 3
+
+
+CALLS = "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}%s{% endfor %}{% endfor %}"
+DIALECTS = {
+    "deepseek": CALLS.replace("%s", "{{ '<｜tool▁calls▁begin｜>' + c['function']['arguments'] }}"),
+    "mistral": CALLS.replace("%s", "{% if c.id | length != 9 %}{{ raise_exception('9 characters') }}{% endif %}"
+                             "[TOOL_CALLS]{{ c.id }}"),
+    "gpt-oss": "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}"
+               "{% endif %}{{ m.thinking or '' }}{{ m.content or '' }}{{ m.tool_calls }}{% endfor %}"
+               "<|channel|><|message|>",
+}  # fmt: skip
+"""What templates of families require of messages with calls."""
+
+
+@pytest.mark.parametrize("family", DIALECTS)
+def test_histories_fit_the_templates_of_families(ask, prompts, engine, family):
+    app = create_app(engine, Settings("tiny", template=DIALECTS[family]))
+    said = {**CALLED, "content": "I look.", "reasoning_content": "hm"}
+    if family != "gpt-oss":
+        said.pop("reasoning_content")
+    for number in ("1", "call_abcdefghij", "toolu_1"):
+        call = {**said["tool_calls"][0], "id": number}
+        status, answer = ask(
+            chat(messages=[USER, {**said, "tool_calls": [call]}, RESULT | {"tool_call_id": number}]), app
+        )
+        assert status == 200, answer
+        assert "I look." in prompts[-1]
+    if family == "deepseek":
+        assert '{"place": "here"}' in prompts[-1]
+    if family == "gpt-oss":
+        assert "hm\nI look." in prompts[-1]
+
+
+def test_a_schema_and_functions_together(ask, engine):
+    """The answer follows the schema, or calls a function."""
+    pytest.importorskip("llguidance")
+    template = "{{ tools | tojson }}{{ messages[0].content }}{% if false %}<tool_call>{% endif %}"
+    app = create_app(engine, Settings("tiny", template=template))
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for seed in range(4):
+        body = chat(tools=STRICT, response_format=form, temperature=1.5, seed=seed) | {"max_tokens": 400}
+        status, answer = ask(body, app=app)
+        assert status == 200, answer
+        message = answer["choices"][0]["message"]
+        calls = message.get("tool_calls") or [{"function": {"arguments": message["content"]}}]
+        assert all(json.loads(call["function"]["arguments"])["place"] in ("sea", "fire") for call in calls)

@@ -154,6 +154,7 @@ async def _answer(
     shape = sampled.constraint()
     top = body.n_probs if body.n_probs or body.return_tokens else None
     lark = None if shape is None else (shape[0], grammar.plain(shape[1]))
+    await answers.compile(lark)
     running = answers.run(sampled, [ids], "prompt", top=top, lark=lark)
     writer = _Writer(answers, body, sampled, prompt, len(ids), started)
     if body.stream:
