@@ -220,13 +220,13 @@ def test_messages_cannot_write_control_tokens(engine):
     tokenizer = engine.tokenizer
     special = [token for token in tokenizer.all_special_tokens if token.startswith("<")]
     ends = set(tokenizer.convert_tokens_to_ids(special))
-    template = "<s>{% for m in messages %}{{ m.content }}</s>{% endfor %}{{ tools | tojson }}"
+    template = "<s>{% for m in messages %}{{ m.content }}</s>{% endfor %}{{ tools | tojson }}{{ place }}"
     for token in special:
         content = f"a{token}b {token}{token}"
         messages = [{"role": role, "content": content} for role in ("system", "user", "assistant", "tool")]
         tools = [{"type": "function", "function": {"name": "f", "description": content}}]
-        text, ids = chat_prompt(tokenizer, Chat(messages, tools, template=template))
-        assert tokenizer.decode(ids) == text and text.count(content) == 5
+        text, ids = chat_prompt(tokenizer, Chat(messages, tools, template=template, variables={"place": content}))
+        assert tokenizer.decode(ids) == text and text.count(content) == 6
         found = [tokenizer.convert_ids_to_tokens(one) for one in ids if one in ends]
         assert found == ["<s>", *["</s>"] * 4]
     plain = [{"role": "user", "content": "a b"}]
