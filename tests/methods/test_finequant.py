@@ -40,7 +40,7 @@ from runtime_support import ARCHITECTURES, logits, tiny_model, write_packed
 )
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_packed_bytes_is_what_the_core_writes(bits: int, symmetric: bool, shape: tuple[int, int, int]) -> None:
+def test_packed_bytes_equals_the_core_s_output(bits: int, symmetric: bool, shape: tuple[int, int, int]) -> None:
     for size in (None, 16, 32, 64, 128, 256):
         groups = 0 if not shape[2] else -(-shape[2] // (size or shape[2]))
         parameters = np.zeros((*shape[:2], groups), np.float32)
@@ -143,8 +143,7 @@ def test_int8_everywhere_changes_next_to_nothing(architecture: str, tmp_path: Pa
 
 
 def test_the_packed_model_is_the_dequantized_one(tmp_path: Path) -> None:
-    """What runs is what the directory says: the source model with its dequantized weights, norms and routers gives the
-    same logits."""
+    """The packed model gives the logits of the source model with its dequantized weights, norms and routers."""
     model = tiny_model("deepseek_v2")
     directory = write_packed(model, tmp_path / "packed", FineQuant(bits=3, group_size=16, dense_bits="4"))
     opened = PackedDirectory.open(directory)
@@ -171,7 +170,7 @@ def test_the_packed_model_is_the_dequantized_one(tmp_path: Path) -> None:
 
 @pytest.fixture
 def outliers(tmp_path: Path) -> Path:
-    """A checkpoint one of whose layers has outliers in all columns, which small groups confine."""
+    """A checkpoint with outliers in all columns of one layer, which small groups confine."""
     model = tiny_models.build("deepseek_v2", tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     for name, tensor in tensors.items():
@@ -192,7 +191,7 @@ def test_adaptive_groups_follow_the_weights(rule: str, alpha: float | None, outl
     moepack.compress(outliers, tmp_path / "out", method=FineQuant(group_size=rule, alpha=alpha, dense_bits=8))
     found = sizes(tmp_path / "out")
     assert found["model.layers.1.mlp.experts.up_proj"] == 16
-    assert found["model.layers.1.mlp.experts.gate_proj"] == 32  # costs what its row of 64 does
+    assert found["model.layers.1.mlp.experts.gate_proj"] == 32  # costs as much as its row of 64
     assert moepack.verify(tmp_path / "out").ok
 
 

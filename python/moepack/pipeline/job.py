@@ -101,7 +101,8 @@ def compress(
             if there is none) and report the loss increase. None runs the check if it takes less than a tenth of the
             time: with methods that use calibration, on models of at least 10^8 weights.
         progress: receives progress; None shows nothing.
-        settings: settings of a method given by name; for `auto`: size, bits_per_weight or ratio, calibration, prefer.
+        settings: settings of the method if it is given by its name; for `auto`: size, bits_per_weight or ratio,
+            calibration, prefer.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or cannot be downloaded.

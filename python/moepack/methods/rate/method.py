@@ -164,7 +164,7 @@ class Rate(Method):
 
     @property
     def is_measured(self) -> bool:
-        """Whether a text told what errors count."""
+        """Whether importance was measured on a text."""
         return self._importance.measured
 
     def decide(self, sample: Sample, importance: Importance | None = None) -> Step:
@@ -304,7 +304,7 @@ class Rate(Method):
         return self._importance.scales[name].bits if name in self._importance.scales else 0
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Say why a text told nothing of what errors cost; name experts that saw few tokens, and experts that were
-        quantized without error compensation."""
+        """Say why importance was not measured; name experts that few tokens reached, and experts that were quantized
+        without error compensation."""
         found = coverage_notes(layers, self.minimum_tokens, priced=True, emptied=not self._importance.measured)
         return (*self._importance.notes, *found)

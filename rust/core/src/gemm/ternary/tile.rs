@@ -25,7 +25,7 @@ const STEP_ROUND: usize = 16;
 /// The alignment of a tile in bytes: a cache line, so that the values of 16 tokens never straddle two.
 const ALIGNMENT: usize = 64;
 
-/// A block of tokens: `lanes` values at each position, of which the first `tokens` are used.
+/// A block of tokens: `lanes` values at each position; the first `tokens` are used.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenBlock {
     /// The first token of the block, counted in the tile.
@@ -53,8 +53,8 @@ impl Tile {
     /// Copies tokens of `x` into the layout that `kernel` reads.
     pub fn new(kernel: Kernel, view: &TernaryView, x: Activations, list: &[usize]) -> Tile {
         let (columns, longest_word, tokens) = (view.columns(), longest_word(view), list.len());
-        let steps = tokens == 1 && kernel != Kernel::Scalar;
-        let on_the_fly = tokens <= MAX_ON_THE_FLY && kernel != Kernel::Scalar && view.code() == Code::Fsv8;
+        let steps = tokens == 1 && kernel != Kernel::SCALAR;
+        let on_the_fly = tokens <= MAX_ON_THE_FLY && kernel != Kernel::SCALAR && view.code() == Code::Fsv8;
         let words = match (steps, on_the_fly) {
             (true, _) => STEP_ROUND + 1,
             (_, true) => BLOCK_ROUND + 1,
