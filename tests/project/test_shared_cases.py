@@ -16,6 +16,13 @@ from places import SHARED
 CASES = SHARED / "cases"
 SCRIPTS = sorted(CASES.glob("*.py"))
 
+OBEYED = {"fields_that_are_ignored": "FAULT: answered as if they were not there: guided_json, structured_outputs"}
+"""Output of scripts whose premise no longer holds, by script.
+
+This script takes any answer to these fields for a fault, because they were not supported. Now they constrain the answer
+(`tests/serving/test_serve_sampling.py`). Its other checks still count.
+"""
+
 
 @pytest.mark.skipif(not SCRIPTS, reason="there is no folder shared/cases beside the checkout")
 @pytest.mark.parametrize("script", SCRIPTS or [None], ids=lambda script: script.stem if script else "none")
@@ -28,4 +35,5 @@ def test_a_case_passes(script: Path) -> None:
         timeout=600,
         env=os.environ | {"PYTHONPATH": paths},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    if done.stdout.strip() != OBEYED.get(script.stem):
+        assert done.returncode == 0, done.stdout + done.stderr
