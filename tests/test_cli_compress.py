@@ -10,9 +10,9 @@ from rich.console import Console
 
 import moepack
 from moepack.cli.plan import print_plan
-from moepack.cli.settings import MAIN, METHODS, METHODS_OF, flag, options_of
-from moepack.methods import METHODS as IMPLEMENTED
-from moepack.methods import create
+from moepack.cli.settings import SHARED, declared, flag, options_of
+from moepack.methods import METHODS, create, method_class
+from moepack.methods.settings import settings_of as settings_of_method
 from moepack.pipeline.estimate import Estimate, estimate
 from moepack.units import duration
 from test_cli_format import run
@@ -193,11 +193,12 @@ def test_durations_are_readable(seconds: float, expected: str) -> None:
 # The options
 
 
-def test_the_options_are_the_settings_of_the_methods() -> None:
-    assert set(METHODS) == set(IMPLEMENTED)
-    for setting, methods in METHODS_OF.items():
-        takers = {name for name, method in IMPLEMENTED.items() if setting in signature(method).parameters}
-        assert takers == set(methods), setting
+def test_a_declaration_has_all_settings_of_its_method() -> None:
+    for name, declaration in METHODS.items():
+        made, settings = method_class(name), settings_of_method(declaration)
+        assert list(signature(made).parameters) == [setting.name for setting in settings], name
+        assert made.name == name and declaration.summary and declaration.seconds, name
+        assert all(setting.help for setting in settings), name
 
 
 FOREIGN = [
@@ -227,7 +228,7 @@ def test_options_of_other_methods_are_refused_in_one_line(
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [(["--method", "zip"], "finequant"), (["--method", "finequant", "--bits", "7"], "2, 3, 4, 8")],
+    [(["--method", "zip"], "finequant"), (["--method", "finequant", "--bits", "7"], "2, 3, 4 or 8")],
 )
 def test_wrong_values_name_the_right_ones(
     options: list[str], expected: str, mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -240,13 +241,15 @@ def test_help_groups_the_options_by_method(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setenv("COLUMNS", "200")
     code, text, _ = run(capsys, "compress", "--help")
     assert code == 0
-    alone = {methods[0] for setting, methods in METHODS_OF.items() if len(methods) == 1 and setting not in MAIN}
-    panels = ["Options ", *(f"Research: --method {name} " for name in alone), "Research: settings of several methods"]
+    basic = {name for name, each in declared().items() if any(one.users == "basic" for one in each.values())}
+    alone = {next(iter(each)) for name, each in declared().items() if len(each) == 1 and name not in basic}
+    panels = ["Options ", *(f"Research: --method {name} " for name in alone), SHARED]
     assert all(f"─ {panel}" in text for panel in panels)
     first, _, _ = text.partition("─ Research")
-    assert all(flag(setting) in first for setting in MAIN), "what most people need stands first"
+    assert basic == {"size", "bits_per_weight", "ratio", "prefer", "calibration", "device"}
+    assert all(flag(setting) in first for setting in basic), "what most people need stands first"
     assert "--rank" not in first and "--group-size" not in first
-    assert all(flag(setting) in text for setting in METHODS_OF)
+    assert all(flag(setting) in text for setting in declared())
     for name in METHODS:
         assert " ".join(options_of(name)) in " ".join(text.split()), name
 

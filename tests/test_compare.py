@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from moepack.checkpoint import Checkpoint, describe
-from moepack.comparison import FITTING, chart, draw, fitted
+from moepack.comparison import chart, draw, fitted, fittings
 from moepack.comparison.fitting import Wanted
 from test_cli_format import run
 
@@ -18,7 +18,7 @@ TINY_MOE, NOVEL = EXAMPLES / "tiny-moe", EXAMPLES / "texts" / "white-fang.txt"
 def test_every_method_can_be_fitted_to_a_large_size() -> None:
     checkpoint = Checkpoint.open(TINY_MOE)
     wanted = Wanted(checkpoint, describe(checkpoint), 5_000_000, {"calibration": str(NOVEL), "samples": 4})
-    for name in FITTING:
+    for name in fittings():
         assert fitted(name, wanted).name in ("auto", "rate", "finequant", "milo", "qmoe")
     small = Wanted(checkpoint, describe(checkpoint), 2_300_000, {})
     for name in ("finequant", "milo", "qmoe"):

@@ -78,7 +78,7 @@ def test_ternary_names_the_source_of_a_bad_weight() -> None:
 def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown method 'magic'; available: .*ternary"):
         create("magic")
-    with pytest.raises(ValueError, match="unknown code 'morse'; available: fsv8, dict16"):
+    with pytest.raises(ValueError, match="code must be fsv8 or dict16, not morse"):
         create("ternary", code="morse")
     with pytest.raises(ValueError, match="no setting group_size; available: code"):
         create("ternary", group_size=64)

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moepack.cli.settings import METHODS
+from moepack.methods import METHODS
 from moepack.units import duration, size
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def _rows(plan: "Estimate") -> list[tuple[str, str]]:
     settings = ", ".join(f"{name} {value}" for name, value in plan.settings.items() if value not in ("", None))
     rows = [
         ("model", f"{plan.model} ({plan.architecture}: {plan.layers} layers of {plan.experts} experts)"),
-        ("method", f"{plan.method}: {METHODS.get(plan.method, '')}"),
+        ("method", f"{plan.method}: {METHODS[plan.method].summary if plan.method in METHODS else ''}"),
         ("settings", settings),
         *(("packs", _part(part)) for part in plan.parts),
         ("keeps", f"everything else unchanged: {size(plan.kept)}"),

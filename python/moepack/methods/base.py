@@ -23,6 +23,7 @@ from moepack.calibration import CalibrationRequest, Stage
 from moepack.calibration.stage import Shape, Weights
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.checkpoint.rewritten import Rewriting
+from moepack.methods.settings import Settings
 from moepack.progress import Progress
 
 __all__ = ["Expected", "LayerPlan", "Method", "PackedTensor", "Shape", "Solution", "Stage", "Weights"]
@@ -86,19 +87,11 @@ class LayerPlan(Protocol):
         """
 
 
-class Method(ABC):
-    """A compression method with its settings."""
-
-    name: ClassVar[str]
-    """Name of the method on the command line."""
+class Method(Settings, ABC):
+    """A compression method with its settings, a dataclass (see `moepack.methods.settings`)."""
 
     packs_empty: ClassVar[bool] = False
     """Whether the method packs tensors without values, such as experts of zero width."""
-
-    @property
-    @abstractmethod
-    def settings(self) -> Mapping[str, Any]:
-        """All settings that change the output, as JSON values; part of the job's fingerprint."""
 
     @property
     def request(self) -> CalibrationRequest | None:
@@ -176,7 +169,7 @@ class Method(ABC):
         """
         return None
 
-    def aim(self, checkpoint: Checkpoint, model: MoeModel) -> None:  # noqa: B027 - most methods have no target size
+    def aim(self, checkpoint: Checkpoint, model: MoeModel) -> None:
         """Check a checkpoint against the settings before any weight is read. Called before `prepare`.
 
         Raises:
@@ -191,9 +184,7 @@ class Method(ABC):
         """
         return False
 
-    def prepare(  # noqa: B027 - most methods prepare nothing
-        self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None
-    ) -> None:
+    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         """Make decisions for the whole model.
 
         Called once per job, resumed or not, before the first stage. Must be deterministic.
@@ -257,7 +248,7 @@ class Method(ABC):
         """Return additional small files for the packed directory, by name; valid after `prepare`."""
         return {}
 
-    def book(self, name: str, nbytes: int) -> None:  # noqa: B027 - few methods share bytes between layers
+    def book(self, name: str, nbytes: int) -> None:
         """Record the packed size of a tensor.
 
         Called for all tensors in processing order, including those that an interrupted run packed.

@@ -9,11 +9,12 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from moepack.calibration.text import BUILT_IN, read_texts
+from moepack.calibration.text import read_texts
 from moepack.errors import MoepackError
 from moepack.evaluation import evaluate
 from moepack.methods.base import Method
 from moepack.pipeline.report import CompressReport
+from moepack.textfile import BUILT_IN
 from moepack.units import nats
 
 __all__ = ["LARGE", "checked", "far_notes", "is_checked", "measured_increase"]

@@ -36,9 +36,6 @@ from moepack.runtime.speeds import kept_speeds, token_seconds
 
 __all__ = ["Estimate", "Part", "estimate"]
 
-SECONDS = {"auto": 90, "ternary": 15, "rate": 60, "finequant": 90, "milo": 600, "codequant": 2000, "qmoe": 500}
-"""Seconds in which one Zen 3 thread packs 10^9 weights, by method. Calibration adds to this."""
-
 TOKEN_SECONDS = 3e-10
 """Single-thread seconds per packed weight and calibration token that visits it."""
 
@@ -310,7 +307,7 @@ def _tokens(method: Method) -> int:
 
 def _solving(plan: Plan, method: Method, workers: int) -> float:
     """Return the seconds of calibrated solving of uniform integers: a fixed part, and a part shared by threads."""
-    if method.request is None or method.name not in ("auto", "rate"):
+    if method.request is None or method.kernel != "coded":
         return 0.0
     fixed, shared = 0.0, 0.0
     for shard in plan.shards:
@@ -328,8 +325,8 @@ def _solving(plan: Plan, method: Method, workers: int) -> float:
 
 def _seconds(plan: Plan, parts: Iterable[Part], share: float, method: Method, workers: int) -> float | None:
     """Return the total seconds, if a `share` of the calibration tokens visits each expert."""
-    if method.name not in SECONDS or getattr(method, "device", "cpu") != "cpu":
+    if method.seconds is None or getattr(method, "device", "cpu") != "cpu":
         return None
     seen = sum(part.weights * _tokens(method) * (share if part.role == "experts" else 1) for part in parts)
-    work = SECONDS[method.name] / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * seen
+    work = method.seconds / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * seen
     return work / min(workers, MAX_WORKERS) + _solving(plan, method, workers)

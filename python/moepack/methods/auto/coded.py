@@ -17,12 +17,12 @@ from moepack.checkpoint.dense import EMBEDDING
 from moepack.methods.auto.loss import expected_rise, solved_rise
 from moepack.methods.auto.packer import Packer
 from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
-from moepack.methods.rate import Rate
 from moepack.methods.rate.importance import Importance, role_of
 from moepack.methods.rate.layer import LayerSolver, solved_apart
-from moepack.methods.rate.method import LEAST_BITS, MOST_BITS
+from moepack.methods.rate.method import Rate
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.scales import Scales
+from moepack.methods.rate.settings import LEAST_BITS, MOST_BITS
 from moepack.methods.rate.step import Step
 from moepack.solvers.priced import largest_at, low_bits_of, round_priced, scale_of
 

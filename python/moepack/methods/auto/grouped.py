@@ -24,7 +24,7 @@ from moepack.methods.base import Expected, PackedTensor, Solution, Weights
 from moepack.methods.finequant import FineQuant
 from moepack.methods.finequant.planning import proposals
 from moepack.methods.rate.importance import Importance, role_of
-from moepack.solvers.groupwise import BITS
+from moepack.solvers.widths import BITS
 
 __all__ = ["Grouped"]
 

@@ -12,16 +12,15 @@ minimizes a combination of loss and time (`mixed`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from moepack.calibration import CalibrationRequest, Stage
 from moepack.calibration.fisher import TWO_TEXTS, needed_bytes, too_little
-from moepack.calibration.text import BUILT_IN
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.errors import CalibrationError
@@ -30,64 +29,31 @@ from moepack.methods.auto.coded import Coded
 from moepack.methods.auto.loss import WITHIN
 from moepack.methods.auto.mixed import Mixed
 from moepack.methods.auto.packer import Packer
+from moepack.methods.auto.settings import NO_TEXT, AutoSettings
 from moepack.methods.auto.target import Target
-from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Weights
+from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.files import kept_bytes
-from moepack.methods.rate import Rate
+from moepack.methods.fitting import Fitted, Wanted
 from moepack.methods.rate.importance import find_importance
 from moepack.methods.rate.layer import LayerSolver
-from moepack.methods.rate.method import LEAST_BITS, MOST_BITS
+from moepack.methods.rate.method import Rate
+from moepack.methods.rate.settings import LEAST_BITS, MOST_BITS
 from moepack.progress import Progress, Silent
 from moepack.runtime.speeds import kept_speeds, measure_speeds
+from moepack.textfile import BUILT_IN
 from moepack.units import size as in_words
 
 __all__ = ["Auto"]
-
-PREFER = ("quality", "speed")
-
-NO_TEXT = "none"
-"""Value of `calibration` that disables it."""
 
 UNREAD = "The built-in text was not read, so what errors of weights cost is a guess: {}."
 """A note; takes the reason and a remedy."""
 
 
 @dataclass
-class Auto(Method):
-    """Settings of the method.
+class Auto(AutoSettings, Fitted):
+    """The method with its settings."""
 
-    Attributes:
-        size: maximum size of all weight files, in bytes or as text such as `9GB`.
-        bits_per_weight: the size in bits per weight of the checkpoint.
-        ratio: the size relative to the checkpoint. If none of the three is given, the size is 4 bits per weight, or
-            half of the free memory if that is less.
-        calibration: text file, JSON lines, directory or data set of the hub. The default, "built-in", is a text that
-            comes with the package. It is used only if the model's largest layer fits into memory in float32 with its
-            gradients. None or "none" disables calibration.
-        prefer: "quality", or "speed", which also considers the time of products on this machine.
-        codes: "dependent" for tensors with enough bits, or "plain" for all.
-        samples: maximum number of calibration windows.
-        sequence_length: tokens per window.
-        group: experts solved together.
-        minimum_tokens: the notes name experts with fewer tokens.
-        device: device of the model and the solver if there is a text.
-        seed: seed of the span corruption of encoder-decoder models.
-    """
-
-    size: str | int | None = None
-    bits_per_weight: float | None = None
-    ratio: float | None = None
-    calibration: str | None = BUILT_IN
-    prefer: str = "quality"
-    codes: str = "dependent"
-    samples: int = 128
-    sequence_length: int = 512
-    group: int = 16
-    minimum_tokens: int = 64
-    device: str = "cpu"
-    seed: int = 0
-    name: ClassVar[str] = "auto"
     _goal: _Goal | None = field(default=None, init=False, repr=False)
     _packer: Packer | None = field(default=None, init=False, repr=False)
     _measured: bool = field(default=False, init=False, repr=False)
@@ -96,9 +62,8 @@ class Auto(Method):
     _guessed_notes: tuple[str, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._target = Target(self.size, self.bits_per_weight, self.ratio)
-        if self.prefer not in PREFER:
-            raise ValueError(f"prefer must be {' or '.join(PREFER)}, not {self.prefer}")
         # With prefer="speed", formats are compared by rounding errors of the weights, which need no text.
         none = self.calibration == NO_TEXT or (self.calibration == BUILT_IN and self.prefer == "speed")
         self._read(None if none else self.calibration)
@@ -247,6 +212,20 @@ class Auto(Method):
             self._packer = Mixed.chosen(coder, checkpoint, model, importance, goal.room, goal.shapes, speeds)
         else:
             self._packer = Coded.within(self._coder, checkpoint, model, importance, goal.room, goal.shapes)
+
+    @classmethod
+    def fitted(cls, wanted: Wanted) -> Auto:
+        """Meet a size; see `Fitted`."""
+        return cls(wanted.size, **wanted.text)
+
+    @classmethod
+    def fittings(cls) -> Mapping[str, Callable[[Wanted], Auto]]:
+        """Also without a text, and for speed; see `Fitted`."""
+        return {
+            "auto": cls.fitted,
+            "auto without a text": lambda wanted: cls(wanted.size),
+            "auto for speed": lambda wanted: cls(wanted.size, prefer="speed", **wanted.text),
+        }
 
     @property
     def _known(self) -> _Goal:

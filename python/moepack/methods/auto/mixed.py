@@ -28,8 +28,8 @@ from moepack.methods.auto.grouped import Grouped
 from moepack.methods.auto.loss import expected_rise
 from moepack.methods.auto.packer import Packer
 from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
-from moepack.methods.rate import Rate
 from moepack.methods.rate.importance import Importance
+from moepack.methods.rate.method import Rate
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.step import Step, find_step, free_bits
 from moepack.runtime.speeds import token_seconds

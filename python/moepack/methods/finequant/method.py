@@ -6,6 +6,8 @@ It needs no calibration. A tensor's group size is fixed, or chosen from its weig
 layers may use different bits (table 5).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +19,9 @@ import torch
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
-from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.finequant.planning import REFERENCE, plan_sizes, proposals
+from moepack.methods.finequant.settings import ALPHA, BUDGET, MEAN, ROW, FineQuantSettings
 from moepack.methods.finequant.sizes import (
     GroupSize,
     free_size,
@@ -28,79 +31,33 @@ from moepack.methods.finequant.sizes import (
     sizes_for,
     stored_size,
 )
+from moepack.methods.fitting import DENSE, Fitted, Wanted
 from moepack.methods.parallel import for_experts
-from moepack.methods.roles import as_number, dense_text, parse_dense_bits
+from moepack.methods.roles import dense_text, parse_dense_bits
 from moepack.progress import Progress
-from moepack.solvers.groupwise import BITS, GROUP_SIZES, group_values, quantize_groupwise
+from moepack.solvers.groupwise import group_values, quantize_groupwise
+from moepack.solvers.widths import BITS
 
 __all__ = ["FineQuant"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
-ROW, ADAPTIVE, MEAN, BUDGET = "row", "adaptive", "adaptive-mean", "budget"
-
-ALPHA = {ADAPTIVE: 0.35, MEAN: 0.87}
-"""Default alpha of the adaptive rules."""
-
 
 @dataclass
-class FineQuant(Method):
-    """Settings of the method.
+class FineQuant(FineQuantSettings, Fitted):
+    """The method with its settings."""
 
-    Attributes:
-        bits: bits per code of the experts: 2, 3, 4 or 8.
-        group_size: columns that share a scale (16, 32, 64, 128 or 256), "row", "adaptive" (the paper's rule),
-            "adaptive-mean" (the same rule with the mean over groups instead of the extreme), or "budget" (the best
-            sizes within `bits_per_weight`).
-        bits_per_weight: budget over all packed tensors, including all metadata; None means the size with groups of 64.
-        dense_bits: bits of linear layers outside the experts. None copies these layers. A number packs attention,
-            shared experts and dense feed-forward layers. "attention=3,shared=8" (roles: attention, shared, mlp, head)
-            sets bits per role.
-        alpha: threshold of the adaptive rules: groups are halved while some range (adaptive) or the mean range
-            (adaptive-mean) falls below this fraction of the parent's. The paper publishes no value. None means 0.35 for
-            the first rule (ranges of Gaussian weights fall to 0.4 at 128 columns and to 0.3 at 64) and 0.87 for the
-            second (0.93, 0.89).
-        symmetric: store only a scale per group; False adds an offset.
-        search: choose scales of least squared error; False uses the paper's scales, from the largest magnitude.
-        scales: dtype of the stored scales, "float16" or "bfloat16".
-    """
-
-    bits: int = 4
-    group_size: int | str = 64
-    bits_per_weight: float | None = None
-    dense_bits: str | int | None = None
-    alpha: float | None = None
-    symmetric: bool = True
-    search: bool = True
-    scales: str = "float16"
-    name: ClassVar[str] = "finequant"
     packs_empty: ClassVar[bool] = True
     _sizes: Mapping[str, GroupSize] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.bits = as_number(self.bits, "bits")
-        if self.bits not in BITS:
-            raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {self.bits}")
-        if str(self.group_size) in map(str, GROUP_SIZES):
-            self.group_size = int(self.group_size)
-        elif self.group_size not in (ROW, *ALPHA, BUDGET):
-            sizes = ", ".join(map(str, GROUP_SIZES))
-            raise ValueError(
-                f"group_size must be {sizes}, row, adaptive, adaptive-mean or budget, not {self.group_size!r}"
-            )
-        if self.bits_per_weight is not None:
-            if self.group_size != BUDGET:
-                raise ValueError("bits_per_weight requires group_size budget")
-            if not 0 < self.bits_per_weight <= 32:
-                raise ValueError(f"bits_per_weight must be a rate, such as 4.25, not {self.bits_per_weight}")
+        super().__post_init__()
+        if self.bits_per_weight is not None and self.group_size != BUDGET:
+            raise ValueError("bits_per_weight requires group_size budget")
         if self.group_size in ALPHA:
             self.alpha = ALPHA[str(self.group_size)] if self.alpha is None else self.alpha
         elif self.alpha is not None:
             raise ValueError("alpha requires group_size adaptive or adaptive-mean")
-        if self.alpha is not None and not 0 < self.alpha < 1:
-            raise ValueError(f"alpha must be between 0 and 1, not {self.alpha}")
-        if self.scales not in _DTYPES:
-            raise ValueError(f"scales must be float16 or bfloat16, not {self.scales}")
         self._dense = parse_dense_bits(self.dense_bits)
 
     @property
@@ -168,6 +125,16 @@ class FineQuant(Method):
             bits = {"experts": self.bits, **self._dense}
             found = list(proposals(checkpoint, model, bits, self.symmetric, self.search))
             self._sizes = plan_sizes(found, self.bits_per_weight, self.symmetric)
+
+    @classmethod
+    def fitted(cls, wanted: Wanted) -> FineQuant:
+        """Meet a size by the bits and the budget of the groups; see `Fitted`."""
+        shapes, rate = wanted.shapes.values(), wanted.bits(DENSE)
+        weights = sum(map(math.prod, shapes))
+        for bits in reversed(BITS):
+            if rate * weights >= 8 * sum(packed_bytes(shape, bits, 128) for shape in shapes):
+                return cls(bits, BUDGET, rate, dense_bits=bits)
+        raise ValueError("two bits in groups take more")
 
     def _size(self, weights: Weights) -> GroupSize:
         """Return the group size of a tensor."""

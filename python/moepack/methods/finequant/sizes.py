@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moepack import _core
 from moepack.methods.base import Shape
-from moepack.solvers.groupwise import BITS, GROUP_SIZES
+from moepack.solvers.widths import BITS, GROUP_SIZES
 
 __all__ = ["GroupSize", "free_size", "halving_ratios", "halvings", "packed_bytes", "sizes_for", "stored_size"]
 

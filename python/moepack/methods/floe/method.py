@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,14 +30,14 @@ from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution
 from moepack.methods.coverage import listed
 from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.floe.channels import DOWN, GATE, RESIDUALS, UP, by_channels, refuse_other_experts
+from moepack.methods.floe.settings import COARSE_BITS, PAPER, FloeSettings
 from moepack.methods.floe.thresholds import Decision, decide
 from moepack.methods.parallel import for_experts
-from moepack.methods.rate import Rate
-from moepack.methods.roles import as_number
+from moepack.methods.rate.method import Rate
 from moepack.progress import Progress
 from moepack.runtime.prediction import serialized
 from moepack.solvers.affine import AffineCodes, GroupSpec, Solver, quantize_affine
-from moepack.solvers.groupwise import BITS, quantize_groupwise
+from moepack.solvers.groupwise import quantize_groupwise
 from moepack.solvers.hqq import HalfQuadratic
 from moepack.solvers.least_squares import LeastSquares
 
@@ -46,54 +46,17 @@ __all__ = ["Floe"]
 SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic()}
 RECORD_GROUP = 64
 """Columns of a record that share a scale, defined by the format."""
-COARSE_BITS = 2.0
-"""Default bits per weight of coarse gate and down projections."""
 UP_STEP, UP_MORE = 0.25, 2.0
 """Step of coarse up projections relative to the others, and their additional bits per weight: records do not refine up
 projections."""
-PAPER = {"up_bits": 2, "group_size": 64, "solver": "lsq"}
-"""Settings that only the paper's form has, and their defaults."""
 DENSE_BITS = 8
 """Bits of up projections in layers that skip nothing and therefore read all their records."""
 
 
 @dataclass
-class Floe(Method):
-    """Settings of the method.
+class Floe(FloeSettings, Method):
+    """The method with its settings."""
 
-    Attributes:
-        calibration: text file, JSON lines, directory or data set of the hub.
-        sparsity: share of channels that are not refined, or skipped in the paper's form; 0 to 1.
-        bits: bits of record values: 16 (bfloat16), 8 or 4. The default is 4, because residuals are small, and 8 in the
-            paper's form.
-        coarse_bits: bits per weight of coarse gate and down projections, 2 by default; up projections take two more.
-            Not available in the paper's form.
-        paper_form: use the form of the paper, in which a low-bit up projection decides and channels are skipped. Its
-            loss increase is several times as large, and it is faster on CPUs.
-        up_bits: bits of up projections, 2, 3, 4 or 8; paper's form only, 2 by default.
-        group_size: columns of an up projection that share a scale and an offset; paper's form only, 64 by default.
-        solver: solver of up projections, "lsq" (least squares) or "hqq" (as in the paper); paper's form only, lsq by
-            default.
-        dense_layers: number of leading sparse layers that refine or compute all channels; 0 by default, and 1 in the
-            paper's form.
-        samples: maximum number of calibration windows.
-        sequence_length: tokens per window.
-        device: device of the calibration run.
-    """
-
-    calibration: str
-    sparsity: float = 0.8
-    bits: int | None = None
-    coarse_bits: float | None = None
-    paper_form: bool = False
-    up_bits: int | None = None
-    group_size: int | None = None
-    solver: str | None = None
-    dense_layers: int | None = None
-    samples: int = 64
-    sequence_length: int = 512
-    device: str = "cpu"
-    name: ClassVar[str] = "floe"
     _bits: int = field(default=4, init=False, repr=False)
     _spec: GroupSpec = field(default=GroupSpec(2, 64), init=False, repr=False)
     _decisions: dict[str, Decision] = field(default_factory=dict, init=False, repr=False)
@@ -105,16 +68,10 @@ class Floe(Method):
     _calibration_sha256: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._choose_form()
-        default = 8 if self.paper_form else 4
-        self.bits = self._bits = default if self.bits is None else as_number(self.bits, "bits")
+        self.bits = self._bits = (8 if self.paper_form else 4) if self.bits is None else self.bits
         self.dense_layers = int(self.paper_form) if self.dense_layers is None else self.dense_layers
-        if not 0 <= self.sparsity <= 1:
-            raise ValueError(f"sparsity must be 0 to 1, not {self.sparsity}")
-        if self._bits not in (4, 8, 16):
-            raise ValueError(f"bits must be 4, 8 or 16, not {self._bits}")
-        if self.dense_layers < 0 or self.samples < 1 or self.sequence_length < 1:
-            raise ValueError("dense_layers must not be negative, samples and sequence_length must be positive")
 
     def _choose_form(self) -> None:
         """Check the settings of the chosen form and fill in their defaults."""
@@ -132,12 +89,7 @@ class Floe(Method):
             raise ValueError("coarse_bits: the paper's form (paper_form, --paper-form) has no coarse copies")
         for name, default in PAPER.items():
             setattr(self, name, default if getattr(self, name) is None else getattr(self, name))
-        if self.up_bits not in BITS:
-            raise ValueError(f"up_bits must be one of {', '.join(map(str, BITS))}, not {self.up_bits}")
-        if self.group_size not in (16, 32, 64, 128, 256):
-            raise ValueError(f"group_size must be 16, 32, 64, 128 or 256, not {self.group_size}")
-        if self.solver not in SOLVERS:
-            raise ValueError(f"solver must be lsq or hqq, not {self.solver}")
+        assert self.up_bits is not None and self.group_size is not None
         self._spec = GroupSpec(self.up_bits, self.group_size)
 
     @property

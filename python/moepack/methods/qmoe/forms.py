@@ -17,7 +17,7 @@ from torch import Tensor
 from moepack import _core
 from moepack.methods.base import PackedTensor, Shape
 from moepack.methods.finequant.sizes import packed_bytes
-from moepack.methods.ternary import Ternary
+from moepack.methods.ternary.method import Ternary
 from moepack.solvers.grids import AffineGrid, TernaryGrid
 
 __all__ = ["Form", "GroupwiseForm", "TernaryForm", "groupwise_details"]

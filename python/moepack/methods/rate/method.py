@@ -7,10 +7,12 @@ With a text, each layer gets the bits that result from this, and GPTQ with the c
 go (`layer`).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +22,13 @@ from moepack.calibration import CalibrationRequest, CalibrationSettings
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.errors import InvalidTensorError
-from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Stage, Weights
 from moepack.methods.coverage import coverage_notes
+from moepack.methods.fitting import Fitted, Wanted
 from moepack.methods.rate.importance import Importance, find_importance
 from moepack.methods.rate.layer import LayerSolver, parts_of, solved_apart
 from moepack.methods.rate.sample import Sample, take_sample
+from moepack.methods.rate.settings import MOST_BITS, RateSettings
 from moepack.methods.rate.step import Step, find_step, free_bits
 from moepack.progress import Progress
 from moepack.solvers.priced import form_of, largest_at, low_bits_of, round_priced, scale_of
@@ -37,42 +41,11 @@ MOST_CORRECTED = 0.25
 
 _ROLES = (EMBEDDING, *ROLES)
 
-CODES = ("dependent", "plain")
-
-LEAST_BITS, MOST_BITS = 0.4, 8.0
-"""Range of the rate. Above it, more integers are exceptions than the tables hold with three low bits."""
-
 
 @dataclass
-class Rate(Method):
-    """Settings of the method.
+class Rate(RateSettings, Fitted):
+    """The method with its settings."""
 
-    Attributes:
-        bits_per_weight: bits per packed weight, including all metadata; 0.4 to 8.
-        roles: what is packed outside the experts at the same price: "all", "none", or comma-separated roles (embedding,
-            attention, shared, mlp, head). A head tied to the embedding is packed with it.
-        codes: "dependent" or "plain". Dependent codes reduce the error by a fifth at equal bytes and are at most a
-            sixth slower; they are used for tensors with enough bits. "plain" uses plain codes for all tensors.
-        calibration: text file, JSON lines, directory or hub data set; None disables calibration.
-        samples: maximum number of calibration windows.
-        sequence_length: tokens per window.
-        group: experts solved together.
-        minimum_tokens: experts with fewer tokens are named in the notes.
-        device: where the model and the solver run with a text.
-        seed: seed of the span corruption of encoder-decoder models.
-    """
-
-    bits_per_weight: float
-    roles: str = "all"
-    codes: str = "dependent"
-    calibration: str | None = None
-    samples: int = 128
-    sequence_length: int = 512
-    group: int = 16
-    minimum_tokens: int = 64
-    device: str = "cpu"
-    seed: int = 0
-    name: ClassVar[str] = "rate"
     _step: Step | None = field(default=None, init=False, repr=False)
     _widths: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _importance: Importance = field(default=Importance({}, {}, measured=False), init=False, repr=False)
@@ -80,14 +53,10 @@ class Rate(Method):
     _excess: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not LEAST_BITS <= self.bits_per_weight <= MOST_BITS:
-            message = f"bits_per_weight must be {LEAST_BITS} to {MOST_BITS}, not {self.bits_per_weight}"
-            raise ValueError(message)
+        super().__post_init__()
         given = {"all": _ROLES, "none": ()}.get(self.roles, tuple(self.roles.split(",")))
         if unknown := sorted(set(given) - set(_ROLES)):
             raise ValueError(f"roles must be all, none, or some of {', '.join(_ROLES)}, not {', '.join(unknown)}")
-        if self.codes not in CODES:
-            raise ValueError(f"codes must be {' or '.join(CODES)}, not {self.codes}")
         self._roles = frozenset(given)
         _ = self.request  # runs its checks
 
@@ -228,6 +197,11 @@ class Rate(Method):
         assert self._step is not None, "prepare comes first"
         # Rounded to bfloat16, as the format stores it in two bytes.
         return float(torch.tensor(self._step.size * self._widths[name]).bfloat16())
+
+    @classmethod
+    def fitted(cls, wanted: Wanted) -> Rate:
+        """Meet a size by the rate; see `Fitted`."""
+        return cls(min(0.997 * wanted.bits((EMBEDDING, *ROLES)), MOST_BITS), **wanted.text)
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Solve a stage on its inputs, or round one tensor if there are none."""
