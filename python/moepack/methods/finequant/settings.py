@@ -32,7 +32,7 @@ class FineQuantSettings(Settings):
     )
     bits_per_weight: float | None = setting(
         None,
-        help="With --group-size budget, the average bits per packed weight; by default those of groups of 64.",
+        help="Average bits per packed weight with group size budget; by default those of groups of 64.",
         users="basic",
         above=0,
         maximum=32,
