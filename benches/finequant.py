@@ -41,6 +41,7 @@ from moepack.checkpoint import Checkpoint, describe
 from moepack.evaluation import evaluate
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import load, open_model, open_tokenizer
+from moepack.methods import MethodPlan
 from moepack.methods.finequant import FineQuant
 from moepack.methods.finequant.planning import Proposal, plan_sizes, proposals
 from moepack.methods.finequant.sizes import free_size, halving_ratios, stored_size
@@ -111,9 +112,10 @@ class Budgeted(FineQuant):
 
     measured: list[Any]
 
-    def prepare(self, checkpoint: Checkpoint, model: Any, progress: Any = None) -> None:
+    def plan(self, checkpoint: Checkpoint, model: Any, progress: Any = None) -> MethodPlan:
         """Allocate only."""
-        self._sizes = plan_sizes(self.measured, self.bits_per_weight, self.symmetric)
+        sizes = plan_sizes(self.measured, self.bits_per_weight, self.symmetric)
+        return MethodPlan(self, self._with_sizes(sizes), checkpoint.path, self.settings, decisions=sizes)
 
     @classmethod
     def series(cls, source: Path, bits: int, rates: list[float]) -> Iterator[tuple[float, FineQuant]]:

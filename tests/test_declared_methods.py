@@ -12,7 +12,18 @@ import torch
 import moepack
 from moepack import _core
 from moepack.cli import make_app
-from moepack.methods import METHODS, Method, PackedTensor, Solution, Stage, Weights, create, method_class, register
+from moepack.methods import (
+    METHODS,
+    Method,
+    PackedTensor,
+    SimpleMethod,
+    Solution,
+    Stage,
+    Weights,
+    create,
+    method_class,
+    register,
+)  # fmt: skip
 from moepack.methods.base import Shape
 from moepack.methods.fitting import Fitted, Wanted
 from moepack.methods.settings import REQUIRED, Setting, setting, settings_of
@@ -25,7 +36,7 @@ TINY_MOE, NOVEL = ROOT / "examples" / "tiny-moe", ROOT / "examples" / "texts" / 
 
 
 @dataclass
-class Toy(Fitted):
+class Toy(Fitted, SimpleMethod):
     """Integers in groups of 64 columns, of weights that are multiplied by a factor first."""
 
     width: int = setting(8, help="Bits per toy code", users="expert", choices=(4, 8))

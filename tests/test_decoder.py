@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 import moepack
 from moepack import _core
 from moepack.format import PackedDirectory
-from moepack.methods import Method, PackedTensor, Solution, create
+from moepack.methods import PackedTensor, SimpleMethod, Solution, create
 from moepack.runtime import cache as caches
 from moepack.runtime.cache import GrowingLayer
 from moepack.runtime.calls import CallReader, cache_name, cached
@@ -126,7 +126,7 @@ def test_coded_tensors_with_scales_of_columns_take_part(tmp_path, own):
     assert_near(found, expected)
 
 
-class _Columns(Method):
+class _Columns(SimpleMethod):
     """Weights divided by random scales of columns and rounded to coded integers."""
 
     name = "test-columns"
@@ -152,7 +152,7 @@ class _Columns(Method):
         return PackedTensor("coded", blob, _core.PackedTensor(blob).details())
 
 
-class _Codebooks(Method):
+class _Codebooks(SimpleMethod):
     """Random codebooks, multiplied exactly."""
 
     name = "test-codebooks"

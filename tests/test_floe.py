@@ -93,8 +93,9 @@ def test_quantiles_of_nothing_and_of_everything() -> None:
 def test_the_paper_s_directory_holds_what_the_settings_say(
     mixtral: Path, text: Path, tmp_path: Path, bits: int
 ) -> None:
-    chosen = paper(text, bits=bits)
-    compress(mixtral, tmp_path / "out", method=chosen)
+    checkpoint = Checkpoint.open(mixtral)
+    plan = paper(text, bits=bits).plan(checkpoint, describe(checkpoint))
+    compress(mixtral, tmp_path / "out", method=plan)
     assert moepack.verify(tmp_path / "out").ok
     opened, model = PackedDirectory.open(tmp_path / "out"), describe(Checkpoint.open(mixtral))
     for number, layer in enumerate(model.layers):
@@ -102,7 +103,7 @@ def test_the_paper_s_directory_holds_what_the_settings_say(
         gate, _, down = layer.projections
         experts = range(layer.experts)
         wanted = torch.stack([torch.cat([gate.expert(e), down.expert(e).T], 1) for e in experts]).float()
-        if (order := chosen._decisions[layer.name].order) is not None:
+        if (order := plan.packer._decisions[layer.name].order) is not None:
             wanted = wanted.take_along_dim(order[..., None], 1)
         found = torch.from_numpy(records.dequantize())
         error = float((found - wanted).square().sum() / wanted.square().sum())
@@ -117,15 +118,16 @@ def test_the_paper_s_directory_holds_what_the_settings_say(
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_residuals_lead_from_coarse_copies_to_the_weights(mixtral: Path, text: Path, tmp_path: Path, bits: int) -> None:
     """All tensors store their channels in the same order; each has its own factors of rows and columns."""
-    chosen = method(text, bits=bits)
-    compress(mixtral, tmp_path / "out", method=chosen)
+    checkpoint = Checkpoint.open(mixtral)
+    plan = method(text, bits=bits).plan(checkpoint, describe(checkpoint))
+    compress(mixtral, tmp_path / "out", method=plan)
     opened = PackedDirectory.open(tmp_path / "out")
     for layer in describe(Checkpoint.open(mixtral)).layers:
-        names = chosen._names[layer.name]
+        names = plan.packer._names[layer.name]
         coarse = {name: torch.from_numpy(opened.blob(names[name]).dequantize()) for name in STOCK}
         rows, columns = torch.from_numpy(opened.blob(names["residuals"]).dequantize()).chunk(2, 2)
         found = coarse["gate_proj"] + rows, coarse["up_proj"], coarse["down_proj"] + columns.mT
-        order = chosen._decisions[layer.name].order
+        order = plan.packer._decisions[layer.name].order
         assert order is not None and not torch.equal(order, order.sort().values)
         for projection, values in zip(layer.projections, found, strict=True):
             wanted = torch.stack([projection.expert(expert) for expert in range(layer.experts)]).float()
@@ -144,7 +146,7 @@ def test_thresholds_skip_what_is_asked_on_the_text_that_they_come_from(mixtral: 
     """The reference inputs of the first layer come from the model in transformers."""
     chosen, checkpoint = paper(text, sparsity=0.7, dense_layers=0), Checkpoint.open(mixtral)
     model = describe(checkpoint)
-    chosen.prepare(checkpoint, model)
+    plan = chosen.plan(checkpoint, model)
     first = model.layers[0]
     loaded = open_model(mixtral, dtype=torch.float32)
     ids, seen = load_samples(checkpoint, str(text), 6, 64).inputs, []
@@ -152,10 +154,10 @@ def test_thresholds_skip_what_is_asked_on_the_text_that_they_come_from(mixtral: 
     with torch.no_grad():
         loaded(ids)
     x, index, _ = seen[0]
-    details = chosen.decided(first.projections[2].packed_name)
+    details = plan.decisions[first.projections[2].packed_name]
     assert details["tokens"] == torch.bincount(index.flatten(), minlength=first.experts).tolist()
     for expert, count in enumerate(details["tokens"]):
-        up = chosen._up(first.projections[1].expert(expert), first.name).values()
+        up = plan.packer._up(first.projections[1].expert(expert), first.name).values()
         values = (x[(index == expert).any(1)] @ up.T).abs()
         values = values[: count - count // 8]
         threshold = details["thresholds"][expert]

@@ -201,9 +201,9 @@ def test_the_default_reads_the_built_in_text_where_the_model_can_run(
     mixtral: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(model: Path, **settings: Any) -> str | None:
-        method, checkpoint = Auto(**settings), Checkpoint.open(model)
-        method.aim(checkpoint, describe(checkpoint))
-        return method.calibration
+        checkpoint = Checkpoint.open(model)
+        request = Auto(**settings).plan(checkpoint, describe(checkpoint)).request
+        return None if request is None else str(request.source)
 
     assert taken(TINY_MOE) == BUILT_IN
     assert taken(TINY_MOE, calibration="none") is None and taken(TINY_MOE, prefer="speed") is None
@@ -226,8 +226,8 @@ def test_what_was_measured_is_kept_and_damage_is_measured_again(
 
     def scales(size: str) -> dict[str, Any]:
         method, checkpoint = Auto(size, calibration=BUILT_IN, samples=2, sequence_length=32), Checkpoint.open(TINY_MOE)
-        method.prepare(checkpoint, describe(checkpoint))
-        return dict(method.packer.coder._importance.scales)  # type: ignore[attr-defined]
+        plan = method.plan(checkpoint, describe(checkpoint))
+        return dict(plan.packer.coder.importance.scales)  # type: ignore[attr-defined]
 
     first, second = scales("2MB"), scales("1MB")
     assert len(runs) == 1

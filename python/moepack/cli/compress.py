@@ -115,7 +115,7 @@ def run(
             if dry_run:
                 return None
             return compress(
-                directory, out, method=chosen,
+                directory, out, method=plan.plan or chosen,
                 mtp_bits=mtp_bits, threads=threads, ray=ray, resume=resume, check=check, progress=progress,
             )  # fmt: skip
         except KeyboardInterrupt:

@@ -20,7 +20,20 @@ from moepack.methods.ternary.settings import TernarySettings
 
 if TYPE_CHECKING:
     from moepack.methods.auto.method import Auto
-    from moepack.methods.base import Expected, LayerPlan, Method, PackedTensor, Shape, Solution, Stage, Weights
+    from moepack.methods.base import (
+        Expected,
+        Goal,
+        LayerPlan,
+        Method,
+        MethodPlan,
+        PackedTensor,
+        Packer,
+        Shape,
+        SimpleMethod,
+        Solution,
+        Stage,
+        Weights,
+    )
     from moepack.methods.codequant.method import CodeQuant
     from moepack.methods.finequant.method import FineQuant
     from moepack.methods.floe.method import Floe
@@ -51,13 +64,17 @@ __all__ = [
     "Expected",
     "FineQuant",
     "Floe",
+    "Goal",
     "LayerPlan",
     "Method",
+    "MethodPlan",
     "Milo",
     "PackedTensor",
+    "Packer",
     "Qmoe",
     "Rate",
     "Shape",
+    "SimpleMethod",
     "Solution",
     "Stage",
     "Ternary",
@@ -67,7 +84,10 @@ __all__ = [
     "register",
 ]
 
-_BASE = ("Expected", "LayerPlan", "Method", "PackedTensor", "Shape", "Solution", "Stage", "Weights")
+_BASE = (
+    *("Expected", "Goal", "LayerPlan", "Method", "MethodPlan", "PackedTensor"),
+    *("Packer", "Shape", "SimpleMethod", "Solution", "Stage", "Weights"),
+)
 
 __getattr__ = lazy(
     __name__,

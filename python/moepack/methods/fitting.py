@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.methods.base import Method, Shape
@@ -48,8 +48,10 @@ class Wanted:
         return room / (weights + dense) if not dense_bits else (room - dense_bits * dense) / weights
 
 
-class Fitted(Method):
-    """A method that can choose its settings by a size."""
+class Fitted(ABC):
+    """A mixin for methods that can choose their settings by a size."""
+
+    name: ClassVar[str]
 
     @classmethod
     @abstractmethod

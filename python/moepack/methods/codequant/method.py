@@ -22,7 +22,7 @@ from moepack.checkpoint.dense import ROLES
 from moepack.checkpoint.rewritten import Rewriting
 from moepack.codebook import BLOCK_UNIT
 from moepack.errors import ResumeError
-from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.codequant.packing import pack, packed_bytes, solve
 from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, learn, normalized_states, start
 from moepack.methods.codequant.rotation.fold import check
@@ -39,7 +39,7 @@ STATES = 1 << 16
 
 
 @dataclass
-class CodeQuant(CodeQuantSettings, Method):
+class CodeQuant(CodeQuantSettings, SimpleMethod):
     """The method with its settings."""
 
     _errors: tuple[float, float, float] | None = field(default=None, init=False, repr=False)

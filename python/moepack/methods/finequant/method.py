@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ import torch
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
-from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, MethodPlan, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.finequant.planning import REFERENCE, plan_sizes, proposals
 from moepack.methods.finequant.settings import ALPHA, BUDGET, MEAN, ROW, FineQuantSettings
 from moepack.methods.finequant.sizes import (
@@ -44,7 +45,7 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass
-class FineQuant(FineQuantSettings, Fitted):
+class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
     """The method with its settings."""
 
     packs_empty: ClassVar[bool] = True
@@ -115,16 +116,24 @@ class FineQuant(FineQuantSettings, Fitted):
     def _fixed(self) -> GroupSize:
         return self.group_size if isinstance(self.group_size, int) else None
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
+    def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
         """Allocate the budget, if there is one.
 
         Raises:
             ValueError: the budget is below the size with one scale per row.
         """
-        if self.group_size == BUDGET:
-            bits = {"experts": self.bits, **self._dense}
-            found = list(proposals(checkpoint, model, bits, self.symmetric, self.search))
-            self._sizes = plan_sizes(found, self.bits_per_weight, self.symmetric)
+        if self.group_size != BUDGET:
+            return super().plan(checkpoint, model, progress)
+        bits = {"experts": self.bits, **self._dense}
+        found = list(proposals(checkpoint, model, bits, self.symmetric, self.search))
+        sizes = plan_sizes(found, self.bits_per_weight, self.symmetric)
+        return MethodPlan(self, self._with_sizes(sizes), checkpoint.path, self.settings, decisions=sizes)
+
+    def _with_sizes(self, sizes: Mapping[str, GroupSize]) -> FineQuant:
+        """Return a packer with a group size for each tensor."""
+        packer = copy(self)
+        packer._sizes = sizes
+        return packer
 
     @classmethod
     def fitted(cls, wanted: Wanted) -> FineQuant:
@@ -152,10 +161,6 @@ class FineQuant(FineQuantSettings, Fitted):
         for_experts(measure, experts, lambda: None)
         found = ratios.mean(0) if mean and experts else ratios.min(0, initial=1.0)
         return free_size(weights.shape, stored_size(columns, found, self.alpha), self.symmetric)
-
-    def decided(self, name: str) -> GroupSize:
-        """Return the group size that the budget allocation chose for a tensor."""
-        return None if self._sizes is None else self._sizes[name]
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Quantize one tensor, several experts at a time; holds its codes (one byte per weight)."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -26,13 +27,14 @@ from moepack.calibration.settings import CalibrationSettings
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.errors import InvalidTensorError, MoepackError
 from moepack.format.hub import PREDICTORS
-from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, MethodPlan, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.coverage import listed
 from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.floe.channels import DOWN, GATE, RESIDUALS, UP, by_channels, refuse_other_experts
 from moepack.methods.floe.settings import COARSE_BITS, PAPER, FloeSettings
 from moepack.methods.floe.thresholds import Decision, decide
 from moepack.methods.parallel import for_experts
+from moepack.methods.rate.coder import Coder
 from moepack.methods.rate.method import Rate
 from moepack.progress import Progress
 from moepack.runtime.prediction import serialized
@@ -54,7 +56,7 @@ DENSE_BITS = 8
 
 
 @dataclass
-class Floe(FloeSettings, Method):
+class Floe(FloeSettings, SimpleMethod):
     """The method with its settings."""
 
     _bits: int = field(default=4, init=False, repr=False)
@@ -65,6 +67,7 @@ class Floe(FloeSettings, Method):
     _layers: dict[str, str] = field(default_factory=dict, init=False, repr=False)
     _names: dict[str, dict[str, str]] = field(default_factory=dict, init=False, repr=False)
     _coarse: Rate | None = field(default=None, init=False, repr=False)
+    _coder: Coder | None = field(default=None, init=False, repr=False)
     _calibration_sha256: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -94,7 +97,7 @@ class Floe(FloeSettings, Method):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All settings that change the output, and the fingerprint of the calibration set after `prepare`."""
+        """All settings that change the output, and the fingerprint of the calibration set once `plan` has read it."""
         own = ("paper_form", *PAPER) if self.paper_form else ("coarse_bits",)
         names = ("sparsity", "bits", *own, "dense_layers", "samples", "sequence_length")
         found = {name: getattr(self, name) for name in names}
@@ -105,16 +108,13 @@ class Floe(FloeSettings, Method):
         """True: thresholds come from a run of the model."""
         return True
 
-    def aim(self, checkpoint: Checkpoint, model: MoeModel) -> None:
-        """Reject experts that cannot be stored by channels; see `Method.aim`."""
+    def check(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+        """Reject experts that cannot be stored by channels; see `Method.check`."""
         refuse_other_experts(checkpoint, model)
 
-    def arranged(self, layer: MoeLayer) -> MoeLayer:
-        """Join gate and down projection by channels; see `Method.arranged`."""
-        found = by_channels(layer, coarse=self._coarse is not None)
-        self._layers |= {projection.packed_name: layer.name for projection in found.projections}
-        self._names[layer.name] = {projection.name: projection.packed_name for projection in found.projections}
-        return found
+    def arrange(self, layer: MoeLayer) -> MoeLayer:
+        """Join gate and down projection by channels; see `Method.arrange`."""
+        return by_channels(layer, coarse=self._coarse is not None)
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the larger of the sizes of records and of another projection, in bytes."""
@@ -135,13 +135,34 @@ class Floe(FloeSettings, Method):
             return Expected(nbytes, exact=False)
         return Expected(_core.packed_bytes("channels", weights.shape, bits=self._bits), exact=True)
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
+    def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
         """Determine the thresholds; runs the model on the calibration set, again if a job is resumed."""
+        packer = copy(self)
+        packer._decide(checkpoint, model, progress)
+        predictors = {layer: each.predictor for layer, each in packer._decisions.items() if each.predictor}
+        notes = tuple(
+            f"{layer}: no text reaches its experts; all of their channels are read." for layer in packer._unread
+        )
+        if packer._coder is not None and not packer._coder.importance.measured:
+            notes += ("The model does not fit into memory in float32: what errors of coarse copies cost is a guess.",)
+        return MethodPlan(
+            self,
+            packer,
+            checkpoint.path,
+            packer.settings,
+            decisions={name: packer._decided(name) for name in packer._layers},
+            notes=notes,
+            files={PREDICTORS: serialized(predictors)} if predictors else {},
+        )
+
+    def _decide(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None) -> None:
+        """Make all decisions of a packer."""
         running = CalibrationSettings(routing="compressed", device=torch.device(self.device))
         request = CalibrationRequest(self.calibration, self.samples, self.sequence_length, running)
         samples = request.load(checkpoint)
         self._calibration_sha256 = samples.fingerprint()
-        self._arrange(checkpoint, model, request, progress)
+        self._name_tensors(model)
+        self._measure(checkpoint, model, request, progress)
         assert self.dense_layers is not None
         names = [layer.name for layer in model.layers]
         shares = {name: 0.0 if at < self.dense_layers else self.sparsity for at, name in enumerate(names)}
@@ -151,54 +172,53 @@ class Floe(FloeSettings, Method):
         # No text reaches the experts of a vision tower, so they compute all channels.
         unread = {layer.name: Decision.dense(layer.experts) for layer in model.layers if layer.name not in found}
         self._decisions, self._dense, self._unread = found | unread, self._dense | unread.keys(), tuple(unread)
-        if self._coarse is not None:
-            self._reorder(self._coarse)
+        self._reorder()
 
-    def _arrange(
+    def _name_tensors(self, model: MoeModel) -> None:
+        """Collect the names of all packed tensors."""
+        layers = [self.arrange(layer) for layer in model.layers]
+        self._layers = {part.packed_name: layer.name for layer in layers for part in layer.projections}
+        self._names = {layer.name: {part.name: part.packed_name for part in layer.projections} for layer in layers}
+
+    def _measure(
         self,
         checkpoint: Checkpoint,
         model: MoeModel,
         request: CalibrationRequest | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Collect the names of all tensors and, if there are coarse copies, find their steps and factors."""
-        for layer in model.layers:
-            self.arranged(layer)
-        if self._coarse is not None:
-            try:
-                self._coarse.measure(checkpoint, model, request, progress)
-            except MoepackError:
-                raise
-            except ValueError as error:
-                hint = "more coarse_bits (--coarse-bits), or paper_form (--paper-form), would do"
-                raise ValueError(f"coarse copies: {error}; {hint}") from error
-            for own in self._names.values():
-                self._coarse.widen(own[UP], UP_STEP)
+        """Find the steps and factors of coarse copies, if there are any."""
+        if self._coarse is None:
+            return
+        try:
+            coder = self._coarse.coder(checkpoint, model, request, progress)
+        except MoepackError:
+            raise
+        except ValueError as error:
+            hint = "more coarse_bits (--coarse-bits), or paper_form (--paper-form), would do"
+            raise ValueError(f"coarse copies: {error}; {hint}") from error
+        for own in self._names.values():
+            coder = coder.widened(own[UP], UP_STEP)
+        self._coder = coder
 
-    def _reorder(self, coarse: Rate) -> None:
+    def _reorder(self) -> None:
         """Reorder the factors of coarse copies to the storage order of channels."""
         for layer, names in self._names.items():
-            if (order := self._order(layer)) is not None:
+            if self._coder is not None and (order := self._order(layer)) is not None:
                 for name in (GATE, UP, DOWN):
-                    coarse.reorder(names[name], order, _channel_axis(name))
-
-    def files(self) -> Mapping[str, bytes]:
-        """Return the file of the predictors that are better than routers; see `Method.files`."""
-        found = {layer: decision.predictor for layer, decision in self._decisions.items() if decision.predictor}
-        return {PREDICTORS: serialized(found)} if found else {}
+                    self._coder = self._coder.reordered(names[name], order, _channel_axis(name))
 
     def _quantized(self, name: str, expert: int, matrix: Tensor) -> Tensor:
         """Return the packed values of a matrix of the tensor `name` that decides about channels."""
-        if self._coarse is not None:
-            return self._coarse.values(name, expert, matrix)
+        if self._coder is not None:
+            return self._coder.values(name, expert, matrix)
         return self._up(matrix, self._layers[name]).values()
 
-    def decided(self, name: str) -> Any:
+    def _decided(self, name: str) -> Any:
         """Return the thresholds of a layer, or the step of a coarse copy."""
-        if self._is_coarse(name):
-            assert self._coarse is not None
-            return self._coarse.decided(name)
-        layer = self._layers.get(name, "")
+        if self._coder is not None and self._is_coarse(name):
+            return self._coder.step_of(name)
+        layer = self._layers[name]
         if layer not in self._decisions:
             return None
         order = self._order(layer)
@@ -230,8 +250,8 @@ class Floe(FloeSettings, Method):
         if weights.name not in self._layers:
             raise InvalidTensorError("floe packs all experts of a model, or none", tensor=weights.name)
         weights = self._ordered(stage.layer, weights, name)
-        if self._coarse is not None and name != RESIDUALS:
-            return self._coarse.solve(replace(stage, tensors={name: weights}))
+        if self._coder is not None and name != RESIDUALS:
+            return self._coder.solve(replace(stage, tensors={name: weights}))
         experts, rows, columns = weights.shape
         solved: list[dict[str, Tensor]] = [{} for _ in range(experts)]
 
@@ -274,17 +294,17 @@ class Floe(FloeSettings, Method):
     def _halves(self, layer: str, expert: int, records: Tensor) -> tuple[Tensor, Tensor]:
         """Return gate rows and down columns, [I, H] each, minus the values of the coarse copies if there are any."""
         gate, down = (half.float() for half in records.chunk(2, dim=1))
-        if self._coarse is None:
+        if self._coder is None:
             return gate, down
         names = self._names[layer]
-        coarse_gate = self._coarse.values(names[GATE], expert, gate.contiguous())
-        coarse_down = self._coarse.values(names[DOWN], expert, down.T.contiguous())
+        coarse_gate = self._coder.values(names[GATE], expert, gate.contiguous())
+        coarse_down = self._coder.values(names[DOWN], expert, down.T.contiguous())
         return gate - coarse_gate, down - coarse_down.T
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Pack a solution; records include their thresholds."""
-        if self._coarse is not None and self._is_coarse(weights.name):
-            return self._coarse.pack(weights, solution)
+        if self._coder is not None and self._is_coarse(weights.name):
+            return self._coder.pack(weights, solution)
         parts = {name: np.ascontiguousarray(part.numpy()) for name, part in solution.parts.items()}
         layer = self._layers[weights.name]
         try:
@@ -304,21 +324,18 @@ class Floe(FloeSettings, Method):
         return PackedTensor("groupwise", blob, _core.PackedTensor(blob).details())
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Name experts that the text did not reach, a measurement that was impossible, and the faster form."""
+        """Name experts that the text did not reach, and the faster form."""
         found = tuple(
             f"{layer}: no calibration token reached {listed(details['pooled'])}; threshold of the whole layer."
             for layer, details in layers.items()
             if details.get("pooled")
         )
-        found += tuple(
-            f"{layer}: no text reaches its experts; all of their channels are read." for layer in self._unread
-        )
         if self._coarse is None:
             return found
-        found += ("Coarse copies are decoded for every token: --paper-form is faster on a CPU, and loses far more.",)
-        if self._coarse.is_measured:
-            return found
-        return (*found, "The model does not fit into memory in float32: what errors of coarse copies cost is a guess.")
+        return (
+            *found,
+            "Coarse copies are decoded for every token: --paper-form is faster on a CPU, and loses far more.",
+        )
 
 
 def _channel_axis(projection: str) -> int:

@@ -8,13 +8,14 @@ whole model (`ranks`, `planning`). Calibration text is optional and only serves 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, Goal, MethodPlan, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.fitting import DENSE, Fitted, Wanted
 from moepack.methods.milo.frequency import count_choices
 from moepack.methods.milo.joint import Compensated, JointSettings, compensate
@@ -37,10 +38,10 @@ SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic(), "rt
 
 
 @dataclass
-class Milo(MiloSettings, Fitted):
+class Milo(MiloSettings, Fitted, SimpleMethod):
     """The method with its settings."""
 
-    plan: RankPlan = field(default_factory=RankPlan, init=False, repr=False)
+    _ranks: RankPlan = field(default_factory=RankPlan, init=False, repr=False)
     _text: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class Milo(MiloSettings, Fitted):
     def settings(self) -> Mapping[str, Any]:
         """All settings that change the output.
 
-        The text is represented by its fingerprint once `prepare` has read it.
+        The text is represented by its fingerprint once `plan` has read it.
         """
         found: dict[str, Any] = {
             "bits": self.bits,
@@ -83,10 +84,9 @@ class Milo(MiloSettings, Fitted):
             found["calibration_sha256"] = self._text
         return found
 
-    @property
-    def budget(self) -> int | None:
-        """The memory budget."""
-        return self.memory_budget
+    def goal(self, checkpoint: Checkpoint, model: MoeModel) -> Goal | None:
+        """Return the memory budget."""
+        return None if self.memory_budget is None else Goal(self.memory_budget)
 
     @property
     def dense_roles(self) -> frozenset[str]:
@@ -99,7 +99,7 @@ class Milo(MiloSettings, Fitted):
         policies = {term.policy for term in self._terms}
         return self.memory_budget is not None or bool(policies & {"budget", "kurtosis", "frequency"})
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
+    def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
         """Decide the ranks.
 
         Raises:
@@ -107,23 +107,22 @@ class Milo(MiloSettings, Fitted):
             InvalidTensorError: a weight cannot be quantized.
             ValueError: the memory budget is below the size without compensators.
         """
-        counts: Mapping[str, list[int]] = {}
+        packer, counts = copy(self), dict[str, list[int]]()
         if self.calibration is not None:
-            counts, self._text = count_choices(
+            counts, packer._text = count_choices(
                 checkpoint, model, self.calibration, self.samples, self.sequence_length, self.device
             )
         planner = Planner(
             self._specs, SOLVERS[self.solver], self.rank_bits, torch.device(self.device), counts, self.dense_weight
         )
-        self.plan = planner.plan(checkpoint, model, self._terms, self.memory_budget)
-
-    def decided(self, name: str) -> Any:
-        """Return the ranks of a tensor, and whether it has no offsets."""
-        return [*map(int, self.plan.ranks[name])], self.plan.specs[name].symmetric
+        packer._ranks = found = planner.plan(checkpoint, model, self._terms, self.memory_budget)
+        decisions = {name: ([*map(int, ranks)], found.specs[name].symmetric) for name, ranks in found.ranks.items()}
+        goal = self.goal(checkpoint, model)
+        return MethodPlan(self, packer, checkpoint.path, packer.settings, decisions=decisions, goal=goal)
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the maximum packed size, with the largest total rank of any tensor with as many experts."""
-        sums = [sum(ranks) for ranks in self.plan.ranks.values() if len(ranks) == shape[0]]
+        sums = [sum(ranks) for ranks in self._ranks.ranks.values() if len(ranks) == shape[0]]
         return packed_bytes(shape, self._specs[0], max(sums, default=0), self.rank_bits)
 
     def expected(self, weights: Weights) -> Expected:
@@ -147,7 +146,7 @@ class Milo(MiloSettings, Fitted):
         """Quantize and compensate one tensor in batches of experts; holds its codes."""
         ((name, weights),) = stage.tensors.items()
         _, rows, columns = weights.shape
-        ranks, spec = self.plan.ranks[weights.name], self.plan.specs[weights.name]
+        ranks, spec = self._ranks.ranks[weights.name], self._ranks.specs[weights.name]
         assembly = Assembly(weights.shape, spec, ranks, self.rank_bits)
         facts = _Facts(ranks)
         jobs = [
@@ -169,7 +168,7 @@ class Milo(MiloSettings, Fitted):
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Pack the codes and the compensators, if any."""
-        spec, ranks = self.plan.specs[weights.name], self.plan.ranks[weights.name]
+        spec, ranks = self._ranks.specs[weights.name], self._ranks.ranks[weights.name]
         return pack(solution.parts, spec, ranks, self.rank_bits, weights.ndim)
 
     def _fetch(self, weights: Weights, expert: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moepack.calibration import CalibrationRequest, CalibrationSettings
-from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.fitting import DENSE, Fitted, Wanted
@@ -39,7 +39,7 @@ PUBLISHED: Mapping[str, Any] = MappingProxyType(
 
 
 @dataclass
-class Qmoe(QmoeSettings, Fitted):
+class Qmoe(QmoeSettings, Fitted, SimpleMethod):
     """The method with its settings."""
 
     def __post_init__(self) -> None:
@@ -113,11 +113,11 @@ class Qmoe(QmoeSettings, Fitted):
         return cls(bits_per_weight=min(0.99 * rate, MOST_BITS), dense_bits=8, **wanted.text)
 
     @property
-    def in_turn(self) -> bool:
+    def sequential(self) -> bool:
         """Whether there is a rate, so that the experts of a layer share one bit budget."""
         return self.bits_per_weight is not None
 
-    def layer_plan(self, experts: int) -> RateSolver | None:
+    def layer_plan(self, experts: int, spent: Mapping[str, int]) -> RateSolver | None:
         """Return the solver of a layer with a rate, whose stages share its bits."""
         if self.bits_per_weight is None:
             return None

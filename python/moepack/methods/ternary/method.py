@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from moepack import _core
-from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.parallel import for_experts
 from moepack.methods.ternary.settings import TernarySettings
 from moepack.solvers.rtn import quantize_ternary
@@ -21,7 +21,7 @@ weights."""
 
 
 @dataclass
-class Ternary(TernarySettings, Method):
+class Ternary(TernarySettings, SimpleMethod):
     """The method with its settings."""
 
     packs_empty: ClassVar[bool] = True
