@@ -35,6 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 import machine
 import moepack
 from moepack.methods import Method, Qmoe, create
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline import compress
 from moepack.runtime.decoder import MODES, set_decoding
 from moepack.runtime.threads import set_threads
@@ -86,7 +87,7 @@ def build_large(directory: Path) -> Path:
 
 def methods(calibration: str | None) -> Iterator[tuple[str, Method]]:
     """What a model is packed by."""
-    yield "ternary", create("ternary")
+    yield "ternary", Ternary()
     if calibration is not None:
         yield "qmoe ternary", Qmoe(calibration, samples=16)
         yield "qmoe 2 bit", Qmoe(calibration, samples=16, bits="2")

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 import machine
-from moepack.methods import Method, Qmoe, Ternary
+from moepack.methods import Method, Qmoe
 from moepack.methods.qmoe import PUBLISHED
+from moepack.methods.qmoe.ternary import Ternary
 from yardstick import Yardstick
 
 TERNARY, TWO_BIT = "RTN ternary", "RTN 2 bit, group 64"

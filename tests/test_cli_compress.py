@@ -59,7 +59,7 @@ def test_the_plan_stands_before_the_work(
 
 
 def test_the_end_says_what_may_come_next(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "compress", mixtral, tmp_path / "out put", "--method", "ternary")
+    code, out, _ = run(capsys, "compress", mixtral, tmp_path / "out put", "--method", "finequant")
     assert code == 0 and f"moepack inspect '{tmp_path / 'out put'}'" in out
     assert f"--reference {mixtral} --text FILE" in out
 
@@ -112,7 +112,6 @@ def test_sizes_that_shapes_fix_are_exact(
 
 
 ABOUT = [
-    ("ternary", {}),
     ("finequant", {"group_size": "adaptive", "dense_bits": 4}),
     ("finequant", {"group_size": "budget"}),
     ("finequant", {"group_size": "budget", "bits_per_weight": 4.8}),
@@ -169,7 +168,7 @@ def shown(plan: Estimate, terminal: bool) -> str:
 def test_the_plan_is_a_table_on_a_terminal(mixtral: Path, tmp_path: Path) -> None:
     odd = tmp_path / "[bold]"
     odd.symlink_to(mixtral)
-    plan = estimate(odd, tmp_path / "out", create("ternary"))
+    plan = estimate(odd, tmp_path / "out", create("finequant"))
     table, lines = shown(plan, True), shown(plan, False)
     assert "Plan" in table and "plan:" not in table and "[bold]" in table
     assert "[bold]" in lines and "about" in next(line for line in lines.splitlines() if "experts:" in line)
@@ -177,9 +176,9 @@ def test_the_plan_is_a_table_on_a_terminal(mixtral: Path, tmp_path: Path) -> Non
 
 def test_a_machine_that_is_too_small_is_told(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moepack.pipeline.estimate.available_bytes", lambda: 1000)
-    assert "1 kB free: this may be TOO LITTLE" in shown(estimate(mixtral, tmp_path / "out", create("ternary")), False)
+    assert "1 kB free: this may be TOO LITTLE" in shown(estimate(mixtral, tmp_path / "out", create("finequant")), False)
     monkeypatch.setattr("moepack.pipeline.estimate.available_bytes", lambda: None)
-    assert "free amount unknown" in shown(estimate(mixtral, tmp_path / "out", create("ternary")), False)
+    assert "free amount unknown" in shown(estimate(mixtral, tmp_path / "out", create("finequant")), False)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +202,11 @@ def test_a_declaration_has_all_settings_of_its_method() -> None:
 
 FOREIGN = [
     ("finequant", ["--calibration", "x"]),
-    ("finequant", ["--rank", "uniform:16", "--code", "fsv8"]),
-    ("ternary", ["--bits", "4"]),
+    ("finequant", ["--rank", "uniform:16", "--codes", "plain"]),
+    ("qmoe", ["--calibration", "x", "--codes", "plain"]),
     ("finequant", ["--size", "9GB"]),
     ("auto", ["--bits", "4"]),
-    ("milo", ["--no-search"]),
+    ("milo", ["--alpha", "0.3"]),
     ("qmoe", ["--calibration", "x", "--activation-bits", "8"]),
     ("codequant", ["--calibration", "x", "--symmetric"]),
 ]

@@ -14,6 +14,7 @@ import moepack
 from moepack import _core
 from moepack.format import PackedDirectory
 from moepack.methods import PackedTensor, SimpleMethod, Solution, create
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.runtime import cache as caches
 from moepack.runtime.cache import GrowingLayer
 from moepack.runtime.calls import CallReader, cache_name, cached
@@ -43,7 +44,8 @@ def directory(tmp_path_factory):
         key = architecture, method, *sorted(settings.items())
         if key not in made:
             path = tmp_path_factory.mktemp("packed") / "model"
-            made[key] = write_packed(tiny_model(architecture), path, create(method, **settings))
+            chosen = Ternary() if method == "ternary" else create(method, **settings)
+            made[key] = write_packed(tiny_model(architecture), path, chosen)
         return made[key]
 
     return make

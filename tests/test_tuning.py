@@ -31,6 +31,7 @@ from moepack.errors import (
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model
 from moepack.methods import CodeQuant, Rate
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.methods.rate.coder import Coder
 from moepack.methods.rate.sample import take_sample
 from moepack.pipeline import compress
@@ -326,9 +327,8 @@ def test_another_original_is_told(packed, text, tmp_path, recwarn):
 
 
 def test_what_cannot_be_tuned_is_refused(packed, mixtral, text, tmp_path):
-    from moepack.methods import create
 
-    compress(mixtral, tmp_path / "ternary", method=create("ternary"))
+    compress(mixtral, tmp_path / "ternary", method=Ternary())
     with pytest.raises(UnsupportedModelError, match="ternary"):
         tune(tmp_path / "ternary", mixtral, tmp_path / "out", calibration=str(text))
     with pytest.raises(CalibrationError, match="two samples"):

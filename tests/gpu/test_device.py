@@ -12,6 +12,7 @@ import moepack
 from moepack import GroupwiseTensor, _core
 from moepack.errors import DeviceError, DeviceMemoryError, LoadError
 from moepack.methods import create
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.registry import open_tensor
 from moepack.runtime import ops
 from moepack.runtime.backends.gpu import Uploader, upload
@@ -41,7 +42,9 @@ def directory(request, mixtral, tmp_path_factory):
     }
     settings["paper"] = settings["floe"] | {"paper_form": True}
     name = "floe" if request.param == "paper" else request.param
-    moepack.compress(mixtral, path, method=create(name, **settings.get(request.param, {})))
+    moepack.compress(
+        mixtral, path, method=Ternary() if name == "ternary" else create(name, **settings.get(request.param, {}))
+    )
     return path
 
 

@@ -9,6 +9,7 @@ import torch
 
 import moepack
 from moepack.methods import create
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.runtime.backends.gpu import slots
 from moepack.runtime.decoder import set_decoding
 from moepack.runtime.streaming import statistics_of
@@ -50,7 +51,9 @@ def channels(request, mixtral, tmp_path_factory):
 def other(request, mixtral, tmp_path_factory):
     directory = tmp_path_factory.mktemp("packed") / request.param
     settings = {"bits_per_weight": 3} if request.param == "rate" else {}
-    moepack.compress(mixtral, directory, method=create(request.param, **settings))
+    moepack.compress(
+        mixtral, directory, method=Ternary() if request.param == "ternary" else create(request.param, **settings)
+    )
     return directory
 
 

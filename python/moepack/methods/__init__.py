@@ -16,7 +16,6 @@ from moepack.methods.milo.settings import MiloSettings
 from moepack.methods.qmoe.settings import QmoeSettings
 from moepack.methods.rate.settings import RateSettings
 from moepack.methods.settings import REQUIRED, Settings, settings_of
-from moepack.methods.ternary.settings import TernarySettings
 
 if TYPE_CHECKING:
     from moepack.methods.auto.method import Auto
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from moepack.methods.milo.method import Milo
     from moepack.methods.qmoe.method import Qmoe
     from moepack.methods.rate.method import Rate
-    from moepack.methods.ternary.method import Ternary
 
 METHODS: dict[str, type[Settings]] = {
     each.name: each
@@ -52,7 +50,6 @@ METHODS: dict[str, type[Settings]] = {
         MiloSettings,
         CodeQuantSettings,
         QmoeSettings,
-        TernarySettings,
     )
 }
 """The declarations of all methods by name, in the order of the help."""
@@ -77,7 +74,6 @@ __all__ = [
     "SimpleMethod",
     "Solution",
     "Stage",
-    "Ternary",
     "Weights",
     "create",
     "method_class",

@@ -22,7 +22,7 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import Expected, MethodPlan, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.finequant.planning import REFERENCE, plan_sizes, proposals
-from moepack.methods.finequant.settings import ALPHA, BUDGET, MEAN, ROW, FineQuantSettings
+from moepack.methods.finequant.settings import ADAPTIVE, ALPHA, BUDGET, ROW, FineQuantSettings
 from moepack.methods.finequant.sizes import (
     GroupSize,
     free_size,
@@ -41,8 +41,6 @@ from moepack.solvers.widths import BITS
 
 __all__ = ["FineQuant"]
 
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 @dataclass
 class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
@@ -55,10 +53,10 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         super().__post_init__()
         if self.bits_per_weight is not None and self.group_size != BUDGET:
             raise ValueError("bits_per_weight requires group_size budget")
-        if self.group_size in ALPHA:
-            self.alpha = ALPHA[str(self.group_size)] if self.alpha is None else self.alpha
+        if self.group_size == ADAPTIVE:
+            self.alpha = ALPHA if self.alpha is None else self.alpha
         elif self.alpha is not None:
-            raise ValueError("alpha requires group_size adaptive or adaptive-mean")
+            raise ValueError("alpha requires group_size adaptive")
         self._dense = parse_dense_bits(self.dense_bits)
 
     @property
@@ -67,15 +65,9 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         values: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size}
         if self.group_size == BUDGET:
             values["bits_per_weight"] = self.bits_per_weight
-        if self.group_size in ALPHA:
+        if self.group_size == ADAPTIVE:
             values["alpha"] = self.alpha
-        return {
-            **values,
-            "dense_bits": dense_text(self._dense),
-            "symmetric": self.symmetric,
-            "search": self.search,
-            "scales": self.scales,
-        }
+        return {**values, "dense_bits": dense_text(self._dense), "symmetric": self.symmetric}
 
     @property
     def dense_roles(self) -> frozenset[str]:
@@ -125,7 +117,7 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         if self.group_size != BUDGET:
             return super().plan(checkpoint, model, progress)
         bits = {"experts": self.bits, **self._dense}
-        found = list(proposals(checkpoint, model, bits, self.symmetric, self.search))
+        found = list(proposals(checkpoint, model, bits, self.symmetric))
         sizes = plan_sizes(found, self.bits_per_weight, self.symmetric)
         return MethodPlan(self, self._with_sizes(sizes), checkpoint.path, self.settings, decisions=sizes)
 
@@ -155,12 +147,10 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         ratios = np.ones((experts, max(len(halvings(columns)) - 1, 0)))
 
         def measure(expert: int) -> None:
-            ratios[expert] = halving_ratios(weights.expert(expert), mean)
+            ratios[expert] = halving_ratios(weights.expert(expert))
 
-        mean = self.group_size == MEAN
         for_experts(measure, experts, lambda: None)
-        found = ratios.mean(0) if mean and experts else ratios.min(0, initial=1.0)
-        return free_size(weights.shape, stored_size(columns, found, self.alpha), self.symmetric)
+        return free_size(weights.shape, stored_size(columns, ratios.min(0, initial=1.0), self.alpha), self.symmetric)
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Quantize one tensor, several experts at a time; holds its codes (one byte per weight)."""
@@ -175,10 +165,7 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
 
         def quantize(expert: int) -> None:
             weight = weights.expert(expert)
-            found = quantize_groupwise(
-                weight, bits, size, symmetric=self.symmetric, search=self.search,
-                dtype=_DTYPES[self.scales], name=weights.sources[expert],
-            )  # fmt: skip
+            found = quantize_groupwise(weight, bits, size, symmetric=self.symmetric, name=weights.sources[expert])
             codes[expert], scales[expert] = found.codes, found.scales
             if found.offsets is not None:
                 offsets[expert] = found.offsets
@@ -199,12 +186,12 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         try:
             blob = _core.encode_groupwise(
                 parts["codes"], parts["scales"], None if self.symmetric else parts["offsets"], bits=bits,
-                group_size=solution.details["group_size"], ndim=weights.ndim, dtype=self.scales,
+                group_size=solution.details["group_size"], ndim=weights.ndim,
             )  # fmt: skip
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
         width = _core.PackedTensor(blob).details()["group_size"]
-        details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "dtype": self.scales}
+        details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "dtype": "float16"}
         return PackedTensor("groupwise", blob, details)
 
 

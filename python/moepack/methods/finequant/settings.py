@@ -6,29 +6,28 @@ from typing import ClassVar
 from moepack.methods.settings import Settings, setting
 from moepack.solvers.widths import BITS, GROUP_SIZES
 
-__all__ = ["ADAPTIVE", "ALPHA", "BUDGET", "MEAN", "ROW", "FineQuantSettings"]
+__all__ = ["ADAPTIVE", "ALPHA", "BUDGET", "ROW", "FineQuantSettings"]
 
-ROW, ADAPTIVE, MEAN, BUDGET = "row", "adaptive", "adaptive-mean", "budget"
+ROW, ADAPTIVE, BUDGET = "row", "adaptive", "budget"
 
-ALPHA = {ADAPTIVE: 0.35, MEAN: 0.87}
-"""Default alpha of the adaptive rules."""
+ALPHA = 0.35
+"""Default threshold of the adaptive rule."""
 
 
 @dataclass
 class FineQuantSettings(Settings):
     """The settings.
 
-    Group sizes other than a number are "row", "adaptive" (the paper's rule), "adaptive-mean" (the same rule with the
-    mean over groups instead of the extreme), or "budget" (the best sizes within `bits_per_weight`).
+    Group sizes other than a number are "row", "adaptive" (the paper's rule), or "budget" (the best sizes within
+    `bits_per_weight`).
 
-    The adaptive rules halve groups while some range (adaptive) or the mean range (adaptive-mean) falls below the
-    fraction `alpha` of the parent's. The paper publishes no value. Ranges of Gaussian weights fall to 0.4 at 128
-    columns and to 0.3 at 64; the means to 0.93 and 0.89.
+    The adaptive rule halves groups while some range falls below the fraction `alpha` of the parent's. The paper
+    publishes no value. Ranges of Gaussian weights fall to 0.4 at 128 columns and to 0.3 at 64.
     """
 
     bits: int = setting(4, help="Bits per code", users="expert", choices=BITS)
     group_size: int | str = setting(
-        64, help="Columns per scale", users="expert", choices=(*GROUP_SIZES, ROW, ADAPTIVE, MEAN, BUDGET)
+        64, help="Columns per scale", users="expert", choices=(*GROUP_SIZES, ROW, ADAPTIVE, BUDGET)
     )
     bits_per_weight: float | None = setting(
         None,
@@ -44,7 +43,8 @@ class FineQuantSettings(Settings):
     )
     alpha: float | None = setting(
         None,
-        help="Threshold of --group-size adaptive (default 0.35) or adaptive-mean (0.87).",
+        help="Threshold of --group-size adaptive",
+        shown=str(ALPHA),
         users="expert",
         above=0,
         below=1,
@@ -54,12 +54,6 @@ class FineQuantSettings(Settings):
         help="One scale per group, or a scale and an offset.",
         option="--symmetric/--asymmetric",
         users="expert",
-    )
-    search: bool = setting(
-        True, help="Search least-squares scales, or use the paper's.", option="--search/--no-search", users="expert"
-    )
-    scales: str = setting(
-        "float16", help="Data type of the stored scales", users="expert", choices=("float16", "bfloat16")
     )
     name: ClassVar[str] = "finequant"
     summary: ClassVar[str] = "group-wise integers of 8, 4, 3 or 2 bits; needs no text"

@@ -24,8 +24,8 @@ from moepack.methods.qmoe.forms import Form, GroupwiseForm, TernaryForm
 from moepack.methods.qmoe.grid import GridSolver, Rounding
 from moepack.methods.qmoe.rate import RateSolver
 from moepack.methods.qmoe.settings import MOST_BITS, QmoeSettings
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.methods.roles import dense_text, parse_dense_bits
-from moepack.methods.ternary.method import Ternary
 from moepack.solvers.gptq import GptqSettings
 from moepack.solvers.groupwise import quantize_groupwise
 from moepack.solvers.rate import RateSettings
@@ -47,7 +47,7 @@ class Qmoe(QmoeSettings, Fitted, SimpleMethod):
         if self.match_energy is None:
             self.match_energy = self.bits == "ternary"
         groups = GroupwiseForm(self.group_size, static=self.act_order, search=self.solver == "gptq")
-        self._form: Form = TernaryForm(self.code) if self.bits == "ternary" else groups
+        self._form: Form = TernaryForm() if self.bits == "ternary" else groups
         if self.bits_per_weight is not None and (self.bits != "ternary" or self.solver != "gptq"):
             raise ValueError("bits_per_weight requires ternary experts and the solver gptq")
         self._gptq = GptqSettings(damping=self.damping, act_order=self.act_order)
@@ -95,7 +95,7 @@ class Qmoe(QmoeSettings, Fitted, SimpleMethod):
         if self.bits_per_weight is not None:
             return Expected(math.prod(weights.shape) * self.bits_per_weight / 8, exact=False)
         if self.bits == "ternary":
-            return Ternary(self.code).expected(weights)
+            return Ternary().expected(weights)
         found = quantize_groupwise(weights.expert(0), 2, self.group_size, symmetric=False)
         assert found.offsets is not None
         parameters = torch.stack([found.scales, found.offsets], dim=-1).flatten(-2)

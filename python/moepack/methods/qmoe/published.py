@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from moepack.errors import InvalidTensorError
-from moepack.methods.ternary.method import Ternary
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.solvers.rtn import quantize_ternary
 
 __all__ = ["Published"]

@@ -36,7 +36,6 @@ class QmoeSettings(Settings):
         minimum=LEAST_BITS,
         maximum=MOST_BITS,
     )
-    code: str = setting("fsv8", help="Entropy code of ternary experts", users="expert", choices=("fsv8", "dict16"))
     damping: float = setting(0.1, help="Relative to the mean diagonal of the Hessian")
     # See `moepack.solvers.drift`. Values other than 0 run the original model beside the compressed one, which doubles
     # the time outside the solver.

@@ -1,5 +1,7 @@
 """Round-to-nearest ternary weights, entropy coded: QMoE's grid and code without calibration.
 
+This is a building block and a baseline. It is not offered to users, because it loses 1 to 3 nats per token.
+
 Each row of each expert has two levels, its minimum and maximum (QMoE, section 4.1). Every weight is rounded to the
 nearest of {minimum, 0, maximum}, and the codes are entropy coded (`fsv8`, or `dict16` as in the paper).
 """
@@ -12,8 +14,10 @@ import torch
 from moepack import _core
 from moepack.methods.base import Expected, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.parallel import for_experts
-from moepack.methods.ternary.settings import TernarySettings
+from moepack.methods.settings import setting
 from moepack.solvers.rtn import quantize_ternary
+
+__all__ = ["Ternary"]
 
 _ROW_BYTES = {"fsv8": (4, 1), "dict16": (2, 2)}
 """Worst-case row of a code, as (columns, bytes): fsv8 falls back to 2 bits per weight, a dict16 word covers two
@@ -21,9 +25,11 @@ weights."""
 
 
 @dataclass
-class Ternary(TernarySettings, SimpleMethod):
-    """The method with its settings."""
+class Ternary(SimpleMethod):
+    """Rounds to nearest."""
 
+    code: str = setting("fsv8", help="Entropy code", choices=tuple(_ROW_BYTES))
+    name: ClassVar[str] = "ternary"
     packs_empty: ClassVar[bool] = True
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
