@@ -107,7 +107,7 @@ docs: setup ## Build the documentation as a site into build/site
 
 bench: setup ## Run the benchmarks: the Rust kernels, then the codecs and products beside torch
 	cargo bench --package moepack-core
-	$(BIN)/python benches/ternary.py
+	$(BIN)/python -m benches.cpu.ternary
 
 clean: ## Remove everything that the other targets made
 	rm -rf $(VENV) target build dist python/moepack/_core*.so

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from moepack import _core
-from moepack.runtime.backends.gpu.backend import REARRANGED
-from moepack.runtime.backends.gpu.families import FAMILIES as MODULES
-from moepack.runtime.backends.gpu.families import kernels_of
-from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.backends.gpu.backend import REARRANGED
+from moepack.backends.gpu.families import FAMILIES as MODULES
+from moepack.backends.gpu.families import kernels_of
+from moepack.backends.gpu.matrix import DeviceMatrix
 
 FAMILIES = ("groupwise", "ternary", "codebook", "coded")
 
@@ -31,9 +31,9 @@ def specifications(families: list[str]) -> dict[str, Make]:
     found: dict[str, Make] = {}
     for family in families:
         try:
-            found |= import_module(family).SPECIFICATIONS
+            found |= import_module(f"{__package__}.{family}").SPECIFICATIONS
         except ModuleNotFoundError as error:
-            if error.name != family:
+            if error.name != f"{__package__}.{family}":
                 raise
             print(f"no cases of {family}")
     return found
@@ -50,7 +50,7 @@ def on_device(data: NDArray[np.uint8]) -> DeviceMatrix:
 
 def seen(matrix: DeviceMatrix, x: torch.Tensor) -> torch.Tensor:
     """What the products of a matrix see of activations [N, C], float64."""
-    rounded = getattr(import_module(MODULES[matrix.kind]), "seen", None)
+    rounded = getattr(import_module(f"{__package__}.{MODULES[matrix.kind]}"), "seen", None)
     return rounded(matrix.details, x) if rounded else x.double()
 
 

@@ -1,7 +1,7 @@
 """Every kernel against float64 products of the core's values, on a GPU: fresh random inputs, poisoned outputs, odd
 shapes, skipped and repeated experts, graphs replayed with another routing, a busy second stream, the same bits again.
 
-    PYTHONPATH=python python benches/gpu/check.py [--families groupwise] [--only NAME] [--seed N]
+    PYTHONPATH=python python -m benches.gpu.check [--families groupwise] [--only NAME] [--seed N]
 """
 
 import argparse
@@ -9,13 +9,13 @@ import sys
 import time
 
 import torch
-from cases import FAMILIES, Make, on_device, routing, seen, specifications
 from torch import Tensor
 from torch.nn import functional
 
+from benches.gpu.cases import FAMILIES, Make, on_device, routing, seen, specifications
 from moepack import _core
-from moepack.runtime.backends.gpu.families import kernels_of
-from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.backends.gpu.families import kernels_of
+from moepack.backends.gpu.matrix import DeviceMatrix
 
 EXACT = 1e-5
 """Bound of the relative error where only sums are rounded."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import repeated
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benches.gpu.cases import repeated
 from moepack import _core
 
 ERROR = 2.0**-12

@@ -1,8 +1,8 @@
 """FloE's kernels on a GPU: products of chosen channels against float64, their times, and the compact transfer.
 
-PYTHONPATH=python python benches/gpu/floe.py check [--seed N]
-PYTHONPATH=python python benches/gpu/floe.py speed [--results FILE]
-PYTHONPATH=python python benches/gpu/floe.py transfers
+PYTHONPATH=python python -m benches.gpu.floe check [--seed N]
+PYTHONPATH=python python -m benches.gpu.floe speed [--results FILE]
+PYTHONPATH=python python -m benches.gpu.floe transfers
 """
 
 import argparse
@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cases import copies, device_name, on_device, routing
-from check import EXACT, ROUNDED, error, poisoned
 from numpy.typing import NDArray
-from speed import microseconds
 from torch import Tensor
 from torch.nn import functional
 
-import groupwise
+from benches.gpu import groupwise
+from benches.gpu.cases import copies, device_name, on_device, routing
+from benches.gpu.check import EXACT, ROUNDED, error, poisoned
+from benches.gpu.speed import microseconds
 from moepack import _core
-from moepack.runtime.backends.gpu.channels import KERNELS, gather
-from moepack.runtime.backends.gpu.families import kernels_of
-from moepack.runtime.backends.gpu.layer import LayerKernels
-from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from moepack.backends.gpu.channels import KERNELS, gather
+from moepack.backends.gpu.families import kernels_of
+from moepack.backends.gpu.layer import LayerKernels
+from moepack.backends.gpu.matrix import DeviceMatrix
 
 MIXTRAL = 4096, 14336
 """The model's width and the channels of an expert of Mixtral-8x7B."""

@@ -5,9 +5,9 @@ from itertools import product
 
 import numpy as np
 import torch
-from cases import repeated
 from numpy.typing import NDArray
 
+from benches.gpu.cases import repeated
 from moepack import GroupwiseTensor, _core
 
 

@@ -1,10 +1,10 @@
 """Whole models on a GPU: loss and text beside the CPU's, tokens a second beside bfloat16's, memory of both.
 
-    PYTHONPATH=python python benches/gpu/models.py --packed DIR ... --source DIR --text FILE [--large] [--results FILE]
+    PYTHONPATH=python python -m benches.gpu.models --packed DIR ... --source DIR --text FILE [--large] [--results FILE]
 
 Losses are those of float32 models: of windows as long as the decoding kernels take, and of long ones, whose weights are
 decoded to bfloat16. Decoding is greedy, one sequence, without waiting for a token before the next is launched; "graphs"
-replays recorded steps (`moepack.runtime.graphs`), "transformers" launches operation by operation. `--large` adds a
+replays recorded steps (`moepack.decoding.graphs`), "transformers" launches operation by operation. `--large` adds a
 made-up model of Qwen3-30B-A3B's shapes with fewer layers, in bfloat16 and with packed random experts, whose speed and
 memory count and nothing else.
 """
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import device_name, specifications
 from torch.nn import functional
 
 import moepack
+from benches.gpu.cases import device_name, specifications
+from moepack.decoding.decoder import DecoderForward, set_decoding
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.runtime.decoder import DecoderForward, set_decoding
-from moepack.runtime.device import DeviceStore
-from moepack.runtime.experts import PackedExperts
+from moepack.modules.experts import PackedExperts
+from moepack.stores.uploaded import DeviceStore
 
 SHORT, LONG = 48, 512
 """Tokens of a window: fewer than the kernels take, and a prompt."""

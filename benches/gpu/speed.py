@@ -3,7 +3,7 @@
 Weights rotate among copies of 600 MB in all and more, so that none is in the cache; everything of one line runs in one
 process, one after the other. "decoded" is the path of prompts: weights to bfloat16, then cuBLAS.
 
-    PYTHONPATH=python python benches/gpu/speed.py [--families groupwise] [--only NAME] [--shapes NAME] [--results FILE]
+    PYTHONPATH=python python -m benches.gpu.speed [--families groupwise] [--only NAME] [--shapes NAME] [--results FILE]
 """
 
 import argparse
@@ -14,15 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import baselines
 import torch
-from cases import FAMILIES, Make, copies, device_name, on_device, routing, specifications
 from torch import Tensor
 from torch.nn import functional
 
-from moepack.runtime.backends.gpu import prompt
-from moepack.runtime.backends.gpu.families import kernels_of
-from moepack.runtime.backends.gpu.matrix import DeviceMatrix
+from benches.gpu import baselines
+from benches.gpu.cases import FAMILIES, Make, copies, device_name, on_device, routing, specifications
+from moepack.backends.gpu import prompt
+from moepack.backends.gpu.families import kernels_of
+from moepack.backends.gpu.matrix import DeviceMatrix
 
 COLD = 600 << 20
 """Bytes of weights that a graph reads before it comes back to the first."""

@@ -1,7 +1,7 @@
 """Decoding with too little memory on a GPU: tokens a second of a made-up model, and what crosses the bus for each.
 
-    PYTHONPATH=python python benches/gpu/store.py [--layers 4] [--only NAME ...] [--results FILE]
-    PYTHONPATH=python python benches/gpu/store.py --packed DIR --text FILE [--chars 12000]
+    PYTHONPATH=python python -m benches.gpu.store [--layers 4] [--only NAME ...] [--results FILE]
+    PYTHONPATH=python python -m benches.gpu.store --packed DIR --text FILE [--chars 12000]
 
 The model has Mixtral-8x7B's shapes and few layers; weights repeat and tokens are drawn, so every expert is as likely as
 any other, and every channel: the worst case of what is kept on the device. "all" has everything on the GPU, the others
@@ -25,25 +25,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cases import device_name
-from models import allocated, decoding
 from numpy.typing import NDArray
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
-import floe
-import groupwise
 import moepack
+from benches.gpu import floe, groupwise
+from benches.gpu.cases import device_name
+from benches.gpu.models import allocated, decoding
 from moepack import _core
+from moepack.backends import backend_for
+from moepack.decoding.decoder import install
 from moepack.integrations.loading import open_tokenizer
-from moepack.runtime.backends import backend_for
-from moepack.runtime.decoder import install
-from moepack.runtime.device import DeviceStore
-from moepack.runtime.experts import PackedExperts, SparseExperts
-from moepack.runtime.store import MappedStore
-from moepack.runtime.streaming import Statistics, statistics_of
-from moepack.runtime.streaming.store import expert_layers
-from moepack.runtime.tiers import Gpu, Misses, keep_on
+from moepack.modules.experts import PackedExperts, SparseExperts
+from moepack.stores.mapped import MappedStore
+from moepack.stores.streaming import Statistics, statistics_of
+from moepack.stores.streaming.experts import expert_layers
+from moepack.stores.tiers import Gpu, Misses, keep_on
+from moepack.stores.uploaded import DeviceStore
 
 WIDTH, INNER, EXPERTS, TOP_K, VOCABULARY = 4096, 14336, 8, 2, 4096
 PROMPT, WARM, STEPS = 8, 8, 48

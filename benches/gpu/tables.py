@@ -1,6 +1,6 @@
 """The tables of docs/gpu.md, of the results of speed.py, models.py and floe.py.
 
-python benches/gpu/tables.py
+python -m benches.gpu.tables
 """
 
 import json

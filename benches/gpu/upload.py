@@ -1,6 +1,6 @@
 """Speed of uploads: packed bytes a second, from memory to a GPU ready for products, and of the rearrangement before.
 
-PYTHONPATH=python python benches/gpu/upload.py [--families coded] [--only NAME] [--results FILE]
+PYTHONPATH=python python -m benches.gpu.upload [--families coded] [--only NAME] [--results FILE]
 """
 
 import argparse
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import FAMILIES, device_name, specifications
 
+from benches.gpu.cases import FAMILIES, device_name, specifications
 from moepack import _core
-from moepack.runtime.backends.gpu import Uploader, upload
-from moepack.runtime.backends.gpu.backend import REARRANGED
+from moepack.backends.gpu import Uploader, upload
+from moepack.backends.gpu.backend import REARRANGED
 
 SHAPE = (8, 14336, 4096)
 """Experts, rows and columns: a projection of a layer of Mixtral-8x7B."""

@@ -33,6 +33,7 @@ from moepack.integrations import register
 
 if TYPE_CHECKING:
     from moepack._core import __version__
+    from moepack.backends.compute import compute_mode, set_compute_mode
     from moepack.bits import pack_int3, unpack_int3
     from moepack.checkpoint import Checkpoint, describe
     from moepack.codebook import CodebookTensor, encode_codebook, lut_matmul
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from moepack.groupwise import GroupwiseTensor, encode_groupwise
     from moepack.integrations.loading import load
     from moepack.pipeline import CompressReport, compress
-    from moepack.runtime.compute import compute_mode, set_compute_mode
     from moepack.solvers.groupwise import quantize_groupwise
     from moepack.solvers.rtn import quantize_ternary
     from moepack.ternary import TernaryTensor, encode_ternary
@@ -106,7 +106,7 @@ _EXPORTS = {
     "TernaryTensor": "moepack.ternary",
     "VerifyReport": "moepack.format",
     "compress": "moepack.pipeline",
-    "compute_mode": "moepack.runtime.compute",
+    "compute_mode": "moepack.backends.compute",
     "describe": "moepack.checkpoint",
     "encode_codebook": "moepack.codebook",
     "encode_groupwise": "moepack.groupwise",
@@ -118,7 +118,7 @@ _EXPORTS = {
     "record_reference": "moepack.evaluation",
     "quantize_groupwise": "moepack.solvers.groupwise",
     "quantize_ternary": "moepack.solvers.rtn",
-    "set_compute_mode": "moepack.runtime.compute",
+    "set_compute_mode": "moepack.backends.compute",
     "unpack_int3": "moepack.bits",
     "verify": "moepack.format",
 }

@@ -13,14 +13,15 @@ import pytest
 import moepack
 import packed_support as support
 from moepack.format.side import is_editable
+from places import GOLDEN
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "directory-v1"
+FOLDER = GOLDEN / "directory-v1"
 STEP = 1 if os.environ.get("MOEPACK_ALL_BITS") == "1" else 499
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.iterdir()))
 def test_a_flipped_bit_is_found_and_named(name: str, tmp_path: Path) -> None:
-    directory = Path(shutil.copytree(GOLDEN, tmp_path / "packed"))
+    directory = Path(shutil.copytree(FOLDER, tmp_path / "packed"))
     file = directory / name
     for bit in range(0, 8 * file.stat().st_size, STEP):
         support.flip(file, bit)

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +9,8 @@ from numpy.typing import NDArray
 
 from moepack import CorruptionError, _core
 from moepack.registry import open_tensor
+from places import GOLDEN
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 BLOBS = {
     f"{file.parent.name}/{file.name}": np.frombuffer(file.read_bytes(), np.uint8)
     for file in sorted(GOLDEN.rglob("*"))

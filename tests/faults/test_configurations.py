@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fault_support import assert_refused_by_every_method, faulty, refused
 
 import moepack
+from fault_support import assert_refused_by_every_method, faulty, refused
 from moepack import CheckpointError, LoadError, UnsupportedModelError
 from moepack.integrations import transformers
 from moepack.integrations.loading import open_model

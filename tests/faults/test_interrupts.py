@@ -1,11 +1,12 @@
-"""Ctrl-C ends every long-running command with a shell's exit code. Latency: `benches/interrupts.py`."""
+"""Ctrl-C ends every long-running command with a shell's exit code. Latency: `benches/cpu/interrupts.py`."""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-BENCH = Path(__file__).parents[2] / "benches" / "interrupts.py"
+from places import BENCHES
+
+BENCH = BENCHES / "cpu" / "interrupts.py"
 
 
 def test_every_command_ends() -> None:

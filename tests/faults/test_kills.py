@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from moepack.methods import METHODS
+from places import TESTS
 
-TESTS = Path(__file__).parent.parent
 KILLS = 0 if os.environ.get("MOEPACK_ALL_KILLS") == "1" else 3
 
 

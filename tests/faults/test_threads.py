@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fault_support import every_method
 
 import moepack
+from fault_support import every_method
 
 THREADS, CALLS = 8, 24
 

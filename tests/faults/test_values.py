@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fault_support import WEIGHTS, Tensors, assert_refused_by_every_method, every_method, faulty
 
 import moepack
+from fault_support import WEIGHTS, Tensors, assert_refused_by_every_method, every_method, faulty
 from moepack import CheckpointError, InvalidTensorError, MoepackWarning, UnsupportedModelError
 
 EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"

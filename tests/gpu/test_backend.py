@@ -9,12 +9,12 @@ from torch.nn import functional
 
 import moepack
 from moepack import GroupwiseTensor, _core
-from moepack.runtime.backends.cpu import CpuBackend
-from moepack.runtime.backends.gpu import backend, prompt
-from moepack.runtime.backends.gpu.backend import GpuBackend
-from moepack.runtime.backends.gpu.families import FAMILIES, kernels_of
-from moepack.runtime.backends.gpu.matrix import DeviceMatrix
-from moepack.runtime.backends.gpu.upload import PIECE, pieces
+from moepack.backends.cpu import CpuBackend
+from moepack.backends.gpu import backend, prompt
+from moepack.backends.gpu.backend import GpuBackend
+from moepack.backends.gpu.families import FAMILIES, kernels_of
+from moepack.backends.gpu.matrix import DeviceMatrix
+from moepack.backends.gpu.upload import PIECE, pieces
 from runtime_support import dense_blob
 
 

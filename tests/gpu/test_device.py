@@ -10,19 +10,19 @@ import transformers
 
 import moepack
 from moepack import GroupwiseTensor, _core
+from moepack.backends.gpu import Uploader, upload
+from moepack.backends.gpu.device import allocate
+from moepack.backends.gpu.families import kernels_of
+from moepack.backends.gpu.program import Program
+from moepack.decoding.decoder import set_decoding
 from moepack.errors import DeviceError, DeviceMemoryError, LoadError
 from moepack.methods import create
 from moepack.methods.qmoe.ternary import Ternary
+from moepack.modules import ops
+from moepack.modules.experts import PackedExperts
+from moepack.modules.linear import PackedLinear
 from moepack.registry import open_tensor
-from moepack.runtime import ops
-from moepack.runtime.backends.gpu import Uploader, upload
-from moepack.runtime.backends.gpu.device import allocate
-from moepack.runtime.backends.gpu.families import kernels_of
-from moepack.runtime.backends.gpu.program import Program
-from moepack.runtime.decoder import set_decoding
-from moepack.runtime.device import DeviceStore
-from moepack.runtime.experts import PackedExperts
-from moepack.runtime.linear import PackedLinear
+from moepack.stores.uploaded import DeviceStore
 from oracle.coded import dependent
 
 if not torch.cuda.is_available():

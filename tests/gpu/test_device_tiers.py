@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import moepack
+from moepack.backends.gpu import slots
+from moepack.decoding.decoder import set_decoding
 from moepack.methods import create
 from moepack.methods.qmoe.ternary import Ternary
-from moepack.runtime.backends.gpu import slots
-from moepack.runtime.decoder import set_decoding
-from moepack.runtime.streaming import statistics_of
-from moepack.runtime.streaming.store import expert_layers
-from moepack.runtime.tiers import store
-from moepack.runtime.tiers.misses import Rates, Shares
+from moepack.stores.streaming import statistics_of
+from moepack.stores.streaming.experts import expert_layers
+from moepack.stores.tiers import experts as store
+from moepack.stores.tiers.misses import Rates, Shares
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)

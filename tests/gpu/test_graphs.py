@@ -8,9 +8,9 @@ from transformers.cache_utils import DynamicCache
 
 import moepack
 import runtime_support
-from moepack.runtime.graphs import StepGraphs
-from moepack.runtime.plan import Unknown
-from moepack.runtime.recording import Unwritten
+from moepack.backends.gpu.recording import Unwritten
+from moepack.decoding.graphs import StepGraphs
+from moepack.decoding.plan import Unknown
 
 
 class Tape:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from moepack import _core
+from moepack.backends.gpu.coded import HEADER_WORDS, SECTIONS, uploaded
+from moepack.backends.gpu.compiler import sources
 from moepack.errors import CorruptionError
 from moepack.registry import open_tensor
-from moepack.runtime.backends.gpu.coded import HEADER_WORDS, SECTIONS, uploaded
-from moepack.runtime.backends.gpu.compiler import sources
 from oracle.coded import dependent
 
 _COMPILER = shutil.which("g++")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moepack import _core, encode_ternary
-from moepack.runtime.backends.gpu.compiler import sources
-from moepack.runtime.backends.gpu.ternary import _words
+from moepack.backends.gpu.compiler import sources
+from moepack.backends.gpu.ternary import _words
 
 _COMPILER = shutil.which("g++")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moepack import GroupwiseTensor
-from moepack.runtime.backends.gpu.compiler import sources
+from moepack.backends.gpu.compiler import sources
 
 _COMPILER = shutil.which("g++")
 

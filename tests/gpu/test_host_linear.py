@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moepack import GroupwiseTensor, _core
-from moepack.runtime.backends.gpu.compiler import sources
+from moepack.backends.gpu.compiler import sources
 
 _COMPILER = shutil.which("g++")
 _HEADER = 128

@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sass import DISASSEMBLER, INTEGER, disassemble
 
+from moepack.backends.gpu import channels as channel_kernels
+from moepack.backends.gpu import codebook as codebook_kernels
+from moepack.backends.gpu import coded as coded_kernels
+from moepack.backends.gpu import coded_upload, compiler, groupwise_linear
+from moepack.backends.gpu import groupwise as groupwise_kernels
+from moepack.backends.gpu import ternary as ternary_kernels
+from moepack.backends.gpu.families import FAMILIES
+from moepack.backends.gpu.linear import COLUMNS
 from moepack.errors import DeviceError
-from moepack.runtime.backends.gpu import channels as channel_kernels
-from moepack.runtime.backends.gpu import codebook as codebook_kernels
-from moepack.runtime.backends.gpu import coded as coded_kernels
-from moepack.runtime.backends.gpu import coded_upload, compiler, groupwise_linear
-from moepack.runtime.backends.gpu import groupwise as groupwise_kernels
-from moepack.runtime.backends.gpu import ternary as ternary_kernels
-from moepack.runtime.backends.gpu.families import FAMILIES
-from moepack.runtime.backends.gpu.linear import COLUMNS
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_90a")
 

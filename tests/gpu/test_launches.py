@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moepack import GroupwiseTensor, _core
-from moepack.runtime.backends.gpu import codebook, coded, groupwise, groupwise_linear, layer, linear
-from moepack.runtime.backends.gpu.matrix import DeviceMatrix
-from moepack.runtime.backends.gpu.program import Program
+from moepack.backends.gpu import codebook, coded, groupwise, groupwise_linear, layer, linear
+from moepack.backends.gpu.matrix import DeviceMatrix
+from moepack.backends.gpu.program import Program
 
 H100 = layer.Device(132, 228 << 10, (227 << 10) - layer._STATIC_BYTES, has_warpgroups=True)
 A100 = layer.Device(108, 164 << 10, (163 << 10) - layer._STATIC_BYTES, has_warpgroups=False)

@@ -6,9 +6,9 @@ import torch
 import moepack
 import runtime_support
 from moepack import GroupwiseTensor
-from moepack.runtime import ops
-from moepack.runtime.experts import PackedExperts
-from moepack.runtime.linear import PackedLinear
+from moepack.modules import ops
+from moepack.modules.experts import PackedExperts
+from moepack.modules.linear import PackedLinear
 from runtime_support import SWITCH, dense_blob, inputs
 
 EXPERTS, INNER, HIDDEN = 3, 12, 16
@@ -88,12 +88,12 @@ def test_compiled_switch_transformers(tmp_path):
 
 
 def test_stores_that_keep_bytes_elsewhere_are_not_traced():
-    class Elsewhere(moepack.runtime.store.ExpertStore):
+    class Elsewhere(moepack.stores.base.ExpertStore):
         def put(self, layer, projection, data, **place):
             pytest.fail("the layer has its bytes elsewhere")
 
         def fetch(self, layer, experts, device):
-            return (moepack.runtime.store.matrix_over(gate),)
+            return (moepack.stores.base.matrix_over(gate),)
 
         def prefetch(self, layer, experts, device):
             pass

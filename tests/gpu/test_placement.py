@@ -9,12 +9,12 @@ from accelerate.utils import compute_module_sizes
 
 import moepack
 import runtime_support
+from moepack.backends.gpu import compiler, device
 from moepack.errors import DeviceError, DeviceMemoryError, LoadError
 from moepack.format.weights import weight_files
 from moepack.integrations import loading, placement
 from moepack.integrations.placement import Placement
-from moepack.runtime.backends.gpu import compiler, device
-from moepack.runtime.packed import PackedModule
+from moepack.stores.module import PackedModule
 from runtime_support import inputs, logits
 
 GPU = torch.device("cuda", 0)

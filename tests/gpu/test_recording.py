@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from moepack.runtime import recording
-from moepack.runtime.recording import Unwritten, interlude, record
+from moepack.backends.gpu import recording
+from moepack.backends.gpu.recording import Unwritten, interlude, record
 
 SECOND = torch.device("cuda", 1)
 

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from moepack.runtime.backends.gpu import slots
-from moepack.runtime.backends.gpu.matrix import DeviceMatrix, Late
+from moepack.backends.gpu import slots
+from moepack.backends.gpu.matrix import DeviceMatrix, Late
 
 SLOTS, INNER, WIDTH = 5, 6, 4
 

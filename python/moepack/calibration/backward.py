@@ -30,8 +30,8 @@ from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stacks import Stack
 from moepack.calibration.stream import Stream
 from moepack.calibration.tail import Tail
+from moepack.decoding.finite import are_finite
 from moepack.errors import UnsupportedModelError
-from moepack.runtime.finite import are_finite
 
 __all__ = ["Backward", "Passed", "Watch"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moepack.checkpoint.experts import form_of
 from moepack.checkpoint.model import MoeLayer
 from moepack.errors import UnsupportedModelError
-from moepack.runtime.own import OwnCode
+from moepack.modules.own import OwnCode
 
 __all__ = ["Recorder"]
 

@@ -30,8 +30,8 @@ from moepack.calibration.stacks import Stack, decoder_blocks
 from moepack.calibration.stage import LayerRun, enough_memory
 from moepack.calibration.stream import Stream
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeLayer, MoeModel
+from moepack.decoding.vocabulary import require_known, vocabulary_of
 from moepack.errors import CalibrationError
-from moepack.runtime.vocabulary import require_known, vocabulary_of
 
 __all__ = ["Calibrator"]
 

@@ -25,8 +25,8 @@ from moepack.calibration.recorder import Recorder
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stream import Stream
 from moepack.checkpoint import MoeModel
+from moepack.decoding.finite import advice
 from moepack.errors import CalibrationError, UnsupportedModelError
-from moepack.runtime.finite import advice
 
 __all__ = ["Stack", "decoder_blocks"]
 

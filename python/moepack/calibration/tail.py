@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stacks import Stack
+from moepack.decoding.finite import non_finite_in
 from moepack.errors import NonFiniteError, UnsupportedModelError
-from moepack.runtime.finite import non_finite_in
 
 __all__ = ["Tail"]
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moepack.decoding.vocabulary import first_unknown, unknown
 from moepack.errors import CalibrationError, MoepackWarning, TextError
-from moepack.runtime.vocabulary import first_unknown, unknown
 from moepack.textfile import BUILT_IN, read_text
 
 __all__ = ["Tokenizer", "check_source", "read_texts", "token_windows"]

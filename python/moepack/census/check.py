@@ -20,15 +20,15 @@ from moepack.census.tiny import VOCABULARY, tiny_model
 from moepack.checkpoint import Checkpoint, describe
 from moepack.checkpoint.classes import model_class
 from moepack.checkpoint.experts import form_of
+from moepack.decoding.calls import cache_name, cached
+from moepack.decoding.families import FAMILIES
+from moepack.decoding.stepping import tried
 from moepack.errors import MoepackError, UnsupportedModelError
 from moepack.export import export
 from moepack.integrations.loading import load
 from moepack.methods import Method
 from moepack.methods.finequant import FineQuant
 from moepack.pipeline import compress
-from moepack.runtime.calls import cache_name, cached
-from moepack.runtime.families import FAMILIES
-from moepack.runtime.stepping import tried
 
 __all__ = ["EXPORTED", "FOLLOWED", "ORIGINAL", "Outcome", "architectures", "check", "core_decodes", "followed"]
 

@@ -109,7 +109,7 @@ def _foreseen(error: Exception) -> MoepackError | None:
 
 def _of_a_device(error: RuntimeError) -> MoepackError | None:
     """Return the error to report for a GPU failure, or None. Call only after a torch error: imports torch."""
-    found: MoepackError | None = import_module("moepack.runtime.backends.gpu").lost(error)
+    found: MoepackError | None = import_module("moepack.backends.gpu").lost(error)
     return found
 
 

@@ -30,7 +30,7 @@ from moepack.cli.usage import require_place, wrong_usage
 from moepack.textfile import standard_input
 
 if TYPE_CHECKING:
-    from moepack.runtime.conversation import Conversation
+    from moepack.serving.text.conversation import Conversation
 
 __all__ = ["chat_command"]
 
@@ -65,11 +65,11 @@ def chat_command(
 ) -> None:
     """Chat with a model. A model without a chat template continues your text."""
     from moepack.cli.evaluate import quiet_transformers
+    from moepack.decoding.stepping import tried
     from moepack.integrations.loading import open_model, open_tokenizer
-    from moepack.runtime.conversation import Conversation
-    from moepack.runtime.prompts import has_template
-    from moepack.runtime.sampling import Sampling
-    from moepack.runtime.stepping import tried
+    from moepack.serving.text.conversation import Conversation
+    from moepack.serving.text.prompts import has_template
+    from moepack.serving.text.sampling import Sampling
 
     quiet_transformers()
     with wrong_usage():

@@ -21,7 +21,7 @@ def doctor_command(
 
     With MODEL, show only what decodes that model.
     """
-    from moepack.runtime.machine import examine
+    from moepack.backends.machine import examine
 
     if model is not None:
         from moepack.integrations.diagnosis import who_decodes

@@ -58,9 +58,9 @@ def eval_command(
     --reference adds KL divergence and top-1 agreement. The reference runs first, block by block if it does not fit in
     memory, and is freed before the model is loaded.
     """
+    from moepack.backends.threads import set_threads
     from moepack.evaluation import evaluate
     from moepack.evaluation.tasks import evaluate_tasks
-    from moepack.runtime.threads import set_threads
 
     quiet_transformers()
     if threads is not None:

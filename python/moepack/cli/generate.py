@@ -27,8 +27,8 @@ from moepack.textfile import read_text, standard_input
 from moepack.units import size
 
 if TYPE_CHECKING:
-    from moepack.runtime.generation import GenerationReport
-    from moepack.runtime.streaming import Statistics
+    from moepack.serving.text.generation import GenerationReport
+    from moepack.stores.streaming import Statistics
 
 __all__ = ["generate_command"]
 
@@ -67,11 +67,11 @@ def generate_command(
 ) -> None:
     """Continue a prompt. The text is streamed to stdout; the speed is printed to stderr at the end."""
     from moepack.cli.evaluate import quiet_transformers
+    from moepack.decoding.vocabulary import naming
     from moepack.integrations.loading import open_model, open_tokenizer
-    from moepack.runtime.conversation import conversation
-    from moepack.runtime.generation import generate
-    from moepack.runtime.sampling import Sampling, given
-    from moepack.runtime.vocabulary import naming
+    from moepack.serving.text.conversation import conversation
+    from moepack.serving.text.generation import generate
+    from moepack.serving.text.sampling import Sampling, given
 
     quiet_transformers()
     with wrong_usage():
@@ -95,9 +95,9 @@ def generate_command(
 
 def _tell(report: "GenerationReport", model: Any) -> None:
     """Print the speed and the memory use to stderr."""
+    from moepack.decoding.stepping import stepping
     from moepack.memory import process_memory
-    from moepack.runtime.stepping import stepping
-    from moepack.runtime.streaming import statistics_of
+    from moepack.stores.streaming import statistics_of
 
     memory, console = process_memory(), plain_console(stderr=True)
     console.print(

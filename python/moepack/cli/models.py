@@ -100,7 +100,7 @@ Source checkpoints may be quantized: fp8 with scales per block, row, expert or t
 decoded one matrix at a time. Compressing synthetic checkpoints of two layers of 50 * 10^6
 weights (101 MB each in bf16) on one thread of a shared Zen 3 took at most 606 MB of anonymous memory from fp8 and
 590 MB from mxfp4. The guaranteed limit is 1 GiB + 4 times the largest layer, here 1,476 MB
-(`python benches/sources.py --experts 8`, benches/results/sources-zen3.json).
+(`python -m benches.cpu.sources --experts 8`, benches/results/sources-zen3.json).
 
 | architecture | verdict | experts | calibrated | decoded by | reason |
 |---|---|---|---|---|---|

@@ -30,8 +30,8 @@ def report_command(
 
     --text measures the loss; --reference adds the divergence from the original. `moepack verify` still passes.
     """
+    from moepack.backends.threads import set_threads
     from moepack.report import write_report
-    from moepack.runtime.threads import set_threads
 
     quiet_transformers()
     if threads is not None:

@@ -52,11 +52,11 @@ def serve_command(
         raise LoadError("serving needs FastAPI and uvicorn: pip install 'moepack[serve]'")
     from moepack.checkpoint.resolve import resolve_model
     from moepack.cli.evaluate import quiet_transformers
+    from moepack.decoding.stepping import tried
     from moepack.integrations.loading import open_model, open_tokenizer
-    from moepack.runtime.stepping import tried
     from moepack.serving.engine import Engine
-    from moepack.serving.listening import listen
-    from moepack.serving.server import Settings, create_app
+    from moepack.serving.http.listening import listen
+    from moepack.serving.http.server import Settings, create_app
 
     quiet_transformers()
     with wrong_usage():

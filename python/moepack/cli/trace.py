@@ -27,7 +27,7 @@ def trace_command(
     from moepack.cli.evaluate import quiet_transformers
     from moepack.evaluation import evaluate
     from moepack.integrations.loading import load, open_tokenizer
-    from moepack.runtime.streaming.trace import POLICIES, Trace, hit_rate, recorded
+    from moepack.stores.streaming.trace import POLICIES, Trace, hit_rate, recorded
 
     quiet_transformers()
     with wrong_usage():

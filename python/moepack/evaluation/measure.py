@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moepack.decoding.vocabulary import require_known, vocabulary_of
 from moepack.errors import NonFiniteError, ReferenceMismatchError
 from moepack.evaluation.models import Progress, Source, is_loaded, open_source, run, tokenizer_of
 from moepack.evaluation.reference import Reference, record_reference
 from moepack.evaluation.windows import batches, read_windows
 from moepack.memory import PeakMemory
-from moepack.runtime.vocabulary import require_known, vocabulary_of
 from moepack.units import byte_count
 
 __all__ = ["EvaluationReport", "evaluate"]

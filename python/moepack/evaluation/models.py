@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from moepack.checkpoint.resolve import resolve_model
+from moepack.decoding.finite import are_finite, non_finite
+from moepack.decoding.vocabulary import require_head
 from moepack.integrations.loading import DTYPES, is_packed, open_model, open_tokenizer
-from moepack.runtime.finite import are_finite, non_finite
-from moepack.runtime.vocabulary import require_head
 
 __all__ = ["Progress", "Source", "dtype_of", "is_loaded", "open_source", "run", "tokenizer_of"]
 

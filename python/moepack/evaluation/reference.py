@@ -26,6 +26,8 @@ from safetensors import SafetensorError, safe_open
 
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
+from moepack.decoding.finite import advice, are_finite
+from moepack.decoding.vocabulary import naming
 from moepack.errors import CorruptionError, MoepackError, NonFiniteError, ReferenceMismatchError
 from moepack.evaluation.models import Progress, Source, dtype_of, is_loaded, open_source, run, tokenizer_of
 from moepack.evaluation.streaming import StreamedDecoder
@@ -35,8 +37,6 @@ from moepack.format.header import DTYPES
 from moepack.format.shard import DTYPE_NAMES
 from moepack.integrations.loading import is_packed
 from moepack.memory import PeakMemory, available_bytes
-from moepack.runtime.finite import advice, are_finite
-from moepack.runtime.vocabulary import naming
 
 __all__ = ["Reference", "record_reference"]
 

@@ -9,11 +9,11 @@ from os import PathLike, fspath
 from typing import Any
 from unittest.mock import patch
 
+from moepack.decoding.carried import carried_of
+from moepack.decoding.finite import watching
+from moepack.decoding.vocabulary import naming
 from moepack.errors import LoadError
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.runtime.carried import carried_of
-from moepack.runtime.finite import watching
-from moepack.runtime.vocabulary import naming
 
 __all__ = ["evaluate_tasks"]
 

@@ -16,7 +16,7 @@ from moepack.checkpoint.experts import form_of
 from moepack.checkpoint.names import Names
 from moepack.errors import LoadError, UnsupportedModelError
 from moepack.format.directory import PackedDirectory
-from moepack.runtime.adapters import LowRank, by_projection
+from moepack.modules.adapters import LowRank, by_projection
 
 __all__ = ["Adapter"]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moepack.errors import UnsupportedModelError
 from moepack.format.manifest import RESIDUALS
-from moepack.runtime.packed import PackedModule
+from moepack.stores.module import PackedModule
 
 __all__ = ["CHANNELS", "RESIDUALS", "decode_model", "projection_values"]
 

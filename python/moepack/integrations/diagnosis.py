@@ -4,11 +4,11 @@ from os import PathLike
 
 from moepack.checkpoint.classes import meta_model
 from moepack.checkpoint.resolve import resolve_model
+from moepack.decoding.families import decoder_of, family_of
+from moepack.decoding.stepping import stepping, tried
 from moepack.errors import LoadError
 from moepack.format.regular import read_json
 from moepack.integrations.loading import is_packed, load
-from moepack.runtime.families import decoder_of, family_of
-from moepack.runtime.stepping import stepping, tried
 
 __all__ = ["who_decodes"]
 

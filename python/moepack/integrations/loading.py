@@ -12,10 +12,15 @@ from typing import Any
 
 import torch
 
+from moepack.backends.compute import set_compute_mode
+from moepack.backends.threads import set_threads
 from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.classes import configuration, model_class
 from moepack.checkpoint.quantized import QuantizedCheckpoint, open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
+from moepack.decoding.carried import carried_of
+from moepack.decoding.decoder import install
+from moepack.decoding.vocabulary import watch
 from moepack.errors import CheckpointError, CorruptionError, DeviceError, LoadError, MoepackError, UnsupportedModelError
 from moepack.format.directory import check_listed, read_manifest
 from moepack.format.header import read_header
@@ -24,13 +29,10 @@ from moepack.format.manifest import MANIFEST
 from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
 from moepack.format.weights import weight_files
-from moepack.runtime.carried import carried_of
-from moepack.runtime.compute import set_compute_mode
-from moepack.runtime.resident import ResidentStore
-from moepack.runtime.streaming import foresee, stream
-from moepack.runtime.threads import set_threads
-from moepack.runtime.tiers import MISSES, Gpu, Misses, keep_on
-from moepack.runtime.vocabulary import watch
+from moepack.modules.foresight import foresee
+from moepack.stores.resident import ResidentStore
+from moepack.stores.streaming import stream
+from moepack.stores.tiers import MISSES, Gpu, Misses, keep_on
 from moepack.units import byte_count
 
 __all__ = ["is_packed", "load", "open_model", "open_tokenizer"]
@@ -152,6 +154,7 @@ def open_model(
         ResidentStore().take(model, [Path(directory) / name for name in weight_files(Path(directory), LoadError)])
     if gpu is not None and tier is not None:
         keep_on(model, gpu, tier, memory, misses)
+        install(model)
     elif memory is not None:
         stream(model, memory)
     if approximate or (guess and memory is not None and gpu is None):

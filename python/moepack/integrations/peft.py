@@ -61,7 +61,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., A
 
 def _is_packed(model: Any) -> bool:
     """Return whether a model has packed modules, without importing their code."""
-    packed = sys.modules.get("moepack.runtime.packed")
+    packed = sys.modules.get("moepack.stores.module")
     return packed is not None and any(isinstance(module, packed.PackedModule) for module in model.modules())
 
 

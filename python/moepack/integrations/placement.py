@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from moepack.backends import is_supported
+from moepack.backends.gpu import free_bytes, missing_memory, require
 from moepack.errors import DeviceError, LoadError
 from moepack.format.manifest import TensorRecord
-from moepack.runtime.backends import is_supported
-from moepack.runtime.backends.gpu import free_bytes, missing_memory, require
-from moepack.runtime.embedding import PackedEmbedding
-from moepack.runtime.packed import PackedModule
+from moepack.modules.embedding import PackedEmbedding
+from moepack.stores.module import PackedModule
 
 __all__ = ["Placement", "has_gpu", "reserve"]
 

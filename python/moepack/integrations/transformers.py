@@ -24,19 +24,19 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moepack.backends import is_silu
 from moepack.checkpoint.experts import ExpertsForm, form_of
+from moepack.decoding.carried import carried_of
+from moepack.decoding.decoder import install as install_decoder
+from moepack.decoding.vocabulary import watch
 from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
 from moepack.format.directory import check_listed
 from moepack.format.plausible import SMALL
 from moepack.integrations.decoding import decode_model
 from moepack.integrations.placement import Placement, has_gpu, reserve
 from moepack.integrations.saving import Saver
-from moepack.runtime.backends import is_silu
-from moepack.runtime.carried import carried_of
-from moepack.runtime.decoder import install as install_decoder
-from moepack.runtime.device import DeviceStore
-from moepack.runtime.embedding import PackedEmbedding
-from moepack.runtime.experts import (
+from moepack.modules.embedding import PackedEmbedding
+from moepack.modules.experts import (
     PackedEveryExperts,
     PackedExpertProducts,
     PackedExperts,
@@ -47,9 +47,9 @@ from moepack.runtime.experts import (
     RefinedExperts,
     SparseExperts,
 )
-from moepack.runtime.linear import PackedLinear
-from moepack.runtime.store import MappedStore
-from moepack.runtime.vocabulary import watch
+from moepack.modules.linear import PackedLinear
+from moepack.stores.mapped import MappedStore
+from moepack.stores.uploaded import DeviceStore
 
 __all__ = ["METHOD", "MoepackConfig", "MoepackQuantizer", "install"]
 

@@ -241,7 +241,7 @@ class Method(Settings, ABC):
 
     @property
     def kernel(self) -> str | None:
-        """The kind of product that determines the packed model's speed: "int" or "coded" (`moepack.runtime.speeds`)."""
+        """The kind of product that sets the packed model's speed: "int" or "coded" (`moepack.backends.speeds`)."""
         return None
 
     @abstractmethod

@@ -5,6 +5,7 @@ import time
 from os import PathLike
 from pathlib import Path
 
+from moepack.backends.threads import set_threads
 from moepack.checkpoint import describe
 from moepack.checkpoint.published import PublishedCheckpoint
 from moepack.format.atomic import refuse_existing
@@ -15,7 +16,6 @@ from moepack.pipeline.job import Job
 from moepack.pipeline.report import CompressReport
 from moepack.pipeline.soundness import check_source
 from moepack.progress import Progress, Silent
-from moepack.runtime.threads import set_threads
 
 __all__ = ["convert"]
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from moepack.allocation.importance import visits
+from moepack.backends.speeds import kept_speeds, token_seconds
 from moepack.calibration import CalibrationRequest
 from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, describe
@@ -33,7 +34,6 @@ from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.plan import Plan, check_text, make_plan, space_bound
 from moepack.pipeline.soundness import check_names
 from moepack.progress import Progress
-from moepack.runtime.speeds import kept_speeds, token_seconds
 
 __all__ = ["Estimate", "Part", "estimate"]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack import _core
+from moepack.backends.threads import set_threads
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.checkpoint.quantized import open_checkpoint
@@ -51,7 +52,6 @@ from moepack.pipeline.soundness import check_source
 from moepack.pipeline.sources import Sources
 from moepack.pipeline.writer import ShardWriter
 from moepack.progress import Progress, Silent
-from moepack.runtime.threads import set_threads
 
 PARTIAL = ".partial"
 """Suffix of the working directory."""

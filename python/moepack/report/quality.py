@@ -13,8 +13,8 @@ from moepack.evaluation import EvaluationReport, Reference, evaluate, record_ref
 from moepack.evaluation.models import Progress, dtype_of
 from moepack.evaluation.reference import fits
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.runtime.generation import generate
-from moepack.runtime.sampling import Sampling
+from moepack.serving.text.generation import generate
+from moepack.serving.text.sampling import Sampling
 from moepack.textfile import read_text
 
 __all__ = ["SAMPLES", "Continuation", "Quality", "measure", "prompts_of"]

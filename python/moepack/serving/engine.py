@@ -23,17 +23,17 @@ from typing import Any
 
 import torch
 
+from moepack.backends.gpu import lost
+from moepack.decoding.finite import non_finite
+from moepack.decoding.prefix import Prefix, new_cache
+from moepack.decoding.vocabulary import require_head, require_known, vocabulary_of
 from moepack.errors import LoadError, MoepackError, NonFiniteError
-from moepack.runtime.backends.gpu import lost
-from moepack.runtime.finite import non_finite
-from moepack.runtime.prefix import Prefix, new_cache
-from moepack.runtime.prompts import positions
-from moepack.runtime.sampling import Sampling
-from moepack.runtime.text import end_strings, end_tokens
-from moepack.runtime.vocabulary import require_head, require_known, vocabulary_of
 from moepack.serving.isolation import Part
 from moepack.serving.sequence import Piece, Sequence
 from moepack.serving.step import Stepper
+from moepack.serving.text.prompts import positions
+from moepack.serving.text.sampling import Sampling
+from moepack.serving.text.stream import end_strings, end_tokens
 
 __all__ = ["ClosedError", "Engine", "QueueFullError"]
 

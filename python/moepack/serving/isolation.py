@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from moepack.runtime.backends.gpu import lost
-from moepack.runtime.cache import Mark
-from moepack.runtime.panics import contained
+from moepack.backends.gpu import lost
+from moepack.decoding.cache import Mark
+from moepack.panics import contained
 
 __all__ = ["Outcome", "Part", "is_memory", "isolated"]
 
@@ -62,7 +62,7 @@ def isolated(read: Read, parts: Sequence[Part], relieve: Callable[[], bool] = la
         the sequence cannot continue.
 
     Raises:
-        Exception: a GPU is lost (`moepack.runtime.backends.gpu.lost`), which ends all sequences.
+        Exception: a GPU is lost (`moepack.backends.gpu.lost`), which ends all sequences.
     """
     marks = [Mark(part.cache) for part in parts]
     try:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from moepack.runtime.sampling import Sampler, Sampling
-from moepack.runtime.text import TextStream, hidden_tokens
 from moepack.serving.isolation import Part
+from moepack.serving.text.sampling import Sampler, Sampling
+from moepack.serving.text.stream import TextStream, hidden_tokens
 
 __all__ = ["Piece", "Sequence"]
 

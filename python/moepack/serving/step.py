@@ -8,7 +8,7 @@ leaves a batch at no cost.
 
 Models whose attention bypasses transformers' interface, or that keep states other than keys and values, run their
 sequences one after another. So do sequences whose rotary frequencies depend on their length
-(`moepack.runtime.carried`), because each needs its own frequencies.
+(`moepack.decoding.carried`), because each needs its own frequencies.
 """
 
 import sys
@@ -23,12 +23,12 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from moepack.runtime.backends.gpu import lost
-from moepack.runtime.cache import GrowingLayer
-from moepack.runtime.calls import cache_argument
-from moepack.runtime.carried import carried_of
-from moepack.runtime.families import decoder_of
-from moepack.runtime.prefix import new_cache
+from moepack.backends.gpu import lost
+from moepack.decoding.cache import GrowingLayer
+from moepack.decoding.calls import cache_argument
+from moepack.decoding.carried import carried_of
+from moepack.decoding.families import decoder_of
+from moepack.decoding.prefix import new_cache
 from moepack.serving.isolation import Outcome, Part, isolated
 from moepack.serving.pace import Pace
 
@@ -89,7 +89,7 @@ class Stepper:
             For each part, the logits after it, shape (vocabulary,), or the error that reading it raised.
 
         Raises:
-            Exception: a GPU is lost (`moepack.runtime.backends.gpu.lost`).
+            Exception: a GPU is lost (`moepack.backends.gpu.lost`).
         """
         apart = [part for part in parts if self._carried.depends_on(part.end)]
         alike = [part for part in parts if not self._carried.depends_on(part.end)]

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from moepack import _core
 from moepack.errors import UnsupportedModelError
-from moepack.runtime.embedding import PackedEmbedding
-from moepack.runtime.experts import PackedExperts
-from moepack.runtime.linear import PackedLinear
-from moepack.runtime.packed import PackedModule
+from moepack.modules.embedding import PackedEmbedding
+from moepack.modules.experts import PackedExperts
+from moepack.modules.linear import PackedLinear
+from moepack.stores.module import PackedModule
 from moepack.tuning.tensors import KINDS, Scales, TunedTensor
 
 __all__ = ["TunedExperts", "TunedLinear", "thaw"]

@@ -17,8 +17,8 @@ from moepack.checkpoint.resolve import resolve_model
 from moepack.export.names import experts_of
 from moepack.format.directory import PackedDirectory
 from moepack.integrations.transformers import LINEAR, METHOD, MoepackConfig
-from moepack.runtime.experts import PackedExperts
-from moepack.runtime.store import Shape
+from moepack.modules.experts import PackedExperts
+from moepack.stores.base import Shape
 from moepack.vllm.methods import PackedExpertsMethod, PackedLinearMethod, Part
 
 __all__ = ["METHOD", "PackedConfig"]

@@ -15,8 +15,8 @@ from moepack.checkpoint.resolve import resolve_model
 from moepack.export.bf16 import plain_shards
 from moepack.format.directory import PackedDirectory
 from moepack.format.header import DTYPES
-from moepack.runtime.device import DeviceStore
-from moepack.runtime.store import MappedStore
+from moepack.stores.mapped import MappedStore
+from moepack.stores.uploaded import DeviceStore
 from moepack.vllm.methods import PackedExpertsMethod, PackedLinearMethod
 
 __all__ = ["PackedLoader"]

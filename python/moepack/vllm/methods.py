@@ -15,10 +15,10 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 
 from moepack.errors import LoadError
 from moepack.integrations.transformers import LINEAR
-from moepack.runtime.experts import PackedExperts
-from moepack.runtime.linear import PackedLinear
-from moepack.runtime.packed import PackedModule
-from moepack.runtime.store import Shape
+from moepack.modules.experts import PackedExperts
+from moepack.modules.linear import PackedLinear
+from moepack.stores.base import Shape
+from moepack.stores.module import PackedModule
 
 __all__ = ["PackedExpertsMethod", "PackedLinearMethod", "Part"]
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from moepack.integrations.lora.refusals import is_adaptable
-from moepack.runtime.embedding import PackedEmbedding
-from moepack.runtime.linear import PackedLinear
-from moepack.runtime.packed import PackedModule
+from moepack.modules.embedding import PackedEmbedding
+from moepack.modules.linear import PackedLinear
+from moepack.stores.module import PackedModule
 
 __all__ = ["embedding_weights", "expert_parameters", "linear_layers"]
 

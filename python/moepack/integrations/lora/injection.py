@@ -22,9 +22,9 @@ from moepack.integrations.lora.refusals import (
     refuse_settings,
     refuse_training,
 )
-from moepack.runtime.experts import PackedSwitchExperts
-from moepack.runtime.linear import PackedLinear
-from moepack.runtime.packed import PackedModule
+from moepack.modules.experts import PackedSwitchExperts
+from moepack.modules.linear import PackedLinear
+from moepack.stores.module import PackedModule
 
 __all__ = ["check", "prepared"]
 

@@ -12,10 +12,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from moepack.integrations.lora.refusals import merge_refusal
-from moepack.runtime.adapters import NONE, Adapters, by_projection
-from moepack.runtime.experts import PackedExpertProducts, PackedExperts, PackedOwnExperts
-from moepack.runtime.linear import PackedLinear
-from moepack.runtime.packed import PackedModule
+from moepack.modules.adapters import NONE, Adapters, by_projection
+from moepack.modules.experts import PackedExpertProducts, PackedExperts, PackedOwnExperts
+from moepack.modules.linear import PackedLinear
+from moepack.stores.module import PackedModule
 
 __all__ = ["LAYERS", "PackedLoraLinear", "ParamWrapper"]
 

@@ -5,9 +5,9 @@ from typing import Any, NoReturn
 from torch import nn
 
 from moepack.errors import UnsupportedModelError
-from moepack.runtime.embedding import PackedEmbedding
-from moepack.runtime.linear import PackedLinear
-from moepack.runtime.packed import PackedModule
+from moepack.modules.embedding import PackedEmbedding
+from moepack.modules.linear import PackedLinear
+from moepack.stores.module import PackedModule
 
 __all__ = [
     "is_adaptable",

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from moepack.backends.speeds import kept_speeds, measure_speeds
 from moepack.calibration import CalibrationRequest
 from moepack.calibration.fisher import TWO_TEXTS, needed_bytes, too_little
 from moepack.checkpoint import Checkpoint, MoeModel
@@ -38,7 +39,6 @@ from moepack.methods.rate.importance import find_importance
 from moepack.methods.rate.method import Rate
 from moepack.methods.rate.settings import LEAST_BITS, MOST_BITS
 from moepack.progress import Progress, Silent
-from moepack.runtime.speeds import kept_speeds, measure_speeds
 from moepack.textfile import BUILT_IN
 from moepack.units import size as in_words
 

@@ -2,8 +2,8 @@
 
 The candidates of a tensor are fixed-width integers in groups and coded integers at selected rates. The choice minimizes
 the expected loss times the square of the time per token within the given bytes: 1 % less time is worth 2 % more loss.
-Times are those of matrix products on this machine (`moepack.runtime.speeds`). Rows of an embedding that is not also the
-head are looked up and take no time.
+Times are those of matrix products on this machine (`moepack.backends.speeds`). Rows of an embedding that is not also
+the head are looked up and take no time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moepack.allocation import Candidate, allocate
 from moepack.allocation.importance import visits
+from moepack.backends.speeds import token_seconds
 from moepack.calibration import Stage
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.architectures import described
@@ -32,7 +33,6 @@ from moepack.methods.rate.importance import Importance
 from moepack.methods.rate.method import Rate
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.step import Step, find_step, free_bits
-from moepack.runtime.speeds import token_seconds
 from moepack.solvers.priced import BLOCK_ROWS, WORTH, largest_at, round_priced
 
 __all__ = ["Mixed"]

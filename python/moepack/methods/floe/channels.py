@@ -5,12 +5,12 @@ from functools import cached_property
 
 import torch
 
+from moepack.backends import is_silu
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel, Projection
 from moepack.checkpoint.classes import building, meta_model
 from moepack.checkpoint.experts import form_of
 from moepack.errors import UnsupportedModelError
 from moepack.format.manifest import RESIDUALS
-from moepack.runtime.backends import is_silu
 
 __all__ = ["CHANNELS", "DOWN", "GATE", "RESIDUALS", "UP", "Channels", "by_channels", "refuse_other_experts"]
 

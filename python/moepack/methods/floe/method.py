@@ -37,11 +37,11 @@ from moepack.methods.parallel import for_experts
 from moepack.methods.rate.coder import Coder
 from moepack.methods.rate.method import Rate
 from moepack.progress import Progress
-from moepack.runtime.prediction import serialized
 from moepack.solvers.affine import AffineCodes, GroupSpec, Solver, quantize_affine
 from moepack.solvers.groupwise import quantize_groupwise
 from moepack.solvers.hqq import HalfQuadratic
 from moepack.solvers.least_squares import LeastSquares
+from moepack.stores.streaming.prediction import serialized
 
 __all__ = ["Floe"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moepack.runtime.prediction import Predictor
+from moepack.stores.streaming.prediction import Predictor
 
 __all__ = ["HELD_OUT", "Pair", "fitted", "recalled"]
 

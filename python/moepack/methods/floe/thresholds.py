@@ -25,7 +25,7 @@ from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.methods.floe.channels import GATE, UP
 from moepack.methods.floe.predictors import HELD_OUT, Pair, fitted
 from moepack.methods.floe.quantiles import Quantiles
-from moepack.runtime.prediction import Predictor
+from moepack.stores.streaming.prediction import Predictor
 
 __all__ = ["Decision", "Quantized", "decide"]
 

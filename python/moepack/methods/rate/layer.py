@@ -40,9 +40,14 @@ LADDER = 2.0 ** (torch.arange(-12, 13, dtype=torch.float64) / 4)
 LOWEST, HIGHEST, EXACT = -40.0, 8.0, 0.004
 """Search range of the price in octaves, relative to the mean loss of a weight rounded to zero; and its precision."""
 
-RIDGE = 0.25
-"""Added to the diagonal of a Hessian, relative to its mean, times columns over tokens. Otherwise an expert that three
-tokens reached would be fitted to these alone."""
+RIDGE, SHRINKAGE = 0.25, 64
+"""Relative increase of the diagonal of a Hessian, times columns over tokens; tokens for which its entries and their
+mean weigh the same in the increase.
+
+Without the increase, an expert that received three tokens would be fitted to these alone. With many tokens it is
+relative to each entry because inputs have outliers: relative to the mean, it exceeds most entries, and SmolLM2-135M at
+2.5 bits loses +0.676 / +0.330 instead of +0.578 / +0.286.
+"""
 
 PASSES, TOLERANCE = 4, 0.001
 """Maximum passes over a group, at least two because lengths depend on codes; relative tolerance of a layer's bits."""
@@ -252,9 +257,10 @@ def _with_ridge(hessians: Tensor, stage: Stage) -> Tensor:
     assert stage.inputs is not None
     if not stage.inputs.tokens.numel():
         return hessians
-    columns, means = hessians.shape[1], hessians.diagonal(dim1=1, dim2=2).mean(1)
-    ridge = RIDGE * columns / stage.inputs.tokens.clamp(min=1).to(hessians) * means
-    return hessians + torch.diag_embed(ridge[:, None].expand(-1, columns))
+    tokens = stage.inputs.tokens.clamp(min=1).to(hessians)[:, None]
+    entries = hessians.diagonal(dim1=1, dim2=2)
+    expected = torch.lerp(entries, entries.mean(1, keepdim=True), SHRINKAGE / (SHRINKAGE + tokens))
+    return hessians + torch.diag_embed(RIDGE * hessians.shape[1] / tokens * expected)
 
 
 def solved_apart(stage: Stage, solver: Callable[[], LayerSolver]) -> dict[str, Solution]:

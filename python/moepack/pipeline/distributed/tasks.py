@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moepack.backends.threads import set_threads
 from moepack.calibration.experts import ExpertsRun
 from moepack.calibration.stage import PackedLayer, WholeTensor
 from moepack.calibration.stream import Additions
@@ -21,7 +22,6 @@ from moepack.errors import MoepackWarning
 from moepack.methods import PackedTensor, Solution
 from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.work import LayerWork, Packed, pack_run
-from moepack.runtime.threads import set_threads
 
 __all__ = ["Done", "Found", "Solved", "pack_tensor", "solve_group"]
 

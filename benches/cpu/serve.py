@@ -1,0 +1,234 @@
+"""Measures `moepack serve`, and llama.cpp's server if installed, under load: first token, tokens per second, memory.
+
+    python -m benches.cpu.serve MODEL [--clients 1 8 64] [--tokens 32] [--minutes 0] [--threads 2]
+    python -m benches.cpu.serve --random [--clients 1 8] [--directory build/serve]
+
+Each client requests streamed answers one after another, with prompts that start differently; token counts are those
+reported by the servers. Decoding is greedy, and answers end only if the model ends them. With `--minutes`, the last
+number of clients runs for that long, and the server's memory is reported over time: growth after the first quarter is a
+leak.
+
+`--random` creates the random model of `benches/cpu/llama.py` with a tokenizer: in four bits (groups of 32, 8-bit
+activations), the same weights exported by `moepack export --to gguf` for llama.cpp's own server (xllamacpp from PyPI),
+and random 4-bit codebook codes. The servers alternate `--rounds` times, and medians over rounds count; only one runs at
+a time. Each serves as many requests concurrently as there are clients."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benches.cpu import llama
+from benches.tools import machine
+
+HEADERS = {"Content-Type": "application/json"}
+TEXT = "{number} clients asked. She opened the door and saw that the sea was not where it had been, and then"
+
+
+@contextmanager
+def running(command: list[str], port: int) -> Iterator[int]:
+    """A server's process id, once it answers."""
+    with subprocess.Popen(
+        [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            while True:
+                try:
+                    if ask(port, "GET", "/v1/models").status == 200:
+                        break
+                except OSError:
+                    assert process.poll() is None, f"{command} has ended"
+                time.sleep(0.2)
+            yield process.pid
+        finally:
+            process.terminate()
+
+
+def ask(port: int, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+    """Send a request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request(method, path, None if body is None else json.dumps(body), HEADERS)
+    return connection.getresponse()
+
+
+def stream(port: int, name: str, tokens: int, number: int) -> tuple[float, int]:
+    """One answer: seconds to its first piece, and its tokens."""
+    body = {"model": name, "prompt": TEXT.format(number=number), "max_tokens": tokens, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    start, first, made = time.perf_counter(), 0.0, 0
+    response = ask(port, "POST", "/v1/completions", body)
+    assert response.status == 200, response.read()
+    for line in response:
+        if line.startswith(b"data: {"):
+            first = first or time.perf_counter() - start
+            made = (json.loads(line[6:]).get("usage") or {}).get("completion_tokens", made)
+    return first, made
+
+
+def load(port: int, name: str, clients: int, tokens: int, seconds: float) -> dict[str, float]:
+    """Clients that ask again and again for some time."""
+    until, start = time.perf_counter() + seconds, time.perf_counter()
+
+    def client(number: int) -> list[tuple[float, int]]:
+        answers = [stream(port, name, tokens, number)]
+        while time.perf_counter() < until:
+            answers.append(stream(port, name, tokens, number + clients * len(answers)))
+        return answers
+
+    with ThreadPoolExecutor(clients) as pool:
+        answers = [answer for found in pool.map(client, range(clients)) for answer in found]
+    firsts = sorted(first for first, _ in answers)
+    return {
+        "answers": len(answers),
+        "tokens_per_second": sum(count for _, count in answers) / (time.perf_counter() - start),
+        "first_token_median": statistics.median(firsts),
+        "first_token_worst_of_20": firsts[int(0.95 * (len(firsts) - 1))],
+    }
+
+
+def own_memory(process: int) -> int:
+    """Bytes of a process that are no mapped files."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
+def measure(name: str, command: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """All figures of a server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    figures: dict[str, Any] = {}
+    with running(command, port) as process:
+        model = json.load(ask(port, "GET", "/v1/models"))["data"][0]["id"]
+        stream(port, model, 4, 0)
+        for clients in options.clients:
+            figures[str(clients)] = found = load(port, model, clients, options.tokens, options.seconds)
+            print(f"{name}, {clients} clients: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items()), flush=True)
+        memory, until = [own_memory(process)], time.monotonic() + 60 * options.minutes
+        while time.monotonic() < until:
+            load(port, model, options.clients[-1], options.tokens, 5.0)
+            memory.append(own_memory(process))
+        figures["own_memory"] = memory
+        print(f"{name}, own memory in MB: " + " ".join(f"{count / 1e6:.0f}" for count in memory), flush=True)
+    return figures
+
+
+def tokenizer(directory: Path) -> None:
+    """Write a byte-level tokenizer of at most as many tokens as the model has."""
+    import tokenizers
+    import transformers
+
+    text = Path(__file__).parents[2] / "examples/texts/white-fang.txt"
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=llama.VOCABULARY - 1, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    )
+    made.train([str(text)], trainer)
+    made.add_special_tokens(["</s>"])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(directory)
+
+
+def random_models(directory: Path) -> dict[str, Path]:
+    """The random model by side, made where it is not there."""
+    from moepack.export import export
+    from moepack.methods.finequant import FineQuant
+    from moepack.pipeline import compress
+
+    methods = {"int4": FineQuant(bits=4, group_size=32, dense_bits=4), "codebook": llama.random_method()}
+    directory.mkdir(parents=True, exist_ok=True)
+    if missing := [name for name in methods if not (directory / name).exists()]:
+        with tempfile.TemporaryDirectory(dir=directory) as model:
+            llama.source(Path(model))
+            tokenizer(Path(model))
+            for name in missing:
+                compress(model, directory / name, method=methods[name])
+    if not (directory / "int4.gguf").exists():
+        export(directory / "int4", directory / "int4.gguf", "gguf")
+    return {name: directory / name for name in ("int4", "codebook", "int4.gguf")}
+
+
+def peer(options: argparse.Namespace) -> None:
+    """Run llama.cpp's server until it is ended."""
+    import xllamacpp
+
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.hostnames, settings.port = str(options.peer), ["127.0.0.1"], options.port
+    settings.n_parallel, settings.n_ctx, settings.fit_params = options.slots, 512 * options.slots, False
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = options.threads
+    server = xllamacpp.Server(settings)
+    print(server.listening_address, flush=True)
+    signal.pause()
+
+
+def contest(commands: dict[str, list[str]], options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of servers that take turns: medians over rounds."""
+    rounds = [
+        {name: measure(name, command, options) for name, command in commands.items()} for _ in range(options.rounds)
+    ]
+    figures: dict[str, Any] = {}
+    for name in commands:
+        for clients in map(str, options.clients):
+            found = [each[name][clients] for each in rounds]
+            medians = {key: statistics.median(one[key] for one in found) for key in found[0]}
+            figures.setdefault(name, {})[clients] = medians
+            print(f"{name}, {clients} clients, medians: " + ", ".join(f"{k} {v:.3g}" for k, v in medians.items()))
+    return figures
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--random", action="store_true", help="the random model, beside llama.cpp's server")
+    parser.add_argument("--directory", type=Path, default=Path("build/serve"), help="where the random model is made")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of both servers")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=10.0, help="How long each number of clients asks.")
+    parser.add_argument("--minutes", type=float, default=0.0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("build/serve.json"))
+    for name, kind in (("--peer", Path), ("--port", int), ("--slots", int)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print and save."""
+    options = arguments()
+    if options.peer:
+        return peer(options)
+    settings = ["--slots", str(max(options.clients)), "--threads", str(options.threads)]
+    serve = [sys.executable, "-m", "moepack", "serve"]
+    if options.random:
+        models = random_models(options.directory)
+        commands = {
+            "moepack int4": [*serve, str(models["int4"]), *settings, "--mode", "int8"],
+            "moepack codebook": [*serve, str(models["codebook"]), *settings],
+            "llama.cpp Q4_0": [sys.executable, "-m", __spec__.name, "--peer", str(models["int4.gguf"]), *settings],
+        }
+        figures = contest(commands, options)
+    else:
+        figures = {"moepack": measure("moepack", [*serve, str(options.model), *settings], options)}
+    machine.save(options.out, options.threads, figures)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Draw the README's picture: loss over size of a real model, moepack beside other quantizers.
+
+    python -m benches.quality.picture [--out docs/loss-over-size.svg]
+
+Reads only committed results: `results/rivals-zen5.json` (peers, from `benches/quality/rivals.py`, 8 windows of 512
+tokens) and the files of `benches/quality/sensitivity.py texts` (40 windows on an H200, 12 on a CPU). Sizes are bits per
+weight of everything, metadata counted. HQQ and GPTQModel leave the embedding in bfloat16, so their sizes count the
+quantized layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from moepack.comparison.chart import draw
+
+RESULTS = Path(__file__).parents[1] / "results"
+TEXT = "wikitext2-test"
+OURS = {
+    "moepack, text of novels": ("h200", "calibration-books", False),
+    "moepack, built-in text": ("zen5", "built-in", False),
+    "moepack, built-in, tuned": ("zen5", "built-in", True),
+}
+"""By line: the machine of the results, the calibration text, and whether `moepack tune` followed."""
+PEERS = {
+    "llama.cpp, imatrix": ("llama.cpp", "bits"),
+    "GPTQModel (layers only)": ("gptqmodel", "layer_bits"),
+    "HQQ (layers only)": ("hqq", "layer_bits"),
+}
+
+
+def main() -> None:
+    """Write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs/loss-over-size.svg")
+    options = parser.parse_args()
+    peers = json.loads((RESULTS / "rivals-zen5.json").read_text())["figures"]["rows"]
+    lines = {}
+    for name, (machine, source, tuned) in OURS.items():
+        rows = json.loads((RESULTS / f"sensitivity-{machine}.json").read_text())["rows"]
+        chosen = [row for row in rows if row["source"] == source and ("tuned" in row) == tuned]
+        lines[name] = [(row["bits"], row[TEXT]["increase"]) for row in chosen]
+    for name, (peer, bits) in PEERS.items():
+        found = [(row[bits], row["everything"][TEXT]["increase"]) for row in peers if row["peer"] == peer]
+        lines[name] = [(x, y) for x, y in found if x < 4.8 and y < 3]
+    title = "SmolLM2-135M: increase of the loss on WikiText-2, nats per token"
+    options.out.write_text(draw(title, "bits per weight", lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

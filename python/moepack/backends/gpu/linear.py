@@ -1,0 +1,76 @@
+"""Linear layers with up to 64 tokens on Hopper: the three launches of `cuda/common/linear.cuh`."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moepack.backends.gpu.layer import CHUNK, TYPES, Device, padded
+from moepack.backends.gpu.matrix import DeviceMatrix
+from moepack.backends.gpu.program import Program
+
+__all__ = ["COLUMNS", "TILE_ROWS", "launch"]
+
+COLUMNS = (8, 16, 32, 64)
+"""Tokens per product; each has its own kernel."""
+
+TILE_ROWS = 256
+_THREADS, _PREPARING, _LANE_COLUMNS = 640, 512, 16
+_AHEAD = 4
+"""Chunks whose codes a block requests before activations are available; more would delay the activations."""
+
+_OWN_TOKENS, _OWN_BYTES = 16, 64 << 10
+"""The most tokens, and bytes of their cells, that every block lays out itself instead of a preceding launch."""
+
+_LINEAR = np.dtype(
+    [("x", np.uint64), ("type", np.int32), ("width", np.int32), ("data", np.uint64), ("block_bytes", np.int64)]
+    + [(name, np.uint64) for name in ("cells", "scales", "units", "out", "parts")]
+    + [(n, np.int32) for n in ("tokens", "columns", "rows", "chunks", "blocks", "items", "ahead", "own")]
+)
+
+
+def launch(
+    kernels: Program,
+    matrix: DeviceMatrix,
+    base: tuple[int, int],
+    cell_bytes: int,
+    x: Tensor,
+    out: Tensor,
+    gpu: Device,
+    units: Tensor | None = None,
+) -> None:
+    """Multiply x [N, C], at most 64 tokens, by the single expert; write to out [N, R] float32.
+
+    Args:
+        kernels: the kernels for the matrix's specification.
+        matrix: the weights.
+        base: the address of the first block of rows, and the bytes per block.
+        cell_bytes: bytes of a cell, which holds a token's chunk of columns.
+        x: bfloat16, float16 or float32.
+        out: written.
+        gpu: the GPU of all tensors.
+        units: [N] float32, scales of each token's values; None if the values are unscaled.
+    """
+    x, (_, rows, width) = padded(x), matrix.shape
+    tokens, chunks, tiles = len(x), -(-width // CHUNK), -(-rows // TILE_ROWS)
+    columns = next(most for most in COLUMNS if most >= tokens)
+    items = tiles * chunks
+    blocks = min(gpu.processors, max(1, items // 2))
+    own = min(-(-items // blocks), chunks)
+    if tokens > _OWN_TOKENS or own * columns * cell_bytes > _OWN_BYTES:
+        own = 0
+    # Cells, scales, and partial sums for the largest number of blocks that share a tile.
+    cells = 0 if own else chunks * columns * cell_bytes
+    sizes = cells, 4 * COLUMNS[-1], 4 * tokens * rows * (-(-chunks * blocks // items) + 1)
+    starts = np.cumsum([0, *(-(-size // 128) * 128 for size in sizes)]).tolist()
+    work = torch.empty(starts[-1], dtype=torch.uint8, device=x.device)
+    pointers = [work.data_ptr() + start for start in starts[:3]]
+    outputs = 0 if units is None else units.data_ptr(), out.data_ptr(), pointers[2]
+    values = x.data_ptr(), TYPES[x.dtype], x.shape[1], *base, *pointers[:2], *outputs
+    problem: Any = np.array([(*values, tokens, columns, rows, chunks, blocks, items, _AHEAD, own)], _LINEAR)
+    if not own:
+        pieces = max(1, min(-(-width // (_PREPARING * _LANE_COLUMNS)), 2 * gpu.processors // tokens))
+        kernels.launch("prepare", (pieces, tokens), _PREPARING, [problem], early=True)
+    kernels.launch(f"linear_{columns}", blocks, _THREADS, [problem], gpu.most_shared // 128 * 128, early=True)
+    kernels.launch("add", (tiles, tokens), TILE_ROWS, [problem], early=True)

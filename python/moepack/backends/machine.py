@@ -1,0 +1,117 @@
+"""Hardware and software facts for `moepack doctor` and benchmark reports.
+
+This module has no side effects. Facts that cannot be determined are None.
+"""
+
+import os
+import platform
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moepack.backends.compute import compute_mode
+from moepack.backends.gpu import free_bytes, require, require_compiler
+from moepack.backends.speeds import measure_speeds
+from moepack.errors import DeviceError
+
+__all__ = ["examine", "read_bandwidth"]
+
+PACKAGES = ("torch", "transformers", "numpy", "safetensors", "cupy-cuda13x")
+PROBE_BYTES = 512 << 20
+"""Larger than the last-level cache of current machines, so the probe reads from memory."""
+
+
+def examine() -> dict[str, Any]:
+    """Collect everything that `moepack doctor` shows; takes a few seconds, mostly to measure products."""
+    from moepack import _core
+
+    return {
+        "versions": {
+            "moepack": _core.__version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PACKAGES},
+        },
+        "processor": {
+            "model": _processor(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "instruction sets found": _core.available_isas(),
+            "instruction set used": _core.isa(),
+            "threads of packed kernels": _core.threads(),
+            "threads of torch": torch.get_num_threads(),
+            "compute mode of packed integers": compute_mode(),
+            "OpenMP wait policy": os.environ.get("OMP_WAIT_POLICY"),
+        },
+        "kernels": _core.kernels(),
+        "10^9 weights a second": {name: round(speed / 1e9, 2) for name, speed in measure_speeds().items()},
+        "memory": {
+            "total GB": _total_memory(),
+            "read bandwidth GB/s": round(read_bandwidth() / 1e9, 1),
+            "transparent huge pages": _huge_pages(),
+        },
+        "gpu": _gpu(),
+    }
+
+
+def read_bandwidth(size: int = PROBE_BYTES, rounds: int = 3) -> float:
+    """Measure the memory read bandwidth of all torch threads in bytes per second; return the best round."""
+    words = torch.ones(size // 8, dtype=torch.int64)
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        words.sum()
+        best = min(best, time.perf_counter() - start)
+    return size / best
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _total_memory() -> float | None:
+    if not hasattr(os, "sysconf"):
+        return None
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
+
+
+def _huge_pages() -> str | None:
+    """The selected mode of transparent huge pages, marked by brackets in the file."""
+    try:
+        modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return None
+    return modes[modes.find("[") + 1 : modes.find("]")]
+
+
+def _gpu_use() -> str:
+    """Whether packed weights can run on a GPU, and the reason if not."""
+    try:
+        device = require(torch.device("cuda"))
+        require_compiler()
+    except DeviceError as error:
+        return f"no: {error.detail}"
+    return f'yes, with device="cuda" ({free_bytes(device) / 1e9:.1f} GB free)'
+
+
+def _gpu() -> dict[str, Any]:
+    found = torch.cuda.is_available()
+    return {
+        "found": torch.cuda.get_device_name(0) if found else None,
+        "cupy": _version("cupy-cuda13x") or _version("cupy-cuda12x") or ("loaded" if "cupy" in sys.modules else None),
+        "used": _gpu_use(),
+    }

@@ -1,0 +1,238 @@
+"""Decoding on a GPU by replaying a recorded step: one launch per token instead of hundreds.
+
+A decoding step of a packed model consists of about a thousand small kernels, and launching them takes longer than
+running them. `StepGraphs` captures the kernels of one step in a CUDA graph and replays it for every token. Everything
+that changes between tokens is in tensors with fixed addresses: the input, its position and the mask. Keys and values
+are appended to buffers with spare room (`moepack.decoding.cache`). Attention reads the whole buffers and masks free
+slots.
+
+Invariants:
+- A recording is valid for the buffers of one cache and an unchanged model. If the buffers grow, or anything that was
+  read is replaced, a new recording is made.
+- The first step of a cache is never recorded, because it loads kernels and allocates library workspaces. Caches that
+  alternate are therefore not recorded.
+- Steps that cannot be recorded (a model on several devices, layers on the CPU, an operation that synchronizes with the
+  device) run in transformers.
+- If experts are moved to and from the device, the host takes part in every layer. The step then consists of one graph
+  for each section between two expert layers (`moepack.backends.gpu.recording`).
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Lock
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from moepack.backends.gpu.recording import Unwritten, record
+from moepack.decoding.cache import GrowingLayer, Room
+from moepack.decoding.calls import cache_name
+from moepack.decoding.plan import Guard, Unknown, require
+from moepack.modules.embedding import embedding_dtype
+
+__all__ = ["StepGraphs"]
+
+Recorder = Callable[[Callable[[], Tensor], torch.device], tuple[Callable[[], None], Tensor]]
+"""Records a function on a device; returns a function that repeats it, and the result that each repeat overwrites."""
+
+
+Result = TypeVar("Result")
+
+
+class StepGraphs:
+    """The decoding steps of one decoder.
+
+    Args:
+        recorder: records a step.
+    """
+
+    def __init__(self, recorder: Recorder = record) -> None:
+        self._recorder = recorder
+        self._recording: _Recording | None = None
+        self._last: Callable[[], Any] = lambda: None
+        self._refusal: str | None = None
+        self._lock = Lock()
+
+    def step(
+        self, model: Any, forward: Callable[..., Any], given: dict[str, Tensor], cache: DynamicCache, **seen: Any
+    ) -> Tensor:
+        """Run one token of each sequence through the decoder.
+
+        Args:
+            model: the decoder without its head.
+            forward: the forward of its class.
+            given: `input_ids` [B, 1] or `inputs_embeds` [B, 1, H].
+            cache: the past tokens; the new tokens are appended.
+            **seen: `attention_mask`, None or [B, tokens], and `position_ids`, None or [B, 1].
+
+        Returns:
+            [B, 1, H].
+
+        Raises:
+            Unknown: the step cannot be replayed; nothing has changed.
+        """
+        mask, positions = seen.get("attention_mask"), seen.get("position_ids")
+        require(self._refusal is None, f"this model ({self._refusal})")
+        require(mask is None or mask.ndim == 2, "attention masks that are not 2-D")
+        require(positions is None or positions.ndim == 2, "positions that are not 2-D")
+        layers = _growing(cache)
+        require(self._lock.acquire(blocking=False), "concurrent steps of several threads")
+        try:
+            with torch.inference_mode():
+                length = layers[0].get_seq_length()
+                rooms = [layer.room(1) for layer in layers]
+                recording = self._ready(model, forward, given, cache, rooms, length)
+                output = self._possible(lambda: recording.replay(given, length, mask, positions))
+            for layer, room in zip(layers, rooms, strict=True):
+                layer.show(room, length + 1)
+            return output.clone()
+        finally:
+            self._lock.release()
+
+    def _ready(
+        self,
+        model: Any,
+        forward: Callable[..., Any],
+        given: dict[str, Tensor],
+        cache: DynamicCache,
+        rooms: Sequence[Room],
+        length: int,
+    ) -> "_Recording":
+        """Return a recording for these buffers."""
+        if self._recording is not None and self._recording.is_for(given, rooms):
+            return self._recording
+        self._recording = None  # frees its memory for the next one
+        again, self._last = self._last() is cache, weakref.ref(cache)
+        require(again, "the first step of a cache")
+        # A `RuntimeError` here means that an operation synchronized with the device, or runs on another device.
+        made = self._possible(
+            lambda: _Recording(model, forward, given, rooms, length, self._recorder), refusal=RuntimeError
+        )
+        self._recording = made
+        return made
+
+    def _possible(self, function: Callable[[], Result], refusal: type[RuntimeError] = Unwritten) -> Result:
+        """Call a function; an error of type `refusal` means that this model cannot be recorded."""
+        try:
+            return function()
+        except refusal as error:
+            self._recording, self._refusal = None, str(error).partition("\n")[0]
+            raise Unknown(f"this model ({self._refusal})") from error
+
+
+class _Recording:
+    """A recorded step and its inputs.
+
+    Attributes:
+        replay: repeats the step.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        forward: Callable[..., Any],
+        given: dict[str, Tensor],
+        rooms: Sequence[Room],
+        length: int,
+        recorder: Recorder,
+    ) -> None:
+        ((self._name, example),) = given.items()
+        self._guard = Guard.of(model)
+        if not self._guard.holds() or len({tensor.device for tensor in model.parameters()}) > 1:
+            raise RuntimeError("hooks, or several devices")
+        self._rooms = list(rooms)
+        batch, capacity = len(example), rooms[0].capacity
+        self._input = example.clone()
+        self._place = torch.full((1,), length, device=example.device)
+        self._positions = torch.full((batch, 1), length, device=example.device)
+        self._hidden = torch.finfo(_dtype(model)).min
+        self._mask = torch.full((batch, 1, 1, capacity), self._hidden, dtype=_dtype(model), device=example.device)
+        self._visible, self._sees_all = 0, False  # the mask hides everything from `_visible` on; nothing before it
+        for room in rooms:  # masked slots are multiplied by zero, and zero times NaN is NaN
+            room.keys[:, :, length:].zero_()
+            room.values[:, :, length:].zero_()
+        appended = _Appended(self._rooms, self._place)
+        inputs = {self._name: self._input, str(cache_name(type(model).forward)): appended}
+        step = partial(forward, **inputs, attention_mask=self._mask, position_ids=self._positions, use_cache=True)
+        self._replay, self._output = recorder(lambda: step().last_hidden_state, example.device)
+
+    def is_for(self, given: dict[str, Tensor], rooms: Sequence[Room]) -> bool:
+        """Whether the recording is valid for an input and buffers."""
+        ((name, tensor),) = given.items()
+        same = name == self._name and tensor.shape == self._input.shape and tensor.dtype == self._input.dtype
+        return same and all(map(_is, rooms, self._rooms)) and len(rooms) == len(self._rooms) and self._guard.holds()
+
+    def replay(self, given: dict[str, Tensor], length: int, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Run the token after `length` others; the next replay overwrites the result."""
+        self._input.copy_(given[self._name])
+        self._place.fill_(length)
+        self._positions.fill_(length) if positions is None else self._positions.copy_(positions)
+        self._show(length + 1, mask)
+        self._replay()
+        return self._output
+
+    def _show(self, tokens: int, mask: Tensor | None) -> None:
+        """Unmask the first tokens, except those hidden by `mask`."""
+        seen = self._mask[:, 0, 0, :tokens]
+        if mask is not None:
+            seen.copy_(torch.where(mask.to(seen.device, torch.bool), 0.0, self._hidden))
+        elif self._sees_all and self._visible == tokens - 1:
+            seen[:, -1].zero_()
+        else:
+            seen.zero_()
+        self._mask[:, 0, 0, tokens : max(tokens, self._visible)].fill_(self._hidden)  # after the cache was cropped
+        self._visible, self._sees_all = tokens, mask is None
+
+
+class _Appended:
+    """Replaces the cache while a step is recorded: attention appends to it and reads it.
+
+    Args:
+        rooms: the buffers of each layer.
+        place: [1], the index of the new token.
+    """
+
+    is_compileable = False
+
+    def __init__(self, rooms: Sequence[Room], place: Tensor) -> None:
+        self._rooms, self._place = rooms, place
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the token's keys and values; return the whole buffers."""
+        room = self._rooms[layer_idx]
+        room.keys.index_copy_(2, self._place, keys)
+        room.values.index_copy_(2, self._place, values)
+        return room.keys, room.values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Count all slots; the mask determines which hold tokens."""
+        return self._rooms[layer_idx].capacity - 1
+
+
+def _growing(cache: DynamicCache) -> list[GrowingLayer]:
+    """Convert the layers of a cache to ones that grow in place.
+
+    Raises:
+        Unknown: the layers have other types, or differ in length.
+    """
+    layers: list[Any] = cache.layers
+    lengths = {layer.get_seq_length() for layer in layers}
+    kinds = {type(layer) for layer in layers} - {DynamicLayer, GrowingLayer}
+    require(not kinds, f"caches with layers of the type {', '.join(kind.__name__ for kind in kinds)}")
+    require(len(lengths) == 1 and 0 not in lengths, "caches whose layers differ in length")
+    for number, layer in enumerate(layers):
+        if type(layer) is DynamicLayer:
+            layers[number] = GrowingLayer.of(layer)
+    return layers
+
+
+def _is(room: Room, other: Room) -> bool:
+    return room.keys is other.keys and room.values is other.values
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of a model's activations, also used for attention masks."""
+    return embedding_dtype(model.get_input_embeddings())  # type: ignore[operator]

@@ -1,0 +1,67 @@
+"""Keeps keys and values for a prompt with the same beginning, such as the next turn of a chat."""
+
+import math
+import sys
+from typing import Any
+
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from moepack.decoding.cache import GrowingLayer
+
+__all__ = ["Prefix", "common", "new_cache"]
+
+
+def new_cache(model: Any) -> Any:
+    """Return an empty cache for one sequence; layers that keep all tokens grow in place.
+
+    A model whose transformers file defines its own cache class (MiniMax) gets that class.
+    """
+    classes = vars(sys.modules[type(model).__module__]).values()
+    own = [kind for kind in classes if isinstance(kind, type) and issubclass(kind, DynamicCache)]
+    if (kind := next((kind for kind in own if kind.__module__ == type(model).__module__), None)) is not None:
+        return kind()
+    cache = DynamicCache(config=model.config)
+    cache.layers = [GrowingLayer.of(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def common(first: list[int], second: list[int]) -> int:
+    """Return the length of the common prefix of two sequences."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+class Prefix:
+    """The keys and values of a finished sequence.
+
+    Args:
+        ids: its tokens.
+        cache: a cache from `new_cache`, filled by the model.
+        limit: the most tokens of a sequence that may share them (`moepack.decoding.carried`), because keys of longer
+            sequences are rotated by other angles; None for no limit.
+    """
+
+    def __init__(self, ids: list[int], cache: Any, limit: int | None = None) -> None:
+        self.ids = ids
+        self.cache = cache
+        self.limit = math.inf if limit is None else limit
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether the cache can be cropped and reused for other sequences.
+
+        A sliding window has dropped tokens that a shorter sequence attends to.
+        """
+        return len(self.ids) <= self.limit and all(type(layer) is GrowingLayer for layer in self.cache.layers)
+
+    def shared(self, ids: list[int]) -> int:
+        """Return how many prompt tokens can be reused; the last one never is, because its logits are needed."""
+        return 0 if len(ids) > self.limit else min(common(self.ids, ids), len(ids) - 1)
+
+    def continued(self, ids: list[int]) -> Any:
+        """Return the cache, cropped to the common prefix with a prompt."""
+        surplus = self.cache.get_seq_length() - self.shared(ids)
+        if surplus:
+            self.cache.crop(-surplus)
+        return self.cache

@@ -1,0 +1,1 @@
+"""Modules that compute from packed bytes. They replace the experts, linear layers and embeddings of transformers."""

@@ -1,1 +1,0 @@
-"""Running packed models: packed modules, their stores and backends, loading and text generation."""

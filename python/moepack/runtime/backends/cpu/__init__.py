@@ -1,5 +1,0 @@
-"""Code that uses the core and its NumPy arrays: products (`backend`) and array views for the decoder (`views`)."""
-
-from moepack.runtime.backends.cpu.backend import CpuBackend
-
-__all__ = ["CpuBackend"]

@@ -1,0 +1,1 @@
+"""Text generation for one sequence: prompts, sampling, streamed text, chats."""

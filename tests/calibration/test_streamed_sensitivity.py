@@ -1,0 +1,403 @@
+"""Sensitivity measured block by block equals that of the whole model and needs the memory of one block."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import MixtralModel
+
+import moepack
+import tiny_models
+from census_support import skip_unknown
+from command_support import run
+from moepack.calibration import CalibrationRequest, CalibrationSettings
+from moepack.calibration.fisher import LENGTH, WINDOWS, Sensitivity, fisher, needed_bytes, owners, pieces
+from moepack.calibration.samples import Samples, decoder_samples
+from moepack.calibration.skeleton import Skeleton
+from moepack.calibration.text import BUILT_IN
+from moepack.census.tiny import tiny_model
+from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint.classes import meta_model
+from moepack.checkpoint.quantized import open_checkpoint
+from moepack.errors import UnsupportedModelError
+from moepack.evaluation.streaming import StreamedDecoder
+from moepack.evaluation.windows import Windows
+from moepack.integrations.loading import open_model
+from moepack.methods import Auto, Rate
+from moepack.methods.rate.importance import find_balances, find_importance
+from moepack.pipeline.estimate import estimate
+from places import TINY_MOE
+
+CPU = torch.device("cpu")
+IDS = torch.randint(3, 60, (3, 16), generator=torch.Generator().manual_seed(1))
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("mixtral", {"tie_word_embeddings": True}),
+    "not tied": ("mixtral", {"tie_word_embeddings": False}),
+    "tied, norms of queries": ("qwen3_moe", {"tie_word_embeddings": True}),
+    "latents, a shared expert, a dense layer": ("deepseek_v3", {}),
+    "latents without those of queries": ("deepseek_v2", {}),
+    "transposed experts with biases": ("gpt_oss", {}),
+    "several residual streams": ("deepseek_v4", {}),
+    "inputs of each layer, shared keys and values": ("gemma4", {}),
+    "routers that read the router before": ("zaya", {}),
+    "a head that reads the embedding again": ("inkling2", {}),
+    "scaled logits": ("granitemoe", {}),
+    "a classifier of tokens": ("openai_privacy_filter", {}),
+    "experts that text does not reach": ("ernie4_5_vl_moe", {}),
+}
+
+
+def saved(model_type: str, path: Path, own: dict[str, Any]) -> Path:
+    skip_unknown(model_type)
+    tiny_model(model_type, own=own).save_pretrained(path)
+    return path
+
+
+def measured(path: Path, samples: Samples | None = None, progress: Any = None) -> dict[str, Sensitivity]:
+    checkpoint = open_checkpoint(path)
+    model = describe(checkpoint)
+    found = fisher(checkpoint, model, find_balances(model), samples or decoder_samples(IDS), CPU, progress)
+    assert found is not None
+    return found
+
+
+def whole_model(path: Path) -> dict[str, Sensitivity]:
+    """Compute the sensitivity of the whole model by definition: squared gradients of windows, for balanced weights."""
+    checkpoint = open_checkpoint(path)
+    described = describe(checkpoint)
+    model, balances = open_model(path, torch.float32), find_balances(described)
+    held = dict(owners(described, model))
+    parameters = {name: own for name, own in model.named_parameters() if name in held}
+    sums = {name: torch.zeros_like(own, dtype=torch.float64) for name, own in parameters.items()}
+    generator = torch.Generator().manual_seed(0)
+    for ids in IDS:
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+        loss = nn.functional.cross_entropy(logits, drawn, reduction="sum")
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        for name, gradient in zip(parameters, gradients, strict=True):
+            if gradient is None:
+                sums.pop(name, None)
+            else:
+                sums[name] += gradient.double().square()
+    found = {}
+    for name, squares in sums.items():
+        for packed, view in held[name].items():
+            mean, balance = view(squares / IDS.numel()), balances[packed]
+            balanced = mean * (balance.rows[..., None] * balance.columns[:, None]).double().square()
+            found[packed] = Sensitivity(float(mean.mean()), balanced.mean(2), balanced.mean(1))
+    return found
+
+
+def require_same(found: dict[str, Sensitivity], expected: dict[str, Sensitivity]) -> None:
+    assert found.keys() == expected.keys()
+    for name, own in expected.items():
+        assert found[name].mean == pytest.approx(own.mean, rel=1e-4), name
+        for part, whole in ((found[name].rows, own.rows), (found[name].columns, own.columns)):
+            torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4 * float(whole.mean()) + 1e-30)
+
+
+# ---- the numbers
+
+
+@pytest.mark.parametrize("form", MODELS)
+def test_blocks_give_the_numbers_of_the_whole_model(form: str, tmp_path: Path) -> None:
+    path = saved(*MODELS[form][:1], tmp_path / "model", MODELS[form][1])
+    expected = whole_model(path)
+    assert len(expected) > 5
+    require_same(measured(path), expected)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "olmoe"])
+def test_a_head_that_is_stored_with_other_values_is_not_tied(model_type: str, tmp_path: Path) -> None:
+    """Even if config.json ties them, the embedding has its own gradient, as in the model that transformers loads."""
+    path = saved(model_type, tmp_path / "model", {"tie_word_embeddings": True})
+    file = next(path.glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    found, expected = measured(path), whole_model(path)
+    require_same({name: own for name, own in found.items() if name in expected}, expected)
+    assert found["model.embed_tokens.weight"].mean > 0
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "inkling2", "zaya", "granitemoe", "deepseek_v4"])
+def test_a_streamed_model_predicts_what_the_whole_one_does(model_type: str, tmp_path: Path) -> None:
+    """The tail of the model works, including inputs other than the outputs of the last block."""
+    path = saved(model_type, tmp_path / "model", {})
+    streamed = StreamedDecoder(path, Windows(IDS.numpy(), "", ""), torch.float32, tmp_path)
+    found = torch.cat(list(streamed.logits(lambda *_: None)))
+    with torch.inference_mode():
+        expected = open_model(path, torch.float32)(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_head_that_reads_earlier_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients would lack the contribution of the earlier blocks' outputs."""
+    path = saved("mixtral", tmp_path / "model", {})
+    forward = MixtralModel.forward
+
+    def adds_the_first(self: Any, *given: Any, **named: Any) -> Any:
+        seen: list[Tensor] = []
+        hook = self.layers[0].register_forward_hook(lambda _, inputs, output: seen.append(output))
+        output = forward(self, *given, **named)
+        hook.remove()
+        output.last_hidden_state = output.last_hidden_state + seen[0]
+        return output
+
+    monkeypatch.setattr(MixtralModel, "forward", adds_the_first)
+    with pytest.raises(UnsupportedModelError, match="reads more than the last block gives"):
+        measured(path)
+
+
+# ---- the text
+
+
+@pytest.mark.parametrize(
+    ("windows", "length", "count", "cut"), [(18, 512, WINDOWS, LENGTH), (5, 40, 5, 40), (3, 300, 3, LENGTH)]
+)
+def test_windows_are_cut_into_pieces(windows: int, length: int, count: int, cut: int) -> None:
+    found = pieces(torch.arange(windows * length).view(windows, length))
+    assert found.shape == (count, cut)
+    assert bool((found.diff(dim=1) == 1).all()) and bool((found[:, 0].diff() > 0).all())
+    assert found[0, 0] == 0 and windows * length - found[-1, -1] <= 1 + length % cut
+
+
+# ---- memory
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Path:
+    return saved("qwen3_moe", tmp_path / "model", {"num_hidden_layers": 6, "tie_word_embeddings": False})
+
+
+def test_one_block_is_in_memory_at_a_time(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each weight of a block is read twice; those of the first block, embedding and tail at most three times."""
+    held: list[int] = []
+    blocks_held: list[int] = []
+    reads: dict[str, int] = {}
+    fetch, tensor = Skeleton._parameter, Checkpoint.tensor
+
+    def watched(self: Skeleton, *given: Any, **named: Any) -> nn.Parameter:
+        found = fetch(self, *given, **named)
+        loaded = {id(own): own.numel() for own in self.module.parameters() if not own.is_meta}
+        held.append(sum(loaded.values()) + found.numel() * (id(found) not in loaded))
+        layers = self.module.get_submodule("model.layers")
+        blocks_held.append(sum(any(not own.is_meta for own in block.parameters()) for block in layers.children()))
+        return found
+
+    def counted(self: Checkpoint, name: str) -> Tensor:
+        reads[name] = reads.get(name, 0) + 1
+        return tensor(self, name)
+
+    checkpoint = open_checkpoint(deep)
+    model = describe(checkpoint)
+    balances = find_balances(model)
+    monkeypatch.setattr(Skeleton, "_parameter", watched)
+    monkeypatch.setattr(Checkpoint, "tensor", counted)
+    assert fisher(checkpoint, model, balances, decoder_samples(IDS), CPU)
+    whole = meta_model(checkpoint.path, checkpoint.config)
+    blocks = [sum(own.numel() for own in block.parameters()) for block in whole.model.layers]
+    ends = sum(own.numel() for own in whole.parameters()) - sum(blocks)
+    assert max(blocks_held) == 1 and max(held) <= max(blocks) + ends < sum(blocks) / 4
+    assert set(reads) == set(checkpoint.names())
+    assert all(count == 2 for name, count in reads.items() if ".layers." in name and ".layers.0." not in name)
+    assert max(reads.values()) <= 3
+
+
+def test_gradients_of_one_window_are_held(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a gradient is complete, all others have been dropped."""
+    seen: list[int] = []
+    register = Tensor.register_post_accumulate_grad_hook
+    alive: list[Tensor] = []
+
+    def watched(self: Tensor, hook: Callable[[Tensor], None]) -> Any:
+        alive.append(self)
+
+        def counted(found: Tensor) -> None:
+            seen.append(sum(each.grad is not None for each in alive))
+            hook(found)
+
+        return register(self, counted)
+
+    monkeypatch.setattr(Tensor, "register_post_accumulate_grad_hook", watched)
+    assert measured(deep)
+    assert len(seen) >= len(alive) * len(IDS) > 0 and set(seen) == {1}
+
+
+def test_what_is_needed_follows_the_largest_block(tmp_path: Path) -> None:
+    """More layers need memory only for hidden states; a model larger than memory can be measured."""
+
+    def needs(name: str, **own: Any) -> tuple[int, int]:
+        checkpoint = open_checkpoint(saved("qwen3_moe", tmp_path / name, own))
+        whole = meta_model(checkpoint.path, checkpoint.config)
+        return needed_bytes(checkpoint, describe(checkpoint)), 4 * sum(own.numel() for own in whole.parameters())
+
+    few, _ = needs("few", num_hidden_layers=2, moe_intermediate_size=4096)
+    many, whole = needs("many", num_hidden_layers=8, moe_intermediate_size=4096)
+    states = WINDOWS * LENGTH * 32 * 4
+    assert few + 6 * states == many < whole
+    broad, _ = needs("broad", num_hidden_layers=2, moe_intermediate_size=8192)
+    assert broad - few > 2 * 4 * (4 * 3 * 4096 * 32)  # twice what four experts gain
+
+
+# ---- progress
+
+
+class Shown:
+    """Records progress; stops the job after `stop` tokens."""
+
+    def __init__(self, stop: int = 10**9) -> None:
+        self.total, self.done, self.stages, self.finished, self.stop = 0, 0, list[str](), False, stop
+
+    def prepare(self, what: str) -> None: ...
+
+    def start(self, total: int, done: int, unit: str = "weights") -> None:
+        self.total = total
+        assert unit == "tokens" and not done
+
+    def stage(self, name: str) -> None:
+        self.stages.append(name)
+
+    def advance(self, count: int, memory: int) -> None:
+        self.done += count
+        assert count >= 0 and memory > 0
+        if self.done >= self.stop:
+            raise KeyboardInterrupt
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_progress_reaches_its_end_and_names_blocks(deep: Path) -> None:
+    shown = Shown()
+    measured(deep, progress=shown)
+    assert shown.done == shown.total == IDS.numel() and shown.finished
+    blocks = [f"what errors count: model.layers.{layer}" for layer in range(6)]
+    assert shown.stages == [*blocks, "what errors count: head", *blocks[::-1], "what errors count: embedding"]
+
+
+@pytest.mark.parametrize("stop", [1, 20, 40])
+def test_an_interrupt_ends_it_at_once(deep: Path, stop: int) -> None:
+    shown = Shown(stop)
+    with pytest.raises(KeyboardInterrupt):
+        measured(deep, progress=shown)
+    assert shown.finished and shown.done < IDS.numel()
+
+
+# ---- what cannot be measured is said
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """The example model with a tokenizer that cannot be parsed."""
+    shutil.copytree(TINY_MOE, tmp_path / "broken")
+    (tmp_path / "broken/tokenizer.json").write_text("{")
+    return tmp_path / "broken"
+
+
+def notes_of(method: Any, model: Path, out: Path) -> tuple[str, ...]:
+    return tuple(note for note in estimate(model, out, method).notes if "what errors" in note.lower())
+
+
+def small(**settings: Any) -> Auto:
+    return Auto(size="3MB", samples=2, sequence_length=32, **settings)
+
+
+def test_a_plan_and_a_report_say_why_the_text_was_not_read(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (note,) = notes_of(small(), broken, tmp_path / "out")
+    assert "built-in text was not read" in note and "tokenizer cannot be loaded" in note and str(broken) in note
+    said = run(capsys, "compress", broken, tmp_path / "out", "--size", "3MB", "--dry-run")[1]
+    assert "The built-in text was not read" in " ".join(said.split())
+    assert note in moepack.compress(broken, tmp_path / "out", method=small()).notes
+    assert not notes_of(small(calibration="none"), broken, tmp_path / "other")
+    assert not notes_of(small(), TINY_MOE, tmp_path / "other")
+
+
+def test_one_method_for_two_checkpoints_reads_the_text_where_it_can(broken: Path, tmp_path: Path) -> None:
+    method = small()
+    assert notes_of(method, broken, tmp_path / "out") and method.calibration is None
+    assert not notes_of(method, TINY_MOE, tmp_path / "out") and method.calibration == BUILT_IN
+
+
+def little_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("moepack.methods.auto.method.total_bytes", lambda: 1000)
+
+
+def others_took_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("moepack.calibration.fisher.available_bytes", lambda: 1000)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [(little_memory, "1 kB is what this machine has"), (others_took_it, "1 kB is free")]
+)
+def test_too_little_memory_is_said(
+    change: Callable[[pytest.MonkeyPatch], None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    change(monkeypatch)
+    (note,) = notes_of(small(), TINY_MOE, tmp_path / "out")
+    assert reason in note and "with gradients" in note and "compress where there is more" in note
+
+
+def test_models_that_read_two_texts_and_short_positions_are_said(
+    switch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (note,) = notes_of(Auto(bits_per_weight=4.0), switch, tmp_path / "out")
+    assert "encoder-decoder" in note and "--calibration FILE" in note
+    path = saved("qwen3_moe", tmp_path / "short", {})  # 128 positions
+    tiny_models.write_tokenizer(path)
+    (note,) = notes_of(Auto(bits_per_weight=6.0), path, tmp_path / "out")
+    assert "512 tokens are longer than the model's 128 positions: use a shorter sequence length" in note
+
+
+def test_rate_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    others_took_it(monkeypatch)
+    method = Rate(3.0, roles="none", calibration=BUILT_IN, samples=2, sequence_length=32)
+    notes = moepack.compress(TINY_MOE, tmp_path / "out", method=method).notes
+    assert any("was not measured" in note and "1 kB is free" in note for note in notes)
+
+
+@pytest.fixture
+def no_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CalibrationRequest]:
+    """A calibration request whose samples are `IDS`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(CalibrationRequest, "load", lambda *_: decoder_samples(IDS))
+    yield CalibrationRequest(BUILT_IN, 3, 16, CalibrationSettings())
+
+
+def test_tensors_that_a_text_does_not_reach_have_factors(no_tokenizer: CalibrationRequest, tmp_path: Path) -> None:
+    """Experts of a vision tower have the factors without a text; all others are measured once."""
+    checkpoint = open_checkpoint(saved("ernie4_5_vl_moe", tmp_path / "model", {}))
+    model = describe(checkpoint)
+    found = find_importance(checkpoint, model, no_tokenizer)
+    assert found.measured and not found.notes and found.scales.keys() == find_balances(model).keys()
+    assert any("vision" in name for name in found.scales)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moepack.methods.rate.importance.fisher", None)
+        again = find_importance(checkpoint, model, no_tokenizer)
+    assert all(torch.equal(again.scales[name].rows, own.rows) for name, own in found.scales.items())
+
+
+def test_a_model_that_transformers_cannot_run_is_packed_with_a_note(
+    no_tokenizer: CalibrationRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(saved("mixtral", tmp_path / "model", {}))
+
+    def fails(*given: Any, **named: Any) -> None:
+        raise AttributeError("no attribute 'image_outputs'")
+
+    monkeypatch.setattr("transformers.MixtralForCausalLM.forward", fails)
+    found = find_importance(checkpoint, describe(checkpoint), no_tokenizer)
+    assert not found.measured and "no attribute 'image_outputs'" in found.notes[0]

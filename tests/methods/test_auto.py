@@ -1,0 +1,240 @@
+"""The method `auto`: meets a size, rejects unreachable sizes before reading weights, and allocates by importance."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moepack
+import packed_support as support
+from command_support import run
+from moepack.calibration.fisher import fisher
+from moepack.checkpoint import Checkpoint, describe
+from moepack.errors import CalibrationError, DiskError, ResumeError
+from moepack.methods import Auto, Rate
+from moepack.methods.auto.coded import Coded, _held
+from moepack.methods.auto.target import Target
+from moepack.methods.rate.importance import find_balances
+from moepack.methods.rate.scales import Scales
+from moepack.pipeline.estimate import estimate
+from moepack.units import byte_count
+from places import NOVEL, TINY_MOE
+
+
+def weight_bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+def calibrated(**settings: Any) -> Auto:
+    return Auto(calibration=str(NOVEL), samples=6, sequence_length=64, **settings)
+
+
+# ---- sizes
+
+SPELLINGS = [("5MB", 5_000_000), ("5 MiB", 5 << 20), ("5e6", 5_000_000), (5_000_000, 5_000_000), ("0.5GB", 500_000_000)]
+
+
+@pytest.mark.parametrize(("text", "count"), SPELLINGS)
+def test_sizes_are_read_as_people_write_them(text: str | int, count: int) -> None:
+    assert byte_count(text) == count
+    Target(size=text)
+
+
+NO_SIZES = [
+    *({"size": size} for size in ("-5MB", "much", "nan", "infGB", 0)),
+    *({"ratio": ratio} for ratio in (0.0, 1.5, math.nan)),
+    {"bits_per_weight": -1.0},
+    {"ratio": 0.5, "size": "1MB"},
+    {"prefer": "beauty"},
+]
+
+
+@pytest.mark.parametrize("settings", NO_SIZES)
+def test_what_is_no_size_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Auto(**settings)
+
+
+IMPOSSIBLE = [
+    ({"size": "100kB"}, "the least that"),
+    ({"size": "10MB"}, "as they are"),
+    ({"size": "100kB", "prefer": "speed"}, "the least that"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), IMPOSSIBLE)
+def test_impossible_sizes_are_refused_before_a_weight_is_read(
+    settings: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: Any) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(Checkpoint, "tensor", read)
+    for refused in (estimate, moepack.compress):
+        with pytest.raises(ValueError, match=message):
+            refused(TINY_MOE, tmp_path / "out", method=Auto(**settings))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_least_size_can_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "compress", TINY_MOE, tmp_path / "out", "--size", "1kB")
+    assert code == 2 and error.count("\n") == 1
+    least = byte_count(error.split(" is ")[-1].strip())
+    moepack.compress(TINY_MOE, tmp_path / "out", size=int(least * 1.005))
+    assert moepack.verify(tmp_path / "out").ok
+
+
+MET = [{"size": "1.2MB"}, {"ratio": 0.3}, {"bits_per_weight": 4.0}, {"size": "3.6MB", "prefer": "speed"}]
+
+
+@pytest.mark.parametrize("settings", MET)
+def test_a_size_is_met_and_the_plan_knows_it(settings: dict[str, Any], tmp_path: Path) -> None:
+    method = Auto(**settings)
+    plan = estimate(TINY_MOE, tmp_path / "out", method)
+    report = moepack.compress(TINY_MOE, tmp_path / "out", method=method)
+    assert plan.goal is not None
+    assert 0.995 * plan.goal.nbytes < weight_bytes(tmp_path / "out") <= plan.goal.nbytes
+    assert plan.after == pytest.approx(report.packed_bytes, rel=0.02)
+    assert plan.disk >= report.packed_bytes
+
+
+def test_a_text_meets_the_size_too_and_saves_loss(tmp_path: Path) -> None:
+    losses = {}
+    for name, method in {"free": Auto(size="1.2MB", calibration=None), "text": calibrated(size="1.2MB")}.items():
+        moepack.compress(TINY_MOE, tmp_path / name, method=method)
+        assert 0.99 * 1_200_000 < weight_bytes(tmp_path / name) <= 1_200_000
+        losses[name] = moepack.evaluate(tmp_path / name, NOVEL, 8000).loss
+    assert losses["text"] < losses["free"]
+
+
+@pytest.fixture(autouse=True)
+def speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of fixed widths are five times as fast; nothing is measured, or kept in the user's cache."""
+    monkeypatch.setattr("moepack.methods.auto.method.kept_speeds", lambda: FAST)
+
+
+FAST = {**dict.fromkeys(("int2", "int3", "int4", "int8"), 5e9), "coded2": 1e9, "coded4": 1e9}
+ALIKE = dict.fromkeys(FAST, 1e9)
+
+
+def test_measured_speeds_decide_where_speed_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, losses = {}, {}
+    for name, speeds in (("fast", FAST), ("alike", ALIKE)):
+        monkeypatch.setattr("moepack.methods.auto.method.kept_speeds", lambda speeds=speeds: speeds)
+        method = Auto(bits_per_weight=4.0, prefer="speed")
+        plans[name] = estimate(TINY_MOE, tmp_path / "out", method)
+        made = plans[name].plan
+        losses[name] = made.packer.loss
+        formats = {type(decision) for decision in made.decisions.values()}
+        assert formats == ({list, float} if name == "fast" else {float})  # widths, steps
+    fast, alike = plans["fast"], plans["alike"]
+    assert fast.tokens_per_second > 1.3 * alike.tokens_per_second and losses["fast"] > losses["alike"]
+
+
+def test_rows_are_held_where_tables_list_their_integers() -> None:
+    matrix = torch.randn(64, 32) * torch.logspace(-2, 2, 64)[:, None]
+    scales, rows = Scales(torch.ones(1, 64), torch.ones(1, 32)), torch.ones(64)
+    held = _held(matrix, scales, 1.0)[0]
+    spreads = (matrix * held[:, None]).square().mean(1).sqrt()
+    assert spreads.max() <= 1.0 + 1e-6
+    wide = matrix.square().mean(1).sqrt() > 1
+    assert torch.equal(held[~wide], rows[~wide]) and spreads[wide].min() > 2**-0.26
+
+
+def test_measuring_importance_shows_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(
+        capsys, "compress", TINY_MOE, tmp_path / "out", "--size", "2MB", "--dry-run",
+        "--calibration", NOVEL, "--samples", 4, "--sequence-length", 64,
+    )  # fmt: skip
+    assert code == 0 and "256 tokens" in error and "what errors count" in error and "Loading weights" not in error
+
+
+def test_without_a_size_memory_decides_where_it_is_short(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(mixtral)
+    source = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
+    for free, share in ((None, 0.25), (source * 10, 0.25), (source // 5, 0.1)):
+        monkeypatch.setattr("moepack.methods.auto.target.available_bytes", lambda free=free: free)
+        nbytes, reason = Target().nbytes(checkpoint)
+        assert nbytes == pytest.approx(share * source, rel=0.01)
+        assert ("memory" in reason) == (share < 0.25)
+
+
+# ---- jobs
+
+
+def test_another_size_does_not_continue_a_job(mixtral: Path, tmp_path: Path) -> None:
+    with support.interrupted(Coded, 5):
+        moepack.compress(mixtral, tmp_path / "again", method=calibrated(ratio=0.8))
+    with pytest.raises(ResumeError, match="size"):
+        moepack.compress(mixtral, tmp_path / "again", method=calibrated(ratio=0.7))
+    assert moepack.compress(mixtral, tmp_path / "again", method=calibrated(ratio=0.8)).resumed_weights > 0
+    moepack.compress(mixtral, tmp_path / "whole", method=calibrated(ratio=0.8))
+    assert support.contents(tmp_path / "whole") == support.contents(tmp_path / "again")
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v2", "switch_transformers"])
+@pytest.mark.parametrize("prefer", ["quality", "speed"])
+def test_every_architecture_is_packed(architecture: str, prefer: str, tiny_checkpoint: Any, tmp_path: Path) -> None:
+    moepack.compress(tiny_checkpoint(architecture), tmp_path / "out", method=calibrated(ratio=0.9, prefer=prefer))
+    assert moepack.verify(tmp_path / "out").ok
+
+
+def test_a_missing_text_is_noticed_at_once(tmp_path: Path) -> None:
+    for refused in (estimate, moepack.compress):
+        with pytest.raises(CalibrationError, match="no such calibration file"):
+            refused(tmp_path / "no-model", tmp_path / "out", method=Rate(3.0, calibration=str(tmp_path / "no.txt")))
+
+
+def test_a_small_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moepack.pipeline.estimate._free_disk", lambda _: 1000)
+    with pytest.raises(DiskError, match="1,000 are free"):
+        estimate(TINY_MOE, tmp_path / "out", Auto(size="1MB"))
+
+
+# ---- importance
+
+
+def test_squared_gradients_tell_what_noise_costs() -> None:
+    """Noise on one tensor raises the loss by half its importance times the noise's square, to a factor of two."""
+    checkpoint = Checkpoint.open(TINY_MOE)
+    model = describe(checkpoint)
+    samples = calibrated(size="3MB").request.load(checkpoint)  # type: ignore[union-attr]
+    known = fisher(checkpoint, model, find_balances(model), samples, torch.device("cpu"))
+    assert known is not None
+    found = {name: own.mean for name, own in known.items()}
+    linears = {linear.source for dense in model.dense for linear in dense.linears}
+    assert set(found) == linears | {part.packed_name for layer in model.layers for part in layer.projections}
+    last = model.layers[-1].projections[-1]
+    values, queries = (found[f"model.layers.3.self_attn.{name}_proj.weight"] for name in "vq")
+    assert values > queries > found[last.packed_name] > 0
+
+
+def test_a_plan_promises_only_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A range with a text; without one the plan says that it does not know."""
+    known = estimate(TINY_MOE, tmp_path / "out", calibrated(size="3MB"))
+    assert known.loss is not None and 0 < known.loss[0] < known.loss[1]
+    assert estimate(TINY_MOE, tmp_path / "out", Auto(size="3MB")).loss is not None
+    assert estimate(TINY_MOE, tmp_path / "out", Auto(size="3MB", calibration=None)).loss is None
+    options = ("--size", "3MB", "--dry-run", "--calibration", "none")
+    said = run(capsys, "compress", TINY_MOE, tmp_path / "out", *options)[1]
+    assert re.search(r"loss +unknown without calibration; `--calibration", said), said
+    said = run(capsys, "compress", TINY_MOE, tmp_path / "out", "--method", "finequant", "--dry-run")[1]
+    assert not re.search(r"loss +", said), said
+
+
+def test_models_that_do_not_fit_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(TINY_MOE)
+    samples = calibrated(size="3MB").request.load(checkpoint)  # type: ignore[union-attr]
+    monkeypatch.setattr("moepack.calibration.fisher.available_bytes", lambda: 1000)
+    model = describe(checkpoint)
+    assert fisher(checkpoint, model, find_balances(model), samples, torch.device("cpu")) is None
+
+
+def test_the_first_command_makes_a_good_model_of_a_quarter(tmp_path: Path) -> None:
+    moepack.compress(TINY_MOE, tmp_path / "out", method=Auto(ratio=0.25))
+    assert weight_bytes(tmp_path / "out") <= weight_bytes(TINY_MOE) / 4
+    rise = moepack.evaluate(tmp_path / "out", NOVEL, 12_000).loss - moepack.evaluate(TINY_MOE, NOVEL, 12_000).loss
+    assert rise < 0.05

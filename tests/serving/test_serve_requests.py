@@ -1,0 +1,550 @@
+"""Request fields: each is honoured or rejected by name, and every failure has OpenAI's form."""
+
+import asyncio
+import json
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moepack.errors import LoadError
+from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.serving.text.generation import generate
+from moepack.serving.text.sampling import Sampling
+from places import ROOT
+from tiny_models import TEMPLATE
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+from openai.types import completion_create_params as completion_params  # noqa: E402
+from openai.types.chat import completion_create_params as chat_params  # noqa: E402
+from openai.types.chat.chat_completion import ChatCompletion  # noqa: E402
+
+from moepack.serving.engine import Engine  # noqa: E402
+from moepack.serving.http import answers  # noqa: E402
+from moepack.serving.http.body import DEEPEST  # noqa: E402
+from moepack.serving.http.requests import NEUTRAL, ChatRequest, CompletionRequest  # noqa: E402
+from moepack.serving.http.server import Settings, create_app  # noqa: E402
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+HARMLESS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+SAMPLED = {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5, "seed": 7}
+OTHER_SERVERS = [
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "json_schema"),
+    *("typical_p", "mirostat", "bad_words", "allowed_token_ids", "use_beam_search", "length_penalty", "samplers"),
+    *("logits_processors", "prompt_logprobs", "truncate_prompt_tokens", "priority", "documents", "chat_template"),
+    *("mm_processor_kwargs", "lora", "id_slot", "cache_prompt", "enable_thinking"),
+]
+"""Fields of vLLM and llama.cpp."""
+
+
+@pytest.fixture(scope="module")
+def engine(packed):
+    tokenizer = open_tokenizer(packed)
+    tokenizer.chat_template = TEMPLATE
+    engine = Engine(open_model(packed, "float32", mode="exact"), tokenizer, slots=4, context=256).start()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def ask(engine):
+    """A function that sends one request to an application in this process: (status, headers, content)."""
+    with asyncio.Runner() as runner:
+
+        def ask(path, body=b"", *, method=None, app=None, headers=(("Content-Type", "application/json"),)):
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            method = method or ("POST" if data else "GET")
+            return runner.run(_call(app or create_app(engine, Settings("tiny")), method, path, data, headers))
+
+        yield ask
+
+
+async def _call(app, method, path, data, headers):
+    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
+    path, _, query = path.partition("?")
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
+             "method": method, "path": path, "raw_path": path.encode(), "query_string": query.encode(),
+             "headers": raw, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}  # fmt: skip
+    asked, sent = [{"type": "http.request", "body": data, "more_body": False}], []
+
+    async def receive():
+        return asked.pop() if asked else await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    error = None
+    try:
+        await app(scope, receive, send)
+    except Exception as raised:
+        error = raised
+    status, answered = sent[0]["status"], {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    content = b"".join(message.get("body", b"") for message in sent)
+    assert (error is not None) == (status == 500), error
+    if answered["content-type"] == "application/json":
+        content = json.loads(content)
+    if status != 200:
+        checked(content)
+    return status, answered, content
+
+
+def checked(content):
+    """The fields of an error of OpenAI's form."""
+    assert set(content) == {"error"} and set(content["error"]) == {"message", "type", "param", "code"}
+    error = content["error"]
+    assert all(isinstance(error[name], str) and error[name] for name in ("message", "type", "code"))
+    assert error["param"] is None or isinstance(error["param"], str)
+    assert not any(
+        word in error["message"] for word in ("Value error", "Input should", "str]", "list[", "Extra inputs")
+    )
+    return error
+
+
+def completion(**fields):
+    return {"model": "tiny", "prompt": "x", "max_tokens": 1, **fields}
+
+
+def chat(message=None, **fields):
+    return {"model": "tiny", "messages": [message or {"role": "user", "content": "x"}], "max_tokens": 1, **fields}
+
+
+def asks_for_nothing(name, value):
+    return value is None or any(type(value) is type(same) and value == same for same in NEUTRAL.get(name, ()))
+
+
+# Random requests
+
+texts = st.text(st.characters(exclude_categories=()), max_size=5) | st.sampled_from(["x", "\ud800", "a\udfff", "\0"])
+numbers = st.integers() | st.integers(-2, 5) | st.floats() | st.sampled_from([1e-320, 1e-9, 1e308, 10**400, 2.0, -0.0])
+scalars = st.none() | st.booleans() | numbers | texts
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=6
+)
+kinds = {COMPLETIONS: CompletionRequest, CHATS: ChatRequest}
+parts = st.fixed_dictionaries({"type": st.just("text"), "text": texts}, optional={"cache_control": values}) | values
+messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]), "content": texts | st.lists(parts)},
+    optional={name: values for name in ("name", "tool_calls", "function_call", "refusal", "audio", "tool_call_id")},
+)
+
+
+@st.composite
+def requests(draw):
+    path = draw(st.sampled_from([COMPLETIONS, CHATS]))
+    body = completion() if path == COMPLETIONS else chat()
+    likely = {"messages": st.lists(messages, max_size=3), "max_tokens": st.integers(1, 3),
+              "stream_options": st.dictionaries(st.sampled_from(["include_usage", "x"]), values)}  # fmt: skip
+    names = st.sampled_from(sorted(kinds[path].model_fields)) | st.sampled_from([*NEUTRAL, *OTHER_SERVERS]) | texts
+    for name in draw(st.lists(names, max_size=3)):
+        neutral = st.sampled_from(NEUTRAL.get(name, (None,)))
+        body[name] = draw(likely.get(name, neutral) | neutral | scalars | values)
+    return path, body
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(request=requests())
+def test_whatever_is_sent_is_answered_in_form_and_nothing_is_ignored(ask, request):
+    path, body = request
+    status, headers, content = ask(path, body)
+    assert status in (200, 400, 404), (body, content)
+    if status == 200:
+        assert all(name in kinds[path].model_fields or asks_for_nothing(name, value) for name, value in body.items())
+        assert headers["content-type"].startswith("text/event-stream" if body.get("stream") else "application/json")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.binary(max_size=40) | st.builds(lambda *cut: json.dumps(completion()).encode()[slice(*cut)],
+                                               st.integers(0, 50), st.integers(0, 50)))  # fmt: skip
+def test_whatever_bytes_are_sent_are_answered_in_form(ask, data):
+    assert ask(COMPLETIONS, data, method="POST")[0] in (200, 400)
+
+
+# Fields
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_fields_of_all_clients_are_honoured_harmless_or_refused_by_name(ask, path):
+    module = completion_params if path == COMPLETIONS else chat_params
+    names = {
+        *get_type_hints(module.CompletionCreateParamsNonStreaming),
+        *OTHER_SERVERS,
+        *NEUTRAL,
+        "surprise",
+        "",
+        "a b",
+    }
+    body = completion() if path == COMPLETIONS else chat()
+    for name in sorted(names - set(kinds[path].model_fields)):
+        for value in (3, "x", {"a": 1}, [1], 1.5):
+            status, _, content = ask(path, {**body, name: value})
+            assert (status, content["error"]["param"]) == (400, name), (name, value)
+            assert content["error"]["message"] == f"{name} is not supported"
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, completion()), (CHATS, chat())])
+def test_values_that_ask_for_nothing_and_harmless_fields_change_nothing(ask, path, body):
+    plain = ask(path, {**body, "temperature": 0})[2]["choices"]
+    neutral = {name: same for name, values in NEUTRAL.items() for same in values}
+    harmless = {"user": "x", "metadata": {"a": 1}, "safety_identifier": "y", "prompt_cache_key": "z"}
+    null = dict.fromkeys([*neutral, *harmless, "surprise", "stop", "seed", "stream", "stream_options"])
+    for more in (neutral, harmless, null, {"n": 1.0}, {"stream_options": {"include_obfuscation": False, "x": None}}):
+        assert ask(path, {**body, "temperature": 0, **more})[2]["choices"] == plain
+
+
+def test_no_tokens_are_not_the_empty_text(ask, engine, monkeypatch):
+    call = type(engine.tokenizer).__call__
+    monkeypatch.setattr(type(engine.tokenizer), "__call__", lambda self, text: call(self, "<s>" + text))
+    assert ask(COMPLETIONS, completion(prompt=""))[0] == 200
+    assert ask(COMPLETIONS, completion(prompt=[]))[2]["error"]["message"] == "the prompt has no tokens"
+
+
+def test_zero_is_not_false_nor_true_one(ask):
+    for name, value in (("logprobs", 0), ("n", True), ("presence_penalty", False), ("echo", 0)):
+        assert ask(COMPLETIONS, completion(**{name: value}))[2]["error"]["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"function_call": {"name": "f"}}, "messages[0].function_call"),
+        ({"name": "Ann"}, "messages[0].name"),
+        ({"refusal": "no"}, "messages[0].refusal"),
+        ({"audio": {"id": "a"}}, "messages[0].audio"),
+        ({"tool_call_id": "1"}, "messages[0].tool_call_id"),
+        ({"reasoning_content": "hm"}, "messages[0].reasoning_content"),
+        ({"surprise": 1}, "messages[0].surprise"),
+        ({"role": "tool"}, "messages[0].role"),
+        ({"role": 1}, "messages[0].role"),
+        ({"content": None}, "messages[0].content"),
+        ({"content": 5}, "messages[0].content"),
+        ({"content": []}, "messages[0].content"),
+        ({"content": ["x"]}, "messages[0].content[0]"),
+        ({"content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"content": [{"type": "text", "text": 5}]}, "messages[0].content[0].text"),
+        ({"content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+         "messages[0].content[0].cache_control"),
+        ({"content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:"}}]},
+         "messages[0].content[1].type"),
+        ({"content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]},
+         "messages[0].content[0].type"),
+    ],
+    ids=lambda value: str(value)[:60],
+)  # fmt: skip
+def test_fields_of_messages_are_honoured_or_refused_by_name(ask, more, param):
+    status, _, content = ask(CHATS, chat({"role": "assistant", "content": "x", **more}))
+    assert (status, content["error"]["param"]) == (400, param)
+    assert content["error"]["message"].startswith(param + " ")
+
+
+def test_an_answer_may_be_sent_back_as_it_was_received(ask):
+    said = ChatCompletion.model_validate(ask(CHATS, chat())[2]).choices[0].message.model_dump()
+    assert said["tool_calls"] is None
+    messages = [{"role": "user", "content": "x"}, {**said, "tool_calls": [], "annotations": []}]
+    assert ask(CHATS, chat(messages=messages))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code", "sentence"),
+    [
+        (COMPLETIONS, {"prompt": "x"}, "model", "missing_required_parameter", "is required"),
+        (COMPLETIONS, {"model": "tiny"}, "prompt", "missing_required_parameter", "is required"),
+        (COMPLETIONS, completion(model=5), "model", "invalid_type", "must be a string"),
+        (COMPLETIONS, completion(prompt=5), "prompt", "invalid_value", "must be a string or a list of tokens"),
+        (COMPLETIONS, completion(prompt=["x", "y"]), "prompt", "invalid_value", "must be a string or a list of tokens"),
+        (COMPLETIONS, completion(prompt=[True]), "prompt", "invalid_value", "must be a string or a list of tokens"),
+        (COMPLETIONS, completion(max_tokens=0), "max_tokens", "invalid_value", "must be at least 1"),
+        (COMPLETIONS, completion(max_tokens=True), "max_tokens", "invalid_type", "must be an integer"),
+        (COMPLETIONS, completion(max_tokens=1.5), "max_tokens", "invalid_type", "must be an integer"),
+        (COMPLETIONS, completion(max_tokens="1"), "max_tokens", "invalid_type", "must be an integer"),
+        (COMPLETIONS, completion(temperature=-1), "temperature", "invalid_value", "must be at least 0"),
+        (COMPLETIONS, completion(temperature=1e300), "temperature", "invalid_value", "must be at most 100"),
+        (COMPLETIONS, completion(temperature="1"), "temperature", "invalid_type", "must be a finite number"),
+        (COMPLETIONS, completion(temperature=10**400), "temperature", "invalid_type", "must be a finite number"),
+        (COMPLETIONS, completion(top_p=0), "top_p", "invalid_value", "must be above 0"),
+        (COMPLETIONS, completion(seed=2**63), "seed", "invalid_value", f"must be below {2**63}"),
+        (COMPLETIONS, completion(stream=1), "stream", "invalid_type", "must be true or false"),
+        (COMPLETIONS, completion(stop=5), "stop", "invalid_value", "must be a string or a list of strings"),
+        (COMPLETIONS, completion(stop=["x", 5]), "stop[1]", "invalid_type", "must be a string"),
+        (COMPLETIONS, completion(stop=[""]), "stop", "invalid_value", "must have strings of 1 to 1000 characters"),
+        (COMPLETIONS, completion(stop=["x"] * 17), "stop", "invalid_value", "must have at most 16 elements"),
+        (COMPLETIONS, completion(user=5), "user", "invalid_type", "must be a string"),
+        (COMPLETIONS, completion(metadata=[]), "metadata", "invalid_type", "must be an object"),
+        (COMPLETIONS, completion(stream_options=[]), "stream_options", "invalid_type", "must be an object"),
+        (COMPLETIONS, completion(stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation",
+         "unsupported_parameter", "is not supported"),
+        (COMPLETIONS, completion(max_completion_tokens=5), "max_completion_tokens", "unsupported_parameter",
+         "is not supported"),
+        (CHATS, chat(max_completion_tokens=5), "max_completion_tokens", "invalid_value", "must equal max_tokens"),
+        (CHATS, chat(messages=[]), "messages", "invalid_value", "must not be empty"),
+        (CHATS, chat(messages="x"), "messages", "invalid_type", "must be a list"),
+        (CHATS, chat(messages=[5]), "messages[0]", "invalid_type", "must be an object"),
+        (CHATS, chat({"role": "wizard", "content": "x"}), "messages[0].role", "invalid_value",
+         "must be 'system', 'developer', 'user' or 'assistant'"),
+    ],
+    ids=lambda value: str(value)[:60],
+)  # fmt: skip
+def test_wrong_values_are_refused_by_name(ask, path, body, param, code, sentence):
+    status, _, content = ask(path, body)
+    assert (status, content["error"]["param"], content["error"]["code"]) == (400, param, code)
+    assert content["error"]["message"].startswith(f"{param} {sentence}")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_every_honoured_field_reaches_the_engine(ask, engine, monkeypatch, path):
+    heard, submit = [], engine.submit
+
+    def note(ids, sampling, on_piece):
+        heard.append((ids, sampling))
+        return submit(ids, sampling, on_piece)
+
+    monkeypatch.setattr(engine, "submit", note)
+    length = "max_tokens" if path == COMPLETIONS else "max_completion_tokens"
+    body = completion() if path == COMPLETIONS else chat()
+    del body["max_tokens"]
+    assert ask(path, {**body, **SAMPLED, "stop": "never", length: 2.0})[0] == 200
+    ids, sampling = heard[0]
+    assert sampling == Sampling(**SAMPLED, stop=("never",), max_new_tokens=2)
+    assert engine.tokenizer.decode(ids) == ("x" if path == COMPLETIONS else "u:x\na:")
+    elsewhere = {"model", "prompt", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens"}
+    assert set(kinds[path].model_fields) <= {*SAMPLED, "stop", *HARMLESS, *elsewhere}
+
+
+def test_the_coldest_temperature_takes_the_likeliest_token(ask, engine):
+    expected = generate(engine.model, engine.tokenizer, "The sea", Sampling(max_new_tokens=6)).text
+    for temperature in (1e-6, 1e-9, 5e-324):
+        asked = completion(prompt="The sea", max_tokens=6, temperature=temperature)
+        assert ask(COMPLETIONS, asked)[2]["choices"][0]["text"] == expected
+
+
+def test_the_documentation_lists_what_is_accepted():
+    text = (ROOT / "docs" / "serving.md").read_text()
+    for name in {*CompletionRequest.model_fields, *ChatRequest.model_fields, *NEUTRAL}:
+        assert f"`{name}`" in text, name
+
+
+# Bodies
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "the body is empty"),
+        (b" ", "the body is not JSON"),
+        (b'{"model": ', "the body is not JSON"),
+        (b"\xff\xff", "the body is not UTF-8: byte 0"),
+        (json.dumps(completion()).encode("utf-16"), "the body is not"),
+        (b"\xef\xbb\xbf{}", "the body is not JSON"),
+        (b"[]", "the body must be a JSON object"),
+        (b"null", "the body must be a JSON object"),
+        (b"[" * 100_000, "levels of lists and objects"),
+        (b'{"a":' * 100_000, "levels of lists and objects"),
+        (b'{"model": "tiny", "metadata": ' + b'{"a":' * DEEPEST + b"1" + b"}" * (DEEPEST + 1), "more than 64 levels"),
+        (b'{"temperature": NaN}', "it has the number NaN"),
+        (b'{"temperature": -Infinity}', "it has the number -Infinity"),
+        (b'{"temperature": 1e999}', "a number that is too large: 1e999"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "a number with too many digits"),
+        (b'{"seed": 1, "seed": 2}', "seed is given twice"),
+        (b'{"messages": [{"role": "user", "content": "x", "content": "y"}]}', "content is given twice"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_bodies_that_are_not_one_json_object_are_refused(ask, body, said):
+    status, _, content = ask(COMPLETIONS, body, method="POST")
+    assert status == 400 and said in content["error"]["message"], content
+    assert content["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, completion(prompt="a\ud800b"), "prompt"),
+        (COMPLETIONS, completion(model="\udfff"), "model"),
+        (COMPLETIONS, completion(stop=["x", "\udc00"]), "stop[1]"),
+        (COMPLETIONS, completion(user="\ud800"), "user"),
+        (COMPLETIONS, completion(metadata={"a": ["\ud800"]}), "metadata.a[0]"),
+        (COMPLETIONS, completion(**{"\ud800": 1}), "\\ud800"),
+        (CHATS, chat({"role": "user", "content": "\ud83d"}), "messages[0].content"),
+        (CHATS, chat({"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}), "messages[0].content[0].text"),
+    ],
+    ids=str,
+)
+def test_lone_surrogates_are_refused_by_name(ask, path, body, param):
+    status, _, content = ask(path, body)
+    assert (status, content["error"]["param"]) == (400, param)
+    assert "has a lone surrogate" in content["error"]["message"]
+
+
+def test_nul_characters_are_text(ask):
+    assert ask(COMPLETIONS, completion(prompt="a\0b", stop="\0", user="\0"))[0] == 200
+    assert ask(COMPLETIONS, completion(model="\0"))[2]["error"]["code"] == "model_not_found"
+
+
+def test_a_long_name_is_quoted_in_part(ask):
+    error = ask(COMPLETIONS, completion(**{"x" * 10_000: 1}))[2]["error"]
+    assert len(error["message"]) <= 500 and len(error["param"]) <= 500
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [[], [("Content-Type", "text/plain")], [("Content-Type", "application/x-www-form-urlencoded")],
+     [("Content-Type", "application/json; charset=latin-1")],
+     [("Content-Type", "application/json"), ("Content-Encoding", "gzip")]],
+    ids=str,
+)  # fmt: skip
+def test_bodies_of_other_kinds_are_refused(ask, headers):
+    assert ask(COMPLETIONS, completion(), headers=headers)[0] == 415
+
+
+def test_content_types_are_compared_without_case(ask):
+    for value in ("Application/JSON", 'application/json; charset="UTF-8"', "application/json;charset=utf-8"):
+        assert ask(COMPLETIONS, completion(), headers=[("Content-Type", value)])[0] == 200
+
+
+# Failures
+
+
+def failing(engine, template):
+    """An application of the engine with another chat template."""
+    engine.tokenizer.chat_template = template
+    return create_app(engine, Settings("tiny"))
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 1 + messages[0]['content'] }}", "TypeError"),
+        ("{{ messages[0].nothing.more }}", "has no attribute"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages | sum }}", "TypeError"),
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
+        ("{% for %}", "rejects the messages"),
+        ("{{ ''.__class__.__mro__ }}", "rejects the messages"),
+        ("{{ '' }}", "the prompt has no tokens"),
+    ],
+)
+def test_a_template_that_fails_refuses_the_messages(ask, engine, template, said):
+    try:
+        status, _, content = ask(CHATS, chat(), app=failing(engine, template))
+    finally:
+        engine.tokenizer.chat_template = TEMPLATE
+    assert (status, content["error"]["param"]) == (400, "messages")
+    assert said in content["error"]["message"]
+
+
+class Panic(BaseException):
+    """What PyO3 raises where Rust panics."""
+
+
+@pytest.mark.parametrize("error", [Exception("x"), TypeError("x"), KeyError("x"), Panic("x")], ids=repr)
+def test_a_tokenizer_that_fails_refuses_the_prompt(ask, engine, monkeypatch, error):
+    def fail(*args: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(type(engine.tokenizer), "__call__", fail)
+    for path, body, param in ((COMPLETIONS, completion(), "prompt"), (CHATS, chat(), "messages")):
+        status, _, content = ask(path, body)
+        assert (status, content["error"]["param"]) == (400, param)
+        assert type(error).__name__ in content["error"]["message"]
+
+
+def test_a_defect_is_a_500_in_form_and_is_raised_for_the_log(ask, engine, monkeypatch):
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(engine, "submit", fail)
+    status, _, content = ask(COMPLETIONS, completion())
+    assert (status, content["error"]["type"], content["error"]["code"]) == (500, "server_error", "internal_error")
+    assert "of ours" not in content["error"]["message"]
+
+
+def test_a_defect_in_a_stream_is_its_last_event(ask, monkeypatch):
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(answers, "_usage", fail)
+    status, _, content = ask(COMPLETIONS, completion(stream=True, stream_options={"include_usage": True}))
+    events = content.decode().split("\n\n")
+    assert status == 200 and events[-1] == ""
+    assert checked(json.loads(events[-2].removeprefix("data: ")))["code"] == "internal_error"
+
+
+def test_settings_of_the_model_that_are_out_of_range_are_told_at_the_start(engine, monkeypatch):
+    monkeypatch.setattr(engine.model.generation_config, "do_sample", True)
+    monkeypatch.setattr(engine.model.generation_config, "top_k", -1)
+    with pytest.raises(LoadError, match=r"generation_config\.json: top_k must be at least 0"):
+        create_app(engine, Settings("tiny"))
+
+
+def test_a_name_that_no_client_can_write_is_told_at_the_start():
+    with pytest.raises(ValueError, match="not Unicode text"):
+        Settings("a\udcff")
+
+
+# Paths, methods, hosts, keys
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("GET", "/v1/nothing", 404, "there is no /v1/nothing"),
+        ("POST", "/v1/nothing", 404, "there is no /v1/nothing"),
+        ("GET", "/", 404, "there is no /"),
+        ("GET", "/\0", 404, "there is no /"),
+        ("POST", "/v1/completions/", 404, "there is no /v1/completions/"),
+        ("GET", "/v1/completions", 405, "/v1/completions does not take GET"),
+        ("POST", "/v1/models", 405, "/v1/models does not take POST"),
+        ("DELETE", "/health", 405, "/health does not take DELETE"),
+        ("GET", "/v1/models/", 404, "there is no model ''"),
+        ("GET", "/v1/models/other", 404, "there is no model 'other'"),
+        ("GET", "/v1/models?limit=1", 400, "limit is not supported"),
+        ("POST", "/v1/completions?stream=true", 400, "stream is not supported"),
+    ],
+)
+def test_other_paths_methods_and_queries(ask, method, path, status, said):
+    got, headers, content = ask(path, completion() if method == "POST" else b"", method=method)
+    assert got == status and said in content["error"]["message"], content
+    assert ("allow" in headers) == (status == 405)
+
+
+def test_a_get_with_a_body_is_refused(ask):
+    assert ask("/v1/models", {"limit": 1}, method="GET")[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost", 200), ("LOCALHOST:80", 200), ("localhost.", 200), ("127.0.0.1:8000", 200), ("[::1]:80", 400),
+     ("other.example", 400), ("localhost.other.example", 400), ("localhost@other", 400), ("localhost:80:80", 400),
+     ("[", 400), ("", 400), (None, 400)],
+)  # fmt: skip
+def test_a_wrong_host_is_refused_in_form(ask, engine, host, status):
+    app = create_app(engine, Settings("tiny", api_key="k", hosts=("127.0.0.1", "localhost")))
+    got, _, content = ask("/health", app=app, headers=() if host is None else [("Host", host)])
+    assert got == status and (got == 200 or content["error"]["code"] == "wrong_host")
+
+
+def test_health_alone_is_answered_without_the_key_and_counts_with_it(ask, engine):
+    app = create_app(engine, Settings("tiny", api_key="é"))
+    key = [("Authorization", "Bearer é".encode().decode("latin-1"))]
+    assert ask("/health", app=app)[::2] == (200, {"status": "ok"})
+    assert set(ask("/health", app=app, headers=key)[2]) == {"status", "active", "waiting", "kept"}
+    for path in ("/v1/models", "/v1/models/tiny", "/v1/nothing", "/health/", "//health", "/"):
+        status, headers, content = ask(path, app=app)
+        assert (status, content["error"]["code"]) == (401, "invalid_api_key")
+        assert headers["www-authenticate"] == "Bearer"
+    assert ask("/v1/models", app=app, headers=key)[0] == 200
+
+
+def test_a_client_that_goes_before_its_body_ends_gets_nothing(engine):
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        raise AssertionError(message)
+
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [], "query_string": b""}
+    asyncio.run(create_app(engine, Settings("tiny"))(scope, receive, send))

@@ -1,0 +1,266 @@
+"""The engine that steps many sequences together: results, admission, and released resources."""
+
+import threading
+import time
+
+import pytest
+import torch
+from transformers import MixtralForCausalLM
+
+from moepack.decoding.prefix import new_cache
+from moepack.errors import LoadError
+from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.serving.engine import CHUNK, ClosedError, Engine, QueueFullError
+from moepack.serving.pace import AGAIN, Pace
+from moepack.serving.step import Part, Stepper
+from moepack.serving.text.generation import generate
+from moepack.serving.text.prompts import prompt_ids
+from moepack.serving.text.sampling import Sampling
+from runtime_support import ARCHITECTURES, SWITCH, tiny_model
+
+PROMPTS = ("The sea", "a wolf and a fire", "x", "She opened the door and saw that the others had gone on without her")
+
+
+class Collector:
+    """What a client sees of its sequence."""
+
+    def __init__(self):
+        self.pieces, self.ended = [], threading.Event()
+
+    def __call__(self, piece):
+        assert not self.ended.is_set(), "a piece behind the last"
+        self.pieces.append(piece)
+        if piece.finish is not None:
+            self.ended.set()
+
+    def text(self, seconds=60):
+        assert self.ended.wait(seconds), self.pieces
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def finish(self):
+        return self.pieces[-1].finish
+
+
+@pytest.fixture(scope="module")
+def model(packed):
+    return open_model(packed, "float32", mode="exact")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(packed):
+    return open_tokenizer(packed)
+
+
+@pytest.fixture
+def engine(model, tokenizer):
+    engine = Engine(model, tokenizer, slots=8)
+    yield engine
+    engine.close()
+
+
+def ask(engine, text, **sampling):
+    collector = Collector()
+    collector.sequence = engine.submit(prompt_ids(engine.tokenizer, text), Sampling(**sampling), collector)
+    return collector
+
+
+def steps(model, texts, sizes):
+    """Let a model read texts together, so many tokens of each at a step; what it says, and what it should."""
+    stepper, caches = Stepper(model), [new_cache(model) for _ in texts]
+    assert stepper.together
+    stepper.pace.note(False, 1, 1e9)
+    for size in sizes:
+        parts = []
+        for ids, cache in zip(texts, caches, strict=True):
+            read = cache.get_seq_length()
+            if read < len(ids):
+                parts.append((ids[: read + size], Part(ids[read : read + size], read, cache)))
+        rows = stepper.forward([part for _, part in parts])
+        yield from ((row, model(torch.tensor([ids])).logits[0, -1]) for (ids, _), row in zip(parts, rows, strict=True))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != SWITCH])
+def test_a_step_of_many_is_the_steps_of_each(architecture, attention):
+    """Prompts of different lengths in several parts, then single tokens: the logits of a whole pass of each."""
+    model = tiny_model(architecture)
+    model.config._attn_implementation = attention
+    texts = [list(range(first, first + count)) for first, count in ((3, 5), (8, 9), (30, 1), (40, 14))]
+    with torch.inference_mode():
+        for row, whole in steps(model, texts, (6, 4, 2, 1, 1)):
+            torch.testing.assert_close(row, whole, rtol=2e-4, atol=2e-4)
+    assert model.config._attn_implementation == attention
+
+
+def test_windows_of_attention_are_kept():
+    config = tiny_model("mixtral").config
+    config.sliding_window = 4
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config).eval()
+    with torch.inference_mode():
+        for row, whole in steps(model, [list(range(3, 15)), list(range(20, 28))], (5, 2, 1, 1)):
+            torch.testing.assert_close(row, whole, rtol=2e-4, atol=2e-4)
+
+
+def test_the_faster_way_is_taken_and_the_other_tried_again():
+    pace = Pace()
+    assert not pace.is_together(8)  # nothing is known of single steps
+    pace.note(False, 8, 8.0)
+    assert pace.is_together(8)
+    pace.note(True, 8, 4.0)
+    assert pace.is_together(8)
+    pace.note(True, 8, 40.0)
+    ways = [pace.is_together(8) for _ in range(2 * AGAIN)]
+    assert ways.count(True) == 2
+    assert pace.is_together(9)
+
+
+def test_many_at_a_time_read_what_each_would_alone(engine, model, tokenizer):
+    expected = [generate(model, tokenizer, text, Sampling(max_new_tokens=12)).text for text in PROMPTS]
+    collectors = [ask(engine, text, max_new_tokens=12) for text in PROMPTS]
+    engine.start()
+    assert [collector.text() for collector in collectors] == expected
+    assert {collector.finish for collector in collectors} <= {"length", "stop"}
+    assert [collector.pieces[-1].tokens for collector in collectors] == [12] * 4
+
+
+def test_whoever_is_alone_has_the_core_s_decoding_step(engine, model):
+    before = model.model.forward.steps
+    collector = ask(engine, "The sea", max_new_tokens=6)
+    engine.start()
+    assert collector.text() and model.model.forward.steps == before + 5
+
+
+def test_random_numbers_are_each_sequence_s_own(engine):
+    settings = {"max_new_tokens": 12, "temperature": 1.0}
+    collectors = [ask(engine, "The sea", seed=seed, **settings) for seed in (1, 1, 2)]
+    engine.start()
+    first, same, other = (collector.text() for collector in collectors)
+    assert first == same != other
+
+
+def test_sequences_take_turns_of_the_slots(model, tokenizer):
+    engine = Engine(model, tokenizer, slots=2)
+    collectors = [ask(engine, text, max_new_tokens=3) for text in PROMPTS * 5]
+    engine.start()
+    texts = [collector.text() for collector in collectors]
+    assert texts == texts[:4] * 5
+    engine.close()
+    assert engine.counts() == {"active": 0, "waiting": 0, "kept": 0}
+
+
+def test_of_ten_thousand_requests_the_queue_takes_what_it_holds(model, tokenizer):
+    engine = Engine(model, tokenizer, slots=64, queue=100)
+    taken, refused = [], 0
+    for _ in range(10_000):
+        try:
+            taken.append(ask(engine, "x", max_new_tokens=1))
+        except QueueFullError:
+            refused += 1
+    assert (len(taken), refused) == (100, 9_900)
+    engine.start()
+    assert len({collector.text() for collector in taken}) == 1
+    engine.close()
+
+
+def test_whoever_gives_up_gives_back_the_slot(model, tokenizer):
+    engine = Engine(model, tokenizer, slots=1).start()
+    gone = ask(engine, "The sea", max_new_tokens=2000)
+    while not gone.pieces:
+        time.sleep(0.01)
+    waiting, never = ask(engine, "x", max_new_tokens=1), ask(engine, "y", max_new_tokens=1)
+    engine.cancel(never.sequence)
+    engine.cancel(gone.sequence)
+    assert waiting.text() and waiting.finish == "length"
+    assert not gone.ended.is_set() and not never.pieces
+    engine.close()
+
+
+def test_late_answers_end(model, tokenizer):
+    engine = Engine(model, tokenizer, slots=1, seconds=0.5).start()
+    long = ask(engine, "The sea", max_new_tokens=2000)
+    engine.seconds = 0.05  # so that what waits is late before the slot is free, however slow this thread is
+    waiting = ask(engine, "x", max_new_tokens=1)
+    assert long.text() and long.finish == "length" and long.pieces[-1].tokens < 2000
+    waiting.text()
+    assert (waiting.finish, waiting.pieces[-1].error) == ("error", "the server was too busy to answer in time")
+    engine.close()
+
+
+def test_closing_ends_every_answer(model, tokenizer):
+    engine = Engine(model, tokenizer, slots=1).start()
+    collectors = [ask(engine, "The sea", max_new_tokens=2000) for _ in range(3)]
+    engine.close()
+    assert {collector.pieces[-1].error for collector in collectors} == {"the server is shutting down"}
+    with pytest.raises(ClosedError, match="is shutting down"):
+        ask(engine, "x")
+
+
+def test_closing_with_patience_lets_answers_end(model, tokenizer):
+    engine = Engine(model, tokenizer, slots=1).start()
+    answered, waiting = ask(engine, "The sea", max_new_tokens=30), ask(engine, "x")
+    while not answered.pieces:
+        time.sleep(0.005)
+    engine.close(patience=60)
+    assert (answered.finish, answered.pieces[-1].tokens, waiting.finish) == ("length", 30, "error")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_an_engine_that_fails(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_leave", lambda: 1 / 0)
+    left = [ask(engine, "The sea") for _ in range(20)]
+    engine.start()
+    assert {collector.text() or collector.pieces[-1].error for collector in left} == {"the server is shutting down"}
+    assert not engine.is_open
+
+
+def test_a_failing_model_fails_its_answers_and_goes_on(engine, monkeypatch):
+    engine.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.model), "forward", lambda *args, **kwargs: 1 / 0)
+        failed = ask(engine, "The sea")
+        failed.text()
+    assert (failed.finish, failed.pieces[-1].error) == ("error", "the model failed: ZeroDivisionError")
+    assert ask(engine, "The sea", max_new_tokens=2).text()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_gpu_that_disappears_closes_the_engine(engine, monkeypatch):
+    def forward(*_, **__):
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(type(engine.model), "forward", forward)
+    left = [ask(engine, "The sea") for _ in range(3)]
+    engine.start()
+    errors = {collector.text() or collector.pieces[-1].error for collector in left}
+    assert errors <= {"the model failed: AcceleratorError", "the server is shutting down"} and not engine.is_open
+
+
+def test_the_next_turn_reads_only_what_is_new(engine, model, monkeypatch):
+    engine.start()
+    first = ask(engine, PROMPTS[3], max_new_tokens=8)
+    text = PROMPTS[3] + first.text() + " and"
+    read, original = [], Stepper.forward
+
+    def counted(stepper, parts):
+        read.extend(len(part.ids) for part in parts)
+        return original(stepper, parts)
+
+    monkeypatch.setattr(Stepper, "forward", counted)
+    second = ask(engine, text, max_new_tokens=4)
+    expected = generate(model, engine.tokenizer, text, Sampling(max_new_tokens=4)).text
+    assert second.text() == expected
+    assert read[0] < 20 < len(prompt_ids(engine.tokenizer, text))
+
+
+def test_long_prompts_are_read_in_chunks_between_the_tokens_of_others(engine, model):
+    text = "ab " * (CHUNK // 2)
+    long, short = ask(engine, text, max_new_tokens=2), ask(engine, "x", max_new_tokens=6)
+    engine.start()
+    assert short.text() and long.text() == generate(model, engine.tokenizer, text, Sampling(max_new_tokens=2)).text
+
+
+def test_an_encoder_decoder_is_refused(tokenizer):
+    with pytest.raises(LoadError, match="only decoder models can be served"):
+        Engine(tiny_model(SWITCH), tokenizer)
