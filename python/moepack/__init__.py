@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from moepack.format import PackedDirectory, VerifyReport, verify
     from moepack.groupwise import GroupwiseTensor, encode_groupwise
     from moepack.integrations.loading import load
+    from moepack.integrations.options import LoadOptions
     from moepack.pipeline import CompressReport, compress
     from moepack.solvers.groupwise import quantize_groupwise
     from moepack.solvers.rtn import quantize_ternary
@@ -61,6 +62,7 @@ __all__ = [
     "GroupwiseTensor",
     "InvalidTensorError",
     "LoadError",
+    "LoadOptions",
     "MoepackError",
     "MoepackWarning",
     "NonFiniteError",
@@ -101,6 +103,7 @@ _EXPORTS = {
     "CompressReport": "moepack.pipeline",
     "EvaluationReport": "moepack.evaluation",
     "GroupwiseTensor": "moepack.groupwise",
+    "LoadOptions": "moepack.integrations.options",
     "PackedDirectory": "moepack.format",
     "Reference": "moepack.evaluation",
     "TernaryTensor": "moepack.ternary",

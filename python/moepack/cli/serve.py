@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, places
+from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.options import AnyModel, Dtype, Mode, Resident, Threads
 from moepack.cli.usage import wrong_usage
 from moepack.errors import LoadError
@@ -53,7 +53,7 @@ def serve_command(
     from moepack.checkpoint.resolve import resolve_model
     from moepack.cli.evaluate import quiet_transformers
     from moepack.decoding.stepping import tried
-    from moepack.integrations.loading import open_model, open_tokenizer
+    from moepack.integrations.loading import open_tokenizer, open_with
     from moepack.serving.engine import Engine
     from moepack.serving.http.listening import listen
     from moepack.serving.http.server import Settings, create_app
@@ -64,8 +64,8 @@ def serve_command(
         hosts = LOCAL if host in LOCAL else ()
         called = name or (directory.resolve().name if directory.exists() else str(directory))
         settings = Settings(called, path, api_key, max_new_tokens, byte_count(max_body), hosts)
-        where = places(device, host_memory, device_memory, misses)
-        model = open_model(path, dtype, threads, mode, resident, **where)
+        caps = host_memory, device_memory, misses
+        model = open_with(path, loading(dtype, threads, mode, device, *caps, resident=resident))
         stepping = tried(model)
         engine = Engine(model, open_tokenizer(path), slots, queue, context, timeout)
     if host not in LOCAL and api_key is None:

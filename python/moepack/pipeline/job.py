@@ -209,7 +209,7 @@ def _planned(
     resume: bool,
     progress: Progress,
 ) -> tuple[Checkpoint, MoeModel, PlannedAssignment, Callable[[], None]]:
-    """Let methods change the checkpoint and plan, unless the plan of the main method is given.
+    """Let methods change the checkpoint and plan. A plan that is given holds unless the checkpoint changes.
 
     Returns:
         The checkpoint to pack, its description, the plans, and a function that saves the change for a resumed run.
@@ -219,7 +219,7 @@ def _planned(
     with naming_files(checkpoint):
         changed, keep = rewritten(checkpoint, model, assignment.method, state, resume)
     if changed is not checkpoint:
-        checkpoint, model = changed, describe(changed)
+        checkpoint, model, plan = changed, describe(changed), None
     with naming_files(checkpoint):
         return checkpoint, model, assignment.planned(checkpoint, model, progress, plan), keep
 
