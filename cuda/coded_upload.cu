@@ -28,7 +28,7 @@ struct Upload {
     int stream_blocks;         // row blocks per stream
     int row_blocks;            // per expert
     int rows, quads, chunks, of_segment;
-    int dependent, unused;     // whether codes are dependent
+    int dependent;             // whether codes are dependent
 
     // Bytes before a record's counts.
     MOEPACK_DEVICE int state_bytes(bool begins) const {

@@ -179,7 +179,7 @@ def model(directory: Path) -> Any:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Let `import vllm` find this."""
+    """Make `import vllm` find this module."""
     layers = "vllm.model_executor.layers"
     content: dict[str, list[Any]] = {
         "vllm.config": [VllmConfig],

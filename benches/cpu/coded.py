@@ -37,17 +37,17 @@ SOURCES = ("gaussian", "laplace")
 ENTROPIES = (0.63, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 6.0, 7.5)
 MODES = ("int8", "exact", "auto")
 PAIRS_BELOW = 1.8
-"""Bits of entropy below which symbols of two weights are measured, too."""
+"""Entropy in bits below which two-weight symbols are also measured."""
 
 
 def entropy(codes: NDArray[np.int16]) -> float:
-    """Bits a code, by how often each occurs."""
+    """Bits per code, from the frequencies of the codes."""
     shares = np.unique(codes, return_counts=True)[1] / codes.size
     return float(-(shares * np.log2(shares)).sum())
 
 
 def draw(source: str, bits: float, rows: int, columns: int) -> NDArray[np.int16]:
-    """Codes of about so many bits of entropy."""
+    """Codes with about the given entropy in bits."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal((1, rows, columns)) if source == "gaussian" else rng.laplace(size=(1, rows, columns))
     low, high = 0.01, 10.0
@@ -69,7 +69,7 @@ def followed(indices: NDArray[np.int16]) -> NDArray[np.int16]:
 
 
 def fastest(calls: Iterator[Callable[[], object]], options: argparse.Namespace) -> float:
-    """The time of the fastest of calls, at least three."""
+    """The time of the fastest of at least three calls."""
     clock = time.process_time if options.threads == 1 else time.perf_counter
     best, end = math.inf, time.perf_counter() + options.seconds
     for number, call in enumerate(calls):
@@ -95,7 +95,7 @@ def products(data: NDArray[np.uint8], weights: int, options: argparse.Namespace)
 
 
 def memory_speed(nbytes: int = 1 << 29) -> float:
-    """Bytes a second that all cores together read of an array larger than any cache."""
+    """Bytes per second that all cores together read from an array larger than any cache."""
     cores = os.cpu_count() or 1
     parts = np.array_split(np.ones(nbytes // 8, np.int64), cores)
     best, rounds = math.inf, 5
@@ -108,7 +108,7 @@ def memory_speed(nbytes: int = 1 << 29) -> float:
 
 
 def beside(row: dict[str, Any], int4: dict[str, Any], memory: float, options: argparse.Namespace) -> dict[str, float]:
-    """Shares of the speed of int4, and the cores from which on memory is the bound of one token."""
+    """Speed relative to int4, and the number of cores from which memory limits one token."""
     keys = [f"int8 {tokens}" for tokens in options.tokens]
     found = {f"{key} of int4": round(row[key] / int4[key], 3) for key in keys}
     if 1 in options.tokens:
@@ -118,7 +118,7 @@ def beside(row: dict[str, Any], int4: dict[str, Any], memory: float, options: ar
 
 
 def look_ups(data: NDArray[np.uint8], options: argparse.Namespace) -> dict[str, float]:
-    """Microseconds a row of looking up one row and many."""
+    """Microseconds per row of looking up one row and many."""
     blob, rng = _core.PackedTensor(data), np.random.default_rng(0)
     figures = {}
     for count in (1, 512):
@@ -128,7 +128,7 @@ def look_ups(data: NDArray[np.uint8], options: argparse.Namespace) -> dict[str, 
 
 
 def forms(bits: float, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What is coded into the symbols, by name, and how the encoder is told."""
+    """The kinds of symbols by name, with the encoder's arguments."""
     if options.dependent:
         return {"dependent": {"dependent": True}}
     plain = {"one weight": {"low_bits": 3 if bits > 5 else 0}}
@@ -136,7 +136,7 @@ def forms(bits: float, options: argparse.Namespace) -> dict[str, dict[str, Any]]
 
 
 def undone(data: NDArray[np.uint8], weights: int, options: argparse.Namespace) -> dict[str, float]:
-    """The speed of coding symbols of two weights as those of one, which GPUs get."""
+    """The speed of recoding two-weight symbols as one-weight symbols, which GPUs use."""
     seconds = fastest(itertools.repeat(partial(_core.coded_without_pairs, data)), options)
     return {"for GPUs": round(weights / seconds / 1e9, 2)}
 
@@ -167,16 +167,14 @@ def main() -> None:
     """Measure everything and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--dependent", action="store_true", help="codes are dependent, their indices those of the source"
-    )
+    parser.add_argument("--dependent", action="store_true", help="use dependent codes with the source as indices")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
     parser.add_argument("--weights", type=int, default=1 << 24, help="of a tensor")
     parser.add_argument("--columns", type=int, nargs="*", default=[256, 2048])
     parser.add_argument("--entropies", type=float, nargs="*", default=ENTROPIES)
     parser.add_argument("--sources", nargs="*", default=SOURCES, choices=SOURCES)
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16])
-    parser.add_argument("--cold", type=int, default=1 << 27, help="bytes of the copies that products go through")
+    parser.add_argument("--cold", type=int, default=1 << 27, help="total bytes of the copies in a round of products")
     parser.add_argument("--out", type=Path, default=Path("build/coded.json"))
     options = parser.parse_args()
     _core.set_threads(options.threads)

@@ -1,4 +1,4 @@
-"""The tables of docs/gpu.md, of the results of speed.py, models.py and floe.py.
+"""Prints the tables of docs/gpu.md from the results of speed.py, models.py and floe.py.
 
 python -m benches.gpu.tables
 """

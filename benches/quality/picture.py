@@ -19,13 +19,13 @@ from moepack.comparison.chart import draw
 RESULTS = Path(__file__).parents[1] / "results"
 TEXT = "wikitext2-test"
 OURS = {
-    "moepack, text of novels": ("h200", "calibration-books", False),
+    "moepack, calibrated on novels": ("h200", "calibration-books", False),
     "moepack, built-in text": ("zen5", "built-in", False),
-    "moepack, built-in, tuned": ("zen5", "built-in", True),
+    "moepack, built-in text, tuned": ("zen5", "built-in", True),
 }
 """By line: the machine of the results, the calibration text, and whether `moepack tune` followed."""
 PEERS = {
-    "llama.cpp, imatrix": ("llama.cpp", "bits"),
+    "llama.cpp, importance matrix": ("llama.cpp", "bits"),
     "GPTQModel (layers only)": ("gptqmodel", "layer_bits"),
     "HQQ (layers only)": ("hqq", "layer_bits"),
 }
@@ -45,7 +45,7 @@ def main() -> None:
     for name, (peer, bits) in PEERS.items():
         found = [(row[bits], row["everything"][TEXT]["increase"]) for row in peers if row["peer"] == peer]
         lines[name] = [(x, y) for x, y in found if x < 4.8 and y < 3]
-    title = "SmolLM2-135M: increase of the loss on WikiText-2, nats per token"
+    title = "SmolLM2-135M: increase of the loss on WikiText-2, nats per token; lower is better"
     options.out.write_text(draw(title, "bits per weight", lines), encoding="utf-8")
 
 

@@ -35,7 +35,7 @@ def columns_of(shape, own=True):
 
 
 def scales(shape):
-    """A scale a row."""
+    """One scale per row."""
     return np.random.default_rng(1).uniform(0.5, 1.5, shape[:2]).astype(np.float32)
 
 
@@ -117,7 +117,7 @@ def test_files_without_scales_of_columns_have_no_trace_of_them():
     assert not data[60:64].any() and "column_scales" not in _core.PackedTensor(data).details()
     with pytest.raises(ValueError, match="columns"):
         _core.PackedTensor(data).parameters("columns")
-    # The row of an only expert is one for all.
+    # The row of a single expert counts as one row for all.
     scaled = [_core.encode_coded(codes[:1], one, ndim=2, columns=columns_of((1, 20, 30), own)) for own in (False, True)]
     assert scaled[0].tobytes() == scaled[1].tobytes() and scaled[0][60] == 1
 
@@ -133,7 +133,7 @@ def test_bfloat16_holds_all_scales_or_none(row, column, dtype):
 
 @pytest.mark.parametrize(("deviation", "version"), [(3, 1), (60, 2)])
 def test_low_bits_are_kept_apart_where_a_table_lists_too_few_integers(deviation, version):
-    """And what has none is a tensor of version 1, as ever."""
+    """A tensor without them has version 1."""
     data = _core.encode_coded(drawn((1, 128, 512), deviation), np.ones((1, 1), np.float32), ndim=2, low_bits=3)
     details = _core.PackedTensor(data).details()
     assert data[8] == version and (details.get("low_bits", 0) > 0) is (version == 2)

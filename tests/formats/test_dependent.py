@@ -24,7 +24,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 def rounded(values: torch.Tensor, step: float, dependent: bool) -> tuple[torch.Tensor, float, float]:
-    """Codes, the bits expected of them, and those that they take when they are coded."""
+    """Codes, their expected bits, and the bits that they take when coded."""
     profile = Profile()
     profile.add(values, 1.0)
     lengths = profile.lengths(step, worth_of(dependent), dependent)
@@ -33,7 +33,7 @@ def rounded(values: torch.Tensor, step: float, dependent: bool) -> tuple[torch.T
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 5, 15, 16, 130])
-def test_what_is_rounded_is_coded_and_decoded(columns: int) -> None:
+def test_rounded_values_are_coded_and_decoded(columns: int) -> None:
     codes, _, _ = rounded(drawn(40, columns), 0.7, dependent=True)
     assert bool((codes % 2 != 0).all())
     assert np.array_equal(_core.decode_coded(encoded(codes[None], LARGEST, True)), codes[None].int().numpy())

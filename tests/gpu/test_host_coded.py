@@ -61,7 +61,7 @@ def test_threads_decode_the_codes_of_the_core(program, tmp_path, shape, deviatio
 
 @pytest.mark.parametrize("rows_of_columns", [0, 1, 2])
 @pytest.mark.parametrize("paths", [False, True])
-def test_layouts_open_as_what_they_were(paths, rows_of_columns):
+def test_layouts_open_as_their_format(paths, rows_of_columns):
     codes, random = spread((2, 70, 300), 3), np.random.default_rng(1)
     codes = dependent(codes.astype(np.int64)).astype(np.int32) if paths else codes
     columns = random.uniform(0.1, 9, (rows_of_columns, 300)).astype(np.float32) if rows_of_columns else None

@@ -1,6 +1,5 @@
 """Plans are values: planning changes no method, a job changes no plan, and a plan that is given is not made again."""
 
-import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,10 @@ def test_the_command_plans_once(
     assert code == 0 and len(plans) == 1 and "of weights: 0.8 of the checkpoint" in out
 
 
-def test_a_plan_fits_its_checkpoint_only(mixtral: Path, tmp_path: Path) -> None:
+def test_a_plan_fits_its_checkpoint_only(mixtral: Path, tiny_checkpoint: Any, tmp_path: Path) -> None:
     plan = estimate(mixtral, tmp_path / "out", Auto(ratio=0.8, calibration=None)).plan
     assert plan is not None and plan.goal is not None
-    other = Path(shutil.copytree(mixtral, tmp_path / "other"))
-    with pytest.raises(ValueError, match=f"the plan was made for {mixtral}, not for {other}"):
+    other = tiny_checkpoint("qwen3_moe")
+    with pytest.raises(ValueError, match=f"the plan was made for another checkpoint than {other}"):
         moepack.compress(other, tmp_path / "out", method=plan)
     assert not (tmp_path / "out").exists()

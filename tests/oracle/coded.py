@@ -11,7 +11,7 @@ BLOCK, QUAD, LANES = 16, 4, 64
 
 @dataclass
 class Tensor:
-    """What a tensor holds: codes [E, R, C], scales [E, R] or [1, 1], scales of columns [E, C], [1, C] or None."""
+    """The content of a tensor: codes [E, R, C], scales [E, R] or [1, 1], column scales [E, C], [1, C] or None."""
 
     ndim: int
     codes: NDArray[np.int64]
@@ -41,7 +41,7 @@ class Sections:
 
 @dataclass
 class Table:
-    """What the symbols of a stream stand for: each for one integer, or for one in each of two registers."""
+    """The meaning of a stream's symbols: one integer, or one in each of two registers."""
 
     lowest: int
     frequencies: bytes
@@ -49,13 +49,13 @@ class Table:
 
 
 def table_of(part: bytes, symbols: int) -> Table:
-    """Read a table of so many symbols."""
+    """Read a table with the given number of symbols."""
     lists = [part[1 + i : 1 + i + symbols] for i in range(0, len(part) - 1, symbols)]
     return Table(struct.unpack("b", part[:1])[0], lists[0], lists[1:] or [bytes(range(symbols))])
 
 
 def decode(table: Table, stream: bytes, rows: list[int], registers: int) -> list[list[int]]:
-    """The integers that a stream decodes to, register by register, without lanes of rows that do not exist."""
+    """The decoded integers of a stream, register by register, without lanes of missing rows."""
     frequencies, together = table.frequencies, len(table.digits)
     symbols = [symbol for symbol, frequency in enumerate(frequencies) for _ in range(frequency)]
     starts = [sum(frequencies[:symbol]) for symbol in range(len(frequencies))]

@@ -202,7 +202,8 @@ def _read_layer(
     if not router:
         raise CheckpointError("the block has experts but no router", file=checkpoint.path, tensor=block)
     shared = tuple(f"{block}.{rest}" for rest in rests if rest.startswith(architecture.shared))
-    return MoeLayer(module, projections, router, shared)
+    kind = "gated" if len(projections) == 3 else "plain"
+    return MoeLayer(module, projections, router, shared, kind)
 
 
 def _layout(checkpoint: Checkpoint, architecture: Architecture, block: str, rests: list[str]) -> Layout:

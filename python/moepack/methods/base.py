@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -175,7 +174,7 @@ class MethodPlan:
     Attributes:
         method: the method that decided.
         packer: solves and packs the tensors by these decisions.
-        source: directory of the checkpoint that the plan was made for.
+        source: fingerprint of the checkpoint that the plan was made for.
         settings: all settings that determine the output, as JSON values; part of the job's fingerprint.
         request: the required calibration; None: each tensor is packed from its weights alone.
         decisions: what was decided for packed tensors, by name, as JSON values. A tensor's bytes depend only on this
@@ -189,7 +188,7 @@ class MethodPlan:
 
     method: Method
     packer: Packer
-    source: Path
+    source: str
     settings: Mapping[str, Any]
     request: CalibrationRequest | None = None
     decisions: Mapping[str, Any] = field(default_factory=dict)
@@ -232,6 +231,12 @@ class Method(Settings, ABC):
     @property
     def looks_ahead(self) -> bool:
         """Whether `rewrite` or `plan` takes long because it reads the weights of the whole model."""
+        return False
+
+    @property
+    def needs_balance(self) -> bool:
+        """Whether the loss depends on the scales of columns, so that the balanced form of a checkpoint is packed
+        (`moepack.checkpoint.balanced`)."""
         return False
 
     @property
@@ -323,4 +328,4 @@ class SimpleMethod(Packer, Method):
 
     def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
         """Return a plan without decisions."""
-        return MethodPlan(self, self, checkpoint.path, self.settings, self.request)
+        return MethodPlan(self, self, checkpoint.fingerprint(), self.settings, self.request)

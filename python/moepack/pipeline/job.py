@@ -21,6 +21,7 @@ from moepack import _core
 from moepack.backends.threads import set_threads
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel, describe
+from moepack.checkpoint.balanced import BalancedCheckpoint
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import (
@@ -32,9 +33,10 @@ from moepack.errors import (
     OutputExistsError,
 )
 from moepack.format.atomic import refuse_existing, try_creating, write_file, write_inside
+from moepack.format.balance import serialized
 from moepack.format.directory import map_tensors, read_manifest
 from moepack.format.header import read_header
-from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
+from moepack.format.hub import BALANCE, CONFIG, INDEX, config_bytes, index_bytes, quantization_config
 from moepack.format.manifest import BEYOND, DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
@@ -100,7 +102,8 @@ def compress(
             if there is none) and report the loss increase. None runs the check if it takes less than a tenth of the
             time: with methods that use calibration, on models of at least 10^8 weights.
         progress: receives progress; None shows nothing.
-        settings: settings of a method given by name; for `auto`: size, bits_per_weight or ratio, calibration, prefer.
+        settings: settings of the method if it is given by its name; for `auto`: size, bits_per_weight or ratio,
+            calibration, prefer.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or cannot be downloaded.
@@ -190,8 +193,8 @@ def _sound(
     checkpoint = open_checkpoint(model)
     described = describe(checkpoint)
     assignment = assignment.with_beyond(described, mtp_bits)
-    if plan is not None and plan.source != checkpoint.path:
-        raise ValueError(f"the plan was made for {plan.source}, not for {checkpoint.path}")
+    if plan is not None and plan.source.partition("+")[0] != checkpoint.fingerprint().partition("+")[0]:
+        raise ValueError(f"the plan was made for another checkpoint than {checkpoint.path}")
     assignment.method.check(checkpoint, described)
     assignment.method.goal(checkpoint, described)  # before all weights are read
     try_creating(target)  # before all weights are read
@@ -209,19 +212,23 @@ def _planned(
     resume: bool,
     progress: Progress,
 ) -> tuple[Checkpoint, MoeModel, PlannedAssignment, Callable[[], None]]:
-    """Let methods change the checkpoint and plan. A plan that is given holds unless the checkpoint changes.
+    """Let methods change the checkpoint and plan.
+
+    A plan that is given holds if it was made for the changed checkpoint.
 
     Returns:
         The checkpoint to pack, its description, the plans, and a function that saves the change for a resumed run.
     """
     if plan is None and any(method.looks_ahead for method in assignment.methods):
         progress.prepare(f"{assignment.method.name} reads the whole model first")
+    checkpoint, model = assignment.balanced(checkpoint, model)
     with naming_files(checkpoint):
         changed, keep = rewritten(checkpoint, model, assignment.method, state, resume)
     if changed is not checkpoint:
-        checkpoint, model, plan = changed, describe(changed), None
+        checkpoint, model = changed, replace(describe(changed), notes=model.notes)
+    known = plan if plan is not None and plan.source == checkpoint.fingerprint() else None
     with naming_files(checkpoint):
-        return checkpoint, model, assignment.planned(checkpoint, model, progress, plan), keep
+        return checkpoint, model, assignment.planned(checkpoint, model, progress, known), keep
 
 
 @contextmanager
@@ -364,6 +371,8 @@ class Job:
         quantization = quantization_config(method, self.settings, tensors)
         content = {CONFIG: config_bytes(self.checkpoint.config, quantization), INDEX: index_bytes(tensors)}
         content |= self.assignment.plan.files
+        if isinstance(self.checkpoint, BalancedCheckpoint):
+            content[BALANCE] = serialized(self.checkpoint.form.record(self.model))
         files = {name: shard.file for name, shard in workspace.done.items()}
         for name, data in [*_read_copies(self.checkpoint.path, self.plan), *content.items()]:
             write_inside(workspace.path, name, data)

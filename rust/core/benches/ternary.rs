@@ -47,7 +47,7 @@ fn cases(code: Code, tokens: &[usize]) -> Vec<Case> {
     let mut cases = Vec::new();
     for (rows, columns) in SHAPES {
         for &tokens in tokens {
-            let kernels = Kernel::ALL.into_iter().filter(|kernel| kernel.isa().available());
+            let kernels = Kernel::all_available();
             cases.extend(kernels.map(|kernel| Case {
                 kernel,
                 code,
@@ -136,7 +136,7 @@ fn product(bencher: Bencher, case: &Case) {
     }
     let views = copies.as_ref().unwrap().views().into_iter();
     let weights: Vec<_> = views
-        .map(|view| Ternary::with_kernel(case.kernel, view).unwrap())
+        .map(|view| Ternary::with_kernel(case.kernel, view))
         .collect();
     let x: Vec<f32> = (0..tokens * case.columns)
         .map(|i| (i % 61) as f32 - 30.0)

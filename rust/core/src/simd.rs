@@ -1,26 +1,31 @@
 //! Instruction sets: detected once, or forced by `MOEPACK_ISA`.
 //!
 //! Every kernel family has a scalar version and versions for the sets that benefit from one. Callers pass the [`Isa`]
-//! to use, so that tests can run all versions on one machine. Forcing a set that the processor lacks is an error,
-//! never an illegal instruction. Matrix registers ([`Isa::Amx`]) extend AVX-512: kernels that do not use them run as
-//! on AVX-512, which is the result of [`Isa::require`].
+//! to use, so that tests can run all versions on one machine.
+//!
+//! # Safety by type
+//! An [`Isa`] proves that the processor supports its set: its field is private, and every constructor either detects
+//! the set or returns [`Isa::SCALAR`]. Safe functions may therefore match [`Isa::kind`] and call a
+//! `#[target_feature]` function of that kind. Kernels never detect a set themselves; features beyond those of
+//! [`Kind`] (bf16 products, AVX-VNNI, dot products on Arm) are detected where they are used.
 
 use std::sync::OnceLock;
 
 use crate::{Error, Result};
 
-/// An instruction set with kernels, from the most general to the most specific.
+/// The name of an instruction set with kernels, from the most general to the most specific. Whether the processor
+/// supports it is the matter of [`Isa`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Isa {
+pub enum Kind {
     /// Portable Rust.
     Scalar,
     /// 64-bit Arm with NEON; most such processors also have dot products of bytes.
     Neon,
     /// x86-64 with AVX2, FMA, F16C, BMI1, BMI2 and POPCNT.
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ, VL, VBMI, VBMI2 and VNNI (Ice Lake, Zen 4 and later).
+    /// x86-64 with [`Kind::Avx2`] and AVX-512 F, BW, DQ, VL, VBMI, VBMI2 and VNNI (Ice Lake, Zen 4 and later).
     Avx512,
-    /// [`Isa::Avx512`] with AMX byte tiles that the operating system permits the process to use (Sapphire Rapids and
+    /// [`Kind::Avx512`] with AMX byte tiles that the operating system permits the process to use (Sapphire Rapids and
     /// later).
     Amx,
 }
@@ -28,26 +33,29 @@ pub enum Isa {
 /// The environment variable that forces an instruction set: `scalar`, `neon`, `avx2`, `avx512` or `amx`.
 pub const ISA_VARIABLE: &str = "MOEPACK_ISA";
 
-impl Isa {
+impl Kind {
     /// All sets, in ascending order.
-    pub const ALL: [Isa; 5] = [Isa::Scalar, Isa::Neon, Isa::Avx2, Isa::Avx512, Isa::Amx];
+    pub const ALL: [Kind; 5] = [Kind::Scalar, Kind::Neon, Kind::Avx2, Kind::Avx512, Kind::Amx];
 
     /// The name in `MOEPACK_ISA` and in reports.
     pub fn name(self) -> &'static str {
         match self {
-            Isa::Scalar => "scalar",
-            Isa::Neon => "neon",
-            Isa::Avx2 => "avx2",
-            Isa::Avx512 => "avx512",
-            Isa::Amx => "amx",
+            Kind::Scalar => "scalar",
+            Kind::Neon => "neon",
+            Kind::Avx2 => "avx2",
+            Kind::Avx512 => "avx512",
+            Kind::Amx => "amx",
         }
     }
 
-    /// Parses [`Isa::name`].
-    pub fn from_name(name: &str) -> Result<Isa> {
-        Isa::ALL
+    /// Parses [`Kind::name`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if no set has the name.
+    pub fn from_name(name: &str) -> Result<Kind> {
+        Kind::ALL
             .into_iter()
-            .find(|isa| isa.name() == name)
+            .find(|kind| kind.name() == name)
             .ok_or_else(|| {
                 Error::InvalidArgument(format!(
                     "unknown instruction set {name:?}: use scalar, neon, avx2, avx512 or amx"
@@ -57,11 +65,11 @@ impl Isa {
 
     /// Returns whether this processor (and its operating system) supports the set.
     #[cfg(target_arch = "x86_64")]
-    pub fn available(self) -> bool {
+    fn is_available(self) -> bool {
         match self {
-            Isa::Scalar => true,
-            Isa::Neon => false,
-            Isa::Avx2 => {
+            Kind::Scalar => true,
+            Kind::Neon => false,
+            Kind::Avx2 => {
                 is_x86_feature_detected!("avx2")
                     && is_x86_feature_detected!("fma")
                     && is_x86_feature_detected!("f16c")
@@ -69,8 +77,8 @@ impl Isa {
                     && is_x86_feature_detected!("bmi2")
                     && is_x86_feature_detected!("popcnt")
             }
-            Isa::Avx512 => {
-                Isa::Avx2.available()
+            Kind::Avx512 => {
+                Kind::Avx2.is_available()
                     && is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512bw")
                     && is_x86_feature_detected!("avx512dq")
@@ -79,32 +87,90 @@ impl Isa {
                     && is_x86_feature_detected!("avx512vbmi2")
                     && is_x86_feature_detected!("avx512vnni")
             }
-            Isa::Amx => Isa::Avx512.available() && crate::gemm::tiles::available(),
+            Kind::Amx => Kind::Avx512.is_available() && crate::gemm::tiles::available(),
         }
     }
 
     /// Returns whether this processor (and its operating system) supports the set.
     #[cfg(not(target_arch = "x86_64"))]
-    pub fn available(self) -> bool {
+    fn is_available(self) -> bool {
         match self {
-            Isa::Scalar => true,
+            Kind::Scalar => true,
             // Kernels load words as stored, the least significant byte first.
             #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
-            Isa::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            Kind::Neon => std::arch::is_aarch64_feature_detected!("neon"),
             _ => false,
         }
     }
+}
 
-    /// The instruction set for vector kernels: AVX-512 for [`Isa::Amx`], otherwise the set itself. Fails if the
-    /// processor does not support the set.
-    pub fn require(self) -> Result<Isa> {
-        match (self.available(), self) {
-            (true, Isa::Amx) => Ok(Isa::Avx512),
-            (true, isa) => Ok(isa),
-            (false, isa) => Err(Error::InvalidArgument(format!(
-                "this processor does not support {}",
-                isa.name()
-            ))),
+/// An instruction set that this processor supports.
+///
+/// ```
+/// use moepack_core::simd::{Isa, Kind};
+///
+/// let isa = Isa::new(Kind::Avx512).unwrap_or(Isa::SCALAR);
+/// assert!(matches!(isa.kind(), Kind::Avx512 | Kind::Scalar));
+/// ```
+///
+/// Only detection makes one:
+///
+/// ```compile_fail,E0451
+/// use moepack_core::simd::{Isa, Kind};
+///
+/// let isa = Isa { kind: Kind::Avx512 };
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Isa {
+    /// Invariant: the processor supports it.
+    kind: Kind,
+}
+
+impl Isa {
+    /// Portable Rust, which every processor supports.
+    pub const SCALAR: Isa = Isa { kind: Kind::Scalar };
+
+    /// A set, or `None` if this processor (or its operating system) does not support it.
+    pub fn new(kind: Kind) -> Option<Isa> {
+        kind.is_available().then_some(Isa { kind })
+    }
+
+    /// The set with a name.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if no set has the name, or if this processor does not support the set.
+    pub fn named(name: &str) -> Result<Isa> {
+        let kind = Kind::from_name(name)?;
+        Isa::new(kind)
+            .ok_or_else(|| Error::InvalidArgument(format!("this processor does not support {name}")))
+    }
+
+    /// The sets that this processor supports, in ascending order.
+    pub fn all_available() -> impl DoubleEndedIterator<Item = Isa> {
+        Kind::ALL.into_iter().filter_map(Isa::new)
+    }
+
+    /// The most specific set that this processor supports.
+    pub fn best() -> Isa {
+        Isa::all_available().next_back().unwrap_or(Isa::SCALAR)
+    }
+
+    /// Which set it is.
+    #[inline]
+    pub fn kind(self) -> Kind {
+        self.kind
+    }
+
+    /// The name in `MOEPACK_ISA` and in reports.
+    pub fn name(self) -> &'static str {
+        self.kind.name()
+    }
+
+    /// The set for vector kernels: AVX-512 for [`Kind::Amx`], which includes it, otherwise the set itself.
+    pub fn vectors(self) -> Isa {
+        match self.kind {
+            Kind::Amx => Isa { kind: Kind::Avx512 },
+            _ => self,
         }
     }
 }
@@ -135,7 +201,7 @@ pub(crate) fn has_dot_products() -> bool {
 /// Returns whether the processor reads ascending streams at full speed without software prefetching: AMD from Zen 4
 /// on. Zen 3 stalls at the end of each page.
 pub(crate) fn reads_ahead() -> bool {
-    is_amd() && Isa::Avx512.available()
+    is_amd() && Kind::Avx512.is_available()
 }
 
 /// Prefetches memory that is needed soon into the second-level cache.
@@ -152,29 +218,25 @@ pub(crate) fn fetch(bytes: &[u8]) {
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn fetch(_: &[u8]) {}
 
-/// The instruction set in use: the one forced by `MOEPACK_ISA`, otherwise the most specific one that the processor
-/// supports.
+/// The instruction set in use: the one forced by `MOEPACK_ISA`, otherwise [`Isa::best`].
 ///
 /// The variable is read once in the life of the process.
+///
+/// # Errors
+/// As [`Isa::named`], if the variable is set.
 pub fn active() -> Result<Isa> {
     static ACTIVE: OnceLock<Result<Isa>> = OnceLock::new();
     ACTIVE
         .get_or_init(|| match std::env::var(ISA_VARIABLE) {
-            Ok(name) if !name.is_empty() => {
-                let isa = Isa::from_name(&name)?;
-                isa.require().map(|_| isa)
-            }
-            _ => Ok(Isa::ALL
-                .into_iter()
-                .rev()
-                .find(|isa| isa.available())
-                .unwrap_or(Isa::Scalar)),
+            Ok(name) if !name.is_empty() => Isa::named(&name),
+            _ => Ok(Isa::best()),
         })
         .clone()
 }
 
-/// Defines a function whose first argument is an instruction set, which the processor must support, and which calls
-/// `$body` (always inlined) compiled for it. This suffices for loops that compilers vectorize.
+/// Defines a function whose first argument is an [`Isa`], and which calls `$body` (always inlined) compiled for that
+/// set, or, after `in 256 bits`, for AVX2 on every x86-64 set with vectors. This suffices for loops that compilers
+/// vectorize. NEON belongs to every 64-bit Arm target, so `$body` itself is compiled for it.
 macro_rules! vectorized {
     ($(#[$attribute:meta])* $visibility:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)?
         = $body:path;) => {
@@ -190,15 +252,32 @@ macro_rules! vectorized {
             fn avx512($($argument: $type),*) $(-> $result)? {
                 $body($($argument),*)
             }
-            match isa {
-                $crate::simd::Isa::Scalar => $body($($argument),*),
-                // SAFETY: the caller guarantees that the processor supports the set.
+            match isa.kind() {
+                // SAFETY: `isa` proves that the processor has AVX2.
                 #[cfg(target_arch = "x86_64")]
-                $crate::simd::Isa::Avx2 => unsafe { avx2($($argument),*) },
-                // SAFETY: as above; the other sets include the AVX-512 features used here.
+                $crate::simd::Kind::Avx2 => unsafe { avx2($($argument),*) },
+                // SAFETY: `isa` proves that the processor has AVX-512 F, BW, DQ and VL, which both sets include.
                 #[cfg(target_arch = "x86_64")]
-                _ => unsafe { avx512($($argument),*) },
-                #[cfg(not(target_arch = "x86_64"))]
+                $crate::simd::Kind::Avx512 | $crate::simd::Kind::Amx => unsafe { avx512($($argument),*) },
+                _ => $body($($argument),*),
+            }
+        }
+    };
+    ($(#[$attribute:meta])* $visibility:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)?
+        = $body:path, in 256 bits;) => {
+        $(#[$attribute])*
+        $visibility fn $name(isa: $crate::simd::Isa, $($argument: $type),*) $(-> $result)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2")]
+            fn avx2($($argument: $type),*) $(-> $result)? {
+                $body($($argument),*)
+            }
+            match isa.kind() {
+                // SAFETY: `isa` proves that the processor has AVX2, which all three sets include.
+                #[cfg(target_arch = "x86_64")]
+                $crate::simd::Kind::Avx2 | $crate::simd::Kind::Avx512 | $crate::simd::Kind::Amx => unsafe {
+                    avx2($($argument),*)
+                },
                 _ => $body($($argument),*),
             }
         }
@@ -212,14 +291,46 @@ mod tests {
 
     #[test]
     fn names_parse_back_and_others_are_refused() {
-        for isa in Isa::ALL {
-            assert_eq!(Isa::from_name(isa.name()), Ok(isa));
+        for kind in Kind::ALL {
+            assert_eq!(Kind::from_name(kind.name()), Ok(kind));
+            assert_eq!(Isa::named(kind.name()).ok(), Isa::new(kind));
         }
-        assert!(Isa::from_name("avx1024").is_err());
+        assert!(Kind::from_name("avx1024").is_err() && Isa::named("avx1024").is_err());
     }
 
     #[test]
-    fn the_active_set_is_available() {
-        assert!(active().unwrap().available());
+    fn an_isa_exists_only_if_the_processor_supports_its_set() {
+        assert!(
+            Isa::all_available().all(|isa| isa.kind().is_available() && isa.vectors().kind().is_available())
+        );
+        assert_eq!(Isa::all_available().next(), Some(Isa::SCALAR));
+        assert_eq!(Isa::all_available().next_back(), Some(Isa::best()));
+        assert!(active().unwrap().kind().is_available());
+        let foreign = if cfg!(target_arch = "x86_64") {
+            Kind::Neon
+        } else {
+            Kind::Avx2
+        };
+        assert!(Isa::new(foreign).is_none() && Isa::named(foreign.name()).is_err());
+    }
+
+    #[inline(always)]
+    fn sum_of(values: &[u32]) -> u32 {
+        values.iter().sum()
+    }
+
+    vectorized! {
+        fn sum(values: &[u32]) -> u32 = sum_of;
+    }
+
+    vectorized! {
+        fn short_sum(values: &[u32]) -> u32 = sum_of, in 256 bits;
+    }
+
+    #[test]
+    fn vectorized_functions_run_on_every_set() {
+        let values: Vec<u32> = (0..1000).collect();
+        assert!(Isa::all_available().all(|isa| sum(isa, &values) == 499_500));
+        assert!(Isa::all_available().all(|isa| short_sum(isa, &values) == 499_500));
     }
 }

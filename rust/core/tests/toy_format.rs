@@ -157,7 +157,7 @@ fn compute() -> Compute {
     Compute {
         mode: Mode::Exact,
         activation_bits: None,
-        isa: Isa::Scalar,
+        isa: Isa::SCALAR,
     }
 }
 
@@ -291,7 +291,7 @@ fn forward(layer: &[Vec<u8>; 3], x: &[f32], routing: Routing) -> Vec<f32> {
     let layer = Layer::new(&*gate, &*up, &*down);
     let mut y = vec![0.0; x.len()];
     layer
-        .forward(x, routing, &mut y, Isa::Scalar, &pool::current().unwrap())
+        .forward(x, routing, &mut y, Isa::SCALAR, &pool::current().unwrap())
         .unwrap();
     y
 }

@@ -21,9 +21,9 @@ fn read(data: &[u8]) -> Result<(), Error> {
     if !crate::is_small(shape, MAX_SIZE) {
         return Ok(());
     }
-    let codes = decode(&view, Isa::Scalar)?;
-    let verified = view.verify(Isa::Scalar, pool);
-    for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+    let codes = decode(&view, Isa::SCALAR)?;
+    let verified = view.verify(Isa::SCALAR, pool);
+    for isa in Isa::all_available() {
         assert!(decode(&view, isa)? == codes && view.verify(isa, pool).is_ok() == verified.is_ok());
         for (mode, tokens) in MODES
             .into_iter()
@@ -53,8 +53,8 @@ fn read(data: &[u8]) -> Result<(), Error> {
     if let Ok(again) = again {
         let coded = Coded::parse(&again).expect("encoded tensors parse");
         let view = coded.view(&again)?;
-        view.verify(Isa::Scalar, pool).expect("encoded tensors are valid");
-        assert!(decode(&view, Isa::Scalar)? == codes && view.column_scales() == columns);
+        view.verify(Isa::SCALAR, pool).expect("encoded tensors are valid");
+        assert!(decode(&view, Isa::SCALAR)? == codes && view.column_scales() == columns);
     }
     Ok(())
 }

@@ -17,7 +17,7 @@ pub fn run(data: &[u8]) {
 fn read(data: &[u8]) -> Result<(), Error> {
     let packed = device::from_device(data, crate::pool())?;
     let view = Coded::parse(&packed)?;
-    view.view(&packed)?.verify(Isa::Scalar, crate::pool())
+    view.view(&packed)?.verify(Isa::SCALAR, crate::pool())
 }
 
 fn round_trip(data: &[u8]) -> Result<(), Error> {
@@ -26,11 +26,11 @@ fn round_trip(data: &[u8]) -> Result<(), Error> {
         return Ok(());
     }
     let view = coded.view(data)?;
-    view.verify(Isa::Scalar, pool)?;
+    view.verify(Isa::SCALAR, pool)?;
     let laid_out = view.to_device(None, pool)?;
     let back = device::from_device(&laid_out, pool)?;
     match coded.layout().is_of_pairs() {
-        true => assert!(back == view.without_pairs(Isa::Scalar, pool)?),
+        true => assert!(back == view.without_pairs(Isa::SCALAR, pool)?),
         false => assert!(back == data),
     }
     Ok(())

@@ -60,11 +60,11 @@ pub fn read(data: &[u8]) -> Result<(), Error> {
                 };
                 crate::product(&*tensor, data, &x, tokens, compute)
             };
-            let scalar = product(Isa::Scalar)?;
+            let scalar = product(Isa::SCALAR)?;
             if mode == Mode::Exact {
                 check(&scalar, &exact, &sums, 1e-4);
             }
-            for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            for isa in Isa::all_available() {
                 check(&product(isa)?, &scalar, &sums, tolerance(mode));
             }
         }

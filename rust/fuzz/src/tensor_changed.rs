@@ -33,7 +33,7 @@ fn read(data: &[u8]) -> Result<(), Error> {
     for tokens in [1, 19] {
         let x = vec![1.0f32; tokens * shape.columns];
         for &mode in tensor.modes() {
-            for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            for isa in Isa::all_available() {
                 let compute = Compute {
                     mode,
                     activation_bits: None,

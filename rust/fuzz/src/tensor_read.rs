@@ -80,7 +80,7 @@ fn multiply(tensor: &dyn Tensor, data: &[u8]) -> Result<(), Error> {
     for tokens in [1, 7, 19] {
         let x = vec![1.0f32; tokens * tensor.shape().columns];
         for &mode in tensor.modes() {
-            for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            for isa in Isa::all_available() {
                 for activation_bits in [None, Some(4)] {
                     crate::product(
                         tensor,

@@ -128,7 +128,7 @@ impl Activations<'_> {
 
 /// The instruction set with a name, or the active one.
 pub fn chosen_isa(name: Option<&str>) -> PyResult<Isa> {
-    name.map_or_else(simd::active, Isa::from_name).map_err(raise)
+    name.map_or_else(simd::active, Isa::named).map_err(raise)
 }
 
 /// A new array [tokens, rows], which `product` fills from activations of `columns` columns.

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use moepack_core::decoder::{Lane, Past};
 use moepack_core::pool;
-use moepack_core::simd::Isa;
+use moepack_core::simd::{Isa, Kind};
 use numpy::{PyArray2, PyArray3, PyArrayMethods, PyReadwriteArray3};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -64,7 +64,7 @@ impl Cache<'_> {
 pub struct Decoder {
     description: Arc<Description>,
     /// The core's decoder for each instruction set, created at its first step.
-    cores: [OnceLock<Held<Description>>; Isa::ALL.len()],
+    cores: [OnceLock<Held<Description>>; Kind::ALL.len()],
 }
 
 #[pymethods]
@@ -74,7 +74,7 @@ impl Decoder {
         let description = Description { layers, rotary, norm };
         Decoder {
             description: Arc::new(description),
-            cores: [const { OnceLock::new() }; Isa::ALL.len()],
+            cores: [const { OnceLock::new() }; Kind::ALL.len()],
         }
     }
 
@@ -129,7 +129,7 @@ impl Decoder {
 
 impl Decoder {
     fn core(&self, py: Python<'_>, isa: Isa) -> PyResult<&Held<Description>> {
-        let slot = &self.cores[isa as usize];
+        let slot = &self.cores[isa.kind() as usize];
         if slot.get().is_none() {
             let held = Held::new(py, &self.description, |py, description| {
                 description.decoder(py, isa)

@@ -34,11 +34,7 @@ pub fn isa() -> PyResult<&'static str> {
 /// Return the instruction sets that the processor supports, the most general first.
 #[pyfunction]
 pub fn available_isas() -> Vec<&'static str> {
-    simd::Isa::ALL
-        .into_iter()
-        .filter(|isa| isa.available())
-        .map(simd::Isa::name)
-        .collect()
+    simd::Isa::all_available().map(simd::Isa::name).collect()
 }
 
 /// Return the matrix product kernel of every packed format on this machine, by the format's name.

@@ -16,25 +16,17 @@ import torch
 from torch import Tensor
 
 from moepack.backends.gpu.families import kernels_of
-from moepack.backends.gpu.layer import TYPES, device_of, padded
+from moepack.backends.gpu.layer import device_of, padded
 from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Argument, Program
+from moepack.backends.gpu.structs import ACTIVATIONS, Struct, StructValue, activations
 
 __all__ = ["KERNELS", "ChannelKernels", "gather"]
 
 GROUP = 64
 
-_RECORDS = np.dtype(
-    [(name, np.uint64) for name in ("data", "resident_data", "thresholds")]
-    + [("bytes", np.int64)]
-    + [(name, np.int32) for name in ("half_bytes", "groups", "channels", "resident")]
-)
-_SPARSE = np.dtype(
-    [("records", _RECORDS), ("x", np.uint64), ("type", np.int32), ("width", np.int32)]
-    + [(name, np.uint64) for name in ("index", "weights", "ups", "tokens", "list", "counts", "offsets")]
-    + [(name, np.uint64) for name in ("parts", "out", "gates", "inner", "computed")]
-    + [(name, np.int32) for name in ("slots", "top_k", "experts", "columns", "blocks", "unused")]
-)
+_RECORDS = Struct("channels.cuh", "Records")
+_SPARSE = Struct("channels.cu", "Sparse", Records=_RECORDS, Activations=ACTIVATIONS)
 
 _RESIDENT = 2
 """Resident blocks of `compute` per multiprocessor."""
@@ -127,7 +119,7 @@ class ChannelKernels:
         if not out.numel():
             return
         arguments: list[Argument] = [
-            np.array([_records(matrix, None)], _RECORDS), np.int64(first * rows), np.int64(count * rows), columns // 2,
+            _records(matrix, None), np.int64(first * rows), np.int64(count * rows), columns // 2,
             int(out.dtype is torch.float32), out,
         ]  # fmt: skip
         grid = min(-(-out.numel() // 2048), 16 * device_of(out).processors)
@@ -180,13 +172,15 @@ def _launcher(
     width = -(-columns // GROUP) * GROUP
     tokens, parts = (torch.empty((count, width), device=x.device) for count in (len(index), blocks + slots))
     x, computed = padded(x), channels.tables["computed"]
-    kept = index, weights, ups, tokens, listed, counts, offsets, parts, out, gates, inner, computed
-    values = (
-        _records(channels, channels.tables["thresholds"]), x.data_ptr(), TYPES[x.dtype], x.shape[1],
-        *(0 if tensor is None else tensor.data_ptr() for tensor in kept),
-        slots, index.shape[1], experts, columns, blocks, 0,
+    kept = {
+        "index": index, "weights": weights, "ups": ups, "tokens": tokens, "list": listed, "counts": counts,
+        "offsets": offsets, "parts": parts, "out": out, "gates": gates, "inner": inner, "computed": computed,
+    }  # fmt: skip
+    sparse = _SPARSE(
+        records=_records(channels, channels.tables["thresholds"]), x=activations(x), **kept,
+        slots=slots, top_k=index.shape[1], experts=experts, columns=columns, blocks=blocks,
     )  # fmt: skip
-    arguments: list[Argument] = [np.array([values], _SPARSE)]
+    arguments: list[Argument] = [sparse]
     program = _program(channels.details["bits"], refines=gates is not None)
     grids: dict[str, tuple[Any, int]] = {
         "choose": (slots, 1024), "compute": (blocks, 512), "add": ((-(-columns // 128), len(index)), 1024)
@@ -198,7 +192,7 @@ def _launcher(
     return launch
 
 
-def _records(matrix: DeviceMatrix, thresholds: Tensor | None) -> tuple[int, ...]:
+def _records(matrix: DeviceMatrix, thresholds: Tensor | None) -> StructValue:
     """The kernels' `Records` structure."""
     experts, channels, columns = matrix.shape
     data, resident = matrix.pointer("records"), matrix.tables.get("resident")
@@ -209,8 +203,10 @@ def _records(matrix: DeviceMatrix, thresholds: Tensor | None) -> tuple[int, ...]
         near, count = data, channels if matrix.data.is_cuda else 0
     else:
         near, count = resident.data_ptr(), resident.shape[1]
-    least = 0 if thresholds is None else thresholds.data_ptr()
-    return data, near, least, size, half, groups, channels, count
+    return _RECORDS(
+        data=data, resident_data=near, thresholds=thresholds, bytes=size, half_bytes=half, groups=groups,
+        channels=channels, resident=count,
+    )  # fmt: skip
 
 
 @cache

@@ -14,28 +14,22 @@ from moepack.backends.gpu.layer import (
     BLOCK_ROWS,
     CHUNK,
     TOKENS,
-    TYPES,
     Blocks,
     Device,
     LayerKernels,
-    Struct,
     device_of,
     padded,
 )
 from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Argument, Program
+from moepack.backends.gpu.structs import ACTIVATIONS, Struct, StructValue, activations
 
 __all__ = ["KERNELS", "CodebookKernels"]
 
-_MATRIX = np.dtype(
-    [("data", np.uint64), ("panel_bytes", np.int64), ("block_chunks", np.int32), ("reciprocal", np.int32)]
-)
-_ACTIVATIONS = np.dtype([("data", np.uint64), ("type", np.int32), ("columns", np.int32)])
-_FEW = np.dtype(
-    [("x", np.uint64), ("type", np.int32), ("width", np.int32)]
-    + [(name, np.uint64) for name in ("index", "weights", "out")]
-    + [(name, np.int32) for name in ("slots", "tokens", "experts", "rows", "chunks", "by_chunks")]
-)
+_MATRIX = Struct("codebook.cu", "Codebook::Matrix")
+_LINEAR_MATRIX = Struct("codebook_linear.cu", "CodebookLinear::Matrix")
+_LINEAR = linear.arguments(_LINEAR_MATRIX)
+_FEW = Struct("codebook.cu", "Few", Activations=ACTIVATIONS)
 _PAYS_FROM = 5
 """The least tokens for which the linear kernels for Hopper are faster than the others, measured on an H100."""
 
@@ -90,21 +84,22 @@ class CodebookKernels(LayerKernels):
         bits, planes, *_ = self.specification(matrix)
         return _compiled(bits, planes, tokens)
 
-    def struct(self, matrix: DeviceMatrix) -> Struct:
+    def struct(self, matrix: DeviceMatrix) -> StructValue:
         """The kernels' `Codebook::Matrix` structure."""
         chunks = matrix.details["block_size"] // CHUNK
         reciprocal = 0 if chunks >= -(-matrix.shape[2] // CHUNK) else -(-(1 << 20) // chunks)
-        return np.array([(*self._base(matrix), chunks, reciprocal)], _MATRIX)
+        data, panel_bytes = self._base(matrix)
+        return _MATRIX(data=data, panel_bytes=panel_bytes, block_chunks=chunks, reciprocal=reciprocal)
 
     def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
         """See `Kernels.linear`; uses memory from torch's allocator."""
         if _PAYS_FROM <= len(x) <= linear.COLUMNS[-1] and self._has_linear(matrix):
             rounded = matrix.details["activation_bits"]
             steps = torch.empty(len(x), dtype=torch.float32, device=x.device) if rounded else None
-            x = self.activations(matrix, x, steps)
-            linear.launch(
-                self._linear(matrix), matrix, self._base(matrix), 2 * CHUNK, x, out, device_of(matrix.data), steps
-            )
+            x, (data, panel_bytes) = self.activations(matrix, x, steps), self._base(matrix)
+            struct = _LINEAR_MATRIX(data=data, block_bytes=panel_bytes)
+            kernels, gpu = self._linear(matrix), device_of(matrix.data)
+            linear.launch(kernels, matrix, _LINEAR, struct, 2 * CHUNK, x, out, gpu, steps)
         elif len(x) <= _FEW_TOKENS and _few_bytes(matrix, 1, len(x)):
             self._few("combine_few", [matrix], x, None, None, out)
         else:
@@ -139,9 +134,10 @@ class CodebookKernels(LayerKernels):
         x = padded(self.activations(first, x))
         slots, tokens = (1, len(x)) if index is None else (index.numel(), 1)
         chunks = -(-columns // CHUNK)
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (index, weights, out)]
-        sizes = (slots, tokens, experts, rows, chunks, -(-(1 << 20) // chunks))
-        problem = np.array([(x.data_ptr(), TYPES[x.dtype], x.shape[1], *pointers, *sizes)], _FEW)
+        problem = _FEW(
+            x=activations(x), index=index, weights=weights, out=out, slots=slots, tokens=tokens, experts=experts,
+            rows=rows, chunks=chunks, by_chunks=-(-(1 << 20) // chunks),
+        )  # fmt: skip
         units = -(-rows // BLOCK_ROWS) * (slots if kernel == "gated_few" else 1)
         grid = min(units, device_of(out).processors)
         arguments = [problem, *map(self.struct, matrices)]
@@ -161,8 +157,7 @@ class CodebookKernels(LayerKernels):
             return x
         x = padded(x) if rotated == 1 else x
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        tokens = np.array([(x.data_ptr(), TYPES[x.dtype], x.shape[1])], _ACTIVATIONS)
-        arguments: list[Argument] = [tokens, rotated, bits, out, steps]
+        arguments: list[Argument] = [activations(x), rotated, bits, out, steps]
         program = self.program(matrix, TOKENS[0])
         program.launch("prepare_tokens", len(x), _ROW_THREADS, arguments, _rotated_bytes(rotated), early=True)
         return out

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from moepack import _core
-from moepack.backends.gpu.layer import BLOCK_ROWS, TYPES, Struct
+from moepack.backends.gpu.layer import BLOCK_ROWS
 from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Argument, Program
+from moepack.backends.gpu.structs import ACTIVATIONS, DIVISOR, Struct, StructValue, activations, divisor
 from moepack.registry import OpenTensor, register
 
 __all__ = ["KERNELS", "CodedKernels", "packed", "uploaded"]
@@ -48,21 +49,9 @@ _THREADS = {1: 1024, 8: 1024, 16: 896, 32: 512}
 _MOST_TABLES = 64
 """The most tables of a tensor."""
 
-_MATRIX = np.dtype(
-    [(name, np.uint64) for name in ("scales", "tables", "blocks", "starts", "firsts", "corrections", "records")]
-    + [("row_scales", np.int32), ("table_count", np.int32)]
-)
-_DIVISOR = np.dtype([("by", np.uint32), ("inverse", np.uint32)])
-_PROBLEM = np.dtype(
-    [("x", np.uint64), ("type", np.int32), ("width", np.int32)]
-    + [(name, np.uint64) for name in ("index", "weights", "out", "cells", "notes")]
-    + [(name, np.int32) for name in ("tokens", "experts", "rows", "groups", "chunks", "of_segment")]
-    + [(name, np.int32) for name in ("table_bytes", "sum_bytes", "cell_bytes", "stage")]
-    + [("one", np.uint32)]
-    + [(name, _DIVISOR) for name in ("top_k", "segments", "blocks")]
-    + [("unused", np.int32)]
-)
-_COLUMN_SCALES = np.dtype([("first", np.uint64), ("stride", np.int32), ("unused", np.int32)])
+_MATRIX = Struct("coded_block.cuh", "CodedMatrix")
+_PROBLEM = Struct("coded_block.cuh", "CodedProblem", Activations=ACTIVATIONS, Divisor=DIVISOR)
+_COLUMN_SCALES = Struct("coded.cu", "ColumnScales")
 
 
 def uploaded(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -236,19 +225,20 @@ def _launch_items(
 
 def _problem(
     matrices: list[DeviceMatrix], x: Tensor, index: Tensor | None, weights: Tensor | None, out: Tensor, top_k: int
-) -> Struct:
+) -> StructValue:
     """The kernels' `CodedProblem` structure, without the layout of shared memory."""
     experts, rows, columns = matrices[0].shape
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (index, weights, out)]
     slots = len(x) if index is None else index.numel()
     chunks, of_segment = -(-columns // _CHUNK), _numbers(matrices[0])[1]
-    divisors = [(by, (2**32 - 1) // by) for by in (top_k, -(-chunks // of_segment), -(-rows // BLOCK_ROWS))]
-    counts = (slots // top_k, experts, rows, -(-columns // _GROUP), chunks, of_segment)
-    values = (x.data_ptr(), TYPES[x.dtype], x.shape[1], *pointers, 0, 0, *counts, 0, 0, 0, 0, 1, *divisors, 0)
-    return np.array([values], _PROBLEM)
+    return _PROBLEM(
+        x=activations(x), index=index, weights=weights, out=out, cells=None, notes=None,
+        tokens=slots // top_k, experts=experts, rows=rows, groups=-(-columns // _GROUP), chunks=chunks,
+        of_segment=of_segment, table_bytes=0, sum_bytes=0, cell_bytes=0, stage=0, one=1,
+        top_k=divisor(top_k), segments=divisor(-(-chunks // of_segment)), blocks=divisor(-(-rows // BLOCK_ROWS)),
+    )  # fmt: skip
 
 
-def _share(problem: Struct, matrices: list[DeviceMatrix], most: int, threads: int, sums: int, cells: int) -> int:
+def _share(problem: StructValue, matrices: list[DeviceMatrix], most: int, threads: int, sums: int, cells: int) -> int:
     """Divide the shared memory of a block that uses at most `most` tables per matrix.
 
     Returns:
@@ -265,7 +255,7 @@ def _share(problem: Struct, matrices: list[DeviceMatrix], most: int, threads: in
     return max(1, min(threads // 32, (space - sum(sizes[:3])) // (2 * stage)))
 
 
-def _shared(problem: Struct, warps: int) -> int:
+def _shared(problem: StructValue, warps: int) -> int:
     """Dynamic shared memory of a launch in bytes."""
     return int(sum(problem[name][0] for name in ("table_bytes", "sum_bytes", "cell_bytes"))) + warps * 2 * int(
         problem["stage"][0]
@@ -285,17 +275,17 @@ def _tile(slots: int, experts: int, top_k: int, units: int) -> int:
     return next((tokens for tokens in fit if wanted <= tokens), max(fit, default=1))
 
 
-def _struct(matrix: DeviceMatrix) -> Struct:
+def _struct(matrix: DeviceMatrix) -> StructValue:
     """The kernels' `CodedMatrix` structure."""
     tables, _, _, row_scales = _numbers(matrix)
-    pointers = [matrix.pointer(name) for name in SECTIONS if name not in ("head", "columns")]
-    return np.array([(*pointers, row_scales, tables)], _MATRIX)
+    pointers = {name: matrix.pointer(name) for name in SECTIONS if name not in ("head", "columns")}
+    return _MATRIX(**pointers, row_scales=row_scales, table_count=tables)
 
 
-def _column_scales(matrix: DeviceMatrix) -> Struct:
+def _column_scales(matrix: DeviceMatrix) -> StructValue:
     """The kernels' `ColumnScales` structure; rows of scales are padded to a multiple of 16."""
     size, row = matrix.sections["columns"][1], -(-matrix.shape[2] // _GROUP) * _GROUP
-    return np.array([(matrix.pointer("columns") if size else 0, row if size > 4 * row else 0, 0)], _COLUMN_SCALES)
+    return _COLUMN_SCALES(first=matrix.pointer("columns") if size else None, stride=row if size > 4 * row else 0)
 
 
 def _numbers(matrix: DeviceMatrix) -> list[int]:

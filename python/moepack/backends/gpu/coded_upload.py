@@ -17,6 +17,7 @@ from moepack import _core
 from moepack.backends.gpu.device import allocate
 from moepack.backends.gpu.layer import BLOCK_ROWS
 from moepack.backends.gpu.program import Program
+from moepack.backends.gpu.structs import Struct, StructValue
 from moepack.backends.gpu.upload import Uploader
 from moepack.errors import LoadError
 
@@ -38,11 +39,7 @@ _HEADER_WORDS, _LONGEST = 26, 6
 _TABLES, _BLOCKS, _STARTS, _RECORDS = 3, 4, 5, 8
 """Sections of the layout (`rust/core`, formats/coded/device)."""
 
-_UPLOAD = np.dtype(
-    [(name, np.uint64) for name in ("packed", "streams", "tables", "blocks", "starts", "units", "records")]
-    + [(name, np.int32) for name in ("count", "of_expert", "stream_blocks", "row_blocks", "rows", "quads", "chunks")]
-    + [("of_segment", np.int32), ("dependent", np.int32), ("unused", np.int32)]
-)
+_UPLOAD = Struct("coded_upload.cu", "Upload")
 
 
 def lay_out(data: Tensor, details: Mapping[str, Any], uploader: Uploader, what: str) -> Tensor:
@@ -91,22 +88,18 @@ def lay_out(data: Tensor, details: Mapping[str, Any], uploader: Uploader, what: 
     return out
 
 
-def _upload(words: NDArray[np.int64], count: int, details: Mapping[str, Any]) -> NDArray[np.void]:
+def _upload(words: NDArray[np.int64], count: int, details: Mapping[str, Any]) -> StructValue:
     """The kernels' `Upload` structure for `count` streams, without GPU pointers."""
     experts, rows, columns, _, of_segment = map(int, words[1:6])
-    upload = np.zeros(1, _UPLOAD)
-    upload["count"], upload["of_expert"], upload["stream_blocks"] = (
-        count,
-        count // max(experts, 1),
-        details["stream_rows"] // BLOCK_ROWS,
-    )
-    upload["dependent"] = details.get("dependent", False)
-    upload["rows"], upload["row_blocks"], upload["quads"] = rows, -(-rows // BLOCK_ROWS), -(-columns // _QUAD)
-    upload["chunks"], upload["of_segment"] = -(-columns // _CHUNK), of_segment
-    return upload
+    return _UPLOAD(
+        packed=None, streams=None, tables=None, blocks=None, starts=None, units=None, records=None,
+        count=count, of_expert=count // max(experts, 1), stream_blocks=details["stream_rows"] // BLOCK_ROWS,
+        row_blocks=-(-rows // BLOCK_ROWS), rows=rows, quads=-(-columns // _QUAD), chunks=-(-columns // _CHUNK),
+        of_segment=of_segment, dependent=details.get("dependent", False),
+    )  # fmt: skip
 
 
-def _launch(kernel: str, upload: NDArray[np.void]) -> None:
+def _launch(kernel: str, upload: StructValue) -> None:
     if streams := int(upload["count"][0]):
         _program().launch(kernel, -(-streams // _WARPS), 32 * _WARPS, [upload.copy()])
 

@@ -20,21 +20,20 @@ from moepack.backends.gpu.layer import (
     Blocks,
     Device,
     LayerKernels,
-    Struct,
     device_of,
 )
 from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Argument, Program
+from moepack.backends.gpu.structs import Struct, StructValue
 
 __all__ = ["KERNELS", "GroupwiseKernels"]
 
 _GROUPS = (16, 32, 64, 128, 256)
-_MATRIX = np.dtype([("data", np.uint64), ("block_bytes", np.int64)])
-_FACTORS = np.dtype(
-    [(name, np.uint64) for name in ("starts", "right_scales", "left_scales", "right", "left", "product")]
-    + [(name, np.int32) for name in ("most", "columns", "rows", "unused")]
+_FACTORS = Struct("common/factors.cuh", "Factors")
+_MATRIX, _COMPENSATED = (
+    Struct("groupwise.cuh", "Groupwise::Matrix", {"RANK_BITS": bits}, Factors=_FACTORS) for bits in (0, 1)
 )
-_COMPENSATED = np.dtype([("matrix", _MATRIX), ("factors", _FACTORS)])
+_LINEAR = linear.arguments(_MATRIX)
 _FEW = 4
 """The most tokens of a linear layer that single warps multiply on GPUs with warpgroups."""
 
@@ -88,7 +87,7 @@ class GroupwiseKernels(LayerKernels):
             _, group, symmetric, *_ = self.specification(matrix)
             cell_bytes = 2 * CHUNK + 4 * _sums(group, symmetric)
             kernels, gpu = self._linear(matrix), device_of(matrix.data)
-            linear.launch(kernels, matrix, self._base(matrix), cell_bytes, x, out, gpu)
+            linear.launch(kernels, matrix, _LINEAR, self.struct(matrix), cell_bytes, x, out, gpu)
 
     def blocks(self, tokens: int) -> Blocks:
         """One large block for large tiles: its warps share the activations of more rows."""
@@ -98,16 +97,19 @@ class GroupwiseKernels(LayerKernels):
         """See `LayerKernels.program`."""
         return _compiled(*self.specification(matrix), tokens)
 
-    def struct(self, matrix: DeviceMatrix) -> Struct:
+    def struct(self, matrix: DeviceMatrix) -> StructValue:
         """The kernels' `Groupwise::Matrix` structure, without V x."""
-        base, (_, rows, columns) = self._base(matrix), matrix.shape
+        (data, block_bytes), (_, rows, columns) = self._base(matrix), matrix.shape
         if matrix.kind != "compensated":
-            return np.array([base], _MATRIX)
-        sides = [matrix.pointer(name) for name in ("right_scales", "left_scales", "right", "left")]
-        numbers = int(matrix.tables["most"]), columns, rows, 0
-        return np.array([(base, (matrix.tables["starts"].data_ptr(), *sides, 0, *numbers))], _COMPENSATED)
+            return _MATRIX(data=data, block_bytes=block_bytes)
+        sides = {name: matrix.pointer(name) for name in ("right_scales", "left_scales", "right", "left")}
+        factors = _FACTORS(
+            starts=matrix.tables["starts"], **sides, product=None,
+            most=int(matrix.tables["most"]), columns=columns, rows=rows,
+        )  # fmt: skip
+        return _COMPENSATED(data=data, block_bytes=block_bytes, factors=factors)
 
-    def launched(self, matrix: DeviceMatrix, problem: Struct, shared: int) -> tuple[Struct, Tensor | None]:
+    def launched(self, matrix: DeviceMatrix, problem: StructValue, shared: int) -> tuple[StructValue, Tensor | None]:
         """Multiply by V; see `LayerKernels.launched`."""
         struct = self.struct(matrix)
         if matrix.kind != "compensated":

@@ -4,14 +4,13 @@ from abc import ABC, abstractmethod
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Argument, Program, is_hopper
+from moepack.backends.gpu.structs import ACTIVATIONS, DIVISOR, Struct, StructValue, activations, divisor
 
 __all__ = [
     "BLOCK_ROWS",
@@ -19,12 +18,10 @@ __all__ = [
     "RESIDENT",
     "THREADS",
     "TOKENS",
-    "TYPES",
     "Blocks",
     "Device",
     "Division",
     "LayerKernels",
-    "Struct",
     "device_of",
     "padded",
 ]
@@ -39,8 +36,6 @@ RESIDENT = 2
 
 TOKENS = (8, 32)
 """The most tokens per tile, which are the columns of a product; each has its own program."""
-
-TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 _STATIC_BYTES = 9 << 10
 """Shared memory of a block in addition to its dynamic part: the routing, and the driver's reserve."""
@@ -63,15 +58,7 @@ _MOST_OF_CLUSTER = 8
 _SLACK_CELLS = 12
 """More cells than kernels read after the last one (SLACK)."""
 
-_DIVISOR = np.dtype([("by", np.uint32), ("inverse", np.uint32)])
-_PROBLEM = np.dtype(
-    [("x", np.uint64), ("type", np.int32), ("width", np.int32)]
-    + [(name, np.uint64) for name in ("index", "weights", "out", "cells")]
-    + [(name, np.int32) for name in ("tokens", "experts", "rows", "row_blocks", "split_bits", "in_parts")]
-    + [(name, _DIVISOR) for name in ("top_k", "chunks", "row_tiles", "teams")]
-)
-
-Struct = NDArray[Any]
+_PROBLEM = Struct("common/schedule.cuh", "Problem", Activations=ACTIVATIONS, Divisor=DIVISOR)
 
 
 class Device(NamedTuple):
@@ -150,10 +137,10 @@ class LayerKernels(ABC):
         """The kernels of a matrix for tiles of this many tokens."""
 
     @abstractmethod
-    def struct(self, matrix: DeviceMatrix) -> Struct:
+    def struct(self, matrix: DeviceMatrix) -> StructValue:
         """The Format's `Matrix` structure."""
 
-    def launched(self, matrix: DeviceMatrix, problem: Struct, shared: int) -> tuple[Struct, Tensor | None]:
+    def launched(self, matrix: DeviceMatrix, problem: StructValue, shared: int) -> tuple[StructValue, Tensor | None]:
         """Launch what a product depends on.
 
         Args:
@@ -267,7 +254,7 @@ class LayerKernels(ABC):
             arguments: list[Argument] = [parts, out, out.numel(), division.splits]
             self.program(matrix, TOKENS[0]).launch("add_splits", grid, THREADS, arguments, early=True)
 
-    def _lay_out(self, kernel: str, matrix: DeviceMatrix, problem: Struct) -> Tensor | None:
+    def _lay_out(self, kernel: str, matrix: DeviceMatrix, problem: StructValue) -> Tensor | None:
         """Prepare the cells of all slots in a separate launch, if that is faster than preparing them in each block.
 
         Returns:
@@ -288,7 +275,7 @@ class LayerKernels(ABC):
         self._launch(kernel, matrix, problem, [])
         return cells
 
-    def _launch(self, kernel: str, of: DeviceMatrix, problem: Struct, structs: list[Struct]) -> None:
+    def _launch(self, kernel: str, of: DeviceMatrix, problem: StructValue, structs: list[StructValue]) -> None:
         """Launch a kernel of a matrix with as many blocks as can be resident."""
         tokens, top_k = int(problem["tokens"][0]), int(problem["top_k"]["by"][0])
         most, team = self._tile(of, tokens * top_k, tokens), 1 << int(problem["split_bits"][0])
@@ -333,11 +320,6 @@ def padded(x: Tensor) -> Tensor:
     return functional.pad(x, (0, more)) if more else x
 
 
-def _divisor(by: int) -> tuple[int, int]:
-    """The kernels' `Divisor` structure."""
-    return by, (2**32 - 1) // by
-
-
 def _problem(
     matrix: DeviceMatrix,
     x: Tensor,
@@ -346,13 +328,14 @@ def _problem(
     out: Tensor,
     tokens: int,
     division: Division,
-) -> Struct:
+) -> StructValue:
     """The arguments of a launch other than the matrices."""
     experts, rows, columns = matrix.shape
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (index, weights, out)]
-    top_k = 1 if index is None else index.shape[1]
     tiles = -(-rows // (BLOCK_ROWS * division.row_blocks))
-    divisors = map(_divisor, (top_k, -(-columns // CHUNK), tiles, division.teams))
-    cut = division.row_blocks, division.splits.bit_length() - 1, division.in_parts
-    values = (x.data_ptr(), TYPES[x.dtype], x.shape[1], *pointers, 0, tokens, experts, rows, *cut, *divisors)
-    return np.array([values], _PROBLEM)
+    return _PROBLEM(
+        x=activations(x), index=index, weights=weights, out=out, cells=None,
+        tokens=tokens, experts=experts, rows=rows,
+        row_blocks=division.row_blocks, split_bits=division.splits.bit_length() - 1, in_parts=division.in_parts,
+        top_k=divisor(1 if index is None else index.shape[1]), chunks=divisor(-(-columns // CHUNK)),
+        row_tiles=divisor(tiles), teams=divisor(division.teams),
+    )  # fmt: skip

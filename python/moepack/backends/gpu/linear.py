@@ -1,16 +1,15 @@
 """Linear layers with up to 64 tokens on Hopper: the three launches of `cuda/common/linear.cuh`."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from moepack.backends.gpu.layer import CHUNK, TYPES, Device, padded
+from moepack.backends.gpu.layer import CHUNK, Device, padded
 from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Program
+from moepack.backends.gpu.structs import ACTIVATIONS, Struct, StructValue, activations
 
-__all__ = ["COLUMNS", "TILE_ROWS", "launch"]
+__all__ = ["COLUMNS", "TILE_ROWS", "arguments", "launch"]
 
 COLUMNS = (8, 16, 32, 64)
 """Tokens per product; each has its own kernel."""
@@ -23,17 +22,17 @@ _AHEAD = 4
 _OWN_TOKENS, _OWN_BYTES = 16, 64 << 10
 """The most tokens, and bytes of their cells, that every block lays out itself instead of a preceding launch."""
 
-_LINEAR = np.dtype(
-    [("x", np.uint64), ("type", np.int32), ("width", np.int32), ("data", np.uint64), ("block_bytes", np.int64)]
-    + [(name, np.uint64) for name in ("cells", "scales", "units", "out", "parts")]
-    + [(n, np.int32) for n in ("tokens", "columns", "rows", "chunks", "blocks", "items", "ahead", "own")]
-)
+
+def arguments(matrix: Struct) -> Struct:
+    """The kernels' `Linear` structure for a Format's `Matrix` structure."""
+    return Struct("common/linear.cuh", "Linear", Activations=ACTIVATIONS, Matrix=matrix)
 
 
 def launch(
     kernels: Program,
     matrix: DeviceMatrix,
-    base: tuple[int, int],
+    linear: Struct,
+    struct: StructValue,
     cell_bytes: int,
     x: Tensor,
     out: Tensor,
@@ -45,7 +44,8 @@ def launch(
     Args:
         kernels: the kernels for the matrix's specification.
         matrix: the weights.
-        base: the address of the first block of rows, and the bytes per block.
+        linear: the kernels' `Linear` structure.
+        struct: the Format's `Matrix` structure.
         cell_bytes: bytes of a cell, which holds a token's chunk of columns.
         x: bfloat16, float16 or float32.
         out: written.
@@ -66,9 +66,10 @@ def launch(
     starts = np.cumsum([0, *(-(-size // 128) * 128 for size in sizes)]).tolist()
     work = torch.empty(starts[-1], dtype=torch.uint8, device=x.device)
     pointers = [work.data_ptr() + start for start in starts[:3]]
-    outputs = 0 if units is None else units.data_ptr(), out.data_ptr(), pointers[2]
-    values = x.data_ptr(), TYPES[x.dtype], x.shape[1], *base, *pointers[:2], *outputs
-    problem: Any = np.array([(*values, tokens, columns, rows, chunks, blocks, items, _AHEAD, own)], _LINEAR)
+    problem = linear(
+        x=activations(x), matrix=struct, cells=pointers[0], scales=pointers[1], units=units, out=out, parts=pointers[2],
+        tokens=tokens, columns=columns, rows=rows, chunks=chunks, blocks=blocks, items=items, ahead=_AHEAD, own=own,
+    )  # fmt: skip
     if not own:
         pieces = max(1, min(-(-width // (_PREPARING * _LANE_COLUMNS)), 2 * gpu.processors // tokens))
         kernels.launch("prepare", (pieces, tokens), _PREPARING, [problem], early=True)

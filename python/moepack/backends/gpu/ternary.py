@@ -12,6 +12,7 @@ from moepack._core import ternary_table
 from moepack.backends.gpu.layer import device_of
 from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Program
+from moepack.backends.gpu.structs import ACTIVATIONS, Struct, StructValue, activations
 from moepack.errors import LoadError
 
 __all__ = ["KERNELS", "TernaryKernels"]
@@ -21,24 +22,9 @@ TABLE_BYTES = 8192
 PRODUCTS = 8192
 """The most products that a block of `combine` keeps, in floats."""
 
-_Struct = NDArray[Any]
-_POINTER, _INT = np.uint64, np.int32
-
-_MATRIX = np.dtype(
-    [("row", _POINTER), ("column", _POINTER), ("payload", _POINTER), ("table", _POINTER)]
-    + [(name, _INT) for name in ("experts", "rows", "columns", "dictionaries", "pad")],
-    align=True,
-)
-_LAUNCH = np.dtype(
-    [("x", _POINTER), ("type", _INT), ("columns", _INT), ("index", _POINTER), ("slots", _INT), ("shared", _INT)],
-    align=True,
-)
-_TENSOR = np.dtype(
-    [("levels", _POINTER), ("index", _POINTER), ("starts", _POINTER)]
-    + [(name, _INT) for name in ("experts", "rows", "columns", "level_type", "symmetric", "wide", "three_slots")],
-    align=True,
-)
-_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_MATRIX = Struct("ternary_rows.cuh", "Matrix")
+_LAUNCH = Struct("ternary.cu", "Launch", Activations=ACTIVATIONS)
+_TENSOR = Struct("ternary.cu", "Tensor")
 
 
 class _Form(NamedTuple):
@@ -261,26 +247,30 @@ def _lanes(matrix: DeviceMatrix) -> int:
     return 8 if codes <= 200 else 16 if codes <= 320 else 32
 
 
-def _struct(matrix: DeviceMatrix, pad: int | None = None) -> _Struct:
+def _struct(matrix: DeviceMatrix, pad: int | None = None) -> StructValue:
     """The kernels' `Matrix` structure."""
-    tables = matrix.tables
-    pointers = (tables["rows"].data_ptr(), tables["columns"].data_ptr(), matrix.pointer("payload"))
-    dictionaries = 0 if _is_dict16(matrix) else _numbers(matrix)[0]
-    last = (dictionaries, _pad(matrix) if pad is None else pad)
-    return np.array([(*pointers, tables["entries"].data_ptr(), *matrix.shape, *last)], _MATRIX)
+    tables, (experts, rows, columns) = matrix.tables, matrix.shape
+    return _MATRIX(
+        row=tables["rows"], column=tables["columns"], payload=matrix.pointer("payload"), table=tables["entries"],
+        experts=experts, rows=rows, columns=columns, dictionaries=0 if _is_dict16(matrix) else _numbers(matrix)[0],
+        pad=_pad(matrix) if pad is None else pad,
+    )  # fmt: skip
 
 
-def _launch(x: Tensor, index: Tensor | None, shared: int) -> _Struct:
+def _launch(x: Tensor, index: Tensor | None, shared: int) -> StructValue:
     """The kernels' `Launch` structure; slots are the entries of the index, or the rows of x."""
-    pointer, slots = (0, len(x)) if index is None else (index.data_ptr(), index.numel())
-    return np.array([(x.data_ptr(), _TYPES[x.dtype], x.shape[1], pointer, slots, shared)], _LAUNCH)
+    slots = len(x) if index is None else index.numel()
+    return _LAUNCH(x=activations(x), index=index, slots=slots, shared=shared)
 
 
-def _tensor(matrix: DeviceMatrix, header: NDArray[np.uint8], three_slots: int) -> _Struct:
+def _tensor(matrix: DeviceMatrix, header: NDArray[np.uint8], three_slots: int) -> StructValue:
     """The kernels' `Tensor` structure; docs/format.md, section 5, specifies the header."""
-    pointers = tuple(matrix.pointer(section) for section in ("levels", "index", "starts"))
-    wide = -(-matrix.shape[2] // 4) > 4095
-    return np.array([(*pointers, *matrix.shape, header[11], header[22], wide, three_slots)], _TENSOR)
+    experts, rows, columns = matrix.shape
+    return _TENSOR(
+        **{section: matrix.pointer(section) for section in ("levels", "index", "starts")},
+        experts=experts, rows=rows, columns=columns, level_type=int(header[11]), symmetric=int(header[22]),
+        wide=-(-columns // 4) > 4095, three_slots=three_slots,
+    )  # fmt: skip
 
 
 def _threads(count: int) -> tuple[int, int]:

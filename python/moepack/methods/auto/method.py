@@ -44,7 +44,7 @@ from moepack.units import size as in_words
 
 __all__ = ["Auto"]
 
-UNREAD = "The built-in text was not read, so what errors of weights cost is a guess: {}."
+UNREAD = "The built-in text was not used, so the importance of weights is estimated without a text: {}."
 """A note; takes the reason and a remedy."""
 
 
@@ -95,6 +95,11 @@ class Auto(AutoSettings, Fitted, Method):
         return True
 
     @property
+    def needs_balance(self) -> bool:
+        """True with `prefer="speed"`, which also uses formats whose columns share scales."""
+        return self.prefer == "speed"
+
+    @property
     def sequential(self) -> bool:
         """True with a text: the experts of a layer share its bits."""
         return self.request is not None
@@ -119,9 +124,7 @@ class Auto(AutoSettings, Fitted, Method):
         weights = sum(map(math.prod, shapes.values()))
         if 8 * room / max(weights, 1) < LEAST_BITS:
             smallest = nbytes - room + math.ceil(LEAST_BITS * weights / 8)
-            raise ValueError(
-                f"{in_words(nbytes)} were asked for; the least that can be made of this model is {in_words(smallest)}"
-            )
+            raise ValueError(f"{in_words(nbytes)} were requested, but this model needs at least {in_words(smallest)}")
         return Goal(nbytes, reason)
 
     def _room(self, nbytes: int, checkpoint: Checkpoint, model: MoeModel) -> tuple[int, dict[str, Shape]]:
@@ -156,7 +159,7 @@ class Auto(AutoSettings, Fitted, Method):
         return MethodPlan(
             self,
             packer,
-            checkpoint.path,
+            checkpoint.fingerprint(),
             settings,
             request=rate.request if self.prefer == "quality" else None,
             decisions=packer.decisions,
@@ -173,17 +176,17 @@ class Auto(AutoSettings, Fitted, Method):
             UnsupportedModelError: transformers cannot build the model.
         """
         if checkpoint.config.get("is_encoder_decoder"):
-            return f"{TWO_TEXTS}; `--calibration FILE` solves tensors on what they read of a text"
+            return f"{TWO_TEXTS}; `--calibration FILE` uses a text to reduce the error of each tensor"
         place = torch.device(self.device)
         memory = total_bytes() if place.type == "cpu" else torch.cuda.get_device_properties(place).total_memory
-        if reason := too_little(needed_bytes(checkpoint, model), memory, "is what this machine has"):
+        if reason := too_little(needed_bytes(checkpoint, model), memory, "are installed"):
             return reason
         request = self.request
         assert request is not None, "there is a calibration set"
         try:
             request.load(checkpoint)
         except CalibrationError as error:
-            return f"{error}; mend that and compress again"
+            return f"{error}; correct this and compress again"
         return None
 
     @classmethod

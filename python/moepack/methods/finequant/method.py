@@ -75,6 +75,11 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         return frozenset(self._dense)
 
     @property
+    def needs_balance(self) -> bool:
+        """True: columns share scales."""
+        return True
+
+    @property
     def kernel(self) -> str:
         """Products of group-wise integers."""
         return "int"
@@ -119,7 +124,7 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         bits = {"experts": self.bits, **self._dense}
         found = list(proposals(checkpoint, model, bits, self.symmetric))
         sizes = plan_sizes(found, self.bits_per_weight, self.symmetric)
-        return MethodPlan(self, self._with_sizes(sizes), checkpoint.path, self.settings, decisions=sizes)
+        return MethodPlan(self, self._with_sizes(sizes), checkpoint.fingerprint(), self.settings, decisions=sizes)
 
     def _with_sizes(self, sizes: Mapping[str, GroupSize]) -> FineQuant:
         """Return a packer with a group size for each tensor."""

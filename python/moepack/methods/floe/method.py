@@ -124,6 +124,11 @@ class Floe(FloeSettings, SimpleMethod):
             other = packed_bytes(shape, DENSE_BITS, self._spec.group_size, symmetric=False)
         return max(other, 0 if shape[2] % 2 else _core.packed_bytes("channels", shape, bits=self._bits))
 
+    @property
+    def needs_balance(self) -> bool:
+        """True: columns share scales."""
+        return True
+
     def expected(self, weights: Weights) -> Expected:
         """Return the size; it is approximate for coarse copies and up projections, and exact for records."""
         if self._coarse is not None and self._is_coarse(weights.name):
@@ -144,11 +149,11 @@ class Floe(FloeSettings, SimpleMethod):
             f"{layer}: no text reaches its experts; all of their channels are read." for layer in packer._unread
         )
         if packer._coder is not None and not packer._coder.importance.measured:
-            notes += ("The model does not fit into memory in float32: what errors of coarse copies cost is a guess.",)
+            notes += ("The model does not fit into memory in float32, so the importance of weights is estimated.",)
         return MethodPlan(
             self,
             packer,
-            checkpoint.path,
+            checkpoint.fingerprint(),
             packer.settings,
             decisions={name: packer._decided(name) for name in packer._layers},
             notes=notes,
@@ -195,7 +200,7 @@ class Floe(FloeSettings, SimpleMethod):
         except MoepackError:
             raise
         except ValueError as error:
-            hint = "more coarse_bits (--coarse-bits), or paper_form (--paper-form), would do"
+            hint = "use more coarse_bits (--coarse-bits), or paper_form (--paper-form)"
             raise ValueError(f"coarse copies: {error}; {hint}") from error
         for own in self._names.values():
             coder = coder.widened(own[UP], UP_STEP)
@@ -334,7 +339,7 @@ class Floe(FloeSettings, SimpleMethod):
             return found
         return (
             *found,
-            "Coarse copies are decoded for every token: --paper-form is faster on a CPU, and loses far more.",
+            "Coarse copies are decoded for every token: --paper-form is faster on a CPU but loses far more.",
         )
 
 

@@ -84,6 +84,11 @@ class Milo(MiloSettings, Fitted, SimpleMethod):
             found["calibration_sha256"] = self._text
         return found
 
+    @property
+    def needs_balance(self) -> bool:
+        """True: columns share scales."""
+        return True
+
     def goal(self, checkpoint: Checkpoint, model: MoeModel) -> Goal | None:
         """Return the memory budget."""
         return None if self.memory_budget is None else Goal(self.memory_budget)
@@ -118,7 +123,7 @@ class Milo(MiloSettings, Fitted, SimpleMethod):
         packer._ranks = found = planner.plan(checkpoint, model, self._terms, self.memory_budget)
         decisions = {name: ([*map(int, ranks)], found.specs[name].symmetric) for name, ranks in found.ranks.items()}
         goal = self.goal(checkpoint, model)
-        return MethodPlan(self, packer, checkpoint.path, packer.settings, decisions=decisions, goal=goal)
+        return MethodPlan(self, packer, checkpoint.fingerprint(), packer.settings, decisions=decisions, goal=goal)
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the maximum packed size, with the largest total rank of any tensor with as many experts."""

@@ -32,6 +32,11 @@ class Ternary(SimpleMethod):
     name: ClassVar[str] = "ternary"
     packs_empty: ClassVar[bool] = True
 
+    @property
+    def needs_balance(self) -> bool:
+        """True: columns share scales."""
+        return True
+
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the size if every row has the worst case of the code."""
         experts, rows, columns = shape

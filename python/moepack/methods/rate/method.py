@@ -104,7 +104,7 @@ class Rate(RateSettings, Fitted, Method):
         coder = self.coder(checkpoint, model, self.request, progress)
         notes = coder.importance.notes
         return MethodPlan(
-            self, coder, checkpoint.path, self.settings, self.request, decisions=coder.decisions, notes=notes
+            self, coder, checkpoint.fingerprint(), self.settings, self.request, decisions=coder.decisions, notes=notes
         )
 
     def coder(

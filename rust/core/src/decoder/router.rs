@@ -148,7 +148,7 @@ mod tests {
     fn router<const N: usize>(top_k: usize, normalized: bool) -> Router<'static> {
         let view = View::new(vec![0; 4 * N].leak(), Kind::F32, N, 1).unwrap();
         Router {
-            weights: Box::new(Dense::new(view, Mode::Auto, Isa::Scalar).unwrap()),
+            weights: Box::new(Dense::new(view, Mode::Auto, Isa::SCALAR).unwrap()),
             bias: None,
             sigmoid: false,
             correction: None,

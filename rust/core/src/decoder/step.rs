@@ -93,7 +93,7 @@ impl Decoder<'_> {
         isa: Isa,
         pool: &ThreadPool,
     ) -> Result<()> {
-        let isa = isa.require()?;
+        let isa = isa.vectors();
         self.check(x.len())?;
         require(y.len() == x.len() && past.len() == self.blocks.len(), || {
             let (blocks, caches) = (self.blocks.len(), past.len());

@@ -338,7 +338,7 @@ fn steps(tensors: &Tensors, count: usize, isa: Isa, pool: &ThreadPool) -> Vec<Ve
 }
 
 fn sets() -> impl Iterator<Item = Isa> {
-    Isa::ALL.into_iter().filter(|isa| isa.available())
+    Isa::all_available()
 }
 
 /// Rounding errors of f32 are small relative to outputs of about 1: measured at most 2e-6.
@@ -440,7 +440,7 @@ fn neither_threads_nor_sets_change_a_bit() {
             .build()
             .unwrap()
     };
-    let expected = steps(&tensors, 300, Isa::Scalar, &pool(1));
+    let expected = steps(&tensors, 300, Isa::SCALAR, &pool(1));
     for isa in sets() {
         for threads in [1, 2, 5] {
             assert!(
@@ -463,12 +463,12 @@ fn attention<'d, 'a>(decoder: &'d mut Decoder<'a>, layer: usize) -> &'d mut Atte
 fn a_step_that_does_not_fit_is_refused() {
     let (tensors, pool) = (Tensors::new(PLAIN), pool::current().unwrap());
     let attempt = |change: fn(&mut Decoder), hidden: usize, length: usize, caches: usize| {
-        let (mut decoder, mut buffers) = (tensors.decoder(Isa::Scalar), Buffers::new(&PLAIN));
+        let (mut decoder, mut buffers) = (tensors.decoder(Isa::SCALAR), Buffers::new(&PLAIN));
         change(&mut decoder);
         let (x, mut y) = (vec![1.0; hidden], vec![0.0; hidden]);
         let mut past = buffers.past(length);
         past.truncate(caches);
-        decoder.step(Activations::F32(&x), 3, &mut past, &mut y, Isa::Scalar, &pool)
+        decoder.step(Activations::F32(&x), 3, &mut past, &mut y, Isa::SCALAR, &pool)
     };
     assert!(attempt(|_| (), HIDDEN, 0, 2).is_ok());
     assert!(attempt(|_| (), HIDDEN + 1, 0, 2).is_err());

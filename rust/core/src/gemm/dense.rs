@@ -110,7 +110,7 @@ impl<'a> Dense<'a> {
         require_mode(mode, &MODES, "a dense matrix")?;
         Ok(Dense {
             view,
-            isa: isa.require()?,
+            isa: isa.vectors(),
         })
     }
 }
@@ -269,7 +269,7 @@ mod tests {
             for (values, bytes, kind, x) in forms {
                 let view = View::new(bytes, kind, rows, columns).unwrap();
                 let run = |isa| product(&Dense::new(view, Mode::Auto, isa).unwrap(), x, tokens);
-                let scalar = run(Isa::Scalar);
+                let scalar = run(Isa::SCALAR);
                 let (mut wide, mut wide_x) = (vec![0.0; rows * columns], vec![0.0; tokens * columns]);
                 values.widen(0, &mut wide);
                 x.widen(0, &mut wide_x);
@@ -281,7 +281,7 @@ mod tests {
                     let bound = (columns as f64 / 64.0 + 8.0) * 2f64.powi(-24) * size;
                     assert!((f64::from(found) - terms.iter().sum::<f64>()).abs() <= bound);
                 }
-                for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+                for isa in Isa::all_available() {
                     assert_eq!(run(isa), scalar);
                 }
             }
@@ -293,6 +293,6 @@ mod tests {
         let new = |rows, columns| View::new(&[0; 24], Kind::F32, rows, columns);
         assert!(new(2, 3).is_ok());
         assert!(new(2, 4).is_err() && new(usize::MAX, 2).is_err());
-        assert!(Dense::new(new(2, 3).unwrap(), Mode::Int8, Isa::Scalar).is_err());
+        assert!(Dense::new(new(2, 3).unwrap(), Mode::Int8, Isa::SCALAR).is_err());
     }
 }

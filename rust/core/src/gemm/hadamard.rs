@@ -5,25 +5,11 @@
 //! columns. The rotation takes k rounds of additions and one multiplication per value, in the same order and not
 //! fused on every instruction set, so results have the same bits everywhere.
 
-use crate::simd::Isa;
+use crate::simd::vectorized;
 
-/// Rotates each block of `width` values, a power of two that divides `values.len()`. The processor must support
-/// `isa`.
-pub fn rotate(isa: Isa, values: &mut [f32], width: usize) {
-    match isa {
-        Isa::Scalar => blocks(values, width),
-        // SAFETY: every set but the scalar one includes AVX2; the caller checked that the set is available.
-        #[cfg(target_arch = "x86_64")]
-        _ => unsafe { blocks_avx2(values, width) },
-        #[cfg(not(target_arch = "x86_64"))]
-        _ => blocks(values, width),
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn blocks_avx2(values: &mut [f32], width: usize) {
-    blocks(values, width);
+vectorized! {
+    /// Rotates each block of `width` values, a power of two that divides `values.len()`.
+    pub fn rotate(values: &mut [f32], width: usize) = blocks, in 256 bits;
 }
 
 #[inline(always)]
@@ -47,13 +33,14 @@ fn blocks(values: &mut [f32], width: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::simd::Isa;
 
     #[test]
     fn every_set_multiplies_by_sylvesters_matrix() {
         for (length, width) in [(1, 1), (6, 2), (24, 8), (64, 64), (768, 256)] {
             let x: Vec<f32> = (0..length).map(|i| (i * 37 % 23) as f32 - 9.5).collect();
             let mut reference = x.clone();
-            rotate(Isa::Scalar, &mut reference, width);
+            rotate(Isa::SCALAR, &mut reference, width);
             for (i, &found) in reference.iter().enumerate() {
                 let block = &x[i / width * width..][..width];
                 let signed =
@@ -70,7 +57,7 @@ mod tests {
                     "{length} {width} {i}: {found}, not {expected}"
                 );
             }
-            for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            for isa in Isa::all_available() {
                 let mut turned = x.clone();
                 rotate(isa, &mut turned, width);
                 assert_eq!(turned, reference, "{isa:?}");

@@ -2,8 +2,8 @@
 //! activations.
 //!
 //! W is never unpacked as a whole: a panel of [`PANEL`] rows is decoded at a time ([`Tensor::look_up`]) and
-//! multiplied by the outputs of its expert's tokens. Weights are those of [`Tensor::dequantize`] in f32, whatever
-//! rounding the compute mode of a product applies: gradients pass straight through the rounding.
+//! multiplied by the outputs of its expert's tokens. Weights are those of [`Tensor::dequantize`] in f32,
+//! regardless of the rounding of a product's compute mode: gradients pass straight through the rounding.
 //!
 //! A sum runs over the rows in ascending order without fused operations, so results have the same bits on every
 //! instruction set and with any number of threads. With u = 2^-24, R rows and S = sum of |w y|, the error is at most
@@ -42,7 +42,7 @@ pub fn matmul_transposed<'a>(
     pool: &ThreadPool,
 ) -> Result<()> {
     let (tensor, data) = weights;
-    let (shape, isa, y) = (tensor.shape(), isa.require()?, y.into());
+    let (shape, isa, y) = (tensor.shape(), isa.vectors(), y.into());
     check_offsets(offsets, shape.experts)?;
     let tokens = offsets[shape.experts];
     if tokens.checked_mul(shape.rows) != Some(y.len()) || tokens.checked_mul(shape.columns) != Some(x.len()) {
@@ -207,7 +207,7 @@ mod tests {
                 matmul_transposed((&*opened, &data), &y[..], &offsets, &mut x, isa, &pool).unwrap();
                 x
             };
-            let scalar = run(Isa::Scalar);
+            let scalar = run(Isa::SCALAR);
             for (at, &found) in scalar.iter().enumerate() {
                 let (token, column) = (at / columns, at % columns);
                 let expert = offsets.partition_point(|&offset| offset <= token) - 1;
@@ -219,7 +219,7 @@ mod tests {
                 let bound = rows as f64 * 2f64.powi(-24) * size;
                 assert!((f64::from(found) - (0..rows).map(term).sum::<f64>()).abs() <= bound);
             }
-            for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            for isa in Isa::all_available() {
                 assert_eq!(run(isa), scalar);
             }
         }
@@ -242,7 +242,7 @@ mod tests {
                 &[0.0; 9][..outputs],
                 offsets,
                 &mut x,
-                Isa::Scalar,
+                Isa::SCALAR,
                 &pool,
             )
         };

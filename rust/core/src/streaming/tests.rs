@@ -207,7 +207,7 @@ fn products_match_the_whole_tensor_and_refuse_missing_records() {
                 top_k: 2,
             };
             let (mut y, ups) = (vec![0.0; HALF], Ups::Given(&ups));
-            let count = Layer { ups, channels }.forward(&x[..], routing, &mut y, Isa::Scalar, &pool)?;
+            let count = Layer { ups, channels }.forward(&x[..], routing, &mut y, Isa::SCALAR, &pool)?;
             Ok((y, count))
         };
         records.read(&wanted, 2).unwrap();

@@ -157,7 +157,7 @@ pub fn payloads(tensor: &dyn Tensor, data: &[u8]) -> Result<Vec<Range<usize>>> {
     let compute = Compute {
         mode: tensor.modes()[0],
         activation_bits: None,
-        isa: Isa::Scalar,
+        isa: Isa::SCALAR,
     };
     let projection = tensor.projection(data, compute)?;
     let Shape { experts, rows, .. } = tensor.shape();

@@ -85,7 +85,7 @@ impl<'a> View<'a> {
             }
         }
         if self.layout.hadamard() > 1 {
-            rotate(Isa::Scalar, values, self.layout.hadamard());
+            rotate(Isa::SCALAR, values, self.layout.hadamard());
         }
     }
 

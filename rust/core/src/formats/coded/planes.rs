@@ -20,7 +20,7 @@ impl<'a> CodedView<'a> {
 }
 
 vectorized! {
-    /// Writes the low bits of the codes of registers from their bit planes. The processor must support `isa`.
+    /// Writes the low bits of the codes of registers from their bit planes.
     pub fn lows(planes: &[u8], out: &mut [Register]) = lows_portable;
 }
 

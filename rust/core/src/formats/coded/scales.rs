@@ -250,7 +250,7 @@ mod tests {
                     let data = packed(SHAPE, &rows, &columns).unwrap();
                     let coded = Coded::parse(&data).unwrap();
                     let (view, layout) = (coded.view(&data).unwrap(), coded.layout());
-                    view.verify(Isa::Scalar, &pool::current().unwrap()).unwrap();
+                    view.verify(Isa::SCALAR, &pool::current().unwrap()).unwrap();
                     assert_eq!((layout.column_scales(), layout.scale_type()), (kind, name));
                     assert!(view.row_scales() == rows && view.column_scales() == columns);
                     let mut values = vec![2.0; 8];
@@ -301,7 +301,7 @@ mod tests {
             let mut bad = data.clone();
             bad[columns.end - 4..columns.end].copy_from_slice(&f32::NAN.to_le_bytes());
             let coded = Coded::parse(&bad).unwrap();
-            let error = coded.view(&bad).unwrap().verify(Isa::Scalar, &pool).unwrap_err();
+            let error = coded.view(&bad).unwrap().verify(Isa::SCALAR, &pool).unwrap_err();
             assert!(error.to_string().contains("column 7"), "{error}");
             for (at, value) in [(60, 0), (60, 3), (60, 255), (61, 1), (63, 1), (columns.end, 1)] {
                 let mut bad = data.clone();
@@ -329,7 +329,7 @@ mod tests {
             let single = coded
                 .view(&data)
                 .unwrap()
-                .without_pairs(Isa::Scalar, &pool)
+                .without_pairs(Isa::SCALAR, &pool)
                 .unwrap();
             let parsed = Coded::parse(&single).unwrap();
             let view = parsed.view(&single).unwrap();

@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::pool;
-use crate::simd::Isa;
+use crate::simd::{Isa, Kind};
 use crate::types::Shape;
 
 /// Bytes from a linear congruential generator, which makes all of these tests repeatable.
@@ -52,7 +52,7 @@ pub(crate) fn encoded_with_low_bits(codes: &[i32], shape: Shape, stream_rows: Op
     encode_with_low_bits(codes, &[0.5], shape, stream_rows, MAX_LOW_BITS, &pool).unwrap()
 }
 
-/// Encodes with symbols of two weights, whatever their size.
+/// Encodes with symbols of two weights, even if they take more bytes.
 pub(crate) fn encoded_pairs(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
     encode_pairs(
         codes,
@@ -96,9 +96,9 @@ pub(crate) fn encoded_dependent(codes: &[i32], shape: Shape, stream_rows: Option
 }
 
 fn isas() -> impl Iterator<Item = Isa> {
-    [Isa::Scalar, Isa::Avx2, Isa::Avx512]
+    [Kind::Scalar, Kind::Avx2, Kind::Avx512]
         .into_iter()
-        .filter(|isa| isa.available())
+        .filter_map(Isa::new)
 }
 
 fn decoded(view: &CodedView, isa: Isa) -> Vec<i32> {
@@ -301,7 +301,7 @@ fn low_bits_in_padding_are_found() {
     bad[end - 1] ^= 1 << 7; // the last lane of the second row block, which has one row
     let pool = pool::current().unwrap();
     let coded = Coded::parse(&bad).unwrap();
-    assert!(coded.view(&bad).unwrap().verify(Isa::Scalar, &pool).is_err());
+    assert!(coded.view(&bad).unwrap().verify(Isa::SCALAR, &pool).is_err());
 }
 
 #[test]
@@ -349,11 +349,11 @@ fn looked_up_rows_match_the_whole_tensor() {
             }
         }
         assert!(
-            view.look_up(Isa::Scalar, &[200], &mut [0; 67], &pool, copy)
+            view.look_up(Isa::SCALAR, &[200], &mut [0; 67], &pool, copy)
                 .is_err()
         );
         assert!(
-            view.look_up(Isa::Scalar, &[3], &mut [0; 66], &pool, copy)
+            view.look_up(Isa::SCALAR, &[3], &mut [0; 66], &pool, copy)
                 .is_err()
         );
     }
@@ -365,9 +365,9 @@ fn read_damaged(data: &[u8]) -> bool {
         return false;
     };
     let view = coded.view(data).unwrap();
-    let wanted = decoded(&view, Isa::Scalar);
+    let wanted = decoded(&view, Isa::SCALAR);
     let pool = pool::current().unwrap();
-    let verified = view.verify(Isa::Scalar, &pool).is_ok();
+    let verified = view.verify(Isa::SCALAR, &pool).is_ok();
     for isa in isas() {
         assert!(decoded(&view, isa) == wanted && view.verify(isa, &pool).is_ok() == verified);
     }
@@ -550,9 +550,9 @@ fn golden_files_with_scales_of_columns_are_read() {
     ] {
         let coded = Coded::parse(data).unwrap();
         let (view, layout) = (coded.view(data).unwrap(), coded.layout());
-        view.verify(Isa::Scalar, &pool).unwrap();
+        view.verify(Isa::SCALAR, &pool).unwrap();
         assert_eq!(layout.column_scales(), kind);
-        let (codes, columns) = (decoded(&view, Isa::Scalar), view.column_scales());
+        let (codes, columns) = (decoded(&view, Isa::SCALAR), view.column_scales());
         assert_eq!(columns.len(), rows * layout.shape().columns);
         let scales = Scales {
             rows: &view.row_scales(),

@@ -58,8 +58,7 @@ impl States {
     /// The states at the start of a row block.
     pub const START: States = States([Register::ZERO; PERIOD]);
 
-    /// Converts the symbols of consecutive registers to codes as signed bytes, or to their halves. The processor must
-    /// support `isa`.
+    /// Converts the symbols of consecutive registers to codes as signed bytes, or to their halves.
     pub fn pass<const HALVES: bool>(&mut self, isa: Isa, lowest: i8, registers: &mut [Register]) {
         match HALVES {
             true => halves(
@@ -143,10 +142,10 @@ mod tests {
         let (mut codes, mut halves) = (given.clone(), given.clone());
         States::START
             .clone()
-            .pass::<false>(Isa::Scalar, LOWEST, &mut codes);
+            .pass::<false>(Isa::SCALAR, LOWEST, &mut codes);
         States::START
             .clone()
-            .pass::<true>(Isa::Scalar, LOWEST, &mut halves);
+            .pass::<true>(Isa::SCALAR, LOWEST, &mut halves);
         for row in 0..LANES / QUAD {
             let (mut found, codes) = (Vec::new(), row_of(&codes, row));
             assert_eq!(indices(&codes, &mut found), Some(()));
@@ -177,8 +176,8 @@ mod tests {
         let mut wanted = given.clone();
         States::START
             .clone()
-            .pass::<false>(Isa::Scalar, LOWEST, &mut wanted);
-        for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            .pass::<false>(Isa::SCALAR, LOWEST, &mut wanted);
+        for isa in Isa::all_available() {
             let (mut found, mut states) = (given.clone(), States::START);
             for registers in found.chunks_mut(9) {
                 states.pass::<false>(isa, LOWEST, registers);

@@ -51,7 +51,7 @@ mod x86;
 pub use projection::{Codebook, MODES};
 
 use crate::formats::codebook::{Block, Layout, PANEL};
-use crate::simd::Isa;
+use crate::simd::{Isa, Kind};
 use crate::types::Mode;
 use crate::{Error, Result};
 
@@ -98,11 +98,11 @@ impl Precision {
     }
 }
 
-/// The name of the kernel for an instruction set, which the processor must support.
+/// The name of the kernel for an instruction set.
 pub fn kernel_name(isa: Isa) -> &'static str {
-    match isa {
-        Isa::Neon => Isa::Scalar.name(),
-        Isa::Amx => "avx512, amx-int8 for 16 tokens and more in the mode int8",
+    match isa.kind() {
+        Kind::Neon => Isa::SCALAR.name(),
+        Kind::Amx => "avx512, amx-int8 for 16 tokens and more in the mode int8",
         _ => isa.name(),
     }
 }

@@ -18,6 +18,7 @@ use super::x86::Avx512;
 use crate::formats::codebook::bits::{LANE, QUADS, REGISTER, step_columns, step_registers};
 use crate::formats::codebook::{Block, View};
 use crate::gemm::panel::{Element, LANES, Line, Section, Source, Square, Tile, TokenForm};
+use crate::simd::Kind;
 use crate::types::{Activations, Shape};
 
 /// The minimum number of tokens of an expert for which panels are faster, measured on 14336 x 4096 on a busy host: 12
@@ -30,6 +31,7 @@ const CHUNK: usize = 4 * LANES;
 #[derive(Clone, Copy)]
 pub(super) struct Panels<'a> {
     view: View<'a>,
+    /// Invariant: its set is AVX-512.
     form: Form,
     /// The row blocks of an expert, and the chunks of a column block, stored because divisions in each
     /// [`Source::decode`] take time.
@@ -38,8 +40,12 @@ pub(super) struct Panels<'a> {
 }
 
 impl<'a> Panels<'a> {
-    /// Panels of a tensor. The processor must have AVX-512, and the form must be that of an integer mode.
+    /// Panels of a tensor; the form is that of an integer mode.
+    ///
+    /// # Panics
+    /// If the set of the form is not AVX-512.
     pub fn new(view: View<'a>, form: Form) -> Self {
+        assert!(form.isa().kind() == Kind::Avx512);
         let layout = view.layout();
         Panels {
             view,
@@ -96,7 +102,7 @@ impl Source for Panels<'_> {
             let source = self.block(block, index);
             let first = (start - index * length) * CHUNK;
             let lines = &mut to[(start - chunks.start) * LANES..(end - chunks.start) * LANES];
-            // SAFETY: the processor has AVX-512 (`new`).
+            // SAFETY: `form.isa()` proves that the processor has AVX-512, as `new` asserts; the bits are the block's.
             unsafe {
                 match source.bits() {
                     2 => shuffles::look_up(&source, first, lines),
@@ -110,7 +116,7 @@ impl Source for Panels<'_> {
 
     fn finish(&self, section: &Section, tile: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
         let block = self.block(section.block, section.section);
-        // SAFETY: the processor has AVX-512 (`new`).
+        // SAFETY: `form.isa()` proves that the processor has AVX-512, as `new` asserts.
         unsafe { finish(&block, tile, sums, out) }
     }
 }

@@ -19,6 +19,8 @@ use crate::formats::codebook::{Block, PANEL, View};
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Work, by_tokens, direct};
 use crate::gemm::panel::{self, Backend};
 use crate::simd::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Kind;
 use crate::types::{Activations, Mode, Shape};
 
 /// A codebook tensor with a mode and an instruction set.
@@ -39,7 +41,7 @@ impl<'a> Codebook<'a> {
     /// 8.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error) if the processor lacks the instruction set.
+    /// [`Error::InvalidArgument`](crate::Error) if the tensor has no product in `mode`.
     pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Codebook<'a>> {
         Codebook::with_activation_bits(view, mode, None, isa)
     }
@@ -47,7 +49,7 @@ impl<'a> Codebook<'a> {
     /// Products in `mode` with `isa`, with activations of `activation_bits`, 4 or 8, instead of the tensor's.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error) for other bits, or if the processor lacks the instruction set.
+    /// [`Error::InvalidArgument`](crate::Error) for other bits.
     pub fn with_activation_bits(
         view: View<'a>,
         mode: Mode,
@@ -58,11 +60,10 @@ impl<'a> Codebook<'a> {
         Ok(Codebook {
             view,
             precision,
-            isa: isa.require()?,
+            isa: isa.vectors(),
             panels: match (mode, precision) {
                 (Mode::Auto | Mode::Bf16, Precision::Exact) => Backend::of_floats(isa),
-                #[cfg(target_arch = "x86_64")]
-                (_, Precision::Int8 { .. }) if isa == Isa::Amx => Some(Backend::Matrix),
+                (_, Precision::Int8 { .. }) => Backend::of_matrix(isa),
                 _ => None,
             },
         })
@@ -160,8 +161,7 @@ impl Kernel for Codebook<'_> {
                     2
                 },
             };
-            // SAFETY: only AVX2 uses tables, and `isa.require()` in `Codebook::new` has checked it.
-            return unsafe { lookups.multiply(work.expert(), rows, tokens, out) };
+            return lookups.multiply(self.isa, work.expert(), rows, tokens, out);
         }
         #[cfg(target_arch = "x86_64")]
         if self.precision != Precision::Exact && tokens.len() >= pieces::FEWEST {
@@ -196,13 +196,18 @@ impl Codebook<'_> {
         buffers: &mut portable::Buffers,
         out: &mut Rows,
     ) {
-        let compute = match self.isa {
+        match self.isa.kind() {
+            // SAFETY: `isa` proves that the processor has AVX-512.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => x86::avx512,
+            Kind::Avx512 => unsafe {
+                x86::avx512(block, self.precision, first, prepared, tokens, buffers, out);
+            },
+            // SAFETY: `isa` proves that the processor has AVX2 and FMA.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => x86::avx2,
-            _ => portable::block,
-        };
-        compute(block, self.precision, first, prepared, tokens, buffers, out);
+            Kind::Avx2 => unsafe {
+                x86::avx2(block, self.precision, first, prepared, tokens, buffers, out);
+            },
+            _ => portable::block(block, self.precision, first, prepared, tokens, buffers, out),
+        }
     }
 }

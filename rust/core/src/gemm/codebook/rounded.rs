@@ -19,8 +19,10 @@ use crate::formats::codebook::bits::{LANE, QUAD, step_columns, step_registers, u
 use crate::formats::codebook::{Block, PANEL, View, join};
 use crate::gemm::hadamard;
 use crate::gemm::panel::{
-    Backend, Element, LANES, Line, Section, Source, Square, Tile, TokenForm, bf16, round_token,
+    Backend, Element, Instructions, LANES, Line, Section, Source, Square, Tile, TokenForm, bf16, round_token,
 };
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Kind;
 use crate::simd::{Isa, fetch, vectorized};
 use crate::types::{Activations, Shape};
 
@@ -36,9 +38,9 @@ const AHEAD: usize = 96;
 /// 80 and 20, 4 tokens 120 and 21, 16 tokens 426 and 72, 64 tokens 1880 and 271. AMX and AVX-512: as for group-wise
 /// integers.
 pub(super) fn fewest(backend: Backend) -> usize {
-    match backend {
-        Backend::Matrix => 5,
-        Backend::Avx512 => 10,
+    match backend.instructions() {
+        Instructions::Matrix => 5,
+        Instructions::Avx512 => 10,
         _ => 2,
     }
 }
@@ -56,7 +58,7 @@ pub(super) struct Rounded<'a> {
 }
 
 impl<'a> Rounded<'a> {
-    /// Panels for a backend, which the processor must support.
+    /// Panels for a backend.
     pub fn new(view: View<'a>, backend: Backend) -> Self {
         let layout = view.layout();
         Rounded {
@@ -258,16 +260,16 @@ fn choose_all(block: &Block, values: &Values, first: usize, lines: &mut [Line]) 
     }
 }
 
-/// Decodes a block of 3 or 4 bits from column `first`, two columns per line. The processor must support `isa`; the
-/// lines are whole chunks of the block's columns.
+/// Decodes a block of 3 or 4 bits from column `first`, two columns per line. The lines are whole chunks of the
+/// block's columns.
 fn look_up(isa: Isa, block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
-    match isa {
-        // SAFETY: the processor supports the set, and `decode` has checked the columns.
+    match isa.kind() {
+        // SAFETY: `isa` proves that the processor has AVX-512, and `decode` has checked the columns.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe { x86::avx512(block, values, first, lines) },
-        // SAFETY: as above.
+        Kind::Avx512 => unsafe { x86::avx512(block, values, first, lines) },
+        // SAFETY: `isa` proves that the processor has AVX2, and `decode` has checked the columns.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { x86::avx2(block, values, first, lines) },
+        Kind::Avx2 => unsafe { x86::avx2(block, values, first, lines) },
         _ => look_up_portable(block, values, first, lines),
     }
 }

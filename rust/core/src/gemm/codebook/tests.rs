@@ -3,6 +3,8 @@ use crate::formats::codebook::View;
 use crate::formats::codebook::tests::Case;
 use crate::gemm::matmul_grouped;
 use crate::pool;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Kind;
 
 /// A compute mode and the bits of an activation.
 type Rounding = (Mode, Option<u8>);
@@ -16,7 +18,7 @@ const INTEGERS: [Rounding; 4] = [
 const EXACT: Rounding = (Mode::Exact, None);
 
 fn sets() -> impl Iterator<Item = Isa> {
-    Isa::ALL.into_iter().filter(|isa| isa.available())
+    Isa::all_available()
 }
 
 fn activations(count: usize) -> Vec<f32> {
@@ -178,7 +180,7 @@ fn integer_modes_give_the_naive_sums_and_the_same_bits_on_every_set() {
                         }
                         assert_eq!(
                             y,
-                            product(&view, &x, &offsets, mode, Isa::Scalar),
+                            product(&view, &x, &offsets, mode, Isa::SCALAR),
                             "{isa:?} {mode:?}"
                         );
                     }
@@ -196,7 +198,7 @@ fn pieces_give_the_same_bits_for_any_number_of_tokens() {
             let view = View::parse(blob).unwrap();
             for tokens in (5..=18).chain([33]) {
                 let x = activations(tokens * 2100);
-                let expected = product(&view, &x, &[0, tokens], mode, Isa::Scalar);
+                let expected = product(&view, &x, &[0, tokens], mode, Isa::SCALAR);
                 for isa in sets() {
                     let y = product(&view, &x, &[0, tokens], mode, isa);
                     assert_eq!(y, expected, "{isa:?} {mode:?} {bits} {block} {tokens}");
@@ -209,9 +211,9 @@ fn pieces_give_the_same_bits_for_any_number_of_tokens() {
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn panels_of_bytes_give_the_same_bits() {
-    if !Isa::Avx512.available() {
+    let Some(isa) = Isa::new(Kind::Avx512) else {
         return eprintln!("skipped: panels need AVX-512");
-    }
+    };
     let pool = pool::current().unwrap();
     for bits in 2..=4 {
         for (shape, block) in [
@@ -226,9 +228,9 @@ fn panels_of_bytes_give_the_same_bits() {
             let offsets = [0, 3, 40];
             let x = activations(40 * shape[2]);
             for mode in [8, 4].map(|bits| (Mode::Int8, Some(bits))) {
-                let expected = product(&view, &x, &offsets, mode, Isa::Avx512);
-                let mut projection = weights(&view, mode, Isa::Avx512);
-                projection.panels = Some(crate::gemm::panel::Backend::Emulated);
+                let expected = product(&view, &x, &offsets, mode, isa);
+                let mut projection = weights(&view, mode, isa);
+                projection.panels = Some(crate::gemm::panel::Backend::emulated());
                 let mut y = vec![f32::NAN; expected.len()];
                 matmul_grouped(&projection, &x[..], &offsets, &mut y, &pool).unwrap();
                 assert_eq!(y, expected, "{shape:?} {block} {mode:?}");
@@ -384,7 +386,7 @@ fn empty_tensors_and_wrong_sizes() {
                 &activations(shape[0] * shape[2]),
                 &offsets,
                 mode,
-                Isa::Scalar,
+                Isa::SCALAR,
             );
             assert!(y.iter().all(|&y| y == 0.0));
         }
@@ -399,9 +401,9 @@ fn empty_tensors_and_wrong_sizes() {
         (vec![1, 1, 2], 6),
     ] {
         let y = &mut vec![0.0; outputs];
-        assert!(matmul_grouped(&weights(&view, EXACT, Isa::Scalar), &x[..], &offsets, y, &pool).is_err());
+        assert!(matmul_grouped(&weights(&view, EXACT, Isa::SCALAR), &x[..], &offsets, y, &pool).is_err());
     }
-    let bits = |mode, bits| Codebook::with_activation_bits(view, mode, Some(bits), Isa::Scalar);
+    let bits = |mode, bits| Codebook::with_activation_bits(view, mode, Some(bits), Isa::SCALAR);
     assert!(bits(Mode::Int8, 5).is_err() && bits(Mode::Exact, 0).is_ok());
 }
 

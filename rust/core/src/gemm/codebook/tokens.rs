@@ -8,6 +8,8 @@ use crate::formats::codebook::Layout;
 use crate::gemm::hadamard::rotate;
 use crate::gemm::layer::Slots;
 use crate::simd::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Kind;
 use crate::types::Activations;
 
 /// The activations of a unit of work.
@@ -66,6 +68,12 @@ impl Form {
             tables: by_tables(layout.bits(), precision, isa),
             isa,
         }
+    }
+
+    /// The instruction set of the kernels.
+    #[cfg(target_arch = "x86_64")]
+    pub fn isa(&self) -> Isa {
+        self.isa
     }
 
     /// Whether tokens have tables.
@@ -151,7 +159,8 @@ impl Prepared {
                         let scale = quantize(form.isa, &values, bits, &mut codes[..form.columns]);
                         unit.scales.push(scale);
                         if form.tables {
-                            unit.tables.push(Tables::new(&codes[..form.padded], bits));
+                            unit.tables
+                                .push(Tables::new(form.isa, &codes[..form.padded], bits));
                         }
                     }
                 }
@@ -212,15 +221,15 @@ fn read(x: Activations, token: usize, out: &mut [f32], form: Form) {
     }
 }
 
-/// Quantizes a token: `x ~ step * (code - zero)`; returns step and zero. The processor must support `isa`.
+/// Quantizes a token: `x ~ step * (code - zero)`; returns step and zero.
 fn quantize(isa: Isa, x: &[f32], bits: u8, codes: &mut [u8]) -> (f32, i32) {
-    match isa {
-        // SAFETY: `isa.require()` checked that the processor supports every feature of the set.
+    match isa.kind() {
+        // SAFETY: `isa` proves that the processor has AVX2 and FMA.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { quantize_avx2(x, bits, codes) },
-        // SAFETY: as above.
+        Kind::Avx2 => unsafe { quantize_avx2(x, bits, codes) },
+        // SAFETY: `isa` proves that the processor has AVX-512.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe { super::x86::quantize(x, bits, codes) },
+        Kind::Avx512 => unsafe { super::x86::quantize(x, bits, codes) },
         _ => quantize_portable(x, bits, codes),
     }
 }

@@ -10,7 +10,7 @@ use crate::formats::coded::{
     BLOCK_ROWS, Chain, CodedView, Exception, LANES, QUAD, Register, decode, lows, side_by_side,
 };
 use crate::gemm::panel::{
-    Backend, Element, Line, Section, Source, Square, Tile, TokenForm, bf16, pair, round_token,
+    Backend, Element, Instructions, Line, Section, Source, Square, Tile, TokenForm, bf16, pair, round_token,
 };
 use crate::simd::{Isa, vectorized};
 use crate::types::{Activations, Shape};
@@ -22,10 +22,10 @@ const PIECE: usize = 32;
 
 /// The minimum number of tokens of an expert for which panels are faster.
 pub(super) fn fewest(backend: Backend) -> usize {
-    match backend {
-        Backend::Matrix => 5,
-        Backend::Avx512 => 10,
-        Backend::Avx2 => 16,
+    match backend.instructions() {
+        Instructions::Matrix => 5,
+        Instructions::Avx512 => 10,
+        Instructions::Avx2 => 16,
         _ => 2,
     }
 }
@@ -49,7 +49,7 @@ pub(super) struct Block {
 }
 
 impl<'a> Panels<'a> {
-    /// Panels for a backend, which must be available.
+    /// Panels for a backend.
     pub fn new(view: CodedView<'a>, backend: Backend) -> Self {
         Panels {
             view,

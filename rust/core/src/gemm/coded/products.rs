@@ -5,24 +5,23 @@ use super::neon;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use crate::formats::coded::{Affine, BLOCK_ROWS, LANES, QUAD, Register};
-use crate::simd::{Isa, vectorized};
+use crate::simd::{Isa, Kind, vectorized};
 
-/// Adds to the sum of each lane the products of its codes, signed bytes, with four activations per register. The
-/// processor must support `isa`.
+/// Adds to the sum of each lane the products of its codes, signed bytes, with four activations per register.
 #[inline]
 pub(super) fn exact(isa: Isa, codes: &[Register], x: &[f32], sums: &mut [f32; LANES]) {
     // Kernels rely on this bound.
     assert!(x.len() >= QUAD * codes.len());
-    match isa {
-        // SAFETY: the processor supports the instruction set.
+    match isa.kind() {
+        // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { x86::exact_avx2(codes, x, sums) },
-        // SAFETY: as above.
+        Kind::Avx2 => unsafe { x86::exact_avx2(codes, x, sums) },
+        // SAFETY: `isa` proves that the processor has AVX-512, which both sets include; the bound is asserted.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Amx => unsafe { x86::exact_avx512(codes, x, sums) },
-        // SAFETY: as above.
+        Kind::Avx512 | Kind::Amx => unsafe { x86::exact_avx512(codes, x, sums) },
+        // SAFETY: `isa` proves that the processor has NEON; the bound is asserted.
         #[cfg(target_arch = "aarch64")]
-        Isa::Neon => unsafe { neon::exact(codes, x, sums) },
+        Kind::Neon => unsafe { neon::exact(codes, x, sums) },
         _ => {
             for (codes, x) in codes.iter().zip(x.chunks_exact(QUAD)) {
                 for (lane, sum) in sums.iter_mut().enumerate() {
@@ -41,7 +40,7 @@ pub(super) fn of_rows(sums: &[f32; LANES]) -> [f32; BLOCK_ROWS] {
 }
 
 /// For each token and row, the dot product of the row's bytes, which are below `most` (at most 128), with the token's
-/// bytes, four per register, none of them -128. The processor must support `isa`.
+/// bytes, four per register, none of them -128.
 #[inline]
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(super) fn bytes<const N: usize>(
@@ -52,22 +51,22 @@ pub(super) fn bytes<const N: usize>(
 ) -> [[i32; BLOCK_ROWS]; N] {
     // Kernels rely on this bound.
     assert!(x.iter().all(|x| x.len() >= QUAD * symbols.len()));
-    match isa {
-        // SAFETY: the processor supports the instruction set.
+    match isa.kind() {
+        // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 if most <= 32 => unsafe { x86::bytes_avx2::<N, 4>(symbols, x) },
-        // SAFETY: as above.
+        Kind::Avx2 if most <= 32 => unsafe { x86::bytes_avx2::<N, 4>(symbols, x) },
+        // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 if most <= 64 => unsafe { x86::bytes_avx2::<N, 2>(symbols, x) },
-        // SAFETY: as above.
+        Kind::Avx2 if most <= 64 => unsafe { x86::bytes_avx2::<N, 2>(symbols, x) },
+        // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { x86::bytes_avx2::<N, 1>(symbols, x) },
-        // SAFETY: as above.
+        Kind::Avx2 => unsafe { x86::bytes_avx2::<N, 1>(symbols, x) },
+        // SAFETY: `isa` proves that the processor has AVX-512, which both sets include; the bound is asserted.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Amx => x.map(|x| unsafe { x86::bytes_avx512(symbols, x) }),
-        // SAFETY: as above.
+        Kind::Avx512 | Kind::Amx => x.map(|x| unsafe { x86::bytes_avx512(symbols, x) }),
+        // SAFETY: `isa` proves that the processor has NEON; the bound is asserted.
         #[cfg(target_arch = "aarch64")]
-        Isa::Neon => x.map(|x| unsafe { neon::bytes(symbols, x) }),
+        Kind::Neon => x.map(|x| unsafe { neon::bytes(symbols, x) }),
         _ => x.map(|x| bytes_portable(symbols, x)),
     }
 }

@@ -55,7 +55,7 @@ impl<'a> Coded<'a> {
             } else {
                 Precision::Exact
             },
-            isa: isa.require()?,
+            isa: isa.vectors(),
             panels: match mode {
                 Mode::Auto | Mode::Bf16 => Backend::of_floats(isa),
                 _ => None,

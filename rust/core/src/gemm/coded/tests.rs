@@ -199,7 +199,7 @@ fn tokens(count: usize, columns: usize) -> Vec<f32> {
 }
 
 fn isas() -> impl Iterator<Item = Isa> {
-    Isa::ALL.into_iter().filter(|isa| isa.available())
+    Isa::all_available()
 }
 
 #[test]
@@ -234,7 +234,7 @@ fn products_are_those_of_the_codes() {
                 {
                     let found = case.check(mode, isa, &x, &offsets);
                     if mode == Mode::Int8 {
-                        assert!(found == case.check(mode, Isa::Scalar, &x, &offsets));
+                        assert!(found == case.check(mode, Isa::SCALAR, &x, &offsets));
                     }
                 }
             }
@@ -323,7 +323,7 @@ fn empty_tensors_give_zeros() {
         let case = Case::new(shape, 16, 1.0);
         for mode in MODES {
             let parsed = format::Coded::parse(&case.data).unwrap();
-            let weights = Coded::new(parsed.view(&case.data).unwrap(), mode, Isa::Scalar).unwrap();
+            let weights = Coded::new(parsed.view(&case.data).unwrap(), mode, Isa::SCALAR).unwrap();
             let mut y = vec![1.0; 9 * rows];
             matmul(
                 &weights,
@@ -352,5 +352,5 @@ fn other_modes_are_refused() {
         1.0,
     );
     let parsed = format::Coded::parse(&case.data).unwrap();
-    assert!(Coded::new(parsed.view(&case.data).unwrap(), Mode::Int16, Isa::Scalar).is_err());
+    assert!(Coded::new(parsed.view(&case.data).unwrap(), Mode::Int16, Isa::SCALAR).is_err());
 }

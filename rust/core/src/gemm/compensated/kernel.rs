@@ -6,19 +6,20 @@ use super::scalar::{Coefficients, expand_rows, project_rows};
 use super::x86;
 use crate::formats::compensated::FactorRow;
 use crate::simd::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Kind;
 
-/// Computes z = row . x for each token; the processor must support `isa`.
+/// Computes z = row . x for each token.
 pub fn project(isa: Isa, row: &FactorRow, x: &[f32], z: &mut [f32]) {
-    match isa {
-        // SAFETY: `isa.require()` in the parent module checked that the processor supports the set, and every
-        // processor with AVX-512 F has AVX2.
+    match isa.kind() {
+        // SAFETY: `isa` proves that the processor has AVX2, which both sets include.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 | Isa::Avx512 => unsafe { x86::project(row, x, z) },
+        Kind::Avx2 | Kind::Avx512 => unsafe { x86::project(row, x, z) },
         _ => project_rows(row, x, z),
     }
 }
 
-/// Computes y += U z for a run of tokens, at most [`super::TOKENS`]; the processor must support `isa`.
+/// Computes y += U z for a run of tokens, at most [`super::TOKENS`].
 pub fn expand<'a>(
     isa: Isa,
     left: &impl Fn(usize) -> FactorRow<'a>,
@@ -27,10 +28,10 @@ pub fn expand<'a>(
     first_chunk: usize,
     y: &mut [f32],
 ) {
-    match isa {
-        // SAFETY: as in `project`.
+    match isa.kind() {
+        // SAFETY: `isa` proves that the processor has AVX2, which both sets include.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 | Isa::Avx512 => unsafe { x86::expand(left, coefficients, tokens, first_chunk, y) },
+        Kind::Avx2 | Kind::Avx512 => unsafe { x86::expand(left, coefficients, tokens, first_chunk, y) },
         _ => expand_rows(left, coefficients, tokens, first_chunk, y),
     }
 }

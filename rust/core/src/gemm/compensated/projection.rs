@@ -35,7 +35,7 @@ impl<'a> Compensated<'a> {
     pub fn new(view: View<'a>, mode: Mode, isa: Isa) -> Result<Compensated<'a>> {
         Ok(Compensated {
             base: Groupwise::new(*view.base(), mode, isa)?,
-            isa: isa.require()?,
+            isa: isa.vectors(),
             view,
         })
     }

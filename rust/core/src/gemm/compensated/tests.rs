@@ -21,7 +21,7 @@ fn activations(count: usize) -> Vec<f32> {
 }
 
 fn sets() -> Vec<Isa> {
-    Isa::ALL.into_iter().filter(|isa| isa.available()).collect()
+    Isa::all_available().collect()
 }
 
 /// The compensator's contribution, and the sum of absolute products.
@@ -104,7 +104,7 @@ fn one_expert_and_bf16_and_threads_change_nothing() {
     let values: Vec<half::bf16> = activations(270).into_iter().map(half::bf16::from_f32).collect();
     let bits: Vec<u16> = values.iter().map(|x| x.to_bits()).collect();
     let x: Vec<f32> = values.iter().map(|x| x.to_f32()).collect();
-    let isa = Isa::Scalar;
+    let isa = Isa::SCALAR;
     let mut results = Vec::new();
     for threads in [1, 3] {
         let pool = rayon::ThreadPoolBuilder::new()
@@ -148,7 +148,7 @@ fn work_for_several_threads_gives_the_same() {
             .unwrap();
         let mut y = vec![0.5; 600 * 200];
         matmul_grouped(
-            &weights(&view, Mode::Int8, Isa::Scalar),
+            &weights(&view, Mode::Int8, Isa::SCALAR),
             &x[..],
             &offsets,
             &mut y,
@@ -228,7 +228,7 @@ fn sizes_are_checked() {
         let mut y = vec![0.0; outputs];
         assert!(
             matmul_grouped(
-                &weights(&view, Mode::Exact, Isa::Scalar),
+                &weights(&view, Mode::Exact, Isa::SCALAR),
                 &x[..],
                 &offsets,
                 &mut y,
@@ -237,9 +237,9 @@ fn sizes_are_checked() {
             .is_err()
         );
     }
-    let exact = weights(&view, Mode::Exact, Isa::Scalar);
+    let exact = weights(&view, Mode::Exact, Isa::SCALAR);
     assert!(matmul(&exact, 2, &x[..], 2, &mut [0.0; 12], &pool).is_err());
-    assert!(Compensated::new(view, Mode::Int16, Isa::Scalar).is_err());
+    assert!(Compensated::new(view, Mode::Int16, Isa::SCALAR).is_err());
 }
 
 #[test]
@@ -257,7 +257,7 @@ fn empty_tensors() {
         let mut y = vec![1.0; ranks.len() * rows];
         let x = activations(ranks.len() * columns);
         matmul_grouped(
-            &weights(&view, Mode::Exact, Isa::Scalar),
+            &weights(&view, Mode::Exact, Isa::SCALAR),
             &x[..],
             &offsets,
             &mut y,

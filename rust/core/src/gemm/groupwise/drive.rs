@@ -14,7 +14,7 @@ use super::{MODES, Out, Precision, scalar, tile};
 use crate::Result;
 use crate::gemm::panel::Backend;
 use crate::gemm::require_mode;
-use crate::simd::Isa;
+use crate::simd::{Isa, Kind};
 use crate::types::{Activations, Mode};
 
 /// The kernels of a call.
@@ -53,12 +53,16 @@ pub struct Scratch {
 }
 
 impl Engine {
-    /// An engine for an instruction set, which the processor must support.
+    /// An engine for an instruction set.
     pub fn new(mode: Mode, isa: Isa) -> Result<Engine> {
         require_mode(mode, &MODES, "a group-wise tensor")?;
-        let vectors = isa.require()?;
+        let vectors = isa.vectors();
         let rounds = matches!(mode, Mode::Auto | Mode::Bf16);
-        let matrix = if isa == Isa::Amx { Matrix::On } else { Matrix::Off };
+        let matrix = if isa.kind() == Kind::Amx {
+            Matrix::On
+        } else {
+            Matrix::Off
+        };
         Ok(Engine {
             precision: match mode {
                 Mode::Int8 => Precision::Int8,
@@ -72,10 +76,10 @@ impl Engine {
 
     /// The maximum number of tokens of a tile for vectors, limited by the registers that are free for sums.
     fn widest(&self) -> usize {
-        match (self.precision, self.isa) {
-            (Precision::Int8, Isa::Avx512) => 8,
-            (Precision::Int8, Isa::Neon) => 6,
-            (Precision::Int8, _) | (_, Isa::Avx512) => 4,
+        match (self.precision, self.isa.kind()) {
+            (Precision::Int8, Kind::Avx512) => 8,
+            (Precision::Int8, Kind::Neon) => 6,
+            (Precision::Int8, _) | (_, Kind::Avx512) => 4,
             _ => 2,
         }
     }
@@ -115,9 +119,12 @@ impl Engine {
     }
 
     /// Multiplies one or two neighbouring blocks, starting at `block` (counted over all experts), by a tile.
+    ///
+    /// # Safety
+    /// `steps` are those of the blocks' layout, and the tile is theirs ([`Tile::is_of`]).
     #[inline]
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
-    pub fn compute(
+    pub unsafe fn compute(
         &self,
         scratch: &mut Scratch,
         block: usize,
@@ -129,22 +136,43 @@ impl Engine {
         #[cfg(target_arch = "x86_64")]
         if let (Form::Rows, Some(multiplier)) = (tile.form, &scratch.multiplier) {
             for (i, (weights, out)) in weights.iter().zip(out).enumerate() {
-                scratch.panels[i].expand(weights, steps, block + i);
-                matrix::compute(weights, steps, tile, &scratch.panels[i], multiplier, out);
+                // SAFETY: the caller guarantees steps and tile.
+                unsafe {
+                    scratch.panels[i].expand(self.isa, weights, steps, block + i);
+                    matrix::compute(
+                        self.isa,
+                        weights,
+                        steps,
+                        tile,
+                        &scratch.panels[i],
+                        multiplier,
+                        out,
+                    );
+                }
             }
             return;
         }
         #[cfg(target_arch = "x86_64")]
-        if let (Isa::Avx512, Ok(pair), true) = (self.isa, weights.try_into(), by_pairs(tile.lines())) {
-            return x86::compute_pair(pair, steps, tile, out);
+        if let (Kind::Avx512, Ok(pair), true) = (self.isa.kind(), weights.try_into(), by_pairs(tile.lines()))
+        {
+            // SAFETY: `isa` proves that the processor has AVX-512; the caller guarantees steps and tile.
+            return unsafe { x86::pair_avx512(pair, steps, tile, out) };
         }
         for (weights, out) in weights.as_chunks().0.iter().zip(out.as_chunks_mut().0) {
-            match self.isa {
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 | Isa::Avx512 => x86::compute(weights, steps, tile, self.isa, out),
-                #[cfg(target_arch = "aarch64")]
-                Isa::Neon => neon::compute(weights, steps, tile, out),
-                _ => scalar::compute(weights, steps, tile, out),
+            // SAFETY: `isa` proves that the processor has AVX-512, AVX2 or NEON, and AVX-VNNI has been detected; the
+            // caller guarantees steps and tile.
+            unsafe {
+                match self.isa.kind() {
+                    #[cfg(target_arch = "x86_64")]
+                    Kind::Avx512 => x86::compute_avx512(weights, steps, tile, out),
+                    #[cfg(target_arch = "x86_64")]
+                    Kind::Avx2 if x86::has_avx_vnni() => x86::compute_avx_vnni(weights, steps, tile, out),
+                    #[cfg(target_arch = "x86_64")]
+                    Kind::Avx2 => x86::compute_avx2(weights, steps, tile, out),
+                    #[cfg(target_arch = "aarch64")]
+                    Kind::Neon => neon::compute(weights, steps, tile, out),
+                    _ => scalar::compute(weights, steps, tile, out),
+                }
             }
         }
     }
@@ -152,11 +180,7 @@ impl Engine {
     /// Quantizes token `token` of `x`, of `columns` columns.
     pub fn quantized(&self, steps: &Steps, columns: usize, x: &Activations, token: usize) -> Tile {
         let mut tile = Tile::single(steps, self.precision.planes());
-        match self.isa {
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 | Isa::Avx512 => x86::fill(steps, columns, x, token, self.precision, &mut tile),
-            _ => tile::fill(steps, columns, x, token, self.precision, &mut tile),
-        }
+        tile::fill(self.isa, steps, columns, x, token, self.precision, &mut tile);
         tile
     }
 }

@@ -21,7 +21,7 @@ use super::lanes::Lanes;
 use super::tile::{DIGIT, Steps, Tile};
 use super::{Out, STEP_COLUMNS};
 use crate::bits::{self, UNIT};
-use crate::formats::groupwise::{BLOCK_ROWS, Layout, ParameterType, REGISTER_BYTES};
+use crate::formats::groupwise::{BLOCK_ROWS, Layout, ParameterType, REGISTER_BYTES, View};
 use crate::simd;
 
 /// The quads (four columns of each row) of a unit.
@@ -43,9 +43,19 @@ fn ahead(bytes: usize) -> usize {
 /// The weights that a kernel reads.
 #[derive(Clone, Copy)]
 pub(super) struct Weights<'a> {
-    /// The bytes of the rows; `layout` gives their number.
-    pub block: &'a [u8],
+    /// The bytes of the rows. Invariant: their number is that of a block of `layout`.
+    block: &'a [u8],
     pub layout: Layout,
+}
+
+impl<'a> Weights<'a> {
+    /// Block `block` of a tensor, counted over all experts.
+    pub fn new(view: &View<'a>, block: usize) -> Weights<'a> {
+        Weights {
+            block: view.block(block),
+            layout: view.layout(),
+        }
+    }
 }
 
 /// The positions in a block while a kernel walks through it, step by step.
@@ -70,21 +80,14 @@ pub(super) struct Cursor<V: Lanes> {
 impl<V: Lanes> Cursor<V> {
     /// A block with columns starts with a record's parameters, of 2 bytes each, followed by registers of 16 lanes. A
     /// block without columns has no steps, so nothing is read.
-    ///
-    /// # Safety
-    /// The block is as long as the layout says.
     #[inline(always)]
-    pub unsafe fn new(weights: &Weights) -> Self {
-        // SAFETY: guaranteed by the caller.
-        unsafe { Cursor::with(weights, ahead(AHEAD)) }
+    pub fn new(weights: &Weights) -> Self {
+        Cursor::with(weights, ahead(AHEAD))
     }
 
     /// Like [`Cursor::new`], with a prefetch distance of `ahead` bytes, or without prefetching.
-    ///
-    /// # Safety
-    /// As [`Cursor::new`].
     #[inline(always)]
-    unsafe fn with(weights: &Weights, ahead: usize) -> Self {
+    fn with(weights: &Weights, ahead: usize) -> Self {
         let (spec, record) = (weights.layout.spec(), weights.layout.record());
         // All steps of a whole row belong to its only record and share its parameters; two groups of 16 share a unit.
         let (shift, mask, columns) = match spec.group {
@@ -229,7 +232,7 @@ unsafe fn expand_bits<V: Lanes, const BITS: usize>(weights: &Weights, steps: &St
 /// Expands the codes of a block: for each four columns, 16 rows x 4 bytes.
 ///
 /// # Safety
-/// The processor supports the set of `V`, and block and steps belong to `weights.layout`.
+/// The processor supports the set of `V`, and the steps are those of `weights.layout`.
 #[inline(always)]
 pub(super) unsafe fn expand<V: Lanes>(weights: &Weights, steps: &Steps, to: &mut [u8]) {
     assert!(to.len() == steps.units * UNIT * BLOCK_ROWS);
@@ -375,8 +378,8 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
 /// Multiplies R blocks by a tile of N tokens with M / N planes each; each of `out` gets N x 16 outputs.
 ///
 /// # Safety
-/// The processor supports the set of `V`. The blocks, the steps and the tile belong to `weights.layout`, which has
-/// `BITS` bits, and the tile holds N tokens in M lines.
+/// The processor supports the set of `V`. The steps are those of the layout of all blocks, which has `BITS` bits,
+/// and the tile is theirs, with N tokens in M lines.
 #[inline(always)]
 unsafe fn multiply<
     V: Lanes,
@@ -474,7 +477,7 @@ macro_rules! choose {
 /// Multiplies a block by a tile.
 ///
 /// # Safety
-/// The processor supports the set of `V`, and block, steps and tile belong to `weights.layout`.
+/// The processor supports the set of `V`, the steps are those of `weights.layout`, and the tile is theirs.
 #[inline(always)]
 pub(super) unsafe fn compute<V: Lanes>(
     weights: &[Weights; 1],

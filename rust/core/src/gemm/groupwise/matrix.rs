@@ -16,6 +16,7 @@ use super::x86::Avx512;
 use crate::bits::UNIT;
 use crate::formats::groupwise::{BLOCK_ROWS, REGISTER_BYTES};
 use crate::gemm::tiles::{Configured, ROWS};
+use crate::simd::{Isa, Kind};
 
 /// The multiplier: the processor's registers, or, in tests, a loop that emulates them.
 pub(super) enum Multiplier {
@@ -60,15 +61,19 @@ pub(super) struct Panel {
 }
 
 impl Panel {
-    /// Expands a block unless the panel already holds it.
-    pub fn expand(&mut self, weights: &Weights, steps: &Steps, block: usize) {
+    /// Expands a block with AVX-512 unless the panel already holds it.
+    ///
+    /// # Safety
+    /// `steps` are those of `weights.layout`.
+    pub unsafe fn expand(&mut self, isa: Isa, weights: &Weights, steps: &Steps, block: usize) {
         if self.block == Some(block) {
             return;
         }
+        assert!(isa.kind() == Kind::Avx512);
         self.bytes.resize(steps.chunks() * steps.chunk() * BLOCK_ROWS, 0);
         let used = steps.units * UNIT * BLOCK_ROWS;
         self.bytes[used..].fill(0);
-        // SAFETY: matrix registers are only used together with AVX-512; the buffer has the units of the block.
+        // SAFETY: `isa` proves that the processor has AVX-512; the caller guarantees the steps.
         unsafe { super::x86::expand(weights, steps, &mut self.bytes[..used]) }
         self.block = Some(block);
     }
@@ -78,8 +83,12 @@ impl Panel {
 #[repr(align(64))]
 struct Sums([[[i32; BLOCK_ROWS]; ROWS]; 3]);
 
-/// Multiplies a block, expanded in `panel`, by a tile of rows.
-pub(super) fn compute(
+/// Multiplies a block, expanded in `panel`, by a tile of rows, with AVX-512 and a multiplier.
+///
+/// # Safety
+/// `steps` are those of `weights.layout`, and the tile is theirs ([`Tile::is_of`]).
+pub(super) unsafe fn compute(
+    isa: Isa,
     weights: &Weights,
     steps: &Steps,
     tile: &Tile,
@@ -87,9 +96,11 @@ pub(super) fn compute(
     multiplier: &Multiplier,
     out: &mut Out,
 ) {
+    assert!(isa.kind() == Kind::Avx512);
     assert!(panel.bytes.len() == steps.chunks() * steps.chunk() * BLOCK_ROWS);
     assert!(tile.tokens == ROWS && tile.words.len() * 4 == steps.chunks() * steps.chunk() * tile.lines());
-    // SAFETY: as in `expand`; panel and tile have the lengths that the steps give.
+    // SAFETY: `isa` proves that the processor has AVX-512. As asserted, panel and tile have all rows of all chunks, and
+    // the tile has the planes of the arm; the caller guarantees the rest.
     unsafe {
         match tile.planes {
             1 => walk::<1>(weights, steps, tile, panel, multiplier, out),
@@ -100,7 +111,8 @@ pub(super) fn compute(
 }
 
 /// # Safety
-/// The processor has AVX-512, panel and tile have the lengths that the steps give, and the tile has P planes.
+/// The processor has AVX-512. The steps are those of `weights.layout`, panel and tile have all rows of all their chunks,
+/// and the tile has 16 tokens, P planes, and the scales and sums of the steps.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn walk<const P: usize>(
     weights: &Weights,
@@ -111,7 +123,8 @@ unsafe fn walk<const P: usize>(
     out: &mut Out,
 ) {
     let mut sums = [const { Sums([[[0; BLOCK_ROWS]; ROWS]; 3]) }; 2];
-    // SAFETY: steps are those of the layout; the rest as below.
+    // SAFETY: each step is below `steps.count`, so the block has its parameters, and the tile 16 scales and sums; an
+    // output has 16 floats. The caller guarantees the rest.
     unsafe {
         let cursor = super::kernel::Cursor::<Avx512>::new(weights);
         let mut totals = [Avx512::zero(); ROWS];

@@ -14,10 +14,12 @@ use crate::simd;
 /// The registers of 16 lanes.
 const PARTS: usize = 4;
 
-/// Multiplies a block by a tile; the processor has NEON.
-pub(super) fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
-    // SAFETY: `Isa::require` has checked NEON, and dot products are checked here; the driver passes matching
-    // arguments.
+/// Multiplies a block by a tile.
+///
+/// # Safety
+/// The processor has NEON, `steps` are those of `weights.layout`, and the tile is theirs ([`Tile::is_of`]).
+pub(super) unsafe fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
+    // SAFETY: the caller guarantees NEON and the arguments; dot products are detected here.
     unsafe {
         match simd::has_dot_products() {
             true => compute_by_dot_products(weights, steps, tile, out),

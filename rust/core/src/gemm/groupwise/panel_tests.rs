@@ -8,30 +8,30 @@ use crate::formats::groupwise::tests::{case, spec, specs};
 use crate::gemm::panel::{Backend, Line, Source};
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
+use crate::simd::Kind;
 
 /// The maximum error of a weight rounded to bf16, relative to itself and to its scale.
 const ROUNDING: (f64, f64) = (1.0 / 256.0, 1.0 / 65536.0);
 
-/// Products in the mode `bf16`; without a set, with emulated matrix registers.
-fn products(view: &View, x: &[f32], offsets: &[usize], isa: Option<Isa>) -> Vec<f32> {
+/// A set, and whether matrix registers are emulated beside it.
+type Way = (Isa, bool);
+
+/// Products in the mode `bf16`.
+fn products(view: &View, x: &[f32], offsets: &[usize], (isa, emulated): Way) -> Vec<f32> {
     let pool = pool::current().unwrap();
     let mut y = vec![f32::NAN; offsets[offsets.len() - 1] * view.layout().shape().rows];
-    let projection = match isa {
-        Some(isa) => Groupwise::new(*view, Mode::Bf16, isa).unwrap(),
-        None => {
-            let mut projection = Groupwise::new(*view, Mode::Bf16, Isa::Avx512).unwrap();
-            projection.engine.panels = Some(Backend::Emulated);
-            projection
-        }
-    };
+    let mut projection = Groupwise::new(*view, Mode::Bf16, isa).unwrap();
+    if emulated {
+        projection.engine.panels = Some(Backend::emulated());
+    }
     matmul_grouped(&projection, x, offsets, &mut y, &pool).unwrap();
     y
 }
 
 /// Every set, and emulated matrix registers if AVX-512 is available beside them.
-fn ways() -> impl Iterator<Item = Option<Isa>> {
-    let emulated = Isa::Avx512.available().then_some(None);
-    sets().map(Some).chain(emulated)
+fn ways() -> impl Iterator<Item = Way> {
+    let emulated = Isa::new(Kind::Avx512).map(|isa| (isa, true));
+    sets().map(|isa| (isa, false)).chain(emulated)
 }
 
 #[test]
@@ -71,8 +71,8 @@ fn products_are_within_their_bound_on_every_set() {
         let blob = case(2, 19, 330, spec).blob;
         let view = View::parse(&blob).unwrap();
         let (x, offsets) = (activations(75 * 330), [0, 35, 75]);
-        for isa in ways() {
-            let y = products(&view, &x, &offsets, isa);
+        for way in ways() {
+            let y = products(&view, &x, &offsets, way);
             let mut values = vec![0.0; 330];
             for (token, row) in (0..75).flat_map(|token| (0..19).map(move |row| (token, row))) {
                 let row_of_all = usize::from(token >= 35) * 19 + row;
@@ -89,7 +89,7 @@ fn products_are_within_their_bound_on_every_set() {
                 let found = f64::from(y[token * 19 + row]);
                 assert!(
                     (found - sum).abs() <= bound,
-                    "{spec:?} {isa:?}: {found} for {sum} +- {bound}"
+                    "{spec:?} {way:?}: {found} for {sum} +- {bound}"
                 );
             }
         }
@@ -102,16 +102,16 @@ fn few_tokens_are_exact_and_many_do_not_affect_each_other() {
         let blob = case(3, 40, 192, spec(bits, 64, false)).blob;
         let view = View::parse(&blob).unwrap();
         let x = activations(70 * 192);
-        for isa in ways() {
+        for way in ways() {
             let few = [0, 1, 2, 3];
             let mut exact = vec![0.0; 3 * 40];
             let pool = pool::current().unwrap();
-            let weights = Groupwise::new(view, Mode::Exact, isa.unwrap_or(Isa::Avx512)).unwrap();
+            let weights = Groupwise::new(view, Mode::Exact, way.0).unwrap();
             matmul_grouped(&weights, &x[..3 * 192], &few, &mut exact, &pool).unwrap();
-            assert_eq!(products(&view, &x[..3 * 192], &few, isa), exact);
-            let all = products(&view, &x, &[0, 1, 30, 70], isa);
+            assert_eq!(products(&view, &x[..3 * 192], &few, way), exact);
+            let all = products(&view, &x, &[0, 1, 30, 70], way);
             assert_eq!(all[..40], exact[..40]);
-            let alone = products(&view, &x[30 * 192..], &[0, 0, 0, 40], isa);
+            let alone = products(&view, &x[30 * 192..], &[0, 0, 0, 40], way);
             assert_eq!(alone, all[30 * 40..]);
         }
     }
@@ -129,7 +129,7 @@ fn bf16_activations_are_their_values_and_threads_change_nothing() {
     let values: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
     let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
     for isa in sets() {
-        let expected = products(&view, &values, &[0, 600], Some(isa));
+        let expected = products(&view, &values, &[0, 600], (isa, false));
         let mut y = vec![f32::NAN; 600 * 300];
         let weights = Groupwise::new(view, Mode::Auto, isa).unwrap();
         matmul(&weights, 0, &bits[..], 600, &mut y, &one).unwrap();
@@ -145,12 +145,12 @@ fn nan_and_infinity_affect_only_their_token() {
         let mut x = activations(40 * 64);
         x[5 * 64 + 7] = f32::NAN;
         x[6 * 64 + 50] = f32::INFINITY;
-        for isa in ways() {
-            let y = products(&view, &x, &[0, 40], isa);
+        for way in ways() {
+            let y = products(&view, &x, &[0, 40], way);
             for (token, y) in y.chunks(20).enumerate() {
                 assert!(
                     y.iter().all(|y| y.is_finite() != matches!(token, 5 | 6)),
-                    "{isa:?} {token}"
+                    "{way:?} {token}"
                 );
             }
         }
@@ -162,7 +162,7 @@ fn hostile_parameters_give_numbers_and_nothing_else() {
     let mut blob = case(1, 20, 100, spec(4, 32, false)).blob;
     blob[crate::formats::groupwise::HEADER_BYTES..].fill(0xff);
     let view = View::parse(&blob).unwrap();
-    for isa in ways() {
-        products(&view, &activations(40 * 100), &[0, 40], isa);
+    for way in ways() {
+        products(&view, &activations(40 * 100), &[0, 40], way);
     }
 }

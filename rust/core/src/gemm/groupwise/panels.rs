@@ -12,18 +12,20 @@ use std::ops::Range;
 use super::part::Part;
 use super::rounded;
 use crate::formats::groupwise::{Layout, View};
-use crate::gemm::panel::{Backend, Element, Line, Section, Source, Square, Tile, TokenForm, round_token};
+use crate::gemm::panel::{
+    Backend, Element, Instructions, Line, Section, Source, Square, Tile, TokenForm, round_token,
+};
 use crate::simd::Isa;
 use crate::types::Activations;
 use crate::types::Shape;
 
 /// The minimum number of tokens of an expert for which panels are faster than exact products of `bits`-bit codes.
 pub(super) fn fewest(backend: Backend, bits: usize) -> usize {
-    match (backend, bits) {
-        (Backend::Matrix, _) => 5,
-        (Backend::Avx512, _) => 10,
-        (Backend::Avx2, 8) => 8,
-        (Backend::Avx2, _) => 32,
+    match (backend.instructions(), bits) {
+        (Instructions::Matrix, _) => 5,
+        (Instructions::Avx512, _) => 10,
+        (Instructions::Avx2, 8) => 8,
+        (Instructions::Avx2, _) => 32,
         _ => 2,
     }
 }
@@ -37,7 +39,7 @@ pub(super) struct Panels<'a> {
 }
 
 impl<'a> Panels<'a> {
-    /// Panels for a backend, which must be available.
+    /// Panels for a backend.
     pub fn new(view: View<'a>, backend: Backend) -> Self {
         Panels {
             view,

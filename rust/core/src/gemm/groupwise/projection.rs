@@ -191,6 +191,8 @@ impl Kernel for Groupwise<'_> {
         let numbers = work.prepared.of_task[work.task].clone();
         let plans = &work.prepared.plans[numbers.clone()];
         let tiles: Vec<&Tile> = numbers.map(|tile| work.prepared.tile(work.job, tile)).collect();
+        // The kernels rely on this check.
+        assert!(*steps == Steps::new(&layout) && tiles.iter().all(|tile| tile.is_of(steps)));
         engine.start(scratch, steps, &tiles);
         let mut sums: [Out; 2] = [[[0.0; BLOCK_ROWS]; ROW_TOKENS]; 2];
         for start in rows.clone().step_by(2 * BLOCK_ROWS) {
@@ -198,12 +200,10 @@ impl Kernel for Groupwise<'_> {
             let block = work.expert() * layout.blocks() + start / BLOCK_ROWS;
             // The last rows may belong to a single block.
             let count = (end - start).div_ceil(BLOCK_ROWS);
-            let weights = [block, block + count - 1].map(|block| Weights {
-                block: self.view.block(block),
-                layout,
-            });
+            let weights = [block, block + count - 1].map(|block| Weights::new(&self.view, block));
             for (plan, tile) in plans.iter().zip(&tiles) {
-                engine.compute(scratch, block, &weights[..count], steps, tile, &mut sums);
+                // SAFETY: as asserted, the steps are those of the layout, and all tiles are theirs.
+                unsafe { engine.compute(scratch, block, &weights[..count], steps, tile, &mut sums) };
                 for (i, sums) in sums[..count].iter().enumerate() {
                     let at = start + i * BLOCK_ROWS;
                     let at = at - rows.start..(at + BLOCK_ROWS).min(rows.end) - rows.start;

@@ -10,16 +10,18 @@ use crate::bits::{UNIT, place};
 use crate::formats::groupwise::REGISTER_BYTES;
 use crate::gemm::panel::{LANES, Line, pair};
 use crate::simd::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Kind;
 
-/// Decodes units (a chunk of bf16 each) into lines of neighbouring columns. The processor must support `isa`.
+/// Decodes units (a chunk of bf16 each) into lines of neighbouring columns.
 pub(super) fn decode(isa: Isa, part: &Part, to: &mut [Line]) {
-    match isa {
-        // SAFETY: the processor supports the set; panels only use AVX-512 with bf16.
+    match isa.kind() {
+        // SAFETY: `isa` proves that the processor has AVX-512, and bf16 has been detected.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe { x86::avx512(part, to) },
-        // SAFETY: as above.
+        Kind::Avx512 if is_x86_feature_detected!("avx512bf16") => unsafe { x86::avx512(part, to) },
+        // SAFETY: `isa` proves that the processor has AVX2, which both sets include.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { x86::avx2(part, to) },
+        Kind::Avx2 | Kind::Avx512 => unsafe { x86::avx2(part, to) },
         _ => portable(part, to),
     }
 }

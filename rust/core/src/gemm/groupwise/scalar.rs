@@ -6,8 +6,11 @@ use super::lanes::Lanes;
 use super::tile::{Steps, Tile};
 
 /// Multiplies a block by a tile.
-pub(super) fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
-    // SAFETY: portable code needs no instruction set; the driver passes matching arguments.
+///
+/// # Safety
+/// `steps` are those of `weights.layout`, and the tile is theirs ([`Tile::is_of`]).
+pub(super) unsafe fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
+    // SAFETY: portable code needs no instruction set; the caller guarantees the rest.
     unsafe { kernel::compute::<Portable>(weights, steps, tile, out) }
 }
 

@@ -7,12 +7,14 @@ use crate::formats::groupwise::tests::{case, spec, specs};
 use crate::formats::groupwise::{Layout, Spec, View};
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Kind;
 
 /// The modes of integer products, which give the same bits on every instruction set.
 pub(in crate::gemm) const INTEGERS: [Mode; 2] = [Mode::Exact, Mode::Int8];
 
 pub(super) fn sets() -> impl Iterator<Item = Isa> {
-    Isa::ALL.into_iter().filter(|isa| isa.available())
+    Isa::all_available()
 }
 
 pub(super) fn activations(count: usize) -> Vec<f32> {
@@ -115,29 +117,29 @@ pub(super) unsafe fn emulate(
 
 /// Products with emulated matrix registers.
 #[cfg(target_arch = "x86_64")]
-pub(in crate::gemm) fn emulated<'a>(view: &View<'a>, mode: Mode) -> Groupwise<'a> {
-    let mut projection = Groupwise::new(*view, mode, Isa::Avx512).unwrap();
+pub(in crate::gemm) fn emulated<'a>(view: &View<'a>, mode: Mode, avx512: Isa) -> Groupwise<'a> {
+    let mut projection = Groupwise::new(*view, mode, avx512).unwrap();
     projection.engine.matrix = drive::Matrix::Emulated;
     let panels = &mut projection.engine.panels;
-    *panels = panels.map(|_| crate::gemm::panel::Backend::Emulated);
+    *panels = panels.map(|_| crate::gemm::panel::Backend::emulated());
     projection
 }
 
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn matrix_registers_give_the_same_bits_as_vectors() {
-    if !Isa::Avx512.available() {
+    let Some(avx512) = Isa::new(Kind::Avx512) else {
         return eprintln!("skipped: scaling the sums of matrix registers needs AVX-512");
-    }
+    };
     let pool = pool::current().unwrap();
     for spec in specs() {
         let blob = case(2, 19, 330, spec).blob;
         let view = View::parse(&blob).unwrap();
         let x = activations(24 * 330);
         for mode in INTEGERS {
-            let expected = products(&view, &x, &[0, 3, 24], mode, Isa::Avx512);
+            let expected = products(&view, &x, &[0, 3, 24], mode, avx512);
             let mut y = vec![f32::NAN; 24 * 19];
-            let projection = emulated(&view, mode);
+            let projection = emulated(&view, mode, avx512);
             matmul_grouped(&projection, &x[..], &[0, 3, 24], &mut y, &pool).unwrap();
             assert_eq!(y, expected, "{spec:?} {mode:?}");
         }
@@ -166,7 +168,7 @@ fn products_are_those_of_the_decoded_weights_for_every_spec_and_set() {
         let x = activations(4 * 330);
         let offsets = [0, 1, 4];
         for mode in INTEGERS {
-            let reference = products(&view, &x, &offsets, mode, Isa::Scalar);
+            let reference = products(&view, &x, &offsets, mode, Isa::SCALAR);
             hold(&view, &x, &offsets, &reference, mode);
             for isa in sets() {
                 let y = products(&view, &x, &offsets, mode, isa);
@@ -332,7 +334,7 @@ fn empty_tensors_and_wrong_sizes() {
         }
         let blob = case(2, 3, 64, spec).blob;
         let view = View::parse(&blob).unwrap();
-        let weights = Groupwise::new(view, mode, Isa::Scalar).unwrap();
+        let weights = Groupwise::new(view, mode, Isa::SCALAR).unwrap();
         let x = activations(128);
         for (offsets, outputs) in [
             (vec![0, 2], 6),
@@ -346,6 +348,6 @@ fn empty_tensors_and_wrong_sizes() {
         let mut y = vec![0.0; 6];
         assert!(matmul(&weights, 2, &x[..], 2, &mut y, &pool).is_err());
         assert!(matmul(&weights, 0, &x[..], 1, &mut y, &pool).is_err());
-        assert!(Groupwise::new(view, Mode::Int16, Isa::Scalar).is_err());
+        assert!(Groupwise::new(view, Mode::Int16, Isa::SCALAR).is_err());
     }
 }

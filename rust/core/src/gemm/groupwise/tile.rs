@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::{Precision, STEP_COLUMNS};
 use crate::bits::UNIT;
 use crate::formats::groupwise::Layout;
+use crate::simd::vectorized;
 use crate::types::Activations;
 
 /// The value of a plane in units of the next plane.
@@ -62,6 +63,16 @@ pub(super) enum Form {
     Rows,
 }
 
+impl Form {
+    /// The columns of a row, with padding.
+    fn width(self, steps: &Steps) -> usize {
+        match self {
+            Form::Words => steps.units * UNIT,
+            Form::Rows => steps.chunks() * steps.chunk(),
+        }
+    }
+}
+
 /// Some tokens, interleaved. A *line* is a plane of a token; the lines of a token are consecutive.
 pub(super) struct Tile {
     pub form: Form,
@@ -89,18 +100,23 @@ impl Tile {
     }
 
     fn zeros(steps: &Steps, planes: usize, tokens: usize, form: Form) -> Tile {
-        let width = match form {
-            Form::Words => steps.units * UNIT,
-            Form::Rows => steps.chunks() * steps.chunk(),
-        };
         Tile {
             form,
             tokens,
             planes,
-            words: vec![0; width / 4 * planes * tokens],
+            words: vec![0; form.width(steps) / 4 * planes * tokens],
             scales: vec![0.0; steps.count * tokens],
             sums: vec![0.0; steps.count * tokens],
         }
+    }
+
+    /// Whether the tile has the planes, scales and sums of `steps`.
+    pub fn is_of(&self, steps: &Steps) -> bool {
+        let words = self.form.width(steps) / 4 * self.lines();
+        self.words.len() == words
+            && [&self.scales, &self.sums]
+                .iter()
+                .all(|of| of.len() == steps.count * self.tokens)
     }
 
     /// A tile of single tokens, padded with zeros to `width` tokens.
@@ -145,9 +161,20 @@ fn spread<const N: usize, T: Copy>(from: &[T], to: &mut [T], width: usize, lane:
     places.for_each(|(place, values)| place[lane..lane + N].copy_from_slice(values));
 }
 
-/// Quantizes token `token` of `x` into a tile of one token.
+vectorized! {
+    /// Quantizes token `token` of `x` into a tile of one token.
+    pub(super) fn fill(
+        steps: &Steps,
+        columns: usize,
+        x: &Activations,
+        token: usize,
+        precision: Precision,
+        tile: &mut Tile,
+    ) = fill_portable, in 256 bits;
+}
+
 #[inline(always)]
-pub(super) fn fill(
+fn fill_portable(
     steps: &Steps,
     columns: usize,
     x: &Activations,

@@ -2,42 +2,15 @@
 
 use std::arch::x86_64::*;
 
+use super::Out;
 use super::kernel::{self, Weights};
 use super::lanes::Lanes;
-use super::tile::{self, Steps, Tile};
-use super::{Out, Precision};
-use crate::simd::Isa;
-use crate::types::Activations;
-
-/// Quantizes a token by the code of [`tile::fill`], compiled for AVX2, which the processor has.
-pub(super) fn fill(
-    steps: &Steps,
-    columns: usize,
-    x: &Activations,
-    token: usize,
-    precision: Precision,
-    row: &mut Tile,
-) {
-    // SAFETY: only called for AVX2 and AVX-512, which `Isa::require` has checked.
-    unsafe { fill_avx2(steps, columns, x, token, precision, row) }
-}
-
-#[target_feature(enable = "avx2")]
-fn fill_avx2(
-    steps: &Steps,
-    columns: usize,
-    x: &Activations,
-    token: usize,
-    precision: Precision,
-    row: &mut Tile,
-) {
-    tile::fill(steps, columns, x, token, precision, row);
-}
+use super::tile::{Steps, Tile};
 
 /// Expands the codes of a block to bytes.
 ///
 /// # Safety
-/// The processor has AVX-512, and block and steps belong to `weights.layout`.
+/// The processor has AVX-512, and the steps are those of `weights.layout`.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn expand(weights: &Weights, steps: &Steps, to: &mut [u8]) {
     // SAFETY: guaranteed by the caller.
@@ -49,30 +22,17 @@ pub(super) fn has_avx_vnni() -> bool {
     is_x86_feature_detected!("avxvnni")
 }
 
-/// Multiplies a block by a tile with AVX2 or AVX-512, which the processor has.
-pub(super) fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, isa: Isa, out: &mut [Out; 1]) {
-    // SAFETY: `Isa::require` has checked the sets; the driver passes matching arguments.
-    unsafe {
-        match isa {
-            Isa::Avx512 => compute_avx512(weights, steps, tile, out),
-            _ if has_avx_vnni() => compute_avx_vnni(weights, steps, tile, out),
-            _ => compute_avx2(weights, steps, tile, out),
-        }
-    }
-}
-
-/// Multiplies two blocks by a tile for which [`kernel::by_pairs`] is true, with AVX-512, which the processor has.
-pub(super) fn compute_pair(weights: &[Weights; 2], steps: &Steps, tile: &Tile, out: &mut [Out; 2]) {
-    // SAFETY: as in `compute`.
-    unsafe { pair_avx512(weights, steps, tile, out) }
-}
-
 macro_rules! entry {
     ($name:ident, $kernel:ident, $blocks:literal, $lanes:ty, $features:literal) => {
         /// # Safety
         /// As that of the kernel.
         #[target_feature(enable = $features)]
-        unsafe fn $name(weights: &[Weights; $blocks], steps: &Steps, tile: &Tile, out: &mut [Out; $blocks]) {
+        pub(super) unsafe fn $name(
+            weights: &[Weights; $blocks],
+            steps: &Steps,
+            tile: &Tile,
+            out: &mut [Out; $blocks],
+        ) {
             // SAFETY: the features are those of the lanes; the rest is guaranteed by the caller.
             unsafe { kernel::$kernel::<$lanes>(weights, steps, tile, out) }
         }

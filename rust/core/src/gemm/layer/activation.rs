@@ -17,8 +17,7 @@ pub enum Gate {
 }
 
 impl Gate {
-    /// Replaces `gate` by the input of the down projection, with the same bits on every set. The processor must
-    /// support `isa`.
+    /// Replaces `gate` by the input of the down projection, with the same bits on every set.
     pub fn apply(self, isa: Isa, gate: &mut [f32], up: &[f32]) {
         match self {
             Gate::Silu => gated(isa, gate, up),
@@ -48,23 +47,9 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Replaces `gate` by `silu(gate) * up`, where `silu(x) = x / (1 + exp(-x))`, with the same bits on every set. The
-/// processor must support `isa`.
-pub fn gated(isa: Isa, gate: &mut [f32], up: &[f32]) {
-    match isa {
-        Isa::Scalar => gated_loop(gate, up),
-        // SAFETY: every set but the scalar one includes AVX2; the caller checked that the set is available.
-        #[cfg(target_arch = "x86_64")]
-        _ => unsafe { gated_avx2(gate, up) },
-        #[cfg(not(target_arch = "x86_64"))]
-        _ => gated_loop(gate, up),
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn gated_avx2(gate: &mut [f32], up: &[f32]) {
-    gated_loop(gate, up);
+vectorized! {
+    /// Replaces `gate` by `silu(gate) * up`, where `silu(x) = x / (1 + exp(-x))`, with the same bits on every set.
+    pub fn gated(gate: &mut [f32], up: &[f32]) = gated_loop, in 256 bits;
 }
 
 #[inline(always)]
@@ -124,7 +109,7 @@ mod tests {
     #[test]
     fn gates_at_their_limits() {
         let mut gate = [0.0, 200.0, -200.0, f32::NAN, 1.0];
-        gated(Isa::Scalar, &mut gate, &[3.0, 2.0, 1.0, 1.0, 2.0]);
+        gated(Isa::SCALAR, &mut gate, &[3.0, 2.0, 1.0, 1.0, 2.0]);
         assert_eq!(gate[..2], [0.0, 400.0]);
         assert!(gate[2].abs() < 1e-30 && gate[3].is_nan());
         assert!((gate[4] - 2.0 * 0.731_058_6).abs() < 1e-6);
@@ -135,7 +120,7 @@ mod tests {
         let (alpha, limit) = (1.702, 7.0);
         let gates: Vec<f32> = (-40..40).map(|i| i as f32 * 0.37).collect();
         let ups: Vec<f32> = gates.iter().rev().map(|x| 0.9 * x).collect();
-        for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+        for isa in Isa::all_available() {
             let mut found = gates.clone();
             Gate::Clamped { alpha, limit }.apply(isa, &mut found, &ups);
             for ((&gate, &up), found) in gates.iter().zip(&ups).zip(found) {

@@ -92,7 +92,7 @@ impl Layer<'_> {
         isa: Isa,
         pool: &ThreadPool,
     ) -> Result<()> {
-        let (x, vectors) = (x.into(), isa.require()?);
+        let (x, vectors) = (x.into(), isa.vectors());
         self.check()?;
         routing.check(self.gate.shape().columns, &x, y)?;
         if x.len() == 0 || self.gate.shape().rows == 0 {
@@ -159,7 +159,7 @@ pub(crate) struct Pass<'a> {
     cuts: [Cut; 2],
     /// The memory that each of the two jobs reads first.
     prefetches: [Prefetch<'a>; 2],
-    /// The bands of down, if there are so many outputs that they are summed immediately.
+    /// The bands of down, if the outputs are summed immediately because there are many.
     bands: Option<Bands>,
     hidden: Output<'a>,
     /// The outputs of all places; empty if they are summed immediately.
@@ -172,7 +172,7 @@ pub(crate) struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// Creates a pass; sizes must have been checked, and the processor must support `isa`.
+    /// Creates a pass; sizes must have been checked.
     pub fn new(layer: Layer<'a>, routing: &Routing, tokens: usize, threads: usize, isa: Isa) -> Pass<'a> {
         let shape = layer.gate.shape();
         let Sorted { job, places } = Sorted::new(routing, tokens, shape.experts);

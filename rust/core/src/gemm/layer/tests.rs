@@ -15,10 +15,12 @@ use crate::gemm::groupwise::tests::emulated;
 use crate::gemm::matmul;
 use crate::pool;
 use crate::simd::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Kind;
 use crate::types::{Activations, Mode};
 
 fn sets() -> impl Iterator<Item = Isa> {
-    Isa::ALL.into_iter().filter(|isa| isa.available())
+    Isa::all_available()
 }
 
 fn activations(count: usize) -> Vec<f32> {
@@ -70,7 +72,7 @@ fn layer_by_hand([gate, up, down]: Views, x: &[f32], routing: &Routing, mode: Mo
         let token = pair / routing.top_k;
         let x = &x[token * shape.columns..][..shape.columns];
         let mut hidden = single(&gate, expert, x);
-        gated(Isa::Scalar, &mut hidden, &single(&up, expert, x));
+        gated(Isa::SCALAR, &mut hidden, &single(&up, expert, x));
         let output = single(&down, expert, &hidden);
         let y = &mut y[token * shape.columns..][..shape.columns];
         y.iter_mut()
@@ -119,8 +121,8 @@ fn a_layer_is_its_projections() {
                 let expected = layer_by_hand(views, &x, &routing, mode, isa);
                 assert_eq!(forward(views, &x, routing, mode, isa, &pool).unwrap(), expected);
                 #[cfg(target_arch = "x86_64")]
-                if isa == Isa::Avx512 {
-                    let [gate, up, down] = views.map(|view| emulated(&view, mode));
+                if isa.kind() == Kind::Avx512 {
+                    let [gate, up, down] = views.map(|view| emulated(&view, mode, isa));
                     let layer = Layer::new(&gate, &up, &down);
                     let mut y = vec![f32::NAN; x.len()];
                     layer.forward(&x[..], routing, &mut y, isa, &pool).unwrap();
@@ -147,7 +149,7 @@ fn a_layer_in_bf16_is_near_its_projections() {
     };
     for up in [same, other] {
         let views = [gate, up, down];
-        let exact = layer_by_hand(views, &x, &routing, Mode::Exact, Isa::Scalar);
+        let exact = layer_by_hand(views, &x, &routing, Mode::Exact, Isa::SCALAR);
         let size = exact.iter().map(|y| y * y).sum::<f32>();
         let hold = |y: &[f32], what: &str| {
             let off: f32 = y.iter().zip(&exact).map(|(a, b)| (a - b) * (a - b)).sum();
@@ -160,13 +162,11 @@ fn a_layer_in_bf16_is_near_its_projections() {
             );
         }
         #[cfg(target_arch = "x86_64")]
-        if Isa::Avx512.available() {
-            let [gate, up, down] = views.map(|view| emulated(&view, Mode::Bf16));
+        if let Some(isa) = Isa::new(Kind::Avx512) {
+            let [gate, up, down] = views.map(|view| emulated(&view, Mode::Bf16, isa));
             let layer = Layer::new(&gate, &up, &down);
             let mut y = vec![f32::NAN; x.len()];
-            layer
-                .forward(&x[..], routing, &mut y, Isa::Avx512, &pool)
-                .unwrap();
+            layer.forward(&x[..], routing, &mut y, isa, &pool).unwrap();
             hold(&y, "emulated");
         }
     }
@@ -290,7 +290,7 @@ fn many_tokens_are_summed_in_bands_to_the_same_bits() {
     };
     let valid = |&&expert: &&i64| (0..5).contains(&expert);
     let job = Job::of_offsets(&[0, experts.iter().filter(valid).count()]);
-    let down = Groupwise::new(views[2], Mode::Int8, Isa::Scalar).unwrap();
+    let down = Groupwise::new(views[2], Mode::Int8, Isa::SCALAR).unwrap();
     assert!(
         [1, 2]
             .iter()
@@ -319,7 +319,7 @@ fn a_layer_that_does_not_fit_is_refused() {
             weights: &weights,
             top_k,
         };
-        forward([gate, up, down], &x, routing, Mode::Exact, Isa::Scalar, &pool)
+        forward([gate, up, down], &x, routing, Mode::Exact, Isa::SCALAR, &pool)
     };
     assert!(attempt(wide, wide, tall, 3, 6, 2).is_ok());
     assert!(attempt(wide, wide, wide, 3, 6, 2).is_err());
@@ -342,7 +342,7 @@ fn a_layer_without_rows_or_columns_is_zero() {
             top_k: 1,
         };
         let x = vec![1.0; columns];
-        let y = forward([gate, gate, down], &x, routing, Mode::Exact, Isa::Scalar, &pool).unwrap();
+        let y = forward([gate, gate, down], &x, routing, Mode::Exact, Isa::SCALAR, &pool).unwrap();
         assert!(y.iter().all(|&y| y == 0.0));
     }
 }
@@ -352,7 +352,7 @@ fn cuts_cover_all_rows_once() {
     let blobs = blobs();
     let [gate, down] = [0, 3].map(|i| View::parse(&blobs[i]).unwrap());
     for (view, threads) in [(gate, 1), (down, 2), (down, 64)] {
-        let projection = Groupwise::new(view, Mode::Exact, Isa::Scalar).unwrap();
+        let projection = Groupwise::new(view, Mode::Exact, Isa::SCALAR).unwrap();
         let job = Job::of_offsets(&[0, 2, 2, 3, 3, 9]);
         let cut = Cut::new(&[&projection], &job, threads);
         let mut seen = vec![0; job.tasks.len() * projection.shape().rows];

@@ -1,11 +1,11 @@
 //! The backends that multiply a panel by tiles of tokens.
 
 use super::{LANES, Line, Square};
-use crate::simd::{self, Isa};
+use crate::simd::{self, Isa, Kind};
 
 /// The instructions for products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Backend {
+pub(crate) enum Instructions {
     /// AMX registers.
     Matrix,
     /// bf16 dot products of AVX-512.
@@ -21,20 +21,52 @@ pub(crate) enum Backend {
     Emulated,
 }
 
+/// Instructions for products that this processor supports: like an [`Isa`], only detection makes one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Backend {
+    /// Invariant: the processor supports them.
+    instructions: Instructions,
+    vectors: Isa,
+}
+
 impl Backend {
-    /// The bf16 backend for an instruction set, which the processor must support. `None` for AVX-512 without bf16,
-    /// for which kernels that multiply f32 or bytes without panels are faster.
-    pub fn of_floats(isa: Isa) -> Option<Backend> {
-        match isa {
-            #[cfg(target_arch = "x86_64")]
-            Isa::Amx => Some(Backend::Matrix),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => is_x86_feature_detected!("avx512bf16").then_some(Backend::Avx512),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Some(Backend::Avx2),
-            Isa::Neon => Some(Backend::Neon),
-            _ => Some(Backend::Portable),
+    /// Portable loops over f32.
+    #[cfg(test)]
+    pub const PORTABLE: Backend = Backend {
+        instructions: Instructions::Portable,
+        vectors: Isa::SCALAR,
+    };
+
+    /// Portable loops that emulate AMX registers, with panels decoded by AVX-512 if the processor has it.
+    #[cfg(test)]
+    pub fn emulated() -> Backend {
+        Backend {
+            instructions: Instructions::Emulated,
+            vectors: Isa::new(Kind::Avx512).unwrap_or(Isa::SCALAR),
         }
+    }
+
+    /// The bf16 backend for an instruction set. `None` for AVX-512 without bf16, for which kernels that multiply f32
+    /// or bytes without panels are faster.
+    pub fn of_floats(isa: Isa) -> Option<Backend> {
+        let instructions = match isa.kind() {
+            Kind::Amx => Instructions::Matrix,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512 if is_x86_feature_detected!("avx512bf16") => Instructions::Avx512,
+            Kind::Avx512 => return None,
+            Kind::Avx2 => Instructions::Avx2,
+            Kind::Neon => Instructions::Neon,
+            Kind::Scalar => Instructions::Portable,
+        };
+        Some(Backend {
+            instructions,
+            vectors: isa.vectors(),
+        })
+    }
+
+    /// The backend of AMX registers, if the set has them.
+    pub fn of_matrix(isa: Isa) -> Option<Backend> {
+        Backend::of_floats(isa).filter(|backend| backend.instructions == Instructions::Matrix)
     }
 
     /// Like [`Backend::of_floats`], for a format whose exact mode has integer dot products. Also `None` if those are
@@ -43,39 +75,36 @@ impl Backend {
     /// measured: for 16 weights its exact mode takes three dot products, while floats take four multiplications after
     /// conversions.
     pub fn of_bf16(isa: Isa) -> Option<Backend> {
-        let integers = match isa {
+        let integers = match isa.kind() {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => is_x86_feature_detected!("avxvnni"),
+            Kind::Avx2 => is_x86_feature_detected!("avxvnni"),
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon => simd::has_dot_products(),
-            Isa::Avx512 => !simd::is_amd(),
+            Kind::Neon => simd::has_dot_products(),
+            Kind::Avx512 => !simd::is_amd(),
             _ => false,
         };
         if integers { None } else { Backend::of_floats(isa) }
     }
 
+    /// The instructions for products, which the processor supports.
+    #[inline]
+    pub fn instructions(self) -> Instructions {
+        self.instructions
+    }
+
     /// Whether sums can stay in registers from one product to the next.
     pub fn keeps_sums(self) -> bool {
-        match self {
-            Backend::Matrix => true,
+        match self.instructions {
+            Instructions::Matrix => true,
             #[cfg(test)]
-            Backend::Emulated => true,
+            Instructions::Emulated => true,
             _ => false,
         }
     }
 
     /// The vector instructions for decoding its panels.
     pub fn vectors(self) -> Isa {
-        match self {
-            Backend::Matrix | Backend::Avx512 => Isa::Avx512,
-            Backend::Avx2 => Isa::Avx2,
-            Backend::Neon => Isa::Neon,
-            Backend::Portable => Isa::Scalar,
-            #[cfg(test)]
-            Backend::Emulated if Isa::Avx512.available() => Isa::Avx512,
-            #[cfg(test)]
-            Backend::Emulated => Isa::Scalar,
-        }
+        self.vectors
     }
 }
 

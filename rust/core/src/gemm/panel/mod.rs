@@ -38,7 +38,7 @@ mod x86;
 
 use std::ops::Range;
 
-pub(crate) use backend::{Backend, bf16, pair};
+pub(crate) use backend::{Backend, Instructions, bf16, pair};
 pub(crate) use products::products;
 pub(crate) use rounding::round_token;
 pub(crate) use tokens::Tile;

@@ -9,7 +9,7 @@ use super::{Backend, Source, TokenForm};
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Shared, Work, Worker, direct};
 use crate::types::Activations;
 
-/// The products of a job with the panels of a source, by a backend that the processor supports.
+/// The products of a job with the panels of a source, by a backend.
 pub(crate) fn products<'s, S: Source + 's>(
     source: S,
     backend: Backend,

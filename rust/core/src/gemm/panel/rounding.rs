@@ -1,11 +1,11 @@
 //! Rounds activations to bf16 lines.
 
 use super::{LANES, Line, Tile, pair};
-use crate::simd::Isa;
+use crate::simd::{Isa, vectorized};
 use crate::types::Activations;
 
 /// Writes token `token` of `x`, `columns` values rounded to bf16, into lane `lane` of a tile. `change` is applied to
-/// the values before rounding. The processor must support `isa`.
+/// the values before rounding.
 pub(crate) fn round_token(
     isa: Isa,
     x: &Activations,
@@ -20,17 +20,12 @@ pub(crate) fn round_token(
     round(isa, &values, &mut tile.lines[lane..]);
 }
 
-/// Writes values, rounded to bf16, into lines with a stride of 16. The processor must support `isa`.
-pub(super) fn round(isa: Isa, x: &[f32], lines: &mut [Line]) {
-    match isa {
-        // SAFETY: `Isa::require` has checked the set.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 | Isa::Avx512 => unsafe { round_avx2(x, lines) },
-        _ => round_portable(x, lines),
-    }
+vectorized! {
+    /// Writes values, rounded to bf16, into lines with a stride of 16.
+    pub(super) fn round(x: &[f32], lines: &mut [Line]) = round_portable, in 256 bits;
 }
 
-/// Writes values into lines like [`round`], on any processor.
+/// Writes values into lines like [`round`].
 #[inline(always)]
 fn round_portable(x: &[f32], lines: &mut [Line]) {
     for (x, line) in x.chunks(2 * LANES).zip(lines.iter_mut().step_by(LANES)) {
@@ -40,11 +35,4 @@ fn round_portable(x: &[f32], lines: &mut [Line]) {
             *word = pair(two[0], two[1]);
         }
     }
-}
-
-/// [`round_portable`], vectorized for AVX2.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn round_avx2(x: &[f32], lines: &mut [Line]) {
-    round_portable(x, lines);
 }

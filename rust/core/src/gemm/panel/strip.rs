@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::backend::{self, Product, Start};
 use super::tokens::Tokens;
-use super::{Backend, LANES, Line, Section, Source, Square, Tile};
+use super::{Backend, Instructions, LANES, Line, Section, Source, Square, Tile};
 use crate::gemm::layer::Worker;
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::tiles::{self, Configured};
@@ -258,16 +258,16 @@ impl<S: Source> Thread<'_, S> {
         };
         product.check();
         let element = self.tokens.form.element;
-        match self.backend {
+        match self.backend.instructions() {
             #[cfg(target_arch = "x86_64")]
-            Backend::Matrix => registers.multiply(element, product),
+            Instructions::Matrix => registers.multiply(element, product),
             #[cfg(target_arch = "x86_64")]
-            Backend::Avx512 | Backend::Avx2 => super::x86::multiply(self.backend, &mut product),
-            // SAFETY: `Backend::of_floats` has checked the set.
+            Instructions::Avx512 | Instructions::Avx2 => super::x86::multiply(self.backend, &mut product),
+            // SAFETY: the backend proves that the processor has NEON.
             #[cfg(target_arch = "aarch64")]
-            Backend::Neon => unsafe { super::neon::multiply(&mut product) },
+            Instructions::Neon => unsafe { super::neon::multiply(&mut product) },
             #[cfg(test)]
-            Backend::Emulated => backend::multiply_emulated(element, &mut product),
+            Instructions::Emulated => backend::multiply_emulated(element, &mut product),
             _ => backend::multiply_portable(&mut product),
         }
     }
@@ -316,7 +316,9 @@ impl Registers {
     fn new(backend: Backend) -> Registers {
         Registers {
             #[cfg(target_arch = "x86_64")]
-            configured: (backend == Backend::Matrix).then(Configured::whole).flatten(),
+            configured: (backend.instructions() == Instructions::Matrix)
+                .then(Configured::whole)
+                .flatten(),
         }
     }
 

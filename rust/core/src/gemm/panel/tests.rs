@@ -6,7 +6,7 @@ use half::bf16;
 use super::*;
 use crate::gemm::layer::{self, Job, Products, Projection, Task};
 use crate::pool;
-use crate::simd::Isa;
+use crate::simd::{Isa, Kind};
 
 /// A source of unpacked weights, [experts, rows, columns].
 struct Plain {
@@ -71,7 +71,7 @@ impl Source for &Plain {
     }
 
     fn token(&self, x: &Activations, _: usize, token: usize, lane: usize, tile: &mut Tile) {
-        round_token(Isa::Scalar, x, (token, self.shape.columns), |_| (), lane, tile);
+        round_token(Isa::SCALAR, x, (token, self.shape.columns), |_| (), lane, tile);
     }
 
     fn open(&self, block: usize, open: &mut (usize, usize)) {
@@ -127,9 +127,9 @@ impl<S: Source + Clone> Projection for By<S> {
 
 /// Every backend that the processor supports.
 pub(crate) fn backends() -> Vec<Backend> {
-    let sets = Isa::ALL.into_iter().filter(|isa| isa.available());
+    let sets = Isa::all_available();
     let found = sets.filter_map(Backend::of_floats);
-    found.chain([Backend::Emulated]).collect()
+    found.chain([Backend::emulated()]).collect()
 }
 
 /// The tasks of experts with the given numbers of tokens.
@@ -241,12 +241,15 @@ fn products_are_within_their_bound_on_every_backend() {
         for counts in [[1, 0, 3], [9, 16, 17], [0, 33, 50]] {
             let tasks = tasks(&counts);
             let x = numbers(counts.iter().sum::<usize>() * columns, 5);
-            let reference = product(&weights, &x, &tasks, Backend::Portable, 1);
+            let reference = product(&weights, &x, &tasks, Backend::PORTABLE, 1);
             for backend in backends() {
                 let y = product(&weights, &x, &tasks, backend, 2);
                 let row = |expert, row| weights.row(expert, row);
                 assert_bounds(weights.shape, row, &x, &tasks, &y, &format!("{backend:?}"));
-                if matches!(backend, Backend::Avx2 | Backend::Emulated) {
+                if matches!(
+                    backend.instructions(),
+                    Instructions::Avx2 | Instructions::Emulated
+                ) {
                     assert_eq!(
                         y, reference,
                         "{backend:?}: products are exact, sums in the same order"
@@ -263,7 +266,7 @@ fn neither_threads_nor_other_tokens_change_a_result() {
     let (rows, columns) = (150, 1100);
     let weights = Plain::new(1, rows, columns);
     let x = numbers(1100 * columns, 8);
-    for backend in backends().into_iter().filter(|b| *b != Backend::Emulated) {
+    for backend in backends().into_iter().filter(|b| *b != Backend::emulated()) {
         let all = product(&weights, &x, &tasks(&[1100]), backend, 3);
         assert_eq!(all, product(&weights, &x, &tasks(&[1100]), backend, 1));
         for count in [1, 3, 40] {
@@ -285,7 +288,7 @@ fn activations_are_rounded_to_nearest() {
         f32::MAX,
     ];
     x.splice(0..6, special);
-    for isa in Isa::ALL.into_iter().filter_map(|isa| isa.require().ok()) {
+    for isa in Isa::all_available().map(Isa::vectors) {
         let mut lines = [Line::ZERO; 3 * LANES];
         rounding::round(isa, &x, &mut lines[2..]);
         for (column, &x) in x.iter().enumerate() {
@@ -384,8 +387,8 @@ fn bytes_add_up_section_by_section() {
         .flat_map(|n| [1, 2, 6, 8, 20, 24].map(|s| (n, s)))
     {
         let source = Bytes(shape(1, rows, columns), section);
-        let matrix = Isa::Amx.available().then_some(Backend::Matrix);
-        for backend in matrix.into_iter().chain([Backend::Emulated]) {
+        let matrix = Isa::new(Kind::Amx).and_then(Backend::of_floats);
+        for backend in matrix.into_iter().chain([Backend::emulated()]) {
             let mut y = vec![f32::NAN; count * rows];
             let x = vec![0.0; count * columns];
             let job = Job::of_tasks(tasks(&[count]));
@@ -411,7 +414,7 @@ fn no_columns_give_zeros_and_no_rows_nothing() {
             &weights,
             &numbers(9 * columns, 1),
             &tasks(&[4, 5]),
-            Backend::Portable,
+            Backend::PORTABLE,
             2,
         );
         assert_eq!(y, vec![0.0; 9 * rows]);

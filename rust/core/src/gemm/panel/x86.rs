@@ -4,28 +4,30 @@
 
 use std::arch::x86_64::*;
 
-use super::backend::{Backend, Product, Start};
+use super::backend::{Backend, Instructions, Product, Start};
 use super::{LANES, Line};
 
-/// Computes a product, which has been checked, with a vector backend that the processor supports.
+/// Computes a product, which has been checked, with a backend of AVX-512 or AVX2.
 pub(super) fn multiply(backend: Backend, product: &mut Product) {
     let mut token = 0;
     while token < product.count {
         let left = product.count - token;
-        // SAFETY: `Backend::of_floats` has checked the set, and the tokens exist.
+        // SAFETY: the backend proves that the processor has AVX-512 with bf16, or AVX2 and FMA. Each arm multiplies at
+        // most `left` tokens, all of them before `count`, and as many blocks as it matches.
         token += unsafe {
-            match (backend, product.blocks, left) {
-                (Backend::Avx512, 1, 8..) => dots::<8, 1>(product, token),
-                (Backend::Avx512, 1, 4..) => dots::<4, 1>(product, token),
-                (Backend::Avx512, 1, 2..) => dots::<2, 1>(product, token),
-                (Backend::Avx512, 1, _) => dots::<1, 1>(product, token),
-                (Backend::Avx512, _, 8..) => dots::<8, 2>(product, token),
-                (Backend::Avx512, _, 4..) => dots::<4, 2>(product, token),
-                (Backend::Avx512, _, 2..) => dots::<2, 2>(product, token),
-                (Backend::Avx512, _, _) => dots::<1, 2>(product, token),
-                (_, _, 4..) => floats::<4>(product, token),
-                (_, _, 2..) => floats::<2>(product, token),
-                (_, _, _) => floats::<1>(product, token),
+            match (backend.instructions(), product.blocks, left) {
+                (Instructions::Avx512, 1, 8..) => dots::<8, 1>(product, token),
+                (Instructions::Avx512, 1, 4..) => dots::<4, 1>(product, token),
+                (Instructions::Avx512, 1, 2..) => dots::<2, 1>(product, token),
+                (Instructions::Avx512, 1, _) => dots::<1, 1>(product, token),
+                (Instructions::Avx512, _, 8..) => dots::<8, 2>(product, token),
+                (Instructions::Avx512, _, 4..) => dots::<4, 2>(product, token),
+                (Instructions::Avx512, _, 2..) => dots::<2, 2>(product, token),
+                (Instructions::Avx512, _, _) => dots::<1, 2>(product, token),
+                (Instructions::Avx2, _, 4..) => floats::<4>(product, token),
+                (Instructions::Avx2, _, 2..) => floats::<2>(product, token),
+                (Instructions::Avx2, _, _) => floats::<1>(product, token),
+                (other, _, _) => unreachable!("{other:?} has its own kernel"),
             }
         };
     }

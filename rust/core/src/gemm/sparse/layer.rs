@@ -124,7 +124,7 @@ impl Layer<'_> {
         isa: Isa,
         pool: &ThreadPool,
     ) -> Result<Option<Pass<'a>>> {
-        let isa = isa.require()?;
+        let isa = isa.vectors();
         let columns = self.channels.layout().half();
         self.check(routing)?;
         routing.check(columns, &x, y)?;

@@ -12,6 +12,8 @@ use crate::formats::channels::{GROUP, Half};
 use crate::gemm::dense;
 use crate::gemm::groupwise::{Precision, STEP_COLUMNS, digit, quantize};
 use crate::simd::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Kind;
 
 /// The code bytes of a group: the first half of the columns in the low bits, the second in the high bits.
 pub const BYTES: usize = GROUP / 2;
@@ -83,16 +85,16 @@ impl Pair {
     }
 }
 
-/// The products of half records with a token; prefetches the values needed next. The processor supports `isa`.
+/// The products of half records with a token; prefetches the values needed next.
 pub fn dot(isa: Isa, terms: &[Term<'_>], x: &Token, out: &mut [f32]) {
     let places = terms.iter().zip(&mut *out);
-    match isa {
-        // SAFETY: the caller guarantees that the processor supports the set.
+    match isa.kind() {
+        // SAFETY: `isa` proves that the processor has AVX-512, which both sets include.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Amx => unsafe { avx512::dot_nibbles(terms, x, out) },
+        Kind::Avx512 | Kind::Amx => unsafe { avx512::dot_nibbles(terms, x, out) },
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => places.for_each(|(term, out)| {
-            // SAFETY: as above.
+        Kind::Avx2 => places.for_each(|(term, out)| {
+            // SAFETY: `isa` proves that the processor has AVX2.
             *out = unsafe { avx2::dot(term.half, term.next, x) }
         }),
         _ => places.for_each(|(term, out)| *out = portable(term.half, term.next, x)),

@@ -31,7 +31,7 @@ impl<'a> Records<'a> {
         require_mode(mode, &MODES, "a tensor of channels")?;
         Ok(Records {
             view,
-            isa: isa.require()?,
+            isa: isa.vectors(),
         })
     }
 }

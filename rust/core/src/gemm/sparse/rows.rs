@@ -9,6 +9,8 @@ use super::nibbles;
 use super::{avx2, avx512};
 use crate::formats::channels::{GROUP, Half, Width};
 use crate::gemm::dense;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Kind;
 use crate::simd::{self, Isa, vectorized};
 use crate::types::{Activations, from_bf16};
 
@@ -47,15 +49,14 @@ pub struct Term<'a> {
     pub factor: f32,
 }
 
-/// The products of half records with a token of their width; prefetches the values needed next. The processor
-/// supports `isa`.
+/// The products of half records with a token of their width; prefetches the values needed next.
 pub fn dot(isa: Isa, width: Width, terms: &[Term<'_>], x: &Token, out: &mut [f32]) {
     match x {
         Token::Quantized(x) => nibbles::dot(isa, terms, x, out),
-        Token::Floats(x) => match isa {
-            // SAFETY: the caller guarantees that the processor supports the set.
+        Token::Floats(x) => match isa.kind() {
+            // SAFETY: `isa` proves that the processor has AVX-512, which both sets include.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Amx => unsafe { avx512::dot(width, terms, x, out) },
+            Kind::Avx512 | Kind::Amx => unsafe { avx512::dot(width, terms, x, out) },
             _ => dot_floats(isa, width, terms, x, out),
         },
     }
@@ -74,15 +75,15 @@ vectorized! {
 }
 
 /// Adds at most [`RUN`] terms in order to `y`, whose length is a multiple of a group; prefetches the values needed
-/// next. The processor supports `isa`.
+/// next.
 pub fn add(isa: Isa, width: Width, terms: &[Term<'_>], y: &mut [f32]) {
-    match (width, isa) {
-        // SAFETY: the caller guarantees that the processor supports the set.
+    match (width, isa.kind()) {
+        // SAFETY: `isa` proves that the processor has AVX-512, which both sets include.
         #[cfg(target_arch = "x86_64")]
-        (_, Isa::Avx512 | Isa::Amx) => unsafe { avx512::add(width, terms, y) },
-        // SAFETY: as above.
+        (_, Kind::Avx512 | Kind::Amx) => unsafe { avx512::add(width, terms, y) },
+        // SAFETY: `isa` proves that the processor has AVX2.
         #[cfg(target_arch = "x86_64")]
-        (Width::Int4, Isa::Avx2) => unsafe { avx2::add(terms, y) },
+        (Width::Int4, Kind::Avx2) => unsafe { avx2::add(terms, y) },
         _ => add_values(isa, width, terms, y),
     }
 }

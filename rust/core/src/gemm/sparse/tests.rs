@@ -16,7 +16,7 @@ fn numbers(count: usize, seed: usize) -> Vec<f32> {
 }
 
 fn isas() -> impl Iterator<Item = Isa> {
-    Isa::ALL.into_iter().filter(|isa| isa.available())
+    Isa::all_available()
 }
 
 /// A layer of three experts, and a token list with repeated experts and one invalid expert.
@@ -87,7 +87,7 @@ impl Setting {
 
     /// The outputs of the up projection at a place, as the layer sees them.
     fn ups(&self, token: usize, expert: usize) -> Vec<f32> {
-        let (up, mut y) = (self.up(Isa::Scalar), vec![0.0; self.rows]);
+        let (up, mut y) = (self.up(Isa::SCALAR), vec![0.0; self.rows]);
         let offsets: Vec<usize> = (0..=3).map(|e| usize::from(e > expert)).collect();
         let x = &self.x[token * self.columns..][..self.columns];
         matmul_grouped(&up, x, &offsets, &mut y, &pool::current().unwrap()).unwrap();
@@ -150,7 +150,7 @@ fn sparse_layers_are_within_their_bound_and_the_same_on_all_sets_and_threads() {
         ] {
             let setting = Setting::new(width, rows, columns, tokens, threshold);
             let (y, bound, wanted) = setting.naive();
-            let (scalar, computed) = setting.run(Isa::Scalar, 1);
+            let (scalar, computed) = setting.run(Isa::SCALAR, 1);
             assert_eq!(computed, wanted, "{width:?} {rows} x {columns}");
             for ((found, wanted), bound) in scalar.iter().zip(&y).zip(&bound) {
                 assert!(
@@ -172,13 +172,13 @@ fn thresholds_of_zero_and_infinity_compute_everything_and_nothing() {
     let setting = |step| Setting::new(Width::Int8, 50, 64, 3, step);
     let all = setting(0.0);
     let pairs = all.experts.iter().filter(|expert| **expert < 3).count();
-    assert_eq!(all.run(Isa::Scalar, 1).1, 50 * pairs as u64);
+    assert_eq!(all.run(Isa::SCALAR, 1).1, 50 * pairs as u64);
     // The threshold of the first expert stays zero.
     let none = Setting {
         experts: vec![1, 2, 2, 1, 1, 3],
         ..setting(f32::MAX)
     };
-    assert_eq!(none.run(Isa::Scalar, 1), (vec![0.0; 3 * 64], 0));
+    assert_eq!(none.run(Isa::SCALAR, 1), (vec![0.0; 3 * 64], 0));
 }
 
 #[test]
@@ -205,10 +205,10 @@ fn channels_of_non_zero_given_outputs_are_computed() {
                 top_k: TOP_K,
             };
             let mut y = vec![f32::NAN; setting.x.len()];
-            let computed = layer.forward(&setting.x[..], routing, &mut y, Isa::Scalar, &pool)?;
+            let computed = layer.forward(&setting.x[..], routing, &mut y, Isa::SCALAR, &pool)?;
             crate::Result::Ok((y, computed))
         };
-        assert_eq!(forward(&given).unwrap(), setting.run(Isa::Scalar, 1));
+        assert_eq!(forward(&given).unwrap(), setting.run(Isa::SCALAR, 1));
         assert!(forward(&given[1..]).is_err());
     }
 }
@@ -241,7 +241,7 @@ fn records_refine_coarse_gates_and_return_the_inner_values() {
         crate::Result::Ok((y, inner, computed))
     };
     let gates = numbers(count, 6);
-    let (y, inner, computed) = refine(&gates, Isa::Scalar, 1).unwrap();
+    let (y, inner, computed) = refine(&gates, Isa::SCALAR, 1).unwrap();
     let mut outputs = vec![0.0; y.len()];
     let mut wanted = 0;
     for (at, (&up, &value)) in ups.iter().zip(&inner).enumerate() {
@@ -285,7 +285,7 @@ fn records_refine_coarse_gates_and_return_the_inner_values() {
             "{isa:?}"
         );
     }
-    assert!(refine(&gates[1..], Isa::Scalar, 1).is_err());
+    assert!(refine(&gates[1..], Isa::SCALAR, 1).is_err());
 }
 
 #[test]
@@ -293,14 +293,14 @@ fn nan_reaches_the_output() {
     let mut setting = Setting::new(Width::Bf16, 20, 64, 1, 1e30);
     setting.experts = vec![1, 2];
     setting.x[3] = f32::NAN;
-    assert!(setting.run(Isa::Scalar, 1).0.iter().all(|value| value.is_nan()));
+    assert!(setting.run(Isa::SCALAR, 1).0.iter().all(|value| value.is_nan()));
 }
 
 #[test]
 fn sizes_that_do_not_match_are_refused() {
     let setting = Setting::new(Width::Int4, 20, 64, 2, 0.0);
     let other = Setting::new(Width::Int4, 20, 32, 2, 0.0);
-    let (up, pool) = (setting.up(Isa::Scalar), pool::current().unwrap());
+    let (up, pool) = (setting.up(Isa::SCALAR), pool::current().unwrap());
     let forward = |channels: &[u8], experts: &[i64], x: &[f32]| {
         let layer = Layer {
             ups: Ups::Of(&up),
@@ -311,7 +311,7 @@ fn sizes_that_do_not_match_are_refused() {
             weights: &setting.weights,
             top_k: TOP_K,
         };
-        layer.forward(x, routing, &mut vec![0.0; x.len()], Isa::Scalar, &pool)
+        layer.forward(x, routing, &mut vec![0.0; x.len()], Isa::SCALAR, &pool)
     };
     assert!(forward(&setting.channels, &setting.experts, &setting.x).is_ok());
     assert!(forward(&other.channels, &setting.experts, &setting.x).is_err());

@@ -49,51 +49,43 @@ mod x86;
 pub use projection::{MODES, Ternary};
 
 use crate::formats::ternary::Code;
-use crate::simd::{Isa, is_amd};
+use crate::simd::{Isa, Kind, is_amd};
 
-/// A family of kernels; see [`kernel_for`].
+/// A kernel; see [`kernel_for`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Kernel {
-    /// Portable Rust.
-    Scalar,
-    /// AVX2.
-    Avx2,
-    /// AVX2; for one token, table entries are loaded several codes ahead.
-    Avx2Ahead,
-    /// AVX-512.
-    Avx512,
-    /// AVX-512; for one token, table entries are loaded several codes ahead.
-    Avx512Ahead,
+pub struct Kernel {
+    /// Portable Rust, AVX2 or AVX-512.
+    isa: Isa,
+    /// Whether table entries are loaded several codes ahead for one token; never in portable Rust.
+    ahead: bool,
 }
 
 impl Kernel {
-    /// All kernels.
-    pub const ALL: [Kernel; 5] = [
-        Kernel::Scalar,
-        Kernel::Avx2,
-        Kernel::Avx2Ahead,
-        Kernel::Avx512,
-        Kernel::Avx512Ahead,
-    ];
+    /// Portable Rust.
+    pub const SCALAR: Kernel = Kernel {
+        isa: Isa::SCALAR,
+        ahead: false,
+    };
+
+    /// The kernels that this processor runs.
+    pub fn all_available() -> impl Iterator<Item = Kernel> {
+        let vectors = Isa::all_available().filter(|isa| matches!(isa.kind(), Kind::Avx2 | Kind::Avx512));
+        let kernels = vectors.flat_map(|isa| [false, true].map(|ahead| Kernel { isa, ahead }));
+        std::iter::once(Kernel::SCALAR).chain(kernels)
+    }
 
     /// The name in reports.
     pub fn name(self) -> &'static str {
-        match self {
-            Kernel::Scalar => "scalar",
-            Kernel::Avx2 => "avx2",
-            Kernel::Avx2Ahead => "avx2-ahead",
-            Kernel::Avx512 => "avx512",
-            Kernel::Avx512Ahead => "avx512-ahead",
+        match (self.isa.kind(), self.ahead) {
+            (Kind::Avx2, true) => "avx2-ahead",
+            (Kind::Avx512, true) => "avx512-ahead",
+            _ => self.isa.name(),
         }
     }
 
     /// The instruction set of the kernel.
     pub fn isa(self) -> Isa {
-        match self {
-            Kernel::Scalar => Isa::Scalar,
-            Kernel::Avx2 | Kernel::Avx2Ahead => Isa::Avx2,
-            Kernel::Avx512 | Kernel::Avx512Ahead => Isa::Avx512,
-        }
+        self.isa
     }
 }
 
@@ -102,11 +94,11 @@ impl Kernel {
 /// AMD processors load table entries ahead, others do not: the module `x86::walk` gives the measurements. The results
 /// have the same bits.
 pub fn kernel_for(_code: Code, isa: Isa) -> Kernel {
-    match (isa, is_amd()) {
-        (Isa::Scalar | Isa::Neon, _) => Kernel::Scalar,
-        (Isa::Avx2, false) => Kernel::Avx2,
-        (Isa::Avx2, true) => Kernel::Avx2Ahead,
-        (Isa::Avx512 | Isa::Amx, false) => Kernel::Avx512,
-        (Isa::Avx512 | Isa::Amx, true) => Kernel::Avx512Ahead,
+    match isa.kind() {
+        Kind::Scalar | Kind::Neon => Kernel::SCALAR,
+        Kind::Avx2 | Kind::Avx512 | Kind::Amx => Kernel {
+            isa: isa.vectors(),
+            ahead: is_amd(),
+        },
     }
 }

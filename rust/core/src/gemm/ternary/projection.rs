@@ -32,30 +32,25 @@ pub struct Ternary<'a> {
 }
 
 impl<'a> Ternary<'a> {
-    /// Products by the kernel of an instruction set. The modes auto and bf16 are exact unless there are so many
-    /// tokens that panels are faster ([`rounded`]).
+    /// Products by the kernel of an instruction set. The modes auto and bf16 are exact unless panels
+    /// are faster for the number of tokens ([`rounded`]).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error) if the mode is not in [`MODES`] or the processor lacks the
-    /// instructions.
+    /// [`Error::InvalidArgument`](crate::Error) if the mode is not in [`MODES`].
     pub fn new(view: TernaryView<'a>, mode: Mode, isa: Isa) -> Result<Ternary<'a>> {
         require_mode(mode, &MODES, "a ternary tensor")?;
-        let exact = Ternary::with_kernel(kernel_for(view.code(), isa.require()?), view)?;
+        let exact = Ternary::with_kernel(kernel_for(view.code(), isa), view);
         let panels = rounded::backend(isa).filter(|_| mode != Mode::Exact);
         Ok(Ternary { panels, ..exact })
     }
 
     /// Exact products by a given kernel, for tests and benchmarks.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error) if the processor lacks the kernel's instruction set.
-    pub fn with_kernel(kernel: Kernel, view: TernaryView<'a>) -> Result<Ternary<'a>> {
-        kernel.isa().require()?;
-        Ok(Ternary {
+    pub fn with_kernel(kernel: Kernel, view: TernaryView<'a>) -> Ternary<'a> {
+        Ternary {
             view,
             kernel,
             panels: None,
-        })
+        }
     }
 
     /// The form of its tiles.
@@ -167,21 +162,11 @@ impl layer::Kernel for Ternary<'_> {
 }
 
 /// Computes a unit into `out` (rows x tokens).
-#[cfg(target_arch = "x86_64")]
 fn compute(kernel: Kernel, unit: &Unit, out: &mut [f32]) {
-    let variant = match kernel {
-        Kernel::Scalar => return scalar::rows(unit, out),
-        Kernel::Avx2 => x86::Variant::Avx2 { ahead: false },
-        Kernel::Avx2Ahead => x86::Variant::Avx2 { ahead: true },
-        Kernel::Avx512 => x86::Variant::Avx512 { ahead: false },
-        Kernel::Avx512Ahead => x86::Variant::Avx512 { ahead: true },
-    };
-    x86::rows(unit, variant, out);
-}
-
-/// Computes a unit into `out` (rows x tokens). The kernel is scalar, because this processor has no other instruction
-/// set.
-#[cfg(not(target_arch = "x86_64"))]
-fn compute(_kernel: Kernel, unit: &Unit, out: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if kernel != Kernel::SCALAR {
+        return x86::rows(unit, kernel, out);
+    }
+    debug_assert!(kernel == Kernel::SCALAR);
     scalar::rows(unit, out);
 }

@@ -28,7 +28,7 @@ pub(super) const FEWEST: usize = 96;
 /// tokens: on two busy cores of a Zen 3, 16, 64 and 256 tokens by 14336 x 4096 take 41, 132 and 303 ms with lists,
 /// and 149, 369 and 902 with panels.
 pub(super) fn backend(isa: Isa) -> Option<Backend> {
-    Backend::of_floats(isa).filter(|&backend| backend == Backend::Matrix)
+    Backend::of_matrix(isa)
 }
 
 /// A tensor decoded into panels, and the vector instructions that round its tokens.
@@ -39,7 +39,7 @@ pub(super) struct Rounded<'a> {
 }
 
 impl<'a> Rounded<'a> {
-    /// Panels for a backend, which the processor must support.
+    /// Panels for a backend.
     pub fn new(view: TernaryView<'a>, backend: Backend) -> Self {
         let isa = backend.vectors();
         Rounded { view, isa }

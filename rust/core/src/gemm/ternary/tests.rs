@@ -29,7 +29,7 @@ impl Random {
 }
 
 fn kernels() -> impl Iterator<Item = Kernel> {
-    Kernel::ALL.into_iter().filter(|kernel| kernel.isa().available())
+    Kernel::all_available()
 }
 
 /// A packed tensor with the codes and levels of its weights.
@@ -107,7 +107,7 @@ fn matrix(rows: usize, columns: usize) -> Shape {
 }
 
 fn weights<'a>(kernel: Kernel, view: &TernaryView<'a>) -> Ternary<'a> {
-    Ternary::with_kernel(kernel, view.clone()).unwrap()
+    Ternary::with_kernel(kernel, view.clone())
 }
 
 fn check_product(kernel: Kernel, shape: Shape, code: Code, p0: f64, tokens: usize) {
@@ -281,7 +281,7 @@ fn all_vector_kernels_give_one_token_the_same_bits() {
             let view = TernaryView::parse(&sample.blob).unwrap();
             let x = activations(columns, 10);
             let outputs: Vec<Vec<u32>> = kernels()
-                .filter(|&kernel| kernel != Kernel::Scalar)
+                .filter(|&kernel| kernel != Kernel::SCALAR)
                 .map(|kernel| {
                     let mut y = vec![0.0; 70];
                     matmul(&weights(kernel, &view), 0, &x[..], 1, &mut y, &pool(1)).unwrap();
@@ -298,7 +298,7 @@ fn arguments_are_checked() {
     let (shape, offsets) = stack();
     let sample = sample(shape, Code::Fsv8, 0.9, 5);
     let view = TernaryView::parse(&sample.blob).unwrap();
-    let weights = Ternary::new(view.clone(), Mode::Auto, Isa::Scalar).unwrap();
+    let weights = Ternary::new(view.clone(), Mode::Auto, Isa::SCALAR).unwrap();
     let pool = pool(1);
     let (x, mut y) = (vec![0.0f32; 107 * 210], vec![0.0; 107 * 150]);
     let grouped =
@@ -315,15 +315,15 @@ fn arguments_are_checked() {
     assert!(matmul(&weights, 0, &x[..210], 1, &mut y[..149], &pool).is_err());
     assert!(matmul(&weights, 0, &x[..210], 2, &mut y[..150], &pool).is_err());
     assert!(matmul(&weights, 0, &x[..210], usize::MAX, &mut y[..150], &pool).is_err());
-    assert!(Ternary::new(view, Mode::Int8, Isa::Scalar).is_err());
+    assert!(Ternary::new(view, Mode::Int8, Isa::SCALAR).is_err());
 }
 
 #[test]
 fn every_instruction_set_names_a_kernel_that_it_runs() {
-    for isa in Isa::ALL {
-        for code in Code::ALL {
-            assert!(kernel_for(code, isa).isa() <= isa);
-        }
+    for (isa, code) in Isa::all_available().flat_map(|isa| Code::ALL.map(|code| (isa, code))) {
+        let kernel = kernel_for(code, isa);
+        assert!(kernel.isa().kind() <= isa.kind());
+        assert!(kernels().any(|available| available == kernel));
     }
 }
 

@@ -53,8 +53,8 @@ impl Tile {
     /// Copies tokens of `x` into the layout that `kernel` reads.
     pub fn new(kernel: Kernel, view: &TernaryView, x: Activations, list: &[usize]) -> Tile {
         let (columns, longest_word, tokens) = (view.columns(), longest_word(view), list.len());
-        let steps = tokens == 1 && kernel != Kernel::Scalar;
-        let on_the_fly = tokens <= MAX_ON_THE_FLY && kernel != Kernel::Scalar && view.code() == Code::Fsv8;
+        let steps = tokens == 1 && kernel != Kernel::SCALAR;
+        let on_the_fly = tokens <= MAX_ON_THE_FLY && kernel != Kernel::SCALAR && view.code() == Code::Fsv8;
         let words = match (steps, on_the_fly) {
             (true, _) => STEP_ROUND + 1,
             (_, true) => BLOCK_ROUND + 1,

@@ -119,7 +119,7 @@ impl Problem<'_> {
 /// [`Error::InvalidArgument`] if sizes do not match, a code is not below K, or the processor lacks `isa`.
 pub fn refine(problem: Problem, state: State, isa: Isa, pool: &ThreadPool) -> Result<()> {
     problem.check(&state)?;
-    let isa = isa.require()?;
+    let isa = isa.vectors();
     let [_, rows, columns] = problem.shape;
     if rows == 0 || columns == 0 {
         state.objectives.fill(0.0);
@@ -148,7 +148,7 @@ pub fn refine(problem: Problem, state: State, isa: Isa, pool: &ThreadPool) -> Re
                     Batch::new(&problem, expert, batch * BATCH, state)
                 })
         });
-    pool.install(|| work.for_each(|batch| rows::refine(batch, isa)));
+    pool.install(|| work.for_each(|batch| rows::refine(isa, batch)));
     Ok(())
 }
 

@@ -1,7 +1,7 @@
 //! The refinement of a batch of rows that share a Hessian.
 
 use super::{Assignment, Problem, State};
-use crate::simd::Isa;
+use crate::simd::vectorized;
 use crate::solvers::kmeans::MAX_CLUSTERS;
 
 /// The ridge added to the diagonal of a system of centroids, relative to its largest element. It keeps the centroids
@@ -49,28 +49,13 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// Refines a batch with `isa`, which must be available and does not affect results.
-pub(super) fn refine(batch: Batch, isa: Isa) {
-    match isa {
-        // SAFETY: the caller checked that the processor supports the set.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe { refine_avx512(batch) },
-        // SAFETY: as above.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { refine_avx2(batch) },
-        _ => Search::new(batch).run(),
-    }
+vectorized! {
+    /// Refines a batch; the set does not affect results.
+    pub(super) fn refine(batch: Batch) = refine_batch;
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn refine_avx512(batch: Batch) {
-    Search::new(batch).run();
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn refine_avx2(batch: Batch) {
+#[inline(always)]
+fn refine_batch(batch: Batch) {
     Search::new(batch).run();
 }
 

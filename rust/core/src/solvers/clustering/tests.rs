@@ -107,7 +107,7 @@ proptest! {
         let starts: Vec<f64> = (0..2 * rows).map(|at| case.naive(at)).collect();
         let points = case.targets.clone();
         let assignment = if diagonal { Assignment::Diagonal(&points) } else { Assignment::Coordinate(&[]) };
-        let objectives = case.refine(assignment, 3, Isa::Scalar).unwrap();
+        let objectives = case.refine(assignment, 3, Isa::SCALAR).unwrap();
         for (at, found) in objectives.chunks_exact(4).enumerate() {
             prop_assert!((found[0] - starts[at]).abs() <= 1e-4 * starts[at] + 1e-5);
             prop_assert!(found.is_sorted_by(|a, b| a >= b));
@@ -120,8 +120,8 @@ proptest! {
     #[test]
     fn instruction_sets_agree(rows in 1usize..11, columns in 1usize..40, seed: u64) {
         let mut expected = Case::new(rows, columns, 16, 8, seed);
-        expected.refine(Assignment::Coordinate(&[]), 3, Isa::Scalar).unwrap();
-        for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+        expected.refine(Assignment::Coordinate(&[]), 3, Isa::SCALAR).unwrap();
+        for isa in Isa::all_available() {
             let mut case = Case::new(rows, columns, 16, 8, seed);
             case.refine(Assignment::Coordinate(&[]), 3, isa).unwrap();
             prop_assert!(case.codes == expected.codes && case.centroids == expected.centroids);
@@ -132,7 +132,7 @@ proptest! {
 #[test]
 fn no_move_of_one_weight_or_centroid_helps_at_the_end() {
     let mut case = Case::new(3, 24, 10, 4, 5);
-    case.refine(Assignment::Coordinate(&[]), 60, Isa::Scalar).unwrap();
+    case.refine(Assignment::Coordinate(&[]), 60, Isa::SCALAR).unwrap();
     for at in 0..6 {
         let best = case.naive(at);
         for column in 0..24 {
@@ -165,7 +165,7 @@ fn the_factors_of_a_diagonal_hessian_pass_nothing_on() {
     }
     let (codes, start) = (case.codes.clone(), case.naive(0));
     let found = case
-        .refine(Assignment::Coordinate(&factors), 1, Isa::Scalar)
+        .refine(Assignment::Coordinate(&factors), 1, Isa::SCALAR)
         .unwrap();
     assert_eq!(case.codes, codes);
     assert!(found[1] <= start && found[0] > 0.0);
@@ -177,7 +177,7 @@ fn empty_clusters_dead_columns_and_zero_hessians_keep_their_centroids() {
     case.codes.fill(1);
     case.hessians.fill(0.0);
     let before = case.centroids.clone();
-    case.refine(Assignment::Coordinate(&[]), 2, Isa::Scalar).unwrap();
+    case.refine(Assignment::Coordinate(&[]), 2, Isa::SCALAR).unwrap();
     assert_eq!(
         (case.codes.iter().all(|&c| c == 1), &case.centroids),
         (true, &before)
@@ -186,11 +186,11 @@ fn empty_clusters_dead_columns_and_zero_hessians_keep_their_centroids() {
         case.hessians[7 * i] = 1.0;
     }
     case.targets.fill(-0.7);
-    case.refine(Assignment::Coordinate(&[]), 2, Isa::Scalar).unwrap();
+    case.refine(Assignment::Coordinate(&[]), 2, Isa::SCALAR).unwrap();
     assert!(case.centroids[1..4] == before[1..4] && (case.centroids[0] + 0.7).abs() < 1e-6);
     case.hessians.fill(f32::NAN);
     let before = case.centroids.clone();
-    case.refine(Assignment::Coordinate(&[]), 2, Isa::Scalar).unwrap();
+    case.refine(Assignment::Coordinate(&[]), 2, Isa::SCALAR).unwrap();
     assert_eq!(case.centroids, before);
 }
 
@@ -198,15 +198,15 @@ fn empty_clusters_dead_columns_and_zero_hessians_keep_their_centroids() {
 fn sizes_that_do_not_fit_are_refused() {
     let mut case = Case::new(2, 6, 6, 4, 3);
     case.codes[3] = 4;
-    assert!(case.refine(Assignment::Coordinate(&[]), 1, Isa::Scalar).is_err());
+    assert!(case.refine(Assignment::Coordinate(&[]), 1, Isa::SCALAR).is_err());
     case.codes[3] = 3;
     assert!(
-        case.refine(Assignment::Coordinate(&[0.0]), 1, Isa::Scalar)
+        case.refine(Assignment::Coordinate(&[0.0]), 1, Isa::SCALAR)
             .is_err()
     );
-    assert!(case.refine(Assignment::Diagonal(&[0.0]), 1, Isa::Scalar).is_err());
+    assert!(case.refine(Assignment::Diagonal(&[0.0]), 1, Isa::SCALAR).is_err());
     case.hessians.pop();
-    assert!(case.refine(Assignment::Coordinate(&[]), 1, Isa::Scalar).is_err());
+    assert!(case.refine(Assignment::Coordinate(&[]), 1, Isa::SCALAR).is_err());
     case.block = 0;
-    assert!(case.refine(Assignment::Coordinate(&[]), 1, Isa::Scalar).is_err());
+    assert!(case.refine(Assignment::Coordinate(&[]), 1, Isa::SCALAR).is_err());
 }

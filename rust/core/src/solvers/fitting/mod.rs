@@ -137,7 +137,7 @@ struct Block<'a> {
 /// [`Error::InvalidArgument`] if sizes do not match or the processor lacks the instruction set.
 pub fn fit(problem: Problem, grid: Grid, solution: Solution, isa: Isa, pool: &ThreadPool) -> Result<()> {
     check(&problem, &grid, &solution)?;
-    let isa = isa.require()?;
+    let isa = isa.vectors();
     let blocks = cut(problem.columns, grid.groups(problem.columns), problem, solution);
     let columns = blocks.first().map_or(0, |block| {
         block.solution.codes.len() / block.solution.squares.len()

@@ -63,7 +63,7 @@ fn plain(weights: &[f32], columns: usize, grid: Grid) -> Answer {
         grid,
         None,
         vec![0.0; weights.len()],
-        Isa::Scalar,
+        Isa::SCALAR,
     )
 }
 
@@ -144,7 +144,7 @@ fn residuals_and_squares_are_those_of_the_stored_values() {
     {
         let (grid, x) = (grid(3, group_size, symmetric), weights(19 * columns));
         let compensation: Vec<f32> = weights(x.len() + 7)[7..].iter().map(|x| x * 0.3).collect();
-        let found = run(&x, columns, grid, None, compensation.clone(), Isa::Scalar);
+        let found = run(&x, columns, grid, None, compensation.clone(), Isa::SCALAR);
         for (row, square) in found.squares.iter().enumerate() {
             let mut sum = 0.0;
             for (at, &x) in x.iter().enumerate().skip(row * columns).take(columns) {
@@ -171,7 +171,7 @@ fn every_instruction_set_gives_the_same_bits() {
                 ..grid(bits, 64, symmetric)
             };
             let first = plain(&x, 150, grid);
-            for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            for isa in Isa::all_available() {
                 let found = run(&x, 150, grid, None, vec![0.0; x.len()], isa);
                 assert!(found.codes == first.codes && found.scales == first.scales);
                 assert!(found.offsets == first.offsets && found.squares == first.squares);
@@ -195,7 +195,7 @@ fn a_start_is_never_lost() {
         iterations: 0,
         ..grid
     };
-    let kept = run(&moved, columns, still, start, vec![0.0; x.len()], Isa::Scalar);
+    let kept = run(&moved, columns, still, start, vec![0.0; x.len()], Isa::SCALAR);
     assert_eq!((&kept.scales, &kept.offsets), (&first.scales, &first.offsets));
     let better = run(
         &moved,
@@ -206,7 +206,7 @@ fn a_start_is_never_lost() {
         },
         start,
         vec![0.0; x.len()],
-        Isa::Scalar,
+        Isa::SCALAR,
     );
     let sum = |answer: &Answer| answer.squares.iter().sum::<f64>();
     assert!(sum(&better) < sum(&kept));
@@ -259,7 +259,7 @@ fn sizes_are_checked() {
             offsets: &mut offsets,
             squares: &mut squares[..rows],
         };
-        assert!(fit(problem, grid(bits, group, false), solution, Isa::Scalar, &pool).is_err());
+        assert!(fit(problem, grid(bits, group, false), solution, Isa::SCALAR, &pool).is_err());
     }
 }
 

@@ -2,7 +2,7 @@
 //! cross lanes. The loops are written over arrays; compiled for an instruction set, an array is one or two registers.
 
 use super::{Grid, Storage};
-use crate::simd::Isa;
+use crate::simd::vectorized;
 
 /// The number of rows quantized together.
 pub const LANES: usize = 16;
@@ -109,29 +109,9 @@ struct Solver<'a> {
     rest: Lanes,
 }
 
-/// Finds the best parameters, and sets the codes and values of the tile.
-pub fn solve(isa: Isa, tile: &mut Tile, grid: &Grid, start: Option<Parameters>) -> Parameters {
-    match isa {
-        // SAFETY: `isa.require()` in the parent module checked that the processor supports the set.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe { solve_avx512(tile, grid, start) },
-        // SAFETY: as above.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { solve_avx2(tile, grid, start) },
-        _ => solve_lanes(tile, grid, start),
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn solve_avx512(tile: &mut Tile, grid: &Grid, start: Option<Parameters>) -> Parameters {
-    solve_lanes(tile, grid, start)
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn solve_avx2(tile: &mut Tile, grid: &Grid, start: Option<Parameters>) -> Parameters {
-    solve_lanes(tile, grid, start)
+vectorized! {
+    /// Finds the best parameters, and sets the codes and values of the tile.
+    pub fn solve(tile: &mut Tile, grid: &Grid, start: Option<Parameters>) -> Parameters = solve_lanes;
 }
 
 #[inline(always)]

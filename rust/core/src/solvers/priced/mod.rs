@@ -152,7 +152,7 @@ impl<'a, Q: Quantizer> Rounding<'a, Q> {
         Ok(Rounding {
             problem,
             inverse,
-            isa: isa.require()?,
+            isa: isa.vectors(),
             quantizers: quantizers.collect(),
         })
     }

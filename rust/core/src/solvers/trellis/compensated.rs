@@ -66,7 +66,7 @@ pub struct Solved {
 /// # Errors
 /// [`crate::Error::InvalidArgument`] if sizes do not match, a number is out of range, or a weight is NaN or infinite.
 pub fn solve(matrices: Matrices, isa: Isa, pool: &ThreadPool) -> Result<Solved> {
-    let isa = isa.require()?;
+    let isa = isa.vectors();
     let lists = check(&matrices)?;
     let [experts, rows, columns] = matrices.shape;
     let (mut codes, unit) = (

@@ -8,7 +8,7 @@ use crate::pool;
 const INDICES: usize = 63;
 
 fn isas() -> impl Iterator<Item = Isa> {
-    Isa::ALL.into_iter().filter(|isa| isa.available())
+    Isa::all_available()
 }
 
 /// Lengths that grow from zero, approximately like those of a coder.
@@ -97,7 +97,7 @@ fn rounding_finds_the_cheapest_of_all_paths() {
     for columns in (1..16).chain([31, 40]) {
         let weights = weights(19 * columns, 1.0);
         for price in [0.0, 0.01, 0.2] {
-            let codes = rounded(problem(&weights, columns, &lengths, price), Isa::Scalar).unwrap();
+            let codes = rounded(problem(&weights, columns, &lengths, price), Isa::SCALAR).unwrap();
             for (weights, codes) in weights.chunks(columns).zip(codes.chunks(columns)) {
                 for number in 0..LANES {
                     let units: Vec<f32> = lane(weights, number)
@@ -127,7 +127,7 @@ fn every_instruction_set_rounds_alike() {
         for place in (0..weights.len()).step_by(97) {
             weights[place] *= 1e3;
         }
-        let wanted = rounded(problem(&weights, columns, &lengths, 0.01), Isa::Scalar).unwrap();
+        let wanted = rounded(problem(&weights, columns, &lengths, 0.01), Isa::SCALAR).unwrap();
         for isa in isas() {
             assert!(
                 rounded(problem(&weights, columns, &lengths, 0.01), isa).unwrap() == wanted,
@@ -144,7 +144,7 @@ fn far_weights_become_the_nearest_codes() {
     for far in [1e6, -1e6, 1e30, f32::MAX, 22.3, -21.9] {
         let mut weights = weights(64, 1.0);
         weights[21] = far;
-        let codes = rounded(problem(&weights, 64, &lengths, 0.01), Isa::Scalar).unwrap();
+        let codes = rounded(problem(&weights, 64, &lengths, 0.01), Isa::SCALAR).unwrap();
         let wanted = (f64::from(far) * 4.0 / 0.7).clamp(-(1 << 30) as f64, (1 << 30) as f64);
         assert!(
             (f64::from(codes[21]) - wanted).abs() <= 8.0 + wanted.abs() * 1e-6,
@@ -157,7 +157,7 @@ fn far_weights_become_the_nearest_codes() {
 
 #[test]
 fn narrow_types_have_the_low_bits_and_bad_input_is_refused() {
-    let (lengths, isa, pool) = (lengths(INDICES), Isa::Scalar, pool::current().unwrap());
+    let (lengths, isa, pool) = (lengths(INDICES), Isa::SCALAR, pool::current().unwrap());
     let ok = Problem {
         step: 4.0,
         ..problem(&[100.0, -120.0], 2, &lengths, 0.0)
@@ -325,7 +325,7 @@ fn every_instruction_set_follows_the_paths_with_their_own_errors() {
         let (owned, [_, rows, columns]) = (Owned::new(shape, 0.1), shape);
         let naive = (0..shape[0] * rows).flat_map(|row| owned.naive(row / rows, row % rows));
         let naive: Vec<i32> = naive.collect();
-        let wanted = solve(owned.view(), Isa::Scalar, &pool::current().unwrap()).unwrap();
+        let wanted = solve(owned.view(), Isa::SCALAR, &pool::current().unwrap()).unwrap();
         for (codes, naive) in wanted.codes.chunks(columns).zip(naive.chunks(columns)) {
             let visited: Vec<i32> = (0..LANES).flat_map(|number| lane(codes, number)).collect();
             assert!(visited == naive, "{shape:?}: {visited:?} {naive:?}");
@@ -344,9 +344,9 @@ fn every_instruction_set_follows_the_paths_with_their_own_errors() {
 fn without_correlation_it_is_rounding() {
     let mut owned = Owned::new([1, 33, 100], 0.0);
     owned.pivots.fill(1.0);
-    let found = solve(owned.view(), Isa::Scalar, &pool::current().unwrap()).unwrap();
+    let found = solve(owned.view(), Isa::SCALAR, &pool::current().unwrap()).unwrap();
     let lengths = lengths(INDICES);
-    let codes = rounded(problem(&owned.weights, 100, &lengths, 0.0), Isa::Scalar).unwrap();
+    let codes = rounded(problem(&owned.weights, 100, &lengths, 0.0), Isa::SCALAR).unwrap();
     let error = |codes: &[i32]| -> f64 {
         let errors = owned
             .weights
@@ -364,7 +364,7 @@ fn overflow_and_bad_matrices_are_noticed() {
     let pool = pool::current().unwrap();
     let mut owned = Owned::new([1, 4, 12], 1e30);
     owned.weights[0] = f32::MAX;
-    let found = solve(owned.view(), Isa::Scalar, &pool).unwrap();
+    let found = solve(owned.view(), Isa::SCALAR, &pool).unwrap();
     assert!(found.losses.iter().any(|loss| !loss.is_finite()));
     let owned = Owned::new([1, 4, 12], 0.1);
     let (ok, nan) = (owned.view(), [f32::NAN; 48]);
@@ -388,7 +388,7 @@ fn overflow_and_bad_matrices_are_noticed() {
     ];
     assert!(
         bad.into_iter()
-            .all(|matrices| solve(matrices, Isa::Scalar, &pool).is_err())
+            .all(|matrices| solve(matrices, Isa::SCALAR, &pool).is_err())
     );
     let empty = Matrices {
         shape: [1, 0, 12],
@@ -397,7 +397,7 @@ fn overflow_and_bad_matrices_are_noticed() {
         ..ok
     };
     assert_eq!(
-        solve(empty, Isa::Scalar, &pool),
+        solve(empty, Isa::SCALAR, &pool),
         Ok(Solved {
             codes: vec![],
             losses: vec![0.0; 12]

@@ -18,7 +18,7 @@ use super::layout::STATE_BYTES;
 use super::table::Table;
 use super::trellis::{self, States};
 use super::{BLOCK_ROWS, LANES, QUAD};
-use crate::simd::{Isa, vectorized};
+use crate::simd::{Isa, Kind, vectorized};
 
 /// One byte per lane: 16 rows by four columns of symbols, rows first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,7 +91,7 @@ impl<'a> Chain<'a> {
     }
 
     /// Converts symbols to codes, or to the part of codes above their low bits, as signed bytes. `symbols` holds all
-    /// symbols decoded since the last call or the start of the row block. The processor must support `isa`.
+    /// symbols decoded since the last call or the start of the row block.
     #[inline]
     pub fn codes(&mut self, isa: Isa, symbols: &mut [Register]) {
         match &mut self.states {
@@ -157,7 +157,7 @@ fn shift_portable(registers: &mut [Register], lowest: i8) {
 
 /// Decodes the next `registers` registers of several streams of a tensor: first those of the first stream, then those
 /// of the second, and so on. Registers hold symbols, or the digits of symbols of two weights; an odd number of the
-/// latter ends a row block. The processor must support `isa`.
+/// latter ends a row block.
 #[inline]
 pub fn decode(isa: Isa, chains: &mut [Chain], registers: usize, out: &mut [Register]) {
     // The decoders rely on this bound.
@@ -205,41 +205,41 @@ impl Split {
 
 /// Splits symbols of two weights into digits.
 fn split(isa: Isa, table: &Table, split: Split, registers: &mut [Register]) {
-    match isa {
-        // SAFETY: the processor supports the instruction set.
+    match isa.kind() {
+        // SAFETY: `isa` proves that the processor has AVX2.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::split(table, split, registers) },
-        // SAFETY: as above; these sets include the AVX-512 features used.
+        Kind::Avx2 => unsafe { avx2::split(table, split, registers) },
+        // SAFETY: `isa` proves that the processor has AVX-512, which both sets include.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Amx => unsafe { avx512::split(table, split, registers) },
-        // SAFETY: as above.
+        Kind::Avx512 | Kind::Amx => unsafe { avx512::split(table, split, registers) },
+        // SAFETY: `isa` proves that the processor has NEON.
         #[cfg(target_arch = "aarch64")]
-        Isa::Neon => unsafe { neon::split(table, split, registers) },
+        Kind::Neon => unsafe { neon::split(table, split, registers) },
         _ => scalar::split(table, split, registers),
     }
 }
 
 /// Decodes registers of symbols; `out` has room for the registers of all chains.
 fn symbols(isa: Isa, chains: &mut [Chain], registers: usize, out: &mut [Register]) {
-    match isa {
-        // SAFETY: the processor supports the instruction set.
+    match isa.kind() {
+        // SAFETY: `isa` proves that the processor has AVX2.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::decode(chains, registers, out) },
-        // SAFETY: as above; these sets include the AVX-512 features used.
+        Kind::Avx2 => unsafe { avx2::decode(chains, registers, out) },
+        // SAFETY: `isa` proves that the processor has AVX-512, which both sets include.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Amx => unsafe { avx512::decode(chains, registers, out) },
-        // SAFETY: as above.
+        Kind::Avx512 | Kind::Amx => unsafe { avx512::decode(chains, registers, out) },
+        // SAFETY: `isa` proves that the processor has NEON.
         #[cfg(target_arch = "aarch64")]
-        Isa::Neon => unsafe { neon::decode(chains, registers, out) },
+        Kind::Neon => unsafe { neon::decode(chains, registers, out) },
         _ => scalar::decode(chains, registers, out),
     }
 }
 
 /// The number of streams to interleave for best throughput.
 pub fn side_by_side(isa: Isa) -> usize {
-    match isa {
-        Isa::Scalar => 1,
-        Isa::Neon | Isa::Avx2 => 4,
-        Isa::Avx512 | Isa::Amx => 8,
+    match isa.kind() {
+        Kind::Scalar => 1,
+        Kind::Neon | Kind::Avx2 => 4,
+        Kind::Avx512 | Kind::Amx => 8,
     }
 }

@@ -66,9 +66,9 @@ fn all_sets_decode_any_bytes_alike() {
                 out.extend(more);
                 (out, chains.iter().map(|chain| chain.at).collect::<Vec<_>>())
             };
-            for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            for isa in Isa::all_available() {
                 assert!(
-                    decoded(isa) == decoded(Isa::Scalar),
+                    decoded(isa) == decoded(Isa::SCALAR),
                     "{symbols} symbols on {}",
                     isa.name()
                 );

@@ -26,6 +26,7 @@ use crate::formats::codebook::{BLOCK_UNIT, Block, PANEL, View};
 use crate::gemm::codebook::kernel::AHEAD;
 use crate::gemm::codebook::tokens::Prepared;
 use crate::gemm::codebook::{Epilogue, Rows};
+use crate::simd::{Isa, Kind};
 
 /// The masks of a row: its low bits, its high bits, and their AND.
 const MASKS: usize = 3;
@@ -88,10 +89,11 @@ pub(in crate::gemm::codebook) struct Lookups<'a> {
 impl Lookups<'_> {
     /// Adds the products of some rows of an expert with `tokens` to `out`, tokens x rows.
     ///
-    /// # Safety
-    /// The processor has AVX2.
-    pub unsafe fn multiply(&self, expert: usize, rows: Range<usize>, tokens: &[usize], out: &mut [f32]) {
-        // SAFETY: guaranteed by the caller.
+    /// # Panics
+    /// If the set is not the one of [`by_tables`](super::by_tables).
+    pub fn multiply(&self, isa: Isa, expert: usize, rows: Range<usize>, tokens: &[usize], out: &mut [f32]) {
+        assert!(isa.kind() == Kind::Avx2);
+        // SAFETY: `isa` proves that the processor has AVX2.
         unsafe {
             match (self.centroid_bytes, halves(self.activation_bits)) {
                 (1, 1) => self.rows::<1, 1>(expert, rows, tokens, out),

@@ -13,7 +13,7 @@ pub(super) mod shuffles;
 pub(super) mod tables;
 
 use super::Precision;
-use crate::simd::Isa;
+use crate::simd::{Isa, Kind};
 
 /// Returns whether products with codes of `bits` bits look up activations in tables instead of looking up centroids.
 ///
@@ -33,5 +33,5 @@ use crate::simd::Isa;
 /// 2.6 times in int16; with AVX-512, permutations are faster than both. With 3 bits a product takes seven masks
 /// instead of three: tables are 1.3 times as fast in int16 but slower in int8, so 3 bits use shuffles.
 pub(super) fn by_tables(bits: u8, precision: Precision, isa: Isa) -> bool {
-    bits == 2 && isa == Isa::Avx2 && precision != Precision::Exact
+    bits == 2 && isa.kind() == Kind::Avx2 && precision != Precision::Exact
 }

@@ -6,6 +6,7 @@
 
 use crate::formats::codebook::BLOCK_UNIT;
 use crate::formats::codebook::bits::LANE;
+use crate::simd::{Isa, Kind};
 
 /// The tables and sums of a token.
 #[derive(Default)]
@@ -23,14 +24,18 @@ pub(in crate::gemm::codebook) const fn halves(activation_bits: u8) -> usize {
 }
 
 impl Tables {
-    /// The tables for a token's codes of 4 or 8 bits, whose number is a multiple of 16. The processor must have AVX2.
+    /// The tables for a token's codes of 4 or 8 bits, whose number is a multiple of 16.
+    ///
+    /// # Panics
+    /// If the set is not the one of [`by_tables`](super::by_tables).
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
-    pub fn new(codes: &[u8], activation_bits: u8) -> Tables {
+    pub fn new(isa: Isa, codes: &[u8], activation_bits: u8) -> Tables {
+        assert!(isa.kind() == Kind::Avx2);
         let totals = codes.chunks(BLOCK_UNIT);
         let totals = totals.map(|codes| codes.iter().map(|&code| u32::from(code)).sum());
         let mut bytes = vec![[0; 2 * LANE]; codes.len() / LANE * 2 * halves(activation_bits)];
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: `isa` proves that the processor has AVX2.
         unsafe {
             match activation_bits {
                 8 => x86::fill::<2>(codes, &mut bytes),

@@ -74,7 +74,7 @@ fn rotated_tensors_rotate_their_activations() {
         let (plain, rotated) = (View::parse(&plain).unwrap(), View::parse(&rotated).unwrap());
         let x = numbers(20 * 192, 9);
         let mut first = x.clone();
-        rotate(Isa::Scalar, &mut first, 64);
+        rotate(Isa::SCALAR, &mut first, 64);
         for backend in backends() {
             let product =
                 |view, x: &[f32]| product(Rounded::new(view, backend), x, &tasks(&[20]), backend, 1);

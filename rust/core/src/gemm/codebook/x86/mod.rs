@@ -52,9 +52,11 @@ impl Lookup for Permutations {
     }
 }
 
-/// Adds the products of a block, whose first column is `first`, with `tokens` to `out`, with AVX2, which must be
-/// available.
-pub(super) fn avx2(
+/// Adds the products of a block, whose first column is `first`, with `tokens` to `out`.
+///
+/// # Safety
+/// The processor has AVX2 and FMA.
+pub(super) unsafe fn avx2(
     block: &Block,
     precision: Precision,
     first: usize,
@@ -88,7 +90,7 @@ pub(super) fn avx2(
         unsafe { kernel::compute::<Avx2>(block, centroid_bytes, first, prepared, tokens, pieces, out) }
     }
     let pieces = &mut buffers.pieces;
-    // SAFETY: `isa.require()` in `Codebook::new` checked that the processor has AVX2 and FMA.
+    // SAFETY: the caller guarantees AVX2 and FMA.
     unsafe {
         match precision {
             Precision::Exact => exact(block, first, prepared, tokens, buffers, out),
@@ -98,8 +100,11 @@ pub(super) fn avx2(
     }
 }
 
-/// Adds the products of a block, whose first column is `first`, with `tokens` to `out`. AVX-512 must be available.
-pub(super) fn avx512(
+/// Adds the products of a block, whose first column is `first`, with `tokens` to `out`.
+///
+/// # Safety
+/// The processor has the AVX-512 of [`crate::simd::Kind::Avx512`].
+pub(super) unsafe fn avx512(
     block: &Block,
     precision: Precision,
     first: usize,
@@ -128,7 +133,7 @@ pub(super) fn avx512(
         // SAFETY: the function has the features of the lanes; it is only called for 2-bit blocks.
         unsafe { pieces::multiply::<Avx512, 2, BYTES>(block, first, pieces, out) }
     }
-    // SAFETY: `isa.require()` in `Codebook::new` checked that the processor supports every feature that these enable.
+    // SAFETY: the caller guarantees AVX-512 with all features that these enable; the bits are the block's.
     unsafe {
         match (precision, block.bits()) {
             (Precision::Exact, 2) => exact::exact::<2>(block, first, prepared, tokens, words, out),

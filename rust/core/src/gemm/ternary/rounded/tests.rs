@@ -73,7 +73,7 @@ fn samples() -> impl Iterator<Item = (Code, Sample)> {
 fn panels_hold_the_rounded_weights() {
     for (code, sample) in samples() {
         let view = TernaryView::parse(&sample.blob).unwrap();
-        let source = Rounded::new(view, Backend::Portable);
+        let source = Rounded::new(view, Backend::PORTABLE);
         let what = format!("{code:?} {:?}", sample.shape);
         assert_panels(source, |e, row| sample.row(e, row), |word| word, &what);
     }
@@ -126,8 +126,8 @@ fn damaged_codes_give_numbers_and_nothing_else() {
             }
             let view = TernaryView::parse(&sample.blob).unwrap();
             let x = numbers(20 * sample.shape.columns, 1);
-            let source = Rounded::new(view, Backend::Portable);
-            let y = product(source, &x, &tasks(&[20]), Backend::Portable, 1);
+            let source = Rounded::new(view, Backend::PORTABLE);
+            let y = product(source, &x, &tasks(&[20]), Backend::PORTABLE, 1);
             assert_eq!(y.len(), 20 * sample.shape.rows, "{code:?}");
         }
     }

@@ -8,12 +8,13 @@ mod sums;
 mod vector;
 mod walk;
 
+use super::Kernel;
 use super::lists::{List, position_bound};
 use super::table::BlockTable;
 use super::unit::Unit;
 use crate::formats::ternary::layout::{MAX_DICTIONARIES, SWAPPED, raw_bytes};
 use crate::formats::ternary::{Code, Row};
-use crate::simd::Isa;
+use crate::simd::{Isa, Kind};
 
 /// Two neighbouring bytes as a number, at any address.
 #[derive(Clone, Copy)]
@@ -32,15 +33,6 @@ unsafe fn pair(at: *const u8) -> u32 {
     // SAFETY: guaranteed by the caller; a packed structure needs no alignment, and any two bytes are a valid value.
     let Pair(pair) = unsafe { at.cast::<Pair>().read_volatile() };
     u32::from(u16::from_le(pair))
-}
-
-/// The instructions that a kernel may use, and whether it loads table entries several codes ahead.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Variant {
-    /// AVX2, FMA, BMI1 and BMI2.
-    Avx2 { ahead: bool },
-    /// AVX-512, and the instructions of [`Variant::Avx2`].
-    Avx512 { ahead: bool },
 }
 
 /// A row of a unit: a compact [`crate::formats::ternary::PlacedRow`], because units have hundreds.
@@ -151,19 +143,16 @@ impl UnitRow {
     }
 }
 
-/// Computes a unit into `out` (rows x tokens).
-///
-/// # Panics
-/// If the processor lacks the instructions of `variant`.
-pub(super) fn rows(unit: &Unit, variant: Variant, out: &mut [f32]) {
-    let (isa, wide, ahead) = match variant {
-        Variant::Avx2 { ahead } => (Isa::Avx2, false, ahead),
-        Variant::Avx512 { ahead } => (Isa::Avx512, true, ahead),
+/// Computes a unit into `out` (rows x tokens) with a kernel of AVX2 or AVX-512.
+pub(super) fn rows(unit: &Unit, kernel: Kernel, out: &mut [f32]) {
+    let wide = match kernel.isa.kind() {
+        Kind::Avx2 => false,
+        Kind::Avx512 => true,
+        _ => unreachable!("{} is no kernel of this module", kernel.name()),
     };
-    assert!(isa.available());
     if unit.tile.is_steps() {
-        // SAFETY: both instruction sets include AVX2, FMA, BMI1 and BMI2, and the set is available.
-        return unsafe { walk::rows(unit, ahead, out) };
+        // SAFETY: the kernel's set is AVX2 or AVX-512, as matched; both include AVX2, FMA, BMI1 and BMI2.
+        return unsafe { walk::rows(unit, kernel.ahead, out) };
     }
     let sorted = RowsByDictionary::new(unit);
     let tokens = unit.tile.tokens();
@@ -171,9 +160,9 @@ pub(super) fn rows(unit: &Unit, variant: Variant, out: &mut [f32]) {
     for row in &sorted.rows {
         let out = &mut out[usize::from(row.number) * tokens..][..tokens];
         match block_table(unit, row) {
-            // SAFETY: the instruction set is available.
+            // SAFETY: the kernel's set is AVX-512, which includes AVX2, FMA, BMI1 and BMI2.
             Some(table) if wide => unsafe { blocks::row_avx512(unit, row, table, out) },
-            // SAFETY: as above.
+            // SAFETY: the kernel's set is AVX2, which comes with FMA, BMI1 and BMI2.
             Some(table) => unsafe { blocks::row_avx2(unit, row, table, out) },
             None => listed.push(*row),
         }
@@ -185,7 +174,7 @@ pub(super) fn rows(unit: &Unit, variant: Variant, out: &mut [f32]) {
         for (row, list) in rows.iter().zip(&mut lists) {
             list.fill(unit.view, row.codes(unit));
         }
-        add_lists(unit, rows, &lists, wide, out);
+        add_lists(unit, rows, &lists, kernel.isa, out);
     }
 }
 
@@ -193,8 +182,8 @@ pub(super) fn rows(unit: &Unit, variant: Variant, out: &mut [f32]) {
 /// into the second-level cache once for all of them, and the lists fit the cache, too.
 const LISTED_ROWS: usize = 64;
 
-/// Writes the outputs of rows from their lists.
-fn add_lists(unit: &Unit, rows: &[UnitRow], lists: &[List], wide: bool, out: &mut [f32]) {
+/// Writes the outputs of rows from their lists, with AVX2 or AVX-512.
+fn add_lists(unit: &Unit, rows: &[UnitRow], lists: &[List], isa: Isa, out: &mut [f32]) {
     let (tokens, bound) = (unit.tile.tokens(), position_bound(unit.view));
     for block in unit.tile.blocks() {
         let values = unit.tile.values(block);
@@ -203,11 +192,13 @@ fn add_lists(unit: &Unit, rows: &[UnitRow], lists: &[List], wide: bool, out: &mu
         for (row, list) in rows.iter().zip(lists) {
             let levels = list.levels(row.levels(unit));
             let out = &mut out[usize::from(row.number) * tokens + block.token..][..block.tokens];
-            match wide {
-                // SAFETY: as asserted; `rows` has checked that the instruction set is available.
-                true => unsafe { sums::block_avx512(list.items(), values, block.lanes, levels, out) },
-                // SAFETY: as above.
-                false => unsafe { sums::block_avx2(list.items(), values, block.lanes, levels, out) },
+            match isa.kind() {
+                // SAFETY: `isa` proves that the processor has AVX2 and FMA. Items are below twice the bound, so their
+                // positions are below it, and `values` holds `lanes` floats for each of these, as asserted.
+                Kind::Avx2 => unsafe { sums::block_avx2(list.items(), values, block.lanes, levels, out) },
+                // SAFETY: `isa` proves that the processor has AVX-512 F, AVX2 and FMA; the bounds are those of AVX2.
+                Kind::Avx512 => unsafe { sums::block_avx512(list.items(), values, block.lanes, levels, out) },
+                _ => unreachable!("{} is no set of this module", isa.name()),
             }
         }
     }
