@@ -93,6 +93,7 @@ def test_killed_from_outside_it_does_not_repeat_finished_layers(tmp_path: Path) 
     model, out = TINY_MOE, tmp_path / "out"
     script = """
 import sys, time, moepack
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.progress import Silent
 
 class Waits(Silent):
