@@ -140,7 +140,7 @@ def register_model_loader(name: str) -> Any:
 
 
 class VllmConfig:
-    """vLLM's settings, as far as they are looked at; its `__post_init__` learns what is quantized.
+    """The part of vLLM's settings that the plugin reads; `__post_init__` sets the quantization.
 
     Args:
         directory: the model's; its `config.json` says how it is quantized.

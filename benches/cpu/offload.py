@@ -2,11 +2,11 @@
 
     python -m benches.cpu.offload [--model experts|channels] [--share 0.33] [--tokens 48] [--directory DIR]
 
-`experts`: the synthetic model of benches/cpu/llama.py, with 64 experts per layer, of which each token uses 8 at random:
+`experts`: the synthetic model of benches/cpu/llama.py, with 64 experts per layer; each token uses 8 at random:
 the worst case for any cache.
 
 `channels`: a model with two layers of Mixtral's shapes (8 experts of 3 x 14336 x 4096, 2 per token, at random), packed
-as by `floe`: random up projections of 2 bits, random int8 records, of which a token uses a fifth. The hit rate of a
+as by `floe`: random up projections of 2 bits, random int8 records; a token uses a fifth of them. The hit rate of a
 cache depends on how much tokens agree on channels, so rows of up projections have log-normally distributed scales
 (`SKEW`), largest first, as stored by `floe`. Streaming single channels is compared with whole experts of the same
 directory in the same memory, and with mapped files. Building the model takes 9 GB of memory.

@@ -83,7 +83,7 @@ def finequant(bits: int) -> dict[str, Setting]:
 
 
 MILO_GROUPS = {"bits": 3, "group_size": "budget", "dense_bits": 3}
-MILO_SHARE = "5 % of what is packed"
+MILO_SHARE = "5 % of the packed part"
 """A budget is a share of all files: 2.25 % of SmolLM2's, whose embedding keeps 16 bits, are so much of the rest."""
 ROUNDED = {"start": "uniform", "steps": 0, "drift": 0.0}
 """CodeQuant's codes and layout with 16 values at even distances: rounding to nearest."""

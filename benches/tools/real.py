@@ -165,7 +165,7 @@ def checkpoint(dense: Dense, out: Path, form: str = "mixtral", seed: int | None 
         dense: the model.
         out: the directory to make.
         form: one of `FORMS`.
-        seed: of the factors of a rescaled one; None leaves the scales as they are.
+        seed: of the factors of a rescaled model; None keeps the scales.
     """
     from safetensors.torch import save_file
 

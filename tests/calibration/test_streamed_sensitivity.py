@@ -18,7 +18,7 @@ import tiny_models
 from census_support import skip_unknown
 from command_support import run
 from moepack.calibration import CalibrationRequest, CalibrationSettings
-from moepack.calibration.fisher import LENGTH, WINDOWS, Sensitivity, fisher, needed_bytes, owners, pieces
+from moepack.calibration.fisher import LENGTH, ROUND, WINDOWS, Sensitivity, fisher, needed_bytes, owners, pieces
 from moepack.calibration.samples import Samples, decoder_samples
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.text import BUILT_IN
@@ -162,7 +162,7 @@ def test_a_head_that_reads_earlier_blocks_is_refused(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("windows", "length", "count", "cut"), [(18, 512, WINDOWS, LENGTH), (5, 40, 5, 40), (3, 300, 3, LENGTH)]
+    ("windows", "length", "count", "cut"), [(60, 512, WINDOWS, LENGTH), (5, 40, 5, 40), (3, 300, 3, LENGTH)]
 )
 def test_windows_are_cut_into_pieces(windows: int, length: int, count: int, cut: int) -> None:
     found = pieces(torch.arange(windows * length).view(windows, length))
@@ -243,7 +243,7 @@ def test_the_needed_memory_follows_the_largest_block(tmp_path: Path) -> None:
 
     few, _ = needs("few", num_hidden_layers=2, moe_intermediate_size=4096)
     many, whole = needs("many", num_hidden_layers=8, moe_intermediate_size=4096)
-    states = WINDOWS * LENGTH * 32 * 4
+    states = ROUND * LENGTH * 32 * 4
     assert few + 6 * states == many < whole
     broad, _ = needs("broad", num_hidden_layers=2, moe_intermediate_size=8192)
     assert broad - few > 2 * 4 * (4 * 3 * 4096 * 32)  # twice the gain of four experts

@@ -1,4 +1,4 @@
-"""Many clients and broken ones at a time: answers do not mix, nobody waits for the broken, nothing is left behind."""
+"""Many and broken clients at a time: answers do not mix, broken clients delay no others, and no resources leak."""
 
 import http.client
 import json

@@ -255,7 +255,16 @@ def test_a_directory_that_is_swapped_is_noticed(source, tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "value", "said"),
-    [("--max-body", "much", "'much' is not a size"), ("--slots", "0", "--slots"), ("--mode", "fast", "'fast'")],
+    [
+        ("--max-body", "much", "'much' is not a size"),
+        ("--slots", "0", "--slots"),
+        ("--mode", "fast", "'fast'"),
+        ("--chat-template-kwargs", "[]", "--chat-template-kwargs must be a JSON object"),
+        ("--chat-template-kwargs", '{"thin": 1}', "the chat template does not use the variable 'thin'"),
+        ("--chat-template", "nothing.jinja", "nothing.jinja"),
+        ("--temperature", "-1", "temperature must be a finite number of at least 0"),
+        ("--top-p", "2", "top_p must be above 0 and at most 1"),
+    ],
 )
 def test_wrong_usage(source, monkeypatch, option, value, said):
     monkeypatch.setattr("moepack.cli.evaluate.quiet_transformers", lambda: None)

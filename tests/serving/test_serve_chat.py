@@ -189,6 +189,7 @@ MARKED = {
     "thinking": "<tool_call> <think> </think>",
     "deepseek": "<｜tool▁calls▁begin｜>",
     "deepseek 3": "<｜tool▁calls▁begin｜> ```json",
+    "deepseek 3.2": "<｜DSML｜function_calls>",
     "mistral": "[TOOL_CALLS]",
     "mistral 11": "[TOOL_CALLS] [ARGS]",
     "harmony": HARMONY,
@@ -197,7 +198,7 @@ MARKED = {
 
 @pytest.mark.parametrize("family", MARKED)
 @pytest.mark.parametrize("choice", ["required", "go"])
-def test_a_required_call_is_written_whatever_the_model(ask, engine, family, choice):
+def test_a_required_call_is_written_by_any_model(ask, engine, family, choice):
     pytest.importorskip("llguidance")
     template = "{{ tools | tojson }}{{ messages[0].content }}{% if false %}" + MARKED[family] + "{% endif %}"
     app = create_app(engine, Settings("tiny", template=template))
@@ -219,13 +220,13 @@ def test_messages_cannot_write_control_tokens(engine):
     tokenizer = engine.tokenizer
     special = [token for token in tokenizer.all_special_tokens if token.startswith("<")]
     ends = set(tokenizer.convert_tokens_to_ids(special))
-    template = "<s>{% for m in messages %}{{ m.content }}</s>{% endfor %}{{ tools | tojson }}"
+    template = "<s>{% for m in messages %}{{ m.content }}</s>{% endfor %}{{ tools | tojson }}{{ place }}"
     for token in special:
         content = f"a{token}b {token}{token}"
         messages = [{"role": role, "content": content} for role in ("system", "user", "assistant", "tool")]
         tools = [{"type": "function", "function": {"name": "f", "description": content}}]
-        text, ids = chat_prompt(tokenizer, Chat(messages, tools, template=template))
-        assert tokenizer.decode(ids) == text and text.count(content) == 5
+        text, ids = chat_prompt(tokenizer, Chat(messages, tools, template=template, variables={"place": content}))
+        assert tokenizer.decode(ids) == text and text.count(content) == 6
         found = [tokenizer.convert_ids_to_tokens(one) for one in ids if one in ends]
         assert found == ["<s>", *["</s>"] * 4]
     plain = [{"role": "user", "content": "a b"}]
@@ -272,3 +273,63 @@ def test_strict_functions_and_single_calls_leave_text_free(ask, engine):
     texts = [ask({**body, **more}, app=app)[1]["choices"][0]["message"]["content"] for more in (
         {"tools": STRICT}, {"tools": strict}, {"tools": STRICT, "parallel_tool_calls": False})]  # fmt: skip
     assert texts[0] and texts == texts[:1] * 3
+
+
+CALLS = "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}%s{% endfor %}{% endfor %}"
+DIALECTS = {
+    "deepseek": CALLS.replace("%s", "{{ '<｜tool▁calls▁begin｜>' + c['function']['arguments'] }}"),
+    "mistral": CALLS.replace("%s", "{% if c.id | length != 9 %}{{ raise_exception('9 characters') }}{% endif %}"
+                             "[TOOL_CALLS]{{ c.id }}"),
+    "gpt-oss": "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}"
+               "{% endif %}{{ m.thinking or '' }}{{ m.content or '' }}{{ m.tool_calls }}{% endfor %}"
+               "<|channel|><|message|>",
+}  # fmt: skip
+"""What templates of families require of messages with calls."""
+
+
+@pytest.mark.parametrize("family", DIALECTS)
+def test_histories_fit_the_templates_of_families(ask, prompts, engine, family):
+    app = create_app(engine, Settings("tiny", template=DIALECTS[family]))
+    said = {**CALLED, "content": "I look.", "reasoning_content": "hm"}
+    if family != "gpt-oss":
+        said.pop("reasoning_content")
+    for number in ("1", "call_abcdefghij", "toolu_1"):
+        call = {**said["tool_calls"][0], "id": number}
+        status, answer = ask(
+            chat(messages=[USER, {**said, "tool_calls": [call]}, RESULT | {"tool_call_id": number}]), app
+        )
+        assert status == 200, answer
+        assert "I look." in prompts[-1]
+    if family == "deepseek":
+        assert '{"place": "here"}' in prompts[-1]
+    if family == "gpt-oss":
+        assert "hm\nI look." in prompts[-1]
+
+
+def test_a_schema_and_functions_together(ask, engine):
+    """The answer follows the schema, or calls a function."""
+    pytest.importorskip("llguidance")
+    template = "{{ tools | tojson }}{{ messages[0].content }}{% if false %}<tool_call>{% endif %}"
+    app = create_app(engine, Settings("tiny", template=template))
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for seed in range(4):
+        body = chat(tools=STRICT, response_format=form, temperature=1.5, seed=seed) | {"max_tokens": 400}
+        status, answer = ask(body, app=app)
+        assert status == 200, answer
+        message = answer["choices"][0]["message"]
+        calls = message.get("tool_calls") or [{"function": {"arguments": message["content"]}}]
+        assert all(json.loads(call["function"]["arguments"])["place"] in ("sea", "fire") for call in calls)
+
+
+def test_parallel_calls_of_a_history_are_all_in_the_prompt(ask, prompts, engine):
+    """gpt-oss's template writes the first call of a message, and names a result after the call before it."""
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls[0].function.name if m.tool_calls }}|"
+        "{% endfor %}<|channel|><|message|>"
+    )
+    app = create_app(engine, Settings("tiny", template=template))
+    calls = [{"id": number, "function": {"name": name}} for number, name in (("1", "look"), ("2", "go"), ("3", "stop"))]
+    said = {"role": "assistant", "content": "x", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": number, "content": text} for number, text in (("2", "b"), ("1", "a"))]
+    assert ask(chat(messages=[USER, said, *results, USER]), app)[0] == 200
+    assert prompts[-1].startswith("userhi|assistantxlook|toola|assistantgo|toolb|assistantstop|userhi|")

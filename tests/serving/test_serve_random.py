@@ -80,7 +80,7 @@ def requests(draw):
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(request=requests())
-def test_whatever_is_sent_is_answered_in_form(ask, request):  # noqa: F811
+def test_any_request_gets_a_well_formed_answer(ask, request):  # noqa: F811
     path, body = request
     status, _, content = ask(path, body)
     assert status in (200, 400, 404), (body, content)

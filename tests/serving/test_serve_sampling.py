@@ -1,4 +1,4 @@
-"""Fields of requests that change answers: each is shown to change one, and each answer to depend on nobody else."""
+"""Fields of requests that change answers: each changes an answer, and no answer depends on other requests."""
 
 import json
 import math
@@ -99,7 +99,7 @@ def test_several_prompts_and_answers_in_order(ask, engine):  # noqa: F811
     assert [choice["text"] for choice in choices] == [wanted[0]] * 2 + [wanted[1]] * 2
 
 
-def test_a_seed_gives_one_text_whoever_else_is_answered(write):
+def test_a_seed_gives_one_text_next_to_any_other_requests(write):
     drawn = {"temperature": 1.2, "seed": 5}
     alone = write(**drawn)[0]["text"]
     several = [choice["text"] for choice in write(**drawn, n=4)]
@@ -193,3 +193,29 @@ def test_answers_follow_a_grammar(write, field, holds):
     for drawn in ({}, {"temperature": 2.0, "seed": 1}):
         choice = write(**field, **drawn, max_tokens=120)[0]
         assert choice["finish_reason"] == "stop" and holds(choice["text"]), choice
+
+
+def test_streams_of_several_prompts_are_the_whole_answers(ask):  # noqa: F811
+    """With the prompts, their scores and two answers each."""
+    body = completion(prompt=["The sea", "a wolf"], logprobs=2, echo=True, n=2, temperature=1.1, seed=9, max_tokens=6)
+    whole = ask(COMPLETIONS, body)[2]["choices"]
+    data = ask(COMPLETIONS, {**body, "stream": True})[2].decode()
+    chunks = [json.loads(event.removeprefix("data: ")) for event in data.split("\n\n")[:-2]]
+    for choice in whole:
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in own) == choice["text"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            found = [value for part in own for value in part["logprobs"][name]]
+            expected = choice["logprobs"][name]
+            if name == "token_logprobs":
+                found, expected = ([value or 0.0 for value in values] for values in (found, expected))
+                assert found == pytest.approx(expected, abs=1e-4)
+            else:
+                assert found == expected
+
+
+def test_more_answers_than_the_queue_takes_are_refused(ask, engine):  # noqa: F811
+    prompts = ["x"] * (engine.slots + engine.queue + 1)
+    status, _, content = ask(COMPLETIONS, completion(prompt=prompts))
+    assert (status, content["error"]["code"], content["error"]["param"]) == (400, "too_many_answers", "prompt")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moepack.cli.command import command_line
+from moepack.cli.command import NAMED, command_line
 from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.options import AnyModel, Dtype, MinP, Mode, RepetitionPenalty, Resident, Threads, TopK, TopP
 from moepack.cli.usage import wrong_usage
@@ -63,6 +63,10 @@ def serve_command(
     top_k: TopK = None,
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(help="LoRA adapter that requests choose by NAME as their model; may be repeated.", metavar=NAMED),
+    ] = None,
     drain: Annotated[
         float, typer.Option(help="Seconds that running answers may take after Ctrl-C or SIGTERM.", min=0)
     ] = 5.0,
@@ -96,6 +100,7 @@ def serve_command(
     from moepack.cli.evaluate import quiet_transformers
     from moepack.decoding.stepping import tried
     from moepack.integrations.loading import open_tokenizer, open_with
+    from moepack.serving.adapters import Adapters
     from moepack.serving.engine import Engine
     from moepack.serving.http.listening import listen
     from moepack.serving.http.server import Settings, create_app
@@ -127,13 +132,31 @@ def serve_command(
         caps = host_memory, device_memory, misses
         model = open_with(path, loading(dtype, threads, mode, device, *caps, resident=resident))
         stepping = tried(model)
-        engine = Engine(model, open_tokenizer(path), slots, queue, context, timeout)
+        adapters = Adapters(model, _adapters(lora or []))
+        engine = Engine(model, open_tokenizer(path), slots, queue, context, timeout, adapters)
         application = create_app(engine, settings)
     if host not in LOCAL and not is_private and api_key is None:
         print("warning: without --api-key, anyone who can reach this address can use the model", file=sys.stderr)
     print(f"'{settings.name}': up to {slots} concurrent answers, {engine.context} tokens each", file=sys.stderr)
     print(f"a single sequence is {stepping}", file=sys.stderr)
     listen(application, engine, host, port, drain)
+
+
+def _adapters(given: list[str]) -> dict[str, Path]:
+    """Return the directories of `--lora`.
+
+    Raises:
+        ValueError: an option is not NAME=DIR, or a name is used twice.
+    """
+    found: dict[str, Path] = {}
+    for one in given:
+        name, equals, directory = one.partition("=")
+        if not (name and equals and directory):
+            raise ValueError(f"--lora must be NAME=DIR, not '{one}'")
+        if name in found:
+            raise ValueError(f"--lora gives the name '{name}' twice")
+        found[name] = Path(directory)
+    return found
 
 
 def _variables(text: str | None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Factors between the tensors of a packed directory and those of its source (docs/format.md).
 
 A directory that was packed from the balanced form of a checkpoint (`moepack.checkpoint.balanced`) computes the source's
-function with other scales. Running it needs no factors. They are needed by whatever combines it with tensors in the
-source's scales: adapters, decoded models and comparisons of weights.
+function with other scales. Running it needs no factors. Adapters, decoded models and comparisons of
+weights need them, because they combine it with tensors in the source's scales.
 
 The value of a source's weight is stored / rows * columns.
 """

@@ -240,6 +240,11 @@ class Method(Settings, ABC):
         return False
 
     @property
+    def reorders(self) -> bool:
+        """Whether the channels of experts are stored in another order than in the checkpoint."""
+        return False
+
+    @property
     def sequential(self) -> bool:
         """Whether the groups of experts of a layer are solved one after another because they share one bit budget."""
         return False

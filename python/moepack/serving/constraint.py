@@ -7,6 +7,7 @@ expressions, Lark and GBNF.
 Invariant: a grammar that does not compile raises `ValueError` when it is compiled, not while an answer is written.
 """
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -35,6 +36,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, rows: int, ends: Iterable[int]) -> None:
         self._tokenizer, self._rows, self._ends = tokenizer, rows, sorted(ends)
         self._vocabulary: Any = None
+        self._lock = threading.Lock()
         self._compiled: dict[str, Any] = {}
 
     def compiled(self, lark: str) -> "Matched":
@@ -47,16 +49,18 @@ class Grammars:
             raise ValueError("constrained answers need llguidance: pip install 'moepack[serve]'")
         from llguidance import LLMatcher
 
-        if self._vocabulary is None:
-            self._vocabulary = self._read_vocabulary()
-        if lark not in self._compiled:
-            matcher = LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(lark), log_level=0)
-            if matcher.is_error():
-                raise ValueError(matcher.get_error().strip())
-            while len(self._compiled) >= CACHED:
-                self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[lark] = matcher
-        return Matched(self._compiled[lark].deep_copy(), self._rows)
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+            matcher = self._compiled.get(lark)
+            if matcher is None:
+                matcher = LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(lark), log_level=0)
+                if matcher.is_error():
+                    raise ValueError(matcher.get_error().strip())
+                while len(self._compiled) >= CACHED:
+                    self._compiled.pop(next(iter(self._compiled)))
+                self._compiled[lark] = matcher
+            return Matched(matcher.deep_copy(), self._rows)
 
     def _read_vocabulary(self) -> Any:
         from llguidance.hf import from_tokenizer

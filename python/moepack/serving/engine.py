@@ -28,6 +28,7 @@ from moepack.decoding.finite import non_finite
 from moepack.decoding.prefix import Prefix, new_cache
 from moepack.decoding.vocabulary import require_head, require_known, vocabulary_of
 from moepack.errors import LoadError, MoepackError, NonFiniteError
+from moepack.serving.adapters import Adapters
 from moepack.serving.isolation import Part
 from moepack.serving.reading import Reading
 from moepack.serving.sequence import TEXT_ONLY, Piece, Sequence, Wanted
@@ -71,6 +72,7 @@ class Engine:
         queue: maximum number of sequences waiting for a slot.
         context: maximum number of tokens of a sequence; None uses the model's limit.
         seconds: maximum time of an answer in seconds, including waiting.
+        adapters: adapters of the model that sequences may use.
 
     Raises:
         LoadError: the model is an encoder-decoder.
@@ -79,7 +81,7 @@ class Engine:
 
     def __init__(
         self, model: Any, tokenizer: Any, slots: int = 16, queue: int = 256, context: int | None = None,
-        seconds: float = 600.0,
+        seconds: float = 600.0, adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
         if model.config.is_encoder_decoder:
             raise LoadError("only decoder models can be served: this model reads one text and writes another")
@@ -88,7 +90,8 @@ class Engine:
         self.slots, self.queue, self.seconds = slots, queue, seconds
         limit = positions(model)
         self.context = min(value for value in (context, limit, 1 << 30) if value is not None)
-        self._stepper = Stepper(model, self._relieve)
+        self.adapters = adapters or Adapters(model)
+        self._stepper = Stepper(model, self._relieve, self.adapters)
         self.vocabulary = vocabulary_of(model)
         self.logits: int = model.config.get_text_config(decoder=True).vocab_size
         self.ends = end_tokens(model, tokenizer)
@@ -232,8 +235,9 @@ class Engine:
         """Return a cache for a sequence: a kept one with a common prefix if it saves enough, or a new one."""
         if sequence.wanted.scores_prompt:  # the logits of cached tokens are not kept
             return new_cache(self.model)
-        best = max(self._kept, key=lambda prefix: prefix.shared(sequence.ids), default=None)
-        if best is None or best.shared(sequence.ids) < WORTH:
+        adapter = sequence.wanted.adapter
+        best = max(self._kept, key=lambda prefix: prefix.shared(sequence.ids, adapter), default=None)
+        if best is None or best.shared(sequence.ids, adapter) < WORTH:
             return new_cache(self.model)
         self._kept.remove(best)
         return best.continued(sequence.ids)
@@ -283,7 +287,8 @@ class Engine:
                     raise outcome
                 if sequence.take(part, outcome):
                     self._active.remove(sequence)
-                    self._keep(Prefix(sequence.ids[: sequence.read], sequence.cache, self._stepper.limit))
+                    read, adapter = sequence.ids[: sequence.read], sequence.wanted.adapter
+                    self._keep(Prefix(read, sequence.cache, self._stepper.limit, adapter))
 
     def _read(self) -> None:
         """Read the next tokens of the text that has waited longest."""
@@ -318,6 +323,7 @@ class Engine:
     def _located(self, sequence: Sequence, error: NonFiniteError) -> Exception:
         """Return the error of a sequence with non-finite logits, naming the layer if it can be found."""
         try:
+            self.adapters.activate(sequence.wanted.adapter)
             return non_finite(self.model, {"input_ids": torch.tensor([sequence.ids[: sequence.read]])})
         except Exception:  # for example, no memory to run it again
             return error

@@ -34,6 +34,7 @@ class Part:
         cache: the cache of the sequence.
         is_whole: the model must read the tokens in one pass.
         is_scored: the logits of all tokens are needed, not only those of the last.
+        adapter: name of the adapter that reads them; None for the model itself.
     """
 
     ids: list[int]
@@ -41,6 +42,7 @@ class Part:
     cache: Any
     is_whole: bool = False
     is_scored: bool = False
+    adapter: str | None = None
 
     @property
     def end(self) -> int:

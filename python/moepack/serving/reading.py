@@ -24,10 +24,11 @@ class Reading:
     Args:
         ids: token ids, at least one.
         pooling: "mean" of all tokens' states, or the "last" one.
+        adapter: name of the adapter that reads it; None for the model itself.
     """
 
-    def __init__(self, ids: list[int], pooling: Pooling) -> None:
-        self.ids, self._pooling = ids, pooling
+    def __init__(self, ids: list[int], pooling: Pooling, adapter: str | None = None) -> None:
+        self.ids, self._pooling, self.adapter = ids, pooling, adapter
         self.position = 0
         self.cache: Any = None
         self.cancelled = False

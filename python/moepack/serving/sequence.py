@@ -55,12 +55,14 @@ class Wanted:
         scores_prompt: also return the scores of the prompt's tokens. The prompt is then read without kept caches.
         writes: whether tokens are generated; False ends after the prompt.
         constraint: restricts the tokens.
+        adapter: name of the adapter that writes it; None for the model itself.
     """
 
     top: int | None = None
     scores_prompt: bool = False
     writes: bool = True
     constraint: Constraint | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ class Sequence:
     def part(self, most: int | None) -> Part:
         """Return the next tokens to read, at most `most`; None returns all remaining tokens, for one pass."""
         end = None if most is None else self.read + most
-        return Part(self.ids[self.read : end], self.read, self.cache, most is None, self.is_scored)
+        return Part(self.ids[self.read : end], self.read, self.cache, most is None, self.is_scored, self.wanted.adapter)
 
     def begin(self, cache: Any) -> None:
         """Continue after the tokens that a cache holds."""

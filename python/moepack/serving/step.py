@@ -29,6 +29,7 @@ from moepack.decoding.calls import cache_argument
 from moepack.decoding.carried import carried_of
 from moepack.decoding.families import decoder_of
 from moepack.decoding.prefix import new_cache
+from moepack.serving.adapters import Adapters
 from moepack.serving.isolation import Outcome, Part, isolated
 from moepack.serving.pace import Pace
 from moepack.serving.reading import Reading
@@ -67,10 +68,14 @@ class Stepper:
     Args:
         model: a model in evaluation mode on one device.
         relieve: frees memory that is not needed, called when memory runs out; returns whether it freed any.
+        adapters: adapters of the model that parts may use.
     """
 
-    def __init__(self, model: Any, relieve: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, model: Any, relieve: Callable[[], bool] = lambda: False, adapters: Adapters | None = None
+    ) -> None:
         self.model, self._relieve = model, relieve
+        self._adapters = adapters or Adapters(model)
         self.together = _goes_together(model)
         self.pace = Pace()
         self._carried = carried_of(model)
@@ -93,6 +98,15 @@ class Stepper:
         Raises:
             Exception: a GPU is lost (`moepack.backends.gpu.lost`).
         """
+        found: dict[int, Outcome] = {}
+        for adapter in sorted({part.adapter for part in parts}, key=lambda name: name != self._adapters.active):
+            self._adapters.activate(adapter)
+            group = [part for part in parts if part.adapter == adapter]
+            found |= zip(map(id, group), self._forward(group), strict=True)
+        return [found[id(part)] for part in parts]
+
+    def _forward(self, parts: Sequence[Part]) -> list[Outcome]:
+        """Read parts with the active adapter."""
         apart = [part for part in parts if self._carried.depends_on(part.end)]
         alike = [part for part in parts if not self._carried.depends_on(part.end)]
         found = {id(part): outcome for part, outcome in zip(alike, self._alike(alike), strict=True)}
@@ -116,6 +130,7 @@ class Stepper:
 
     def read(self, reading: Reading, most: int) -> bool:
         """Read the next tokens of a text, at most `most` unless it needs one pass; return whether it was read."""
+        self._adapters.activate(reading.adapter)
         if reading.cache is None:
             reading.cache = new_cache(self.model)
         start = reading.position

@@ -93,7 +93,7 @@ def _columns(samples: Sequence[Tensor]) -> Tensor:
 def column_magnitudes(rows: Tensor) -> Tensor:
     """Return the column factors [C] that balance sampled rows [N, C], float64; 1 where there are only zeros.
 
-    Non-finite weights count as zeros, because what is wrong with them is reported by whoever packs them.
+    Non-finite weights count as zeros, because the packing method reports them.
     """
     magnitudes = rows.double().abs().nan_to_num_(0.0, 0.0, 0.0)
     found = torch.ones(magnitudes.shape[1], dtype=torch.float64)

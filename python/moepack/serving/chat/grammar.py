@@ -63,20 +63,25 @@ def plain(body: str) -> str:
     return f"start: body\n{body}"
 
 
-def shaped(body: str, form: Format, added: Iterable[tuple[str, int]], is_reasoning: bool) -> str:
-    """Return the grammar of a chat's answer with a body.
+def shaped(
+    body: str, form: Format, added: Iterable[tuple[str, int]], is_reasoning: bool, tools: Tools = (),
+    several: bool = True,
+) -> str:  # fmt: skip
+    """Return the grammar of a chat's answer with a body, or with calls if there are tools.
 
     Args:
         body: the rule `body`.
         form: the format of the answer.
         added: control tokens with their ids.
         is_reasoning: the answer starts inside reasoning.
+        tools: functions that may be called instead.
+        several: more than one call is allowed.
     """
-    spell = _Spelling(added)
+    spell, before = _Spelling(added), ""
     if form.is_harmony:
         before = f"{spell('<|channel|>final')} ({spell(' <|constrain|>')} /[a-z]+/)? {spell('<|message|>')}"
-        return f"start: {_thoughts(form, spell, False)} {before} body\n{_TEXT}{body}"
-    return f"start: {_thoughts(form, spell, is_reasoning)} body\n{_TEXT}{body}"
+    called, rules = (" | called", _call_rules(tools, form, spell, several)) if tools else ("", "")
+    return f"start: {_thoughts(form, spell, is_reasoning)} ({before} body{called})\n{_TEXT}{body}{rules}"
 
 
 def calls(
@@ -115,13 +120,12 @@ def _thoughts(form: Format, spell: "_Spelling", is_reasoning: bool) -> str:
 def _call_rules(tools: Tools, form: Format, spell: "_Spelling", several: bool) -> str:
     """Return the rule `called` for calls in the format's syntax."""
     rules, names = [], []
-    syntax = form.calls if form.calls is not None and form.calls.frame is not None else TAGGED
+    syntax = form.calls or TAGGED
     for number, tool in enumerate(tools):
         name, parameters = tool["function"]["name"], tool["function"].get("parameters")
         if form.is_harmony:
             before, after = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""
         else:
-            assert syntax.frame is not None
             before, after = syntax.frame(name)
         rules.append(f"arguments_{number}: %json {_schema(parameters or {'type': 'object'})}\n")
         names.append(f"{spell(before)} arguments_{number} {spell(after)}")

@@ -162,7 +162,7 @@ class Answers:
 
     Raises:
         LoadError: generation_config.json has values out of range, so that every request would fail.
-        ValueError: the chat template does not use a variable of the settings.
+        ValueError: the chat template does not use a variable of the settings, or an adapter has the model's name.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -176,6 +176,8 @@ class Answers:
             Sampling.of_model(engine.model)
         except ValueError as error:
             raise LoadError(f"generation_config.json: {error}") from error
+        if settings.name in engine.adapters.names:
+            raise ValueError(f"'{settings.name}' is the name of the model, so an adapter needs another")
         template = settings.template or str(engine.tokenizer.chat_template or "")
         unused = next((name for name in settings.variables if not has_variable(template, name)), None)
         if unused is not None:
@@ -184,12 +186,17 @@ class Answers:
     @property
     def models(self) -> list[str]:
         """The names that requests may use as `model`."""
-        return [self.settings.name]
+        return [self.settings.name, *self.engine.adapters.names]
+
+    def adapter(self, name: str) -> str | None:
+        """Return the adapter that a model's name stands for; None for the model itself."""
+        return None if name == self.settings.name else name
 
     def require_model(self, name: str) -> None:
         """Reject the names of other models, and all requests after the model's files have changed."""
         if name not in self.models:
-            message = f"there is no model '{name}', only '{self.settings.name}'"
+            known = " and ".join(f"'{each}'" for each in self.models)
+            message = f"there is no model '{name}', only {known}"
             raise Refusal(404, message, "model_not_found", param="model")
         if fingerprint(self.settings.source) != self._fingerprint:
             message = "the model's files have changed since they were loaded: restart the server"
@@ -223,23 +230,41 @@ class Answers:
             lark: the field that constrains the answers, and the grammar.
             budget: bounds the tokens of reasoning.
         """
+        most = self.engine.slots + self.engine.queue
+        if len(prompts) * body.choices > most:
+            message = f"the request asks for {len(prompts) * body.choices} answers; the server takes at most {most}"
+            raise Refusal(400, message, "too_many_answers", param="n" if len(prompts) == 1 else param)
         asked, limit = [], None
         for ids in prompts:
             sampling, fits = self._sampling(body, param, len(ids))
             limit = limit if fits is None else fits
             for number in range(body.choices):
                 seed = None if sampling.seed is None else (sampling.seed + number + 2**63) % 2**64 - 2**63
-                constraint: Constraint | None = None if lark is None else self._compiled(*lark)
+                constraint: Constraint | None = None if lark is None else self.compiled(*lark)
                 if budget is not None:
                     constraint = Budgeted(budget, self.engine.logits, constraint)
-                wanted = Wanted(top, scores_prompt, writes, constraint)
+                wanted = Wanted(top, scores_prompt, writes, constraint, self.adapter(body.model))
                 asked.append((ids, replace(sampling, seed=seed), wanted))
         try:
             return Running(self.engine, asked, limit, self.metrics.end)
         except ValueError as error:  # the settings have been checked, so the prompt is at fault
             raise Refusal(400, str(error), "invalid_prompt", param=param) from error
 
-    def _compiled(self, param: str, lark: str) -> Any:
+    async def compile(self, lark: tuple[str, str] | None) -> None:
+        """Compile a grammar before `run`, in a thread, because it can take a second.
+
+        Raises:
+            Refusal: the grammar is not valid.
+        """
+        if lark is not None:
+            await asyncio.to_thread(self.compiled, *lark)
+
+    def compiled(self, param: str, lark: str) -> Any:
+        """Return the constraint of one answer, from the field that asks for it and a grammar.
+
+        Raises:
+            Refusal: the grammar is not valid.
+        """
         try:
             return self.grammars.compiled(lark)
         except ValueError as error:

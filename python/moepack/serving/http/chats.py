@@ -7,11 +7,13 @@ variable cannot honour them.
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Ordered
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moepack.serving.chat import grammar
 from moepack.serving.chat.calls import Tools
+from moepack.serving.chat.dialects import adapted, with_text_arguments
 from moepack.serving.chat.formats import Format, format_of
 from moepack.serving.chat.reader import CallPart, Delta
 from moepack.serving.constraint import Budget
@@ -117,6 +119,7 @@ def _prepared(answers: Answers, turn: Turn) -> Prepared:
     source = template(tokenizer, chat)
     if not source:
         raise Refusal(400, "the model has no chat template: use /v1/completions", "no_chat_template")
+    chat = replace(chat, messages=adapted(chat.messages, source))
     _require_variables(tokenizer, source, turn)
     thoughts = next((number for number, message in enumerate(turn.messages) if "reasoning_content" in message), None)
     if thoughts is not None and "reasoning_content" not in source and "thinking" not in source:
@@ -129,6 +132,7 @@ def _prepared(answers: Answers, turn: Turn) -> Prepared:
             turn.param("tools"), "the model's chat template writes calls of functions in a form that is not supported"
         )
     try:
+        chat = _readable(tokenizer, chat)
         text, ids = chat_prompt(tokenizer, chat)
         _require_rendered(tokenizer, chat, turn)
     except ValueError as error:
@@ -136,6 +140,8 @@ def _prepared(answers: Answers, turn: Turn) -> Prepared:
     if not ids:
         raise Refusal(400, "the prompt has no tokens", "invalid_prompt", param=turn.param("messages"))
     lark = _grammar(answers, turn, form, text, tools)
+    if lark is not None:
+        answers.compiled(*lark)
     return Prepared(ids, text, form, tools, turn.splits_reasoning, lark, _budget(answers, turn, form, text))
 
 
@@ -149,6 +155,25 @@ def _budget(answers: Answers, turn: Turn, form: Format, text: str) -> Budget | N
         message = "thinking.budget_tokens is not supported: the model has no token that ends its reasoning"
         raise _refusal("thinking.budget_tokens", message)
     return Budget(turn.budget, names.get(marks[0]), names[marks[1]], form.is_reasoning(text))
+
+
+def _readable(tokenizer: Any, chat: Chat) -> Chat:
+    """Return the chat with arguments of calls in the form that the template takes: objects, or JSON text (DeepSeek).
+
+    Raises:
+        ValueError: the template rejects both.
+    """
+    if not any("tool_calls" in message for message in chat.messages):
+        return chat
+    try:
+        rendered(tokenizer, chat)
+    except ValueError:
+        written = with_text_arguments(chat.messages)
+        with suppress(ValueError):
+            rendered(tokenizer, replace(chat, messages=written))
+            return replace(chat, messages=written)
+        raise
+    return chat
 
 
 def _chosen_tools(turn: Turn) -> Tools:
@@ -194,9 +219,8 @@ def _require_rendered(tokenizer: Any, chat: Chat, turn: Turn) -> None:
 
 
 def _without(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a message without a key. A message without calls needs a content."""
-    less = {key: value for key, value in message.items() if key != name}
-    return less if less.get("content") is not None or "tool_calls" in less else {**less, "content": ""}
+    """Return a message without a key."""
+    return {key: value for key, value in message.items() if key != name}
 
 
 def _ignored(param: str) -> Refusal:
@@ -217,11 +241,10 @@ def _grammar(answers: Answers, turn: Turn, form: Format, text: str, tools: Tools
         several = turn.parallel and turn.choice == "required"
         return "tool_choice", grammar.calls(allowed, form, added, reasons, several)
     if turn.shape is not None:
-        if tools:
-            raise _refusal(turn.shape[0], f"{turn.shape[0]} cannot be combined with tools")
         param, body = turn.shape
-        free = turn.continues or not turn.opens_answer
-        return param, grammar.plain(body) if free else grammar.shaped(body, form, added, reasons)
+        if turn.continues or not turn.opens_answer:
+            return param, grammar.plain(body)
+        return param, grammar.shaped(body, form, added, reasons, tools, turn.parallel)
     if any(tool["function"].get("strict") for tool in tools) or (tools and not turn.parallel):
         return turn.param("tools"), grammar.text_or_calls(tools, form, added, reasons, turn.parallel)
     return None

@@ -1,6 +1,6 @@
 """llama.cpp's HTTP API: `/completion`, `/infill`, `/props` and `/slots`.
 
-Prompts are continued as they are, without a chat template. `/v1/...` is shared with OpenAI's API.
+Prompts are continued verbatim, without a chat template. `/v1/...` is shared with OpenAI's API.
 """
 
 import time
@@ -154,6 +154,7 @@ async def _answer(
     shape = sampled.constraint()
     top = body.n_probs if body.n_probs or body.return_tokens else None
     lark = None if shape is None else (shape[0], grammar.plain(shape[1]))
+    await answers.compile(lark)
     running = answers.run(sampled, [ids], "prompt", top=top, lark=lark)
     writer = _Writer(answers, body, sampled, prompt, len(ids), started)
     if body.stream:

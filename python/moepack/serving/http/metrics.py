@@ -72,7 +72,7 @@ class Metrics:
         client.ProcessCollector(registry=self._registry)
 
     def _gauges(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield the names, descriptions and values of what is measured when it is asked for."""
+        """Yield the names, descriptions and values of the gauges that are measured on request."""
         engine = self._engine
         yield "vllm:num_requests_running", "Running answers.", lambda: engine.counts()["active"]
         yield "vllm:num_requests_waiting", "Requests that wait for a slot.", lambda: engine.counts()["waiting"]

@@ -17,9 +17,9 @@ def entries(answers: Answers) -> list[dict[str, Any]]:
         "created": answers.created,
         "owned_by": "moepack",
         "root": answers.settings.name,
-        "parent": None,
         "max_model_len": engine.context,
         "permission": [],
         "meta": meta,
     }
-    return [{"id": name, **common} for name in answers.models]
+    parent = answers.settings.name
+    return [{"id": name, **common, "parent": None if name == parent else parent} for name in answers.models]

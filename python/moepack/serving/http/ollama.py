@@ -258,6 +258,7 @@ async def generate(answers: Answers, request: HttpRequest) -> Any:
     shape = body.shape
     lark = None if shape is None else (shape[0], grammar.plain(shape[1]))
     started = time.monotonic_ns()
+    await answers.compile(lark)
     running = answers.run(body.sampled(answers, len(ids), ends), [ids], "prompt", lark=lark)
     return await _answered(request, body, running, _Writer(name, started, _response))
 

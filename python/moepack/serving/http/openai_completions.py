@@ -78,11 +78,13 @@ async def completions(answers: Answers, request: HttpRequest) -> Any:
     body.check()
     prompts = [await _ids(answers, body, prompt) for prompt in body.prompts]
     shape = body.constraint()
+    lark = None if shape is None else (shape[0], grammar.plain(shape[1]))
+    await answers.compile(lark)
     ranks = body.choices > body.n
     running = answers.run(
         body, prompts, "prompt", top=0 if ranks and body.logprobs is None else body.logprobs,
         scores_prompt=body.echo and body.logprobs is not None, writes=body.max_tokens != 0,
-        lark=None if shape is None else (shape[0], grammar.plain(shape[1])),
+        lark=lark,
     )  # fmt: skip
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
             "model": body.model}  # fmt: skip

@@ -62,7 +62,7 @@ async def embeddings(answers: Answers, request: HttpRequest) -> dict[str, Any]:
             raise Refusal(400, message, "context_length_exceeded", param="input")
     data = []
     for index, ids in enumerate(texts):
-        state = await _read(answers, Reading(ids, body.pooling))
+        state = await _read(answers, Reading(ids, body.pooling, answers.adapter(body.model)))
         if not bool(state.isfinite().all()):
             raise Refusal(503, "the model's hidden states are not finite", "engine_error", "server_error")
         vector = torch.nn.functional.normalize(state, dim=0) if body.normalize else state

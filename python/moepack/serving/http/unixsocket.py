@@ -1,6 +1,6 @@
 """Listens on a Unix socket, whose file permissions decide who may connect.
 
-Invariant: only a socket that nobody listens on is replaced, and only the server's own socket is removed.
+Invariant: only a socket without a listener is replaced, and only the server's own socket is removed.
 """
 
 import os
@@ -82,6 +82,6 @@ def _remove_stale(path: Path) -> None:
         except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)
             return
-        except OSError as error:  # a full backlog, or no permission: somebody is there
+        except OSError as error:  # a full backlog, or no permission: there is a listener
             raise LoadError(f"{path}: cannot listen there: {error.strerror or error}") from error
     raise LoadError(f"{path}: another server listens there")

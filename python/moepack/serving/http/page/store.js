@@ -9,7 +9,7 @@ function read(name) {
   try {
     return JSON.parse(localStorage.getItem(name));
   } catch {
-    return null; // the browser blocks storage, or somebody else wrote the entry
+    return null; // the browser blocks storage, or other code wrote the entry
   }
 }
 
