@@ -10,6 +10,7 @@ import transformers
 import moepack
 import tiny_models
 from moepack.census.tiny import tiny_model
+from moepack.methods.qmoe.ternary import Ternary
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,7 +52,7 @@ def switch(tiny_checkpoint: Callable[[str], Path]) -> Path:
 def packed(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packed directory of the tiny Mixtral. Read-only: copy it to damage it."""
     out = tmp_path_factory.mktemp("packed") / "mixtral"
-    moepack.compress(mixtral, out, method="ternary")
+    moepack.compress(mixtral, out, method=Ternary())
     return out
 
 

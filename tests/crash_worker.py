@@ -26,6 +26,7 @@ import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 import moepack.methods
 import moepack.pipeline.job
 from moepack.format import atomic, shard
+from moepack.methods.qmoe.ternary import Ternary
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -78,7 +79,8 @@ def main(model: Path, work: Path, name: str = "ternary", wanted: int = 0) -> Non
     def compress(out: Path) -> None:
         seen = {"calibration": str(work / "text.txt"), "samples": 4, "sequence_length": 32}
         settings = {"codequant": seen, "floe": seen, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}.get(name, {})
-        moepack.pipeline.job.compress(model, out, method=moepack.methods.create(name, **settings), threads=1)
+        method = Ternary() if name == "ternary" else moepack.methods.create(name, **settings)
+        moepack.pipeline.job.compress(model, out, method=method, threads=1)
 
     def counted() -> None:
         left = arm()

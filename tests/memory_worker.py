@@ -8,7 +8,8 @@ import sys
 import moepack.methods
 import moepack.pipeline
 from moepack.memory import anonymous_bytes
+from moepack.methods.qmoe.ternary import Ternary
 
 print(anonymous_bytes(), flush=True)
-report = moepack.pipeline.compress(sys.argv[1], sys.argv[2], method="ternary", threads=1)
+report = moepack.pipeline.compress(sys.argv[1], sys.argv[2], method=Ternary(), threads=1)
 print(report.peak_memory, report.expert_weights, flush=True)

@@ -1,9 +1,12 @@
 """Small helpers for tests that inspect or modify packed directories."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from moepack.format import MANIFEST, FileRecord, Manifest
 
@@ -21,6 +24,22 @@ def flip(file: Path, bit: int) -> None:
         byte = stream.read(1)[0]
         stream.seek(bit // 8)
         stream.write(bytes([byte ^ 1 << bit % 8]))
+
+
+@contextmanager
+def interrupted(packer: type, call: int) -> Iterator[None]:
+    """Expect the user to interrupt a job at a call of a packer's `solve`."""
+    solve, calls = packer.solve, []
+
+    def interrupting(self: Any, stage: Any) -> Any:
+        calls.append(stage)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return solve(self, stage)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(packer, "solve", interrupting)
+        yield
 
 
 def rewrite_manifest(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 
-from moepack.methods import Method, PackedTensor, Solution
+from moepack.methods import PackedTensor, SimpleMethod, Solution
 from moepack.pipeline import compress
 from moepack.registry import register
 
@@ -176,7 +176,7 @@ def logits(model, **kwargs):
         return model(**inputs(model, **kwargs)).logits
 
 
-class DenseMethod(Method):
+class DenseMethod(SimpleMethod):
     """A compression method for tests: float32 weights, of experts and of linear layers of `roles`."""
 
     name = "test-dense"

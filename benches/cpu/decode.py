@@ -37,6 +37,7 @@ from benches.tools import machine
 from moepack.backends.threads import set_threads
 from moepack.decoding.decoder import MODES, set_decoding
 from moepack.methods import Method, Qmoe, create
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline import compress
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
@@ -86,7 +87,7 @@ def build_large(directory: Path) -> Path:
 
 def methods(calibration: str | None) -> Iterator[tuple[str, Method]]:
     """The methods that pack a model."""
-    yield "ternary", create("ternary")
+    yield "ternary", Ternary()
     if calibration is not None:
         yield "qmoe ternary", Qmoe(calibration, samples=16)
         yield "qmoe 2 bit", Qmoe(calibration, samples=16, bits="2")

@@ -67,7 +67,7 @@ def commands(model: Path, packed: Path, work: Path) -> dict[str, list[str]]:
     """A command line for each command that takes time, and for each method of `compress`."""
     text = str(EXAMPLES / "texts" / "white-fang.txt")
     seen = ["--calibration", text, "--samples", "64", "--sequence-length", "512"]
-    methods = {"ternary": [], "finequant": [], "milo": [], "rate": ["--bits-per-weight", "2.5"]}
+    methods = {"finequant": [], "milo": [], "rate": ["--bits-per-weight", "2.5"]}
     found = {
         f"compress {method}": ["compress", str(model), str(work / "out"), "--method", method, "--no-resume", *more]
         for method, more in {**methods, "codequant": seen, "qmoe": seen}.items()
@@ -82,7 +82,7 @@ def commands(model: Path, packed: Path, work: Path) -> dict[str, list[str]]:
 def measure(model: Path, work: Path) -> dict[str, dict[str, object]]:
     """Interrupt every command at every moment."""
     packed = work / "packed"
-    compress = ["compress", str(model), str(packed), "--method", "ternary"]
+    compress = ["compress", str(model), str(packed), "--method", "finequant"]
     assert os.waitstatus_to_exitcode(os.waitpid(forked(compress), 0)[1]) == 0
     found = {}
     for name, arguments in commands(model, packed, work).items():

@@ -95,9 +95,9 @@ def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
 def random_method() -> Any:
     """A method that packs random codes into sorted random codebooks, with activations of 8 bits."""
     from moepack import _core
-    from moepack.methods import Method, PackedTensor, Shape, Solution, Stage, Weights
+    from moepack.methods import PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
 
-    class Random(Method):
+    class Random(SimpleMethod):
         name = "codequant"
         settings: Mapping[str, Any] = {"random": True}
         dense_roles = frozenset({"attention", "shared", "mlp"})
@@ -127,13 +127,14 @@ def random_method() -> Any:
 def even_method(bits: float) -> Any:
     """The method `rate` with equal importance of all tensors: random weights then have equal bits everywhere."""
     from moepack.methods.rate import Rate
+    from moepack.methods.rate.coder import Coder
     from moepack.methods.rate.sample import take_sample
     from moepack.solvers.priced import largest_at
 
     class Even(Rate):
-        def prepare(self, checkpoint: Any, model: Any, progress: Any = None) -> None:
+        def coder(self, checkpoint: Any, model: Any, *_: Any) -> Coder:
             take = partial(take_sample, checkpoint, model, self.dense_roles, largest=largest_at(bits))
-            self.decide(take(importance=dict.fromkeys(take().widths, 1.0)))
+            return Coder.of(self, take(importance=dict.fromkeys(take().widths, 1.0)))
 
     return Even(bits_per_weight=bits)
 

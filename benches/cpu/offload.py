@@ -123,10 +123,10 @@ def made_up() -> Any:
 
     from moepack import _core
     from moepack.checkpoint import MoeLayer
-    from moepack.methods import Method, PackedTensor, Shape, Solution, Stage, Weights
+    from moepack.methods import PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
     from moepack.methods.floe.channels import CHANNELS, by_channels
 
-    class MadeUp(Method):
+    class MadeUp(SimpleMethod):
         name = "floe"
         settings: Mapping[str, Any] = {"random": True}
 

@@ -1,6 +1,6 @@
 """Compresses a checkpoint of Switch-base-128's shapes: seconds per 10^9 weights, peak memory, and a c2048 estimate.
 
-    python -m benches.cpu.scale [--layers 12] [--experts 128] [--methods ternary qmoe rate] [--samples 64] [--threads N]
+    python -m benches.cpu.scale [--layers 12] [--experts 128] [--methods finequant rate] [--samples 64] [--threads N]
                             [--device cuda] [--directory DIR] [--workers 1 2 4]
 
 The checkpoint is synthetic (shapes of google/switch-base-128: d_model 768, d_ff 3072, 128 experts, a sparse layer after
@@ -123,7 +123,7 @@ def work(options: argparse.Namespace) -> None:
     others = {"bits_per_weight": 3.0, "codes": options.codes} if options.work == "rate" else {}
     method = calibrated if options.work == "qmoe" else create(options.work, **others)
     if options.workers:
-        compress(options.directory / "few", options.directory / "none", method="ternary", ray=address)
+        compress(options.directory / "few", options.directory / "none", method="finequant", ray=address)
         print(READY, flush=True)
     report = compress(
         options.directory / "model", options.directory / "packed", method=method, threads=options.threads, ray=address
@@ -253,7 +253,7 @@ def show(method: str, figures: dict[str, float]) -> None:
 
 
 ASSUMPTIONS = """
-Assumptions for c2048 (d_model 2080, d_ff 6144, 2048 experts, 30 sparse layers): ternary takes the time per weight
+Assumptions for c2048 (d_model 2080, d_ff 6144, 2048 experts, 30 sparse layers): finequant takes the time per weight
 measured here; qmoe takes that time multiplied by the ratio of GPTQ's multiplications per weight (R C^2 + C^3 / 3 per
 matrix), although the passes of the model and the sums of Hessians grow less; experts receive as many calibration
 tokens as here; 3.1 TB are read from a disk that is no slower than the computation. One layer's codes take one byte per
@@ -271,7 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--experts", type=int, default=EXPERTS)
-    parser.add_argument("--methods", nargs="+", default=["ternary", "qmoe"])
+    parser.add_argument("--methods", nargs="+", default=["finequant", "qmoe"])
     parser.add_argument("--samples", type=int, default=64, help="calibration samples of 512 tokens")
     parser.add_argument("--group", type=int, default=16, help="experts solved together")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

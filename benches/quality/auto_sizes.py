@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benches.tools import machine
-from moepack.comparison import FITTING, Comparison
+from moepack.comparison import Comparison, fittings
 
 Rows = list[dict[str, Any]]
 
@@ -101,7 +101,8 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--text", action="append", type=Path, default=[])
     parser.add_argument("--bits", nargs="+", type=float, default=[0.9, 1.3, 2, 2.5, 3, 4, 5])
-    parser.add_argument("--methods", nargs="+", choices=FITTING, default=["auto", "rate", "qmoe", "milo", "finequant"])
+    names = ["auto", "rate", "qmoe", "milo", "finequant"]
+    parser.add_argument("--methods", nargs="+", choices=fittings(), default=names)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--chars", type=int, default=100_000)
     parser.add_argument("--threads", type=int, default=1)

@@ -71,11 +71,11 @@ def groups(bits: int, size: int | str, **more: Any) -> Setting:
 
 
 def finequant(bits: int) -> dict[str, Setting]:
-    """Fixed sizes, both readings of the paper's rule, and a budget of the bytes of one of them."""
+    """Fixed sizes, the paper's rule, and a budget of the bytes of one of them."""
     found = {f"fixed, {size}": groups(bits, size) for size in (64, 16)}
     found |= {"adaptive, alpha 0.35": groups(bits, "adaptive", alpha=0.35), "fixed, 128": groups(bits, 128)}
-    found |= {"adaptive-mean, alpha 0.9": groups(bits, "adaptive-mean", alpha=0.9), "fixed, row": groups(bits, "row")}
-    found |= {"adaptive, alpha 0.25": groups(bits, "adaptive", alpha=0.25), "fixed, 32": groups(bits, 32)}
+    found |= {"adaptive, alpha 0.25": groups(bits, "adaptive", alpha=0.25), "fixed, row": groups(bits, "row")}
+    found["fixed, 32"] = groups(bits, 32)
     budget = {"bits": bits, "group_size": "budget"}
     for other in ("adaptive, alpha 0.35", "fixed, 64"):
         found[f"budget of the bytes of {other}"] = Setting("finequant", budget, f"{bits} bits: {other}")
@@ -113,7 +113,6 @@ def floe(sparsity: float, **more: Any) -> Setting:
 
 CLAIMS: dict[str, dict[str, Setting]] = {
     "qmoe": {
-        "ternary, rounded": Setting("ternary"),
         "ternary, as published": Setting("qmoe", dict(PUBLISHED)),
         "2 bits, g64, rounded": Setting("qmoe", {"bits": "2", "solver": "rtn"} | UNREAD),
         "2 bits, g64, as published": Setting("qmoe", {"bits": "2"} | PUBLISHED),

@@ -26,10 +26,9 @@ from moepack.methods import Method, create
 from moepack.pipeline.tune import tune
 
 CALIBRATED = ("qmoe", "codequant")
-CPU = ("ternary", "finequant")
+CPU = ("finequant",)
 """Methods that have no setting for a device."""
 POINTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "ternary": [("rounded", {})],
     "qmoe": [(f"{rate} bits", {"bits_per_weight": rate}) for rate in (0.87, 1.05, 1.25, 1.45)]
     + [("2 bits, group 64", {"bits": "2"})],
     "qmoe, dense layers packed": [

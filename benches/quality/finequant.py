@@ -43,16 +43,15 @@ from moepack.checkpoint import Checkpoint, describe
 from moepack.evaluation import evaluate
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import load, open_model, open_tokenizer
+from moepack.methods import MethodPlan
 from moepack.methods.finequant import FineQuant
 from moepack.methods.finequant.planning import Proposal, plan_sizes, proposals
 from moepack.methods.finequant.sizes import free_size, halving_ratios, stored_size
 from moepack.pipeline import compress
 from moepack.solvers.groupwise import group_values, quantize_groupwise
-from moepack.solvers.logarithmic import round_logarithmic
 
 FIXED = ("row", 256, 128, 64, 32, 16)
 ALPHAS = (0.5, 0.45, 0.4, 0.35)
-MEANS = (0.92, 0.9, 0.87)
 ROLES = ((8, None), (8, 8), (4, None), (4, 8), (4, 4), (4, 3), (3, 8), (3, 4), (3, 3))
 """Bits of the experts, and of attention, shared experts and dense layers."""
 MODELS = "mixtral-25m qwen3moe-22m deepseek-v2-13m tiny-mixtral"
@@ -113,9 +112,10 @@ class Budgeted(FineQuant):
 
     measured: list[Any]
 
-    def prepare(self, checkpoint: Checkpoint, model: Any, progress: Any = None) -> None:
+    def plan(self, checkpoint: Checkpoint, model: Any, progress: Any = None) -> MethodPlan:
         """Allocate only."""
-        self._sizes = plan_sizes(self.measured, self.bits_per_weight, self.symmetric)
+        sizes = plan_sizes(self.measured, self.bits_per_weight, self.symmetric)
+        return MethodPlan(self, self._with_sizes(sizes), checkpoint.fingerprint(), self.settings, decisions=sizes)
 
     @classmethod
     def series(cls, source: Path, bits: int, rates: list[float]) -> Iterator[tuple[float, FineQuant]]:
@@ -185,9 +185,6 @@ class Bench:
         for alpha in ALPHAS:
             method = FineQuant(bits, "adaptive", dense_bits=bits, alpha=alpha)
             self.packed("curve", f"int{bits} adaptive {alpha}", method)
-        for alpha in MEANS:
-            method = FineQuant(bits, "adaptive-mean", dense_bits=bits, alpha=alpha)
-            self.packed("curve", f"int{bits} adaptive-mean {alpha}", method)
         middles = [(a + b) / 2 for a, b in itertools.pairwise(rates) if b - a > 0.05]
         wanted = sorted({rate for rate in (*rates, *middles) if rate > rates[0]})
         missing = [rate for rate in wanted if not self.results.find(self.key("curve", f"int{bits} budget {rate:.4f}"))]
@@ -206,9 +203,6 @@ class Bench:
             for alpha in (0.4, 0.35, 0.3):
                 method = FineQuant(4, "adaptive", dense_bits=4, alpha=alpha)
                 self.packed("outliers", f"int4 adaptive {alpha}", method, source=source)
-            for alpha in MEANS:
-                method = FineQuant(4, "adaptive-mean", dense_bits=4, alpha=alpha)
-                self.packed("outliers", f"int4 adaptive-mean {alpha}", method, source=source)
             labels = {rate: f"int4 budget {rate:.4f}" for rate in sorted({rate for rate in rates if rate > rates[0]})}
             wanted = [rate for rate, label in labels.items() if not self.results.find(self.key("outliers", label))]
             for rate, method in Budgeted.series(source, 4, wanted):
@@ -221,28 +215,26 @@ class Bench:
             self.packed("roles", label, FineQuant(bits, 64, dense_bits=dense))
 
     def rule(self) -> None:
-        """Sizes and errors of the adaptive rules and of the budget at four bits."""
+        """Sizes and errors of the adaptive rule and of the budget at four bits."""
         about = {"model": self.model.name, "part": "rule"}
-        if self.results.find({**about, "label": f"adaptive-mean {MEANS[-1]}"}) is not None:
+        if self.results.find({**about, "label": f"adaptive {ALPHAS[-1]}"}) is not None:
             return
         checkpoint = Checkpoint.open(self.model)
         described = describe(checkpoint)
         found = list(proposals(checkpoint, described, dict.fromkeys(("experts", "attention", "shared", "mlp"), 4)))
         weights = sum(math.prod(tensor.shape) for tensor in found)
         fixed = [_sums(found, [size] * len(found)) for size in (None, *FIXED[1:])]
-        ratios = {mean: _ratios(described, mean) for mean in (False, True)}
-        for rule, alphas in (("adaptive", ALPHAS), ("adaptive-mean", MEANS)):
-            for alpha in alphas:
-                mine = ratios[rule == "adaptive-mean"]
-                picked = [free_size(t.shape, stored_size(t.shape[2], mine[t.name], alpha)) for t in found]
-                nbytes, error = _sums(found, picked)
-                budget = list(plan_sizes(found, 8 * nbytes / weights).values())
-                reference = float(np.interp(nbytes, [b for b, _ in fixed], [e for _, e in fixed]))
-                sizes = Counter(str(size or "row") for size in picked)
-                self.results.add({
-                    **about, "label": f"{rule} {alpha}", "bits_per_weight": 8 * nbytes / weights, "sizes": dict(sizes),
-                    "error_over_fixed": error / reference, "budget_over_fixed": _sums(found, budget)[1] / reference,
-                })  # fmt: skip
+        ratios = _ratios(described)
+        for alpha in ALPHAS:
+            picked = [free_size(t.shape, stored_size(t.shape[2], ratios[t.name], alpha)) for t in found]
+            nbytes, error = _sums(found, picked)
+            budget = list(plan_sizes(found, 8 * nbytes / weights).values())
+            reference = float(np.interp(nbytes, [b for b, _ in fixed], [e for _, e in fixed]))
+            sizes = Counter(str(size or "row") for size in picked)
+            self.results.add({
+                **about, "label": f"adaptive {alpha}", "bits_per_weight": 8 * nbytes / weights, "sizes": dict(sizes),
+                "error_over_fixed": error / reference, "budget_over_fixed": _sums(found, budget)[1] / reference,
+            })  # fmt: skip
 
     def grids(self) -> None:
         """The paper's comparison of grids (figure 1) with additional grids, for one scale per row and for groups of
@@ -266,15 +258,15 @@ def _sums(proposed: list[Proposal], picked: list[int | None]) -> tuple[int, floa
     return sum(one.nbytes for one in taken), sum(one.loss for one in taken)
 
 
-def _ratios(model: Any, mean: bool) -> dict[str, Any]:
-    """The inputs of the rules by tensor: the ratios of ranges at each halving."""
+def _ratios(model: Any) -> dict[str, Any]:
+    """The inputs of the rule by tensor: the ratios of ranges at each halving."""
     found = {}
     for layer in model.layers:
         for projection in layer.projections:
-            each = np.stack([halving_ratios(projection.expert(e), mean) for e in range(projection.shape[0])])
-            found[projection.packed_name] = each.mean(0) if mean else each.min(0)
+            each = np.stack([halving_ratios(projection.expert(e)) for e in range(projection.shape[0])])
+            found[projection.packed_name] = each.min(0)
     for layer in model.dense:
-        found |= {linear.source: halving_ratios(linear.matrix(), mean) for linear in layer.linears}
+        found |= {linear.source: halving_ratios(linear.matrix()) for linear in layer.linears}
     return found
 
 
@@ -297,7 +289,6 @@ GRIDS: dict[str, Callable[[torch.Tensor, int, int | None], torch.Tensor]] = {
     "uniform, searched scale": partial(uniform, symmetric=True, search=True),
     "uniform with offset, rounded": partial(uniform, symmetric=False, search=False),
     "uniform with offset, searched": partial(uniform, symmetric=False, search=True),
-    "log-scale, searched scale": round_logarithmic,
 }
 
 

@@ -2,7 +2,7 @@
 
     python -m benches.quality.losses MODEL [MODEL ...] --text FILE [--text FILE] [-- COMPRESS OPTIONS]
 
-Arguments after `--` are passed to `moepack compress`; without them, experts are rounded to ternary. Both commands run
+Arguments after `--` are passed to `moepack compress`; without them, `auto` packs to its default size. Both commands run
 in their own processes, as for a user; packed directories are temporary. On two cores, the five models of the README
 take half an hour with 250,000 characters of two texts. Example of a calibrated table:
 

@@ -205,8 +205,7 @@ class Bench:
     def size(self, settings: dict[str, Any]) -> int:
         """Bytes of all packed tensors."""
         method = Milo(**settings)
-        method.prepare(self.checkpoint, self.layout)
-        plan, total = method.plan, 0
+        plan, total = method.plan(self.checkpoint, self.layout).packer._ranks, 0
         for source in find_sources(self.layout):
             total += packed_bytes(source.shape, plan.specs[source.name], sum(plan.ranks[source.name]), method.rank_bits)
         return total

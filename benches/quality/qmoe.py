@@ -19,8 +19,9 @@ import torch
 
 from benches.tools import machine
 from benches.tools.method_loss import MethodLoss
-from moepack.methods import Method, Qmoe, Ternary
+from moepack.methods import Method, Qmoe
 from moepack.methods.qmoe import PUBLISHED
+from moepack.methods.qmoe.ternary import Ternary
 
 TERNARY, TWO_BIT = "RTN ternary", "RTN 2 bit, group 64"
 ORDER = (

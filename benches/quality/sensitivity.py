@@ -35,6 +35,8 @@ from torch.nn import functional
 
 import moepack
 from benches.tools.scores import SCORED, WINDOW, Scores, windows
+from moepack.checkpoint import describe
+from moepack.checkpoint.quantized import open_checkpoint
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods import Auto
 from moepack.pipeline.tune import tune
@@ -59,13 +61,15 @@ def texts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for bits in options.bits:
         for source in options.sources:
             method = Auto(bits_per_weight=bits, calibration=str(source), device=options.device)
+            checkpoint = open_checkpoint(options.model)
             row = {"bits": bits, "source": source.stem}
             with tempfile.TemporaryDirectory() as folder:
                 packed, tuned, start = Path(folder) / "packed", Path(folder) / "tuned", time.perf_counter()
-                moepack.compress(options.model, packed, method=method, check=False)
+                plan = method.plan(checkpoint, describe(checkpoint))
+                moepack.compress(options.model, packed, method=plan, check=False)
                 seconds = time.perf_counter() - start
                 found = scores.of(loaded(packed, options.device))
-                yield {**row, "expected": method.packer.loss, "seconds": round(seconds), **found}
+                yield {**row, "expected": plan.packer.loss, "seconds": round(seconds), **found}
                 if not options.steps:
                     continue
                 start, settings = time.perf_counter(), TuneSettings(steps=options.steps, batch=options.batch)

@@ -37,7 +37,7 @@ def stages(path: Path, options: argparse.Namespace) -> Iterator[tuple[str, Unifo
     """The stages of the original model's first layer, cut to some experts and rows."""
     checkpoint = Checkpoint.open(path)
     method = Rate(2.0, roles="none", calibration=str(options.calibration), samples=options.samples, sequence_length=256)
-    packer = LayerPacker(checkpoint, describe(checkpoint), Assignment(method))
+    packer = LayerPacker(checkpoint, describe(checkpoint), Assignment(method).planned(checkpoint, describe(checkpoint)))
     run = next(packer.runs())
     assert run is not None
     for stage in run:

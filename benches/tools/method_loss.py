@@ -46,16 +46,14 @@ class MethodLoss:
         """Pack all experts, or only the given projections; return their bits per weight, the loss increase by text
         in nats per token, and the seconds of packing. Layers run as in the method's calibration, or as given."""
         start = time.perf_counter()
-        method.prepare(self.checkpoint, self.layout)
-        packer = LayerPacker(self.checkpoint, self.layout, Assignment(method))
+        planned = Assignment(method).planned(self.checkpoint, self.layout)
+        packer = LayerPacker(self.checkpoint, self.layout, planned)
         bits = weights = 0
         for layer, run in zip(packer.layers, runs or packer.runs(), strict=True):
             assert isinstance(layer, MoeLayer), "experts only"
             kept = {name: _exact(each) for name, each in layer_tensors(layer).items() if only and name not in only}
             packed = packer.pack(layer, run, kept)
-            for name, each in layer_tensors(layer).items():
-                if name not in kept:
-                    method.book(each.name, packed[name].data.nbytes)
+            packer.book(layer, packed)
             bits += sum(8 * tensor.data.nbytes for name, tensor in packed.items() if name not in kept)
             weights += sum(math.prod(part.shape) for part in layer.projections if part.name not in kept)
             blobs = {name: _core.PackedTensor(tensor.data) for name, tensor in packed.items()}

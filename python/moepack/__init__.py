@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from moepack.format import PackedDirectory, VerifyReport, verify
     from moepack.groupwise import GroupwiseTensor, encode_groupwise
     from moepack.integrations.loading import load
+    from moepack.integrations.options import LoadOptions
     from moepack.pipeline import CompressReport, compress
     from moepack.solvers.groupwise import quantize_groupwise
     from moepack.solvers.rtn import quantize_ternary
@@ -63,6 +64,7 @@ __all__ = [
     "GroupwiseTensor",
     "InvalidTensorError",
     "LoadError",
+    "LoadOptions",
     "MoepackError",
     "MoepackWarning",
     "NonFiniteError",
@@ -105,6 +107,7 @@ _EXPORTS = {
     "CompressReport": "moepack.pipeline",
     "EvaluationReport": "moepack.evaluation",
     "GroupwiseTensor": "moepack.groupwise",
+    "LoadOptions": "moepack.integrations.options",
     "PackedDirectory": "moepack.format",
     "Reference": "moepack.evaluation",
     "TernaryTensor": "moepack.ternary",

@@ -12,7 +12,11 @@ from typing import Any, BinaryIO
 
 from moepack.errors import TextError
 
-__all__ = ["TextReader", "read_text", "standard_input"]
+__all__ = ["BUILT_IN", "TextReader", "read_text", "standard_input"]
+
+BUILT_IN = "built-in"
+"""Given instead of a file: the text that comes with the package, about 12,700 tokens of prose, articles, chat, code and
+other languages."""
 
 CHUNK = 1 << 20
 MARKS = {

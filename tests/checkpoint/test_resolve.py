@@ -12,6 +12,7 @@ import packed_support as support
 from hub_support import cached
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import CheckpointError
+from moepack.methods.qmoe.ternary import Ternary
 
 OLDER = "fedcba9876543210fedcba9876543210fedcba98"
 
@@ -29,7 +30,7 @@ def test_a_model_of_links_is_compressed_and_evaluated_as_its_files_are(
 ) -> None:
     snapshot = cached(hub_cache, "someone/tiny-moe", mixtral)
     assert (snapshot / "model.safetensors").is_symlink()
-    moepack.compress("someone/tiny-moe", tmp_path / "out", method="ternary")
+    moepack.compress("someone/tiny-moe", tmp_path / "out", method=Ternary())
     assert support.contents(tmp_path / "out") == support.contents(packed)
     (tmp_path / "text.txt").write_text("the sea and the wolf and the fire said " * 20, encoding="utf-8")
     report = moepack.evaluate(tmp_path / "out", tmp_path / "text.txt", 600, reference="someone/tiny-moe")

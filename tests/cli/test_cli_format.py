@@ -24,12 +24,12 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.
 
 def test_compress_inspect_verify(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    code, text, progress = run(capsys, "compress", mixtral, out, "--method", "ternary", "--threads", 1)
+    code, text, progress = run(capsys, "compress", mixtral, out, "--method", "finequant", "--threads", 1)
     assert code == 0 and "bits per weight" in text and str(out) in text
     assert "model.layers.1.mlp.experts" in progress and "manifest" in progress
     code, text, _ = run(capsys, "inspect", out)
     assert code == 0
-    for expected in ("model.layers.0.mlp.experts", "gate_proj", "ternary fsv8", "4 x 96 x 64", "all experts", "kB"):
+    for expected in ("model.layers.0.mlp.experts", "gate_proj", "int4 group 64", "4 x 96 x 64", "all experts", "kB"):
         assert expected in text
     code, text, _ = run(capsys, "verify", out)
     assert code == 0 and "is sound" in text
@@ -86,8 +86,8 @@ def test_compress_failures(mixtral: Path, packed: Path, tmp_path: Path, capsys: 
     assert code == 1 and error.startswith(f"error: {packed}: exists") and error.count("\n") == 1
     code, _, error = run(capsys, "compress", tmp_path / "absent", tmp_path / "out")
     assert code == 1 and error.startswith("error: ") and error.count("\n") == 1
-    code, _, error = run(capsys, "compress", mixtral, tmp_path / "out", "--method", "ternary", "--code", "morse")
-    assert code == 2 and "fsv8, dict16" in error
+    code, _, error = run(capsys, "compress", mixtral, tmp_path / "out", "--method", "milo", "--solver", "guess")
+    assert code == 2 and "lsq, hqq or rtn" in error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,7 +141,7 @@ def test_ctrl_c_exits_130_and_the_same_command_continues(mixtral: Path, packed: 
         "main(['compress', *sys.argv[1:]])\n"
     )
     out = tmp_path / "out"
-    arguments = [mixtral, out, "--method", "ternary"]
+    arguments = [mixtral, out, "--method", "finequant"]
     command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 130, done.stderr
@@ -149,7 +149,8 @@ def test_ctrl_c_exits_130_and_the_same_command_continues(mixtral: Path, packed: 
     assert "Traceback" not in done.stderr and not out.exists()
     done = subprocess.run([sys.executable, "-m", "moepack", "compress", *arguments], env=ENVIRONMENT)
     assert done.returncode == 0
-    assert support.contents(out) == support.contents(packed)
+    moepack.compress(mixtral, tmp_path / "whole", method="finequant")
+    assert support.contents(out) == support.contents(tmp_path / "whole")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -16,6 +16,7 @@ from moepack.cli import app, main
 from moepack.decoding.families import FAMILIES
 from moepack.evaluation import evaluate
 from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.serving.text.generation import generate
 from moepack.serving.text.sampling import Sampling
 
@@ -31,7 +32,7 @@ def run(monkeypatch):
 @pytest.fixture(scope="module")
 def packed(mixtral, tmp_path_factory):
     directory = tmp_path_factory.mktemp("cli") / "packed"
-    moepack.compress(mixtral, directory, method="ternary")
+    moepack.compress(mixtral, directory, method=Ternary())
     return directory
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from command_support import run
 from moepack.checkpoint import Checkpoint, describe
-from moepack.comparison import FITTING, chart, draw, fitted
+from moepack.comparison import chart, draw, fitted, fittings
 from moepack.comparison.fitting import Wanted
 from places import NOVEL, TINY_MOE
 
@@ -16,7 +16,7 @@ from places import NOVEL, TINY_MOE
 def test_every_method_can_be_fitted_to_a_large_size() -> None:
     checkpoint = Checkpoint.open(TINY_MOE)
     wanted = Wanted(checkpoint, describe(checkpoint), 5_000_000, {"calibration": str(NOVEL), "samples": 4})
-    for name in FITTING:
+    for name in fittings():
         assert fitted(name, wanted).name in ("auto", "rate", "finequant", "milo", "qmoe")
     small = Wanted(checkpoint, describe(checkpoint), 2_300_000, {})
     for name in ("finequant", "milo", "qmoe"):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import moepack
 from moepack.evaluation import evaluate, span_corrupt
+from moepack.methods.qmoe.ternary import Ternary
 
 WINDOW = 512
 
@@ -101,7 +102,7 @@ def test_switch_progress_counts_windows(switch, text):
 
 
 def test_packing_changes_nothing_but_the_experts(mixtral, text, tmp_path):
-    moepack.compress(mixtral, tmp_path / "packed", method="ternary")
+    moepack.compress(mixtral, tmp_path / "packed", method=Ternary())
     log_p, _ = distributions(tmp_path / "packed", text, 1100)
     log_q, _ = distributions(mixtral, text, 1100)
     report = evaluate(tmp_path / "packed", text, 1100, reference=mixtral)

@@ -20,7 +20,7 @@ from moepack.export.gguf import q4_0_blocks, q8_0_blocks
 from moepack.format import PackedDirectory
 from moepack.methods import Method, create
 from moepack.methods.finequant import FineQuant
-from moepack.methods.ternary import Ternary
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline.journal import Workspace
 from places import NOVEL, TINY_MOE
 from runtime_support import ARCHITECTURES, SWITCH, logits, tiny_model, write_packed
@@ -112,7 +112,7 @@ def test_words_are_those_of_compressed_tensors(bits: int) -> None:
     [
         {"bits": 4, "group_size": 16, "dense_bits": "attention=8"},
         {"bits": 8, "group_size": "row"},
-        {"bits": 3, "group_size": 16, "dense_bits": 4, "scales": "bfloat16"},
+        {"bits": 3, "group_size": 16, "dense_bits": 4},
     ],
 )
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", SWITCH])
@@ -233,7 +233,7 @@ CALIBRATED = {"calibration": str(NOVEL), "samples": 4, "sequence_length": 128}
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("ternary", {}),
+        ("qmoe", {**CALIBRATED, "bits_per_weight": 1.5}),
         ("qmoe", {**CALIBRATED, "dense_bits": 8}),
         ("qmoe", {**CALIBRATED, "bits": "2", "group_size": 32}),
         ("finequant", {"bits": 3, "symmetric": False, "dense_bits": "attention=4,head=8"}),

@@ -11,6 +11,7 @@ from fault_support import assert_refused_by_every_method, faulty, refused
 from moepack import CheckpointError, LoadError, UnsupportedModelError
 from moepack.integrations import transformers
 from moepack.integrations.loading import open_model
+from moepack.methods.qmoe.ternary import Ternary
 
 ABSURD = {
     "million layers": ({"num_hidden_layers": 10**6}, r"2 has no tensor", "num_hidden_layers is 1000000: too many"),
@@ -69,7 +70,7 @@ def test_a_model_of_another_width_than_its_tensors(mixtral: Path, packed: Path, 
 
 def test_a_valid_config_with_additional_fields_is_accepted(mixtral: Path, tmp_path: Path) -> None:
     unused = {"num_nextn_predict_layers": None, "max_window_layers": 70, "window_size": 4096, "note": {"size": -1}}
-    report = moepack.compress(faulty(mixtral, tmp_path, unused), tmp_path / "out", method="ternary")
+    report = moepack.compress(faulty(mixtral, tmp_path, unused), tmp_path / "out", method=Ternary())
     assert json.loads((report.path / "config.json").read_text())["note"] == {"size": -1}
     shutil.rmtree(report.path)
 

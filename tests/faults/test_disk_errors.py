@@ -15,6 +15,7 @@ import packed_support as support
 from moepack import DiskError
 from moepack.export import export
 from moepack.format import atomic, shard
+from moepack.methods.qmoe.ternary import Ternary
 
 
 @contextmanager
@@ -57,7 +58,7 @@ def assert_fails_and_goes_on(work: Callable[[], object], call: str, number: int,
 def test_a_job_continues_after_an_error(call: str, every: int, mixtral: Path, packed: Path, tmp_path: Path) -> None:
     out, number = tmp_path / "out", 1
     while not out.exists():
-        assert_fails_and_goes_on(lambda: moepack.compress(mixtral, out, method="ternary"), call, number, out)
+        assert_fails_and_goes_on(lambda: moepack.compress(mixtral, out, method=Ternary()), call, number, out)
         number += every
     assert number > 3 and support.contents(out) == support.contents(packed)
     assert list(tmp_path.iterdir()) == [out]

@@ -8,6 +8,7 @@ import pytest
 import moepack
 from moepack import MoepackError
 from moepack.format import regular
+from moepack.methods.qmoe.ternary import Ternary
 
 
 def is_sound(directory):
@@ -48,5 +49,5 @@ def test_a_checkpoint_of_pipes_and_holes_is_refused_at_once(kind, mixtral, tmp_p
         file.touch()
         os.truncate(file, 1 << 40)
     with pytest.raises(moepack.CheckpointError, match=r"config.json: (cannot be read: not a regular file|longer than)"):
-        moepack.compress(directory, tmp_path / "out", method="ternary")
+        moepack.compress(directory, tmp_path / "out", method=Ternary())
     assert sorted(tmp_path.iterdir()) == [directory]

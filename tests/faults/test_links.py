@@ -9,6 +9,7 @@ import pytest
 import moepack
 from moepack import MoepackWarning
 from moepack.format.regular import leads_out
+from moepack.methods.qmoe.ternary import Ternary
 
 
 def snapshot(directory: Path, cache: Path) -> Path:
@@ -38,7 +39,7 @@ def test_a_file_of_a_packed_directory_that_links_out_is_a_fault(packed: Path, tm
 
 def test_the_links_of_the_hubs_cache_stay_in_the_model(packed: Path, mixtral: Path, tmp_path: Path) -> None:
     assert moepack.verify(snapshot(packed, tmp_path / "one")).ok
-    report = moepack.compress(snapshot(mixtral, tmp_path / "two"), tmp_path / "out", method="ternary")
+    report = moepack.compress(snapshot(mixtral, tmp_path / "two"), tmp_path / "out", method=Ternary())
     assert (
         not report.skipped
         and (report.path / "tokenizer.json").read_bytes() == (mixtral / "tokenizer.json").read_bytes()
@@ -55,7 +56,7 @@ def test_a_small_file_that_links_out_is_not_copied(inside_cache: bool, mixtral: 
     (model / "LICENSE").symlink_to(secret)
     (model / "NOTICE").symlink_to("config.json")
     with pytest.warns(MoepackWarning, match=r"LICENSE: links out of the model's directory, to .*secret; it is not cop"):
-        report = moepack.compress(model, tmp_path / "out", method="ternary")
+        report = moepack.compress(model, tmp_path / "out", method=Ternary())
     assert report.skipped == ("LICENSE",) and not (report.path / "LICENSE").exists()
     assert (report.path / "NOTICE").is_file() and not (report.path / "NOTICE").is_symlink()
     assert moepack.verify(report.path).ok

@@ -14,7 +14,7 @@ from fault_support import every_method
 THREADS, CALLS = 8, 24
 
 
-@pytest.mark.parametrize("method", ["ternary", "finequant", "rate"])
+@pytest.mark.parametrize("method", ["finequant", "milo", "rate"])
 def test_threads_share_a_model(method: str, mixtral: Path, tmp_path: Path) -> None:
     out = moepack.compress(mixtral, tmp_path / "out", method=every_method(tmp_path)[method]).path
     model = moepack.load(out, torch.float32)

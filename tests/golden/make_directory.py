@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 import moepack
 from moepack.format import PackedDirectory
+from moepack.methods.qmoe.ternary import Ternary
 
 HERE = Path(__file__).parent
 EXPERTS, HIDDEN, INNER, VOCABULARY = 2, 16, 24, 32
@@ -87,7 +88,7 @@ def main() -> None:
         save_file(tensors, source / "model.safetensors", {"format": "pt"})
         (source / "config.json").write_text(json.dumps(CONFIG, indent=2, sort_keys=True) + "\n")
         (source / "generation_config.json").write_text('{"eos_token_id": 1}\n')
-        moepack.compress(source, out, method="ternary")
+        moepack.compress(source, out, method=Ternary())
     text = json.dumps(expected(PackedDirectory.open(out), tensors), indent=1)
     (HERE / "directory-v1.json").write_text(text + "\n")
     shutil.rmtree(HERE / "__pycache__", ignore_errors=True)

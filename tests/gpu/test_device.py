@@ -17,6 +17,7 @@ from moepack.backends.gpu.program import Program
 from moepack.decoding.decoder import set_decoding
 from moepack.errors import DeviceError, DeviceMemoryError, LoadError
 from moepack.methods import create
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.modules import ops
 from moepack.modules.experts import PackedExperts
 from moepack.modules.linear import PackedLinear
@@ -41,7 +42,9 @@ def directory(request, mixtral, tmp_path_factory):
     }
     settings["paper"] = settings["floe"] | {"paper_form": True}
     name = "floe" if request.param == "paper" else request.param
-    moepack.compress(mixtral, path, method=create(name, **settings.get(request.param, {})))
+    moepack.compress(
+        mixtral, path, method=Ternary() if name == "ternary" else create(name, **settings.get(request.param, {}))
+    )
     return path
 
 

@@ -11,6 +11,7 @@ import moepack
 from moepack.backends.gpu import slots
 from moepack.decoding.decoder import set_decoding
 from moepack.methods import create
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.stores.streaming import statistics_of
 from moepack.stores.streaming.experts import expert_layers
 from moepack.stores.tiers import experts as store
@@ -50,7 +51,9 @@ def channels(request, mixtral, tmp_path_factory):
 def other(request, mixtral, tmp_path_factory):
     directory = tmp_path_factory.mktemp("packed") / request.param
     settings = {"bits_per_weight": 3} if request.param == "rate" else {}
-    moepack.compress(mixtral, directory, method=create(request.param, **settings))
+    moepack.compress(
+        mixtral, directory, method=Ternary() if request.param == "ternary" else create(request.param, **settings)
+    )
     return directory
 
 

@@ -13,7 +13,7 @@ import moepack
 from moepack import CorruptionError, LoadError, UnsupportedModelError
 from moepack.format import FileRecord, PackedDirectory
 from moepack.integrations import register
-from moepack.methods import create
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.modules.experts import PackedExperts, PackedSwitchExperts
 from runtime_support import (
     ARCHITECTURES,
@@ -106,7 +106,7 @@ def _assign(module, name, values):
 @pytest.mark.parametrize("code", ["fsv8", "dict16"])
 def test_ternary_experts_equal_their_dequantized_weights(architecture, code, tmp_path):
     model = tiny_model(architecture)
-    loaded = moepack.load(write_packed(model, tmp_path / "packed", create("ternary", code=code)), dtype="float32")
+    loaded = moepack.load(write_packed(model, tmp_path / "packed", Ternary(code)), dtype="float32")
     original = logits(model)
     expected = logits(dequantize_experts(model, code))
     assert (expected - original).abs().max() > 0.05 * original.abs().max(), "the experts do not matter in this model"
@@ -356,7 +356,7 @@ def test_transformers_without_moepack_fails_loudly(packed):
 
 
 def test_import_after_transformers_and_reload(packed, tmp_path):
-    directory = write_packed(tiny_model("mixtral"), tmp_path / "ternary", create("ternary"))
+    directory = write_packed(tiny_model("mixtral"), tmp_path / "ternary", Ternary())
     code = """
         import sys
         import transformers

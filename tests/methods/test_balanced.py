@@ -30,8 +30,9 @@ from moepack.format import PackedDirectory
 from moepack.format.balance import balance_of
 from moepack.format.hub import BALANCE
 from moepack.integrations.loading import open_model
-from moepack.methods import Auto, CodeQuant, FineQuant, Method, Milo, PackedTensor, Qmoe, Ternary
+from moepack.methods import Auto, CodeQuant, FineQuant, Method, Milo, PackedTensor, Qmoe
 from moepack.methods.floe import Floe
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline.estimate import estimate
 from places import NOVEL, TINY_MOE
 

@@ -25,12 +25,13 @@ from moepack.export import export
 from moepack.format import PackedDirectory
 from moepack.format.balance import balance_of
 from moepack.integrations.loading import open_model
-from moepack.methods import create
+from moepack.methods import MethodPlan, create
 from moepack.methods.floe import Floe
 from moepack.methods.floe.channels import by_channels
 from moepack.methods.floe.quantiles import Quantiles
 from moepack.modules.experts import RefinedExperts, SparseExperts
-from moepack.pipeline import Assignment, compress
+from moepack.pipeline import compress
+from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.report import Totals
 from moepack.report.contents import add_up, read_rows
@@ -104,18 +105,24 @@ def test_quantiles_of_nothing_and_of_everything() -> None:
     assert quantiles.below(0, quantiles.threshold(0.5)) == 0.5
 
 
+def planned(chosen: Floe, source: Path) -> MethodPlan:
+    """Return the plan that a job makes for a checkpoint, in its balanced form."""
+    checkpoint = Checkpoint.open(source)
+    return chosen.plan(*Assignment(chosen).balanced(checkpoint, describe(checkpoint)))
+
+
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_the_paper_s_directory_follows_the_settings(mixtral: Path, text: Path, tmp_path: Path, bits: int) -> None:
-    chosen = paper(text, bits=bits)
-    compress(mixtral, tmp_path / "out", method=chosen)
+    plan = planned(paper(text, bits=bits), mixtral)
+    compress(mixtral, tmp_path / "out", method=plan)
     assert moepack.verify(tmp_path / "out").ok
-    opened, model = PackedDirectory.open(tmp_path / "out"), balanced(mixtral, chosen)
+    opened, model = PackedDirectory.open(tmp_path / "out"), balanced(mixtral, plan.method)
     for number, layer in enumerate(model.layers):
         up, records = (opened.blob(projection.packed_name) for projection in by_channels(layer).projections)
         gate, _, down = layer.projections
         experts = range(layer.experts)
         wanted = torch.stack([torch.cat([gate.expert(e), down.expert(e).T], 1) for e in experts]).float()
-        if (order := chosen._decisions[layer.name].order) is not None:
+        if (order := plan.packer._decisions[layer.name].order) is not None:
             wanted = wanted.take_along_dim(order[..., None], 1)
         found = torch.from_numpy(records.dequantize())
         error = float((found - wanted).square().sum() / wanted.square().sum())
@@ -130,15 +137,15 @@ def test_the_paper_s_directory_follows_the_settings(mixtral: Path, text: Path, t
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_residuals_lead_from_coarse_copies_to_the_weights(mixtral: Path, text: Path, tmp_path: Path, bits: int) -> None:
     """All tensors store their channels in the same order; each has its own factors of rows and columns."""
-    chosen = method(text, bits=bits)
-    compress(mixtral, tmp_path / "out", method=chosen)
+    plan = planned(method(text, bits=bits), mixtral)
+    compress(mixtral, tmp_path / "out", method=plan)
     opened = PackedDirectory.open(tmp_path / "out")
-    for layer in balanced(mixtral, chosen).layers:
-        names = chosen._names[layer.name]
+    for layer in balanced(mixtral, plan.method).layers:
+        names = plan.packer._names[layer.name]
         coarse = {name: torch.from_numpy(opened.blob(names[name]).dequantize()) for name in STOCK}
         rows, columns = torch.from_numpy(opened.blob(names["residuals"]).dequantize()).chunk(2, 2)
         found = coarse["gate_proj"] + rows, coarse["up_proj"], coarse["down_proj"] + columns.mT
-        order = chosen._decisions[layer.name].order
+        order = plan.packer._decisions[layer.name].order
         assert order is not None and not torch.equal(order, order.sort().values)
         for projection, values in zip(layer.projections, found, strict=True):
             wanted = torch.stack([projection.expert(expert) for expert in range(layer.experts)]).float()
@@ -157,7 +164,7 @@ def test_thresholds_skip_the_requested_share_on_their_text(mixtral: Path, text: 
     """The reference inputs of the first layer come from the model in transformers."""
     chosen, checkpoint = paper(text, sparsity=0.7, dense_layers=0), Checkpoint.open(mixtral)
     model = describe(checkpoint)
-    chosen.prepare(checkpoint, model)
+    plan = chosen.plan(checkpoint, model)
     first = model.layers[0]
     loaded = open_model(mixtral, dtype=torch.float32)
     ids, seen = load_samples(checkpoint, str(text), 6, 64).inputs, []
@@ -165,10 +172,10 @@ def test_thresholds_skip_the_requested_share_on_their_text(mixtral: Path, text: 
     with torch.no_grad():
         loaded(ids)
     x, index, _ = seen[0]
-    details = chosen.decided(first.projections[2].packed_name)
+    details = plan.decisions[first.projections[2].packed_name]
     assert details["tokens"] == torch.bincount(index.flatten(), minlength=first.experts).tolist()
     for expert, count in enumerate(details["tokens"]):
-        up = chosen._up(first.projections[1].expert(expert), first.name).values()
+        up = plan.packer._up(first.projections[1].expert(expert), first.name).values()
         values = (x[(index == expert).any(1)] @ up.T).abs()
         values = values[: count - count // 8]
         threshold = details["thresholds"][expert]

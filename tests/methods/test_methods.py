@@ -11,6 +11,7 @@ from moepack.calibration import Stage, Weights
 from moepack.checkpoint import MoeLayer
 from moepack.methods import create
 from moepack.methods.parallel import for_experts
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.solvers.rtn import quantize_ternary
 
 
@@ -56,7 +57,7 @@ def test_ternary_packs_the_result_of_rtn(code: str, threads: int) -> None:
     stack = torch.randn(6, 33, 50).to(torch.bfloat16)
     weights = Weights("packed", (6, 33, 50), lambda i: stack[i], tuple(f"source.{i}" for i in range(6)))
     advanced: list[int] = []
-    method = create("ternary", code=code)
+    method = Ternary(code)
     ((name, solution),) = method.solve(stage_of(weights, advanced.append)).items()
     packed = method.pack(weights, solution)
     codes, levels = quantize_ternary(stack)
@@ -71,16 +72,18 @@ def test_ternary_names_the_source_of_a_bad_weight() -> None:
     stack[2, 1, 1] = float("nan")
     weights = Weights("packed", (3, 4, 4), lambda i: stack[i], ("a", "b", "c"))
     with pytest.raises(InvalidTensorError) as caught:
-        create("ternary").solve(stage_of(weights))
+        Ternary().solve(stage_of(weights))
     assert caught.value.tensor == "c"
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown method 'magic'; available: .*ternary"):
+    with pytest.raises(ValueError, match=r"unknown method 'magic'; available: .*qmoe"):
         create("magic")
-    with pytest.raises(ValueError, match="unknown code 'morse'; available: fsv8, dict16"):
-        create("ternary", code="morse")
-    with pytest.raises(ValueError, match="no setting group_size; available: code"):
-        create("ternary", group_size=64)
+    with pytest.raises(ValueError, match="code must be fsv8 or dict16, not morse"):
+        Ternary("morse")
+    with pytest.raises(ValueError, match="the method rate has no setting group_size; available: bits_per_weight, "):
+        create("rate", group_size=64)
+    with pytest.raises(ValueError, match="unknown method 'ternary'"):
+        create("ternary")
     with pytest.raises(ValueError, match="the method codequant requires calibration"):
         create("codequant")

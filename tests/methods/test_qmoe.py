@@ -29,6 +29,7 @@ from moepack.methods import Qmoe, create
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.qmoe import PUBLISHED
 from moepack.methods.qmoe.forms import GroupwiseForm
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
 from moepack.registry import open_tensor
@@ -262,7 +263,7 @@ def test_nan_weights_name_the_tensor(mixtral, text, tmp_path):
 
 def test_rounding_is_the_method_ternary(mixtral, text, tmp_path):
     """The levels are equal; codes differ where a weight is half-way, because one method rounds the levels first."""
-    compress(mixtral, tmp_path / "a", method="ternary")
+    compress(mixtral, tmp_path / "a", method=Ternary())
     compress(mixtral, tmp_path / "b", method=method(text, solver="rtn"))
     first, second = PackedDirectory.open(tmp_path / "a"), PackedDirectory.open(tmp_path / "b")
     for name in first.tensors():

@@ -199,9 +199,9 @@ def test_the_default_reads_the_built_in_text_where_the_model_can_run(
     mixtral: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(model: Path, **settings: Any) -> str | None:
-        method, checkpoint = Auto(**settings), Checkpoint.open(model)
-        method.aim(checkpoint, describe(checkpoint))
-        return method.calibration
+        checkpoint = Checkpoint.open(model)
+        request = Auto(**settings).plan(checkpoint, describe(checkpoint)).request
+        return None if request is None else str(request.source)
 
     assert taken(TINY_MOE) == BUILT_IN
     assert taken(TINY_MOE, calibration="none") is None and taken(TINY_MOE, prefer="speed") is None
@@ -222,8 +222,8 @@ def test_measurements_are_kept_and_damaged_ones_repeated(tmp_path: Path, monkeyp
 
     def scales(size: str) -> dict[str, Any]:
         method, checkpoint = Auto(size, calibration=BUILT_IN, samples=2, sequence_length=32), Checkpoint.open(TINY_MOE)
-        method.prepare(checkpoint, describe(checkpoint))
-        return dict(method.packer.coder._importance.scales)  # type: ignore[attr-defined]
+        plan = method.plan(checkpoint, describe(checkpoint))
+        return dict(plan.packer.coder.importance.scales)  # type: ignore[attr-defined]
 
     first, second = scales("2MB"), scales("1MB")
     assert len(runs) == 1

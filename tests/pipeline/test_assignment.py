@@ -14,7 +14,8 @@ import packed_support as support
 from moepack.checkpoint import Checkpoint, describe
 from moepack.errors import CalibrationError, InvalidTensorError, ResumeError
 from moepack.format import PackedDirectory
-from moepack.methods import CodeQuant, FineQuant, Method, Milo, PackedTensor, Qmoe, Ternary
+from moepack.methods import CodeQuant, FineQuant, Method, Milo, PackedTensor, Qmoe
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline import Assignment, compress
 from moepack.pipeline.journal import Workspace
 from stream_support import last_states, record_streams

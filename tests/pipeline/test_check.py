@@ -1,5 +1,6 @@
 """The check at the end of `compress`: the measured loss, and a note if it is far from the plan."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,10 @@ def test_the_increase_is_that_of_evaluate(report: moepack.CompressReport, tmp_pa
 
 def test_small_models_are_checked_where_that_is_asked_for(tmp_path: Path) -> None:
     assert moepack.compress(TINY_MOE, tmp_path / "out", method=auto()).increase is None
-    assert check.is_checked(None, auto(), check.LARGE) and not check.is_checked(None, auto(), check.LARGE - 1)
-    assert not check.is_checked(None, FineQuant(), check.LARGE), "nothing was calibrated"
-    assert check.is_checked(True, FineQuant(), 1) and not check.is_checked(False, auto(), check.LARGE)
+    assert check.is_checked(None, auto().request, check.LARGE)
+    assert not check.is_checked(None, auto().request, check.LARGE - 1)
+    assert not check.is_checked(None, FineQuant().request, check.LARGE), "nothing was calibrated"
+    assert check.is_checked(True, None, 1) and not check.is_checked(False, auto().request, check.LARGE)
 
 
 def test_a_method_without_a_text_is_checked_on_the_built_in_one(tmp_path: Path) -> None:
@@ -43,7 +45,8 @@ def test_a_method_without_a_text_is_checked_on_the_built_in_one(tmp_path: Path) 
 
 
 def test_a_loss_far_from_the_plan_is_reported_with_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Auto, "expected_loss", (0.0001, 0.0002))
+    plan = Auto.plan
+    monkeypatch.setattr(Auto, "plan", lambda *given: replace(plan(*given), loss=(0.0001, 0.0002)))
     arguments = ["compress", str(TINY_MOE), str(tmp_path / "out"), "--bits-per-weight", "3", "--check", "--quiet"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output

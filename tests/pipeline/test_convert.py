@@ -13,6 +13,7 @@ import moepack
 from moepack.cli import app
 from moepack.errors import CheckpointError, InvalidTensorError, OutputExistsError, UnsupportedModelError
 from moepack.format import PackedDirectory
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline import convert
 from moepack.registry import open_tensor
 from moepack.solvers.rtn import quantize_ternary
@@ -104,7 +105,7 @@ def test_another_model_is_refused(models, switch, mixtral, tmp_path):
     with pytest.raises(UnsupportedModelError, match="'mixtral', not 'switch_transformers'"):
         convert(models[0], tmp_path / "out", original=mixtral)
     with pytest.raises(UnsupportedModelError, match="moepack convert"):
-        moepack.compress(models[0], tmp_path / "out", method="ternary")
+        moepack.compress(models[0], tmp_path / "out", method=Ternary())
     with pytest.raises(CheckpointError, match=r"noexp\.pt"):
         convert(switch, tmp_path / "out")
     (tmp_path / "out").mkdir()

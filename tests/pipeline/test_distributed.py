@@ -19,6 +19,7 @@ from fault_support import every_method
 from faults.test_disk_errors import failing
 from moepack.errors import ClusterError, DiskError
 from moepack.methods import FineQuant, Method, create
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline.distributed import cluster, executor, probe, tasks
 
 
@@ -114,7 +115,7 @@ def test_work_that_cannot_be_shared_is_refused(mixtral: Path, tmp_path: Path) ->
 def test_without_ray_the_extra_is_named(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ClusterError, match=r"pip install 'moepack\[ray\]'"):
-        moepack.compress(mixtral, tmp_path / "out", method="ternary", ray="local")
+        moepack.compress(mixtral, tmp_path / "out", method=Ternary(), ray="local")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,6 +24,7 @@ from moepack import DiskError, InvalidTensorError, MoepackError, OutputExistsErr
 from moepack.checkpoint import Checkpoint
 from moepack.format import PackedDirectory, atomic, shard, side
 from moepack.methods import Milo
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline import journal, plan
 from moepack.progress import Silent
 from places import TESTS, TINY_MOE
@@ -47,7 +48,7 @@ class StopAfter(Silent):
 @pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
 def test_every_architecture_and_code(architecture: str, code: str, tiny_checkpoint: Any, tmp_path: Path) -> None:
     model, out = tiny_checkpoint(architecture), tmp_path / "out"
-    report = moepack.compress(model, out, method="ternary", code=code)
+    report = moepack.compress(model, out, method=Ternary(code))
     assert moepack.verify(out).ok
     totals = sum(len(data) for data in support.contents(out).values())
     assert report.packed_bytes == totals < report.source_bytes
@@ -62,11 +63,11 @@ def test_every_architecture_and_code(architecture: str, code: str, tiny_checkpoi
 
 
 def test_bytes_do_not_depend_on_threads_or_shards_of_the_source(mixtral: Path, packed: Path, tmp_path: Path) -> None:
-    moepack.compress(mixtral, tmp_path / "one", method="ternary", threads=1)
+    moepack.compress(mixtral, tmp_path / "one", method=Ternary(), threads=1)
     assert support.contents(tmp_path / "one") == support.contents(packed)
     sharded = tiny_models.build("mixtral", tmp_path / "sharded", max_shard_size="60KB")
     assert len(list(sharded.glob("*.safetensors"))) > 3
-    moepack.compress(sharded, tmp_path / "two", method="ternary")
+    moepack.compress(sharded, tmp_path / "two", method=Ternary())
     for name, array in PackedDirectory.open(packed).tensors().items():
         assert np.array_equal(PackedDirectory.open(tmp_path / "two").tensor(name), array)
 
@@ -92,6 +93,7 @@ def test_killed_from_outside_it_does_not_repeat_finished_layers(tmp_path: Path) 
     model, out = TINY_MOE, tmp_path / "out"
     script = """
 import sys, time, moepack
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.progress import Silent
 
 class Waits(Silent):
@@ -101,7 +103,7 @@ class Waits(Silent):
         while not self.left:
             time.sleep(1)
 
-moepack.compress(*sys.argv[1:], method="ternary", progress=Waits())
+moepack.compress(*sys.argv[1:], method=Ternary(), progress=Waits())
 """
     process = subprocess.Popen([sys.executable, "-c", script, model, out], env=ENVIRONMENT)
     try:
@@ -112,19 +114,19 @@ moepack.compress(*sys.argv[1:], method="ternary", progress=Waits())
     finally:
         process.kill()
         process.wait()
-    report = moepack.compress(model, out, method="ternary")
+    report = moepack.compress(model, out, method=Ternary())
     assert 0 < report.resumed_weights < report.expert_weights
-    moepack.compress(model, tmp_path / "reference", method="ternary")
+    moepack.compress(model, tmp_path / "reference", method=Ternary())
     assert support.contents(out) == support.contents(tmp_path / "reference")
 
 
 def test_interrupted_it_stays_resumable(mixtral: Path, packed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        moepack.compress(mixtral, out, method="ternary", progress=StopAfter(2))
+        moepack.compress(mixtral, out, method=Ternary(), progress=StopAfter(2))
     assert not out.exists()
     assert not any(atomic.is_temporary(path.name) for path in (tmp_path / "out.partial").iterdir())
-    report = moepack.compress(mixtral, out, method="ternary")
+    report = moepack.compress(mixtral, out, method=Ternary())
     assert report.resumed_weights == report.expert_weights // 2
     assert support.contents(out) == support.contents(packed)
 
@@ -132,7 +134,7 @@ def test_interrupted_it_stays_resumable(mixtral: Path, packed: Path, tmp_path: P
 def test_a_torn_or_untrue_journal_costs_only_time(mixtral: Path, packed: Path, tmp_path: Path) -> None:
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     with pytest.raises(KeyboardInterrupt):
-        moepack.compress(mixtral, out, method="ternary", progress=StopAfter(3))
+        moepack.compress(mixtral, out, method=Ternary(), progress=StopAfter(3))
     partial.rename(tmp_path / "kept")
     text = (tmp_path / "kept" / journal.JOURNAL).read_bytes()
     lines = text.splitlines(keepends=True)
@@ -143,7 +145,7 @@ def test_a_torn_or_untrue_journal_costs_only_time(mixtral: Path, packed: Path, t
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(tmp_path / "kept", partial)
         (partial / journal.JOURNAL).write_bytes(text[:cut])
-        report = moepack.compress(mixtral, out, method="ternary")
+        report = moepack.compress(mixtral, out, method=Ternary())
         assert support.contents(out) == support.contents(packed)
         # Losing the last newline alone loses nothing.
         assert report.resumed_weights == report.expert_weights // (1 if cut == second - 1 else 2)
@@ -151,7 +153,7 @@ def test_a_torn_or_untrue_journal_costs_only_time(mixtral: Path, packed: Path, t
     shutil.copytree(tmp_path / "kept", partial)
     support.flip(partial / "model-00001-of-00003.safetensors", 4000)
     (partial / "left-over").write_text("a copy of a file that the source has lost")
-    report = moepack.compress(mixtral, out, method="ternary")
+    report = moepack.compress(mixtral, out, method=Ternary())
     assert report.resumed_weights == report.expert_weights // 2
     assert support.contents(out) == support.contents(packed)
 
@@ -159,15 +161,15 @@ def test_a_torn_or_untrue_journal_costs_only_time(mixtral: Path, packed: Path, t
 def test_a_source_that_was_written_to_is_not_continued(mixtral: Path, tmp_path: Path) -> None:
     model, out = Path(shutil.copytree(mixtral, tmp_path / "model")), tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        moepack.compress(model, out, method="ternary", progress=StopAfter(2))
+        moepack.compress(model, out, method=Ternary(), progress=StopAfter(2))
     file = model / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.0.block_sparse_moe.experts.2.w3.weight"].view(-1)[1] += 1
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ResumeError, match=r"modified since \(model.safetensors\); --no-resume starts over"):
-        moepack.compress(model, out, method="ternary")
-    moepack.compress(model, out, method="ternary", resume=False)
-    moepack.compress(model, tmp_path / "reference", method="ternary")
+        moepack.compress(model, out, method=Ternary())
+    moepack.compress(model, out, method=Ternary(), resume=False)
+    moepack.compress(model, tmp_path / "reference", method=Ternary())
     assert support.contents(out) == support.contents(tmp_path / "reference")
 
 
@@ -187,15 +189,15 @@ def test_another_job_is_refused(mixtral: Path, tmp_path: Path) -> None:
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     other = tiny_models.build("mixtral", tmp_path / "other", seed=1)
     with pytest.raises(KeyboardInterrupt):
-        moepack.compress(mixtral, out, method="ternary", progress=StopAfter(2))
+        moepack.compress(mixtral, out, method=Ternary(), progress=StopAfter(2))
     before = support.contents(partial)
     with pytest.raises(ResumeError, match=r"another job \(model was .* is ") as caught:
-        moepack.compress(other, out, method="ternary")
+        moepack.compress(other, out, method=Ternary())
     assert caught.value.file == str(partial)
     with pytest.raises(ResumeError, match="settings was code=fsv8, is code=dict16"):
-        moepack.compress(mixtral, out, method="ternary", code="dict16")
+        moepack.compress(mixtral, out, method=Ternary("dict16"))
     assert support.contents(partial) == before
-    moepack.compress(other, out, method="ternary", resume=False)
+    moepack.compress(other, out, method=Ternary(), resume=False)
     assert moepack.verify(out).ok
 
 
@@ -205,7 +207,7 @@ def test_a_foreign_directory_is_left_alone(mixtral: Path, tmp_path: Path) -> Non
     (partial / "thesis.txt").write_text("years of work")
     for resume in (True, False):
         with pytest.raises(ResumeError, match="not created by moepack"):
-            moepack.compress(mixtral, tmp_path / "out", method="ternary", resume=resume)
+            moepack.compress(mixtral, tmp_path / "out", method=Ternary(), resume=resume)
     assert support.contents(partial) == {"thesis.txt": b"years of work"}
 
 
@@ -213,7 +215,7 @@ def test_two_processes_do_not_share_a_directory(mixtral: Path, tmp_path: Path) -
     workspace = journal.Workspace.open(tmp_path / "out.partial", {"model": "x"}, True)
     try:
         with pytest.raises(ResumeError, match="another process"):
-            moepack.compress(mixtral, tmp_path / "out", method="ternary", resume=False)
+            moepack.compress(mixtral, tmp_path / "out", method=Ternary(), resume=False)
     finally:
         workspace.close()
 
@@ -228,7 +230,7 @@ def test_existing_output_is_never_touched(kind: str, mixtral: Path, tmp_path: Pa
     else:
         out.symlink_to(tmp_path / "nowhere")
     with pytest.raises(OutputExistsError) as caught:
-        moepack.compress(mixtral, out, method="ternary")
+        moepack.compress(mixtral, out, method=Ternary())
     assert caught.value.file == str(out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -241,7 +243,7 @@ def test_a_weight_that_is_not_finite_is_named(value: float, mixtral: Path, tmp_p
     tensors[name][5, 7] = value
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(InvalidTensorError, match=r"\[5, 7\]") as caught:
-        moepack.compress(model, tmp_path / "out", method="ternary")
+        moepack.compress(model, tmp_path / "out", method=Ternary())
     assert caught.value.tensor == name
     assert caught.value.file == str(model / "model.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -257,7 +259,7 @@ def test_layers_before_a_bad_weight_are_kept_until_it_is_mended(mixtral: Path, t
         return Checkpoint.open(model).fingerprint()
 
     sound = save()
-    reference = moepack.compress(model, tmp_path / "reference", method="ternary")
+    reference = moepack.compress(model, tmp_path / "reference", method=Ternary())
     for position in range(0, len(weight), 256):  # until the fingerprint's samples miss it, as in any large file
         kept, weight[position] = weight[position].clone(), float("nan")
         if save() == sound:
@@ -265,11 +267,11 @@ def test_layers_before_a_bad_weight_are_kept_until_it_is_mended(mixtral: Path, t
         weight[position] = kept
     for _ in range(2):
         with pytest.raises(InvalidTensorError):
-            moepack.compress(model, tmp_path / "out", method="ternary")
+            moepack.compress(model, tmp_path / "out", method=Ternary())
         assert (tmp_path / "out.partial").is_dir() and not (tmp_path / "out").exists()
     weight[position] = kept
     assert save() == sound
-    report = moepack.compress(model, tmp_path / "out", method="ternary")
+    report = moepack.compress(model, tmp_path / "out", method=Ternary())
     assert report.resumed_weights == reference.expert_weights // 2
     assert support.contents(tmp_path / "out") == support.contents(tmp_path / "reference")
 
@@ -279,7 +281,7 @@ def test_a_missing_shard_leaves_nothing(tmp_path: Path) -> None:
     lost = sorted(model.glob("model-*.safetensors"))[1]
     lost.unlink()
     with pytest.raises(MoepackError, match=lost.name):
-        moepack.compress(model, tmp_path / "out", method="ternary")
+        moepack.compress(model, tmp_path / "out", method=Ternary())
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -291,7 +293,7 @@ def test_experts_of_size_zero_and_one_level_rows(tmp_path: Path, mixtral: Path) 
     for i, name in enumerate(experts):
         tensors[name] = [tensors[name] * 0, tensors[name].abs(), torch.ones_like(tensors[name])][i % 3]
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    moepack.compress(model, tmp_path / "out", method="ternary")
+    moepack.compress(model, tmp_path / "out", method=Ternary())
     assert moepack.verify(tmp_path / "out").ok
 
 
@@ -317,7 +319,7 @@ def test_disk_that_fills_up_at_every_write(
         if failures == 40:
             monkeypatch.undo()
         try:
-            moepack.compress(mixtral, out, method="ternary")
+            moepack.compress(mixtral, out, method=Ternary())
         except DiskError as error:
             failures += 1
             assert error.errno == errno.ENOSPC and "No space left" in str(error)
@@ -333,13 +335,13 @@ def test_a_file_size_limit_is_a_disk_error(mixtral: Path, packed: Path, tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
         with pytest.raises(DiskError, match="File too large") as caught:
-            moepack.compress(mixtral, tmp_path / "out", method="ternary")
+            moepack.compress(mixtral, tmp_path / "out", method=Ternary())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
     assert caught.value.file is not None and caught.value.file.endswith(".safetensors")
     assert not (tmp_path / "out").exists()
-    moepack.compress(mixtral, tmp_path / "out", method="ternary")
+    moepack.compress(mixtral, tmp_path / "out", method=Ternary())
     assert support.contents(tmp_path / "out") == support.contents(packed)
 
 
@@ -349,7 +351,7 @@ def test_too_little_space_is_reported_before_the_work(
     usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # type: ignore[attr-defined]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(DiskError, match=r"needs up to [\d,]+ bytes, but 1,000 are free"):
-        moepack.compress(mixtral, tmp_path / "out", method="ternary")
+        moepack.compress(mixtral, tmp_path / "out", method=Ternary())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -358,7 +360,7 @@ def test_a_place_that_cannot_be_written_is_known_before_the_work(
 ) -> None:
     monkeypatch.setattr(Milo, "prepare", lambda *arguments: pytest.fail("worked"))
     (tmp_path / "file").write_text("")
-    for method in ("ternary", Milo()):
+    for method in (Ternary(), Milo()):
         with pytest.raises(DiskError, match="out: cannot create: Not a directory"):
             moepack.compress(mixtral, tmp_path / "file" / "out", method=method)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
@@ -367,14 +369,13 @@ def test_a_place_that_cannot_be_written_is_known_before_the_work(
 @pytest.mark.parametrize("code", ["fsv8", "dict16"])
 def test_the_space_bound_holds_for_the_worst_weights(code: str) -> None:
     from moepack import _core
-    from moepack.methods import create
 
     rng = np.random.default_rng(0)
     for shape in [(1, 1, 1), (3, 65, 1), (2, 64, 130), (1, 129, 257), (5, 1, 0), (0, 3, 4)]:
         codes = rng.choice(np.array([-1, 1], np.int8), shape)
         levels = np.tile(np.array([-1 / 3, 0.1], np.float32), (*shape[:2], 1))
         blob = _core.encode_ternary(codes, levels, ndim=3, code=code)
-        assert blob.nbytes <= create("ternary", code=code).bound(shape)
+        assert blob.nbytes <= Ternary(code).bound(shape)
 
 
 def test_small_files_are_copied_and_large_ones_named(mixtral: Path, tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ def test_small_files_are_copied_and_large_ones_named(mixtral: Path, tmp_path: Pa
     (model / "original").mkdir()
     with open(model / "huge.txt", "wb") as file:
         file.truncate(side.LARGEST + 1)
-    report = moepack.compress(model, tmp_path / "out", method="ternary")
+    report = moepack.compress(model, tmp_path / "out", method=Ternary())
     assert report.skipped == ("huge.txt", "original")
     names = set(support.contents(tmp_path / "out"))
     assert "LICENSE" in names and not names & {"pytorch_model.bin", ".hidden", "huge.txt", "original"}
@@ -393,13 +394,13 @@ def test_small_files_are_copied_and_large_ones_named(mixtral: Path, tmp_path: Pa
 
 def test_dense_shards_are_cut(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "DENSE_SHARD", 20_000)
-    moepack.compress(mixtral, tmp_path / "out", method="ternary")
+    moepack.compress(mixtral, tmp_path / "out", method=Ternary())
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 4
     assert moepack.verify(tmp_path / "out").ok
 
 
 @pytest.mark.parametrize(
-    "settings", [{"method": "magic"}, {"method": "ternary", "code": "morse"}, {"code": "fsv8"}, {"threads": 0}]
+    "settings", [{"method": "magic"}, {"method": "finequant", "bits": 7}, {"code": "fsv8"}, {"threads": 0}]
 )
 def test_settings_without_meaning_are_value_errors(settings: dict[str, Any], mixtral: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError):

@@ -19,6 +19,7 @@ import moepack
 import packed_support as support
 from moepack.errors import ClusterError
 from moepack.methods import FineQuant
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline.distributed import access
 from moepack.pipeline.distributed import cluster as connection
 from moepack.progress import Silent
@@ -122,7 +123,7 @@ def test_nodes_that_do_not_fit_are_refused(
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "127.0.0.1:nine", "127.0.0.1:99999", "nowhere"])
 def test_no_cluster_at_an_address(mixtral: Path, tmp_path: Path, address: str) -> None:
     with pytest.raises(ClusterError, match=rf"{re.escape(address)}: cannot connect to a Ray cluster"):
-        moepack.compress(mixtral, tmp_path / "out", method="ternary", ray=address)
+        moepack.compress(mixtral, tmp_path / "out", method=Ternary(), ray=address)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,9 +178,9 @@ def test_a_cluster_with_a_token(mixtral: Path, tmp_path: Path, guarded: str, mon
             access.reach(guarded)
         return str(caught.value)
 
-    moepack.compress(mixtral, tmp_path / "shared", method="ternary", ray=guarded, threads=1)
+    moepack.compress(mixtral, tmp_path / "shared", method=Ternary(), ray=guarded, threads=1)
     assert access.AUTH_MODE not in os.environ
-    moepack.compress(mixtral, tmp_path / "alone", method="ternary", threads=1)
+    moepack.compress(mixtral, tmp_path / "alone", method=Ternary(), threads=1)
     assert support.contents(tmp_path / "shared") == support.contents(tmp_path / "alone")
     with monkeypatch.context() as change:
         change.setenv(access.TOKEN_PATH, str(tmp_path / "none"))

@@ -31,6 +31,8 @@ from moepack.errors import (
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model
 from moepack.methods import CodeQuant, Rate
+from moepack.methods.qmoe.ternary import Ternary
+from moepack.methods.rate.coder import Coder
 from moepack.methods.rate.sample import take_sample
 from moepack.pipeline import compress
 from moepack.pipeline.journal import Workspace
@@ -186,8 +188,8 @@ def test_a_tuned_directory_is_verified_keeps_its_size_and_is_closer(packed, text
 class Plain(Rate):
     """Coded integers without scales of rows and columns."""
 
-    def prepare(self, checkpoint, model, progress=None):
-        self.decide(take_sample(checkpoint, model, self.dense_roles))
+    def coder(self, checkpoint, model, request, progress):
+        return Coder.of(self, take_sample(checkpoint, model, self.dense_roles))
 
 
 @pytest.mark.parametrize("long", [1, 64])
@@ -325,9 +327,8 @@ def test_a_different_original_is_rejected(packed, text, tmp_path, recwarn):
 
 
 def test_models_that_cannot_be_tuned_are_rejected(packed, mixtral, text, tmp_path):
-    from moepack.methods import create
 
-    compress(mixtral, tmp_path / "ternary", method=create("ternary"))
+    compress(mixtral, tmp_path / "ternary", method=Ternary())
     with pytest.raises(UnsupportedModelError, match="ternary"):
         tune(tmp_path / "ternary", mixtral, tmp_path / "out", calibration=str(text))
     with pytest.raises(CalibrationError, match="two samples"):

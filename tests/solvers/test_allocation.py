@@ -384,7 +384,7 @@ def budgets(least: int, most: int) -> list[int]:
 
 def test_group_sizes_of_a_model_are_those_of_the_heap(checkpoint: Checkpoint) -> None:
     roles = {"experts": 4, "attention": 8}
-    sets = [one.candidates for one in proposals(checkpoint, describe(checkpoint), roles, search=False)]
+    sets = [one.candidates for one in proposals(checkpoint, describe(checkpoint), roles)]
     least, most = (sum(pick(one.nbytes for one in own) for own in sets) for pick in (min, max))
     for budget in budgets(least, most):
         assert [one.candidate for one in allocate(sets, budget)] == [

@@ -125,6 +125,8 @@ class Stage:
             fetches one expert at a time from `tensors`.
         inputs: inputs of the tensors; None without calibration.
         plan: result of the method's `layer_plan` after it has seen all stages of the layer.
+        spent: sizes in bytes of the tensors that the main method packed in earlier layers of the job, by name, in
+            processing order. Includes layers that an interrupted run finished.
         advance: callback for the number of weights just solved, to be called at least once per expert or stage.
     """
 
@@ -134,6 +136,7 @@ class Stage:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: Inputs | None = None
     plan: Any = None
+    spent: Mapping[str, int] = field(default_factory=dict)
     advance: Callable[[int], None] = lambda _: None
 
     @property

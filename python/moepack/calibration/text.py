@@ -24,12 +24,9 @@ from torch import Tensor
 
 from moepack.decoding.vocabulary import first_unknown, unknown
 from moepack.errors import CalibrationError, MoepackWarning, TextError
-from moepack.textfile import read_text
+from moepack.textfile import BUILT_IN, read_text
 
-__all__ = ["BUILT_IN", "Tokenizer", "check_source", "read_texts", "token_windows"]
-
-BUILT_IN = "built-in"
-"""The source that comes with the package: about 12,700 tokens of prose, articles, chat, code and other languages."""
+__all__ = ["Tokenizer", "check_source", "read_texts", "token_windows"]
 
 #: Maximum characters read per requested token; natural text has 3 to 6.
 CHARACTERS_PER_TOKEN = 32

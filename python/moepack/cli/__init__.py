@@ -1,7 +1,8 @@
 """The `moepack` command line: one module per command, listed in `COMMANDS`.
 
-The module of command NAME defines `NAME_command`, which typer turns into the command, and may define `EPILOG`, the text
-below its options. Modules import heavy packages (torch, the pipeline) inside the function so that `--help` stays fast.
+The module of command NAME defines `NAME_command`, which typer turns into the command, or a function `command` that
+returns it with options known only at run time. It may define `EPILOG`, the text below its options, or a function that
+returns it. Modules import heavy packages (torch, the pipeline) inside the function so that `--help` stays fast.
 
 Exit codes: 0 success, 1 an expected failure (one line on stderr) or damage found, 2 wrong usage, 130 Ctrl-C.
 """
@@ -34,21 +35,10 @@ COMMANDS = {
     "export": "export",
     "doctor": "doctor",
     "models": "models",
+    "methods": "methods",
     "trace": "trace",
 }
 """Module of each command, in the order of the help."""
-
-app = typer.Typer(
-    name="moepack",
-    help="Compress Mixture-of-Experts checkpoints and run them packed.",
-    cls=LiteralGroup,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-for _name, _module in COMMANDS.items():
-    _content = import_module(f"{__name__}.{_module}")
-    _make = app.command(_name, cls=LiteralCommand, epilog=getattr(_content, "EPILOG", None))
-    _make(getattr(_content, f"{_name}_command"))
 
 
 def _print_version(wanted: bool) -> None:
@@ -57,7 +47,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on failure.")] = False,
     version: Annotated[
@@ -65,6 +54,27 @@ def _options(
     ] = False,
 ) -> None:
     """Compress Mixture-of-Experts checkpoints and run them packed."""
+
+
+def make_app() -> typer.Typer:
+    """Return the command line with the options of all methods that are registered now."""
+    made = typer.Typer(
+        name="moepack",
+        help="Compress Mixture-of-Experts checkpoints and run them packed.",
+        cls=LiteralGroup,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+    made.callback()(_options)
+    for name, module in COMMANDS.items():
+        content = import_module(f"{__name__}.{module}")
+        make, epilog = getattr(content, "command", None), getattr(content, "EPILOG", None)
+        function = make() if make else getattr(content, f"{name}_command")
+        made.command(name, cls=LiteralCommand, epilog=epilog() if callable(epilog) else epilog)(function)
+    return made
+
+
+app = make_app()
 
 
 def main(arguments: list[str] | None = None) -> None:

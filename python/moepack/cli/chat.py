@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, places
+from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.options import (
     AnyModel,
     Dtype,
@@ -66,7 +66,7 @@ def chat_command(
     """Chat with a model. A model without a chat template continues your text."""
     from moepack.cli.evaluate import quiet_transformers
     from moepack.decoding.stepping import tried
-    from moepack.integrations.loading import open_model, open_tokenizer
+    from moepack.integrations.loading import open_tokenizer, open_with
     from moepack.serving.text.conversation import Conversation
     from moepack.serving.text.prompts import has_template
     from moepack.serving.text.sampling import Sampling
@@ -74,8 +74,8 @@ def chat_command(
     quiet_transformers()
     with wrong_usage():
         require_place(history)
-        where = places(device, host_memory, device_memory, misses)
-        model = open_model(directory, dtype, threads, mode, resident, **where)
+        caps = host_memory, device_memory, misses
+        model = open_with(directory, loading(dtype, threads, mode, device, *caps, resident=resident))
         tokenizer = open_tokenizer(directory)
         drawn = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty}
         limits = {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ()), "seed": seed}

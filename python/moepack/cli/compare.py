@@ -32,14 +32,14 @@ def compare_command(
     The packed models are deleted afterwards.
     """
     from moepack.cli.evaluate import quiet_transformers
-    from moepack.comparison import FITTING, Comparison, draw
+    from moepack.comparison import Comparison, draw, fittings
 
     quiet_transformers()
     with wrong_usage():
         require_place(chart)
         names = [name.strip() for name in methods.split(",")]
-        if unknown := sorted(set(names) - set(FITTING)):
-            raise ValueError(f"cannot compare {', '.join(unknown)}; choose from {', '.join(FITTING)}")
+        if unknown := sorted(set(names) - set(known := fittings())):
+            raise ValueError(f"cannot compare {', '.join(unknown)}; choose from {', '.join(known)}")
         compared = Comparison(model, text, chars, device)
         wanted = [_bytes(part.strip(), compared.size) for part in sizes.split(",")]
         source = {} if calibration is None else {"calibration": calibration, "samples": samples, "device": device}

@@ -1,5 +1,8 @@
 """`moepack compress`: compress a checkpoint into a packed directory."""
 
+from collections.abc import Callable
+from functools import wraps
+from inspect import Signature, signature
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,32 +12,24 @@ from rich.console import Console
 
 from moepack.cli import options, settings
 from moepack.cli.console import plain_console
+from moepack.cli.device import usable_device
 from moepack.cli.inspect import print_directory
 from moepack.cli.plan import print_plan
 from moepack.cli.usage import wrong_usage
+from moepack.methods import METHODS, create
 from moepack.units import nats, size, speed
 
 if TYPE_CHECKING:
     from moepack.pipeline import CompressReport
 
 
-EPILOG = "\n\n".join(
-    ["Methods and their options:"]
-    + [f"{name}: {text}. {' '.join(settings.options_of(name))}" for name, text in settings.METHODS.items()]
-)
-"""Text below the options: each method with its options."""
+EPILOG = settings.epilog
 
 
 def compress_command(
-    context: typer.Context,
     model: options.Checkpoint,
     out: Annotated[Path, typer.Argument(help="Output directory. It must not exist.")],
-    size: settings.Size = None,
-    bits_per_weight: settings.BitsPerWeight = None,
-    ratio: settings.Ratio = None,
-    calibration: settings.Calibration = None,
-    prefer: settings.Prefer = None,
-    device: settings.Device = None,
+    *,
     dry_run: options.DryRun = False,
     report: options.Report = False,
     threads: options.Threads = None,
@@ -43,35 +38,8 @@ def compress_command(
     resume: options.Resume = True,
     check: options.Check = None,
     quiet: options.Quiet = False,
-    method: Annotated[str, typer.Option(help=f"Compression method: {', '.join(settings.METHODS)}.")] = "auto",
-    samples: settings.Samples = None,
-    sequence_length: settings.SequenceLength = None,
-    bits: settings.Bits = None,
-    group_size: settings.GroupSize = None,
-    dense_bits: settings.DenseBits = None,
-    symmetric: settings.Symmetric = None,
-    solver: settings.Solver = None,
-    code: settings.Code = None,
-    roles: settings.Roles = None,
-    codes: settings.Codes = None,
-    alpha: settings.Alpha = None,
-    search: settings.Search = None,
-    scales: settings.Scales = None,
-    rank: settings.Rank = None,
-    rank_bits: settings.RankBits = None,
-    refine: settings.Refine = None,
-    memory_budget: settings.MemoryBudget = None,
-    weight_bits: settings.WeightBits = None,
-    activation_bits: settings.ActivationBits = None,
-    block: settings.Block = None,
-    steps: settings.Steps = None,
-    rotation: settings.Rotation = None,
-    hadamard: settings.Hadamard = None,
-    sparsity: settings.Sparsity = None,
-    coarse_bits: settings.CoarseBits = None,
-    dense_layers: settings.DenseLayers = None,
-    paper_form: settings.PaperForm = None,
-    up_bits: settings.UpBits = None,
+    method: str = "auto",
+    **method_settings: Any,
 ) -> None:
     """Compress MODEL into the packed directory OUT. Prints a plan first.
 
@@ -79,13 +47,31 @@ def compress_command(
     memory if that is less. Quality is best with a calibration text of your own (--calibration). A Hub model is
     downloaded first. An interrupted run leaves OUT.partial; run the same command again to continue.
     """
-    given = {key: value for key in settings.METHODS_OF if (value := context.params[key]) is not None}
+    given = {key: value for key, value in method_settings.items() if value is not None}
+    usable_device(given.get("device"))
     done = run(
         model, out, method, given,
         dry_run=dry_run, threads=threads, ray=ray, mtp_bits=mtp_bits, resume=resume, check=check, quiet=quiet,
     )  # fmt: skip
     if done is not None:
         print_done(done, model, out, report)
+
+
+def command() -> Callable[..., None]:
+    """Return `compress_command` with the settings of all methods as options, those that most people need first."""
+    own = dict(signature(compress_command).parameters)
+    method = typer.Option(help=f"Compression method: {', '.join(METHODS)}.")
+    own["method"] = own["method"].replace(annotation=Annotated[str, method])
+    del own["method_settings"]
+    arguments = [own.pop("model"), own.pop("out")]
+
+    @wraps(compress_command)
+    def made(**given: Any) -> None:
+        compress_command(**given)
+
+    parameters = [*arguments, *settings.parameters("basic"), *own.values(), *settings.parameters("expert")]
+    made.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return made
 
 
 def run(
@@ -105,8 +91,7 @@ def run(
     """Print the plan, then compress. Return None after a dry run."""
     from moepack.checkpoint.resolve import resolve_model
     from moepack.cli.evaluate import quiet_transformers
-    from moepack.methods import create
-    from moepack.methods.auto.method import NO_TEXT
+    from moepack.methods.auto.settings import NO_TEXT
     from moepack.pipeline import compress
     from moepack.pipeline.distributed import refuse as refuse_sharing
     from moepack.pipeline.estimate import estimate
@@ -130,7 +115,7 @@ def run(
             if dry_run:
                 return None
             return compress(
-                directory, out, method=chosen,
+                directory, out, method=plan.plan or chosen,
                 mtp_bits=mtp_bits, threads=threads, ray=ray, resume=resume, check=check, progress=progress,
             )  # fmt: skip
         except KeyboardInterrupt:

@@ -1,10 +1,13 @@
 """Options that place the weights, for commands that run models."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-__all__ = ["Approximate", "Device", "DeviceMemory", "Guess", "HostMemory", "Misses", "places", "usable_device"]
+if TYPE_CHECKING:
+    from moepack.integrations.options import LoadOptions
+
+__all__ = ["Approximate", "Device", "DeviceMemory", "Guess", "HostMemory", "Misses", "loading", "usable_device"]
 
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, or auto: fill all GPUs layer by layer, then the CPU.")
@@ -32,22 +35,22 @@ Approximate = Annotated[
 ]
 
 
-def places(
+def loading(
+    dtype: str,
+    threads: int | None,
+    mode: str | None,
     device: str | None,
-    host_memory: str | None = None,
-    device_memory: str | None = None,
-    misses: str | None = None,
-    guess: bool = True,
-    approximate: bool = False,
-) -> dict[str, Any]:
-    """Return the `moepack.load` arguments for these placement options."""
-    memory: dict[str, Any] = {} if host_memory is None else {"host_memory": host_memory, "guess": guess}
-    memory |= {} if device_memory is None else {"device_memory": device_memory}
-    memory |= {} if misses is None else {"misses": misses}
-    memory |= {"approximate": True} if approximate else {}
-    if device is None:
-        return memory
-    return {"device_map": device, **memory} if device == "auto" else {"device": device, **memory}
+    host_memory: str | None,
+    device_memory: str | None,
+    misses: str | None,
+    **more: bool,
+) -> "LoadOptions":
+    """Return how a command loads its model, from its options; raises as `LoadOptions`."""
+    from moepack.integrations.options import LoadOptions
+
+    given: dict[str, Any] = {"device_map" if device == "auto" else "device": device, **more}
+    given |= {"host_memory": host_memory, "device_memory": device_memory, "misses": misses or "auto"}
+    return LoadOptions(dtype, threads, mode, **given)
 
 
 def usable_device(name: str | None) -> str | None:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moepack.cli.console import plain_console
-from moepack.cli.device import Approximate, Device, DeviceMemory, HostMemory, Misses, places
+from moepack.cli.device import Approximate, Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.options import AnyModel, Mode, Threads
 from moepack.cli.usage import wrong_usage
 from moepack.units import size
@@ -70,14 +70,15 @@ def eval_command(
             raise ValueError("give either --text or --tasks")
         if save_reference is not None and reference is None:
             raise ValueError("--save-reference needs --reference")
-        where = places(device, host_memory, device_memory, misses, approximate=approximate)
+        caps = host_memory, device_memory, misses
+        options = vars(loading(dtype, threads, mode, device, *caps, approximate=approximate))
         if tasks is not None:
-            asked = {"shots": shots, "limit": limit, "dtype": dtype, "mode": mode, **where}
+            asked = {"shots": shots, "limit": limit, **options}
             _print_tasks(directory, evaluate_tasks(directory, tasks.split(","), task_path, **asked), as_json)
             return
         assert text is not None
-        options = {"dtype": dtype, "mode": mode, "progress": progress, "save_reference": save_reference}
-        report = evaluate(directory, text, chars, reference, **options, **where)
+        more = {"progress": progress, "save_reference": save_reference}
+        report = evaluate(directory, text, chars, reference, **more, **options)
     if as_json:
         print(json.dumps({"model": str(directory), "text": str(text), **report.to_json()}))
     else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moepack.cli.console import plain_console
-from moepack.cli.device import Approximate, Device, DeviceMemory, Guess, HostMemory, Misses, places
+from moepack.cli.device import Approximate, Device, DeviceMemory, Guess, HostMemory, Misses, loading
 from moepack.cli.options import (
     AnyModel,
     Dtype,
@@ -68,7 +68,7 @@ def generate_command(
     """Continue a prompt. The text is streamed to stdout; the speed is printed to stderr at the end."""
     from moepack.cli.evaluate import quiet_transformers
     from moepack.decoding.vocabulary import naming
-    from moepack.integrations.loading import open_model, open_tokenizer
+    from moepack.integrations.loading import open_tokenizer, open_with
     from moepack.serving.text.conversation import conversation
     from moepack.serving.text.generation import generate
     from moepack.serving.text.sampling import Sampling, given
@@ -81,8 +81,9 @@ def generate_command(
         sampling = Sampling(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), **drawn)
         if system is not None and not chat:
             raise ValueError("--system needs --chat")
-        where = places(device, host_memory, device_memory, misses, guess, approximate)
-        model = open_model(directory, dtype, threads, mode, resident, **where)
+        caps = host_memory, device_memory, misses
+        options = loading(dtype, threads, mode, device, *caps, resident=resident, guess=guess, approximate=approximate)
+        model = open_with(directory, options)
         tokenizer = open_tokenizer(directory)
         if not (chat or model.config.is_encoder_decoder):
             _write(text)

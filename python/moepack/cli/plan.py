@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moepack.cli.settings import METHODS
+from moepack.methods import METHODS
 from moepack.units import duration, size
 
 if TYPE_CHECKING:
@@ -34,19 +34,28 @@ def _rows(plan: "Estimate") -> list[tuple[str, str]]:
     settings = ", ".join(f"{name} {value}" for name, value in plan.settings.items() if value not in ("", None))
     rows = [
         ("model", f"{plan.model} ({plan.architecture}: {plan.layers} layers of {plan.experts} experts)"),
-        ("method", f"{plan.method}: {METHODS.get(plan.method, '')}"),
+        ("method", f"{plan.method}: {METHODS[plan.method].summary if plan.method in METHODS else ''}"),
         ("settings", settings),
         *(("packs", _part(part)) for part in plan.parts),
         ("keeps", f"everything else unchanged: {size(plan.kept)}"),
         ("size", f"{size(plan.before)} -> about {size(plan.after)} ({plan.before / max(plan.after, 1):.2f}x smaller)"),
-        *([("goal", f"{size(plan.budget)} of weights: {plan.reason}")] if plan.budget and plan.reason else []),
-        *([("loss", _loss(plan))] if plan.planned else []),
+        *_goal(plan),
         ("memory", f"about {size(plan.memory)} to compress, {_left(plan.free_memory, plan.memory)}"),
         ("disk", f"writes up to {size(plan.disk)}, {_left(plan.free_disk, plan.disk)}"),
         ("time", _time(plan)),
         ("runs", _running(plan)),
         *(("note", note) for note in plan.notes),
     ]
+    return rows
+
+
+def _goal(plan: "Estimate") -> list[tuple[str, str]]:
+    """Return the requested size and the expected loss, as far as they are known."""
+    rows = []
+    if plan.goal is not None and plan.goal.reason:
+        rows.append(("goal", f"{size(plan.goal.nbytes)} of weights: {plan.goal.reason}"))
+    if plan.plan is not None:
+        rows.append(("loss", _loss(plan.plan.loss)))
     return rows
 
 
@@ -64,11 +73,11 @@ def _left(free: int | None, need: int) -> str:
     return f"{size(free)} free" + ("" if free >= need else ": this may be TOO LITTLE")
 
 
-def _loss(plan: "Estimate") -> str:
+def _loss(loss: tuple[float, float] | None) -> str:
     """Return the expected increase of the loss."""
-    if plan.loss is None:
+    if loss is None:
         return "unknown without calibration; `--calibration FILE` estimates it and about halves the loss"
-    least, most = plan.loss
+    least, most = loss
     return f"+{least:.2g} to +{most:.2g} nats per token"
 
 

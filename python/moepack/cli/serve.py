@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moepack.cli.command import NAMED, command_line
-from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, places
+from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.options import AnyModel, Dtype, MinP, Mode, RepetitionPenalty, Resident, Threads, TopK, TopP
 from moepack.cli.usage import wrong_usage
 from moepack.errors import LoadError
@@ -99,7 +99,7 @@ def serve_command(
     from moepack.checkpoint.resolve import resolve_model
     from moepack.cli.evaluate import quiet_transformers
     from moepack.decoding.stepping import tried
-    from moepack.integrations.loading import open_model, open_tokenizer
+    from moepack.integrations.loading import open_tokenizer, open_with
     from moepack.serving.adapters import Adapters
     from moepack.serving.engine import Engine
     from moepack.serving.http.listening import listen
@@ -129,8 +129,8 @@ def serve_command(
             sampling,
             log_prompts,
         )
-        where = places(device, host_memory, device_memory, misses)
-        model = open_model(path, dtype, threads, mode, resident, **where)
+        caps = host_memory, device_memory, misses
+        model = open_with(path, loading(dtype, threads, mode, device, *caps, resident=resident))
         stepping = tried(model)
         adapters = Adapters(model, _adapters(lora or []))
         engine = Engine(model, open_tokenizer(path), slots, queue, context, timeout, adapters)

@@ -4,7 +4,7 @@
 """
 
 from moepack.comparison.chart import draw
-from moepack.comparison.fitting import FITTING, fitted
+from moepack.comparison.fitting import fitted, fittings
 from moepack.comparison.measure import Comparison, Point
 
-__all__ = ["FITTING", "Comparison", "Point", "draw", "fitted"]
+__all__ = ["Comparison", "Point", "draw", "fitted", "fittings"]

@@ -21,7 +21,8 @@ from moepack.export import export
 from moepack.format.hub import BALANCE, PREDICTORS
 from moepack.format.weights import weight_files
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.methods import Auto, Method
+from moepack.methods import Method
+from moepack.methods.auto.packer import Allocated
 from moepack.pipeline import compress
 from moepack.pipeline.estimate import estimate
 
@@ -99,13 +100,14 @@ class Comparison:
         with tempfile.TemporaryDirectory() as directory:
             packed = Path(directory) / "packed"
             plan = estimate(self.path, packed, method)
-            done = compress(self.path, packed, method=method)
+            done = compress(self.path, packed, method=plan.plan or method)
             packed = then(packed)
             losses = self._losses(self._opened(packed, method))
             size = weight_bytes(packed)
         rise = {text: loss - self.original[text] for text, loss in losses.items()}
-        expected = None if plan.loss is None else math.sqrt(math.prod(plan.loss))
-        errors = dict(method.packer.errors) if isinstance(method, Auto) else None
+        loss, packer = (None, None) if plan.plan is None else (plan.plan.loss, plan.plan.packer)
+        expected = None if loss is None else math.sqrt(math.prod(loss))
+        errors = dict(packer.errors) if isinstance(packer, Allocated) else None
         return Point(
             name, wanted, size, rise, expected, plan.seconds, plan.memory, round(done.seconds, 2), done.peak_memory,
             errors,

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from moepack.decoding.vocabulary import require_known, vocabulary_of
 from moepack.errors import NonFiniteError, ReferenceMismatchError
-from moepack.evaluation.models import Progress, Source, is_loaded, open_source, run, tokenizer_of
+from moepack.evaluation.models import Progress, Source, open_source, run, tokenizer_of
 from moepack.evaluation.reference import Reference, record_reference
 from moepack.evaluation.windows import batches, read_windows
+from moepack.integrations.options import LoadOptions
 from moepack.memory import PeakMemory
-from moepack.units import byte_count
 
 __all__ = ["EvaluationReport", "evaluate"]
 
@@ -80,8 +80,8 @@ def evaluate(
         progress: called after each batch with (windows done, total windows, mean loss so far). The loss is NaN while
             the reference runs.
         save_reference: save the reference's predictions to this file.
-        **loading: placement of a `model` loaded here: `device`, `device_map`, `host_memory`, `device_memory`,
-            `approximate` of `moepack.load`. `host_memory` also applies to the reference.
+        **loading: the other fields of `LoadOptions`, for a `model` loaded here. `device`, `device_map` and
+            `host_memory` also apply to the reference.
 
     Raises:
         LoadError: a model or tokenizer cannot be loaded.
@@ -92,12 +92,13 @@ def evaluate(
         ValueError: the text is shorter than one window, or reference and model differ in vocabulary or kind.
     """
     tokenizer = tokenizer_of(model, tokenizer)
-    places = {key: value for key, value in loading.items() if key in ("device", "device_map")}
+    own = LoadOptions(dtype=dtype, mode=mode, **loading)
+    places = {key: value for key in ("device", "device_map") if (value := getattr(own, key)) is not None}
     options = {"tokenizer": tokenizer, "dtype": dtype, "progress": progress, **places}
-    if (limit := loading.get("host_memory")) is not None:
-        options["memory"] = byte_count(limit)
+    if own.host_cap is not None:
+        options["memory"] = own.host_cap
     known = None if reference is None else _reference(reference, text, chars, save_reference, options)
-    loaded = open_source(model, dtype, **loading, **({} if is_loaded(model) else {"mode": mode}))
+    loaded = open_source(model, own)
     windows = read_windows(Path(text), chars, tokenizer)
     require_known(torch.from_numpy(windows.ids), vocabulary_of(loaded), tokenizer, text)
     if known is not None:

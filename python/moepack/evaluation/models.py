@@ -9,7 +9,8 @@ import torch
 from moepack.checkpoint.resolve import resolve_model
 from moepack.decoding.finite import are_finite, non_finite
 from moepack.decoding.vocabulary import require_head
-from moepack.integrations.loading import DTYPES, is_packed, open_model, open_tokenizer
+from moepack.integrations.loading import is_packed, open_tokenizer, open_with
+from moepack.integrations.options import DTYPES, LoadOptions
 
 __all__ = ["Progress", "Source", "dtype_of", "is_loaded", "open_source", "run", "tokenizer_of"]
 
@@ -23,14 +24,14 @@ def is_loaded(source: Source) -> bool:
     return not isinstance(source, str | PathLike)
 
 
-def open_source(source: Source, dtype: torch.dtype | str, **loading: Any) -> Model:
+def open_source(source: Source, options: LoadOptions) -> Model:
     """Return the model, loading it if necessary.
 
     Raises:
         UnsupportedModelError: the model has no head that predicts tokens.
         MoepackError: as for `open_model`.
     """
-    model = source if is_loaded(source) else open_model(source, dtype, **loading)
+    model = source if is_loaded(source) else open_with(source, options)
     require_head(model)
     return model
 

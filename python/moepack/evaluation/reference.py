@@ -36,6 +36,7 @@ from moepack.format.atomic import publish_file, write_all
 from moepack.format.header import DTYPES
 from moepack.format.shard import DTYPE_NAMES
 from moepack.integrations.loading import is_packed
+from moepack.integrations.options import LoadOptions
 from moepack.memory import PeakMemory, available_bytes
 
 __all__ = ["Reference", "record_reference"]
@@ -187,7 +188,7 @@ def record_reference(
         target = Path(scratch.name) / "reference.safetensors" if file is None else Path(file)
         predictor: _Loaded | _Streamed
         if is_loaded(model) or loading or fits(model, dtype_of(dtype), memory):
-            predictor = _Loaded(open_source(model, dtype, **loading), advance)
+            predictor = _Loaded(open_source(model, LoadOptions(dtype=dtype, **loading)), advance)
         else:
             predictor = _Streamed(resolve_model(model), windows, dtype_of(dtype), Path(scratch.name), advance)
         with publish_file(target) as stream:

@@ -37,7 +37,7 @@ def evaluate_tasks(
         shots: few-shot examples per question; None uses the task's default.
         limit: maximum questions per task; None runs all.
         batch: batch size. It is 1 if rotary frequencies depend on the length of a sequence.
-        options: arguments of `open_model`: dtype, mode, threads and so on.
+        options: fields of `LoadOptions`: dtype, mode, threads and so on.
 
     Returns:
         The measures of each task by name, such as `acc` and `acc_stderr`.

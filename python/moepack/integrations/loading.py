@@ -19,7 +19,6 @@ from moepack.checkpoint.classes import configuration, model_class
 from moepack.checkpoint.quantized import QuantizedCheckpoint, open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.decoding.carried import carried_of
-from moepack.decoding.decoder import install
 from moepack.decoding.vocabulary import watch
 from moepack.errors import CheckpointError, CorruptionError, DeviceError, LoadError, MoepackError, UnsupportedModelError
 from moepack.format.directory import check_listed, read_manifest
@@ -29,58 +28,27 @@ from moepack.format.manifest import MANIFEST
 from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
 from moepack.format.weights import weight_files
+from moepack.integrations.options import Directory, LoadOptions, keywords_of
 from moepack.modules.foresight import foresee
 from moepack.stores.resident import ResidentStore
 from moepack.stores.streaming import stream
-from moepack.stores.tiers import MISSES, Gpu, Misses, keep_on
-from moepack.units import byte_count
+from moepack.stores.tiers import Gpu, keep_on
 
-__all__ = ["is_packed", "load", "open_model", "open_tokenizer"]
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+__all__ = ["is_packed", "load", "open_model", "open_tokenizer", "open_with"]
 
 
-def load(
-    directory: str | PathLike[str],
-    dtype: torch.dtype | str | None = None,
-    threads: int | None = None,
-    mode: str | None = None,
-    resident: bool = False,
-    device: torch.device | str | None = None,
-    device_map: Mapping[str, Any] | str | None = None,
-    host_memory: str | int | None = None,
-    guess: bool = True,
-    approximate: bool = False,
-    device_memory: str | int | None = None,
-    misses: Misses = "auto",
-) -> Any:
+@keywords_of(LoadOptions)
+def load(directory: Directory, options: LoadOptions) -> Any:
     """Load a packed directory as a transformers model, in evaluation mode.
+
+        load("packed", dtype="float32", host_memory="8GB")
 
     On the CPU, experts stay in the mapped files, so loading adds almost no anonymous memory. On a GPU, packed bytes are
     uploaded unchanged (docs/gpu.md).
 
     Args:
         directory: a directory written by `moepack compress`, or the Hub id of one (`ORGANIZATION/NAME[@REVISION]`).
-        dtype: dtype of dense layers and activations, a torch dtype or its name; None uses the checkpoint's.
-        threads: CPU threads of the packed kernels and of torch, for the whole process; None keeps the current setting.
-        mode: compute mode of this model's packed weights: "auto" (exact for few tokens, bf16 for many), "exact"
-            (float32 precision), "bf16" (rounded to bf16), "int8" (activations quantized per token and group of
-            columns), or None for the mode of the process (`moepack.set_compute_mode`, MOEPACK_COMPUTE).
-        resident: read all weights into anonymous memory, in huge pages (see docs/performance.md for when this helps).
-        device: device of the whole model: "cpu", "cuda", "cuda:1"; None means the CPU.
-        device_map: device of each layer, instead of `device`: "auto" fills the GPUs, then the CPU; or a mapping from
-            module paths to devices, as in transformers. Layers on the CPU run there, from the mapped files.
-        host_memory: caps the RAM for weights, for example "8GB" or "7.5GiB". Weights that every token needs stay in
-            RAM; experts are read from disk when chosen, and the remaining memory caches those of recent tokens
-            (docs/offload.md). None maps the files. With `device_memory`, caps the pinned RAM for experts; None keeps
-            all of them in RAM.
-        guess: with `host_memory`, prefetch the likely experts of the next layer. Outputs do not change.
-        approximate: for experts stored by channels, select the channels with the input of the previous layer, so that
-            no read is waited for. Outputs change.
-        device_memory: caps the memory for weights on `device`, a GPU; the other experts are copied from RAM when
-            chosen (docs/gpu.md).
-        misses: with `device_memory`, what happens to chosen experts that are not on the GPU: "moved" copies them there,
-            "computed" multiplies them on the CPU, "auto" splits them by measured times to finish soonest (docs/gpu.md).
+        options: the fields of `LoadOptions`, as keywords.
 
     Returns:
         The model, of the class named in config.json, such as `...ForCausalLM` or `...ForConditionalGeneration`.
@@ -92,54 +60,56 @@ def load(
         DeviceError: the GPU cannot be used: none is present, or the GPU or its driver is too old.
         DeviceMemoryError: the GPU or `device_memory` is too small; the message gives the difference.
         CorruptionError: the files contradict each other or are truncated.
-        ValueError: unknown dtype or mode, or conflicting arguments.
+        ValueError: unknown dtype or mode, or conflicting options.
     """
     directory = resolve_model(directory)
     if not is_packed(directory):
         message = "not a packed directory (its config has no quantization_config of moepack); load it with transformers"
         raise LoadError(message, file=directory)
-    places = device, device_map, host_memory, guess, approximate, device_memory, misses
-    return open_model(directory, dtype, threads, mode, resident, *places)
+    return open_with(directory, options)
 
 
-def open_model(
-    directory: str | PathLike[str],
-    dtype: torch.dtype | str | None = None,
-    threads: int | None = None,
-    mode: str | None = None,
-    resident: bool = False,
-    device: torch.device | str | None = None,
-    device_map: Mapping[str, Any] | str | None = None,
-    host_memory: str | int | None = None,
-    guess: bool = True,
-    approximate: bool = False,
-    device_memory: str | int | None = None,
-    misses: Misses = "auto",
-) -> Any:
-    """Load a packed or an ordinary model directory. Arguments, result and errors as for `load`.
+@keywords_of(LoadOptions)
+def open_model(directory: Directory, options: LoadOptions) -> Any:
+    """Load a packed or an ordinary model directory. Arguments, result and errors as for `load`."""
+    return open_with(directory, options)
+
+
+def open_with(directory: Directory, options: LoadOptions) -> Any:
+    """Load a packed or an ordinary model directory. Result and errors as for `load`.
 
     Quantized source weights are decoded in the same way as by `compress`, on every device.
     """
     directory = resolve_model(directory)
     config = _read_config(directory)
     _refuse_absurd(config, Path(directory))
-    memory, tier = (None if given is None else byte_count(given) for given in (host_memory, device_memory))
-    gpu = None if tier is None else _tiered(device, resident)
-    _check_misses(misses, gpu)
-    places = _device_map(None if gpu else device, device_map, resident)
-    if memory is not None and (resident or places is not None):
-        raise ValueError("host_memory needs a model on the CPU that is not resident, or device_memory")
-    if threads is not None:
-        set_threads(threads)
+    if options.placement is not None and find_spec("accelerate") is None:
+        raise DeviceError("placing models on devices needs accelerate: pip install 'moepack[gpu]'")
+    if options.threads is not None:
+        set_threads(options.threads)
+    gpu = None if options.device_cap is None else Gpu(torch.device(options.device or "cuda"))  # fails early
+    model = _from_pretrained(config, directory, options)
+    if options.mode is not None:
+        set_compute_mode(options.mode, model)
+    if options.resident:
+        ResidentStore().take(model, [Path(directory) / name for name in weight_files(Path(directory), LoadError)])
+    _cap(model, Path(directory), gpu, options)
+    watch(model)
+    carried_of(model)
+    return model.eval()
+
+
+def _from_pretrained(config: Mapping[str, Any], directory: Path, options: LoadOptions) -> Any:
+    """Let transformers build the model and load its weights."""
     from moepack.integrations import register
 
     register()
-    dtype = _dtype(dtype)
     try:
         kind, where = _class_and_source(config, Path(directory))
         model, report = kind.from_pretrained(
-            **where, dtype=dtype, local_files_only=True, output_loading_info=True, device_map=places
-        )
+            **where, dtype=options.torch_dtype, local_files_only=True, output_loading_info=True,
+            device_map=options.placement,
+        )  # fmt: skip
     except MoepackError:
         raise
     except Exception as error:  # model classes raise arbitrary exceptions for unexpected config values
@@ -148,20 +118,18 @@ def open_model(
     if missing := sorted(report["missing_keys"]):
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise LoadError(f"the model needs tensors that the directory does not have: {names}", file=directory)
-    if mode is not None:
-        set_compute_mode(mode, model)
-    if resident:
-        ResidentStore().take(model, [Path(directory) / name for name in weight_files(Path(directory), LoadError)])
+    return model
+
+
+def _cap(model: Any, directory: Path, gpu: Gpu | None, options: LoadOptions) -> None:
+    """Keep the weights within the memory that they may take."""
+    memory, tier = options.host_cap, options.device_cap
     if gpu is not None and tier is not None:
-        keep_on(model, gpu, tier, memory, misses)
-        install(model)
+        keep_on(model, gpu, tier, memory, options.misses)
     elif memory is not None:
         stream(model, memory)
-    if approximate or (guess and memory is not None and gpu is None):
-        foresee(model, Path(directory), approximate)
-    watch(model)
-    carried_of(model)
-    return model.eval()
+    if options.approximate or (options.guess and memory is not None and gpu is None):
+        foresee(model, directory, options.approximate)
 
 
 def _class_and_source(config: Mapping[str, Any], directory: Path) -> tuple[Any, dict[str, Any]]:
@@ -231,45 +199,6 @@ def is_packed(directory: str | PathLike[str]) -> bool:
         LoadError: config.json is missing or unreadable.
     """
     return _names_moepack(_read_config(directory))
-
-
-def _tiered(device: torch.device | str | None, resident: bool) -> Gpu:
-    """Return the GPU of a model with `device_memory`."""
-    if device is None or torch.device(device).type != "cuda" or resident:
-        raise ValueError('device_memory needs a model on one GPU (device="cuda") that is not resident')
-    return Gpu(torch.device(device))
-
-
-def _check_misses(misses: str, gpu: Gpu | None) -> None:
-    if misses not in MISSES:
-        raise ValueError(f"misses must be one of {', '.join(MISSES)}, got {misses!r}")
-    if misses != "auto" and gpu is None:
-        raise ValueError("misses needs device_memory")
-
-
-def _device_map(device: torch.device | str | None, device_map: Any, resident: bool) -> Any:
-    """Return the device map for transformers, or None for the CPU."""
-    if device is not None and device_map is not None:
-        raise ValueError("device and device_map are mutually exclusive")
-    if device is not None and torch.device(device).type != "cpu":
-        device_map = {"": torch.device(device)}
-    if device_map is None:
-        return None
-    if resident:
-        raise ValueError("resident weights are on the CPU; omit device and device_map")
-    if find_spec("accelerate") is None:
-        raise DeviceError("placing models on devices needs accelerate: pip install 'moepack[gpu]'")
-    return device_map if isinstance(device_map, str) else dict(device_map)
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
-    if dtype is None or dtype == "auto":
-        return "auto"
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)} or auto, got '{dtype}'")
-        return DTYPES[dtype]
-    return dtype
 
 
 def _refuse_absurd(config: Mapping[str, Any], directory: Path) -> None:

@@ -1,30 +1,58 @@
-"""Compression methods, one room each. `create` instantiates a method by name."""
+"""Compression methods, one room each. `create` instantiates a method by name.
 
-from collections.abc import Callable
-from inspect import signature
-from typing import Any
+A method is declared once, by the dataclass in its room's `settings.py`. Importing this package imports the
+declarations; the methods themselves are imported on first use.
+"""
 
-from moepack.methods.auto import Auto
-from moepack.methods.base import Expected, LayerPlan, Method, PackedTensor, Shape, Solution, Stage, Weights
-from moepack.methods.codequant import CodeQuant
-from moepack.methods.finequant import FineQuant
-from moepack.methods.floe import Floe
-from moepack.methods.milo import Milo
-from moepack.methods.qmoe import Qmoe
-from moepack.methods.rate import Rate
-from moepack.methods.ternary import Ternary
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-METHODS: dict[str, Callable[..., Method]] = {
-    "auto": Auto,
-    "codequant": CodeQuant,
-    "finequant": FineQuant,
-    "floe": Floe,
-    "milo": Milo,
-    "qmoe": Qmoe,
-    "rate": Rate,
-    "ternary": Ternary,
+from moepack.lazy import lazy
+from moepack.methods.auto.settings import AutoSettings
+from moepack.methods.codequant.settings import CodeQuantSettings
+from moepack.methods.finequant.settings import FineQuantSettings
+from moepack.methods.floe.settings import FloeSettings
+from moepack.methods.milo.settings import MiloSettings
+from moepack.methods.qmoe.settings import QmoeSettings
+from moepack.methods.rate.settings import RateSettings
+from moepack.methods.settings import REQUIRED, Settings, settings_of
+
+if TYPE_CHECKING:
+    from moepack.methods.auto.method import Auto
+    from moepack.methods.base import (
+        Expected,
+        Goal,
+        LayerPlan,
+        Method,
+        MethodPlan,
+        PackedTensor,
+        Packer,
+        Shape,
+        SimpleMethod,
+        Solution,
+        Stage,
+        Weights,
+    )
+    from moepack.methods.codequant.method import CodeQuant
+    from moepack.methods.finequant.method import FineQuant
+    from moepack.methods.floe.method import Floe
+    from moepack.methods.milo.method import Milo
+    from moepack.methods.qmoe.method import Qmoe
+    from moepack.methods.rate.method import Rate
+
+METHODS: dict[str, type[Settings]] = {
+    each.name: each
+    for each in (
+        AutoSettings,
+        FineQuantSettings,
+        RateSettings,
+        FloeSettings,
+        MiloSettings,
+        CodeQuantSettings,
+        QmoeSettings,
+    )
 }
-"""The methods by name; each takes its settings as keyword arguments."""
+"""The declarations of all methods by name, in the order of the help."""
 
 __all__ = [
     "METHODS",
@@ -32,35 +60,75 @@ __all__ = [
     "CodeQuant",
     "Expected",
     "FineQuant",
+    "Floe",
+    "Goal",
     "LayerPlan",
     "Method",
+    "MethodPlan",
     "Milo",
     "PackedTensor",
+    "Packer",
     "Qmoe",
     "Rate",
     "Shape",
+    "SimpleMethod",
     "Solution",
     "Stage",
-    "Ternary",
     "Weights",
     "create",
+    "method_class",
+    "register",
 ]
 
+_BASE = (
+    *("Expected", "Goal", "LayerPlan", "Method", "MethodPlan", "PackedTensor"),
+    *("Packer", "Shape", "SimpleMethod", "Solution", "Stage", "Weights"),
+)
 
-def create(name: str, **settings: Any) -> Method:
-    """Return the method `name` with `settings`.
+__getattr__ = lazy(
+    __name__,
+    dict.fromkeys(_BASE, "moepack.methods.base")
+    | {each.implementation.partition(":")[2]: each.implementation.partition(":")[0] for each in METHODS.values()},
+)
+
+
+def register(declaration: type[Settings]) -> None:
+    """Add a method of another package: its class, or a declaration that names its class as `implementation`.
 
     Raises:
-        ValueError: the method or a setting is unknown, or a required setting is missing.
+        ValueError: there is a method of this name.
+    """
+    if declaration.name in METHODS:
+        raise ValueError(f"there is already a method '{declaration.name}'")
+    METHODS[declaration.name] = declaration
+
+
+def method_class(name: str) -> "type[Method]":
+    """Return the class of the method `name`.
+
+    Raises:
+        ValueError: the method is unknown.
     """
     if name not in METHODS:
         raise ValueError(f"unknown method '{name}'; available: {', '.join(sorted(METHODS))}")
-    known = signature(METHODS[name]).parameters
+    module, _, attribute = METHODS[name].implementation.partition(":")
+    found: Any = getattr(import_module(module), attribute) if module else METHODS[name]
+    return found  # type: ignore[no-any-return]
+
+
+def create(name: str, **settings: Any) -> "Method":
+    """Return the method `name` with `settings`.
+
+    Raises:
+        ValueError: the method or a setting is unknown, a required setting is missing, or a value is not allowed.
+    """
+    made = method_class(name)
+    known = {each.name: each for each in settings_of(METHODS[name])}
     if unknown := [setting for setting in settings if setting not in known]:
         raise ValueError(f"the method {name} has no setting {', '.join(unknown)}; available: {', '.join(known)}")
-    if missing := [key for key, of in known.items() if of.default is of.empty and key not in settings]:
+    if missing := [key for key, each in known.items() if each.default is REQUIRED and key not in settings]:
         raise ValueError(f"the method {name} requires {', '.join(missing)}")
     try:
-        return METHODS[name](**settings)
+        return made(**settings)
     except TypeError as error:
         raise ValueError(f"method '{name}': {error}") from error

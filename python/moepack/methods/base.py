@@ -1,8 +1,8 @@
 """The interface between a compression method and the pipeline.
 
-A method solves the stages of a layer and packs the solutions. It opens no files and does not know where weights come
-from or where packed bytes go. It keeps no state of a layer: decisions for the whole model are made in `prepare`, and
-everything about a layer is in its stages.
+A method makes a plan for a model: all decisions that concern the whole model, and a packer that solves the stages of a
+layer and packs the solutions. Neither opens files or knows where weights come from or where packed bytes go. Neither
+keeps state: everything about a layer is in its stages.
 
 A method is deterministic. The same weights, inputs, settings and version give the same bytes, because resumed work must
 equal uninterrupted work.
@@ -23,9 +23,23 @@ from moepack.calibration import CalibrationRequest, Stage
 from moepack.calibration.stage import Shape, Weights
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.checkpoint.rewritten import Rewriting
+from moepack.methods.settings import Settings
 from moepack.progress import Progress
 
-__all__ = ["Expected", "LayerPlan", "Method", "PackedTensor", "Shape", "Solution", "Stage", "Weights"]
+__all__ = [
+    "Expected",
+    "Goal",
+    "LayerPlan",
+    "Method",
+    "MethodPlan",
+    "PackedTensor",
+    "Packer",
+    "Shape",
+    "SimpleMethod",
+    "Solution",
+    "Stage",
+    "Weights",
+]
 
 
 @dataclass(frozen=True)
@@ -86,19 +100,120 @@ class LayerPlan(Protocol):
         """
 
 
-class Method(ABC):
-    """A compression method with its settings."""
+class Packer(ABC):
+    """Solves and packs the tensors of one model. Its decisions are made; it keeps no state of a layer or a job."""
 
-    name: ClassVar[str]
-    """Name of the method on the command line."""
+    @abstractmethod
+    def bound(self, shape: Shape, role: str = "experts") -> int:
+        """Return the maximum packed size of a tensor in bytes; a linear layer has the shape [1, rows, columns]."""
+
+    @abstractmethod
+    def solve(self, stage: Stage) -> Mapping[str, Solution]:
+        """Quantize the tensors of a stage; return a solution for each, by its name in the stage.
+
+        After running out of memory, the same experts are passed again in smaller groups.
+
+        Raises:
+            InvalidTensorError: weights that cannot be compressed; names the tensor.
+        """
+
+    @abstractmethod
+    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+        """Pack a tensor from the solution for all its experts."""
+
+    def expected(self, weights: Weights) -> Expected:
+        """Return the size of a tensor before it is solved. The default is the upper bound.
+
+        If the size depends on values, one expert is packed as a sample.
+        """
+        return Expected(self.bound(weights.shape, weights.role), exact=False)
+
+    def sample(self, weights: Weights) -> PackedTensor:
+        """Pack one tensor on its own; only without calibration."""
+        stage = Stage(weights.name, {weights.name: weights}, range(weights.shape[0]))
+        return self.pack(weights, self.solve(stage)[weights.name])
+
+    def layer_plan(self, experts: int, spent: Mapping[str, int]) -> LayerPlan | None:
+        """Return an object that inspects all stages of a layer before they are solved (`Stage.plan`), or None.
+
+        None means that stages are solved independently.
+
+        Args:
+            experts: number of experts of the layer.
+            spent: see `Stage.spent`.
+        """
+        return None
+
+    def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+        """Return notes on a finished job for the user, as complete sentences.
+
+        Args:
+            layers: calibration results by layer: `tokens` (a list over experts) and `rounded` (experts quantized
+                without their inputs, with the reason). Empty before the job and without calibration.
+        """
+        return ()
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A requested size.
+
+    Attributes:
+        nbytes: maximum size of all weight files in bytes.
+        reason: how it was chosen, in words; "" if that needs no words.
+    """
+
+    nbytes: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """What a method decided for one model. Plans are values: running a job does not change them.
+
+    Attributes:
+        method: the method that decided.
+        packer: solves and packs the tensors by these decisions.
+        source: fingerprint of the checkpoint that the plan was made for.
+        settings: all settings that determine the output, as JSON values; part of the job's fingerprint.
+        request: the required calibration; None: each tensor is packed from its weights alone.
+        decisions: what was decided for packed tensors, by name, as JSON values. A tensor's bytes depend only on this
+            value, the settings and the stages.
+        goal: the requested size, if there is one.
+        loss: lower and upper bound of the expected loss increase in nats per token; None if unknown.
+        token_seconds: time of all products of packed weights per token; None if unknown.
+        notes: notes for the user, as complete sentences.
+        files: additional small files for the packed directory, by name.
+    """
+
+    method: Method
+    packer: Packer
+    source: str
+    settings: Mapping[str, Any]
+    request: CalibrationRequest | None = None
+    decisions: Mapping[str, Any] = field(default_factory=dict)
+    goal: Goal | None = None
+    loss: tuple[float, float] | None = None
+    token_seconds: float | None = None
+    notes: tuple[str, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class Method(Settings, ABC):
+    """A compression method with its settings, a dataclass (see `moepack.methods.settings`).
+
+    A method that decides nothing in advance is a `SimpleMethod` and has three members: `bound`, `solve` and `pack`. All
+    others here are optional, except that a method with decisions has its own `plan`.
+    """
 
     packs_empty: ClassVar[bool] = False
     """Whether the method packs tensors without values, such as experts of zero width."""
 
-    @property
-    @abstractmethod
-    def settings(self) -> Mapping[str, Any]:
-        """All settings that change the output, as JSON values; part of the job's fingerprint."""
+    depends_on_sizes: ClassVar[bool] = False
+    """Whether the packed sizes of earlier tensors (`Stage.spent`) influence later ones without calibration."""
+
+    sized_by_plan: ClassVar[bool] = False
+    """Whether only a plan knows the sizes of tensors. A plan is then made before a job is estimated."""
 
     @property
     def request(self) -> CalibrationRequest | None:
@@ -115,7 +230,7 @@ class Method(ABC):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether `rewrite` or `prepare` takes long because it reads the weights of the whole model."""
+        """Whether `rewrite` or `plan` takes long because it reads the weights of the whole model."""
         return False
 
     @property
@@ -130,21 +245,28 @@ class Method(ABC):
         return False
 
     @property
-    def rewrites(self) -> bool:
-        """Whether `rewrite` changes checkpoints; only a job's main method may."""
-        return False
-
-    @property
-    def counts_on(self) -> bool:
-        """Whether the packed sizes of earlier tensors (`book`) influence those of later layers."""
-        return False
-
-    @property
-    def in_turn(self) -> bool:
+    def sequential(self) -> bool:
         """Whether the groups of experts of a layer are solved one after another because they share one bit budget."""
         return False
 
-    def arranged(self, layer: MoeLayer) -> MoeLayer:
+    @property
+    def kernel(self) -> str | None:
+        """The kind of product that sets the packed model's speed: "int" or "coded" (`moepack.backends.speeds`)."""
+        return None
+
+    @abstractmethod
+    def bound(self, shape: Shape, role: str = "experts") -> int:
+        """Return the maximum packed size of a tensor in bytes before a plan is made; see `Packer.bound`."""
+
+    def expected(self, weights: Weights) -> Expected:
+        """Return the size of a tensor before a plan is made; see `Packer.expected`."""
+        return Expected(self.bound(weights.shape, weights.role), exact=False)
+
+    def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+        """Return notes before a plan is made, as complete sentences; see `Packer.notes`."""
+        return ()
+
+    def arrange(self, layer: MoeLayer) -> MoeLayer:
         """Return a sparse layer with the projections to pack; only a job's main method may rearrange them.
 
         Raises:
@@ -152,26 +274,30 @@ class Method(ABC):
         """
         return layer
 
-    @abstractmethod
-    def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the maximum packed size of a tensor in bytes; a linear layer has the shape [1, rows, columns]."""
+    def check(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+        """Check a checkpoint against the settings before any weight is read.
 
-    def expected(self, weights: Weights) -> Expected:
-        """Return the size before preparation and calibration.
-
-        If the size depends on values, one expert is packed as a sample. The default is the upper bound.
+        Raises:
+            UnsupportedModelError: the method cannot pack this model.
         """
-        return Expected(self.bound(weights.shape, weights.role), exact=False)
 
-    def sample(self, weights: Weights) -> PackedTensor:
-        """Pack one tensor on its own; only without calibration."""
-        stage = Stage(weights.name, {weights.name: weights}, range(weights.shape[0]))
-        return self.pack(weights, self.solve(stage)[weights.name])
+    def goal(self, checkpoint: Checkpoint, model: MoeModel) -> Goal | None:
+        """Return the requested size of all weight files, if there is one, before any weight is read.
+
+        Raises:
+            ValueError: the requested size cannot be reached.
+        """
+        return None
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether `rewrite` changes checkpoints; only a job's main method may."""
+        return False
 
     def rewrite(self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, Tensor] | None) -> Rewriting | None:
         """Change a checkpoint, including tensors that are not packed.
 
-        Called once per job, before `prepare`, which receives the changed checkpoint.
+        Called once per job, before `plan`, which receives the changed checkpoint.
 
         Args:
             checkpoint: the original.
@@ -187,27 +313,9 @@ class Method(ABC):
         """
         return None
 
-    def aim(self, checkpoint: Checkpoint, model: MoeModel) -> None:  # noqa: B027 - most methods have no target size
-        """Check a checkpoint against the settings before any weight is read. Called before `prepare`.
-
-        Raises:
-            ValueError: the requested size cannot be reached.
-        """
-
-    @property
-    def plans(self) -> bool:
-        """Whether sizes are known only after `prepare`.
-
-        A second call of `prepare` for the same checkpoint costs nothing.
-        """
-        return False
-
-    def prepare(  # noqa: B027 - most methods prepare nothing
-        self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None
-    ) -> None:
-        """Make decisions for the whole model.
-
-        Called once per job, resumed or not, before the first stage. Must be deterministic.
+    @abstractmethod
+    def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
+        """Make all decisions for a model. Changes nothing in the method, and is deterministic.
 
         Args:
             checkpoint: the checkpoint to compress.
@@ -216,69 +324,13 @@ class Method(ABC):
 
         Raises:
             InvalidTensorError: weights that cannot be compressed; names the tensor.
+            ValueError: the requested size cannot be reached.
         """
 
-    def decided(self, name: str) -> Any:
-        """Return what `prepare` decided for the packed tensor `name`, as a JSON value.
 
-        The tensor's bytes must depend only on this value, the settings and the stages.
-        """
-        return None
+class SimpleMethod(Packer, Method):
+    """A method that decides nothing about the whole model: it is its own packer."""
 
-    def layer_plan(self, experts: int) -> LayerPlan | None:
-        """Return an object that inspects all stages of a layer before they are solved (`Stage.plan`), or None.
-
-        None means that stages are solved independently. `experts` is the number of experts of the layer.
-        """
-        return None
-
-    @abstractmethod
-    def solve(self, stage: Stage) -> Mapping[str, Solution]:
-        """Quantize the tensors of a stage; return a solution for each, by its name in the stage.
-
-        After running out of memory, the same experts are passed again in smaller groups.
-
-        Raises:
-            InvalidTensorError: weights that cannot be compressed; names the tensor.
-        """
-
-    @abstractmethod
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
-        """Pack a tensor from the solution for all its experts."""
-
-    @property
-    def budget(self) -> int | None:
-        """Maximum size of all weight files in bytes if a size was requested; valid after `aim`."""
-        return None
-
-    @property
-    def kernel(self) -> str | None:
-        """The kind of product that sets the packed model's speed: "int" or "coded" (`moepack.backends.speeds`)."""
-        return None
-
-    @property
-    def expected_loss(self) -> tuple[float, float] | None:
-        """Lower and upper bound of the expected loss increase in nats per token.
-
-        None if unknown. Valid after `prepare`.
-        """
-        return None
-
-    def files(self) -> Mapping[str, bytes]:
-        """Return additional small files for the packed directory, by name; valid after `prepare`."""
-        return {}
-
-    def book(self, name: str, nbytes: int) -> None:  # noqa: B027 - few methods share bytes between layers
-        """Record the packed size of a tensor.
-
-        Called for all tensors in processing order, including those that an interrupted run packed.
-        """
-
-    def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Return notes on a finished job for the user, as complete sentences.
-
-        Args:
-            layers: calibration results by layer: `tokens` (a list over experts) and `rounded` (experts quantized
-                without their inputs, with the reason). Empty without calibration.
-        """
-        return ()
+    def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
+        """Return a plan without decisions."""
+        return MethodPlan(self, self, checkpoint.fingerprint(), self.settings, self.request)

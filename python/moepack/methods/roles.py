@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from moepack.checkpoint.dense import ROLES
-from moepack.solvers.groupwise import BITS
+from moepack.solvers.widths import BITS
 
 __all__ = ["as_number", "dense_text", "parse_dense_bits"]
 

@@ -2,13 +2,13 @@
 
 A job has one main method. Individual tensors may use another method, or may come already packed, for example from
 another machine or an earlier job. This module combines all methods of a job: which tensors are packed, and what
-calibration must record.
+calibration must record. An `Assignment` knows settings only; `Assignment.planned` adds the methods' plans for a model.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +19,11 @@ from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel, describe
 from moepack.checkpoint.balanced import balanced, knows_norms
 from moepack.checkpoint.dense import position
-from moepack.methods import Method, PackedTensor, create
+from moepack.methods import Method, MethodPlan, PackedTensor, create
+from moepack.progress import Progress
 from moepack.registry import open_tensor
 
-__all__ = ["Assignment"]
+__all__ = ["Assignment", "PlannedAssignment"]
 
 KEPT_SCALES = (
     "It is not described what reads the norms of '{}' models, so norms keep their scales: what is lost depends on how "
@@ -56,18 +57,6 @@ class Assignment:
         """Return the method that packs a tensor, or the tensor already packed."""
         return self.others.get(weights.name, self.method)
 
-    @property
-    def request(self) -> CalibrationRequest | None:
-        """The calibration that the methods need; None if no method uses calibration.
-
-        Raises:
-            ValueError: two methods need different calibrations, but the model runs only once.
-        """
-        requests = [request for method in self.methods if (request := method.request) is not None]
-        if any(request != requests[0] for request in requests):
-            raise ValueError("all methods of a job must use the same calibration set and the same calibration settings")
-        return requests[0] if requests else None
-
     def layers(self, model: MoeModel) -> list[PackedLayer]:
         """Return the layers to pack, in execution order. The linear layers of a block precede its experts.
 
@@ -81,7 +70,7 @@ class Assignment:
             DenseLayer(layer.name, tuple(x for x in layer.linears if x.role in roles or x.source in self.others))
             for layer in model.dense
         )
-        experts = map(self.method.arranged, model.layers)
+        experts = map(self.method.arrange, model.layers)
         beyond = (layer for layer in model.beyond if any(x.packed_name in self.others for x in layer.projections))
         layers: list[PackedLayer] = [*(layer for layer in dense if layer.linears), *experts, *beyond]
         layers.sort(key=lambda layer: position(layer.name))
@@ -176,28 +165,116 @@ class Assignment:
                 found.append(name)
         return found
 
-    def decided(self, weights: Weights) -> Any:
-        """Return what was decided in advance for a tensor, or the identity of its packed tensor."""
-        chosen = self.of(weights)
-        return _identity(chosen) if isinstance(chosen, PackedTensor) else chosen.decided(weights.name)
-
     def bound(self, layer: PackedLayer) -> int:
-        """Return the maximum packed size of a layer in bytes."""
-        total = 0
-        for weights in layer_tensors(layer).values():
-            chosen = self.of(weights)
-            if isinstance(chosen, PackedTensor):
-                total += chosen.data.nbytes
-            else:
-                total += chosen.bound(weights.shape, weights.role)
-        return total
+        """Return the maximum packed size of a layer in bytes, before plans are made."""
+        return _bound(layer, self.of)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the main method, plus the assignments of all other tensors."""
+        return self.with_others(self.method.settings)
+
+    def with_others(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings of the main method plus the assignments of all other tensors."""
         if not self.others:
-            return dict(self.method.settings)
-        return {**self.method.settings, "assigned": {name: _identity(x) for name, x in sorted(self.others.items())}}
+            return dict(settings)
+        return {**settings, "assigned": {name: _identity(x) for name, x in sorted(self.others.items())}}
+
+    def planned(
+        self,
+        checkpoint: Checkpoint,
+        model: MoeModel,
+        progress: Progress | None = None,
+        known: MethodPlan | None = None,
+    ) -> PlannedAssignment:
+        """Let all methods plan; raises as `Method.plan`.
+
+        Args:
+            checkpoint, model: the checkpoint to compress.
+            progress: receives progress.
+            known: a plan of the main method for this checkpoint, which is then not made again.
+        """
+        plans = {
+            id(method): known if known and method is known.method else method.plan(checkpoint, model, progress)
+            for method in self.methods
+        }
+        others = {name: plans[id(other)] if isinstance(other, Method) else other for name, other in self.others.items()}
+        return PlannedAssignment(self, plans[id(self.method)], others)
+
+
+@dataclass(frozen=True)
+class PlannedAssignment:
+    """The plans of a job's methods for one model.
+
+    Attributes:
+        assignment: the methods.
+        plan: the plan of the main method.
+        others: for a packed tensor's name, the plan of its method, or the packed tensor itself.
+    """
+
+    assignment: Assignment
+    plan: MethodPlan
+    others: Mapping[str, MethodPlan | PackedTensor] = field(default_factory=dict)
+
+    @property
+    def plans(self) -> list[MethodPlan]:
+        """The distinct plans, that of the main method first."""
+        found = [self.plan]
+        for other in self.others.values():
+            if isinstance(other, MethodPlan) and not any(other is known for known in found):
+                found.append(other)
+        return found
+
+    def of(self, weights: Weights) -> MethodPlan | PackedTensor:
+        """Return the plan that packs a tensor, or the tensor already packed."""
+        return self.others.get(weights.name, self.plan)
+
+    def layers(self, model: MoeModel) -> list[PackedLayer]:
+        """See `Assignment.layers`."""
+        return self.assignment.layers(model)
+
+    @property
+    def request(self) -> CalibrationRequest | None:
+        """The calibration that the plans need; None if none uses calibration.
+
+        Raises:
+            ValueError: two methods need different calibrations, but the model runs only once.
+        """
+        requests = [plan.request for plan in self.plans if plan.request is not None]
+        if any(request != requests[0] for request in requests):
+            raise ValueError("all methods of a job must use the same calibration set and the same calibration settings")
+        return requests[0] if requests else None
+
+    @property
+    def goal(self) -> int | None:
+        """The requested size of all weight files in bytes, if there is one."""
+        return None if self.plan.goal is None else self.plan.goal.nbytes
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the main method, plus the assignments of all other tensors."""
+        return self.assignment.with_others(self.plan.settings)
+
+    def decided(self, weights: Weights) -> Any:
+        """Return what was decided in advance for a tensor, or the identity of its packed tensor."""
+        chosen = self.of(weights)
+        return _identity(chosen) if isinstance(chosen, PackedTensor) else chosen.decisions.get(weights.name)
+
+    def bound(self, layer: PackedLayer) -> int:
+        """Return the maximum packed size of a layer in bytes."""
+        return _bound(layer, self.of)
+
+
+def _bound(layer: PackedLayer, of: Callable[[Weights], Method | MethodPlan | PackedTensor]) -> int:
+    total = 0
+    for weights in layer_tensors(layer).values():
+        chosen = of(weights)
+        if isinstance(chosen, PackedTensor):
+            total += chosen.data.nbytes
+        else:
+            packer = chosen.packer if isinstance(chosen, MethodPlan) else chosen
+            total += packer.bound(weights.shape, weights.role)
+    return total
 
 
 def _identity(other: Method | PackedTensor) -> str:

@@ -9,11 +9,13 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from moepack.calibration.text import BUILT_IN, read_texts
+from moepack.calibration import CalibrationRequest
+from moepack.calibration.text import read_texts
 from moepack.errors import MoepackError
 from moepack.evaluation import evaluate
-from moepack.methods.base import Method
+from moepack.methods.base import MethodPlan
 from moepack.pipeline.report import CompressReport
+from moepack.textfile import BUILT_IN
 from moepack.units import nats
 
 __all__ = ["LARGE", "checked", "far_notes", "is_checked", "measured_increase"]
@@ -29,27 +31,27 @@ FAR = 1.5
 """A loss above this multiple of the expected upper bound is reported."""
 
 
-def is_checked(asked: bool | None, method: Method, weights: int) -> bool:
+def is_checked(asked: bool | None, request: CalibrationRequest | None, weights: int) -> bool:
     """Return whether to run the check: as requested, or by default if it is cheap compared to a calibrated run."""
-    return asked if asked is not None else method.request is not None and weights >= LARGE
+    return asked if asked is not None else request is not None and weights >= LARGE
 
 
-def checked(report: CompressReport, model: Path, method: Method) -> CompressReport:
+def checked(report: CompressReport, model: Path, plan: MethodPlan) -> CompressReport:
     """Return the report with the measured loss increase, or with a note that says why it could not be measured.
 
     Args:
         report: report of a complete directory, which is not modified.
         model: the checkpoint.
-        method: the method that packed it; gives the calibration text and the expected loss.
+        plan: the plan by which it was packed; gives the calibration text and the expected loss.
     """
-    source = BUILT_IN if method.request is None else method.request.source
+    source = BUILT_IN if plan.request is None else plan.request.source
     try:
         increase = measured_increase(model, report.path, source)
     except MoepackError as error:
         return replace(report, notes=(*report.notes, f"the check of the packed model failed: {error}"))
     if increase is None:
         return replace(report, notes=(*report.notes, "the check of the packed model needs at least 512 tokens of text"))
-    return replace(report, increase=increase, notes=(*report.notes, *far_notes(increase, method.expected_loss)))
+    return replace(report, increase=increase, notes=(*report.notes, *far_notes(increase, plan.loss)))
 
 
 def measured_increase(model: Path, packed: Path, source: str | PathLike[str]) -> float | None:

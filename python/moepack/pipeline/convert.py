@@ -56,5 +56,5 @@ def convert(
     checkpoint = PublishedCheckpoint.open_pair(published, original)
     model, assignment = describe(checkpoint), Assignment(Published(code))
     check_source(checkpoint, model, assignment)
-    job = Job(checkpoint, model, assignment, progress or Silent(), peak)
+    job = Job(checkpoint, model, assignment.planned(checkpoint, model), progress or Silent(), peak)
     return job.run(target, resume, started)

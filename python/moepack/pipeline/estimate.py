@@ -18,6 +18,7 @@ import torch
 
 from moepack.allocation.importance import visits
 from moepack.backends.speeds import kept_speeds, token_seconds
+from moepack.calibration import CalibrationRequest
 from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, describe
 from moepack.checkpoint.architectures import EMBEDDING
@@ -27,7 +28,7 @@ from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import DiskError
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
-from moepack.methods import Method, Weights
+from moepack.methods import Goal, Method, MethodPlan, Weights
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.plan import Plan, check_text, make_plan, space_bound
@@ -35,9 +36,6 @@ from moepack.pipeline.soundness import check_names
 from moepack.progress import Progress
 
 __all__ = ["Estimate", "Part", "estimate"]
-
-SECONDS = {"auto": 90, "ternary": 15, "rate": 60, "finequant": 90, "milo": 600, "codequant": 2000, "qmoe": 500}
-"""Seconds in which one Zen 3 thread packs 10^9 weights, by method. Calibration adds to this."""
 
 TOKEN_SECONDS = 3e-10
 """Single-thread seconds per packed weight and calibration token that visits it."""
@@ -98,10 +96,8 @@ class Estimate:
         method, settings: name and settings of the method.
         parts: the packed tensors by role, experts first.
         kept: bytes of tensors and small files that are copied unchanged.
-        budget: the requested size of all weight files in bytes, or None.
-        reason: how the budget was chosen, in words; "" without a budget.
-        planned: whether the method has already allocated the bytes.
-        loss: lower and upper bound of the expected loss increase in nats per token, or None if the method cannot tell.
+        goal: the requested size of all weight files, or None.
+        plan: the plan of the method, if sizes depend on it; pass it to `compress` as `method`.
         memory: approximate private memory of the process in bytes.
         free_memory: available memory of the machine in bytes, or None if unknown.
         disk: maximum number of bytes written.
@@ -122,10 +118,8 @@ class Estimate:
     settings: Mapping[str, Any]
     parts: tuple[Part, ...]
     kept: int
-    budget: int | None
-    reason: str
-    planned: bool
-    loss: tuple[float, float] | None
+    goal: Goal | None
+    plan: MethodPlan | None
     memory: int
     free_memory: int | None
     disk: int
@@ -144,8 +138,8 @@ class Estimate:
     @property
     def after(self) -> float:
         """Approximate size of the packed directory in bytes."""
-        if self.budget and not self.planned:
-            return self.budget
+        if self.goal is not None and self.plan is None:
+            return self.goal.nbytes
         return self.kept + sum(part.after for part in self.parts)
 
 
@@ -174,42 +168,43 @@ def estimate(
     check_text(method)
     checkpoint = open_checkpoint(resolve_model(model))
     found = describe(checkpoint)
-    method.aim(checkpoint, found)
+    method.check(checkpoint, found)
+    goal = method.goal(checkpoint, found)
     try_creating(target)
     assignment = Assignment(method).with_beyond(found, mtp_bits)
     check_names(checkpoint, found, assignment)
     checkpoint, found = assignment.balanced(checkpoint, found)
     plan = make_plan(checkpoint, found, assignment)
-    disk, free = _disk(plan, checkpoint, target)
-    if method.plans:
-        method.prepare(checkpoint, found, progress)
-    parts = _parts(plan, method)
-    kept = _kept(plan, checkpoint)
+    disk, free = _disk(plan, checkpoint, target, goal)
+    made = method.plan(checkpoint, found, progress) if method.sized_by_plan else None
+    parts = _parts(plan, assignment, made)
+    kept, request = _kept(plan, checkpoint), method.request if made is None else made.request
     workers = threads or torch.get_num_threads()
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
     return Estimate(
-        notes=(*found.notes, *dict.fromkeys(note for each in assignment.methods for note in each.notes({}))),
+        notes=(*found.notes, *dict.fromkeys(note for each in assignment.methods for note in each.notes({})))
+        + (() if made is None else made.notes),
         model=checkpoint.path,
         architecture=found.architecture,
         layers=len(found.layers),
         experts=experts,
         method=method.name,
-        settings=method.settings,
+        settings=method.settings if made is None else made.settings,
         parts=parts,
         kept=kept,
-        budget=method.budget,
-        reason=getattr(method, "reason", ""),
-        planned=method.plans,
-        loss=method.expected_loss,
-        memory=_memory(plan, method, checkpoint, workers),
+        goal=goal,
+        plan=made,
+        memory=_memory(plan, assignment, request, checkpoint, workers),
         free_memory=available_bytes(),
         disk=disk,
         free_disk=free,
         threads=workers,
-        seconds=_seconds(plan, parts, share, method, workers),
+        seconds=_seconds(plan, parts, share, method, request, workers),
         run_memory=PROCESS + kept + int(sum(part.after for part in parts)),
-        tokens_per_second=_tokens_per_second(parts, share, method, bool(checkpoint.config.get("tie_word_embeddings"))),
+        tokens_per_second=_tokens_per_second(
+            parts, share, method, made, bool(checkpoint.config.get("tie_word_embeddings"))
+        ),
     )
 
 
@@ -219,10 +214,11 @@ def _kept(plan: Plan, checkpoint: Checkpoint) -> int:
     return files + sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)
 
 
-def _disk(plan: Plan, checkpoint: Checkpoint, target: Path) -> tuple[int, int]:
+def _disk(plan: Plan, checkpoint: Checkpoint, target: Path, goal: Goal | None) -> tuple[int, int]:
     """Return the maximum bytes written and the free bytes; raise DiskError if a requested size does not fit."""
-    needed, free = space_bound(plan, checkpoint, ()), _free_disk(target)
-    if plan.assignment.method.budget is not None and needed > free:
+    needed = space_bound(plan, checkpoint, (), None if goal is None else goal.nbytes)
+    free = _free_disk(target)
+    if goal is not None and needed > free:
         raise DiskError(f"needs up to {needed:,} bytes, but {free:,} are free", file=target.parent)
     return needed, free
 
@@ -231,23 +227,24 @@ def _free_disk(target: Path) -> int:
     return shutil.disk_usage(next(above for above in target.parents if above.exists())).free
 
 
-def _parts(plan: Plan, method: Method) -> tuple[Part, ...]:
+def _parts(plan: Plan, assignment: Assignment, made: MethodPlan | None) -> tuple[Part, ...]:
     """Sum up packed tensors by role.
 
-    Unless the method has planned each tensor, tensors with the same shape and position in a layer are assumed to pack
+    Unless a plan knows each tensor, tensors with the same shape and position in a layer are assumed to pack
     to the same size.
     """
     alike: dict[tuple[str, str, tuple[int, ...]], list[Weights]] = {}
     for name, weights in _packed_tensors(plan):
-        assigned = weights.name in plan.assignment.others
-        place = weights.name if method.plans or assigned else name if weights.role == "experts" else ""
+        assigned = weights.name in assignment.others
+        place = weights.name if made is not None or assigned else name if weights.role == "experts" else ""
         alike.setdefault((weights.role, place, weights.shape), []).append(weights)
     parts: dict[str, list[Part]] = {}
     for (role, _, shape), members in alike.items():
         middle = members[len(members) // 2]
-        chosen = plan.assignment.of(middle)
+        chosen = assignment.of(middle)
         assert isinstance(chosen, Method), "estimates do not include tensors that are already packed"
-        found = chosen.expected(middle)
+        sized = made.packer if made is not None and chosen is made.method else chosen
+        found = sized.expected(middle)
         before = sum(member.nbytes for member in members)
         weights_count = len(members) * math.prod(shape) if before else 0  # what refines weights stands for no more
         parts.setdefault(role, []).append(Part(role, weights_count, before, len(members) * found.nbytes, found.exact))
@@ -264,7 +261,9 @@ def _sum(role: str, parts: list[Part]) -> Part:
     return Part(role, weights, before, sum(part.after for part in parts), all(part.exact for part in parts))
 
 
-def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) -> int:
+def _memory(
+    plan: Plan, assignment: Assignment, request: CalibrationRequest | None, checkpoint: Checkpoint, workers: int
+) -> int:
     """Return the memory of a job in bytes.
 
     It counts the process, the codes of one tensor (one byte per weight), the packed tensors of a layer, and the experts
@@ -277,23 +276,25 @@ def _memory(plan: Plan, method: Method, checkpoint: Checkpoint, workers: int) ->
         return PROCESS
     codes = max(math.prod(shape) for shape in shapes)
     working = max(rows * columns * min(experts, workers, MAX_WORKERS) for experts, rows, columns in shapes) * WORKING
-    packed = max(map(plan.assignment.bound, layers))
+    packed = max(map(assignment.bound, layers))
     total = PROCESS + codes + working + packed
-    if (request := method.request) is not None:
+    if request is not None:
         largest = max(sum(math.prod(weights.shape) for weights in layer_tensors(layer).values()) for layer in layers)
-        states = _tokens(method) * int(checkpoint.config.get("hidden_size") or checkpoint.config.get("d_model", 0))
+        states = _tokens(request) * int(checkpoint.config.get("hidden_size") or checkpoint.config.get("d_model", 0))
         squares = max(min(experts, request.settings.group) * columns**2 for experts, _, columns in shapes)
         total += RUNNING + 4 * largest + 2 * 4 * states + HESSIAN * squares
     return total
 
 
-def _tokens_per_second(parts: Iterable[Part], share: float, method: Method, tied: bool) -> float | None:
+def _tokens_per_second(
+    parts: Iterable[Part], share: float, method: Method, made: MethodPlan | None, tied: bool
+) -> float | None:
     """Return the decoding speed that products of packed weights allow.
 
     Embedding rows are looked up, so an embedding counts only if it is also the head.
     """
-    if seconds := getattr(method, "token_seconds", None):
-        return float(1 / seconds)
+    if made is not None and made.token_seconds:
+        return 1 / made.token_seconds
     kind, speeds = method.kernel, kept_speeds()
     if kind is None or speeds is None:
         return None
@@ -304,14 +305,14 @@ def _tokens_per_second(parts: Iterable[Part], share: float, method: Method, tied
     return 1 / (sum(seconds) or math.inf)
 
 
-def _tokens(method: Method) -> int:
+def _tokens(request: CalibrationRequest | None) -> int:
     """Return the maximum number of calibration tokens."""
-    return 0 if method.request is None else method.request.samples * method.request.length
+    return 0 if request is None else request.samples * request.length
 
 
-def _solving(plan: Plan, method: Method, workers: int) -> float:
+def _solving(plan: Plan, method: Method, request: CalibrationRequest | None, workers: int) -> float:
     """Return the seconds of calibrated solving of uniform integers: a fixed part, and a part shared by threads."""
-    if method.request is None or method.name not in ("auto", "rate"):
+    if request is None or method.kernel != "coded":
         return 0.0
     fixed, shared = 0.0, 0.0
     for shard in plan.shards:
@@ -321,16 +322,23 @@ def _solving(plan: Plan, method: Method, workers: int) -> float:
         fixed += SOLVER["each"] * (1 if sparse else len(solved))
         passes = EXPERT_PASSES if sparse else DENSE_PASSES
         for experts, rows, columns in (weights.shape for weights in solved):
-            groups = math.ceil(experts / method.request.settings.group)
+            groups = math.ceil(experts / request.settings.group)
             fixed += passes * SOLVER["column"] * columns * groups
             shared += passes * SOLVER["weight"] * experts * rows * columns + 2 * SOLVER["cube"] * experts * columns**3
     return fixed + shared / min(workers, MAX_WORKERS)
 
 
-def _seconds(plan: Plan, parts: Iterable[Part], share: float, method: Method, workers: int) -> float | None:
+def _seconds(
+    plan: Plan,
+    parts: Iterable[Part],
+    share: float,
+    method: Method,
+    request: CalibrationRequest | None,
+    workers: int,
+) -> float | None:
     """Return the total seconds, if a `share` of the calibration tokens visits each expert."""
-    if method.name not in SECONDS or getattr(method, "device", "cpu") != "cpu":
+    if method.seconds is None or getattr(method, "device", "cpu") != "cpu":
         return None
-    seen = sum(part.weights * _tokens(method) * (share if part.role == "experts" else 1) for part in parts)
-    work = SECONDS[method.name] / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * seen
-    return work / min(workers, MAX_WORKERS) + _solving(plan, method, workers)
+    seen = sum(part.weights * _tokens(request) * (share if part.role == "experts" else 1) for part in parts)
+    work = method.seconds / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * seen
+    return work / min(workers, MAX_WORKERS) + _solving(plan, method, request, workers)

@@ -7,14 +7,14 @@ on where the work ran.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
 from moepack.calibration import LayerRun
 from moepack.calibration.stage import PackedLayer, WholeTensor
 from moepack.methods import PackedTensor
-from moepack.pipeline.assignment import Assignment
+from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.work import Packed, pack_run
 
 __all__ = ["Executor", "Here", "Unit"]
@@ -30,15 +30,22 @@ class Unit(NamedTuple):
 class Executor(ABC):
     """Packs the tensors of one job. Close it after use, or use it as a context manager."""
 
-    def start(self, assignment: Assignment, layers: Sequence[PackedLayer], advance: Callable[[int], None]) -> None:
+    def start(
+        self,
+        assignment: PlannedAssignment,
+        layers: Sequence[PackedLayer],
+        advance: Callable[[int], None],
+        spent: Mapping[str, int],
+    ) -> None:
         """Start a job.
 
         Args:
-            assignment: the methods of the job, already prepared.
+            assignment: the plans of the job's methods.
             layers: the layers to pack.
             advance: callback that receives the number of weights just solved.
+            spent: see `Stage.spent`; grows while the job runs.
         """
-        self.assignment, self.layers, self.advance = assignment, layers, advance
+        self.assignment, self.layers, self.advance, self.spent = assignment, layers, advance, spent
 
     def expect(self, units: Sequence[Unit]) -> None:  # noqa: B027 - needed only if work starts early
         """Announce the units that `tensor` will be called with, in order."""
@@ -71,8 +78,8 @@ class Here(Executor):
 
     def tensor(self, unit: Unit) -> PackedTensor:
         """See `Executor`."""
-        return pack_run(WholeTensor(*unit), {}, self.assignment, self.advance)[unit.name]
+        return pack_run(WholeTensor(*unit), {}, self.assignment, self.advance, self.spent)[unit.name]
 
     def run(self, run: LayerRun, known: Packed) -> dict[str, PackedTensor]:
         """See `Executor`."""
-        return pack_run(run, known, self.assignment, self.advance)
+        return pack_run(run, known, self.assignment, self.advance, self.spent)

@@ -40,8 +40,8 @@ from moepack.format.hub import BALANCE, CONFIG, INDEX, config_bytes, index_bytes
 from moepack.format.manifest import BEYOND, DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
-from moepack.methods import Method, PackedTensor, create
-from moepack.pipeline.assignment import Assignment
+from moepack.methods import Method, MethodPlan, PackedTensor, create
+from moepack.pipeline.assignment import Assignment, PlannedAssignment
 from moepack.pipeline.check import checked, is_checked
 from moepack.pipeline.executor import Executor, Here
 from moepack.pipeline.journal import ShardRecord, Workspace
@@ -68,7 +68,7 @@ def compress(
     model: str | PathLike[str],
     out: str | PathLike[str],
     *,
-    method: str | Method = "auto",
+    method: str | Method | MethodPlan = "auto",
     others: Mapping[str, Method | PackedTensor] | None = None,
     mtp_bits: int | None = None,
     threads: int | None = None,
@@ -86,7 +86,8 @@ def compress(
     Args:
         model: directory of a Hugging Face checkpoint (safetensors), or `ORGANIZATION/NAME[@REVISION]` on the hub.
         out: directory to create; it must not exist.
-        method: name of a method, or a method instance. `auto` packs a model to a given size (`moepack.methods.Auto`).
+        method: name of a method, a method, or its plan for this model (`Method.plan`), which is then not made again.
+            `auto` packs a model to a given size (`moepack.methods.Auto`).
         others: tensors that are packed by another method or are already packed. Keys are names of packed tensors: an
             experts module's path and projection, such as `model.layers.0.mlp.experts.down_proj`, or a linear layer's
             name in the checkpoint. Values are methods or packed tensors.
@@ -120,37 +121,41 @@ def compress(
     """
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     refuse_existing(target)
-    assignment, progress = Assignment(_chosen(method, settings), others or {}), progress or Silent()
+    chosen, plan = _chosen(method, settings)
+    assignment, progress = Assignment(chosen, others or {}), progress or Silent()
     check_text(assignment.method)
     if threads is not None:
         set_threads(threads)
     directory = resolve_model(model) if ray is None else resolve_model(model).absolute()  # valid on other machines, too
-    sound = _sound(directory, target, assignment, mtp_bits)
-    report = _packed(*sound, target, ray, resume, progress, peak, started)
-    if not is_checked(check, assignment.method, report.expert_weights + report.dense_weights):
+    sound = _sound(directory, target, assignment, mtp_bits, plan)
+    report, plan = _packed(*sound, plan, target, ray, resume, progress, peak, started)
+    if not is_checked(check, plan.request, report.expert_weights + report.dense_weights):
         return report
     progress.prepare("measuring the loss of the packed model")
-    return checked(report, directory, assignment.method)
+    return checked(report, directory, plan)
 
 
 def _packed(
     checkpoint: Checkpoint,
     described: MoeModel,
     assignment: Assignment,
+    plan: MethodPlan | None,
     target: Path,
     ray: str | None,
     resume: bool,
     progress: Progress,
     peak: PeakMemory,
     started: float,
-) -> CompressReport:
-    """Run the job of a checkpoint that passed all checks."""
+) -> tuple[CompressReport, MethodPlan]:
+    """Plan and run the job of a checkpoint that passed all checks; also return the plan of the main method."""
     state = target.with_name(target.name + STATE)
     with _executor(ray, checkpoint, assignment) as executor:
-        checkpoint, described, keep = _looked_at(checkpoint, described, assignment, state, resume, progress)
+        checkpoint, described, planned, keep = _planned(
+            checkpoint, described, assignment, plan, state, resume, progress
+        )
         with _unneeded_state_removed(state, target.with_name(target.name + PARTIAL)):
-            job = Job(checkpoint, described, assignment, progress, peak, keep, executor)
-            return job.run(target, resume, started)
+            job = Job(checkpoint, described, planned, progress, peak, keep, executor)
+            return job.run(target, resume, started), planned.plan
 
 
 @contextmanager
@@ -172,48 +177,58 @@ def _executor(ray: str | None, checkpoint: Checkpoint, assignment: Assignment) -
     return RayExecutor(ray, checkpoint, assignment)
 
 
-def _chosen(method: str | Method, settings: Mapping[str, Any]) -> Method:
-    """Create a method from its name and settings, or return the given instance, which has its own settings."""
+def _chosen(method: str | Method | MethodPlan, settings: Mapping[str, Any]) -> tuple[Method, MethodPlan | None]:
+    """Create a method from its name and settings, or return the given one, which has its own settings, and its plan."""
     if isinstance(method, str):
-        return create(method, **settings)
+        return create(method, **settings), None
     if settings:
         raise ValueError(f'{", ".join(settings)}: pass settings only with method="name"')
-    return method
+    return (method.method, method) if isinstance(method, MethodPlan) else (method, None)
 
 
 def _sound(
-    model: Path, target: Path, assignment: Assignment, mtp_bits: int | None
+    model: Path, target: Path, assignment: Assignment, mtp_bits: int | None, plan: MethodPlan | None
 ) -> tuple[Checkpoint, MoeModel, Assignment]:
     """Open and check a checkpoint before the work starts; return it with its description and assignment."""
     checkpoint = open_checkpoint(model)
     described = describe(checkpoint)
     assignment = assignment.with_beyond(described, mtp_bits)
-    assignment.method.aim(checkpoint, described)
+    if plan is not None and plan.source.partition("+")[0] != checkpoint.fingerprint().partition("+")[0]:
+        raise ValueError(f"the plan was made for another checkpoint than {checkpoint.path}")
+    assignment.method.check(checkpoint, described)
+    assignment.method.goal(checkpoint, described)  # before all weights are read
     try_creating(target)  # before all weights are read
     copied = check_source(checkpoint, described, assignment)
     warn_all(notes := tuple(overflow_notes(copied, {})))
     return checkpoint, replace(described, notes=(*described.notes, *notes)), assignment
 
 
-def _looked_at(
-    checkpoint: Checkpoint, model: MoeModel, assignment: Assignment, state: Path, resume: bool, progress: Progress
-) -> tuple[Checkpoint, MoeModel, Callable[[], None]]:
-    """Let methods change the checkpoint and make decisions that concern the whole model.
+def _planned(
+    checkpoint: Checkpoint,
+    model: MoeModel,
+    assignment: Assignment,
+    plan: MethodPlan | None,
+    state: Path,
+    resume: bool,
+    progress: Progress,
+) -> tuple[Checkpoint, MoeModel, PlannedAssignment, Callable[[], None]]:
+    """Let methods change the checkpoint and plan.
+
+    A plan that is given holds if it was made for the changed checkpoint.
 
     Returns:
-        The checkpoint to pack, its description, and a function that saves the change for a resumed run.
+        The checkpoint to pack, its description, the plans, and a function that saves the change for a resumed run.
     """
-    if any(method.looks_ahead for method in assignment.methods):
+    if plan is None and any(method.looks_ahead for method in assignment.methods):
         progress.prepare(f"{assignment.method.name} reads the whole model first")
     checkpoint, model = assignment.balanced(checkpoint, model)
     with naming_files(checkpoint):
         changed, keep = rewritten(checkpoint, model, assignment.method, state, resume)
     if changed is not checkpoint:
         checkpoint, model = changed, replace(describe(changed), notes=model.notes)
+    known = plan if plan is not None and plan.source == checkpoint.fingerprint() else None
     with naming_files(checkpoint):
-        for method in assignment.methods:
-            method.prepare(checkpoint, model, progress)
-    return checkpoint, model, keep
+        return checkpoint, model, assignment.planned(checkpoint, model, progress, known), keep
 
 
 @contextmanager
@@ -228,13 +243,13 @@ def naming_files(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 class Job:
-    """One compression, from an open checkpoint and prepared methods to a published directory."""
+    """One compression, from an open checkpoint and its plans to a published directory."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         model: MoeModel,
-        assignment: Assignment,
+        assignment: PlannedAssignment,
         progress: Progress,
         peak: PeakMemory,
         keep_state: Callable[[], None] = lambda: None,
@@ -245,7 +260,7 @@ class Job:
         Args:
             checkpoint: the checkpoint to pack.
             model: its description.
-            assignment: the method of each tensor.
+            assignment: the plan of each tensor.
             progress: receives progress.
             peak: tracks peak memory.
             keep_state: saves the methods' state for a resumed run; called once this job owns the directory.
@@ -253,13 +268,14 @@ class Job:
         """
         self._keep_state = keep_state
         self.checkpoint, self.model, self.assignment = checkpoint, model, assignment
+        self.method = assignment.plan.method
         self.progress, self.peak = progress, peak
         self.plan: Plan = make_plan(checkpoint, model, assignment)
         self.packer = LayerPacker(checkpoint, model, assignment, self._advance, executor)
         self.settings = assignment.settings
         if self.packer.samples is not None:
             self.settings["calibration_sha256"] = self.packer.samples.fingerprint()
-        self._sources = Sources(checkpoint, self.plan)
+        self._sources = Sources(checkpoint, self.plan, assignment)
 
     def run(self, target: Path, resume: bool, started: float) -> CompressReport:
         """Do the missing work, publish the directory and return the report."""
@@ -297,7 +313,7 @@ class Job:
         settings = ", ".join(f"{key}={value}" for key, value in sorted(self.settings.items()))
         return {
             "model": self.checkpoint.fingerprint(),
-            "method": self.assignment.method.name,
+            "method": self.method.name,
             "settings": settings,
             "format": str(VERSION),
             "moepack": _core.__version__,
@@ -307,7 +323,7 @@ class Job:
         return sum(_weights(shard) for shard in self.plan.shards if workspace.complete or shard.file in workspace.done)
 
     def _write(self, workspace: Workspace) -> None:
-        workspace.reserve(space_bound(self.plan, self.checkpoint, workspace.done))
+        workspace.reserve(space_bound(self.plan, self.checkpoint, workspace.done, self.assignment.goal))
         self.progress.start(sum(map(_weights, self.plan.shards)), self._done_weights(workspace))
         try:
             with ShardWriter(workspace) as writer:
@@ -343,12 +359,7 @@ class Job:
                     packed = _read_layer(workspace.path / record.name, layer, record)
                     if run is not None:
                         self.packer.pack(layer, run, packed)
-                self._book(layer, packed)
-
-    def _book(self, layer: PackedLayer, packed: Mapping[str, PackedTensor]) -> None:
-        if layer not in self.model.beyond:
-            for name, weights in layer_tensors(layer).items():
-                self.assignment.method.book(weights.name, packed[name].data.nbytes)
+                self.packer.book(layer, packed)
 
     def _advance(self, weights: int) -> None:
         self.progress.advance(weights, self.peak.sample())
@@ -356,14 +367,12 @@ class Job:
     def _write_small_files(self, workspace: Workspace) -> None:
         """Write copies, config, index and manifest. This is cheap, so a resumed job rewrites all of them."""
         tensors = {name: record for shard in workspace.done.values() for name, record in shard.tensors.items()}
-        method = self.assignment.method.name
+        method = self.method.name
         quantization = quantization_config(method, self.settings, tensors)
         content = {CONFIG: config_bytes(self.checkpoint.config, quantization), INDEX: index_bytes(tensors)}
-        content |= self.assignment.method.files()
+        content |= self.assignment.plan.files
         if isinstance(self.checkpoint, BalancedCheckpoint):
-            content[BALANCE] = serialized(
-                self.checkpoint.form.record(self.model, channels=not self.assignment.method.reorders)
-            )
+            content[BALANCE] = serialized(self.checkpoint.form.record(self.model, channels=not self.method.reorders))
         files = {name: shard.file for name, shard in workspace.done.items()}
         for name, data in [*_read_copies(self.checkpoint.path, self.plan), *content.items()]:
             write_inside(workspace.path, name, data)
@@ -376,7 +385,7 @@ class Job:
         records = manifest.packed().values()
         seen = {record.module: record.details for record in records if "tokens" in record.details}
         layers = {layer.name: seen[layer.name] for layer in self.model.layers if layer.name in seen}
-        notes = (note for method in self.assignment.methods for note in method.notes(layers))
+        notes = (note for plan in self.assignment.plans for note in (*plan.notes, *plan.packer.notes(layers)))
         return (*dict.fromkeys(notes), *_rounded_notes(records), *self._overflow_notes(manifest))
 
     def _overflow_notes(self, manifest: Manifest) -> tuple[str, ...]:
@@ -393,7 +402,7 @@ class Job:
         source = self.checkpoint.stored + sum(manifest.files[name].size for name in self.plan.copies)
         return CompressReport(
             path=target,
-            method=self.assignment.method.name,
+            method=self.method.name,
             source_bytes=source,
             packed_bytes=directory_bytes(manifest),
             expert_source_bytes=totals.experts.source_bytes,

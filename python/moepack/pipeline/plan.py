@@ -18,7 +18,7 @@ from moepack.format.manifest import MANIFEST
 from moepack.format.regular import IS_POINTER, is_pointer, leads_out
 from moepack.format.side import is_small, may_hold_weights, side_names
 from moepack.methods import Method
-from moepack.pipeline.assignment import Assignment
+from moepack.pipeline.assignment import Assignment, PlannedAssignment
 from moepack.pipeline.journal import JOURNAL
 
 DENSE_SHARD = 2 << 30
@@ -48,13 +48,13 @@ class Plan:
             dense tensors.
         copies: small source files to copy, as paths relative to the source directory.
         skipped: names in the source directory that are not copied.
-        assignment: the method of each tensor.
+        assignment: the method of each tensor, with or without the methods' plans.
     """
 
     shards: tuple[Shard, ...]
     copies: tuple[str, ...]
     skipped: tuple[str, ...]
-    assignment: Assignment
+    assignment: Assignment | PlannedAssignment
 
 
 def check_text(method: Method) -> None:
@@ -63,14 +63,13 @@ def check_text(method: Method) -> None:
         check_source(source)
 
 
-def make_plan(checkpoint: Checkpoint, model: MoeModel, method: Method | Assignment) -> Plan:
+def make_plan(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment | PlannedAssignment) -> Plan:
     """Return the plan for a checkpoint.
 
     Raises:
         CheckpointError: the directory cannot be listed.
         ValueError: the assignment is inconsistent or does not fit the model.
     """
-    assignment = method if isinstance(method, Assignment) else Assignment(method)
     layers = assignment.layers(model)
     packed = {name for layer in layers for weights in layer_tensors(layer).values() for name in weights.sources}
     groups = [*_dense_groups(checkpoint, (name for name in model.dense_names if name not in packed))]
@@ -132,10 +131,10 @@ def _is_pointer(file: Path) -> bool:
     return True
 
 
-def space_bound(plan: Plan, checkpoint: Checkpoint, done: Iterable[str]) -> int:
+def space_bound(plan: Plan, checkpoint: Checkpoint, done: Iterable[str], goal: int | None) -> int:
     """Return the maximum number of bytes of the copies and of all shards not in `done`.
 
-    A requested size bounds all shards together.
+    A requested size `goal` bounds all shards together.
     """
     finished = set(done)
     total = 0
@@ -147,4 +146,4 @@ def space_bound(plan: Plan, checkpoint: Checkpoint, done: Iterable[str]) -> int:
         total += sum(checkpoint.info(name).nbytes for name in shard.names)
     copies = sum((checkpoint.path / name).stat().st_size for name in plan.copies)
     headers = 1 << 20  # headers, config, index and manifest of any model with few tensors
-    return min(total, plan.assignment.method.budget or total) + copies + headers + 1024 * len(list(checkpoint.names()))
+    return min(total, goal or total) + copies + headers + 1024 * len(list(checkpoint.names()))

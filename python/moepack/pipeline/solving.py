@@ -11,8 +11,8 @@ from moepack.calibration import Calibrator, LayerRun, Weights
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
-from moepack.methods import Method, PackedTensor
-from moepack.pipeline.assignment import Assignment
+from moepack.methods import MethodPlan, PackedTensor
+from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.executor import Executor, Here, Unit
 from moepack.pipeline.work import Packed
 
@@ -25,17 +25,18 @@ class LayerPacker:
     Attributes:
         layers: the layers to pack, in execution order.
         samples: the calibration set, or None.
+        spent: see `Stage.spent`; `book` adds to it.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         model: MoeModel,
-        assignment: Assignment,
+        assignment: PlannedAssignment,
         advance: Callable[[int], None] = lambda _: None,
         executor: Executor | None = None,
     ) -> None:
-        """Load the calibration set if a method needs one; the methods must be prepared.
+        """Load the calibration set if a method needs one.
 
         Raises:
             CalibrationError: the calibration set is unusable.
@@ -49,7 +50,8 @@ class LayerPacker:
         self._calibrator: Calibrator | None = None
         if request is not None and self.samples is not None:
             self._calibrator = Calibrator(checkpoint, model, self.samples, request.settings)
-        self.executor.start(assignment, self.layers, advance)
+        self.spent: dict[str, int] = {}
+        self.executor.start(assignment, self.layers, advance, self.spent)
 
     def runs(self) -> Iterator[LayerRun | None]:
         """Yield a run of the model for each of `layers`, or None for layers whose inputs are not needed.
@@ -84,7 +86,7 @@ class LayerPacker:
 
     def _looks_at_weights(self, weights: Weights, unseen: bool) -> bool:
         chosen = self.assignment.of(weights)
-        return isinstance(chosen, Method) and (unseen or chosen.request is None)
+        return isinstance(chosen, MethodPlan) and (unseen or chosen.request is None)
 
     def pack(self, layer: PackedLayer, run: LayerRun | None, done: Packed) -> dict[str, PackedTensor]:
         """Pack a layer.
@@ -107,6 +109,11 @@ class LayerPacker:
         if run is not None:
             packed |= self.executor.run(run, packed)
         return {name: packed[name] for name in tensors}
+
+    def book(self, layer: PackedLayer, packed: Packed) -> None:
+        """Record the sizes of a layer's tensors, packed now or by an interrupted run, for the layers after it."""
+        if layer.name not in self._beyond:
+            self.spent |= {each.name: packed[name].data.nbytes for name, each in layer_tensors(layer).items()}
 
 
 def _is_end(layer: PackedLayer) -> bool:

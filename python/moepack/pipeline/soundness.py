@@ -83,7 +83,7 @@ def _refuse_growth(checkpoint: QuantizedCheckpoint, packed: Iterable[Weights], a
     """Refuse to make a quantized source larger, which would gain nothing."""
     for weights in packed:
         method, stored = assignment.of(weights), checkpoint.stored_bits(set(weights.sources))
-        if stored is None or not isinstance(method, Method) or method.plans or 0 in weights.shape:
+        if stored is None or not isinstance(method, Method) or method.sized_by_plan or 0 in weights.shape:
             continue
         bits = 8 * method.expected(weights).nbytes / math.prod(weights.shape)
         if bits > stored + GROWTH:

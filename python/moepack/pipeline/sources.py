@@ -15,6 +15,7 @@ from functools import cache
 from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.dense import position
+from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.plan import Plan, Shard
 
 __all__ = ["Sources"]
@@ -23,8 +24,8 @@ __all__ = ["Sources"]
 class Sources:
     """Computes digests of the inputs of each shard of a plan."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: Plan) -> None:
-        self.checkpoint, self.plan = checkpoint, plan
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, planned: PlannedAssignment) -> None:
+        self.checkpoint, self.plan, self.planned = checkpoint, plan, planned
         self._digest = cache(self._tensor_digest)
 
     def digests(self, files: Iterable[str]) -> dict[str, str]:
@@ -37,7 +38,7 @@ class Sources:
 
     def _shard_digest(self, shard: Shard) -> str:
         tensors = [] if shard.layer is None else layer_tensors(shard.layer).values()
-        decided = [self.plan.assignment.decided(weights) for weights in tensors]
+        decided = [self.planned.decided(weights) for weights in tensors]
         digest = hashlib.sha256(json.dumps([self.checkpoint.config, decided], sort_keys=True).encode())
         for name in sorted(self._tensors(shard)):
             digest.update(f"{name} {self._digest(name)}\n".encode())
@@ -56,7 +57,7 @@ class Sources:
         """
         if shard.layer is None:
             return set(shard.names)
-        if self.plan.assignment.request is None:
+        if self.planned.request is None:
             return _sources(shard)
         place = position(shard.layer.name)
         packed = [each for each in self.plan.shards if each.layer is not None]

@@ -19,8 +19,8 @@ from moepack.arrays import magnitude
 from moepack.calibration import LayerRun, Stage, Weights
 from moepack.calibration.stage import WholeTensor
 from moepack.errors import MoepackWarning
-from moepack.methods import LayerPlan, Method, PackedTensor, Solution
-from moepack.pipeline.assignment import Assignment
+from moepack.methods import LayerPlan, MethodPlan, PackedTensor, Solution
+from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.overflow import LARGEST, near_limit
 from moepack.registry import open_tensor
 
@@ -32,10 +32,14 @@ Packed = Mapping[str, PackedTensor]
 
 @torch.no_grad()
 def pack_run(
-    run: LayerRun, known: Packed, assignment: Assignment, advance: Callable[[int], None]
+    run: LayerRun,
+    known: Packed,
+    assignment: PlannedAssignment,
+    advance: Callable[[int], None],
+    spent: Mapping[str, int],
 ) -> dict[str, PackedTensor]:
     """Solve and answer all stages of a run; return the packed tensors that were not known."""
-    work = LayerWork(run, known, assignment, advance)
+    work = LayerWork(run, known, assignment, advance, spent)
     work.look_ahead()
     work.answer()
     return work.pack()
@@ -44,13 +48,21 @@ def pack_run(
 class LayerWork:
     """Collects the solutions of a layer's tensors, one group of experts at a time."""
 
-    def __init__(self, run: LayerRun, known: Packed, assignment: Assignment, advance: Callable[[int], None]) -> None:
-        self.run, self.known, self.advance, self.main = run, known, advance, assignment.method
-        self.methods: dict[str, Method] = {}
+    def __init__(
+        self,
+        run: LayerRun,
+        known: Packed,
+        assignment: PlannedAssignment,
+        advance: Callable[[int], None],
+        spent: Mapping[str, int],
+    ) -> None:
+        self.run, self.known, self.advance, self.main = run, known, advance, assignment.plan
+        self.spent = dict(spent)
+        self.plans: dict[str, MethodPlan] = {}
         for name, weights in run.tensors.items():
-            if name not in known and isinstance(method := assignment.of(weights), Method):
-                self.methods[name] = method
-        self.plans: dict[int, LayerPlan | None] = {}
+            if name not in known and isinstance(plan := assignment.of(weights), MethodPlan):
+                self.plans[name] = plan
+        self.layer_plans: dict[int, LayerPlan | None] = {}
         self.values: dict[str, Tensor] = {}
         self.solutions: dict[str, Solution] = {}
         self.rounded: dict[str, dict[int, str]] = {}
@@ -62,17 +74,18 @@ class LayerWork:
 
     def look_ahead(self) -> None:
         """Show all stages to the methods that need to see them before the first is solved."""
-        for method in self.methods.values():
-            if id(method) in self.plans:
+        for plan in self.plans.values():
+            if id(plan) in self.layer_plans:
                 continue
             shape = next(iter(self.run.tensors.values())).shape
-            plan = self.plans[id(method)] = None if self.run.tokens is None else method.layer_plan(shape[0])
-            if plan is None:
+            found = None if self.run.tokens is None else plan.packer.layer_plan(shape[0], self.spent)
+            self.layer_plans[id(plan)] = found
+            if found is None:
                 continue
             for stage in self.run.previews():
                 with self.run.smaller_groups():
-                    if names := self._names(stage, method):
-                        plan.plan(stage.only(names).finite())
+                    if names := self._names(stage, plan):
+                        found.plan(stage.only(names).finite())
 
     def _observed(self, name: str, weights: Weights) -> Callable[[int], Tensor]:
         """Return a function that returns an expert's float16 weights and records their magnitude.
@@ -96,12 +109,13 @@ class LayerWork:
     def solve(self, stage: Stage) -> dict[str, Tensor]:
         """Return the values of a stage's tensors, from their packed bytes or from their methods."""
         values = {name: self._values(name)[_slice(stage.experts)] for name in stage.tensors if name in self.known}
-        for method in {id(method): method for method in self.methods.values()}.values():
-            if names := self._names(stage, method):
-                part = replace(stage.only(names), plan=self.plans.get(id(method)), advance=self.advance)
+        for plan in {id(plan): plan for plan in self.plans.values()}.values():
+            if names := self._names(stage, plan):
+                layer_plan = self.layer_plans.get(id(plan))
+                part = replace(stage.only(names), plan=layer_plan, spent=self.spent, advance=self.advance)
                 for name in self._half.keys() & part.weights.keys():
                     self._half[name].append(magnitude(part.weights[name]))
-                for name, solution in method.solve(part.finite()).items():
+                for name, solution in plan.packer.solve(part.finite()).items():
                     self.put(name, stage.experts, solution)
                     if solution.values is not None:
                         values[name] = solution.values
@@ -111,10 +125,10 @@ class LayerWork:
         """Pack the solutions. The details of the first expert tensor record what calibration saw of the layer."""
         found = {}
         for position, (name, solution) in enumerate(self.solutions.items()):
-            method, weights = self.methods[name], self.run.tensors[name]
-            packed = method.pack(weights, solution)
+            plan, weights = self.plans[name], self.run.tensors[name]
+            packed = plan.packer.pack(weights, solution)
             _warn_of_vanished(packed, weights)
-            more: dict[str, Any] = {} if method is self.main else {"method": method.name}
+            more: dict[str, Any] = {} if plan is self.main else {"method": plan.method.name}
             if near_limit(largest := max(self._half.get(name, ()), default=0.0)):
                 more[LARGEST] = largest
             if weights.ndim == 2:
@@ -128,8 +142,8 @@ class LayerWork:
             found[name] = PackedTensor(packed.kind, packed.data, {**solution.details, **packed.details, **more})
         return found
 
-    def _names(self, stage: Stage, method: Method) -> list[str]:
-        return [name for name in stage.tensors if self.methods.get(name) is method]
+    def _names(self, stage: Stage, plan: MethodPlan) -> list[str]:
+        return [name for name in stage.tensors if self.plans.get(name) is plan]
 
     def _values(self, name: str) -> Tensor:
         if name not in self.values:

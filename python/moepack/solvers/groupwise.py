@@ -25,14 +25,9 @@ from torch import Tensor
 from moepack.arrays import AnyTensor, as_tensor
 from moepack.errors import InvalidTensorError
 from moepack.solvers.chunks import row_chunks
+from moepack.solvers.widths import BITS, GROUP_SIZES
 
-__all__ = ["BITS", "GROUP_SIZES", "GroupwiseCodes", "check_grid", "group_values", "quantize_groupwise"]
-
-BITS = (2, 3, 4, 8)
-"""Supported bits per code."""
-
-GROUP_SIZES = (16, 32, 64, 128, 256)
-"""Supported columns per group, besides the whole row."""
+__all__ = ["GroupwiseCodes", "check_grid", "group_values", "quantize_groupwise"]
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _PARAMETERS = (torch.float16, torch.bfloat16)

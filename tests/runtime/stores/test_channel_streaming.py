@@ -123,8 +123,9 @@ def test_portions_cover_the_records(chosen: set[int], budget: int) -> None:
 class Skipping(Floe):
     """Floe with one threshold for all experts, without a text."""
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
-        self._arrange(checkpoint, model)
+    def _decide(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
+        self._name_tensors(model)
+        self._measure(checkpoint, model)
         shares, threshold = (0.7,) * 6, 1.0 if self.paper_form else 0.05
         decision = Decision((threshold,) * 6, (), (), shares, shares)
         self._decisions = {layer.name: decision for layer in model.layers}

@@ -34,8 +34,9 @@ from runtime_support import logits, tiny_model, write_packed
 class Skipping(Floe):
     """Floe with one threshold for all experts, without a text."""
 
-    def prepare(self, checkpoint, model, progress=None):
-        self._arrange(checkpoint, model)
+    def _decide(self, checkpoint, model, progress=None):
+        self._name_tensors(model)
+        self._measure(checkpoint, model)
         decision = Decision((0.01 if self.paper_form else 1e-5,) * 4, (), (), (0.7,) * 4, (0.7,) * 4)
         self._decisions = {layer.name: decision for layer in model.layers}
 

@@ -5,6 +5,13 @@ of each tensor. `coded` and `grouped` pack tensors, `mixed` chooses between them
 contains the method.
 """
 
-from moepack.methods.auto.method import Auto
+from typing import TYPE_CHECKING
+
+from moepack.lazy import lazy
+
+if TYPE_CHECKING:
+    from moepack.methods.auto.method import Auto
 
 __all__ = ["Auto"]
+
+__getattr__ = lazy(__name__, {"Auto": "moepack.methods.auto.method"})

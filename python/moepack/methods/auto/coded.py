@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,14 +15,15 @@ from moepack.calibration import Stage
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
 from moepack.methods.auto.loss import expected_rise, solved_rise
-from moepack.methods.auto.packer import Packer
+from moepack.methods.auto.packer import Allocated
 from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
-from moepack.methods.rate import Rate
+from moepack.methods.rate.coder import Coder
 from moepack.methods.rate.importance import Importance, role_of
 from moepack.methods.rate.layer import LayerSolver, solved_apart
-from moepack.methods.rate.method import LEAST_BITS, MOST_BITS
+from moepack.methods.rate.method import Rate
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.scales import Scales
+from moepack.methods.rate.settings import LEAST_BITS, MOST_BITS
 from moepack.methods.rate.step import Step
 from moepack.solvers.priced import largest_at, low_bits_of, round_priced, scale_of
 
@@ -47,31 +48,29 @@ CHUNK = 4096
 """Rows processed together."""
 
 
-@dataclass
-class Coded(Packer):
+@dataclass(frozen=True)
+class Coded(Allocated):
     """All tensors as coded integers.
 
     Attributes:
-        coder: the method `rate`, with its step decided.
+        coder: the decisions of the method `rate`.
         largest: the largest magnitude of an integer that has its own code length.
-        errors, loss: see `Packer`.
+        errors, loss: see `Allocated`.
         given: bit budget of each tensor, by name.
-        taken: bits of the tensors packed so far, by name.
         weights: number of weights of each tensor, by name.
     """
 
-    coder: Rate
+    coder: Coder
     largest: int
     errors: Mapping[str, float]
     loss: float
     given: Mapping[str, float]
     weights: Mapping[str, int]
-    taken: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def within(
         cls,
-        coder: Rate,
+        rate: Rate,
         checkpoint: Checkpoint,
         model: MoeModel,
         importance: Importance,
@@ -81,15 +80,16 @@ class Coded(Packer):
         """Build a packer with the step at which the tensors in `shapes` take `room` bytes.
 
         Raises:
-            InvalidTensorError, ValueError: see `Rate.prepare`.
+            InvalidTensorError, ValueError: see `Rate.plan`.
         """
-        coder = coded_within(coder, room, shapes)
-        largest = largest_at(coder.bits_per_weight + AHEAD)
+        rate = coded_within(rate, room, shapes)
+        largest = largest_at(rate.bits_per_weight + AHEAD)
         scales, used = importance.scales, dict.fromkeys(importance.scales, 1.0)
         tokens = [linear for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head")]
         for _ in range(ROUNDS):
-            sample = take_sample(checkpoint, model, coder.dense_roles, used, scales, largest, shapes)
-            step, finest = coder.decide(sample, replace(importance, scales=scales)), FINEST * 2 ** low_bits_of(largest)
+            sample = take_sample(checkpoint, model, rate.dense_roles, used, scales, largest, shapes)
+            coder = Coder.of(rate, sample, replace(importance, scales=scales))
+            step, finest = coder.step, FINEST * 2 ** low_bits_of(largest)
             widest = {name: finest * step.size * width for name, width in sample.widths.items()}
             held = {
                 each.source: _held(each.matrix(), scales[each.source], widest[each.source])
@@ -105,7 +105,7 @@ class Coded(Packer):
         for name, error in _errors(sample, step):
             coarser = float((importance.scales[name].rows / scales[name].rows).square().mean())
             errors[roles[name]] += 0.5 * error * sample.widths[name] ** 2 * coarser
-        loss = expected_rise(errors) if coder.calibration is None else solved_rise(errors, coder.bits_per_weight)
+        loss = solved_rise(errors, rate.bits_per_weight) if coder.has_text else expected_rise(errors)
         weights = {name: math.prod(shape) for name, shape in sample.shapes.items()}
         return cls(coder, largest, errors, loss, step.bits, weights)
 
@@ -113,17 +113,18 @@ class Coded(Packer):
         """Return the budget of a tensor."""
         return Expected(self.given[weights.name] / 8, exact=False)
 
-    def decision(self, name: str) -> Any:
-        """Return the step of a tensor, or its bit budget if there is a text."""
-        return self.coder.decided(name)
+    @property
+    def decisions(self) -> Mapping[str, Any]:
+        """The step of each tensor, or its bit budget if there is a text."""
+        return self.coder.decisions
 
-    def book(self, name: str, nbytes: int) -> None:
-        """Record the size of a tensor in bytes."""
-        self.taken[name] = 8.0 * nbytes
+    def layer_plan(self, experts: int, spent: Mapping[str, int]) -> LayerSolver | None:
+        """Return the solver of a layer with a text, whose stages share its bits."""
+        return self.layer_solver(spent) if self.coder.has_text else None
 
-    def layer_solver(self) -> LayerSolver:
+    def layer_solver(self, spent: Mapping[str, int]) -> LayerSolver:
         """Return a solver whose bit budgets are corrected for the bits that earlier tensors took."""
-        left, due, _ = self._open()
+        left, due, _ = self._open(spent)
         factor = min(max(left / due, 1 / CORRECTION), CORRECTION) if due else 1.0
         bits = {name: bits * factor for name, bits in self.given.items()}
         return self.coder.layer_solver(bits, self.largest)
@@ -134,37 +135,41 @@ class Coded(Packer):
         Linear layers with the same input are solved one by one, because their errors have different weights.
         """
         if stage.inputs is None:
-            for weights in stage.tensors.values():
-                self._correct(weights.name)
-            return self.coder.solve(stage)
+            (weights,) = stage.tensors.values()
+            return self._corrected(weights.name, stage.spent).solve(stage)
         if not stage.dense:
             found: dict[str, Solution] = stage.plan.solve(stage)
             return found
-        return solved_apart(stage, self.layer_solver)
+        return solved_apart(stage, lambda: self.layer_solver(stage.spent))
 
-    def _open(self) -> tuple[float, float, int]:
+    def _open(self, spent: Mapping[str, int]) -> tuple[float, float, int]:
         """Return the remaining bits, and the budgeted bits and the number of weights of all tensors not yet packed."""
-        still = [name for name in self.given if name not in self.taken]
-        left = sum(self.given.values()) - sum(self.taken.values())
+        still = [name for name in self.given if name not in spent]
+        left = sum(self.given.values()) - 8.0 * sum(spent.values())
         return left, sum(self.given[name] for name in still), sum(self.weights[name] for name in still)
 
-    def _correct(self, name: str) -> None:
+    def _corrected(self, name: str, spent: Mapping[str, int]) -> Coder:
         """Adjust the step of a tensor to the remaining bits; halving a step takes one more bit per weight."""
-        left, due, weights = self._open()
-        if weights:
-            most = math.log2(CORRECTION)
-            self.coder.widen(name, 2.0 ** -min(max((left - due) / weights, -most), most))
+        left, due, weights = self._open(spent)
+        if not weights:
+            return self.coder
+        most = math.log2(CORRECTION)
+        return self.coder.widened(name, 2.0 ** -min(max((left - due) / weights, -most), most))
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Encode the integers of a tensor."""
         return self.coder.pack(weights, solution)
 
+    def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+        """Name experts that saw few tokens, and experts that were quantized without error compensation."""
+        return self.coder.notes(layers)
 
-def coded_within(coder: Rate, room: int, shapes: Mapping[str, Shape]) -> Rate:
-    """Return a coder for the tensors in `shapes` that takes `room` bytes, less the reserve."""
+
+def coded_within(rate: Rate, room: int, shapes: Mapping[str, Shape]) -> Rate:
+    """Return the method `rate` for the tensors in `shapes` that takes `room` bytes, less the reserve."""
     bits = 8 * room / max(sum(map(math.prod, shapes.values())), 1)
     bits *= 1 - (DENSE_MARGIN if low_bits_of(largest_at(bits + AHEAD)) else MARGIN)
-    return replace(coder, bits_per_weight=min(max(bits, LEAST_BITS), MOST_BITS))
+    return replace(rate, bits_per_weight=min(max(bits, LEAST_BITS), MOST_BITS))
 
 
 def _held(matrix: Tensor, scales: Scales, widest: float) -> Tensor:

@@ -19,12 +19,12 @@ from moepack.calibration import Stage
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import ROLES
 from moepack.methods.auto.loss import expected_rise
-from moepack.methods.auto.packer import Packer
+from moepack.methods.auto.packer import Allocated
 from moepack.methods.base import Expected, PackedTensor, Solution, Weights
-from moepack.methods.finequant import FineQuant
+from moepack.methods.finequant.method import FineQuant
 from moepack.methods.finequant.planning import proposals
 from moepack.methods.rate.importance import Importance, role_of
-from moepack.solvers.groupwise import BITS
+from moepack.solvers.widths import BITS
 
 __all__ = ["Grouped"]
 
@@ -36,12 +36,12 @@ Choice = tuple[int, int | None]
 
 
 @dataclass(frozen=True)
-class Grouped(Packer):
+class Grouped(Allocated):
     """A width and a group size for each tensor.
 
     Attributes:
         choices: width and group size by the packed tensor's name.
-        errors, loss: see `Packer`.
+        errors, loss: see `Allocated`.
     """
 
     choices: Mapping[str, Choice]
@@ -83,9 +83,10 @@ class Grouped(Packer):
         """Return the size of a tensor in its chosen format."""
         return self._method(weights.name).expected(weights)
 
-    def decision(self, name: str) -> Any:
-        """Return the bits and the group size of a tensor."""
-        return list(self.choices[name])
+    @property
+    def decisions(self) -> Mapping[str, Any]:
+        """The bits and the group size of each tensor."""
+        return {name: list(choice) for name, choice in self.choices.items()}
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
         """Round a tensor to nearest."""

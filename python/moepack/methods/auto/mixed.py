@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ from moepack.checkpoint.dense import EMBEDDING
 from moepack.methods.auto.coded import Coded, coded_within
 from moepack.methods.auto.grouped import Grouped
 from moepack.methods.auto.loss import expected_rise
-from moepack.methods.auto.packer import Packer
+from moepack.methods.auto.packer import Allocated
 from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
-from moepack.methods.rate import Rate
 from moepack.methods.rate.importance import Importance
+from moepack.methods.rate.method import Rate
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.step import Step, find_step, free_bits
 from moepack.solvers.priced import BLOCK_ROWS, WORTH, largest_at, round_priced
@@ -58,13 +58,13 @@ Candidates = dict[str, list[Candidate[Any]]]
 
 
 @dataclass(frozen=True)
-class Mixed(Packer):
+class Mixed(Allocated):
     """Fixed widths for some tensors, coded integers for the others.
 
     Attributes:
         grouped: packs the tensors with a fixed width.
         coded: packs the others; None if there are none.
-        errors, loss: see `Packer`.
+        errors, loss: see `Allocated`.
         seconds: time of all products of packed weights per token on this machine.
     """
 
@@ -77,7 +77,7 @@ class Mixed(Packer):
     @classmethod
     def chosen(
         cls,
-        coder: Rate,
+        rate: Rate,
         checkpoint: Checkpoint,
         model: MoeModel,
         importance: Importance,
@@ -88,7 +88,7 @@ class Mixed(Packer):
         """Choose a format for each tensor within `room` bytes.
 
         Args:
-            coder: the method `rate` without a text.
+            rate: the method `rate` without a text.
             checkpoint, model: the model to pack.
             importance: importance of its tensors.
             room: bytes for all tensors.
@@ -98,10 +98,10 @@ class Mixed(Packer):
         Raises:
             InvalidTensorError: a sampled weight is NaN or infinite.
         """
-        whole = coded_within(coder, room, shapes)
+        whole = coded_within(rate, room, shapes)
         largest = largest_at(whole.bits_per_weight)
         even = dict.fromkeys(importance.scales, 1.0)
-        sample = take_sample(checkpoint, model, coder.dense_roles, even, importance.scales, largest, shapes)
+        sample = take_sample(checkpoint, model, rate.dense_roles, even, importance.scales, largest, shapes)
         found: Candidates = {name: [] for name in sample.shapes}
         for name, one in _rates(sample, find_step(sample, whole.bits_per_weight)):
             found[name].append(one)
@@ -117,7 +117,7 @@ class Mixed(Packer):
         grouped = Grouped.of(model, {name: one for name, one in taken.items() if one.format != CODED})
         left = room - sum(taken[name].nbytes for name in grouped.choices)
         rest = {name: shape for name, shape in shapes.items() if name not in grouped.choices}
-        coded = Coded.within(coder, checkpoint, model, importance, left, rest) if rest else None
+        coded = Coded.within(rate, checkpoint, model, importance, left, rest) if rest else None
         errors = Counter(grouped.errors)
         errors.update(coded.errors if coded else {})
         return cls(
@@ -129,7 +129,7 @@ class Mixed(Packer):
         """Digest of all choices, which determine the output together with the size."""
         return self.grouped.identity
 
-    def _of(self, name: str) -> Packer:
+    def _of(self, name: str) -> Allocated:
         if self.coded is None or name in self.grouped.choices:
             return self.grouped
         return self.coded
@@ -138,22 +138,20 @@ class Mixed(Packer):
         """Return the expected size of a tensor in its chosen format."""
         return self._of(weights.name).expected(weights)
 
-    def decision(self, name: str) -> Any:
-        """Return the bits and the group size, or the step, of a tensor."""
-        return self._of(name).decision(name)
+    @property
+    def decisions(self) -> Mapping[str, Any]:
+        """The bits and the group size, or the step, of each tensor."""
+        return {**({} if self.coded is None else self.coded.decisions), **self.grouped.decisions}
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
-        """Quantize a tensor in its chosen format."""
+        """Quantize a tensor in its chosen format; coded tensors compensate for the sizes of earlier ones."""
         (weights,) = stage.tensors.values()
-        return self._of(weights.name).solve(stage)
+        coded = {name: nbytes for name, nbytes in stage.spent.items() if name not in self.grouped.choices}
+        return self._of(weights.name).solve(replace(stage, spent=coded))
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Pack a tensor in its chosen format."""
         return self._of(weights.name).pack(weights, solution)
-
-    def book(self, name: str, nbytes: int) -> None:
-        """Record the size of a tensor; later coded tensors compensate for deviations of earlier ones."""
-        self._of(name).book(name, nbytes)
 
 
 def _rates(sample: Sample, step: Step) -> Iterator[tuple[str, Candidate[Any]]]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from moepack.calibration import Stage
-from moepack.methods.base import Expected, PackedTensor, Solution, Weights
-from moepack.methods.rate.layer import LayerSolver
+from moepack.methods.base import Packer, Shape
+from moepack.methods.rate.coder import bound
 
-__all__ = ["Packer"]
+__all__ = ["Allocated"]
 
 
-class Packer(ABC):
-    """A packing plan for a whole model. The methods correspond to those of `moepack.methods.base.Method`.
+class Allocated(Packer):
+    """Packs the tensors of a model whose bytes are allocated.
 
     Attributes:
         loss: expected loss increase in nats per token.
@@ -25,26 +24,11 @@ class Packer(ABC):
     errors: Mapping[str, float]
     loss: float
 
+    @property
     @abstractmethod
-    def expected(self, weights: Weights) -> Expected:
-        """Return the expected size of a tensor."""
+    def decisions(self) -> Mapping[str, Any]:
+        """The decision for each tensor as a JSON value, by name."""
 
-    @abstractmethod
-    def decision(self, name: str) -> Any:
-        """Return the decision for a tensor as a JSON value."""
-
-    @abstractmethod
-    def solve(self, stage: Stage) -> Mapping[str, Solution]:
-        """Quantize the tensors of a stage."""
-
-    @abstractmethod
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
-        """Pack a tensor."""
-
-    def layer_solver(self) -> LayerSolver | None:
-        """Return the solver of a layer whose stages depend on each other; otherwise None."""
-        return None
-
-    def book(self, name: str, nbytes: int) -> None:
-        """Record the packed size of a tensor in bytes."""
-        return None
+    def bound(self, shape: Shape, role: str = "experts") -> int:
+        """Return the packed size in bytes if every weight were an exception."""
+        return bound(shape)

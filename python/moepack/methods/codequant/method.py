@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from moepack.checkpoint.dense import ROLES
 from moepack.checkpoint.rewritten import Rewriting
 from moepack.codebook import BLOCK_UNIT
 from moepack.errors import ResumeError
-from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.codequant.packing import pack, packed_bytes, solve
 from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, learn, normalized_states, start
 from moepack.methods.codequant.rotation.fold import check
+from moepack.methods.codequant.settings import ROW, CodeQuantSettings
 from moepack.methods.coverage import coverage_notes
 from moepack.solvers.activations import Rounding
 from moepack.solvers.codebooks import ClusterSettings
@@ -33,82 +34,18 @@ from moepack.solvers.fixed_point import centroid_bits
 
 __all__ = ["CodeQuant"]
 
-ROW = "row"
-ROTATIONS = ("learned", "random", "hadamard", "none")
 STATES = 1 << 16
 """Number of states from which a rotation is learned."""
 
 
 @dataclass
-class CodeQuant(Method):
-    """Settings of the method.
+class CodeQuant(CodeQuantSettings, SimpleMethod):
+    """The method with its settings."""
 
-    Attributes:
-        calibration: text file, JSON lines, directory or hub data set.
-        samples: maximum number of calibration windows.
-        sequence_length: tokens per window.
-        weight_bits: bits per code, 2, 3 or 4: a codebook has 4, 8 or 16 centroids.
-        activation_bits: 16 keeps activations unchanged; with 8 or 4, packed layers round their inputs per token and
-            multiply integers.
-        block: "row", or the number of columns that share a codebook, a multiple of 128.
-        start: "kmeans" or "uniform" (with 0 steps: rounding to nearest, a baseline).
-        steps: number of improvements of assignments and centroids; 0 keeps the result of weighted k-means.
-        assignment: "columns", or "diagonal" for the paper's equation 8 (see `moepack.solvers.codebooks`).
-        weighted: weight the initial k-means by the diagonal of the Hessian.
-        damping: added to the diagonal of the Hessians, relative to its mean.
-        drift: the share of the error accumulated in earlier layers that is corrected by moving the weights, 0 to 1 (the
-            difference between X and X~ in equation 5). Values other than 0 run the original model beside the compressed
-            one. The default is 0.75 with 8-bit activations and 0 otherwise, because it mistakes the noise of rounded
-            activations for error of earlier layers (docs/methods/codequant.md).
-        weigh_tokens: weight each token in an expert's objective by its effect on the layer's weighted sum (equation 6)
-            instead of 1.
-        rotation: "learned", "random", "hadamard" or "none": the rotation of the residual stream, folded into all
-            weights before they are clustered (see `moepack.methods.codequant.rotation`).
-        rotation_steps: gradient steps of a learned rotation.
-        seed: seed of the rotation.
-        hadamard: rotate the inputs of output and down projections (and of DeepSeek's latent projections) by a Hadamard
-            matrix at run time; no offline rotation reaches these inputs. Enabled by default with 4-bit activations.
-        permute: with blocks, reorder the inner dimension of feed-forward layers so that similar columns share codebooks
-            (see `moepack.methods.codequant.rotation.grouping`; only for architectures that can be rotated). Off by
-            default: it helped one model of two.
-        dense: linear layers to pack besides the experts: comma-separated roles among attention, shared and mlp.
-        group: experts solved together.
-        minimum_tokens: experts with fewer tokens are named in the notes.
-        device: where the model runs; the solver runs on the CPU.
-    """
-
-    calibration: str
-    samples: int = 128
-    sequence_length: int = 512
-    weight_bits: int = 4
-    activation_bits: int = 16
-    block: int | str = ROW
-    start: Literal["kmeans", "uniform"] = "kmeans"
-    steps: int = 4
-    assignment: Literal["columns", "diagonal"] = "columns"
-    weighted: bool = True
-    damping: float = 0.05
-    drift: float | None = None
-    weigh_tokens: bool = True
-    rotation: Literal["learned", "random", "hadamard", "none"] = "learned"
-    rotation_steps: int = 256
-    seed: int = 0
-    hadamard: bool | None = None
-    permute: bool = False
-    dense: str = "attention,shared,mlp"
-    group: int = 16
-    minimum_tokens: int = 64
-    device: str = "cpu"
-    name: ClassVar[str] = "codequant"
     _errors: tuple[float, float, float] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.activation_bits not in (4, 8, 16):
-            raise ValueError(f"activation_bits must be 4, 8 or 16, not {self.activation_bits}")
-        if self.rotation not in ROTATIONS:
-            raise ValueError(f"rotation must be one of {', '.join(ROTATIONS)}, not '{self.rotation}'")
-        if self.rotation_steps < 0:
-            raise ValueError(f"rotation_steps must be 0 or more, not {self.rotation_steps}")
+        super().__post_init__()
         if self.hadamard is None:
             self.hadamard = self.activation_bits == 4
         if self.drift is None:
@@ -146,12 +83,6 @@ class CodeQuant(Method):
     def _rounding(self) -> Rounding:
         """How packed layers round their inputs."""
         return Rounding(0 if self.activation_bits == 16 else self.activation_bits, bool(self.hadamard))
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """All settings that change the output, except the calibration set."""
-        ignored = {"minimum_tokens", "device", "calibration"}
-        return {name: value for name, value in asdict(self).items() if name[0] != "_" and name not in ignored}
 
     @property
     def dense_roles(self) -> frozenset[str]:

@@ -4,6 +4,13 @@
 budget.
 """
 
-from moepack.methods.finequant.method import FineQuant
+from typing import TYPE_CHECKING
+
+from moepack.lazy import lazy
+
+if TYPE_CHECKING:
+    from moepack.methods.finequant.method import FineQuant
 
 __all__ = ["FineQuant"]
+
+__getattr__ = lazy(__name__, {"FineQuant": "moepack.methods.finequant.method"})

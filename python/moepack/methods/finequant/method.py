@@ -6,8 +6,11 @@ It needs no calibration. A tensor's group size is fixed, or chosen from its weig
 layers may use different bits (table 5).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,8 +20,9 @@ import torch
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
-from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, MethodPlan, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.finequant.planning import REFERENCE, plan_sizes, proposals
+from moepack.methods.finequant.settings import ADAPTIVE, ALPHA, BUDGET, ROW, FineQuantSettings
 from moepack.methods.finequant.sizes import (
     GroupSize,
     free_size,
@@ -28,79 +32,31 @@ from moepack.methods.finequant.sizes import (
     sizes_for,
     stored_size,
 )
+from moepack.methods.fitting import DENSE, Fitted, Wanted
 from moepack.methods.parallel import for_experts
-from moepack.methods.roles import as_number, dense_text, parse_dense_bits
+from moepack.methods.roles import dense_text, parse_dense_bits
 from moepack.progress import Progress
-from moepack.solvers.groupwise import BITS, GROUP_SIZES, group_values, quantize_groupwise
+from moepack.solvers.groupwise import group_values, quantize_groupwise
+from moepack.solvers.widths import BITS
 
 __all__ = ["FineQuant"]
 
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
-ROW, ADAPTIVE, MEAN, BUDGET = "row", "adaptive", "adaptive-mean", "budget"
-
-ALPHA = {ADAPTIVE: 0.35, MEAN: 0.87}
-"""Default alpha of the adaptive rules."""
-
 
 @dataclass
-class FineQuant(Method):
-    """Settings of the method.
+class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
+    """The method with its settings."""
 
-    Attributes:
-        bits: bits per code of the experts: 2, 3, 4 or 8.
-        group_size: columns that share a scale (16, 32, 64, 128 or 256), "row", "adaptive" (the paper's rule),
-            "adaptive-mean" (the same rule with the mean over groups instead of the extreme), or "budget" (the best
-            sizes within `bits_per_weight`).
-        bits_per_weight: budget over all packed tensors, including all metadata; None means the size with groups of 64.
-        dense_bits: bits of linear layers outside the experts. None copies these layers. A number packs attention,
-            shared experts and dense feed-forward layers. "attention=3,shared=8" (roles: attention, shared, mlp, head)
-            sets bits per role.
-        alpha: threshold of the adaptive rules: groups are halved while some range (adaptive) or the mean range
-            (adaptive-mean) falls below this fraction of the parent's. The paper publishes no value. None means 0.35 for
-            the first rule (ranges of Gaussian weights fall to 0.4 at 128 columns and to 0.3 at 64) and 0.87 for the
-            second (0.93, 0.89).
-        symmetric: store only a scale per group; False adds an offset.
-        search: choose scales of least squared error; False uses the paper's scales, from the largest magnitude.
-        scales: dtype of the stored scales, "float16" or "bfloat16".
-    """
-
-    bits: int = 4
-    group_size: int | str = 64
-    bits_per_weight: float | None = None
-    dense_bits: str | int | None = None
-    alpha: float | None = None
-    symmetric: bool = True
-    search: bool = True
-    scales: str = "float16"
-    name: ClassVar[str] = "finequant"
     packs_empty: ClassVar[bool] = True
     _sizes: Mapping[str, GroupSize] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.bits = as_number(self.bits, "bits")
-        if self.bits not in BITS:
-            raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {self.bits}")
-        if str(self.group_size) in map(str, GROUP_SIZES):
-            self.group_size = int(self.group_size)
-        elif self.group_size not in (ROW, *ALPHA, BUDGET):
-            sizes = ", ".join(map(str, GROUP_SIZES))
-            raise ValueError(
-                f"group_size must be {sizes}, row, adaptive, adaptive-mean or budget, not {self.group_size!r}"
-            )
-        if self.bits_per_weight is not None:
-            if self.group_size != BUDGET:
-                raise ValueError("bits_per_weight requires group_size budget")
-            if not 0 < self.bits_per_weight <= 32:
-                raise ValueError(f"bits_per_weight must be a rate, such as 4.25, not {self.bits_per_weight}")
-        if self.group_size in ALPHA:
-            self.alpha = ALPHA[str(self.group_size)] if self.alpha is None else self.alpha
+        super().__post_init__()
+        if self.bits_per_weight is not None and self.group_size != BUDGET:
+            raise ValueError("bits_per_weight requires group_size budget")
+        if self.group_size == ADAPTIVE:
+            self.alpha = ALPHA if self.alpha is None else self.alpha
         elif self.alpha is not None:
-            raise ValueError("alpha requires group_size adaptive or adaptive-mean")
-        if self.alpha is not None and not 0 < self.alpha < 1:
-            raise ValueError(f"alpha must be between 0 and 1, not {self.alpha}")
-        if self.scales not in _DTYPES:
-            raise ValueError(f"scales must be float16 or bfloat16, not {self.scales}")
+            raise ValueError("alpha requires group_size adaptive")
         self._dense = parse_dense_bits(self.dense_bits)
 
     @property
@@ -109,15 +65,9 @@ class FineQuant(Method):
         values: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size}
         if self.group_size == BUDGET:
             values["bits_per_weight"] = self.bits_per_weight
-        if self.group_size in ALPHA:
+        if self.group_size == ADAPTIVE:
             values["alpha"] = self.alpha
-        return {
-            **values,
-            "dense_bits": dense_text(self._dense),
-            "symmetric": self.symmetric,
-            "search": self.search,
-            "scales": self.scales,
-        }
+        return {**values, "dense_bits": dense_text(self._dense), "symmetric": self.symmetric}
 
     @property
     def dense_roles(self) -> frozenset[str]:
@@ -163,16 +113,34 @@ class FineQuant(Method):
     def _fixed(self) -> GroupSize:
         return self.group_size if isinstance(self.group_size, int) else None
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
+    def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
         """Allocate the budget, if there is one.
 
         Raises:
             ValueError: the budget is below the size with one scale per row.
         """
-        if self.group_size == BUDGET:
-            bits = {"experts": self.bits, **self._dense}
-            found = list(proposals(checkpoint, model, bits, self.symmetric, self.search))
-            self._sizes = plan_sizes(found, self.bits_per_weight, self.symmetric)
+        if self.group_size != BUDGET:
+            return super().plan(checkpoint, model, progress)
+        bits = {"experts": self.bits, **self._dense}
+        found = list(proposals(checkpoint, model, bits, self.symmetric))
+        sizes = plan_sizes(found, self.bits_per_weight, self.symmetric)
+        return MethodPlan(self, self._with_sizes(sizes), checkpoint.fingerprint(), self.settings, decisions=sizes)
+
+    def _with_sizes(self, sizes: Mapping[str, GroupSize]) -> FineQuant:
+        """Return a packer with a group size for each tensor."""
+        packer = copy(self)
+        packer._sizes = sizes
+        return packer
+
+    @classmethod
+    def fitted(cls, wanted: Wanted) -> FineQuant:
+        """Meet a size by the bits and the budget of the groups; see `Fitted`."""
+        shapes, rate = wanted.shapes.values(), wanted.bits(DENSE)
+        weights = sum(map(math.prod, shapes))
+        for bits in reversed(BITS):
+            if rate * weights >= 8 * sum(packed_bytes(shape, bits, 128) for shape in shapes):
+                return cls(bits, BUDGET, rate, dense_bits=bits)
+        raise ValueError("two bits in groups take more")
 
     def _size(self, weights: Weights) -> GroupSize:
         """Return the group size of a tensor."""
@@ -184,16 +152,10 @@ class FineQuant(Method):
         ratios = np.ones((experts, max(len(halvings(columns)) - 1, 0)))
 
         def measure(expert: int) -> None:
-            ratios[expert] = halving_ratios(weights.expert(expert), mean)
+            ratios[expert] = halving_ratios(weights.expert(expert))
 
-        mean = self.group_size == MEAN
         for_experts(measure, experts, lambda: None)
-        found = ratios.mean(0) if mean and experts else ratios.min(0, initial=1.0)
-        return free_size(weights.shape, stored_size(columns, found, self.alpha), self.symmetric)
-
-    def decided(self, name: str) -> GroupSize:
-        """Return the group size that the budget allocation chose for a tensor."""
-        return None if self._sizes is None else self._sizes[name]
+        return free_size(weights.shape, stored_size(columns, ratios.min(0, initial=1.0), self.alpha), self.symmetric)
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Quantize one tensor, several experts at a time; holds its codes (one byte per weight)."""
@@ -208,10 +170,7 @@ class FineQuant(Method):
 
         def quantize(expert: int) -> None:
             weight = weights.expert(expert)
-            found = quantize_groupwise(
-                weight, bits, size, symmetric=self.symmetric, search=self.search,
-                dtype=_DTYPES[self.scales], name=weights.sources[expert],
-            )  # fmt: skip
+            found = quantize_groupwise(weight, bits, size, symmetric=self.symmetric, name=weights.sources[expert])
             codes[expert], scales[expert] = found.codes, found.scales
             if found.offsets is not None:
                 offsets[expert] = found.offsets
@@ -232,12 +191,12 @@ class FineQuant(Method):
         try:
             blob = _core.encode_groupwise(
                 parts["codes"], parts["scales"], None if self.symmetric else parts["offsets"], bits=bits,
-                group_size=solution.details["group_size"], ndim=weights.ndim, dtype=self.scales,
+                group_size=solution.details["group_size"], ndim=weights.ndim,
             )  # fmt: skip
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
         width = _core.PackedTensor(blob).details()["group_size"]
-        details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "dtype": self.scales}
+        details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "dtype": "float16"}
         return PackedTensor("groupwise", blob, details)
 
 

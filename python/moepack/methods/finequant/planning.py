@@ -77,7 +77,6 @@ def proposals(
     model: MoeModel,
     bits: Mapping[str, int],
     symmetric: bool = True,
-    search: bool = True,
     importance: Mapping[str, float] | None = None,
     sizes: Sequence[GroupSize] | None = None,
 ) -> Iterator[Proposal]:
@@ -88,7 +87,6 @@ def proposals(
         model: its description.
         bits: bits per code by role ("experts" and the linear layers to pack).
         symmetric: whether groups have no offset.
-        search: whether scales minimize the squared error.
         importance: weight of a squared error by packed tensor name. The default is the share of tokens that visit an
             expert, or 1 for a linear layer.
         sizes: group sizes to try; None means all distinct ones.
@@ -103,7 +101,7 @@ def proposals(
         factor *= known.get(name, usual)
         found = []
         for size in sizes or sizes_for(shape[2]):
-            groups = quantize_groupwise(values, width, size, symmetric=symmetric, search=search, name=name)
+            groups = quantize_groupwise(values, width, size, symmetric=symmetric, name=name)
             # NumPy sums, because torch's order depends on the number of threads, and sizes could change with it.
             error = (group_values(groups, width, size) - values).square_().sum(-1).numpy().sum(dtype="float64")
             nbytes = packed_bytes(shape, width, size, symmetric)

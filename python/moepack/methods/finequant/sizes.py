@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moepack import _core
 from moepack.methods.base import Shape
-from moepack.solvers.groupwise import BITS, GROUP_SIZES
+from moepack.solvers.widths import BITS, GROUP_SIZES
 
 __all__ = ["GroupSize", "free_size", "halving_ratios", "halvings", "packed_bytes", "sizes_for", "stored_size"]
 
@@ -39,12 +39,11 @@ def halvings(columns: int) -> list[int]:
     return widths
 
 
-def halving_ratios(weight: torch.Tensor, mean: bool = False) -> NDArray[np.float64]:
-    """Return, for each halving, the range of a group relative to its parent group.
+def halving_ratios(weight: torch.Tensor) -> NDArray[np.float64]:
+    """Return, for each halving, the smallest range of a group relative to its parent group.
 
     Args:
         weight: `[R, C]`, finite.
-        mean: average over all groups; False takes the smallest ratio.
 
     Returns:
         A ratio in [0, 1] for each width of `halvings` except the first; parents that are zero give 1.
@@ -58,9 +57,7 @@ def halving_ratios(weight: torch.Tensor, mean: bool = False) -> NDArray[np.float
         fan = -(-child.shape[1] // max(parent.shape[1], 1))
         above = parent.repeat_interleave(fan, dim=1)[:, : child.shape[1]]
         ratio = torch.where(above > 0, child / above, torch.ones_like(child))
-        # NumPy sums, because torch's order depends on the number of threads, and sizes could change with it.
-        found = ratio.numpy()
-        ratios.append(float(found.mean(dtype=np.float64)) if mean and found.size else float(found.min(initial=1.0)))
+        ratios.append(float(ratio.numpy().min(initial=1.0)))
     return np.array(ratios)
 
 

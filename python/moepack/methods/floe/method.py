@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,17 +27,18 @@ from moepack.calibration.settings import CalibrationSettings
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.errors import InvalidTensorError, MoepackError
 from moepack.format.hub import PREDICTORS
-from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, MethodPlan, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.coverage import listed
 from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.floe.channels import DOWN, GATE, RESIDUALS, UP, by_channels, refuse_other_experts
+from moepack.methods.floe.settings import COARSE_BITS, PAPER, FloeSettings
 from moepack.methods.floe.thresholds import Decision, decide
 from moepack.methods.parallel import for_experts
-from moepack.methods.rate import Rate
-from moepack.methods.roles import as_number
+from moepack.methods.rate.coder import Coder
+from moepack.methods.rate.method import Rate
 from moepack.progress import Progress
 from moepack.solvers.affine import AffineCodes, GroupSpec, Solver, quantize_affine
-from moepack.solvers.groupwise import BITS, quantize_groupwise
+from moepack.solvers.groupwise import quantize_groupwise
 from moepack.solvers.hqq import HalfQuadratic
 from moepack.solvers.least_squares import LeastSquares
 from moepack.stores.streaming.prediction import serialized
@@ -46,54 +48,17 @@ __all__ = ["Floe"]
 SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic()}
 RECORD_GROUP = 64
 """Columns of a record that share a scale, defined by the format."""
-COARSE_BITS = 2.0
-"""Default bits per weight of coarse gate and down projections."""
 UP_STEP, UP_MORE = 0.25, 2.0
 """Step of coarse up projections relative to the others, and their additional bits per weight: records do not refine up
 projections."""
-PAPER = {"up_bits": 2, "group_size": 64, "solver": "lsq"}
-"""Settings that only the paper's form has, and their defaults."""
 DENSE_BITS = 8
 """Bits of up projections in layers that skip nothing and therefore read all their records."""
 
 
 @dataclass
-class Floe(Method):
-    """Settings of the method.
+class Floe(FloeSettings, SimpleMethod):
+    """The method with its settings."""
 
-    Attributes:
-        calibration: text file, JSON lines, directory or data set of the hub.
-        sparsity: share of channels that are not refined, or skipped in the paper's form; 0 to 1.
-        bits: bits of record values: 16 (bfloat16), 8 or 4. The default is 4, because residuals are small, and 8 in the
-            paper's form.
-        coarse_bits: bits per weight of coarse gate and down projections, 2 by default; up projections take two more.
-            Not available in the paper's form.
-        paper_form: use the form of the paper, in which a low-bit up projection decides and channels are skipped. Its
-            loss increase is several times as large, and it is faster on CPUs.
-        up_bits: bits of up projections, 2, 3, 4 or 8; paper's form only, 2 by default.
-        group_size: columns of an up projection that share a scale and an offset; paper's form only, 64 by default.
-        solver: solver of up projections, "lsq" (least squares) or "hqq" (as in the paper); paper's form only, lsq by
-            default.
-        dense_layers: number of leading sparse layers that refine or compute all channels; 0 by default, and 1 in the
-            paper's form.
-        samples: maximum number of calibration windows.
-        sequence_length: tokens per window.
-        device: device of the calibration run.
-    """
-
-    calibration: str
-    sparsity: float = 0.8
-    bits: int | None = None
-    coarse_bits: float | None = None
-    paper_form: bool = False
-    up_bits: int | None = None
-    group_size: int | None = None
-    solver: str | None = None
-    dense_layers: int | None = None
-    samples: int = 64
-    sequence_length: int = 512
-    device: str = "cpu"
-    name: ClassVar[str] = "floe"
     _bits: int = field(default=4, init=False, repr=False)
     _spec: GroupSpec = field(default=GroupSpec(2, 64), init=False, repr=False)
     _decisions: dict[str, Decision] = field(default_factory=dict, init=False, repr=False)
@@ -102,19 +67,14 @@ class Floe(Method):
     _layers: dict[str, str] = field(default_factory=dict, init=False, repr=False)
     _names: dict[str, dict[str, str]] = field(default_factory=dict, init=False, repr=False)
     _coarse: Rate | None = field(default=None, init=False, repr=False)
+    _coder: Coder | None = field(default=None, init=False, repr=False)
     _calibration_sha256: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._choose_form()
-        default = 8 if self.paper_form else 4
-        self.bits = self._bits = default if self.bits is None else as_number(self.bits, "bits")
+        self.bits = self._bits = (8 if self.paper_form else 4) if self.bits is None else self.bits
         self.dense_layers = int(self.paper_form) if self.dense_layers is None else self.dense_layers
-        if not 0 <= self.sparsity <= 1:
-            raise ValueError(f"sparsity must be 0 to 1, not {self.sparsity}")
-        if self._bits not in (4, 8, 16):
-            raise ValueError(f"bits must be 4, 8 or 16, not {self._bits}")
-        if self.dense_layers < 0 or self.samples < 1 or self.sequence_length < 1:
-            raise ValueError("dense_layers must not be negative, samples and sequence_length must be positive")
 
     def _choose_form(self) -> None:
         """Check the settings of the chosen form and fill in their defaults."""
@@ -132,17 +92,12 @@ class Floe(Method):
             raise ValueError("coarse_bits: the paper's form (paper_form, --paper-form) has no coarse copies")
         for name, default in PAPER.items():
             setattr(self, name, default if getattr(self, name) is None else getattr(self, name))
-        if self.up_bits not in BITS:
-            raise ValueError(f"up_bits must be one of {', '.join(map(str, BITS))}, not {self.up_bits}")
-        if self.group_size not in (16, 32, 64, 128, 256):
-            raise ValueError(f"group_size must be 16, 32, 64, 128 or 256, not {self.group_size}")
-        if self.solver not in SOLVERS:
-            raise ValueError(f"solver must be lsq or hqq, not {self.solver}")
+        assert self.up_bits is not None and self.group_size is not None
         self._spec = GroupSpec(self.up_bits, self.group_size)
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All settings that change the output, and the fingerprint of the calibration set after `prepare`."""
+        """All settings that change the output, and the fingerprint of the calibration set once `plan` has read it."""
         own = ("paper_form", *PAPER) if self.paper_form else ("coarse_bits",)
         names = ("sparsity", "bits", *own, "dense_layers", "samples", "sequence_length")
         found = {name: getattr(self, name) for name in names}
@@ -153,16 +108,13 @@ class Floe(Method):
         """True: thresholds come from a run of the model."""
         return True
 
-    def aim(self, checkpoint: Checkpoint, model: MoeModel) -> None:
-        """Reject experts that cannot be stored by channels; see `Method.aim`."""
+    def check(self, checkpoint: Checkpoint, model: MoeModel) -> None:
+        """Reject experts that cannot be stored by channels; see `Method.check`."""
         refuse_other_experts(checkpoint, model)
 
-    def arranged(self, layer: MoeLayer) -> MoeLayer:
-        """Join gate and down projection by channels; see `Method.arranged`."""
-        found = by_channels(layer, coarse=self._coarse is not None)
-        self._layers |= {projection.packed_name: layer.name for projection in found.projections}
-        self._names[layer.name] = {projection.name: projection.packed_name for projection in found.projections}
-        return found
+    def arrange(self, layer: MoeLayer) -> MoeLayer:
+        """Join gate and down projection by channels; see `Method.arrange`."""
+        return by_channels(layer, coarse=self._coarse is not None)
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the larger of the sizes of records and of another projection, in bytes."""
@@ -193,13 +145,34 @@ class Floe(Method):
             return Expected(nbytes, exact=False)
         return Expected(_core.packed_bytes("channels", weights.shape, bits=self._bits), exact=True)
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
+    def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
         """Determine the thresholds; runs the model on the calibration set, again if a job is resumed."""
+        packer = copy(self)
+        packer._decide(checkpoint, model, progress)
+        predictors = {layer: each.predictor for layer, each in packer._decisions.items() if each.predictor}
+        notes = tuple(
+            f"{layer}: no text reaches its experts; all of their channels are read." for layer in packer._unread
+        )
+        if packer._coder is not None and not packer._coder.importance.measured:
+            notes += ("The model does not fit into memory in float32, so the importance of weights is estimated.",)
+        return MethodPlan(
+            self,
+            packer,
+            checkpoint.fingerprint(),
+            packer.settings,
+            decisions={name: packer._decided(name) for name in packer._layers},
+            notes=notes,
+            files={PREDICTORS: serialized(predictors)} if predictors else {},
+        )
+
+    def _decide(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None) -> None:
+        """Make all decisions of a packer."""
         running = CalibrationSettings(routing="compressed", device=torch.device(self.device))
         request = CalibrationRequest(self.calibration, self.samples, self.sequence_length, running)
         samples = request.load(checkpoint)
         self._calibration_sha256 = samples.fingerprint()
-        self._arrange(checkpoint, model, request, progress)
+        self._name_tensors(model)
+        self._measure(checkpoint, model, request, progress)
         assert self.dense_layers is not None
         names = [layer.name for layer in model.layers]
         shares = {name: 0.0 if at < self.dense_layers else self.sparsity for at, name in enumerate(names)}
@@ -209,54 +182,53 @@ class Floe(Method):
         # No text reaches the experts of a vision tower, so they compute all channels.
         unread = {layer.name: Decision.dense(layer.experts) for layer in model.layers if layer.name not in found}
         self._decisions, self._dense, self._unread = found | unread, self._dense | unread.keys(), tuple(unread)
-        if self._coarse is not None:
-            self._reorder(self._coarse)
+        self._reorder()
 
-    def _arrange(
+    def _name_tensors(self, model: MoeModel) -> None:
+        """Collect the names of all packed tensors."""
+        layers = [self.arrange(layer) for layer in model.layers]
+        self._layers = {part.packed_name: layer.name for layer in layers for part in layer.projections}
+        self._names = {layer.name: {part.name: part.packed_name for part in layer.projections} for layer in layers}
+
+    def _measure(
         self,
         checkpoint: Checkpoint,
         model: MoeModel,
         request: CalibrationRequest | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Collect the names of all tensors and, if there are coarse copies, find their steps and factors."""
-        for layer in model.layers:
-            self.arranged(layer)
-        if self._coarse is not None:
-            try:
-                self._coarse.measure(checkpoint, model, request, progress)
-            except MoepackError:
-                raise
-            except ValueError as error:
-                hint = "use more coarse_bits (--coarse-bits), or paper_form (--paper-form)"
-                raise ValueError(f"coarse copies: {error}; {hint}") from error
-            for own in self._names.values():
-                self._coarse.widen(own[UP], UP_STEP)
+        """Find the steps and factors of coarse copies, if there are any."""
+        if self._coarse is None:
+            return
+        try:
+            coder = self._coarse.coder(checkpoint, model, request, progress)
+        except MoepackError:
+            raise
+        except ValueError as error:
+            hint = "use more coarse_bits (--coarse-bits), or paper_form (--paper-form)"
+            raise ValueError(f"coarse copies: {error}; {hint}") from error
+        for own in self._names.values():
+            coder = coder.widened(own[UP], UP_STEP)
+        self._coder = coder
 
-    def _reorder(self, coarse: Rate) -> None:
+    def _reorder(self) -> None:
         """Reorder the factors of coarse copies to the storage order of channels."""
         for layer, names in self._names.items():
-            if (order := self._order(layer)) is not None:
+            if self._coder is not None and (order := self._order(layer)) is not None:
                 for name in (GATE, UP, DOWN):
-                    coarse.reorder(names[name], order, _channel_axis(name))
-
-    def files(self) -> Mapping[str, bytes]:
-        """Return the file of the predictors that are better than routers; see `Method.files`."""
-        found = {layer: decision.predictor for layer, decision in self._decisions.items() if decision.predictor}
-        return {PREDICTORS: serialized(found)} if found else {}
+                    self._coder = self._coder.reordered(names[name], order, _channel_axis(name))
 
     def _quantized(self, name: str, expert: int, matrix: Tensor) -> Tensor:
         """Return the packed values of a matrix of the tensor `name` that decides about channels."""
-        if self._coarse is not None:
-            return self._coarse.values(name, expert, matrix)
+        if self._coder is not None:
+            return self._coder.values(name, expert, matrix)
         return self._up(matrix, self._layers[name]).values()
 
-    def decided(self, name: str) -> Any:
+    def _decided(self, name: str) -> Any:
         """Return the thresholds of a layer, or the step of a coarse copy."""
-        if self._is_coarse(name):
-            assert self._coarse is not None
-            return self._coarse.decided(name)
-        layer = self._layers.get(name, "")
+        if self._coder is not None and self._is_coarse(name):
+            return self._coder.step_of(name)
+        layer = self._layers[name]
         if layer not in self._decisions:
             return None
         order = self._order(layer)
@@ -288,8 +260,8 @@ class Floe(Method):
         if weights.name not in self._layers:
             raise InvalidTensorError("floe packs all experts of a model, or none", tensor=weights.name)
         weights = self._ordered(stage.layer, weights, name)
-        if self._coarse is not None and name != RESIDUALS:
-            return self._coarse.solve(replace(stage, tensors={name: weights}))
+        if self._coder is not None and name != RESIDUALS:
+            return self._coder.solve(replace(stage, tensors={name: weights}))
         experts, rows, columns = weights.shape
         solved: list[dict[str, Tensor]] = [{} for _ in range(experts)]
 
@@ -332,17 +304,17 @@ class Floe(Method):
     def _halves(self, layer: str, expert: int, records: Tensor) -> tuple[Tensor, Tensor]:
         """Return gate rows and down columns, [I, H] each, minus the values of the coarse copies if there are any."""
         gate, down = (half.float() for half in records.chunk(2, dim=1))
-        if self._coarse is None:
+        if self._coder is None:
             return gate, down
         names = self._names[layer]
-        coarse_gate = self._coarse.values(names[GATE], expert, gate.contiguous())
-        coarse_down = self._coarse.values(names[DOWN], expert, down.T.contiguous())
+        coarse_gate = self._coder.values(names[GATE], expert, gate.contiguous())
+        coarse_down = self._coder.values(names[DOWN], expert, down.T.contiguous())
         return gate - coarse_gate, down - coarse_down.T
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Pack a solution; records include their thresholds."""
-        if self._coarse is not None and self._is_coarse(weights.name):
-            return self._coarse.pack(weights, solution)
+        if self._coder is not None and self._is_coarse(weights.name):
+            return self._coder.pack(weights, solution)
         parts = {name: np.ascontiguousarray(part.numpy()) for name, part in solution.parts.items()}
         layer = self._layers[weights.name]
         try:
@@ -362,21 +334,18 @@ class Floe(Method):
         return PackedTensor("groupwise", blob, _core.PackedTensor(blob).details())
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Name experts that the text did not reach, a measurement that was impossible, and the faster form."""
+        """Name experts that the text did not reach, and the faster form."""
         found = tuple(
             f"{layer}: no calibration token reached {listed(details['pooled'])}; threshold of the whole layer."
             for layer, details in layers.items()
             if details.get("pooled")
         )
-        found += tuple(
-            f"{layer}: no text reaches its experts; all of their channels are read." for layer in self._unread
-        )
         if self._coarse is None:
             return found
-        found += ("Coarse copies are decoded for every token: --paper-form is faster on a CPU but loses far more.",)
-        if self._coarse.is_measured:
-            return found
-        return (*found, "The model does not fit into memory in float32, so the importance of weights is estimated.")
+        return (
+            *found,
+            "Coarse copies are decoded for every token: --paper-form is faster on a CPU but loses far more.",
+        )
 
 
 def _channel_axis(projection: str) -> int:

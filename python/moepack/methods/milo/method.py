@@ -8,97 +8,46 @@ whole model (`ranks`, `planning`). Calibration text is optional and only serves 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.methods.base import Expected, Method, PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, Goal, MethodPlan, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.fitting import DENSE, Fitted, Wanted
 from moepack.methods.milo.frequency import count_choices
 from moepack.methods.milo.joint import Compensated, JointSettings, compensate
 from moepack.methods.milo.packing import FACTOR_GROUP, Assembly, base_bytes, pack, packed_bytes
 from moepack.methods.milo.planning import DENSE_ROLES, Planner, RankPlan, batches, workers
 from moepack.methods.milo.ranks import parse_ranks
+from moepack.methods.milo.settings import DEFAULT_RANK, SAMPLES, SEQUENCE_LENGTH, MiloSettings
 from moepack.methods.milo.statistics import FULL_SIDE, kurtosis, residual_rank, residual_spectrum
 from moepack.methods.parallel import for_experts
-from moepack.methods.roles import as_number
 from moepack.progress import Progress
 from moepack.solvers.affine import GroupSpec, Solver, check_range, quantize_affine, round_to_nearest
 from moepack.solvers.hqq import HalfQuadratic
 from moepack.solvers.least_squares import LeastSquares
+from moepack.solvers.widths import BITS
 
-__all__ = ["DEFAULT_RANK", "SOLVERS", "Milo"]
+__all__ = ["SOLVERS", "Milo"]
 
 SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic(), "rtn": round_to_nearest}
 """Group quantizers by name."""
 
-DEFAULT_RANK = "budget:5"
-
-DENSE_WEIGHT = 1.0
-"""Default weight of a dense layer's error in a budget."""
-
-SAMPLES, SEQUENCE_LENGTH = 128, 512
-"""Default number of samples, and tokens per sample."""
-
-_GROUP_SIZES = (16, 32, 64, 128, 256)
-
 
 @dataclass
-class Milo(Method):
-    """The method with its settings.
+class Milo(MiloSettings, Fitted, SimpleMethod):
+    """The method with its settings."""
 
-    Attributes:
-        bits: bits per code: 2, 3, 4 or 8.
-        group_size: columns that share a scale.
-        symmetric: store no offsets. None lets a budget decide per tensor, and means offsets everywhere without a
-            budget.
-        solver: `lsq`, `hqq` or `rtn`.
-        rank: rank policies, see :mod:`moepack.methods.milo.ranks`; `uniform:0` is the plain quantizer.
-        rank_bits: bits of the compensators: 3, 8 or 16 (float16).
-        memory_budget: maximum size of all safetensors files in bytes, instead of `rank`.
-        refine: quantize compensators inside the alternation.
-        rounds: maximum number of rounds of the alternation.
-        calibration: text on which expert choices are counted, for `frequency` and to weight the budget; None weights
-            all experts equally.
-        samples, sequence_length: number of samples, and tokens per sample.
-        dense_weight: weight of a dense layer's error in a budget, see :class:`Planner`.
-        device: where the computation runs.
-        plan: ranks and grids, set by `prepare`.
-    """
-
-    bits: int | str = 3
-    group_size: int | str = 64
-    symmetric: bool | None = None
-    solver: str = "lsq"
-    rank: str | None = None
-    rank_bits: int = 3
-    memory_budget: int | None = None
-    refine: bool = True
-    rounds: int = 20
-    calibration: str | None = None
-    samples: int = SAMPLES
-    sequence_length: int = SEQUENCE_LENGTH
-    dense_weight: float = DENSE_WEIGHT
-    device: str = "cpu"
-    name: ClassVar[str] = "milo"
-    plan: RankPlan = field(default_factory=RankPlan, init=False, repr=False)
+    _ranks: RankPlan = field(default_factory=RankPlan, init=False, repr=False)
     _text: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.bits, self.group_size = as_number(self.bits, "bits"), as_number(self.group_size, "group_size")
-        if self.bits not in (2, 3, 4, 8):
-            raise ValueError(f"bits must be 2, 3, 4 or 8, not {self.bits}")
-        if self.rank_bits not in (3, 8, 16):
-            raise ValueError(f"rank_bits must be 3, 8 or 16, not {self.rank_bits}")
-        if self.group_size not in _GROUP_SIZES:
-            raise ValueError(f"group_size must be one of {_GROUP_SIZES}, not {self.group_size}")
-        if self.solver not in SOLVERS:
-            raise ValueError(f"unknown solver '{self.solver}'; available: {', '.join(SOLVERS)}")
+        super().__post_init__()
         if self.rank is not None and self.memory_budget is not None:
             raise ValueError("rank and memory_budget are mutually exclusive")
-        if (self.memory_budget is not None and self.memory_budget < 1) or self.rounds < 1:
-            raise ValueError("memory_budget and rounds must be positive")
         self._terms = parse_ranks(self.rank or DEFAULT_RANK)
         if self.calibration is None:
             if any(term.policy == "frequency" for term in self._terms):
@@ -114,7 +63,7 @@ class Milo(Method):
     def settings(self) -> Mapping[str, Any]:
         """All settings that change the output.
 
-        The text is represented by its fingerprint once `prepare` has read it.
+        The text is represented by its fingerprint once `plan` has read it.
         """
         found: dict[str, Any] = {
             "bits": self.bits,
@@ -140,10 +89,9 @@ class Milo(Method):
         """True: columns share scales."""
         return True
 
-    @property
-    def budget(self) -> int | None:
-        """The memory budget."""
-        return self.memory_budget
+    def goal(self, checkpoint: Checkpoint, model: MoeModel) -> Goal | None:
+        """Return the memory budget."""
+        return None if self.memory_budget is None else Goal(self.memory_budget)
 
     @property
     def dense_roles(self) -> frozenset[str]:
@@ -156,7 +104,7 @@ class Milo(Method):
         policies = {term.policy for term in self._terms}
         return self.memory_budget is not None or bool(policies & {"budget", "kurtosis", "frequency"})
 
-    def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
+    def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
         """Decide the ranks.
 
         Raises:
@@ -164,23 +112,22 @@ class Milo(Method):
             InvalidTensorError: a weight cannot be quantized.
             ValueError: the memory budget is below the size without compensators.
         """
-        counts: Mapping[str, list[int]] = {}
+        packer, counts = copy(self), dict[str, list[int]]()
         if self.calibration is not None:
-            counts, self._text = count_choices(
+            counts, packer._text = count_choices(
                 checkpoint, model, self.calibration, self.samples, self.sequence_length, self.device
             )
         planner = Planner(
             self._specs, SOLVERS[self.solver], self.rank_bits, torch.device(self.device), counts, self.dense_weight
         )
-        self.plan = planner.plan(checkpoint, model, self._terms, self.memory_budget)
-
-    def decided(self, name: str) -> Any:
-        """Return the ranks of a tensor, and whether it has no offsets."""
-        return [*map(int, self.plan.ranks[name])], self.plan.specs[name].symmetric
+        packer._ranks = found = planner.plan(checkpoint, model, self._terms, self.memory_budget)
+        decisions = {name: ([*map(int, ranks)], found.specs[name].symmetric) for name, ranks in found.ranks.items()}
+        goal = self.goal(checkpoint, model)
+        return MethodPlan(self, packer, checkpoint.fingerprint(), packer.settings, decisions=decisions, goal=goal)
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the maximum packed size, with the largest total rank of any tensor with as many experts."""
-        sums = [sum(ranks) for ranks in self.plan.ranks.values() if len(ranks) == shape[0]]
+        sums = [sum(ranks) for ranks in self._ranks.ranks.values() if len(ranks) == shape[0]]
         return packed_bytes(shape, self._specs[0], max(sums, default=0), self.rank_bits)
 
     def expected(self, weights: Weights) -> Expected:
@@ -192,11 +139,19 @@ class Milo(Method):
         total = round(weights.shape[0] * min(rank, *weights.shape[1:]))
         return Expected(packed_bytes(weights.shape, self._specs[0], total, self.rank_bits), exact=False)
 
+    @classmethod
+    def fitted(cls, wanted: Wanted) -> Milo:
+        """Meet a size by the bits and the memory budget; see `Fitted`."""
+        bits = next((bits for bits in reversed(BITS) if wanted.bits(DENSE) >= bits + 0.3), None)
+        if bits is None:
+            raise ValueError("two bits in groups take more")
+        return cls(bits, memory_budget=wanted.size, device=wanted.text.get("device", "cpu"))
+
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Quantize and compensate one tensor in batches of experts; holds its codes."""
         ((name, weights),) = stage.tensors.items()
         _, rows, columns = weights.shape
-        ranks, spec = self.plan.ranks[weights.name], self.plan.specs[weights.name]
+        ranks, spec = self._ranks.ranks[weights.name], self._ranks.specs[weights.name]
         assembly = Assembly(weights.shape, spec, ranks, self.rank_bits)
         facts = _Facts(ranks)
         jobs = [
@@ -218,7 +173,7 @@ class Milo(Method):
 
     def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
         """Pack the codes and the compensators, if any."""
-        spec, ranks = self.plan.specs[weights.name], self.plan.ranks[weights.name]
+        spec, ranks = self._ranks.specs[weights.name], self._ranks.ranks[weights.name]
         return pack(solution.parts, spec, ranks, self.rank_bits, weights.ndim)
 
     def _fetch(self, weights: Weights, expert: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from moepack import _core
 from moepack.methods.base import PackedTensor, Shape
 from moepack.methods.finequant.sizes import packed_bytes
-from moepack.methods.ternary import Ternary
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.solvers.grids import AffineGrid, TernaryGrid
 
 __all__ = ["Form", "GroupwiseForm", "TernaryForm", "groupwise_details"]
@@ -49,8 +49,6 @@ class Form(Protocol):
 class TernaryForm:
     """Entropy-coded ternary rows. Parameters are the two levels of a row, in bf16."""
 
-    code: str = "fsv8"
-
     def grid(self) -> TernaryGrid:
         """Return the paper's grid: minimum, zero and maximum of each row."""
         return TernaryGrid()
@@ -72,14 +70,18 @@ class TernaryForm:
     def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
         """Encode the codes."""
         levels = parameters.numpy().astype(np.float32) + 0.0  # no negative zeros: opposite levels are stored once
-        blob = _core.encode_ternary(codes.numpy(), levels, ndim=3, code=self.code)
+        blob = _core.encode_ternary(
+            codes.numpy(),
+            levels,
+            ndim=3,
+        )
         return PackedTensor(
-            "ternary", blob, {"code": self.code, "nonzeros": _core.PackedTensor(blob).details()["nonzeros"]}
+            "ternary", blob, {"code": "fsv8", "nonzeros": _core.PackedTensor(blob).details()["nonzeros"]}
         )
 
     def bound(self, shape: Shape) -> int:
         """Return the size if every row has the worst case of the code."""
-        return Ternary(self.code).bound(shape)
+        return Ternary().bound(shape)
 
 
 @dataclass(frozen=True)

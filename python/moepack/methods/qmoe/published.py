@@ -6,13 +6,13 @@ from typing import ClassVar
 import torch
 
 from moepack.errors import InvalidTensorError
-from moepack.methods.ternary import Ternary
+from moepack.methods.qmoe.ternary import Ternary
 from moepack.solvers.rtn import quantize_ternary
 
 __all__ = ["Published"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Published(Ternary):
     """Stores matrices whose rows already hold three values; rejects all others, so that nothing is requantized.
 

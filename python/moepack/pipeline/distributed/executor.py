@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint
 from moepack.errors import MoepackWarning
 from moepack.methods import Method, PackedTensor
-from moepack.pipeline.assignment import Assignment
+from moepack.pipeline.assignment import Assignment, PlannedAssignment
 from moepack.pipeline.distributed.cluster import Cluster
 from moepack.pipeline.distributed.tasks import Done, Found, pack_tensor, solve_group
 from moepack.pipeline.executor import Executor, Unit
@@ -38,7 +38,7 @@ def refuse(method: Method) -> None:
     Raises:
         ValueError: it solves experts one after another, or on a GPU.
     """
-    if method.in_turn:
+    if method.sequential:
         raise ValueError(
             f"with these settings the method {method.name} solves the experts of a layer one after another, because "
             "they share one bit budget: --ray would not make that faster; it supports methods without calibration, "
@@ -60,7 +60,7 @@ class RayExecutor(Executor):
         """
         for method in assignment.methods:
             refuse(method)
-        self._counts_on = any(method.counts_on for method in assignment.methods)
+        self._in_order = any(method.depends_on_sizes for method in assignment.methods)
         self._cluster = Cluster(address, torch.get_num_threads())
         self._waiting: deque[Unit] = deque()
         self._running: dict[tuple[str, str], Any] = {}
@@ -71,9 +71,15 @@ class RayExecutor(Executor):
             self.close()
             raise
 
-    def start(self, assignment: Assignment, layers: Sequence[PackedLayer], advance: Callable[[int], None]) -> None:
+    def start(
+        self,
+        assignment: PlannedAssignment,
+        layers: Sequence[PackedLayer],
+        advance: Callable[[int], None],
+        spent: Mapping[str, int],
+    ) -> None:
         """See `Executor`."""
-        super().start(assignment, layers, advance)
+        super().start(assignment, layers, advance, spent)
         self._layers = self._cluster.share({layer.name: layer for layer in layers})
         self._assignment = self._cluster.share(assignment)
 
@@ -84,8 +90,6 @@ class RayExecutor(Executor):
     def tensor(self, unit: Unit) -> PackedTensor:
         """See `Executor`."""
         place = unit.layer.name, unit.name
-        if self._counts_on and place not in self._running:
-            self._assignment = self._cluster.share(self.assignment)  # earlier layers are booked now
         self._submit(unit.layer.name)
         packed: PackedTensor = self._result(self._running.pop(place))
         self._submit(unit.layer.name)
@@ -97,10 +101,11 @@ class RayExecutor(Executor):
         most = self._most
         while self._waiting and len(self._running) < most:
             layer, name = self._waiting[0]
-            if self._counts_on and layer.name != turn:
+            if self._in_order and layer.name != turn:
                 return
             self._waiting.popleft()
-            task = self._cluster.submit(pack_tensor, self._assignment, [self._layers], layer.name, name)
+            spent = dict(self.spent) if self._in_order else {}
+            task = self._cluster.submit(pack_tensor, self._assignment, [self._layers], layer.name, name, spent)
             self._running[layer.name, name] = task
 
     @property
@@ -110,15 +115,15 @@ class RayExecutor(Executor):
     def run(self, run: LayerRun, known: Packed) -> dict[str, PackedTensor]:
         """See `Executor`. Linear layers depend on each other, and known tensors are only looked up: both stay here."""
         if not isinstance(run, ExpertsRun) or known.keys() >= run.tensors.keys():
-            return pack_run(run, known, self.assignment, self.advance)
-        work = LayerWork(run, known, self.assignment, self.advance)
+            return pack_run(run, known, self.assignment, self.advance, self.spent)
+        work = LayerWork(run, known, self.assignment, self.advance, self.spent)
         shared = [self._cluster.share((run.apart(), dict(known)))]
         tasks = ((solve_group, self._assignment, shared, group) for group in run.groups)
         for group, found in zip(run.groups, self._results(tasks), strict=True):
             for name, experts, solution in found.solved:
                 work.put(name, experts, solution)
             run.add(found.additions)
-            self.advance(len(group) * sum(math.prod(run.tensors[name].shape[1:]) for name in work.methods))
+            self.advance(len(group) * sum(math.prod(run.tensors[name].shape[1:]) for name in work.plans))
         run.finished = True
         return work.pack()
 

@@ -20,7 +20,7 @@ from moepack.calibration.stage import PackedLayer, WholeTensor
 from moepack.calibration.stream import Additions
 from moepack.errors import MoepackWarning
 from moepack.methods import PackedTensor, Solution
-from moepack.pipeline.assignment import Assignment
+from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.work import LayerWork, Packed, pack_run
 
 __all__ = ["Done", "Found", "Solved", "pack_tensor", "solve_group"]
@@ -43,21 +43,28 @@ class Found(NamedTuple):
     additions: Sequence[Additions]
 
 
-def pack_tensor(threads: int, assignment: Assignment, layers: Sequence[Any], layer: str, name: str) -> Done:
-    """Pack a tensor whose method uses weights only; `layers` is a list of one reference."""
+def pack_tensor(
+    threads: int,
+    assignment: PlannedAssignment,
+    layers: Sequence[Any],
+    layer: str,
+    name: str,
+    spent: Mapping[str, int],
+) -> Done:
+    """Pack a tensor whose method uses weights only; `layers` is a list of one reference, `spent` as for `Stage`."""
     run = WholeTensor(_layers(*layers)[layer], name)
-    return _done(threads, lambda: pack_run(run, {}, assignment, lambda _: None)[name])
+    return _done(threads, lambda: pack_run(run, {}, assignment, lambda _: None, spent)[name])
 
 
-def solve_group(threads: int, assignment: Assignment, run: Sequence[Any], group: range) -> Done:
+def solve_group(threads: int, assignment: PlannedAssignment, run: Sequence[Any], group: range) -> Done:
     """Solve a group of experts of a run, given as a list of one reference."""
     apart, known = _run(*run)
     return _done(threads, lambda: _solved(apart.only(group), known, assignment))
 
 
 @torch.no_grad()
-def _solved(run: ExpertsRun, known: Packed, assignment: Assignment) -> Found:
-    work = _Noting(run, known, assignment, lambda _: None)
+def _solved(run: ExpertsRun, known: Packed, assignment: PlannedAssignment) -> Found:
+    work = _Noting(run, known, assignment, lambda _: None, {})
     work.answer()
     return Found(work.noted, run.additions)
 

@@ -1,0 +1,61 @@
+"""The settings of the method `finequant`."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moepack.methods.settings import Settings, setting
+from moepack.solvers.widths import BITS, GROUP_SIZES
+
+__all__ = ["ADAPTIVE", "ALPHA", "BUDGET", "ROW", "FineQuantSettings"]
+
+ROW, ADAPTIVE, BUDGET = "row", "adaptive", "budget"
+
+ALPHA = 0.35
+"""Default threshold of the adaptive rule."""
+
+
+@dataclass
+class FineQuantSettings(Settings):
+    """The settings.
+
+    Group sizes other than a number are "row", "adaptive" (the paper's rule), or "budget" (the best sizes within
+    `bits_per_weight`).
+
+    The adaptive rule halves groups while some range falls below the fraction `alpha` of the parent's. The paper
+    publishes no value. Ranges of Gaussian weights fall to 0.4 at 128 columns and to 0.3 at 64.
+    """
+
+    bits: int = setting(4, help="Bits per code", users="expert", choices=BITS)
+    group_size: int | str = setting(
+        64, help="Columns per scale", users="expert", choices=(*GROUP_SIZES, ROW, ADAPTIVE, BUDGET)
+    )
+    bits_per_weight: float | None = setting(
+        None,
+        help="Average bits per packed weight with group size budget; by default those of groups of 64.",
+        users="basic",
+        above=0,
+        maximum=32,
+    )
+    dense_bits: str | int | None = setting(
+        None,
+        help="Also pack attention, shared experts and dense layers: 8, or attention=4,shared=8.",
+        users="expert",
+    )
+    alpha: float | None = setting(
+        None,
+        help="Threshold of --group-size adaptive",
+        shown=str(ALPHA),
+        users="expert",
+        above=0,
+        below=1,
+    )
+    symmetric: bool = setting(
+        True,
+        help="One scale per group, or a scale and an offset.",
+        option="--symmetric/--asymmetric",
+        users="expert",
+    )
+    name: ClassVar[str] = "finequant"
+    summary: ClassVar[str] = "group-wise integers of 8, 4, 3 or 2 bits; needs no text"
+    implementation: ClassVar[str] = "moepack.methods.finequant.method:FineQuant"
+    seconds: ClassVar[float | None] = 90

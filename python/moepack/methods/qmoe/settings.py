@@ -1,0 +1,78 @@
+"""The settings of the method `qmoe`."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from moepack.methods import shared
+from moepack.methods.settings import Settings, setting
+from moepack.solvers.widths import GROUP_SIZES
+
+__all__ = ["LEAST_BITS", "MOST_BITS", "QmoeSettings"]
+
+LEAST_BITS, MOST_BITS = 0.4, 2.0
+"""Range of the rate. Below, narrow rows hold little but metadata; above, no row has more to code."""
+
+
+@dataclass
+class QmoeSettings(Settings):
+    """The settings."""
+
+    calibration: str = shared.calibration()
+    samples: int = shared.samples()
+    sequence_length: int = shared.sequence_length()
+    bits: Literal["ternary", "2"] = setting(
+        "ternary", help="Three values per row, or two bits in groups", users="expert"
+    )
+    group_size: int = setting(64, help="Columns per scale", users="expert", choices=GROUP_SIZES)
+    dense_bits: str | int | None = setting(
+        None,
+        help="Also pack attention, shared experts and dense layers: 8, or attention=4,shared=8.",
+        users="expert",
+    )
+    bits_per_weight: float | None = setting(
+        None,
+        help="Average bits per weight of ternary experts; by default those of the paper's grid.",
+        users="basic",
+        minimum=LEAST_BITS,
+        maximum=MOST_BITS,
+    )
+    damping: float = setting(0.1, help="Relative to the mean diagonal of the Hessian")
+    # See `moepack.solvers.drift`. Values other than 0 run the original model beside the compressed one, which doubles
+    # the time outside the solver.
+    drift: float = setting(
+        0.75,
+        help="Share of the error accumulated in earlier layers that is corrected by moving the weights",
+        minimum=0,
+        maximum=1,
+    )
+    weigh_tokens: bool = setting(
+        True, help="Weight each token in the Hessians by its effect on the block's output; a rate always does"
+    )
+    refit: bool = setting(True, help="With two bits, refit scales and offsets to GPTQ's codes")
+    act_order: bool = setting(False, help="Process columns by decreasing diagonal")
+    # "rtn" is a baseline without calibration: the grid of minimum and maximum.
+    solver: Literal["gptq", "rtn"] = setting("gptq", help="Solver of the experts", users="expert")
+    # Two bits lose so little energy that the factors would overfit the calibration set.
+    match_energy: bool | None = setting(
+        None, help="Restore the output energy of each row by a factor on its levels; by default with ternary rows"
+    )
+    activations: Literal["compressed", "original"] = setting(
+        "compressed", help="Which activations enter the next block"
+    )
+    # The original router costs a second stream and was no better on the models measured (docs/methods/qmoe.md).
+    routing: Literal["original", "compressed"] = setting(
+        "compressed", help="Whose router assigns tokens for the Hessians"
+    )
+    premask: bool = setting(True, help="Exclude positions of special tokens (span corruption)")
+    group: int = setting(16, help="Experts solved together", minimum=1)
+    buffer: Literal["memory", "device"] = setting(
+        "memory", help="Where the hidden states of the calibration set are kept", recorded=False
+    )
+    token_cap: float = setting(4.0, help="Maximum number of tokens held per expert, as a multiple of the mean")
+    minimum_tokens: int = setting(64, help="The notes name experts with fewer tokens", recorded=False)
+    device: str = shared.device()
+    seed: int = setting(0, help="Seed of the span corruption")
+    name: ClassVar[str] = "qmoe"
+    summary: ClassVar[str] = "2-bit integers, or three values per row at 0.4 to 2 bits, calibrated; needs a text"
+    implementation: ClassVar[str] = "moepack.methods.qmoe.method:Qmoe"
+    seconds: ClassVar[float | None] = 500

@@ -1,0 +1,48 @@
+"""The settings of the method `rate`."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moepack.methods import shared
+from moepack.methods.settings import Settings, setting
+
+__all__ = ["LEAST_BITS", "MOST_BITS", "RateSettings"]
+
+LEAST_BITS, MOST_BITS = 0.4, 8.0
+"""Range of the rate. Above it, more integers are exceptions than the tables hold with three low bits."""
+
+
+@dataclass
+class RateSettings(Settings):
+    """The settings."""
+
+    bits_per_weight: float = setting(
+        help="Average bits per packed weight", users="basic", minimum=LEAST_BITS, maximum=MOST_BITS
+    )
+    roles: str = setting(
+        "all",
+        help="Layers to pack besides experts: all (default), none, or some of embedding,attention,shared,mlp,head. "
+        "A head tied to the embedding is packed with it.",
+        shown="",
+        users="expert",
+    )
+    codes: str = setting(
+        "dependent",
+        help="dependent (default): less error, at most a sixth slower; or plain.",
+        shown="",
+        users="expert",
+        choices=("dependent", "plain"),
+    )
+    calibration: str | None = shared.calibration(None)
+    samples: int = shared.samples()
+    sequence_length: int = shared.sequence_length()
+    group: int = setting(16, help="Experts solved together", minimum=1)
+    minimum_tokens: int = setting(64, help="The notes name experts with fewer tokens", recorded=False)
+    device: str = shared.device()
+    seed: int = setting(0, help="Seed of the span corruption of encoder-decoder models")
+    name: ClassVar[str] = "rate"
+    summary: ClassVar[str] = (
+        "entropy-coded integers at any rate from 0.4 to 8 bits, all linear layers too; better with a text"
+    )
+    implementation: ClassVar[str] = "moepack.methods.rate.method:Rate"
+    seconds: ClassVar[float | None] = 60
