@@ -125,8 +125,8 @@ def fresh(engine):
 
 
 def closes(connection):
-    """Whether the server closes a connection within 20 seconds; what it sent."""
-    connection.settimeout(20)
+    """Whether the server closes a connection within a minute; what it sent."""
+    connection.settimeout(60)
     found = b""
     while new := connection.recv(1000):
         found += new
