@@ -3,11 +3,10 @@
     python -m benches.cpu.coded --threads 1 --out build/coded.json
 
 Codes are those of a Gaussian or Laplace source, rounded to multiples of a step that gives the requested entropy: at
-0.63 bits, Gaussian codes are ternary, with 88.5 % zeros. Low rates are measured with one-weight and two-weight symbols.
-Speeds are 10^9 weights per second; for products, over all tokens; for decoding, including all checks. Look-ups are in
-microseconds per random row, with one or 512 rows per call. Products cycle through copies of a tensor that together
-exceed every cache. The fastest call counts, measured by the processor time of one thread, which other load disturbs
-less, or otherwise by the clock.
+0.63 bits, Gaussian codes are ternary, with 88.5 % zeros. Speeds are 10^9 weights per second; for products, over all
+tokens; for decoding, including all checks. Look-ups are in microseconds per random row, with one or 512 rows per call.
+Products cycle through copies of a tensor that together exceed every cache. The fastest call counts, measured by the
+processor time of one thread, which other load disturbs less, or otherwise by the clock.
 
 Next to int8 products, the speed relative to int4 with as many threads is printed and, for one token, the number of such
 cores from which memory is the limit: the bytes that all cores together read per second, over the bytes that one core
@@ -36,8 +35,8 @@ from moepack import _core
 SOURCES = ("gaussian", "laplace")
 ENTROPIES = (0.63, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 6.0, 7.5)
 MODES = ("int8", "exact", "auto")
-PAIRS_BELOW = 1.8
-"""Entropy in bits below which two-weight symbols are also measured."""
+LOW_BITS_ABOVE = 5
+"""Bits of entropy above which symbols have low bits beside them."""
 
 
 def entropy(codes: NDArray[np.int16]) -> float:
@@ -127,37 +126,24 @@ def look_ups(data: NDArray[np.uint8], options: argparse.Namespace) -> dict[str, 
     return figures
 
 
-def forms(bits: float, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The kinds of symbols by name, with the encoder's arguments."""
-    if options.dependent:
-        return {"dependent": {"dependent": True}}
-    plain = {"one weight": {"low_bits": 3 if bits > 5 else 0}}
-    return plain | ({"two weights": {"pairs": math.inf}} if bits < PAIRS_BELOW else {})
-
-
-def undone(data: NDArray[np.uint8], weights: int, options: argparse.Namespace) -> dict[str, float]:
-    """The speed of recoding two-weight symbols as one-weight symbols, which GPUs use."""
-    seconds = fastest(itertools.repeat(partial(_core.coded_without_pairs, data)), options)
-    return {"for GPUs": round(weights / seconds / 1e9, 2)}
-
-
-def measure(source: str, bits: float, columns: int, symbols: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(source: str, bits: float, columns: int, options: argparse.Namespace) -> dict[str, Any]:
     """Size and speeds of one tensor."""
+    symbols = "dependent" if options.dependent else "plain+3" if bits > LOW_BITS_ABOVE else "plain"
     rows = options.weights // columns
     codes, one = draw(source, bits, rows, columns), np.ones((1, 1), np.float32)
     given = followed(codes) if options.dependent else codes
-    make = partial(_core.encode_coded, given, one, ndim=2, **forms(bits, options)[symbols])
+    make = partial(_core.encode_coded, given, one, ndim=2, symbols=symbols)
     data = make()
     blob, exact = _core.PackedTensor(data), entropy(codes)
     stored = 8 * data.nbytes / codes.size
     encoding, decoding = (fastest(itertools.repeat(call), options) for call in (make, blob.verify))
     return {
-        "source": source, "columns": columns, "symbols": symbols, "entropy": round(exact, 3), "bits": round(stored, 4),
+        "source": source, "columns": columns, "symbols": blob.details()["symbols"],
+        "entropy": round(exact, 3), "bits": round(stored, 4),
         "efficiency": round(100 * exact / stored, 2), "tables": blob.details()["tables"],
         "exceptions": blob.details()["exceptions"] / codes.size,
         "encode": round(codes.size / encoding / 1e9, 3),
         "decode": round(codes.size / decoding / 1e9, 2),
-        **(undone(data, codes.size, options) if symbols == "two weights" else {}),
         **look_ups(data, options),
         **products(data, codes.size, options),
     }  # fmt: skip
@@ -185,12 +171,8 @@ def main() -> None:
     for columns in options.columns:
         plain = encode((1, options.weights // columns, columns), 4, 64)
         int4 = {"source": "int4 group 64", "columns": columns, **products(plain, options.weights, options)}
-        cases = ((source, bits) for source in options.sources for bits in options.entropies)
-        rows = (
-            measure(source, bits, columns, symbols, options)
-            for source, bits in cases
-            for symbols in forms(bits, options)
-        )
+        cases = itertools.product(options.sources, options.entropies)
+        rows = (measure(source, bits, columns, options) for source, bits in cases)
         for row in (int4, *(row | beside(row, int4, memory, options) for row in rows)):
             written["figures"].append(row)
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)

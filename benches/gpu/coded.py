@@ -45,7 +45,8 @@ def make(
     scales = (1 + random.random((experts, rows))).astype(np.float32) * STEPS[bits] * columns**-0.5
     scales = (scales.view(np.uint32) & 0xFFFF0000).view(np.float32)
     repeated = codes[np.arange(experts * rows) % count].reshape(experts, rows, columns)
-    return _core.encode_coded(repeated, scales, ndim=3, stream_rows=stream_rows, dependent=dependent)
+    symbols = "dependent" if dependent else "plain"
+    return _core.encode_coded(repeated, scales, ndim=3, stream_rows=stream_rows, symbols=symbols)
 
 
 def paths(indices: NDArray[np.int16]) -> NDArray[np.int16]:

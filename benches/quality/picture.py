@@ -4,7 +4,7 @@
 
 Reads only committed results: `benches/results/rivals-zen5.json` (peers, from `benches/quality/rivals.py`, 8 windows of
 512 tokens) and `benches/results/sensitivity-measured-h100.json` (`python -m benches.quality.sensitivity texts`, 40
-windows). Sizes are bits per weight of everything, metadata counted. HQQ, GPTQModel and AutoRound leave the embedding in
+windows). Sizes are bits per weight of everything with all metadata. HQQ, GPTQModel and AutoRound leave the embedding in
 bfloat16, so their sizes count the quantized layers.
 """
 

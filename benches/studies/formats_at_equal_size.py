@@ -28,7 +28,7 @@ from benches.tools import machine
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.solvers.groupwise import group_values, quantize_groupwise
-from moepack.solvers.priced import DENSE_LARGEST, Profile, low_bits_of, round_priced
+from moepack.solvers.priced import DENSE_LARGEST, Profile, coder_symbols, round_priced
 
 Point = tuple[str, float, float]
 """A format, its bits per weight, and its squared error."""
@@ -54,7 +54,9 @@ def coded(values: Tensor) -> list[tuple[float, float]]:
         step = spread * 2.0**octave
         symbols = round_priced(values, step, profile.lengths(step))
         one = np.ones((1, 1), np.float32)
-        blob = _core.encode_coded(symbols[None].numpy(), one, ndim=3, low_bits=low_bits_of(DENSE_LARGEST))
+        blob = _core.encode_coded(
+            symbols[None].numpy(), one, ndim=3, symbols=coder_symbols(DENSE_LARGEST, dependent=False)
+        )
         found.append((8 * blob.nbytes / values.numel(), float((symbols * step - values).square().sum())))
     return found
 

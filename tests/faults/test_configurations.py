@@ -41,7 +41,7 @@ def test_absurd_sizes_are_refused_at_once(case: str, mixtral: Path, packed: Path
 @pytest.mark.parametrize("top_k", [0, -1, 5])
 def test_tokens_visit_one_expert_at_least_and_all_at_most(top_k: int, mixtral: Path, tmp_path: Path) -> None:
     model = faulty(mixtral, tmp_path, {"num_experts_per_tok": top_k})
-    message = f"a token visits {top_k} of 4 experts"
+    message = f"top-k is {top_k}, but a layer has 4 experts"
     assert_refused_by_every_method(model, tmp_path, CheckpointError, message, model / "config.json")
 
 

@@ -133,7 +133,7 @@ def test_row_blocks_are_as_wide_as_their_narrowest() -> None:
 
 def records(directory: Path) -> dict[str, bool]:
     return {
-        name: bool(record.details.get("dependent", False))
+        name: record.details["symbols"] == "dependent"
         for name, record in PackedDirectory.open(directory).manifest.packed().items()
     }
 
@@ -179,10 +179,10 @@ def test_a_tensor_with_rows_of_zeros_stays_plain(tmp_path: Path) -> None:
 def test_tuning_keeps_the_kind() -> None:
     codes, _, _ = rounded(drawn(32, 64), 0.7, dependent=True)
     data = torch.from_numpy(
-        _core.encode_coded(codes[None].numpy(), np.ones((1, 1), np.float32), ndim=3, dependent=True)
+        _core.encode_coded(codes[None].numpy(), np.ones((1, 1), np.float32), ndim=3, symbols="dependent")
     )
     again = Scales(data).blob()
-    assert _core.PackedTensor(again.numpy()).details()["dependent"]
+    assert _core.PackedTensor(again.numpy()).details()["symbols"] == "dependent"
     assert np.array_equal(_core.decode_coded(again.numpy()), codes[None].int().numpy())
 
 

@@ -233,7 +233,7 @@ def coded(shape, *, paths, stream_rows=None, columns=None, seed=0):
     codes = np.rint(random.standard_normal(shape) * random.choice((1, 9), shape, p=(0.99, 0.01))).astype(np.int64)
     codes = (dependent(codes) if paths else codes).astype(np.int32)
     scale = np.full((1, 1), 0.25, np.float32)
-    form = {"stream_rows": stream_rows, "dependent": paths, "columns": columns}
+    form = {"stream_rows": stream_rows, "symbols": "dependent" if paths else "plain", "columns": columns}
     return codes, _core.encode_coded(codes, scale, ndim=3, **form)
 
 

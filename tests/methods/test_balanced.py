@@ -11,17 +11,28 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import moepack
 import runtime_support as support
+from adapter_support import randomized
 from moepack.calibration.text import BUILT_IN
+from moepack.census.tiny import tiny_model
 from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint.architectures.pre_normed import MODEL_TYPES
 from moepack.checkpoint.balanced import BalancedCheckpoint, balanced
-from moepack.methods import Auto, CodeQuant, FineQuant, Method, Milo, Qmoe, Ternary
+from moepack.checkpoint.quantized import open_checkpoint
+from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
+from moepack.export import export
+from moepack.format import PackedDirectory
+from moepack.format.balance import balance_of
+from moepack.format.hub import BALANCE
+from moepack.integrations.loading import open_model
+from moepack.methods import Auto, CodeQuant, FineQuant, Method, Milo, PackedTensor, Qmoe, Ternary
 from moepack.methods.floe import Floe
+from moepack.pipeline.estimate import estimate
 from places import NOVEL, TINY_MOE
 
 FILE = "model.safetensors"
@@ -41,11 +52,6 @@ def form_of(checkpoint: Checkpoint, packed: set[str] | None = None) -> BalancedC
     return found
 
 
-def loaded(path: Path, architecture: str) -> torch.nn.Module:
-    kind = AutoModelForSeq2SeqLM if architecture == support.SWITCH else AutoModelForCausalLM
-    return kind.from_pretrained(path, dtype=torch.float32).eval()
-
-
 def written(form: Checkpoint, config: Path, out: Path) -> Path:
     """Write a checkpoint as it is read."""
     out.mkdir()
@@ -55,17 +61,166 @@ def written(form: Checkpoint, config: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("architecture", support.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*support.ARCHITECTURES, *sorted(MODEL_TYPES)])
 def test_the_balanced_form_computes_the_same(architecture: str, tmp_path: Path) -> None:
-    model = support.tiny_model(architecture)
+    model = random_model(architecture)
     model.save_pretrained(tmp_path / "model")
-    checkpoint = Checkpoint.open(tmp_path / "model")
+    checkpoint = open_checkpoint(tmp_path / "model")
     form = form_of(checkpoint)
     out = written(form, tmp_path / "model", tmp_path / "balanced")
     changed = {name for name in form.names() if not torch.equal(form.tensor(name), checkpoint.tensor(name))}
-    assert everything(checkpoint) <= changed
-    expected, found = support.logits(model), support.logits(loaded(out, architecture))
+    if architecture in support.ARCHITECTURES:
+        assert everything(checkpoint) <= changed
+    assert any((name.endswith("norm.weight") and ".layers." in name) or ".block." in name for name in changed)
+    expected, found = (
+        support.logits(model),
+        support.logits(type(model).from_pretrained(out, dtype=torch.float32).eval()),
+    )
     assert float((found - expected).abs().max() / expected.abs().max()) < 2e-5
+
+
+def random_model(architecture: str) -> Any:
+    """A tiny random model whose norms are not ones; skips what the installed transformers has not."""
+    if architecture in support.ARCHITECTURES:
+        return support.tiny_model(architecture)
+    if architecture not in transformers.CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not have it")
+    model = tiny_model(architecture).float().eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data = torch.rand(parameter.shape, generator=generator) + 0.5
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_next", "mixtral"])
+def test_norms_that_keep_their_scales_are_noted(architecture: str, tmp_path: Path) -> None:
+    if architecture not in transformers.CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not have it")
+    random_model(architecture).save_pretrained(tmp_path / "model")
+    report = moepack.compress(tmp_path / "model", tmp_path / "out", method="finequant")
+    plan = estimate(tmp_path / "model", tmp_path / "other", FineQuant())
+    for notes in (report.notes, plan.notes):
+        assert any("norms keep their scales" in note for note in notes) == (architecture != "mixtral")
+    assert (tmp_path / "out" / BALANCE).exists() == (architecture != "gpt_oss")
+    assert moepack.verify(tmp_path / "out").ok
+
+
+# ---- what is combined with a packed model
+
+
+class BalancedDense(support.DenseMethod):
+    """Packs float32 weights of the balanced form: what differs from the source differs by its scales."""
+
+    needs_balance = True
+
+
+def pair(architecture: str, folder: Path) -> tuple[Any, Path]:
+    """A tiny random model, and its packed directory with all linear layers packed but the shared experts."""
+    model = support.tiny_model(architecture)
+    return model, support.write_packed(model, folder / "packed", BalancedDense(("attention", "mlp", "head")))
+
+
+DECODERS = [name for name in support.ARCHITECTURES if name != support.SWITCH]
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_an_adapter_of_the_source_fits_and_goes(architecture: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the extra `train` is not installed")
+    source, directory = pair(architecture, tmp_path)
+    packed = moepack.load(directory, dtype=torch.float32)
+    plain = support.logits(packed)
+    close = {"rtol": 1e-3, "atol": 1e-3 * float(plain.abs().max())}
+    torch.testing.assert_close(plain, support.logits(source), **close)
+    exclude = ["router"] if architecture == "phimoe" else None
+    config = peft.LoraConfig(target_modules="all-linear", exclude_modules=exclude, r=4)
+    adapted = randomized(peft.get_peft_model(source, copy.deepcopy(config)))
+    adapted.save_pretrained(tmp_path / "adapter")
+    found = peft.PeftModel.from_pretrained(packed, tmp_path / "adapter").eval()
+    expected = support.logits(adapted.eval())
+    assert float((expected - plain).abs().max()) > 10 * close["atol"]
+    torch.testing.assert_close(support.logits(found), expected, **close)
+    assert torch.equal(support.logits(found.unload()), plain)
+
+
+def test_a_refused_adapter_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the extra `train` is not installed")
+    packed = moepack.load(pair("mixtral", tmp_path)[1], dtype=torch.float32)
+    plain, state = support.logits(packed), {name: tensor.clone() for name, tensor in packed.state_dict().items()}
+    with pytest.raises(UnsupportedModelError):
+        peft.get_peft_model(packed, peft.LoraConfig(target_modules=["q_proj", "gate_proj"]))
+    assert torch.equal(support.logits(packed), plain)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in packed.state_dict().items())
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "deepseek_v3", "phimoe", "switch_transformers"])
+def test_decoded_models_have_the_scales_of_the_source(architecture: str, tmp_path: Path) -> None:
+    source, directory = pair(architecture, tmp_path)
+    decoded = moepack.load(directory, dtype=torch.float32).dequantize()
+    for name, tensor in source.state_dict().items():
+        torch.testing.assert_close(decoded.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(support.logits(decoded), support.logits(source), rtol=1e-3, atol=1e-4)
+    export(directory, tmp_path / "plain")
+    exported, original = open_checkpoint(tmp_path / "plain"), open_checkpoint(tmp_path / "packed-source")
+    for name in original.names():
+        torch.testing.assert_close(exported.tensor(name).float(), original.tensor(name).float(), rtol=2**-8, atol=1e-6)
+    assert not (tmp_path / "plain" / BALANCE).exists()
+
+
+def test_adapters_do_not_fit_a_rotated_model_of_which_they_are_not(mixtral: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the extra `train` is not installed")
+    method = CodeQuant(str(NOVEL), samples=2, sequence_length=32, rotation="random", steps=1)
+    moepack.compress(mixtral, tmp_path / "packed", method=method)
+    config = peft.LoraConfig(target_modules=["q_proj"], r=4)
+    peft.get_peft_model(open_model(mixtral, torch.float32), copy.deepcopy(config)).save_pretrained(tmp_path / "other")
+    packed = moepack.load(tmp_path / "packed", dtype=torch.float32)
+    with pytest.raises(UnsupportedModelError, match="was rotated before it was packed"):
+        peft.PeftModel.from_pretrained(packed, tmp_path / "other")
+    peft.get_peft_model(packed, config).save_pretrained(tmp_path / "own")
+    packed = moepack.load(tmp_path / "packed", dtype=torch.float32)
+    assert peft.PeftModel.from_pretrained(packed, tmp_path / "own")
+
+
+def test_damaged_and_missing_factors_are_reported(tmp_path: Path) -> None:
+    directory = pair("mixtral", tmp_path)[1]
+    file = directory / BALANCE
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CorruptionError, match=BALANCE):
+        balance_of(directory)
+    file.write_bytes(content)
+    save_file({name: -tensor for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(CorruptionError, match="positive"):
+        balance_of(directory)
+    file.unlink()
+    with pytest.raises(LoadError, match="missing"):
+        balance_of(directory)
+
+
+# ---- tensors packed elsewhere
+
+
+def test_tensors_packed_from_the_checkpoint_as_it_is_keep_their_scales(mixtral: Path, tmp_path: Path) -> None:
+    """Of both forms, that of the given tensor is taken, and what shares its scales follows."""
+    layer = describe(open_checkpoint(mixtral)).layers[0]
+    *_, down = layer.projections
+    plain = torch.stack([down.expert(expert).float() for expert in range(layer.experts)])
+    blob = support.dense_blob(plain.numpy())
+    others = {down.packed_name: PackedTensor(support.KIND, blob)}
+    moepack.compress(mixtral, tmp_path / "out", method=BalancedDense(), others=others)
+    packed, source = (moepack.load(tmp_path / "out", dtype=torch.float32), open_model(mixtral, torch.float32))
+    torch.testing.assert_close(support.logits(packed), support.logits(source), rtol=1e-3, atol=1e-3)
+    keys = load_file(tmp_path / "out" / BALANCE).keys()
+    assert not any(down.packed_name in key or layer.projections[1].packed_name + ".rows" in key for key in keys)
+    moepack.compress(mixtral, tmp_path / "whole", method=BalancedDense())
+    first = PackedDirectory.open(tmp_path / "whole")
+    given = {name: PackedTensor(support.KIND, data) for name, data in first.tensors().items() if "layers.0" in name}
+    moepack.compress(mixtral, tmp_path / "again", method=BalancedDense(), others=given)
+    second = PackedDirectory.open(tmp_path / "again").tensors()
+    assert all((second[name] == data).all() for name, data in first.tensors().items())
+    mixed = {**given, down.packed_name: PackedTensor(support.KIND, blob)}
+    with pytest.raises(ValueError, match="other scales"):
+        moepack.compress(mixtral, tmp_path / "no", method=BalancedDense(), others=mixed)
 
 
 # ---- the loss of the example model in other scales
@@ -136,7 +291,7 @@ TEXT = {"calibration": BUILT_IN, "samples": 4, "sequence_length": 128}
         Ternary(),
         Qmoe(**TEXT),
         Qmoe(**TEXT, bits="2", dense_bits=4),
-        Qmoe(**TEXT, bits_per_weight=1.2),
+        Qmoe(**{**TEXT, "samples": 16}, bits_per_weight=1.6),
         CodeQuant(**TEXT, rotation="none", weight_bits=3, steps=1),
         CodeQuant(**TEXT, rotation="none", weight_bits=2, steps=1, block=128, permute=True, dense=""),
         CodeQuant(**TEXT, rotation="random", weight_bits=3, steps=1),

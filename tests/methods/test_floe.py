@@ -19,17 +19,18 @@ from moepack import UnsupportedModelError, _core
 from moepack.backends.cpu import CpuBackend
 from moepack.calibration.load import CalibrationRequest, load_samples
 from moepack.calibration.samples import decoder_samples
-from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.cli import app
 from moepack.export import export
 from moepack.format import PackedDirectory
+from moepack.format.balance import balance_of
 from moepack.integrations.loading import open_model
 from moepack.methods import create
 from moepack.methods.floe import Floe
 from moepack.methods.floe.channels import by_channels
 from moepack.methods.floe.quantiles import Quantiles
 from moepack.modules.experts import RefinedExperts, SparseExperts
-from moepack.pipeline import compress
+from moepack.pipeline import Assignment, compress
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.report import Totals
 from moepack.report.contents import add_up, read_rows
@@ -54,6 +55,19 @@ def directory(
     out = tmp_path_factory.mktemp("floe") / request.param
     compress(mixtral, out, method=(paper if request.param == "paper" else method)(text))
     return out
+
+
+def balanced(model: Path, chosen: Floe) -> MoeModel:
+    """The description of what is packed."""
+    checkpoint = Checkpoint.open(model)
+    return Assignment(chosen).balanced(checkpoint, describe(checkpoint))[1]
+
+
+def assert_same_function(packed: Path, plain: Path) -> None:
+    """Compare a model that refines all channels with its exported weights, which are rounded to bfloat16."""
+    model = moepack.load(packed, dtype="float32", mode="exact").dequantize()
+    expected, found = support.logits(model), support.logits(open_model(plain, dtype=torch.float32))
+    assert float((found - expected).norm() / expected.norm()) < 0.05
 
 
 def method(text: Path, **settings: Any) -> Floe:
@@ -95,7 +109,7 @@ def test_the_paper_s_directory_follows_the_settings(mixtral: Path, text: Path, t
     chosen = paper(text, bits=bits)
     compress(mixtral, tmp_path / "out", method=chosen)
     assert moepack.verify(tmp_path / "out").ok
-    opened, model = PackedDirectory.open(tmp_path / "out"), describe(Checkpoint.open(mixtral))
+    opened, model = PackedDirectory.open(tmp_path / "out"), balanced(mixtral, chosen)
     for number, layer in enumerate(model.layers):
         up, records = (opened.blob(projection.packed_name) for projection in by_channels(layer).projections)
         gate, _, down = layer.projections
@@ -119,7 +133,7 @@ def test_residuals_lead_from_coarse_copies_to_the_weights(mixtral: Path, text: P
     chosen = method(text, bits=bits)
     compress(mixtral, tmp_path / "out", method=chosen)
     opened = PackedDirectory.open(tmp_path / "out")
-    for layer in describe(Checkpoint.open(mixtral)).layers:
+    for layer in balanced(mixtral, chosen).layers:
         names = chosen._names[layer.name]
         coarse = {name: torch.from_numpy(opened.blob(names[name]).dequantize()) for name in STOCK}
         rows, columns = torch.from_numpy(opened.blob(names["residuals"]).dequantize()).chunk(2, 2)
@@ -217,7 +231,9 @@ def test_coarse_copies_select_channels_and_compute_the_unrefined_ones(
     )
     records = opened.blob(gate.packed_name.replace("gate_proj", "residuals")).dequantize()
     fine = torch.from_numpy(records[2]).chunk(2, 1)[0] + torch.from_numpy(opened.blob(gate.packed_name).dequantize()[2])
+    fine = balance_of(opened.path).restored(gate.packed_name, fine)
     assert torch.equal(gate.expert(2), fine.bfloat16())
+    assert_same_function(tmp_path / "out", tmp_path / "plain")
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "--matrices"]).output
     assert "int4 residuals" in shown and "coded" in shown and "not refined" in shown and "skipped" not in shown
 
@@ -238,10 +254,9 @@ def test_the_paper_s_form_generates_streams_exports_and_is_shown(mixtral: Path, 
     export(directory, tmp_path / "plain")
     plain, opened = Checkpoint.open(tmp_path / "plain"), PackedDirectory.open(directory)
     gate, up, down = describe(plain).layers[1].projections
-    records = torch.from_numpy(opened.blob(down.packed_name).dequantize("bfloat16")).view(torch.bfloat16)
-    assert torch.equal(gate.expert(2), records[2].chunk(2, 1)[0]) and torch.equal(
-        down.expert(2), records[2].chunk(2, 1)[1].T
-    )
+    first, last = torch.from_numpy(opened.blob(down.packed_name).dequantize()[2]).chunk(2, 1)
+    first = balance_of(directory).restored(gate.packed_name, first)
+    assert torch.equal(gate.expert(2), first.bfloat16()) and torch.equal(down.expert(2), last.T.bfloat16())
     assert up.expert(2).shape == gate.expert(2).shape
     with pytest.raises(UnsupportedModelError, match="only group-wise"):
         export(directory, tmp_path / "gguf", to="compressed-tensors")

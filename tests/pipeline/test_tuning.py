@@ -64,13 +64,13 @@ def samples(source, text):
     return load_samples(Checkpoint.open(source), text, 8, 64).inputs
 
 
-@pytest.mark.parametrize("form", [{}, {"low_bits": 3}, {"pairs": math.inf}])
+@pytest.mark.parametrize("symbols", ["plain", "plain+3"])
 @pytest.mark.parametrize("own", [False, True])
-def test_fine_tuned_coded_tensors_keep_scales_of_columns(form, own):
+def test_fine_tuned_coded_tensors_keep_scales_of_columns(symbols, own):
     random = np.random.default_rng(0)
-    codes = np.rint(random.standard_normal((3, 20, 30)) * (60 if "low_bits" in form else 0.8)).astype(np.int32)
+    codes = np.rint(random.standard_normal((3, 20, 30)) * (60 if symbols == "plain+3" else 0.8)).astype(np.int32)
     columns = np.exp2(random.integers(-3, 4, (3 if own else 1, 30))).astype(np.float32)
-    data = _core.encode_coded(codes, np.full((1, 1), 0.25, np.float32), ndim=3, columns=columns, **form)
+    data = _core.encode_coded(codes, np.full((1, 1), 0.25, np.float32), ndim=3, columns=columns, symbols=symbols)
     tuned = Scales(torch.from_numpy(data))
     assert np.array_equal(tuned.blob().numpy(), data)
     x = torch.from_numpy(random.standard_normal((6, 30)).astype(np.float32))

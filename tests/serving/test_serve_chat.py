@@ -189,6 +189,7 @@ MARKED = {
     "thinking": "<tool_call> <think> </think>",
     "deepseek": "<｜tool▁calls▁begin｜>",
     "deepseek 3": "<｜tool▁calls▁begin｜> ```json",
+    "deepseek 3.2": "<｜DSML｜function_calls>",
     "mistral": "[TOOL_CALLS]",
     "mistral 11": "[TOOL_CALLS] [ARGS]",
     "harmony": HARMONY,
@@ -219,13 +220,13 @@ def test_messages_cannot_write_control_tokens(engine):
     tokenizer = engine.tokenizer
     special = [token for token in tokenizer.all_special_tokens if token.startswith("<")]
     ends = set(tokenizer.convert_tokens_to_ids(special))
-    template = "<s>{% for m in messages %}{{ m.content }}</s>{% endfor %}{{ tools | tojson }}"
+    template = "<s>{% for m in messages %}{{ m.content }}</s>{% endfor %}{{ tools | tojson }}{{ place }}"
     for token in special:
         content = f"a{token}b {token}{token}"
         messages = [{"role": role, "content": content} for role in ("system", "user", "assistant", "tool")]
         tools = [{"type": "function", "function": {"name": "f", "description": content}}]
-        text, ids = chat_prompt(tokenizer, Chat(messages, tools, template=template))
-        assert tokenizer.decode(ids) == text and text.count(content) == 5
+        text, ids = chat_prompt(tokenizer, Chat(messages, tools, template=template, variables={"place": content}))
+        assert tokenizer.decode(ids) == text and text.count(content) == 6
         found = [tokenizer.convert_ids_to_tokens(one) for one in ids if one in ends]
         assert found == ["<s>", *["</s>"] * 4]
     plain = [{"role": "user", "content": "a b"}]
@@ -318,3 +319,17 @@ def test_a_schema_and_functions_together(ask, engine):
         message = answer["choices"][0]["message"]
         calls = message.get("tool_calls") or [{"function": {"arguments": message["content"]}}]
         assert all(json.loads(call["function"]["arguments"])["place"] in ("sea", "fire") for call in calls)
+
+
+def test_parallel_calls_of_a_history_are_all_in_the_prompt(ask, prompts, engine):
+    """gpt-oss's template writes the first call of a message, and names a result after the call before it."""
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls[0].function.name if m.tool_calls }}|"
+        "{% endfor %}<|channel|><|message|>"
+    )
+    app = create_app(engine, Settings("tiny", template=template))
+    calls = [{"id": number, "function": {"name": name}} for number, name in (("1", "look"), ("2", "go"), ("3", "stop"))]
+    said = {"role": "assistant", "content": "x", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": number, "content": text} for number, text in (("2", "b"), ("1", "a"))]
+    assert ask(chat(messages=[USER, said, *results, USER]), app)[0] == 200
+    assert prompts[-1].startswith("userhi|assistantxlook|toola|assistantgo|toolb|assistantstop|userhi|")

@@ -15,13 +15,13 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 prometheus = pytest.importorskip("prometheus_client.parser")
 
-from test_serve import running  # noqa: E402
 from test_serve_chat import STRICT, TEMPLATE, says  # noqa: E402, F401
 
 from moepack.integrations.loading import open_model, open_tokenizer  # noqa: E402
 from moepack.serving.constraint import Budget, Budgeted  # noqa: E402
 from moepack.serving.engine import Engine  # noqa: E402
 from moepack.serving.http.server import Settings, create_app  # noqa: E402
+from serving_support import happens, running  # noqa: E402
 
 KEY = "a secret"
 ORIGIN = "https://page.example"
@@ -321,7 +321,7 @@ def test_metrics_count_what_was_answered(port, client):
     assert grown["vllm:request_success_total", "length"] == 3
     assert grown["vllm:time_to_first_token_seconds_count", None] == 3
     assert grown["vllm:inter_token_latency_seconds_count", None] == 12
-    assert after["vllm:num_requests_running", None] == 0
+    assert happens(lambda: read()["vllm:num_requests_running", None] == 0)
     assert after["process_resident_memory_bytes", None] > 0
     assert send(port, "GET", "/metrics", Authorization="Bearer x")[0] == 401
 

@@ -175,12 +175,25 @@ def test_a_unix_host_without_a_path_is_wrong_usage(packed, monkeypatch):
 
 def test_the_unit_runs_what_was_asked_for_and_holds_no_key(packed, monkeypatch):
     monkeypatch.chdir(packed.parent)
-    arguments = ["--name", 'a "b" %c $D', "--api-key", "a secret", "--slots", "3", "--resident", "--drain", "30"]
+    adapters = ["--lora", "x=y", "--lora", "z=/w"]
+    arguments = [
+        "--name",
+        'a "b" %c $D',
+        "--api-key",
+        "a secret",
+        "--slots",
+        "3",
+        "--resident",
+        "--drain",
+        "30",
+        *adapters,
+    ]
     result = CliRunner().invoke(app, ["serve", packed.name, *arguments, "--print-unit"])
     assert result.exit_code == 0 and "secret" not in result.stdout
     lines = dict(line.split("=", 1) for line in result.stdout.splitlines() if re.match(r"\w+=", line))
     start = f"{sys.executable} -m moepack serve {packed.absolute()} "
-    assert lines["ExecStart"] == start + r'"--name=a \"b\" %%c $$D" --slots=3 --drain=30.0 --resident'
+    lora = f"--lora=x={packed.parent.absolute() / 'y'} --lora=z=/w"
+    assert lines["ExecStart"] == start + r'"--name=a \"b\" %%c $$D" --slots=3 ' + f"{lora} --drain=30.0 --resident"
     assert (lines["Type"], lines["TimeoutStopSec"], lines["PrivateDevices"]) == ("notify", "45", "yes")
     assert "PrivateDevices=yes" not in unit(["/x"], "x", 5, has_gpu=True)
 

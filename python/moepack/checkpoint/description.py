@@ -69,7 +69,7 @@ def _check_config(checkpoint: Checkpoint, top_k: int, experts: int) -> None:
     nbytes = sum(checkpoint.info(name).nbytes for name in names)
     check_config(checkpoint.config, len(names), nbytes, file, CheckpointError)
     if not 1 <= top_k <= experts:
-        raise CheckpointError(f"a token visits {top_k} of {experts} experts", file=file)
+        raise CheckpointError(f"top-k is {top_k}, but a layer has {experts} experts", file=file)
 
 
 def _read(checkpoint: Checkpoint, architecture: Architecture, experts: int) -> MoeModel:

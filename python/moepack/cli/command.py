@@ -7,7 +7,10 @@ from typing import Any
 
 import typer
 
-__all__ = ["command_line"]
+__all__ = ["NAMED", "command_line"]
+
+NAMED = "NAME=DIR"
+"""The metavar of options whose value ends with a path."""
 
 
 def command_line(context: typer.Context, without: set[str]) -> list[str]:
@@ -33,6 +36,9 @@ def _arguments(parameter: Any, value: Any) -> Iterator[str]:
         return
     for one in value if isinstance(value, list | tuple) else [value]:
         text = str(one.absolute()) if isinstance(one, Path) and one.exists() else str(one)
+        if parameter.metavar == NAMED:
+            name, _, directory = text.partition("=")
+            text = f"{name}={Path(directory).absolute()}"
         if parameter.param_type_name == "argument":
             yield text
         else:

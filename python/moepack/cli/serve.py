@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moepack.cli.command import command_line
+from moepack.cli.command import NAMED, command_line
 from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, places
 from moepack.cli.options import AnyModel, Dtype, MinP, Mode, RepetitionPenalty, Resident, Threads, TopK, TopP
 from moepack.cli.usage import wrong_usage
@@ -65,9 +65,7 @@ def serve_command(
     repetition_penalty: RepetitionPenalty = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option(
-            help="LoRA adapter that requests choose by NAME as their model; may be repeated.", metavar="NAME=DIR"
-        ),
+        typer.Option(help="LoRA adapter that requests choose by NAME as their model; may be repeated.", metavar=NAMED),
     ] = None,
     drain: Annotated[
         float, typer.Option(help="Seconds that running answers may take after Ctrl-C or SIGTERM.", min=0)

@@ -16,6 +16,7 @@ from moepack.checkpoint.experts import form_of
 from moepack.checkpoint.names import Names
 from moepack.errors import LoadError, UnsupportedModelError
 from moepack.format.directory import PackedDirectory
+from moepack.integrations.decoding import CHANNELS, RESIDUALS
 from moepack.modules.adapters import LowRank, by_projection
 
 __all__ = ["Adapter"]
@@ -37,7 +38,7 @@ class Adapter:
     """
 
     def __init__(self, source: PackedDirectory, directory: Path) -> None:
-        self._path = directory
+        self._path, self._packed = directory, source.manifest.packed()
         self._changes: dict[str, Change] = {}
         self._experts: dict[tuple[str, str], LowRank] = {}
         model = _beside(source, directory)
@@ -111,6 +112,7 @@ class Adapter:
         form = form_of(module.get_base_layer())
         for adapter in module.lora_A:
             if form is not None and name in form.parameters:
+                self._refuse_reordered(path)
                 factors = by_projection(form, name, *_detached(module.get_delta_factors(adapter)))
                 self._experts.update({(path, projection): each for projection, each in factors.items()})
             elif module.get_param().ndim == 2:
@@ -118,6 +120,13 @@ class Adapter:
             else:
                 message = f"the adapter changes {path}.{name}, which does not hold experts of a known form"
                 raise UnsupportedModelError(message, file=self._path)
+
+    def _refuse_reordered(self, module: str) -> None:
+        """Check that the channels of experts are in the order of the model to which the adapter belongs."""
+        records = self._packed.values()
+        if any(record.module == module and record.projection in (CHANNELS, RESIDUALS) for record in records):
+            message = f"the adapter changes {module}, whose channels are packed in another order"
+            raise UnsupportedModelError(message, file=self._path)
 
     def _refuse_tied(self) -> None:
         tied = self._names.tied

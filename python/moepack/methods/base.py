@@ -125,6 +125,11 @@ class Method(ABC):
         return False
 
     @property
+    def reorders(self) -> bool:
+        """Whether the channels of experts are stored in another order than in the checkpoint."""
+        return False
+
+    @property
     def rewrites(self) -> bool:
         """Whether `rewrite` changes checkpoints; only a job's main method may."""
         return False

@@ -17,12 +17,18 @@ import torch
 from moepack.calibration import CalibrationRequest, Weights
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel, describe
-from moepack.checkpoint.balanced import balanced
+from moepack.checkpoint.balanced import balanced, knows_norms
 from moepack.checkpoint.dense import position
 from moepack.methods import Method, PackedTensor, create
 from moepack.registry import open_tensor
 
 __all__ = ["Assignment"]
+
+KEPT_SCALES = (
+    "It is not described what reads the norms of '{}' models, so norms keep their scales: what is lost depends on how "
+    "the checkpoint was written (auto and rate do not depend on it)."
+)
+"""A note; takes the architecture."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,9 @@ class Assignment:
             )
 
     def balanced(self, checkpoint: Checkpoint, model: MoeModel) -> tuple[Checkpoint, MoeModel]:
-        """Return the balanced form of a checkpoint and its description, if a method needs it.
+        """Return the balanced form of a checkpoint, and its description, if a method needs it; otherwise the original.
+
+        If norms keep their scales, a note says so.
 
         Tensors in `others` that were packed from the checkpoint as it is keep their scales, and so does what they share
         scales with.
@@ -130,36 +138,42 @@ class Assignment:
         """
         if not any(method.needs_balance for method in self.methods):
             return checkpoint, model
+        if not knows_norms(model.architecture):
+            model = replace(model, notes=(*model.notes, KEPT_SCALES.format(model.architecture)))
         tensors = [weights for layer in self.layers(model) for weights in layer_tensors(layer).values()]
         packed = {source for weights in tensors for source in weights.sources}
-        given = [weights for weights in tensors if isinstance(self.of(weights), PackedTensor)]
-        form, kept = balanced(checkpoint, model, packed), set[str]()
-        if form is not None and given:
-            before = self._unlike(given, self._described(form, model))
-            kept = {source for weights in before for source in weights.sources}
-            form = balanced(checkpoint, model, packed, kept) if kept else form
+        form = balanced(checkpoint, model, packed)
         if form is None:
             return checkpoint, model
         described = self._described(form, model)
-        for weights in self._unlike([each for each in given if kept.isdisjoint(each.sources)], described):
-            raise ValueError(f"'{weights.name}' was packed in other scales than a packed tensor that shares them")
-        return form, described
+        given = [weights.name for weights in tensors if isinstance(self.of(weights), PackedTensor)]
+        if not (plain := self._nearer(given, model, described)):
+            return form, described
+        kept = {source for weights in tensors if weights.name in plain for source in weights.sources}
+        form = balanced(checkpoint, model, packed, kept)
+        mixed = model if form is None else self._described(form, model)
+        if others := self._nearer([name for name in given if name not in plain], described, mixed):
+            raise ValueError(f"'{others[0]}' was packed in other scales than a packed tensor that shares them")
+        return form or checkpoint, mixed
 
     @staticmethod
     def _described(form: Checkpoint, model: MoeModel) -> MoeModel:
         return replace(describe(form), notes=model.notes)
 
-    def _unlike(self, given: Sequence[Weights], model: MoeModel) -> list[Weights]:
-        """Return the weights whose packed tensors are nearer to them than to the same weights of another form."""
-        others = {each.name: each for layer in self.layers(model) for each in layer_tensors(layer).values()}
+    def _nearer(self, names: Sequence[str], model: MoeModel, other: MoeModel) -> list[str]:
+        """Return the tensors in `others` that are nearer to the weights of one form of a checkpoint than of another."""
         found = []
-        for weights in given:
-            packed = self.of(weights)
+        forms = [
+            {each.name: each for layer in self.layers(form) for each in layer_tensors(layer).values()}
+            for form in ((model, other) if names else ())
+        ]
+        for name in names:
+            packed = self.others[name]
             assert isinstance(packed, PackedTensor)
             values = torch.from_numpy(open_tensor(packed.data).dequantize()[0])
-            distances = [float((each.expert(0).float() - values).norm()) for each in (weights, others[weights.name])]
-            if distances[0] < distances[1]:
-                found.append(weights)
+            near, far = (float((form[name].expert(0).float() - values).norm()) for form in forms)
+            if near < far:
+                found.append(name)
         return found
 
     def decided(self, weights: Weights) -> Any:

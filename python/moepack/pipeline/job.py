@@ -361,7 +361,9 @@ class Job:
         content = {CONFIG: config_bytes(self.checkpoint.config, quantization), INDEX: index_bytes(tensors)}
         content |= self.assignment.method.files()
         if isinstance(self.checkpoint, BalancedCheckpoint):
-            content[BALANCE] = serialized(self.checkpoint.form.record(self.model))
+            content[BALANCE] = serialized(
+                self.checkpoint.form.record(self.model, channels=not self.assignment.method.reorders)
+            )
         files = {name: shard.file for name, shard in workspace.done.items()}
         for name, data in [*_read_copies(self.checkpoint.path, self.plan), *content.items()]:
             write_inside(workspace.path, name, data)

@@ -7,5 +7,6 @@ into the tensors in front of them (docs/methods/sensitivity.md).
 """
 
 from moepack.checkpoint.balanced.rewriting import Balanced, BalancedCheckpoint, balanced
+from moepack.checkpoint.balanced.seams import knows_norms
 
-__all__ = ["Balanced", "BalancedCheckpoint", "balanced"]
+__all__ = ["Balanced", "BalancedCheckpoint", "balanced", "knows_norms"]

@@ -80,14 +80,22 @@ class Balanced:
                 found[change.axis] = change.edge.spread(self.factors.of(change.seam))
         return found[0], found[1]
 
-    def record(self, model: MoeModel) -> dict[str, Tensor]:
-        """Return all factors by tensor, for the packed directory (`moepack.format.balance`)."""
+    def record(self, model: MoeModel, channels: bool = True) -> dict[str, Tensor]:
+        """Return all factors by tensor, for the packed directory (`moepack.format.balance`).
+
+        Args:
+            model: the description of the checkpoint.
+            channels: include the factors of experts' channels. Without them, restored weights compute the same.
+        """
         found: dict[str, Tensor] = {}
         experts = [(f"{layer.name}.{part.name}", part.parts) for layer in model.layers for part in layer.projections]
         stacked = {part.tensor for _, parts in experts for part in parts}
+        downs = {f"{layer.name}.{layer.projections[-1].name}" for layer in model.layers}
         for key, parts in experts:
             for end, each in zip(ENDS, zip(*map(self.factors_of, parts), strict=True), strict=True):
-                if (known := [one for one in each if one is not None]) and len(known) == len(each):
+                inner = end == "rows" or key in downs
+                known = [one for one in each if one is not None and (channels or not inner)]
+                if known and len(known) == len(each):
                     same = all(one.equal(known[0]) for one in known[1:])
                     found[f"{key}.{end}"] = known[0] if same else torch.stack(known)
         for name in self._changes.keys() - stacked:

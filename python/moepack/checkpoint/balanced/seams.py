@@ -20,10 +20,11 @@ from typing import Any
 from torch import Tensor
 
 from moepack.checkpoint.architectures import ARCHITECTURES, Architecture, Linears
+from moepack.checkpoint.architectures.pre_normed import MODEL_TYPES, PRE_NORMED
 from moepack.checkpoint.model import MoeLayer, MoeModel, Part
 from moepack.checkpoint.reader import Checkpoint
 
-__all__ = ["Edge", "Heads", "Seam", "find_seams"]
+__all__ = ["Edge", "Heads", "Seam", "find_seams", "knows_norms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def find_seams(checkpoint: Checkpoint, model: MoeModel, packed: Collection[str])
         packed: names of the tensors that will be packed in a format without factors of columns.
     """
     found = [seam for layer in model.layers for seam in _experts(checkpoint, layer, packed)]
-    architecture = ARCHITECTURES.get(model.architecture)
+    architecture = _described(model.architecture)
     if architecture is not None:
         experts = {source for layer in model.layers for part in layer.projections for source in part.sources}
         measured = experts | {linear.source for layer in model.dense for linear in layer.linears}
@@ -118,6 +119,15 @@ def find_seams(checkpoint: Checkpoint, model: MoeModel, packed: Collection[str])
         for role, linears in architecture.dense.items():
             found += _linears(checkpoint, architecture, linears, role, packed)
     return tuple(found)
+
+
+def knows_norms(model_type: str) -> bool:
+    """Return whether it is known what reads the norms of an architecture."""
+    return _described(model_type) is not None
+
+
+def _described(model_type: str) -> Architecture | None:
+    return ARCHITECTURES.get(model_type, PRE_NORMED if model_type in MODEL_TYPES else None)
 
 
 def _experts(checkpoint: Checkpoint, layer: MoeLayer, packed: Collection[str]) -> Iterator[Seam]:

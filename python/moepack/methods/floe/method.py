@@ -173,6 +173,11 @@ class Floe(Method):
         return max(other, 0 if shape[2] % 2 else _core.packed_bytes("channels", shape, bits=self._bits))
 
     @property
+    def reorders(self) -> bool:
+        """True: channels that are often refined together are stored together."""
+        return True
+
+    @property
     def needs_balance(self) -> bool:
         """True: columns share scales."""
         return True

@@ -32,7 +32,8 @@ class Syntax:
         opens: the mark before calls; a chat template that contains it uses this syntax.
         closes: the mark after calls; empty if calls end with the answer.
         parse: returns the calls between the marks.
-        frame: returns the text before and after the JSON arguments of a call of a function; None if they are not JSON.
+        frame: returns the text before and after the arguments of a call of a function, as JSON. Its parser reads this,
+            even if the family writes arguments otherwise.
         begins, ends: text before the first and after the last call.
         between: text between two calls.
     """
@@ -40,7 +41,7 @@ class Syntax:
     opens: str
     closes: str
     parse: Callable[[str, Tools], list[Call]]
-    frame: Callable[[str], tuple[str, str]] | None
+    frame: Callable[[str], tuple[str, str]]
     begins: str = ""
     ends: str = ""
     between: str = ""
@@ -118,9 +119,12 @@ def _deepseek(text: str, tools: Tools) -> list[Call]:
 
 
 def _dsml(text: str, tools: Tools) -> list[Call]:
-    """Parse the calls of DeepSeek V3.2."""
+    """Parse the calls of DeepSeek V3.2: arguments as elements, or as one JSON object."""
     calls = []
     for name, body in re.findall(r'<｜DSML｜invoke name="([^"]*)">(.*?)</｜DSML｜invoke>', text, re.DOTALL):
+        if body.strip().startswith("{"):
+            calls.append(Call(name, _checked(body)))
+            continue
         found = re.findall(
             r'<｜DSML｜parameter name="([^"]*)"(?: string="(true|false)")?>(.*?)</｜DSML｜parameter>', body, re.DOTALL
         )
@@ -188,7 +192,10 @@ DSML = Syntax(
     "<｜DSML｜function_calls>",
     "</｜DSML｜function_calls>",
     _dsml,
-    None,
+    lambda name: (f'<｜DSML｜invoke name="{name}">\n', "\n</｜DSML｜invoke>"),
+    begins="<｜DSML｜function_calls>\n",
+    ends="\n</｜DSML｜function_calls>",
+    between="\n",
 )
 MISTRAL = Syntax(
     "[TOOL_CALLS]",

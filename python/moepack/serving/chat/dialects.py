@@ -20,12 +20,12 @@ def adapted(messages: Sequence[Mapping[str, Any]], template: str) -> list[Mappin
 
     Mistral's templates require ids of nine letters and digits: others are replaced, the same by the same. gpt-oss's
     rejects a message with calls that has content besides reasoning: it becomes the end of the reasoning, which is shown
-    in the same place.
+    in the same place. It also writes only the first call of a message: each becomes a message, followed by its result.
     """
     if "[TOOL_CALLS]" in template:
         return [_with_short_ids(message) for message in messages]
     if "<|channel|>" in template:
-        return [_with_one_text(message) for message in messages]
+        return _with_single_calls([_with_one_text(message) for message in messages])
     return list(messages)
 
 
@@ -64,3 +64,26 @@ def _with_one_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
         return message
     joined = f"{thought}\n{content}"
     return {**message, "content": "", "thinking": joined, "reasoning_content": joined}
+
+
+def _with_single_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with at most one call each, followed by its result."""
+    found: list[Mapping[str, Any]] = []
+    left = list(messages)
+    while left:
+        message = left.pop(0)
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results = []
+        while left and left[0].get("role") == "tool":
+            results.append(left.pop(0))
+        for number, call in enumerate(calls):
+            texts = message if number == 0 else {"role": message["role"], "content": ""}
+            found.append({**texts, "tool_calls": [call]})
+            own = [result for result in results if result.get("tool_call_id") == call.get("id")]
+            found += own
+            results = [result for result in results if result not in own]
+        found += results
+    return found

@@ -120,13 +120,12 @@ def _thoughts(form: Format, spell: "_Spelling", is_reasoning: bool) -> str:
 def _call_rules(tools: Tools, form: Format, spell: "_Spelling", several: bool) -> str:
     """Return the rule `called` for calls in the format's syntax."""
     rules, names = [], []
-    syntax = form.calls if form.calls is not None and form.calls.frame is not None else TAGGED
+    syntax = form.calls or TAGGED
     for number, tool in enumerate(tools):
         name, parameters = tool["function"]["name"], tool["function"].get("parameters")
         if form.is_harmony:
             before, after = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""
         else:
-            assert syntax.frame is not None
             before, after = syntax.frame(name)
         rules.append(f"arguments_{number}: %json {_schema(parameters or {'type': 'object'})}\n")
         names.append(f"{spell(before)} arguments_{number} {spell(after)}")

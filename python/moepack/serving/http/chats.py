@@ -219,9 +219,8 @@ def _require_rendered(tokenizer: Any, chat: Chat, turn: Turn) -> None:
 
 
 def _without(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a message without a key. A message without calls needs a content."""
-    less = {key: value for key, value in message.items() if key != name}
-    return less if less.get("content") is not None or "tool_calls" in less else {**less, "content": ""}
+    """Return a message without a key."""
+    return {key: value for key, value in message.items() if key != name}
 
 
 def _ignored(param: str) -> Refusal:

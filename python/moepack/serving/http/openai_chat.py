@@ -92,7 +92,7 @@ class Message(Fields):
     def plain(self) -> dict[str, Any]:
         """Return the message in the form of chat templates, which take arguments as objects."""
         role = "system" if self.role == "developer" else self.role
-        content = None if self.content is None else "".join(part.text for part in self.content)
+        content = "".join(part.text for part in self.content or [])
         plain: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
             plain["tool_calls"] = [

@@ -173,7 +173,9 @@ class _Marks:
         special = {token.content for token in added if token.special and token.content}
         written = {token.content for token in added if token.content in text and token.content.strip()}
         self._special, self._all = _pattern(special), _pattern(special | written)
-        used = json.dumps([list(chat.messages), list(chat.tools)], ensure_ascii=False, default=str)
+        used = json.dumps(
+            [list(chat.messages), list(chat.tools), dict(chat.variables)], ensure_ascii=False, default=str
+        )
         free = [character for character in map(chr, range(0xFDD0, 0xFDF0)) if character not in used]
         if len(free) < 2:
             raise ValueError("the messages use every noncharacter from U+FDD0 to U+FDEF")
@@ -182,7 +184,8 @@ class _Marks:
     def put(self, chat: Chat) -> Chat:
         """Return the chat with marks around control tokens."""
         messages = [self._marked(message, message.get("role") == "assistant") for message in chat.messages]
-        return replace(chat, messages=messages, tools=[self._marked(tool, False) for tool in chat.tools])
+        tools = [self._marked(tool, False) for tool in chat.tools]
+        return replace(chat, messages=messages, tools=tools, variables=self._marked(chat.variables, False))
 
     def removed(self, text: str) -> tuple[str, list[tuple[int, int]]]:
         """Return the text without marks, and the spans that they enclosed."""

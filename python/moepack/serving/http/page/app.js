@@ -165,10 +165,10 @@ function take(message, event, times) {
   }
   if (choice?.finish_reason) message.finish = choice.finish_reason;
   const tokens = event.usage?.completion_tokens ?? times.pieces ?? 0;
-  // The first token takes the prompt's time, so the rate counts the tokens after it.
-  const rate = tokens > 1 ? ((tokens - 1) * 1000) / (times.last - times.first) : 0;
-  const first = (times.first ?? now) - times.start;
-  message.stats = { tokens, rate: Number.isFinite(rate) ? rate : 0, first, prompt: event.usage?.prompt_tokens };
+  // The first token takes the prompt's time, so the rate counts the tokens after it, unless all arrived at once.
+  const { start, first = now, last = now } = times;
+  const rate = last > first ? ((tokens - 1) * 1000) / (last - first) : (tokens * 1000) / (last - start || 1);
+  message.stats = { tokens, rate, first: first - start, prompt: event.usage?.prompt_tokens };
 }
 
 /** Split reasoning in think tags from the text. Some templates open the tag in the prompt. */
@@ -315,6 +315,7 @@ function drawAnswer(element, message, index) {
     element.append(element.details, element.body, element.foot);
   }
   element.classList.toggle("running", isRunning);
+  element.classList.toggle("thinking", isRunning && !message.text);
   element.classList.toggle("waiting", isRunning && !message.text && !message.reasoning);
   element.details.hidden = !message.reasoning;
   element.summary.textContent = isRunning && !message.text ? "Thinking…" : "Reasoning";
@@ -330,7 +331,8 @@ function drawAnswer(element, message, index) {
     el(
       "div",
       { className: "actions" },
-      ...(isRunning ? [] : [copies, iconButton("retry", "Ask again", () => retry(index))]),
+      ...(isRunning || !message.text ? [] : [copies]),
+      ...(isRunning ? [] : [iconButton("retry", "Ask again", () => retry(index))]),
       el("span", { className: "stats" }, statistics(message, isRunning)),
     ),
   );
