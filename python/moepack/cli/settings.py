@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moepack.cli.device import usable_device
+from moepack.cli.placement import usable_device
 
 METHODS = {
     "auto": "best quality at a given size (the default); better with a calibration text",
