@@ -1,6 +1,7 @@
 """Times kernels reading packed weights from each kind of memory: pages of 4 KB or 2 MB, mapped files or private memory.
 
-    python -m benches.cpu.memory_kinds [--threads 2] [--rounds 7] [--directory build/pages] [--out build/pages.json]
+    python -m benches.cpu.memory_kinds [--threads 2] [--rounds 7] [--directory build/memory-kinds]
+        [--out build/memory-kinds.json]
 
 Weights are int4 in groups of 64, 20 layers of 64 experts of 768 x 2048 (0.84 MB each, 1.07 GB in total). A round uses
 every expert once, one token each, eight per product as in decoding, in random order: no cache holds the experts, and
@@ -141,8 +142,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--directory", type=Path, default=Path("build/pages"))
-    parser.add_argument("--out", type=Path, default=Path("build/pages.json"))
+    parser.add_argument("--directory", type=Path, default=Path("build/memory-kinds"))
+    parser.add_argument("--out", type=Path, default=Path("build/memory-kinds.json"))
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
     _core.set_threads(options.threads)

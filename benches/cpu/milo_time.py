@@ -1,7 +1,7 @@
 """Times MiLo's quantization (docs/methods/milo.md) and GPTQ, and extrapolates to Mixtral-8x7B.
 
     python -m benches.cpu.milo_time [--device cuda] [--threads 2] [--only milo gptq]
-        [--json benches/results/milo-time.json]
+        [--json build/milo-time.json]
     python -m benches.cpu.milo_time --only quality --models MODEL...
 
 `milo`: matrices of Mixtral-8x7B's shapes (Gaussian) with rank 32 and INT3 factors; first the statistics that a budget

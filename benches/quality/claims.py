@@ -4,8 +4,8 @@
         [--windows 8] [--samples 32] [--threads 1]
     python -m benches.quality.claims table --results FILE
 
-MODEL is a Mixture-of-Experts checkpoint, such as `benches/tools/real.py OUT` makes. Each setting is compressed by
-`moepack.compress`, loaded by `moepack.load`, and scored beside the original: increase of the loss and divergence, on
+MODEL is a Mixture-of-Experts checkpoint, such as `python -m benches.tools.real OUT` makes. Each setting is compressed
+by `moepack.compress`, loaded by `moepack.load`, and scored beside the original: increase of the loss and divergence, on
 windows of 512 tokens from the beginning of each text. Products are exact, but for CodeQuant's, which round activations.
 Methods that calibrate read `--samples` windows of the calibration text. Bits a weight count all metadata, of the
 experts and of everything that is packed.

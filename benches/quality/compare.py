@@ -1,4 +1,4 @@
-"""Compares all methods by size of the whole checkpoint and loss, for the README's table and picture.
+"""Compares all methods by size of the whole checkpoint and loss, for docs/methods/compare.png.
 
     python -m benches.quality.compare MODEL [MODEL ...] --calibration TEXT --text TEXT [--text TEXT] [--device cuda]
 

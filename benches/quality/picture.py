@@ -2,10 +2,10 @@
 
     python -m benches.quality.picture [--out docs/loss-over-size.svg]
 
-Reads only committed results: `results/rivals-zen5.json` (peers, from `benches/quality/rivals.py`, 8 windows of 512
-tokens) and `results/sensitivity-measured-h100.json` (`benches/quality/sensitivity.py texts`, 40 windows). Sizes are
-bits per weight of everything with all metadata. HQQ, GPTQModel and AutoRound leave the embedding in bfloat16, so their
-sizes count the quantized layers.
+Reads only committed results: `benches/results/rivals-zen5.json` (peers, from `benches/quality/rivals.py`, 8 windows of
+512 tokens) and `benches/results/sensitivity-measured-h100.json` (`python -m benches.quality.sensitivity texts`, 40
+windows). Sizes are bits per weight of everything with all metadata. HQQ, GPTQModel and AutoRound leave the embedding in
+bfloat16, so their sizes count the quantized layers.
 """
 
 from __future__ import annotations

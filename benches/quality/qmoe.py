@@ -48,9 +48,9 @@ def methods(options: argparse.Namespace) -> dict[str, Method]:
 
 def measure(model: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of one model by name, one after the other."""
-    yardstick = MethodLoss(model, options.text, options.chars, options.device)
+    losses = MethodLoss(model, options.text, options.chars, options.device)
     for name, method in methods(options).items():
-        row = {**yardstick.measure(method), "original": yardstick.original}
+        row = {**losses.measure(method), "original": losses.original}
         print(model.name, name, json.dumps(row), flush=True)
         yield name, row
 

@@ -127,11 +127,11 @@ def main() -> None:
     common = {"calibration": str(args.calibration), "samples": args.samples, "device": args.device, "buffer": "device"}
     for path in args.models:
         curves = figures.setdefault(path.name, {SCALED: [], CONTROL: []})
-        yardstick = MethodLoss(path, args.text, args.chars, args.device)
+        losses = MethodLoss(path, args.text, args.chars, args.device)
         jobs = [(CONTROL, rate, Qmoe(**common, bits_per_weight=rate)) for rate in args.rates]
         jobs += [(SCALED, scale, scaled(scale, common)) for scale in args.scales]
         for name, setting, method in jobs:
-            point = {"setting": setting, **yardstick.measure(method)}
+            point = {"setting": setting, **losses.measure(method)}
             print(path.name, name, json.dumps(point), flush=True)
             curves[name].append(point)
             machine.save(args.out, args.threads, figures, args.device)

@@ -4,11 +4,11 @@
         [--windows 40] [--device cuda]
     python -m benches.quality.rivals table --results FILE
 
-MODEL is a dense Llama checkpoint, such as from `benches/tools/real.py OUT --form dense`, and for the peer `moepack` the
-same function with experts (`--form mixtral`). All peers are calibrated on the same 128 windows of 512 tokens from the
-start of one text, and measured in the same way: the weights that a peer's runtime would use are put into transformers'
-model in float32, and loss and divergence from the original are computed on windows of 512 tokens. No peer's runtime is
-used.
+MODEL is a dense Llama checkpoint, such as from `python -m benches.tools.real OUT --form dense`, and for the peer
+`moepack` the same function with experts (`--form mixtral`). All peers are calibrated on the same 128 windows of 512
+tokens from the start of one text, and measured in the same way: the weights that a peer's runtime would use are put
+into transformers' model in float32, and loss and divergence from the original are computed on windows of 512 tokens. No
+peer's runtime is used.
 
 A peer runs in its own process, whose time and memory are in the table, including reading the model. Rows are added to
 the results, or replace earlier ones with the same setting, so that one file can hold peers that need different

@@ -1,7 +1,7 @@
 """Compares the loss of every format with coded integers of equal size, to decide whether `auto` should propose it.
 
     python -m benches.studies.formats_at_equal_size MODEL [MODEL ...] [--weights 1048576] [--threads 1]
-        [--out build/hull.json]
+        [--out build/formats-at-equal-size.json]
 
 Uses one tensor of each projection and kind of linear layer, cut to whole rows. Prints one line per format: bits per
 weight, and the minimum and maximum over all tensors of its squared error relative to coded integers of the same size. A
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--weights", type=int, default=1 << 20)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("build/hull.json"))
+    parser.add_argument("--out", type=Path, default=Path("build/formats-at-equal-size.json"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     ratios: dict[str, dict[str, float]] = {}

@@ -1,7 +1,7 @@
 """Measures how closely `rate` meets the requested bits over everything it packs, including all metadata.
 
     python -m benches.studies.rate_accuracy MODEL [MODEL ...] [--rates 0.9 1.25 1.6 2.2 3.2 4.2 6]
-        [--calibration FILE] [--samples 64] [--roles all] [--threads 1] [--out build/landing.json]
+        [--calibration FILE] [--samples 64] [--roles all] [--threads 1] [--out build/rate-accuracy.json]
 
 Each line has the requested bits, the packed bits, and the deviation in percent. `within` is the largest deviation of a
 model.
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--roles", default="all")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("build/landing.json"))
+    parser.add_argument("--out", type=Path, default=Path("build/rate-accuracy.json"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []

@@ -171,7 +171,7 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_lines_are_recalled(source, tmp
     terminal.wait(r"\(stopped\)")
     terminal.wait(">>> ")
     terminal.type("/bye\r")
-    until = time.monotonic() + 30
+    until = time.monotonic() + 90
     while os.waitpid(terminal.pid, os.WNOHANG) == (0, 0):
         if time.monotonic() > until:
             os.kill(terminal.pid, signal.SIGKILL)

@@ -205,4 +205,4 @@ def test_commands_let_idle_threads_sleep_by_default(monkeypatch, given, kept):
 
 def test_the_command_line_starts_without_torch():
     code = "import sys, moepack.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

@@ -42,7 +42,7 @@ def test_every_format_has_a_golden_tensor() -> None:
 
 @pytest.mark.parametrize("name", BLOBS)
 def test_sizes_that_the_bytes_cannot_hold_are_refused_at_once(name: str) -> None:
-    blob, start = BLOBS[name], time.monotonic()
+    blob, start = BLOBS[name], time.process_time()
     place = SHAPE[blob[:8].tobytes()]
     sizes = blob[place : place + 24].view(np.uint64).tolist()
     for axis in range(3):
@@ -53,7 +53,7 @@ def test_sizes_that_the_bytes_cannot_hold_are_refused_at_once(name: str) -> None
                 open_tensor(changed(blob, place, claim), file="x", tensor="y").verify()
     with pytest.raises(CorruptionError):
         open_tensor(changed(blob, place, [1 << 20, 1 << 20, 0]), file="x", tensor="y").verify()
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5  # of this process alone, so that the machine's load does not count
 
 
 @pytest.mark.parametrize("name", BLOBS)

@@ -54,5 +54,5 @@ def test_another_interpreter_is_refused(first: str) -> None:
         "code = 'try: import moepack._core\\nexcept ImportError as error: print(error, flush=True)'\n"
         "others.run_string(others.create(), code)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.stdout == "moepack runs in the main interpreter only; use threads or processes\n", done

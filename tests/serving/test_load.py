@@ -125,8 +125,8 @@ def fresh(engine):
 
 
 def closes(connection):
-    """Whether the server closes a connection within 20 seconds; what it sent."""
-    connection.settimeout(20)
+    """Whether the server closes a connection within a minute; what it sent."""
+    connection.settimeout(60)
     found = b""
     while new := connection.recv(1000):
         found += new
@@ -134,7 +134,7 @@ def closes(connection):
 
 
 def test_connections_that_send_no_request_are_closed(engine, monkeypatch):
-    monkeypatch.setattr(listening, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(listening, "HEADER_SECONDS", 1.0)  # complete headers arrive sooner on a busy machine, too
     with served(fresh(engine)) as port:
         for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\nX: "):
             with socket.create_connection(("127.0.0.1", port)) as connection:

@@ -151,7 +151,7 @@ def visit(chromium):
 
     def opened(port, width=1200, height=800, **options):
         context = chromium.new_context(viewport={"width": width, "height": height}, **options)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(60_000)
         contexts.append(context)
         page = context.new_page()
         origin = f"http://127.0.0.1:{port}/"

@@ -203,7 +203,18 @@ def test_a_defect_is_reported_to_the_client_and_its_traceback_to_the_log(client,
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_hangs_up_frees_its_slot(port, engine, stream):
+def test_a_client_that_hangs_up_frees_its_slot(port, engine, stream, monkeypatch):
+    """The engine waits after a few tokens until the answer is cancelled, so the answer cannot end by itself."""
+    steps, step = [], engine._step
+
+    def held():
+        steps.append(None)
+        if len(steps) > 20:
+            happens(lambda: all(sequence.cancelled for sequence in engine._active))
+        step()
+
+    monkeypatch.setattr(engine, "_step", held)
+    monkeypatch.setattr(engine, "ends", frozenset())
     body = json.dumps({**COMPLETION, "max_tokens": 500, "stream": stream}).encode()
     head = "".join(f"{name}: {value}\r\n" for name, value in JSON.items())
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -214,9 +225,8 @@ def test_a_client_that_hangs_up_frees_its_slot(port, engine, stream):
             time.sleep(0.005)
         if stream:
             connection.recv(100)
-    started = time.monotonic()
     assert is_idle(engine)
-    assert time.monotonic() - started < 10
+    assert len(steps) < 100
 
 
 def test_half_a_request_affects_no_other(port, client):
@@ -316,5 +326,5 @@ def test_the_command_answers_curl_and_ends_cleanly(source):
             assert refused(port, head + b"\r\n")["code"] == "invalid_http"
         assert send(port, "GET", "/health")[0] == 200
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) in (0, 130)
+        assert process.wait(60) in (0, 130)
         assert "Traceback" not in process.stderr.read()

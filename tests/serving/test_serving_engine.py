@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import MixtralForCausalLM
 from moepack.decoding.prefix import new_cache
 from moepack.errors import LoadError
 from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.serving import sequence
 from moepack.serving.engine import CHUNK, ClosedError, Engine, QueueFullError
 from moepack.serving.pace import AGAIN, Pace
 from moepack.serving.step import Part, Stepper
@@ -59,8 +61,8 @@ def engine(model, tokenizer):
     engine.close()
 
 
-def ask(engine, text, **sampling):
-    collector = Collector()
+def ask(engine, text, collector=None, **sampling):
+    collector = collector or Collector()
     collector.sequence = engine.submit(prompt_ids(engine.tokenizer, text), Sampling(**sampling), collector)
     return collector
 
@@ -177,11 +179,20 @@ def test_an_abandoned_answer_frees_its_slot(model, tokenizer):
     engine.close()
 
 
-def test_late_answers_end(model, tokenizer):
-    engine = Engine(model, tokenizer, slots=1, seconds=0.5).start()
-    long = ask(engine, "The sea", max_new_tokens=2000)
-    engine.seconds = 0.05  # so that the waiting request times out before the slot is free, on any machine
+def test_late_answers_end(model, tokenizer, monkeypatch):
+    """The time passes with the first piece, when one answer runs and another waits."""
+
+    class Late(Collector):
+        def __call__(self, piece):
+            clock.now = 1.0
+            super().__call__(piece)
+
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(sequence, "time", clock)
+    engine = Engine(model, tokenizer, slots=1, seconds=0.5)
+    long = ask(engine, "The sea", Late(), max_new_tokens=2000)
     waiting = ask(engine, "x", max_new_tokens=1)
+    engine.start()
     assert long.text() and long.finish == "length" and long.pieces[-1].tokens < 2000
     waiting.text()
     assert (waiting.finish, waiting.pieces[-1].error) == ("error", "the server was too busy to answer in time")

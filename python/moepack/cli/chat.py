@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.options import (
     AnyModel,
     Dtype,
@@ -26,6 +25,7 @@ from moepack.cli.options import (
     TopK,
     TopP,
 )
+from moepack.cli.placement import Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.usage import require_place, wrong_usage
 from moepack.textfile import standard_input
 

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from moepack.cli.console import plain_console
-from moepack.cli.device import usable_device
+from moepack.cli.placement import usable_device
 from moepack.cli.usage import require_place, wrong_usage
 from moepack.units import byte_count, size
 

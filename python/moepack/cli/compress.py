@@ -12,8 +12,8 @@ from rich.console import Console
 
 from moepack.cli import options, settings
 from moepack.cli.console import plain_console
-from moepack.cli.device import usable_device
 from moepack.cli.inspect import print_directory
+from moepack.cli.placement import usable_device
 from moepack.cli.plan import print_plan
 from moepack.cli.usage import wrong_usage
 from moepack.methods import METHODS, create

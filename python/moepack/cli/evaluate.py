@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moepack.cli.console import plain_console
-from moepack.cli.device import Approximate, Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.options import AnyModel, Mode, Threads
+from moepack.cli.placement import Approximate, Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.usage import wrong_usage
 from moepack.units import size
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moepack.cli.console import plain_console
-from moepack.cli.device import Approximate, Device, DeviceMemory, Guess, HostMemory, Misses, loading
 from moepack.cli.options import (
     AnyModel,
     Dtype,
@@ -21,6 +20,7 @@ from moepack.cli.options import (
     TopK,
     TopP,
 )
+from moepack.cli.placement import Approximate, Device, DeviceMemory, Guess, HostMemory, Misses, loading
 from moepack.cli.usage import wrong_usage
 from moepack.errors import TextError
 from moepack.textfile import read_text, standard_input

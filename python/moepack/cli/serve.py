@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from moepack.cli.command import NAMED, command_line
-from moepack.cli.device import Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.options import AnyModel, Dtype, MinP, Mode, RepetitionPenalty, Resident, Threads, TopK, TopP
+from moepack.cli.placement import Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.usage import wrong_usage
 from moepack.errors import LoadError
 from moepack.textfile import read_text

@@ -7,7 +7,7 @@ import typer
 
 from moepack.cli import options
 from moepack.cli.console import plain_console
-from moepack.cli.device import usable_device
+from moepack.cli.placement import usable_device
 from moepack.cli.usage import wrong_usage
 
 

@@ -311,7 +311,7 @@ class Slow(Drive):
         self.let = [threading.Event() for _ in sizes]
 
     def read(self, memory, number):
-        assert self.let[number].wait(5)
+        assert self.let[number].wait(60)
         super().read(memory, number)
 
 

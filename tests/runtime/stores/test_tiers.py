@@ -1,8 +1,8 @@
 """A device with too little memory, simulated in host memory: the right experts in the right slots."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -317,22 +317,48 @@ def rates_of(model):
     return shares.rates
 
 
+class Clock:
+    """A clock that only copies and products advance, so the machine's load changes no measured time."""
+
+    READING = 1e-6
+    """Seconds that a reading takes, so that nothing takes no time."""
+
+    def __init__(self):
+        self._now, self._lock = 0.0, Lock()
+
+    def sleep(self, seconds):
+        with self._lock:
+            self._now += seconds
+            return self._now
+
+    def perf_counter(self):
+        return self.sleep(self.READING)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("moepack.stores.tiers.misses.time", clock)
+    monkeypatch.setattr(store, "perf_counter", clock.perf_counter)
+    return clock
+
+
 class Slow(Memory):
     """Memory with a given copy time in seconds."""
 
-    def __init__(self, seconds):
+    def __init__(self, clock, seconds):
         super().__init__()
-        self.seconds = seconds
+        self.clock, self.seconds = clock, seconds
 
     def bring(self, copies):
-        time.sleep(self.seconds)
+        self.clock.sleep(self.seconds)
         return super().bring(copies)
 
 
-def test_shares_are_measured(directory, least):
+def test_shares_are_measured(directory, least, clock):
     """Measured rates assign all misses to the CPU if the bus takes 30 ms per expert, and none if the CPU takes 50
     ms."""
-    model = on_memory(directory, least, device=Slow(0.03), misses="auto")
+    model = on_memory(directory, least, device=Slow(clock, 0.03), misses="auto")
     rates = rates_of(model)
     assert 0.03 <= rates.bus < 0.06 and 0.03 <= rates.bus_beside < 0.06
     assert 0 < rates.overhead + rates.product < 0.02
@@ -341,7 +367,7 @@ def test_shares_are_measured(directory, least):
 
     class Slowly(torch.nn.Module):
         def forward(self, x):
-            time.sleep(0.05)  # once for each expert or once for all
+            clock.sleep(0.05)  # once for each expert or once for all
             return torch.nn.functional.silu(x)
 
     model = moepack.load(directory, dtype="float32")
@@ -353,12 +379,12 @@ def test_shares_are_measured(directory, least):
     assert rates.cpu_share([1]) == rates.cpu_share([1, 1]) == 0
 
 
-def test_shares_follow_a_cpu_that_is_slower_than_when_it_was_measured(directory, least):
+def test_shares_follow_a_cpu_that_is_slower_than_when_it_was_measured(directory, least, clock):
     class Delayed(torch.nn.Module):
         seconds = 0.0
 
         def forward(self, x):
-            time.sleep(self.seconds)
+            clock.sleep(self.seconds)
             return torch.nn.functional.silu(x)
 
     model = on_memory(directory, least)
@@ -408,19 +434,19 @@ def test_arguments_are_not_modified():
     assert shares.rates == Rates(1.0, 1.0, 0.0, 2.0, 2.0)
 
 
-def test_the_time_of_a_share_has_no_reads_from_the_drive():
+def test_the_time_of_a_share_has_no_reads_from_the_drive(clock):
     def portions():
         for _ in range(2):
-            time.sleep(0.3)
+            clock.sleep(0.3)
             yield (), torch.zeros((1, 1), dtype=torch.int64)
 
     def multiply(_, call):
-        time.sleep(0.02)
+        clock.sleep(0.02)
         return call.x.clone()
 
     call = Call(torch.ones(1, 4), torch.zeros((1, 1), dtype=torch.int64), torch.ones(1, 1))
-    outputs, seconds = store._timed(portions(), call, multiply, time.perf_counter())
-    assert torch.equal(outputs, torch.full((1, 4), 2.0)) and 0.04 <= seconds < 0.6
+    outputs, seconds = store._timed(portions(), call, multiply, clock.perf_counter())
+    assert torch.equal(outputs, torch.full((1, 4), 2.0)) and seconds == pytest.approx(0.04, abs=20 * clock.READING)
 
 
 TIMES = st.floats(0, 8)
