@@ -190,7 +190,7 @@ pub(super) unsafe fn split(table: &Table, split: Split, registers: &mut [Registe
         let symbols = unsafe { _mm512_load_si512(registers[from].0.as_ptr().cast()) };
         for (to, digits) in (to..).zip(digits).take(1 + usize::from(whole)) {
             let found = _mm512_permutexvar_epi8(symbols, digits);
-            // SAFETY: as above.
+            // SAFETY: a register has 64 bytes and is aligned.
             unsafe { _mm512_store_si512(registers[to].0.as_mut_ptr().cast(), found) };
         }
     }
