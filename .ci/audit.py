@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def crates(advisories: Path) -> Iterator[tuple[str, str, bool]]:
-    """Each advisory for a crate of Cargo.lock: its name, the crate's, and whether the locked version is affected."""
+    """Every advisory for a crate of Cargo.lock: advisory, crate, and whether the locked version is affected."""
     for package in tomllib.loads((ROOT / "Cargo.lock").read_text())["package"]:
         for file in sorted((advisories / "crates" / package["name"]).glob("*.md")):
             content = tomllib.loads(re.search(r"```toml\n(.*?)```", file.read_text(), re.DOTALL)[1])
@@ -56,7 +56,7 @@ def allows(requirement: str, version: str) -> bool:
 
 
 def distributions(advisories: Path) -> Iterator[tuple[str, str, bool]]:
-    """As `crates`, of the installed Python packages."""
+    """Like `crates`, for the installed Python packages."""
     for each in importlib.metadata.distributions():
         name, version = canonicalize_name(each.name), Version(each.version)
         for file in sorted((advisories / "vulns" / name).glob("*.yaml")):
@@ -77,7 +77,7 @@ def concerns(found: dict, version: Version) -> bool:
 
 
 def since(events: list[dict[str, str]], version: Version) -> bool:
-    """Whether the last event at or before a version is the fault's introduction."""
+    """Whether the last event at or before a version introduced the vulnerability."""
     inside = False
     for event in events:
         (kind, number), *_ = event.items()
@@ -87,7 +87,7 @@ def since(events: list[dict[str, str]], version: Version) -> bool:
 
 
 def main(rustsec: Path, pypa: Path) -> int:
-    """Print what is affected; the exit code."""
+    """Print the affected dependencies; return the exit code."""
     bad = 0
     for what, found in (("crates", list(crates(rustsec))), ("Python packages", list(distributions(pypa)))):
         affected = [(advisory, package) for advisory, package, is_affected in found if is_affected]

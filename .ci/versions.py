@@ -1,11 +1,11 @@
-"""Versions of the dependencies: what is pinned, what is newest, what is the lowest that is allowed.
+"""Versions of the dependencies: pinned, newest, and lowest allowed.
 
-`constraints.txt` pins what `make setup` installs, so a release of somebody else changes no test. `pyproject.toml`
-allows ranges: this script tries both ends, each in an environment of its own.
+`constraints.txt` pins what `make setup` installs, so a new release of a dependency changes no test. `pyproject.toml`
+allows ranges. This script tests both ends, each in a separate environment.
 
-    .ci/versions.py newest    try what is newer than the pins, upper bounds of the package left aside
-    .ci/versions.py lowest    try the lower bounds
-    .ci/versions.py pin       write what is newest to constraints.txt
+    .ci/versions.py newest    test the newest releases, ignoring the package's upper bounds
+    .ci/versions.py lowest    test the lower bounds
+    .ci/versions.py pin       write the newest releases to constraints.txt
 
 The exit code is that of the tests.
 """
@@ -33,7 +33,7 @@ def resolved(resolution: str) -> dict[str, str]:
     """Versions that go together, by name, for the Python that runs this.
 
     Args:
-        resolution: "highest", whatever the package's own upper bounds are, or "lowest-direct".
+        resolution: "highest", which ignores the package's upper bounds, or "lowest-direct".
     """
     project = tomllib.loads(PROJECT.read_text())["project"]
     wanted = [requirement.partition(",<")[0] for requirement in project["dependencies"]]

@@ -20,11 +20,12 @@ from moepack.methods.finequant import FineQuant
 from moepack.methods.rate import Rate
 
 CLOSE = {"rtol": 2e-3, "atol": 2e-4}
-"""Products of packed weights and of decoded ones are summed in another order; the layers behind amplify it."""
+"""Products of packed and of decoded weights are summed in different orders; later layers amplify the difference."""
 
 
 def _model(architecture: str) -> Any:
-    """A tiny random model; skips what the installed transformers has not, or has without experts of the interface."""
+    """A tiny random model; skips models that the installed transformers lacks, or whose experts bypass the
+    interface."""
     if architecture in support.ARCHITECTURES:
         return support.tiny_model(architecture)
     if architecture not in transformers.CONFIG_MAPPING:
@@ -40,7 +41,7 @@ def _model(architecture: str) -> Any:
 
 @functools.cache
 def twins(architecture: str, dense_bits: int | None = 8) -> tuple[Any, Any, Path]:
-    """A packed model, the same model with decoded weights, and the packed directory. To be copied, not changed."""
+    """A packed model, the same model with decoded weights, and the packed directory. Copy before changing."""
     directory = Path(mkdtemp()) / "packed"
     model = _model(architecture)
     support.write_packed(model.float(), directory, FineQuant(bits=8, dense_bits=dense_bits))
@@ -49,7 +50,7 @@ def twins(architecture: str, dense_bits: int | None = 8) -> tuple[Any, Any, Path
 
 
 def pickled(model: Any) -> Any:
-    """A copy by way of its pickle."""
+    """A copy through pickling."""
     return pickle.loads(pickle.dumps(model))
 
 
@@ -67,18 +68,18 @@ def tied() -> Path:
 
 
 def expert_parameters(stock: Any) -> list[str]:
-    """The parameters of routed experts in an unpacked model, as peft is asked for them."""
+    """The parameters of routed experts in an unpacked model, in peft's form."""
     forms = {path.rpartition(".")[2]: form for path, module in stock.named_modules() if (form := form_of(module))}
     return [f"{name}.{parameter}" for name, form in forms.items() for parameter in form.parameters]
 
 
 def adapted(model: Any) -> dict[str, torch.Size]:
-    """What is trained, with shapes."""
+    """The trained parameters with shapes."""
     return {name: value.shape for name, value in model.named_parameters() if value.requires_grad}
 
 
 def randomized(model: Any, seed: int = 7) -> Any:
-    """The model with adapters that do something."""
+    """The model with non-zero adapters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in sorted(model.named_parameters()):
@@ -88,7 +89,7 @@ def randomized(model: Any, seed: int = 7) -> Any:
 
 
 def tokens(model: Any) -> torch.Tensor:
-    """Some, two sequences."""
+    """Two random sequences."""
     text = model.config.get_text_config()
     return torch.arange(24).mul(7).remainder(min(60, text.vocab_size - 4)).add(3).view(2, 12)
 
@@ -100,7 +101,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Gradients of all trained parameters. Each token has a loss of its own, for routers may be random in training."""
+    """Gradients of all trained parameters. Each token has its own loss, because routers may be random in training."""
     model.eval()
     found = model(input_ids=tokens(model)).logits
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))

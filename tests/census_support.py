@@ -23,11 +23,11 @@ def skip_unknown(model_type: str) -> None:
 
 @cache
 def run_by_transformers(model_type: str) -> str:
-    """What transformers raises when it runs its own tiny model; empty if it runs."""
+    """The exception of transformers when it runs its own tiny model; empty if it runs."""
     try:
         model = tiny_model(model_type)
         with torch.inference_mode():
             model(input_ids=IDS, **({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}))
-    except Exception as error:  # whatever a broken model raises
+    except Exception as error:  # any error of a broken model
         return f"{type(error).__name__}: {error}"
     return ""

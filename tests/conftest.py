@@ -14,7 +14,7 @@ from moepack.census.tiny import tiny_model
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache directory of the session's own: no measurement of another run is used."""
+    """A separate cache directory for the session: no measurement of another run is used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -46,7 +46,7 @@ def forked(work: Callable[[], object]) -> int:
 
 
 def arm(moment: int = 0) -> list[int]:
-    """Make this process kill itself at the given moment, if there is one; return how many are left until then."""
+    """Make this process kill itself at the given operation, if any; return the counter of remaining operations."""
     left = [moment]
 
     def die_when_due() -> bool:

@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 def faulty(
     model: Path, place: Path, config: Mapping[str, Any] | None = None, change: Callable[[Tensors], object] | None = None
 ) -> Path:
-    """A copy of a checkpoint, in `place`/model, with other entries in config.json or changed tensors."""
+    """A copy of a checkpoint in `place`/model, with changed entries in config.json or changed tensors."""
     directory = Path(shutil.copytree(model, place / "model"))
     content = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**content, **(config or {})}))
@@ -63,7 +63,7 @@ def assert_refused_by_every_method(
     file: Path | None = None,
     tensor: str | None = None,
 ) -> None:
-    """No method packs a model; each says the same, and leaves nothing beside it."""
+    """Every method rejects a model with the same error and leaves no files."""
     work = place / "work"
     work.mkdir()
     for method in every_method(place).values():

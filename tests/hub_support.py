@@ -7,7 +7,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def cached(cache: Path, name: str, model: Path, commit: str = COMMIT, revision: str = "main") -> Path:
-    """Lay a model out as the hub's cache does: blobs, a snapshot of links to them, a reference. Gives the snapshot."""
+    """Arrange a model like the hub's cache: blobs, a snapshot of links to them, a reference. Returns the snapshot."""
     root = cache / f"models--{name.replace('/', '--')}"
     snapshot = root / "snapshots" / commit
     for folder in (root / "blobs", root / "refs", snapshot):

@@ -9,7 +9,7 @@ from moepack.format import MANIFEST, FileRecord, Manifest
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Return every file of a directory by name, those in folders included."""
+    """Return every file of a directory by name, including those in folders."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
@@ -24,7 +24,7 @@ def flip(file: Path, bit: int) -> None:
 
 
 def rewrite_manifest(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest's content and give it the right checksum, as a faulty or hostile writer would."""
+    """Change the manifest's content and update its checksum, like a faulty or hostile writer."""
     from moepack.format import manifest as module
 
     content = json.loads((directory / MANIFEST).read_bytes())
@@ -34,7 +34,7 @@ def rewrite_manifest(directory: Path, change: Callable[[dict[str, Any]], None]) 
 
 
 def accept_file(directory: Path, name: str) -> None:
-    """Record a changed file's size and hash in the manifest, so that only its meaning can give it away."""
+    """Record a changed file's size and hash in the manifest, so that only its content can reveal the change."""
     record = FileRecord.of((directory / name).read_bytes())
     entry = {"size": record.size, "sha256": record.sha256}
     rewrite_manifest(directory, lambda content: content["files"].__setitem__(name, entry))

@@ -23,7 +23,7 @@ def dictionary():
 
 
 def pack(symbols):
-    """Words (int16) and row offsets of symbols [R, C] in {0, 1, 2}, by greedy longest match."""
+    """Words (int16) and row offsets of symbols [R, C] in {0, 1, 2}, by greedy longest matches."""
     words, codes, offsets = dictionary(), [], [0]
     for row in symbols.tolist():
         row = row + [0] * (len(row) % 2)
@@ -37,7 +37,7 @@ def pack(symbols):
 
 
 def original_form(weights):
-    """What the authors' packer makes of quantized weights: codes by value, levels of the quantized row."""
+    """The authors' packing of quantized weights: codes by value, levels of the quantized row."""
     low, high = weights.min(1).values, weights.max(1).values
     symbols = torch.zeros(weights.shape, dtype=torch.int64)
     symbols[weights == low[:, None]] = 1

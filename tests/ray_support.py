@@ -14,7 +14,7 @@ LAST_LAYER, LAST = "model.layers.1.", "down_proj"
 
 
 class Slow(FineQuant):
-    """Integers in groups, some time a tensor."""
+    """Group-wise integers that take some time per tensor."""
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
         time.sleep(SECONDS)
@@ -37,7 +37,8 @@ class Stuck(FineQuant):
 
 
 def killing_look(stamps: Mapping[str, str]) -> probe.Findings:
-    """Look at a node; kill it first if `KILL_NODE` is set there, or once this process if `KILL_PROCESS` is a path."""
+    """Probe a node; kill it first if `KILL_NODE` is set there, or kill this process once if `KILL_PROCESS` is a
+    path."""
     if "KILL_NODE" in os.environ:
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)

@@ -24,7 +24,7 @@ KIND = "test-dense"
 
 
 class DenseMatrix:
-    """Float32 weights behind a header of eight 64-bit words: the magic, E, R, C, axes and zeros."""
+    """Float32 weights after a header of eight 64-bit words: the magic, E, R, C, axes and zeros."""
 
     kind = format = KIND
     modes = ("exact",)
@@ -65,7 +65,7 @@ register(KIND, MAGIC, DenseMatrix)
 
 
 def dense_blob(weights, ndim=3):
-    """Pack float32 weights [E, R, C], of which a user sees so many axes, into the test format."""
+    """Pack float32 weights [E, R, C] with a number of visible axes into the test format."""
     header = np.zeros(64, np.uint8)
     header[:8] = np.frombuffer(MAGIC, np.uint8)
     header[8:40] = np.array([*weights.shape, ndim], np.uint64).view(np.uint8)
@@ -125,7 +125,7 @@ SETTINGS = {
     },
 }
 if not hasattr(transformers.models.granitemoe.modeling_granitemoe, "GraniteMoeExperts"):
-    del SETTINGS["granitemoe"]  # older transformers have no experts module there, and nothing to replace
+    del SETTINGS["granitemoe"]  # older transformers have no experts module there
 ARCHITECTURES = sorted(SETTINGS)
 SWITCH = "switch_transformers"
 
@@ -166,7 +166,7 @@ def expert_weights(module):
 
 
 def inputs(model, tokens=20, batch=2, seed=1):
-    """Token ids that the model's forward takes."""
+    """Token ids for the model's forward."""
     ids = torch.from_numpy(np.random.default_rng(seed).integers(3, 64, (batch, tokens)))
     return {"input_ids": ids, **({"labels": ids[:, :7].contiguous()} if model.config.is_encoder_decoder else {})}
 

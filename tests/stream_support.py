@@ -7,7 +7,7 @@ from moepack.calibration import Calibrator
 
 
 def record_streams(monkeypatch):
-    """Collect the streams of hidden states that calibration makes; the first is the compressed model's."""
+    """Collect the streams of hidden states of a calibration; the first is the compressed model's."""
     streams, make = [], Calibrator._stream
 
     def spying(*arguments):
@@ -19,7 +19,7 @@ def record_streams(monkeypatch):
 
 
 def last_states(directory, ids, mode=None):
-    """What a packed decoder's last norm reads, [tokens, hidden], for token ids [samples, length]."""
+    """The inputs of a packed decoder's last norm, [tokens, hidden], for token ids [samples, length]."""
     model, seen = moepack.load(directory, dtype=torch.float32, mode=mode), []
     model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     with torch.inference_mode():

@@ -9,7 +9,7 @@ EMPTY = ((0, 5), (5, 0), (0, 0), (0, 4, 4), (2, 0, 3), (2, 3, 0))
 
 
 def ternary(shape: tuple[int, ...], zeros: float = 0.8, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random codes with about that share of zeros, and levels that bf16 holds."""
+    """Random codes with about the given share of zeros, and levels exact in bf16."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 2, shape, generator=generator) * 2 - 1
     codes *= torch.rand(shape, generator=generator) >= zeros
@@ -18,6 +18,6 @@ def ternary(shape: tuple[int, ...], zeros: float = 0.8, seed: int = 0) -> tuple[
 
 
 def values(codes: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    """What codes and levels stand for."""
+    """The values of codes and levels."""
     zero = torch.zeros((), dtype=levels.dtype)
     return torch.where(codes < 0, levels[..., :1], torch.where(codes > 0, levels[..., 1:], zero))

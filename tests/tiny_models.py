@@ -30,7 +30,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
-"""A chat template: the first letter of each role, and what was said."""
+"""A chat template: the first letter of each role, and the text."""
 
 _DECODER = {
     "vocab_size": VOCABULARY,

@@ -140,7 +140,7 @@ def register_model_loader(name: str) -> Any:
 
 
 class VllmConfig:
-    """vLLM's settings, as far as they are looked at; its `__post_init__` learns what is quantized.
+    """The part of vLLM's settings that the plugin reads; `__post_init__` sets the quantization.
 
     Args:
         directory: the model's; its `config.json` says how it is quantized.
@@ -179,7 +179,7 @@ def model(directory: Path) -> Any:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Let `import vllm` find this."""
+    """Make `import vllm` find this module."""
     layers = "vllm.model_executor.layers"
     content: dict[str, list[Any]] = {
         "vllm.config": [VllmConfig],

@@ -59,7 +59,7 @@ def compensated(shape: Shape) -> Bytes:
 
 
 def codebook(bits: int, shape: Shape) -> Bytes:
-    """A codebook a row; activations stay as they are."""
+    """One codebook per row; activations are not rounded."""
     rng = np.random.default_rng(bits)
     centroids = np.sort(rng.integers(-32639, 32640, (*shape[:2], 1, 1 << bits)).astype(np.int16), axis=-1)
     scales = rng.uniform(1e-6, 2e-6, (*shape[:2], 1)).astype(np.float32)
@@ -85,7 +85,7 @@ FORMATS: dict[str, Callable[[Shape], Bytes]] = {
 
 
 def contest(calls: Calls, seconds: float) -> dict[str, float]:
-    """Median microseconds of calls that take turns: one of each to warm up, five at least."""
+    """Median microseconds of alternating calls: one warm-up of each, then at least five."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     deadline, turn = time.perf_counter() + seconds, 0
     while turn < 6 or (time.perf_counter() < deadline and turn < 1000):
@@ -98,7 +98,7 @@ def contest(calls: Calls, seconds: float) -> dict[str, float]:
 
 
 def modes(tensor: _core.PackedTensor) -> list[str]:
-    """The modes that are measured."""
+    """The measured compute modes."""
     return [mode for mode in ("exact", "auto", "int8") if mode in tensor.modes]
 
 
@@ -110,7 +110,7 @@ class Report:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, part: str, name: str, tokens: int, calls: Calls) -> None:
-        """Time calls, the first of which is torch's."""
+        """Time calls; the first one is torch's."""
         times = contest(calls, self.options.seconds)
         base = times["torch bf16"]
         ratios = {mode: round(base / us, 2) for mode, us in times.items() if mode != "torch bf16"}
@@ -146,7 +146,7 @@ def products(report: Report, shape: str) -> None:
 
 
 def layer(report: Report) -> None:
-    """A layer of experts in all formats, two copies of each in turns."""
+    """A layer of experts in all formats, alternating between two copies of each."""
     tokens = [1, 16, 256]
     dense = {count: (run, calls) for _, count, calls, run, _ in bf16_rounds(tokens)}
     for name in report.options.formats:
@@ -172,12 +172,12 @@ def main() -> None:
     """Run the parts, write the figures, print the lowest ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=1, help="for each line, at least six turns")
+    parser.add_argument("--seconds", type=float, default=1, help="seconds per line, at least six rounds")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--shapes", nargs="*", default=["14336x4096", "4096x14336", "768x2048"])
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 4, 16, 64, 256])
     parser.add_argument("--layer", action="store_true")
-    parser.add_argument("--cold", type=int, default=10**9, help="bytes of a peer's copies together")
+    parser.add_argument("--cold", type=int, default=10**9, help="total bytes of a peer's copies")
     parser.add_argument("--out", type=Path, default=Path("build/auto.json"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

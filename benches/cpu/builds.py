@@ -36,7 +36,7 @@ CLASSES = {
 }  # fmt: skip
 """The class of each format in builds that have one for each."""
 FLOATING = {"bf16", "auto", None}
-"""Modes whose sums builds may take in another order; of codebooks also `exact`."""
+"""Modes in which builds may sum in a different order; for codebooks also `exact`."""
 EXPERTS, TOP_K = 8, 2
 RANK, CHUNK = 16, 64
 
@@ -45,7 +45,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Format:
-    """Packed tensors of a format: how they are made by a build, and the modes to time."""
+    """Packed tensors of a format: how a build creates them, and the modes to time."""
 
     kind: str
     make: Callable[[Any, tuple[int, int, int]], Bytes]
@@ -54,7 +54,7 @@ class Format:
 
 @dataclass
 class Case:
-    """A product, with what both builds call."""
+    """A product, with the calls of both builds."""
 
     name: str
     calls: dict[str, Callable[[int], NDArray[np.float32]]]
@@ -63,7 +63,7 @@ class Case:
 
 
 def load(path: Path) -> Any:
-    """The extension of a build; several may be loaded at a time."""
+    """Load the extension of a build; several can be loaded at the same time."""
     loader = ExtensionFileLoader("_core", str(path))
     spec = importlib.util.spec_from_file_location("_core", path, loader=loader)
     assert spec is not None
@@ -100,7 +100,7 @@ def compensated(core: Any, shape: tuple[int, int, int]) -> Bytes:
 
 
 def codebook(bits: int, activation_bits: int, core: Any, shape: tuple[int, int, int]) -> Bytes:
-    """Random codes with one codebook a row."""
+    """Random codes with one codebook per row."""
     rng = np.random.default_rng(bits)
     top, unit = (127, 256) if activation_bits else (32639, 1)
     centroids = np.sort(rng.integers(-top, top + 1, (*shape[:2], 1, 1 << bits)), axis=-1) * unit
@@ -112,7 +112,7 @@ def codebook(bits: int, activation_bits: int, core: Any, shape: tuple[int, int, 
 
 
 def ternary(code: str, core: Any, shape: tuple[int, int, int]) -> Bytes:
-    """Independent weights of which 88.5% are zero."""
+    """Independent weights; 88.5% of them are zero."""
     rng = np.random.default_rng(3)
     codes = rng.choice(np.array([-1, 0, 1], np.int8), shape, p=[0.0575, 0.885, 0.0575])
     levels = np.broadcast_to(np.array([-0.03, 0.04], np.float32), (*shape[:2], 2))
@@ -131,7 +131,7 @@ LAYERS = ("groupwise4", "coded3", "compensated3", "codebook4a8", "fsv8")
 
 
 def rotation(source: Bytes, cold: int) -> list[Bytes]:
-    """Copies of a tensor, aligned to pages, of together at least `cold` bytes."""
+    """Page-aligned copies of a tensor, at least `cold` bytes in total."""
     stride = -(-source.nbytes // 4096) * 4096
     arena = np.empty((1 + cold // stride, stride), np.uint8)
     arena[:, : source.nbytes] = source
@@ -139,13 +139,13 @@ def rotation(source: Bytes, cold: int) -> list[Bytes]:
 
 
 def open_tensor(core: Any, kind: str, data: Bytes) -> Any:
-    """A tensor as the build's class reads it."""
+    """Open a tensor with the build's class."""
     name = "PackedTensor" if hasattr(core, "PackedTensor") else CLASSES[kind]
     return getattr(core, name)(data)
 
 
 def options(tensor: Any, mode: str | None) -> dict[str, str]:
-    """The mode as an argument, where the tensor's products take one: None is what every build does without."""
+    """The mode as an argument if the tensor's products take one; None passes no argument."""
     takes = "mode" in (tensor.matmul_grouped.__text_signature__ or "")
     return {"mode": mode or "exact"} if takes else {}
 
@@ -189,7 +189,7 @@ def layers(builds: dict[str, Any], name: str, args: argparse.Namespace) -> Itera
 
 
 def measure(case: Case, seconds: float, clock: Callable[[], float]) -> dict[str, float]:
-    """Microseconds of both builds, which take turns."""
+    """Microseconds of both builds, alternating."""
     first, second = (call(0) for call in case.calls.values())
     near = np.array_equal(first, second) if case.exact else np.allclose(first, second, rtol=1e-3, atol=1e-3)
     assert near, f"{case.name}: the builds differ"
@@ -214,12 +214,12 @@ def main() -> None:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--isa", nargs="+", help="by default all that the machine runs")
-    parser.add_argument("--only", nargs="+", default=[*FORMATS, "layer"], help="formats, and `layer`")
+    parser.add_argument("--isa", nargs="+", help="instruction sets; default: all of the machine")
+    parser.add_argument("--only", nargs="+", default=[*FORMATS, "layer"], help="formats, or `layer`")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split("x"))), default=(2048, 2048))
-    parser.add_argument("--cold", type=int, default=64, help="megabytes that copies of a matrix fill")
-    parser.add_argument("--seconds", type=float, default=0.3, help="for each product and build")
+    parser.add_argument("--cold", type=int, default=64, help="total megabytes of the copies of a matrix")
+    parser.add_argument("--seconds", type=float, default=0.3, help="seconds per product and build")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     builds = {"old": load(args.old), "new": load(args.new)}

@@ -49,13 +49,13 @@ class Peer:
 
 
 def spread(contest: list[Peer]) -> None:
-    """Let every peer begin at copies of its own: of shared ones it would find in caches what another just read."""
+    """Let every peer start at different copies; the cache may hold a copy that another peer has just read."""
     for number, peer in enumerate(contest):
         peer.calls = number * peer.copies // len(contest)
 
 
 def packed(rows: int, columns: int, bits: int, activation_bits: int, experts: int = 1) -> np.ndarray:
-    """A random tensor with one codebook a row; where activations have bits, centroids of one byte."""
+    """A random tensor with one codebook per row, and one-byte centroids if activations are rounded."""
     rng = np.random.default_rng(rows + bits)
     codes = rng.integers(0, 1 << bits, (experts, rows, columns), np.uint8)
     top, unit = (127, 256) if activation_bits else (32639, 1)
@@ -68,7 +68,7 @@ def packed(rows: int, columns: int, bits: int, activation_bits: int, experts: in
 
 
 def rotation(source: np.ndarray, cold: int) -> list[np.ndarray]:
-    """Copies of a tensor, aligned to pages, of together at least `cold` bytes."""
+    """Page-aligned copies of a tensor, at least `cold` bytes in total."""
     stride = -(-source.nbytes // 4096) * 4096
     arena = np.empty((1 + cold // stride, stride), np.uint8)
     for copy in arena:
@@ -77,7 +77,7 @@ def rotation(source: np.ndarray, cold: int) -> list[np.ndarray]:
 
 
 def own(rows: int, columns: int, x: np.ndarray, args: argparse.Namespace) -> list[Peer]:
-    """moepack: each number of bits, mode and instruction set. The mode int8 is that of tensors with activation bits."""
+    """moepack, by bits, mode and instruction set. The mode int8 uses tensors with activation bits."""
 
     def multiply(blobs: list[Any], mode: str, isa: str, copy: int) -> object:
         return blobs[copy].matmul(x, mode=mode, isa=isa)
@@ -146,13 +146,13 @@ def bitsandbytes_peer(rows: int, columns: int, x: torch.Tensor, cold: int) -> Pe
     layer.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
     layer = layer.to("cpu").eval()
     with torch.inference_mode():
-        layer(x)  # some versions lay the weights out anew in the first call
+        layer(x)  # some versions rearrange the weights in the first call
     layers = [deepcopy(layer) for _ in range(1 + cold // (rows * columns // 2))]
     return Peer("bitsandbytes nf4", lambda i: layers[i](x), len(layers))
 
 
 def int8_peer(rows: int, columns: int, x: torch.Tensor, cold: int) -> Peer | None:
-    """torch's dynamically quantized linear layer: int8 weights with a scale a row, in oneDNN's own layout."""
+    """torch's dynamically quantized linear layer: int8 weights with a scale per row, in oneDNN's layout."""
     try:
         torch.backends.quantized.engine = "onednn"
         codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
@@ -166,7 +166,7 @@ def int8_peer(rows: int, columns: int, x: torch.Tensor, cold: int) -> Peer | Non
 
 @torch.inference_mode()
 def measure(rows: int, columns: int, tokens: int, args: argparse.Namespace) -> dict[str, float]:
-    """Microseconds of each peer: the median of calls that take turns, or the fastest."""
+    """Microseconds of each peer: the median of alternating calls, or the fastest call."""
     x = np.random.default_rng(tokens).standard_normal((tokens, columns)).astype(np.float32)
     x16 = torch.from_numpy(x).bfloat16()
     one = torch.randn(rows, columns).bfloat16()
@@ -191,7 +191,7 @@ def measure(rows: int, columns: int, tokens: int, args: argparse.Namespace) -> d
 
 
 def layer_rounds(tokens: list[int], modes: list[str]) -> Iterator[tuple[str, int, int, Callable[[], object], int]]:
-    """Rounds of moepack over three layers' weights, as `groupwise.layer_rounds`."""
+    """Rounds of moepack over three layers' weights, like `groupwise.layer_rounds`."""
     shapes = ((768, 2048), (768, 2048), (2048, 768))
     for mode in modes:
         activation_bits = 8 if mode == "int8" else 0
@@ -229,15 +229,15 @@ def main() -> None:
     """Measure every shape and number of tokens; print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement of each peer")
-    parser.add_argument("--fastest", action="store_true", help="of the single products report the fastest call")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds per measurement and peer")
+    parser.add_argument("--fastest", action="store_true", help="report the fastest call of single products")
     parser.add_argument("--bits", nargs="*", type=int, default=[4])
     parser.add_argument("--modes", nargs="*", default=list(MODES))
     parser.add_argument("--isa", nargs="*", default=[_core.isa()])
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 4, 16, 64, 256])
     parser.add_argument("--shapes", nargs="*", default=[f"{rows}x{columns}" for rows, columns in SHAPES])
-    parser.add_argument("--layer", nargs="*", type=int, default=[], help="tokens of the layer of experts")
-    parser.add_argument("--cold", type=int, default=1_000_000_000, help="bytes of a peer's weights, at least")
+    parser.add_argument("--layer", nargs="*", type=int, default=[], help="numbers of tokens for the layer of experts")
+    parser.add_argument("--cold", type=int, default=1_000_000_000, help="minimum bytes of a peer's weights")
     parser.add_argument("--out", type=Path, default=Path("build/codebook.json"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -3,11 +3,10 @@
     python -m benches.cpu.coded --threads 1 --out build/coded.json
 
 Codes are those of a Gaussian or Laplace source, rounded to multiples of a step that gives the requested entropy: at
-0.63 bits, Gaussian codes are ternary, with 88.5 % zeros. Low rates are measured with one-weight and two-weight symbols.
-Speeds are 10^9 weights per second; for products, over all tokens; for decoding, including all checks. Look-ups are in
-microseconds per random row, with one or 512 rows per call. Products cycle through copies of a tensor that together
-exceed every cache. The fastest call counts, measured by the processor time of one thread, which other load disturbs
-less, or otherwise by the clock.
+0.63 bits, Gaussian codes are ternary, with 88.5 % zeros. Speeds are 10^9 weights per second; for products, over all
+tokens; for decoding, including all checks. Look-ups are in microseconds per random row, with one or 512 rows per call.
+Products cycle through copies of a tensor that together exceed every cache. The fastest call counts, measured by the
+processor time of one thread, which other load disturbs less, or otherwise by the clock.
 
 Next to int8 products, the speed relative to int4 with as many threads is printed and, for one token, the number of such
 cores from which memory is the limit: the bytes that all cores together read per second, over the bytes that one core
@@ -36,18 +35,18 @@ from moepack import _core
 SOURCES = ("gaussian", "laplace")
 ENTROPIES = (0.63, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 6.0, 7.5)
 MODES = ("int8", "exact", "auto")
-PAIRS_BELOW = 1.8
-"""Bits of entropy below which symbols of two weights are measured, too."""
+LOW_BITS_ABOVE = 5
+"""Bits of entropy above which symbols have low bits beside them."""
 
 
 def entropy(codes: NDArray[np.int16]) -> float:
-    """Bits a code, by how often each occurs."""
+    """Bits per code, from the frequencies of the codes."""
     shares = np.unique(codes, return_counts=True)[1] / codes.size
     return float(-(shares * np.log2(shares)).sum())
 
 
 def draw(source: str, bits: float, rows: int, columns: int) -> NDArray[np.int16]:
-    """Codes of about so many bits of entropy."""
+    """Codes with about the given entropy in bits."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal((1, rows, columns)) if source == "gaussian" else rng.laplace(size=(1, rows, columns))
     low, high = 0.01, 10.0
@@ -69,7 +68,7 @@ def followed(indices: NDArray[np.int16]) -> NDArray[np.int16]:
 
 
 def fastest(calls: Iterator[Callable[[], object]], options: argparse.Namespace) -> float:
-    """The time of the fastest of calls, at least three."""
+    """The time of the fastest of at least three calls."""
     clock = time.process_time if options.threads == 1 else time.perf_counter
     best, end = math.inf, time.perf_counter() + options.seconds
     for number, call in enumerate(calls):
@@ -95,7 +94,7 @@ def products(data: NDArray[np.uint8], weights: int, options: argparse.Namespace)
 
 
 def memory_speed(nbytes: int = 1 << 29) -> float:
-    """Bytes a second that all cores together read of an array larger than any cache."""
+    """Bytes per second that all cores together read from an array larger than any cache."""
     cores = os.cpu_count() or 1
     parts = np.array_split(np.ones(nbytes // 8, np.int64), cores)
     best, rounds = math.inf, 5
@@ -108,7 +107,7 @@ def memory_speed(nbytes: int = 1 << 29) -> float:
 
 
 def beside(row: dict[str, Any], int4: dict[str, Any], memory: float, options: argparse.Namespace) -> dict[str, float]:
-    """Shares of the speed of int4, and the cores from which on memory is the bound of one token."""
+    """Speed relative to int4, and the number of cores from which memory limits one token."""
     keys = [f"int8 {tokens}" for tokens in options.tokens]
     found = {f"{key} of int4": round(row[key] / int4[key], 3) for key in keys}
     if 1 in options.tokens:
@@ -118,7 +117,7 @@ def beside(row: dict[str, Any], int4: dict[str, Any], memory: float, options: ar
 
 
 def look_ups(data: NDArray[np.uint8], options: argparse.Namespace) -> dict[str, float]:
-    """Microseconds a row of looking up one row and many."""
+    """Microseconds per row of looking up one row and many."""
     blob, rng = _core.PackedTensor(data), np.random.default_rng(0)
     figures = {}
     for count in (1, 512):
@@ -127,37 +126,24 @@ def look_ups(data: NDArray[np.uint8], options: argparse.Namespace) -> dict[str, 
     return figures
 
 
-def forms(bits: float, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What is coded into the symbols, by name, and how the encoder is told."""
-    if options.dependent:
-        return {"dependent": {"dependent": True}}
-    plain = {"one weight": {"low_bits": 3 if bits > 5 else 0}}
-    return plain | ({"two weights": {"pairs": math.inf}} if bits < PAIRS_BELOW else {})
-
-
-def undone(data: NDArray[np.uint8], weights: int, options: argparse.Namespace) -> dict[str, float]:
-    """The speed of coding symbols of two weights as those of one, which GPUs get."""
-    seconds = fastest(itertools.repeat(partial(_core.coded_without_pairs, data)), options)
-    return {"for GPUs": round(weights / seconds / 1e9, 2)}
-
-
-def measure(source: str, bits: float, columns: int, symbols: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(source: str, bits: float, columns: int, options: argparse.Namespace) -> dict[str, Any]:
     """Size and speeds of one tensor."""
+    symbols = "dependent" if options.dependent else "plain+3" if bits > LOW_BITS_ABOVE else "plain"
     rows = options.weights // columns
     codes, one = draw(source, bits, rows, columns), np.ones((1, 1), np.float32)
     given = followed(codes) if options.dependent else codes
-    make = partial(_core.encode_coded, given, one, ndim=2, **forms(bits, options)[symbols])
+    make = partial(_core.encode_coded, given, one, ndim=2, symbols=symbols)
     data = make()
     blob, exact = _core.PackedTensor(data), entropy(codes)
     stored = 8 * data.nbytes / codes.size
     encoding, decoding = (fastest(itertools.repeat(call), options) for call in (make, blob.verify))
     return {
-        "source": source, "columns": columns, "symbols": symbols, "entropy": round(exact, 3), "bits": round(stored, 4),
+        "source": source, "columns": columns, "symbols": blob.details()["symbols"],
+        "entropy": round(exact, 3), "bits": round(stored, 4),
         "efficiency": round(100 * exact / stored, 2), "tables": blob.details()["tables"],
         "exceptions": blob.details()["exceptions"] / codes.size,
         "encode": round(codes.size / encoding / 1e9, 3),
         "decode": round(codes.size / decoding / 1e9, 2),
-        **(undone(data, codes.size, options) if symbols == "two weights" else {}),
         **look_ups(data, options),
         **products(data, codes.size, options),
     }  # fmt: skip
@@ -167,16 +153,14 @@ def main() -> None:
     """Measure everything and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--dependent", action="store_true", help="codes are dependent, their indices those of the source"
-    )
+    parser.add_argument("--dependent", action="store_true", help="use dependent codes with the source as indices")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
     parser.add_argument("--weights", type=int, default=1 << 24, help="of a tensor")
     parser.add_argument("--columns", type=int, nargs="*", default=[256, 2048])
     parser.add_argument("--entropies", type=float, nargs="*", default=ENTROPIES)
     parser.add_argument("--sources", nargs="*", default=SOURCES, choices=SOURCES)
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16])
-    parser.add_argument("--cold", type=int, default=1 << 27, help="bytes of the copies that products go through")
+    parser.add_argument("--cold", type=int, default=1 << 27, help="total bytes of the copies in a round of products")
     parser.add_argument("--out", type=Path, default=Path("build/coded.json"))
     options = parser.parse_args()
     _core.set_threads(options.threads)
@@ -187,12 +171,8 @@ def main() -> None:
     for columns in options.columns:
         plain = encode((1, options.weights // columns, columns), 4, 64)
         int4 = {"source": "int4 group 64", "columns": columns, **products(plain, options.weights, options)}
-        cases = ((source, bits) for source in options.sources for bits in options.entropies)
-        rows = (
-            measure(source, bits, columns, symbols, options)
-            for source, bits in cases
-            for symbols in forms(bits, options)
-        )
+        cases = itertools.product(options.sources, options.entropies)
+        rows = (measure(source, bits, columns, options) for source, bits in cases)
         for row in (int4, *(row | beside(row, int4, memory, options) for row in rows)):
             written["figures"].append(row)
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)

@@ -56,7 +56,7 @@ def product(rounds: int) -> dict[str, Any]:
 
 
 def aligned(data: Any) -> Any:
-    """A copy that starts at a multiple of 64, as tensors of a mapped file do."""
+    """A copy that starts at a multiple of 64, like the tensors of a mapped file."""
     room = np.empty(len(data) + 64, np.uint8)
     first = -room.ctypes.data % 64
     room[first : first + len(data)] = data

@@ -41,10 +41,10 @@ from moepack.pipeline import compress
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 PROMPT = 16
-#: The made-up model: 6 layers of 8 experts of 3 x 1024 x 3584 weights are 1.06 GB in bf16 and 60 MB packed.
+#: The synthetic model: 6 layers of 8 experts of 3 x 1024 x 3584 weights are 1.06 GB in bf16 and 60 MB packed.
 LARGE = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 6, "num_local_experts": 8}
 
-#: Sizes of made-up models, by whatever name an architecture has for them: 80 to 160 million weights.
+#: Sizes of synthetic models under each architecture's names: 80 to 160 million weights.
 SIZES = {
     "hidden_size": 1024, "intermediate_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 6,
     "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 1024,
@@ -52,7 +52,7 @@ SIZES = {
     "shared_expert_intermediate_size": 512, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-#: What an architecture has beside them, or instead.
+#: Additional or different settings of an architecture.
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "num_key_value_heads": 16, "q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
@@ -64,14 +64,14 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def build_large(directory: Path) -> Path:
-    """Write the made-up model; its experts are windows of one run of Gaussian numbers."""
+    """Write the synthetic model; its experts are windows of one sequence of Gaussian numbers."""
     settings = MixtralConfig(
         **LARGE, vocab_size=1024, num_attention_heads=16, num_key_value_heads=4, num_experts_per_tok=2, dtype="bfloat16"
     )
     with torch.device("meta"):
         model = MixtralForCausalLM(settings).bfloat16()
     model.to_empty(device="cpu")
-    # Cut at 2.7 sigma, 82% of the weights are zero on the grid of minimum and maximum, about what calibration leaves.
+    # Cut at 2.7 sigma, 82% of the weights are zero on the grid of minimum and maximum, as after calibration.
     pool = torch.randn(1 << 25, generator=torch.Generator().manual_seed(0)).clamp_(-2.7, 2.7).mul_(0.02).bfloat16()
     for position, (name, parameter) in enumerate(model.named_parameters()):
         if "norm" in name:
@@ -85,7 +85,7 @@ def build_large(directory: Path) -> Path:
 
 
 def methods(calibration: str | None) -> Iterator[tuple[str, Method]]:
-    """What a model is packed by."""
+    """The methods that pack a model."""
     yield "ternary", create("ternary")
     if calibration is not None:
         yield "qmoe ternary", Qmoe(calibration, samples=16)
@@ -107,7 +107,7 @@ def peers(model: Path, work: Path, calibration: str | None) -> dict[str, Any]:
 
 
 def decode(model: Any, prompt: torch.Tensor, tokens: int) -> float:
-    """Seconds for each of `tokens` tokens behind a prompt, reading the prompt left out."""
+    """Seconds for each of `tokens` tokens after a prompt, without reading the prompt."""
     times: list[float] = []
 
     class Clock:
@@ -122,12 +122,12 @@ def decode(model: Any, prompt: torch.Tensor, tokens: int) -> float:
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens + 1, min_new_tokens=tokens + 1,
             do_sample=False, streamer=Clock(), pad_token_id=0,
         )  # fmt: skip
-    # The prompt comes first, then the token that reading it gives.
+    # The prompt comes first, then its next token.
     return (times[-1] - times[1]) / tokens
 
 
 def compare(model: Path, options: argparse.Namespace, calibration: str | None, work: Path) -> dict[str, float]:
-    """Tokens a second of all peers, by name; prints the table."""
+    """Tokens per second of all peers by name; prints the table."""
     loaded = peers(model, work, calibration)
     vocabulary = next(iter(loaded.values())).config.vocab_size
     prompt = torch.arange(PROMPT)[None] * 31 % (vocabulary - 3) + 3
@@ -149,7 +149,7 @@ def compare(model: Path, options: argparse.Namespace, calibration: str | None, w
 
 
 def build_small(architecture: str, directory: Path) -> Path:
-    """Write a made-up model of an architecture, of Gaussian numbers."""
+    """Write a synthetic model of an architecture with Gaussian weights."""
     torch.manual_seed(0)
     settings = AutoConfig.for_model(architecture, **SIZES | OWN.get(architecture, {}), dtype="bfloat16")
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
@@ -161,7 +161,7 @@ def build_small(architecture: str, directory: Path) -> Path:
 
 
 def compare_steps(architecture: str, options: argparse.Namespace, work: Path) -> dict[str, float]:
-    """Tokens a second of a made-up model with its steps in the core and in transformers; prints the table."""
+    """Tokens per second of a synthetic model, decoded by the core and by transformers; prints the table."""
     source, packed = build_small(architecture, work / architecture), work / f"{architecture}-packed"
     compress(source, packed, method=create("finequant", bits=4, dense_bits=4))
     model = moepack.load(packed, dtype=torch.bfloat16)
@@ -189,8 +189,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--steps", nargs="+", default=[], help="architectures to make up a model of")
-    parser.add_argument("--no-large", dest="large", action="store_false", help="leave the made-up model out")
+    parser.add_argument("--steps", nargs="+", default=[], help="architectures of synthetic models")
+    parser.add_argument("--no-large", dest="large", action="store_false", help="omit the synthetic model")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
     set_threads(options.threads)

@@ -69,15 +69,15 @@ CHANNELS, COLUMNS = 14336, 4096
 SHARES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
 CALLS, TOKENS = 12, 24
 PARTS = 64
-"""Parts of an expert's channels in which wanted ones are counted."""
+"""Parts of an expert's channels for counting requested ones."""
 MEMORY = (2.7, 3.0, 3.5, 4.0)
-"""Bits of an expert weight that memory holds where forms are compared."""
+"""Bits per expert weight in memory at which forms are compared."""
 JUNK = np.zeros(24 << 20, np.float64)
 """Larger than any cache: written before each timed call."""
 
 
 def fastest(call: Callable[[int], object], threads: int) -> float:
-    """Milliseconds of the fastest of some calls, each with another number, with cold caches."""
+    """Milliseconds of the fastest of several calls with different numbers and cold caches."""
     clock, best = time.process_time if threads == 1 else time.perf_counter, math.inf
     for number in range(CALLS):
         JUNK.fill(number)
@@ -88,7 +88,7 @@ def fastest(call: Callable[[int], object], threads: int) -> float:
 
 
 def groupwise(rng: np.random.Generator, shape: tuple[int, int, int], bits: int) -> Any:
-    """A group-wise tensor of random codes, with offsets where it has 2 bits."""
+    """A group-wise tensor of random codes, with offsets if it has 2 bits."""
     groups = (*shape[:2], shape[2] // 64)
     codes, scales = rng.integers(0, 1 << bits, shape, np.uint8), np.full(groups, 2.0**-12, np.float32)
     offsets = np.full(groups, -1.5 * 2.0**-12, np.float32) if bits == 2 else None
@@ -96,7 +96,7 @@ def groupwise(rng: np.random.Generator, shape: tuple[int, int, int], bits: int) 
 
 
 def records(rng: np.random.Generator, bits: int) -> np.ndarray[Any, Any]:
-    """Records of random values; gates are about 1, for SiLU of large negative ones is subnormal, which takes longer."""
+    """Records of random values; gates are about 1, because SiLU of large negative values is subnormal and slow."""
     shape, thresholds = (1, CHANNELS, 2 * COLUMNS), np.zeros(1, np.float32)
     if bits == 16:
         values = COLUMNS**-0.5 * rng.standard_normal(shape, np.float32)
@@ -107,8 +107,8 @@ def records(rng: np.random.Generator, bits: int) -> np.ndarray[Any, Any]:
 
 
 def coded(rng: np.random.Generator, shape: tuple[int, int, int], step: float) -> Any:
-    """A coded tensor of random values of about `shape[2] ** -0.5`, rounded to a step that is relative to this, with
-    scales of rows and columns."""
+    """A coded tensor of random values of about `shape[2] ** -0.5`, rounded to a step relative to this, with scales
+    of rows and columns."""
     codes = np.rint(rng.standard_normal(shape, np.float32) / step).astype(np.int8)
     worth = torch.tensor(step * shape[2] ** -0.5).bfloat16().float().item()
     rows, columns = np.full(shape[:2], worth, np.float32), np.ones((1, shape[2]), np.float32)
@@ -116,7 +116,7 @@ def coded(rng: np.random.Generator, shape: tuple[int, int, int], step: float) ->
 
 
 def product(options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds by bits of records and activations of up, and share of channels that are skipped."""
+    """Milliseconds by bits of records, activations of up, and share of skipped channels."""
     _core.set_threads(options.threads)
     rng, figures = np.random.default_rng(0), {}
     x = rng.standard_normal((CALLS, COLUMNS), np.float32)
@@ -155,7 +155,7 @@ def by_share(
     mode: str,
     threads: int,
 ) -> dict[str, float]:
-    """Milliseconds of a sparse layer by the share of channels that are skipped, and of eight tokens by token."""
+    """Milliseconds of a sparse layer by the share of skipped channels, and per token of eight tokens."""
     row = {}
     for share in SHARES:
         thresholds[0] = np.quantile(sizes, share)
@@ -167,7 +167,7 @@ def by_share(
 
 
 def refined(rng: np.random.Generator, x: np.ndarray[Any, Any], threads: int) -> dict[str, float]:
-    """Milliseconds of coarse copies of 2 bits and residuals of 4 by the share of channels that are not refined."""
+    """Milliseconds of 2-bit coarse copies and 4-bit residuals by the share of channels that are not refined."""
     shapes, data = ((1, CHANNELS, COLUMNS),) * 2 + ((1, COLUMNS, CHANNELS),), records(rng, 4)
     matrices = (*map(partial(coded, rng), shapes, (1.0, 0.25, 1.0)), _core.PackedTensor(data))
     backend, thresholds, row = CpuBackend(), data[128:132].view(np.float32), {}
@@ -191,13 +191,13 @@ RULES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
     "down": lambda gate, up, weight: gate * up,
     "routed": lambda gate, up, weight: gate * up * weight,
 }
-"""What a channel is judged by: outputs of the gate behind SiLU and of up [n, I], router weights [n, 1]."""
+"""Scores of channels from SiLU(gate) and up outputs [n, I] and router weights [n, 1]."""
 POOLED = "routed"
 """The rule with one threshold for all experts of a layer."""
 
 
 class Experts:
-    """Stands in for the `forward` of an unpacked experts module: counts magnitudes, or skips channels.
+    """Replaces the `forward` of an unpacked experts module: counts magnitudes or skips channels.
 
     Attributes:
         module: whose.
@@ -211,7 +211,7 @@ class Experts:
         self.thresholds: list[float] | None = None
 
     def __call__(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """As the module's `forward`."""
+        """Replace the module's `forward`."""
         outputs = torch.zeros_like(x)
         for expert in index.unique().tolist():
             tokens, slots = (index == expert).nonzero(as_tuple=True)
@@ -229,7 +229,7 @@ class Experts:
 
 @contextmanager
 def stood_in(model: Any) -> Iterator[list[Experts]]:
-    """The experts modules of an unpacked model, each with a stand-in."""
+    """The experts modules of an unpacked model with replaced `forward`."""
     modules = [
         module for module in model.modules() if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts")
     ]
@@ -242,7 +242,7 @@ def stood_in(model: Any) -> Iterator[list[Experts]]:
 
 
 def curves(options: argparse.Namespace) -> dict[str, Any]:
-    """Loss by rule and share of channels that are skipped."""
+    """Loss by rule and share of skipped channels."""
     model, tokenizer = open_model(options.model, dtype=torch.float32), open_tokenizer(options.model)
 
     _core.set_threads(options.threads)
@@ -272,7 +272,7 @@ def curves(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Seen:
-    """What enters the experts of a layer, and what its router chooses, over a text.
+    """The inputs of a layer's experts and its router's choices over a text.
 
     Attributes:
         module: the experts.
@@ -297,7 +297,7 @@ class Seen:
 
 
 def recalled(logits: torch.Tensor, chosen: torch.Tensor) -> float:
-    """The share of the chosen experts [T, k] that are among as many likeliest by logits [T, E]."""
+    """The share of the chosen experts [T, k] that are among the k most likely by logits [T, E]."""
     guess = logits.topk(chosen.shape[1], dim=1).indices
     return float((chosen[:, :, None] == guess[:, None, :]).any(2).float().mean())
 
@@ -320,7 +320,7 @@ def channels_recalled(layer: Seen, x: torch.Tensor, before: torch.Tensor, chosen
 
 @torch.no_grad()
 def recall(options: argparse.Namespace) -> dict[str, list[float]]:
-    """What can be guessed of each layer but the first, on the text; maps are fitted on the calibration text."""
+    """The predictability of each layer except the first on the text; maps are fitted on the calibration text."""
     model, tokenizer = open_model(options.model, dtype=torch.float32), open_tokenizer(options.model)
     blocks = [block for block in model.modules() if hasattr(block, "experts") and hasattr(block, "gate")]
     layers = [Seen(block) for block in blocks]
@@ -375,14 +375,14 @@ def measured(options: argparse.Namespace, method: str, **settings: Any) -> dict[
 
 
 def decided(layers: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """The least and the largest threshold of layers that leave channels out, and the share that is left out."""
+    """The minimum and maximum threshold of layers that skip channels, and the skipped share."""
     thresholds = [value for layer in layers for value in layer["thresholds"] if value != "infinity" and value > 0]
     left = [share for layer in layers for share in layer["achieved_sparsity"] if share is not None]
     return {"thresholds": [min(thresholds, default=0.0), max(thresholds, default=0.0)], "left": sum(left) / len(left)}
 
 
 def generated(model: Any) -> float:
-    """Milliseconds of the processor for a token that is generated, the fastest of a few runs."""
+    """Milliseconds of processor time per generated token, the fastest of a few runs."""
     ids, best = torch.tensor([[1, 5, 7, 11]]), math.inf
     for _ in range(3):
         start = time.process_time()
@@ -392,7 +392,7 @@ def generated(model: Any) -> float:
 
 
 class Counting(MappedStore):
-    """Mapped bytes, with a count of the channels that are wanted by where they stand among those of their expert.
+    """Mapped bytes, with counts of requested channels by their position within the expert.
 
     Attributes:
         wanted: [PARTS], how many were wanted in each part of an expert's channels.
@@ -405,7 +405,7 @@ class Counting(MappedStore):
         self.wanted, self.asked = np.zeros(PARTS, np.int64), 0
 
     def channels(self, layer: Any, experts: torch.Tensor, ups: torch.Tensor) -> Iterator[torch.Tensor]:
-        """As of every mapped store, counted."""
+        """Like those of every mapped store, with counts."""
         by_channel = (ups != 0).flatten(0, 1).sum(0).numpy()
         self.wanted += np.array([int(part.sum()) for part in np.array_split(by_channel, PARTS)])
         self.asked += ups.numel()
@@ -413,7 +413,8 @@ class Counting(MappedStore):
 
 
 def spread(options: argparse.Namespace, **settings: Any) -> dict[str, Any]:
-    """A packed model's loss, and bits of an expert weight: of what decides, of all records, of the wanted by part."""
+    """A packed model's loss, and bits per expert weight: of the deciding projections, of all records, of the
+    requested ones by part."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "packed"
         text = {"calibration": str(options.calibration), "samples": options.samples}
@@ -432,7 +433,7 @@ def spread(options: argparse.Namespace, **settings: Any) -> dict[str, Any]:
 
 
 def moved(point: dict[str, Any], memory: float) -> float:
-    """Bits of an expert weight that a token moves where memory holds so many, what decides among them."""
+    """Bits per expert weight that a token moves if memory holds the given bits, including the deciding projections."""
     kept = PARTS * (memory - point["deciding"]) / point["records"]
     shares = np.clip(np.arange(1, PARTS + 1) - max(kept, 0), 0, 1)
     return float(shares @ np.array(point["wanted"]))
@@ -461,7 +462,7 @@ def equal(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(found: dict[str, Any]) -> None:
-    """Print the increase of both forms in the same memory and with the same bytes moved, as a table's rows."""
+    """Print the loss increase of both forms at equal memory and equal bytes moved, as table rows."""
     refined = found["coarse 2 bits, 80 %"]
     for memory in MEMORY:
         asked, best = moved(refined, memory), math.inf
@@ -475,8 +476,8 @@ def compared(found: dict[str, Any]) -> None:
 
 
 def rescaled(model: Path, out: Path) -> Path:
-    """Write a Mixtral checkpoint down in other scales, powers of two near a log-normal of deviation 1: norms against
-    what experts read, and rows of up projections against columns of down projections."""
+    """Write a Mixtral checkpoint in other scales, powers of two close to a log-normal of deviation 1: norms against
+    the inputs of experts, and rows of up projections against columns of down projections."""
     generator = torch.Generator().manual_seed(0)
 
     def powers(count: int) -> torch.Tensor:
@@ -500,7 +501,7 @@ def rescaled(model: Path, out: Path) -> Path:
 
 
 def forms(options: argparse.Namespace) -> dict[str, Any]:
-    """The default beside the paper's form; of a model in other scales under a name of its own."""
+    """The default and the paper's form; a model in other scales has a separate name."""
     if options.rescaled:
         with tempfile.TemporaryDirectory() as folder:
             other = rescaled(options.model, Path(folder) / f"{options.model.name} in other scales")
@@ -515,7 +516,7 @@ def forms(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def packed(options: argparse.Namespace) -> dict[str, Any]:
-    """Packed models beside each other."""
+    """Compare packed models."""
     text = {"calibration": str(options.calibration), "samples": options.samples}
     paper = {**text, "paper_form": True, "dense_layers": 0}
     return all_measured(options, {
@@ -534,7 +535,7 @@ def packed(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def all_measured(options: argparse.Namespace, rows: Mapping[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Measure the rows that the file lacks, or those of `--only`; the loss of the original is that of `whole`."""
+    """Measure the missing rows, or those of `--only`; `whole` gives the loss of the original."""
     whole = evaluate(
         open_model(options.model, dtype=torch.float32), options.text, options.chars,
         tokenizer=open_tokenizer(options.model),
@@ -559,7 +560,7 @@ def measured_before(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def add(options: argparse.Namespace, figures: Any) -> None:
-    """Put figures beside those in the file: by command, and by model where there is one."""
+    """Add figures to the file, by command and, if there is one, by model."""
     if options.out is None:
         return
     known = json.loads(options.out.read_text())["figures"] if options.out.exists() else {}
@@ -569,7 +570,7 @@ def add(options: argparse.Namespace, figures: Any) -> None:
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print what the file holds as the tables of docs/methods/floe.md."""
+    """Print the file's content as the tables of docs/methods/floe.md."""
     known = json.loads(options.out.read_text())["figures"]
     for model, found in known.get("rules", {}).items():
         for rule in RULES:
@@ -597,7 +598,7 @@ def table(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure what is asked for, and save it."""
+    """Run the requested measurements and save them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     works: dict[str, Callable[[argparse.Namespace], Any]] = {
@@ -614,8 +615,10 @@ def main() -> None:
             command.add_argument("--text", type=Path, required=True)
             command.add_argument("--chars", type=int, default=12_000)
             command.add_argument("--samples", type=int, default=16)
-            command.add_argument("--rescaled", action="store_true", help="of `forms`: a Mixtral model in other scales")
-            command.add_argument("--only", default="", help="measure rows whose names begin so")
+            command.add_argument(
+                "--rescaled", action="store_true", help="with `forms`: also measure a Mixtral model in other scales"
+            )
+            command.add_argument("--only", default="", help="measure rows whose names have this prefix")
     options = parser.parse_args()
     figures = works[options.command](options)
     if figures is not None and not getattr(options, "rescaled", False):

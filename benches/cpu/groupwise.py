@@ -46,7 +46,7 @@ from moepack.backends.machine import read_bandwidth
 
 COLD = 1 << 30
 WARM = 200 << 20
-"""With many tokens arithmetic takes the time: weights need not be cold, and rounds stay short."""
+"""With many tokens arithmetic dominates, so weights need not be cold, and rounds are short."""
 INT4, INT4_WIDE = (4, 64), (4, 128)
 WEIGHTS = (INT4, INT4_WIDE, (3, 64), (2, 64), (8, 64))
 """Bits and group sizes of moepack's formats."""
@@ -54,7 +54,7 @@ EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
 
 
 def median_round(run: Callable[[], object], seconds: float) -> float:
-    """The median time of a round in seconds; one to warm up, three at least."""
+    """The median time of a round in seconds, over at least three after one warm-up."""
     run()
     times: list[float] = []
     deadline = time.perf_counter() + seconds
@@ -74,12 +74,12 @@ class Report:
         self.bandwidth = 0.0
 
     def probe(self) -> None:
-        """Measure the bandwidth that the next figures are held against."""
+        """Measure the bandwidth to compare the next figures with."""
         gc.collect()
         self.bandwidth = read_bandwidth(1 << 29, 5) / 1e9
 
     def save(self) -> None:
-        """Write what there is so far."""
+        """Write the figures so far."""
         machine.save(self.out, self.threads, {"peers": versions(), "rows": self.figures})
 
     def add(self, part: str, tokens: int, name: str, seconds: float, nbytes: int, operations: int) -> None:
@@ -95,14 +95,14 @@ class Report:
         self.save()
 
     def absent(self, part: str, peer: Absent) -> None:
-        """Record a peer that did not take part."""
+        """Record an absent peer."""
         self.figures.append({"part": part, "name": peer.name, "absent": peer.reason})
         print(f"{part:<11} absent: {peer.name}: {peer.reason[:90]}", flush=True)
 
     def peer(
         self, part: str, make: Callable[[], Peer | Absent], columns: int, operations: int, tokens: list[int]
     ) -> None:
-        """Make a peer, time it with each number of tokens, drop it."""
+        """Create a peer, time it with each number of tokens, and drop it."""
         self.probe()
         peer = make()
         if isinstance(peer, Absent):
@@ -137,7 +137,7 @@ def products(report: Report, shape: tuple[int, ...], tokens: list[int], cold: in
 
 
 def routing(tokens: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """Experts of each token, all different, and weights that add up to 1."""
+    """Different experts for each token, and weights that add up to 1."""
     generator = np.random.default_rng(1000 * layer + tokens)
     experts = np.stack([generator.permutation(EXPERTS)[:TOP_K] for _ in range(tokens)]).astype(np.int64)
     return experts, np.full((tokens, TOP_K), 1 / TOP_K, np.float32)
@@ -151,7 +151,7 @@ def our_layers(count: int) -> list[list[_core.PackedTensor]]:
 
 
 def layer_rounds(tokens: list[int], isas: list[str]) -> Iterator[tuple[str, int, int, Callable[[], object], int]]:
-    """Rounds of moepack: name, tokens, layers of a round, the round, bytes that a layer reads."""
+    """Rounds of moepack: name, tokens, layers per round, the round, bytes read per layer."""
     layers = our_layers(3)
     size = sum(blob.nbytes for blob in layers[0])
     for isa in isas:
@@ -169,7 +169,7 @@ def layer_rounds(tokens: list[int], isas: list[str]) -> Iterator[tuple[str, int,
 
 
 def bf16_rounds(tokens: list[int]) -> Iterator[tuple[str, int, int, Callable[[], object], int]]:
-    """Rounds of a loop over experts in torch, as transformers' eager implementation has it."""
+    """Rounds of a loop over experts in torch, like transformers' eager implementation."""
     gate_up = torch.empty(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.bfloat16).uniform_(-0.05, 0.05)
     down = torch.empty(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16).uniform_(-0.05, 0.05)
     linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
@@ -264,16 +264,18 @@ def main() -> None:
     """Run the parts and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=1.5, help="for each figure, at least three rounds")
+    parser.add_argument("--seconds", type=float, default=1.5, help="seconds per figure, at least three rounds")
     parser.add_argument("--parts", nargs="*", default=["one", "many", "layer"], choices=["one", "many", "layer"])
-    parser.add_argument("--shapes", nargs="*", default=["14336x4096", "4096x14336"], help="many tokens: the first")
+    parser.add_argument(
+        "--shapes", nargs="*", default=["14336x4096", "4096x14336"], help="shapes; many tokens use the first"
+    )
     parser.add_argument("--isas", nargs="*", default=[_core.isa()], help="the first is measured in all formats")
     parser.add_argument(
-        "--peers", nargs="*", default=PACKAGES, choices=PACKAGES, help="of products; none: moepack alone"
+        "--peers", nargs="*", default=PACKAGES, choices=PACKAGES, help="packages to compare with; none: only moepack"
     )
     names = [f"{bits}:{group}" for bits, group in WEIGHTS]
     parser.add_argument("--weights", nargs="*", default=names, choices=names, help="bits:group of moepack's products")
-    parser.add_argument("--cold", type=int, default=COLD, help="bytes of weights that a round of one token reads")
+    parser.add_argument("--cold", type=int, default=COLD, help="bytes of weights per round of one token")
     parser.add_argument("--out", type=Path, default=Path("build/groupwise.json"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -294,7 +296,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Allocations of all peers in huge pages, as the C library offers it; it reads the setting when a process starts.
+    # The C library allocates in huge pages for all peers; it reads the setting when a process starts.
     if "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
         os.execv(sys.executable, [sys.executable, *sys.argv])

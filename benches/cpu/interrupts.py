@@ -33,7 +33,7 @@ MOMENTS = (0.05, 0.2, 0.8, 2.0)
 
 
 def forked(arguments: list[str]) -> int:
-    """Run a command in a child without output; its process id."""
+    """Run a command without output in a child process; return its id."""
     child = os.fork()
     if child:
         return child
@@ -51,7 +51,7 @@ def forked(arguments: list[str]) -> int:
 
 
 def interrupted(arguments: list[str], moment: float) -> tuple[float, int]:
-    """Seconds that a command goes on after SIGINT, and its exit code; 0 and that code if it ended before."""
+    """Seconds from SIGINT to the end of a command, and its exit code; 0 seconds if it had already ended."""
     child = forked(arguments)
     time.sleep(moment)
     ended, status = os.waitpid(child, os.WNOHANG)

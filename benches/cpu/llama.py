@@ -48,7 +48,7 @@ SHORT = 16
 
 
 def source(directory: Path) -> None:
-    """Write the checkpoint: a shard a layer, experts being windows of one run of numbers."""
+    """Write the checkpoint with one shard per layer; experts are windows of one random sequence."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -80,7 +80,7 @@ def source(directory: Path) -> None:
 
 
 def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A tensor of the model as checkpoints have it: experts one by one, gate and up apart."""
+    """A tensor of the model as in checkpoints: single experts, gate and up separately."""
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         yield name, shape
         return
@@ -125,7 +125,7 @@ def random_method() -> Any:
 
 
 def even_method(bits: float) -> Any:
-    """The method `rate` where errors of all tensors count alike: random weights then have the same bits everywhere."""
+    """The method `rate` with equal importance of all tensors: random weights then have equal bits everywhere."""
     from moepack.methods.rate import Rate
     from moepack.methods.rate.sample import take_sample
     from moepack.solvers.priced import largest_at
@@ -139,7 +139,7 @@ def even_method(bits: float) -> Any:
 
 
 class Blocks:
-    """Quantized random rows of a type of ggml, of which matrices are made: some types take minutes for all weights."""
+    """Quantized random rows of a ggml type, repeated in matrices, because some types take minutes for all weights."""
 
     def __init__(self, kind: str) -> None:
         import gguf
@@ -157,7 +157,7 @@ class Blocks:
 
 
 def gguf_file(path: Path, kind: str, embedding: bool = False) -> None:
-    """Write the model for llama.cpp in a type of ggml; `embedding` says whether the embedding has it too."""
+    """Write the model for llama.cpp in a ggml type; `embedding`: whether the embedding has this type, too."""
     import gguf
 
     blocks = Blocks(kind)
@@ -217,12 +217,12 @@ class Packed:
         self.torch, self.model = torch, moepack.load(path, dtype=torch.bfloat16, **options)
 
     def read(self, tokens: list[int]) -> None:
-        """One pass over a prompt, from which the next token's logits come."""
+        """Run one pass over a prompt and return the next token's logits."""
         with self.torch.inference_mode():
             self.state = self.model(self.torch.tensor([tokens]), use_cache=True, logits_to_keep=1)
 
     def decode(self, count: int) -> None:
-        """Greedy tokens behind what has been read."""
+        """Decode greedily after the text read so far."""
         with self.torch.inference_mode():
             for _ in range(count):
                 token = self.state.logits[:, -1:].argmax(-1)
@@ -231,13 +231,13 @@ class Packed:
 
 
 class Settings(ctypes.Structure):
-    """The beginning of `llama_context_params`; the rest goes back as it came, as all of other structures does."""
+    """The beginning of `llama_context_params`; the rest and all other structures are passed back unchanged."""
 
     _fields_ = [("n_ctx", c_uint32), ("rest", c_uint32 * 255)]
 
 
 LLAMA = {"llama_cpp": "lib/libllama.so", "xllamacpp": "xllamacpp.abi3.so"}
-"""Packages that bring llama.cpp, and where it is in them."""
+"""Packages that contain llama.cpp, and its path in them."""
 FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
     "llama_backend_init": (None, []),
     "llama_model_default_params": (Settings, []),
@@ -251,7 +251,7 @@ FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
     "llama_get_memory": (c_void_p, [c_void_p]),
     "llama_memory_clear": (None, [c_void_p, c_bool]),
 }
-"""What functions return, and their arguments. Structures are at most the last argument, so they may be too long."""
+"""Return types and arguments of functions. Structures only occur as last arguments, so they may be too long."""
 
 
 class Llama:
@@ -280,25 +280,25 @@ class Llama:
         self.next = int(np.ctypeslib.as_array(logits, (VOCABULARY,)).argmax())
 
     def read(self, tokens: list[int]) -> None:
-        """As `Packed.read`."""
+        """Like `Packed.read`."""
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
         self._run(tokens)
 
     def decode(self, count: int) -> None:
-        """As `Packed.decode`."""
+        """Like `Packed.decode`."""
         for _ in range(count):
             self._run([self.next])
 
 
 def peak_memory() -> int:
-    """The most bytes of memory that this process had; `getrusage` would count what its parent had at the start."""
+    """The peak memory of this process in bytes; `getrusage` would include its parent's at the start."""
     found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found
     return 1024 * int(found[1])
 
 
 def serve(options: argparse.Namespace) -> None:
-    """A side's process: a round for each line of its input."""
+    """The process of one side: one round per line of input."""
     if options.side.is_dir():
         how = {"resident": options.resident, "mode": options.mode}
         side: Packed | Llama = Packed(options.side, options.threads, **how)
@@ -320,7 +320,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def build(directory: Path, kinds: list[str]) -> dict[str, Path]:
-    """Whatever of the models is not there yet; the sides by name."""
+    """Build the missing models; return the sides by name."""
     sides = {"moepack codebook4": directory / "packed", "moepack codebook4 resident": directory / "packed"}
     sides |= {f"llama.cpp {kind}": directory / f"{kind}.gguf" for kind in kinds}
     pack({directory / "packed": random_method()})
@@ -331,7 +331,7 @@ def build(directory: Path, kinds: list[str]) -> dict[str, Path]:
 
 
 def pack(methods: Mapping[Path, Any]) -> None:
-    """Pack the model by each method into its directory, where that is not there yet."""
+    """Pack the model with each method, unless its directory exists."""
     from moepack.pipeline import compress
 
     missing = {directory: method for directory, method in methods.items() if not directory.exists()}
@@ -343,7 +343,7 @@ def pack(methods: Mapping[Path, Any]) -> None:
 
 
 def build_formats(directory: Path, bits: Mapping[str, float]) -> dict[str, dict[str, Path]]:
-    """Both sides of each type of ggml, by its name, with coded integers of so many bits; made if they are not there."""
+    """Both sides of each ggml type by name, with coded integers of the given bits; built if missing."""
     coded = {kind: directory / f"coded-{asked:.2f}" for kind, asked in bits.items()}
     pack({coded[kind]: even_method(round(asked, 2)) for kind, asked in bits.items()})
     sides = {}
@@ -356,7 +356,7 @@ def build_formats(directory: Path, bits: Mapping[str, float]) -> dict[str, dict[
 
 
 def matching_bits(options: argparse.Namespace) -> dict[str, float]:
-    """For each type of ggml the bits of coded integers that stand beside it."""
+    """The bits of coded integers to compare with each ggml type."""
     if options.bits:
         return dict(zip(options.formats, options.bits, strict=True))
     from benches.quality.frontier import matching
@@ -372,7 +372,7 @@ def stored_bytes(side: Path) -> int:
 
 
 def contest(sides: Mapping[str, Path], options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Medians of each side's rounds, after one to warm up, and the size of its model."""
+    """Medians of each side's rounds after one warm-up, and the size of its model."""
     processes = {}
     for name, path in sides.items():
         command = [sys.executable, "-m", __spec__.name, "--side", str(path)]
@@ -403,7 +403,7 @@ def contest(sides: Mapping[str, Path], options: argparse.Namespace) -> dict[str,
 
 
 def contest_formats(options: argparse.Namespace) -> dict[str, Any]:
-    """For each type of ggml the figures of both sides, and ours over theirs."""
+    """The figures of both sides for each ggml type, and their ratios."""
     bits, figures = matching_bits(options), dict[str, Any]()
     sides = build_formats(options.directory, bits)
     for kind in () if options.only_build else options.formats:
@@ -420,13 +420,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--types", nargs="*", default=["Q4_0", "IQ4_NL"])
-    parser.add_argument("--formats", nargs="*", default=[], help="types that coded integers stand beside")
+    parser.add_argument("--formats", nargs="*", default=[], help="types to compare coded integers with")
     parser.add_argument("--losses", type=Path, nargs="+", default=sorted(Path("benches/results").glob("ggml-*.json")))
-    parser.add_argument("--bits", type=float, nargs="*", help="of coded integers, instead of those of equal loss")
+    parser.add_argument("--bits", type=float, nargs="*", help="bits of coded integers, instead of those of equal loss")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=LAYERS, help="fewer for a trial")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="layers; fewer for a trial")
     parser.add_argument("--directory", type=Path, default=Path("build/llama"))
     parser.add_argument("--only-build", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("build/llama.json"))

@@ -24,7 +24,7 @@ SIDES = ("bfloat16", "packed")
 
 
 def status(name: str) -> int:
-    """A line of the process's status, in bytes."""
+    """A line of the process's status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 

@@ -43,7 +43,7 @@ def layer() -> np.ndarray:
 
 
 def write(path: Path, blob: np.ndarray, chunk: int) -> None:
-    """Write the layers in chunks of so many bytes: the kernel takes folios of the page cache as large as a write."""
+    """Write the layers in chunks of the given bytes: folios of the page cache get the size of a write."""
     with open(path, "wb", buffering=0) as file:
         for _ in range(LAYERS):
             for start in range(0, blob.nbytes, chunk):
@@ -81,7 +81,7 @@ def copied(path: Path, advice: int) -> mmap.mmap:
 
 
 def huge_bytes(address: int) -> int:
-    """How many bytes of the mapping that begins at an address are mapped by pages of 2 MB."""
+    """The bytes in pages of 2 MB of the mapping that begins at an address."""
     found, total = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, _, value = line.partition(":")
@@ -105,7 +105,7 @@ class Kind:
         self.data, self.rates = data, list[float]()
 
     def round(self, seed: int) -> float:
-        """Take every expert once; bytes a second."""
+        """Use every expert once; return bytes per second."""
         random = np.random.default_rng(seed)
         jobs = []
         for matrix in self.matrices:
@@ -119,7 +119,7 @@ class Kind:
 
 
 def kinds(directory: Path, blob: np.ndarray) -> Iterator[tuple[str, Callable[[], mmap.mmap]]]:
-    """Name and maker of each kind that this machine has."""
+    """Name and constructor of each kind that this machine supports."""
     files = [directory / name for name in ("large", "small", "cold", "advised", "random", "populated")]
     for path in files:
         write(path, blob, 4096 if path.name == "small" else 1 << 24)

@@ -44,7 +44,7 @@ EXPERT_TOKENS, ALL_TOKENS = 65_536, 262_144
 
 @dataclass(frozen=True)
 class Part:
-    """Matrices of one shape: how many Mixtral-8x7B has, how many different inputs they have, and tokens of each."""
+    """Matrices of one shape: their number in Mixtral-8x7B, the number of different inputs, and tokens of each."""
 
     name: str
     rows: int
@@ -87,7 +87,7 @@ def gaussian(part: Part, device: torch.device, seed: int = 0) -> torch.Tensor:
 
 
 def milo(part: Part, device: torch.device, threads: int) -> dict[str, Any]:
-    """Seconds of a matrix, and of as many at a time as there are threads."""
+    """Seconds per matrix, alone and with one matrix per thread."""
     clock, settings = Clock(device), JointSettings()
     weights = [gaussian(part, device, seed) for seed in range(threads if device.type == "cpu" else 1)]
 
@@ -118,7 +118,7 @@ def milo(part: Part, device: torch.device, threads: int) -> dict[str, Any]:
 
 
 def by_gptq(part: Part, device: torch.device, tokens: int) -> dict[str, Any]:
-    """Seconds of a Hessian and of a matrix."""
+    """Seconds per Hessian and per matrix."""
     clock, weights = Clock(device), gaussian(part, device)
     x = torch.randn(tokens, part.columns, device=device)
     hessian = torch.zeros(1, part.columns, part.columns, device=device)
@@ -131,7 +131,7 @@ def by_gptq(part: Part, device: torch.device, tokens: int) -> dict[str, Any]:
 
 
 def slowly(matrices: torch.Tensor, rank: int) -> torch.Tensor:
-    """Errors of the alternation as it is without shortcuts."""
+    """Errors of the alternation without shortcuts."""
     solver, fast = LeastSquares(), joint.decompose
     joint.decompose = lambda residual, rank, start=None: (truncated_svd(residual, rank), None)
     try:
@@ -167,7 +167,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=["milo", "gptq", "quality"], default=["milo", "gptq"])
-    parser.add_argument("--parts", type=int, nargs="*", default=range(len(MIXTRAL)), help="numbers of shapes")
+    parser.add_argument(
+        "--parts", type=int, nargs="*", default=range(len(MIXTRAL)), help="indices of the shapes to measure"
+    )
     parser.add_argument("--tokens", type=int, help="tokens of a measured Hessian; default 256, on a GPU 8192")
     parser.add_argument("--models", type=Path, nargs="*", default=[])
     parser.add_argument("--json", type=Path)

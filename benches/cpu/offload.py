@@ -2,11 +2,11 @@
 
     python -m benches.cpu.offload [--model experts|channels] [--share 0.33] [--tokens 48] [--directory DIR]
 
-`experts`: the synthetic model of benches/cpu/llama.py, with 64 experts per layer, of which each token uses 8 at random:
+`experts`: the synthetic model of benches/cpu/llama.py, with 64 experts per layer; each token uses 8 at random:
 the worst case for any cache.
 
 `channels`: a model with two layers of Mixtral's shapes (8 experts of 3 x 14336 x 4096, 2 per token, at random), packed
-as by `floe`: random up projections of 2 bits, random int8 records, of which a token uses a fifth. The hit rate of a
+as by `floe`: random up projections of 2 bits, random int8 records; a token uses a fifth of them. The hit rate of a
 cache depends on how much tokens agree on channels, so rows of up projections have log-normally distributed scales
 (`SKEW`), largest first, as stored by `floe`. Streaming single channels is compared with whole experts of the same
 directory in the same memory, and with mapped files. Building the model takes 9 GB of memory.
@@ -47,10 +47,10 @@ from benches.tools import machine
 PAGE = mmap.PAGESIZE
 
 PROCESS = 480 << 20
-"""Bytes for Python, torch and activations beside the weights."""
+"""Bytes for Python, torch and activations, in addition to the weights."""
 
 MIXTRAL = {"HIDDEN": 4096, "INNER": 14336, "EXPERTS": 8, "TOP_K": 2, "LAYERS": 2}
-"""What the model of `channels` has in place of the shapes of benches/cpu/llama.py."""
+"""Shapes of the model of `channels` that differ from benches/cpu/llama.py."""
 
 KEPT = 0.17
 """The share of that model's records for which a third of its bytes has room, beside what every token needs."""
@@ -65,7 +65,7 @@ tokens, and the tenth that is wanted least by 2 %."""
 
 @contextmanager
 def group(limit: int) -> Iterator[Path | None]:
-    """A control group whose memory is limited, page cache included; None where the system does not let us."""
+    """A control group with limited memory, page cache included; None if the system does not permit it."""
     parents = {Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes", Path("/sys/fs/cgroup"): "memory.max"}
     for parent, name in parents.items():
         path = parent / f"moepack-{os.getpid()}"
@@ -83,7 +83,7 @@ def group(limit: int) -> Iterator[Path | None]:
 
 
 def run(side: str, directory: Path, memory: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of a side, measured in a process of its own."""
+    """The figures of a side, measured in a separate process."""
     for file in directory.glob("*.safetensors"):
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -102,7 +102,7 @@ def run(side: str, directory: Path, memory: int, options: argparse.Namespace) ->
 
 
 def choose_at_random(model: Any, random: np.random.Generator) -> None:
-    """Let every token take random experts; weights stay those of the router."""
+    """Let every token choose random experts; weights remain the router's."""
     import torch
 
     from moepack.modules.experts import PackedExperts
@@ -118,7 +118,7 @@ def choose_at_random(model: Any, random: np.random.Generator) -> None:
 
 
 def made_up() -> Any:
-    """A method that packs random up projections and records, whose thresholds skip `SKIPPED` of random inputs."""
+    """A method that packs random up projections and records, with thresholds that skip `SKIPPED` of random inputs."""
     from statistics import NormalDist
 
     from moepack import _core
@@ -157,7 +157,7 @@ def made_up() -> Any:
             return (np.round(16 * np.exp(normal)) / 16 / 4096).clip(1 / 65536).astype(np.float32)
 
         def threshold(self, columns: int) -> float:
-            """What the share `SKIPPED` of outputs for inputs of mean square 1 is below."""
+            """The threshold below which the share `SKIPPED` of outputs lies, for inputs of mean square 1."""
             deviations = self.scales(llama.INNER) * np.sqrt(1.25 * columns)
             low, high = 0.0, 10 * float(deviations.max())
             for _ in range(50):
@@ -170,7 +170,7 @@ def made_up() -> Any:
 
 
 def build_channels(directory: Path) -> Path:
-    """The packed model of `channels`, if it is not there yet."""
+    """Build the packed model of `channels`, unless it exists."""
     if not (directory / "packed").exists():
         from moepack.pipeline import compress
 
@@ -181,7 +181,7 @@ def build_channels(directory: Path) -> Path:
 
 
 def bytes_of_a_token(share: float) -> None:
-    """Print megabytes that a token of `channels` reads, and kilobytes of a read, where a share of records is kept."""
+    """Print megabytes per token of `channels` and kilobytes per read if a share of records is kept."""
     method, random, record = made_up(), np.random.default_rng(0), 2 * (llama.HIDDEN + llama.HIDDEN // 64 * 2)
     scales, threshold = method.scales(llama.INNER), method.threshold(llama.HIDDEN) / np.sqrt(1.25 * llama.HIDDEN)
     tokens = [np.flatnonzero(np.abs(random.standard_normal(llama.INNER)) * scales >= threshold) for _ in range(64)]
@@ -281,13 +281,15 @@ def main() -> None:
     """Build, measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("experts", "channels"), default="experts")
-    parser.add_argument("--share", type=float, default=1 / 3, help="of the packed model's bytes that fit into memory")
+    parser.add_argument(
+        "--share", type=float, default=1 / 3, help="share of the packed model's bytes that fit into memory"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="default build/llama or build/channels")
     parser.add_argument("--out", type=Path, default=Path("build/offload.json"))
-    parser.add_argument("--bytes", action="store_true", help="compute what channels must read, and no more")
+    parser.add_argument("--bytes", action="store_true", help="only compute the bytes that channels must read")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

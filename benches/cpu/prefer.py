@@ -27,7 +27,7 @@ from moepack.pipeline.estimate import estimate
 
 
 def compare(path: Path, bits: float, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each preference."""
+    """One row per preference."""
     compared = Comparison(path, options.text, options.chars, options.device)
     loaded: dict[str, Any] = {}
     rows = []
@@ -50,7 +50,7 @@ def compare(path: Path, bits: float, options: argparse.Namespace) -> list[dict[s
 
 
 def tokens_per_second(models: list[Any], options: argparse.Namespace) -> list[float]:
-    """Medians over rounds in which the models take turns."""
+    """Medians over rounds that alternate between the models."""
     prompt = torch.arange(PROMPT)[None] * 31 % (models[0].config.vocab_size - 3) + 3
     times: list[list[float]] = [[] for _ in models]
     for _ in range(options.rounds + 1):

@@ -46,12 +46,12 @@ D_MODEL, D_FF, EXPERTS, VOCABULARY, SENTINELS = 768, 3072, 128, 32128, 100
 #: google/switch-c-2048: d_model, d_ff, experts, sparse layers; 1.57 * 10^12 expert weights.
 C2048 = (2080, 6144, 2048, 30)
 READY, CLOCK = "ready", os.sysconf("SC_CLK_TCK")
-#: Words of the made-up calibration text; what it says is of no consequence.
+#: Words of the synthetic calibration text; its content does not matter.
 WORDS = ("river", "stone", "light", "under", "walked", "slowly", "and", "then", "nobody", "knew", "where", "it", "was")
 
 
 def config(layers: int, experts: int) -> SwitchTransformersConfig:
-    """Half of the sparse layers in the encoder, half in the decoder, each behind a dense one."""
+    """Half of the sparse layers are in the encoder and half in the decoder, each after a dense one."""
     return SwitchTransformersConfig(
         vocab_size=VOCABULARY, d_model=D_MODEL, d_kv=64, d_ff=D_FF, num_heads=12, num_experts=experts,
         num_layers=layers, num_sparse_encoder_layers=layers // 2,
@@ -95,7 +95,7 @@ def build(directory: Path, layers: int, experts: int) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     text = " ".join(WORDS[(i * i + i // 7) % len(WORDS)] for i in range(1 << 18))
     (directory.parent / "calibration.txt").write_text(text)
-    os.sync()  # what is measured does not wait for what was built
+    os.sync()  # the measurement must not wait for the build's writes
 
 
 def _tensors(group: dict[str, torch.Size], pool: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,7 +108,7 @@ def _tensors(group: dict[str, torch.Size], pool: torch.Tensor) -> Iterator[tuple
 
 
 def work(options: argparse.Namespace) -> None:
-    """The measured process: compress, print what it took."""
+    """The measured process: compress and print time and memory."""
     from moepack.methods import Qmoe, create
     from moepack.pipeline import compress
 
@@ -136,7 +136,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def measure_shared(method: str, workers: int, options: argparse.Namespace) -> dict[str, float]:
-    """Wall and processor seconds of a job shared by so many workers, or done by one thread where there are none."""
+    """Wall and processor seconds of a job on a number of workers, or on one thread without workers."""
     command = [sys.executable, "-m", __spec__.name, "--work", method, "--directory", str(options.directory)]
     command += ["--threads", "1"]
     command += ["--samples", str(options.samples), "--group", str(options.group), "--codes", options.codes]
@@ -160,7 +160,7 @@ def measure_shared(method: str, workers: int, options: argparse.Namespace) -> di
 
 
 def family_seconds(process: int) -> dict[int, float]:
-    """Processor seconds of a process and of all that descend from it, by their numbers."""
+    """Processor seconds of a process and all its descendants, by process id."""
     parents, seconds = {}, {}
     for place in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -174,7 +174,7 @@ def family_seconds(process: int) -> dict[int, float]:
 
 
 def show_shared(method: str, runs: dict[int, dict[str, float]]) -> None:
-    """A line a number of workers, and the extrapolation."""
+    """One line per number of workers, and the extrapolation."""
     alone = runs[0]["cpu"]
     for workers, run in runs.items():
         who = f"{workers} worker{'s' if workers > 1 else ''}" if workers else "one thread"
@@ -210,7 +210,7 @@ def measure(method: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def share(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Measure, show and save each method with each number of workers."""
+    """Measure, print and save each method with each number of workers."""
     for method in options.methods:
         runs = {workers: measure_shared(method, workers, options) for workers in (0, *options.workers)}
         show_shared(method, runs)
@@ -222,7 +222,7 @@ def share(options: argparse.Namespace, results: dict[str, Any]) -> None:
 
 
 def solver_operations(d_model: int, d_ff: int) -> float:
-    """Multiplications of GPTQ for each weight: R C^2 of compensation and C^3 / 3 of factorisation a matrix."""
+    """Multiplications of GPTQ per weight: R C^2 for compensation and C^3 / 3 for factorization of a matrix."""
     shapes = ((d_ff, d_model), (d_model, d_ff))
     return sum(rows * columns**2 + columns**3 / 3 for rows, columns in shapes) / (2 * d_model * d_ff)
 
@@ -234,7 +234,7 @@ def c2048_weights() -> float:
 
 
 def show(method: str, figures: dict[str, float]) -> None:
-    """One line a method, and the extrapolation."""
+    """One line per method, and the extrapolation."""
     billions = figures["weights"] / 1e9
     wall, cpu = figures["seconds"] / billions, figures["cpu"] / billions
     memory = f"{figures['RssAnon'] / 1e9:.2f} GB anonymous, {figures['VmHWM'] / 1e9:.2f} GB with mapped files"
@@ -248,23 +248,23 @@ def show(method: str, figures: dict[str, float]) -> None:
     total = c2048_weights() / 1e9
     factor = solver_operations(d_model, d_ff) / solver_operations(D_MODEL, D_FF) if method == "qmoe" else 1.0
     days, cores = (seconds * factor * total / 86400 for seconds in (wall, cpu))
-    print(f"         c2048, {total:.0f} * 10^9 weights, {factor:.2f} times the time a weight: {days:.1f} days here,")
+    print(f"         c2048, {total:.0f} * 10^9 weights, {factor:.2f} times the time per weight: {days:.1f} days here,")
     print(f"         {cores:.1f} days of one core")
 
 
 ASSUMPTIONS = """
-The extrapolation assumes for c2048 (d_model 2080, d_ff 6144, 2048 experts, 30 sparse layers): for ternary the time a
-weight measured here; for qmoe that times the ratio of GPTQ's multiplications a weight (R C^2 + C^3 / 3 a matrix),
-though the part that runs the model and sums Hessians grows less; as many calibration tokens an expert as here; and
-reading 3.1 TB from a disk no slower than the computation. One layer's codes take a byte a weight: 52 GB there."""
+Assumptions for c2048 (d_model 2080, d_ff 6144, 2048 experts, 30 sparse layers): ternary takes the time per weight
+measured here; qmoe takes that time multiplied by the ratio of GPTQ's multiplications per weight (R C^2 + C^3 / 3 per
+matrix), although the passes of the model and the sums of Hessians grow less; experts receive as many calibration
+tokens as here; 3.1 TB are read from a disk that is no slower than the computation. One layer's codes take one byte per
+weight, 52 GB."""
 
 
 SHARED_ASSUMPTIONS = """
-The extrapolation takes the most processor time a weight that was measured here, for any number of workers, and assumes
-that it stays what it is for matrices of c2048 and on its cores; that the driver's part of it stays small (it copies
-packed bytes into shards: for 0.8 to 8 bits a weight, 160 GB to 1.6 TB of reading, checksums and writing); that tensors
-are even (60 of 26 * 10^9 weights, each on a machine of its own, whose threads share its experts); and that shared
-storage gives 3.1 TB in that time to all machines together."""
+Assumptions: the largest processor time per weight measured here, over all numbers of workers, also holds for matrices
+of c2048 and on its cores; the driver's share stays small (it copies packed bytes into shards: for 0.8 to 8 bits per
+weight, 160 GB to 1.6 TB of reading, checksums and writing); tensors are equal (60 of 26 * 10^9 weights, each on one
+machine, whose threads share its experts); shared storage delivers 3.1 TB in that time to all machines together."""
 
 
 def main() -> None:
@@ -275,11 +275,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="calibration samples of 512 tokens")
     parser.add_argument("--group", type=int, default=16, help="experts solved together")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--codes", default="plain", help="of rate: plain or dependent")
-    parser.add_argument("--device", default="cpu", help="where qmoe runs the model and the solver")
-    parser.add_argument("--directory", type=Path, help="where the checkpoint goes; default: a temporary directory")
+    parser.add_argument("--codes", default="plain", help="codes of `rate`: plain or dependent")
+    parser.add_argument("--device", default="cpu", help="device for qmoe's model and solver")
+    parser.add_argument("--directory", type=Path, help="folder for the checkpoint; default: a temporary directory")
     parser.add_argument("--save", type=Path, help="JSON file for the figures")
-    parser.add_argument("--workers", type=int, nargs="+", help="share the work by so many workers, in turn")
+    parser.add_argument("--workers", type=int, nargs="+", help="numbers of workers, measured one after another")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--cluster", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -41,7 +41,7 @@ TEXT = "{number} clients asked. She opened the door and saw that the sea was not
 
 @contextmanager
 def running(command: list[str], port: int) -> Iterator[int]:
-    """A server's process id, once it answers."""
+    """The process id of a server, once it answers."""
     with subprocess.Popen(
         [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
@@ -66,7 +66,7 @@ def ask(port: int, method: str, path: str, body: Any = None) -> http.client.HTTP
 
 
 def stream(port: int, name: str, tokens: int, number: int) -> tuple[float, int]:
-    """One answer: seconds to its first piece, and its tokens."""
+    """Request one answer: seconds to its first piece, and its tokens."""
     body = {"model": name, "prompt": TEXT.format(number=number), "max_tokens": tokens, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
     start, first, made = time.perf_counter(), 0.0, 0
@@ -80,7 +80,7 @@ def stream(port: int, name: str, tokens: int, number: int) -> tuple[float, int]:
 
 
 def load(port: int, name: str, clients: int, tokens: int, seconds: float) -> dict[str, float]:
-    """Clients that ask again and again for some time."""
+    """Run clients that send requests for some time."""
     until, start = time.perf_counter() + seconds, time.perf_counter()
 
     def client(number: int) -> list[tuple[float, int]]:
@@ -101,7 +101,7 @@ def load(port: int, name: str, clients: int, tokens: int, seconds: float) -> dic
 
 
 def own_memory(process: int) -> int:
-    """Bytes of a process that are no mapped files."""
+    """Bytes of a process without mapped files."""
     found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
     assert found
     return 1024 * int(found[1])
@@ -129,7 +129,7 @@ def measure(name: str, command: list[str], options: argparse.Namespace) -> dict[
 
 
 def tokenizer(directory: Path) -> None:
-    """Write a byte-level tokenizer of at most as many tokens as the model has."""
+    """Write a byte-level tokenizer with at most as many tokens as the model."""
     import tokenizers
     import transformers
 
@@ -146,7 +146,7 @@ def tokenizer(directory: Path) -> None:
 
 
 def random_models(directory: Path) -> dict[str, Path]:
-    """The random model by side, made where it is not there."""
+    """The random model by side, built if missing."""
     from moepack.export import export
     from moepack.methods.finequant import FineQuant
     from moepack.pipeline import compress
@@ -165,7 +165,7 @@ def random_models(directory: Path) -> dict[str, Path]:
 
 
 def peer(options: argparse.Namespace) -> None:
-    """Run llama.cpp's server until it is ended."""
+    """Run llama.cpp's server until it is stopped."""
     import xllamacpp
 
     settings = xllamacpp.CommonParams()
@@ -178,7 +178,7 @@ def peer(options: argparse.Namespace) -> None:
 
 
 def contest(commands: dict[str, list[str]], options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of servers that take turns: medians over rounds."""
+    """The figures of alternating servers: medians over rounds."""
     rounds = [
         {name: measure(name, command, options) for name, command in commands.items()} for _ in range(options.rounds)
     ]
@@ -195,12 +195,12 @@ def contest(commands: dict[str, list[str]], options: argparse.Namespace) -> dict
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?")
-    parser.add_argument("--random", action="store_true", help="the random model, beside llama.cpp's server")
-    parser.add_argument("--directory", type=Path, default=Path("build/serve"), help="where the random model is made")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of both servers")
+    parser.add_argument("--random", action="store_true", help="compare the random model with llama.cpp's server")
+    parser.add_argument("--directory", type=Path, default=Path("build/serve"), help="folder for the random model")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of both servers")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=10.0, help="How long each number of clients asks.")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds for each number of clients")
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("build/serve.json"))

@@ -32,7 +32,7 @@ from moepack.serving.text.sampling import Sampling
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GROWTH = 32 << 20
-"""Bytes by which own memory may grow after the first quarter: what the allocator keeps varies so much."""
+"""Permitted growth of private memory after the first quarter in bytes: the allocator's reserve varies by this much."""
 
 
 def methods(text: Path) -> dict[str, moepack.methods.Method]:
@@ -43,7 +43,7 @@ def methods(text: Path) -> dict[str, moepack.methods.Method]:
 
 
 def use(model: Path, work: Path, method: moepack.methods.Method) -> None:
-    """Everything once."""
+    """Use every function once."""
     out = moepack.compress(model, work / "out", method=method).path
     report = moepack.verify(out)
     if not report.ok:
@@ -54,7 +54,7 @@ def use(model: Path, work: Path, method: moepack.methods.Method) -> None:
 
 
 def state() -> dict[str, int]:
-    """What must not grow."""
+    """The quantities that must not grow."""
     gc.collect()
     return {
         "own memory": anonymous_bytes() or 0,
@@ -64,7 +64,7 @@ def state() -> dict[str, int]:
 
 
 def soak(models: list[Path], minutes: float) -> dict[str, object]:
-    """Rounds until the time is over."""
+    """Run rounds until the time is over."""
     start, rounds, uses, settled = time.monotonic(), 0, 0, None
     refused: set[str] = set()
     chosen = methods(EXAMPLES / "texts" / "white-fang.txt")
@@ -89,7 +89,7 @@ def soak(models: list[Path], minutes: float) -> dict[str, object]:
 
 
 def main() -> None:
-    """Read the arguments, run, judge."""
+    """Parse the arguments, run, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--model", type=Path, nargs="+", default=[EXAMPLES / "tiny-moe"])

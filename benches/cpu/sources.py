@@ -94,7 +94,7 @@ def build(method: str, directory: Path, layers: int, experts: int) -> None:
 
 
 def measure(method: str, layers: int, experts: int) -> dict[str, Any]:
-    """Compress a made-up checkpoint in another process."""
+    """Compress a synthetic checkpoint in another process."""
     with tempfile.TemporaryDirectory(prefix="moepack-sources-") as folder:
         source = Path(folder) / "source"
         source.mkdir()

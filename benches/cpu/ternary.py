@@ -43,13 +43,13 @@ def encode(rows: int, columns: int, code: str) -> moepack.TernaryTensor:
 
 
 def ratio(code: str) -> float:
-    """Bytes of bf16 over bytes of the code, all metadata counted, on 2080x6144 and 6144x2080 together."""
+    """Bytes in bf16 over coded bytes with all metadata, on 2080x6144 and 6144x2080 together."""
     tensors = [encode(rows, columns, code) for rows, columns in ((2080, 6144), (6144, 2080))]
     return sum(2 * rows * columns for rows, columns in (t.shape for t in tensors)) / sum(t.nbytes for t in tensors)
 
 
 def encoding_speed(code: str, seconds: float) -> float:
-    """10^9 weights a second of encoding codes to bytes."""
+    """Speed of encoding in 10^9 weights per second."""
     generator = np.random.default_rng(0)
     codes = random_codes(2080, 6144, generator)[None]
     levels = np.tile(np.array([-0.5, 0.5], np.float32), (1, 2080, 1))
@@ -86,7 +86,7 @@ def peers(rows: int, columns: int, tokens: int, isas: list[str]) -> list[Peer]:
 
 
 def measure(rows: int, columns: int, tokens: int, isas: list[str], seconds: float) -> dict[str, float]:
-    """10^9 weights a second of each peer: the median of calls that take turns."""
+    """10^9 weights per second of each peer: the median of alternating calls."""
     contest = peers(rows, columns, tokens, isas)
     for peer in contest:
         peer.multiply(0)
@@ -102,7 +102,7 @@ def main() -> None:
     """Run everything and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each measurement of each peer")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds per measurement and peer")
     parser.add_argument("--isa", nargs="*", default=_core.available_isas())
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16])
     parser.add_argument("--out", type=Path, default=Path("build/ternary.json"))

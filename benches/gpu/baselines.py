@@ -1,4 +1,4 @@
-"""What packed weights are compared with on a GPU: bfloat16 through torch, torch's int4, kernels of other projects."""
+"""Baselines for packed weights on a GPU: bfloat16 in torch, torch's int4, kernels of other projects."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ GROUP = 64
 
 
 def linear(rows: int, columns: int) -> dict[str, tuple[int, Callable[[], Product]]]:
-    """Bytes and maker of a product by each peer's form of a random matrix."""
+    """Bytes and constructor of each peer's product with a random matrix."""
     weights = rows * columns
     found: dict[str, tuple[int, Callable[[], Product]]] = {"bf16": (2 * weights, lambda: _bf16(rows, columns))}
     if columns % 1024 == 0 and rows % 8 == 0:
@@ -57,7 +57,7 @@ def experts(count: int, outer: int, inner: int) -> tuple[Tensor, Tensor]:
 
 
 def grouped_layer(both: Tensor, down: Tensor, x: Tensor, index: Tensor, scales: Tensor) -> Tensor:
-    """A layer as transformers runs it: slots sorted by expert, two grouped products, sums of a token's outputs."""
+    """A layer as in transformers: slots sorted by expert, two grouped products, sums of a token's outputs."""
     tokens, top_k = index.shape
     order = index.flatten().argsort(stable=True)
     counts = torch.histc(index.flatten().float(), both.shape[0], 0, both.shape[0] - 1)

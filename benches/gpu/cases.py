@@ -1,4 +1,4 @@
-"""What check.py and speed.py run: families of kernels, each with the packed tensors that it makes of random weights.
+"""The cases of check.py and speed.py: families of kernels with packed tensors of random weights.
 
 A family is a module beside this one with `SPECIFICATIONS`, a name and a function for each kind of tensor:
 `make(experts, rows, columns, seed)` gives the bytes, with values of about
@@ -27,7 +27,7 @@ Make = partial[NDArray[np.uint8]]
 
 
 def specifications(families: list[str]) -> dict[str, Make]:
-    """The kinds of tensor of some families, by name; a family whose module is missing has none."""
+    """The kinds of tensor of several families by name; none for a family whose module is missing."""
     found: dict[str, Make] = {}
     for family in families:
         try:
@@ -49,13 +49,13 @@ def on_device(data: NDArray[np.uint8]) -> DeviceMatrix:
 
 
 def seen(matrix: DeviceMatrix, x: torch.Tensor) -> torch.Tensor:
-    """What the products of a matrix see of activations [N, C], float64."""
+    """The activations [N, C] as the products of a matrix see them, float64."""
     rounded = getattr(import_module(f"{__package__}.{MODULES[matrix.kind]}"), "seen", None)
     return rounded(matrix.details, x) if rounded else x.double()
 
 
 def copies(matrix: DeviceMatrix, count: int) -> list[DeviceMatrix]:
-    """A packed tensor and copies of it, so that none is in the cache when its turn comes."""
+    """A packed tensor and enough copies that none stays in the cache."""
     fields = matrix.shape, matrix.kind, matrix.format, matrix.details, matrix.sections
     found = [matrix]
     for _ in range(count - 1):
@@ -65,14 +65,14 @@ def copies(matrix: DeviceMatrix, count: int) -> list[DeviceMatrix]:
 
 
 def routing(tokens: int, top_k: int, experts: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random experts of each token, all different, and their weights."""
+    """Different random experts for each token, and their weights."""
     scores = torch.rand(tokens, experts, generator=generator)
     weights, index = scores.topk(top_k, dim=-1)
     return index.cuda(), (weights / weights.sum(-1, keepdim=True)).cuda()
 
 
 def device_name() -> dict[str, Any]:
-    """What the figures depend on."""
+    """The device and versions that the figures depend on."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "device": properties.name,
@@ -83,7 +83,7 @@ def device_name() -> dict[str, Any]:
 
 
 def repeated(data: NDArray[np.uint8], experts: int, rows: int) -> NDArray[np.uint8]:
-    """Make a larger tensor of the same blocks of 16 rows, over and over.
+    """Make a larger tensor by repeating blocks of 16 rows.
 
     Args:
         data: a tensor of one expert, whose header of 128 bytes has the numbers of experts and rows at bytes 16 and 24.

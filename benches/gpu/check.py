@@ -1,5 +1,6 @@
-"""Every kernel against float64 products of the core's values, on a GPU: fresh random inputs, poisoned outputs, odd
-shapes, skipped and repeated experts, graphs replayed with another routing, a busy second stream, the same bits again.
+"""Compares every kernel with float64 products of the core's values on a GPU: random inputs, poisoned outputs, odd
+shapes, skipped and repeated experts, graphs replayed with another routing, a busy second stream, and equal bits in a
+second run.
 
     PYTHONPATH=python python -m benches.gpu.check [--families groupwise] [--only NAME] [--seed N]
 """
@@ -18,18 +19,18 @@ from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.matrix import DeviceMatrix
 
 EXACT = 1e-5
-"""Bound of the relative error where only sums are rounded."""
+"""Bound of the relative error if only sums are rounded."""
 
 GATED = 1.7
-"""What silu(gate) * up makes of the independent errors of gate and up: the norm of 1 and of the derivative of silu's
+"""The factor of silu(gate) * up on the independent errors of gate and up: the norm of 1 and of the derivative of silu's
 logarithm, at most 1.3 for products of about one."""
 
 ROUNDED = 5e-4
-"""Where activations are float32, of which kernels keep 11 bits."""
+"""The bound for float32 activations; kernels keep 11 of their bits."""
 
 
 def error(out: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over that of the result; not-a-number is infinite."""
+    """The norm of the difference relative to that of the result; NaN counts as infinite."""
     difference = (out.double() - expected).norm() / expected.norm().clamp_min(1e-30)
     return float(difference) if bool(out.isfinite().all()) else float("inf")
 
@@ -45,7 +46,7 @@ class Case:
         self.experts, self.inner, self.outer = experts, inner, outer
 
     def hidden(self, x: Tensor, index: Tensor) -> Tensor:
-        """What `gated` should write; rows of experts that do not exist stay poisoned."""
+        """The expected output of `gated`; rows of missing experts stay poisoned."""
         out = torch.full((index.numel(), self.inner), float("nan"), dtype=torch.float64, device="cuda")
         for slot, expert in enumerate(index.flatten().tolist()):
             if 0 <= expert < self.experts:
@@ -54,7 +55,7 @@ class Case:
         return out
 
     def combined(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """What `combine` should write."""
+        """The expected output of `combine`."""
         out = torch.zeros(len(index), self.outer, dtype=torch.float64, device="cuda")
         for slot, expert in enumerate(index.flatten().tolist()):
             if 0 <= expert < self.experts:
@@ -64,7 +65,7 @@ class Case:
 
 
 def poisoned(*shape: int) -> Tensor:
-    """A float32 output that nothing has written."""
+    """A float32 output filled with NaN."""
     return torch.full(shape, float("nan"), device="cuda")
 
 
@@ -77,7 +78,7 @@ def check_linear(case: Case, matrix: DeviceMatrix, values: Tensor, tokens: int, 
 
 
 def check_layer(case: Case, index: Tensor, weights: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """The errors of the two launches of a layer, which run twice and must give the same bits."""
+    """The errors of the two launches of a layer; two runs must give the same bits."""
     x = torch.randn(len(index), case.outer, device="cuda").to(dtype)
     expected = case.hidden(x, index)
     active = ~expected[:, 0].isnan()
@@ -94,7 +95,7 @@ def check_layer(case: Case, index: Tensor, weights: Tensor, dtype: torch.dtype) 
 
 
 def check_graph(case: Case, generator: torch.Generator) -> float:
-    """The error of a captured layer that is replayed with other tokens and another routing, beside a busy stream."""
+    """The error of a captured layer replayed with other tokens and another routing, next to a busy stream."""
     tokens, top_k = 4, min(2, case.experts)
     x = torch.randn(tokens, case.outer, device="cuda").bfloat16()
     index, weights = routing(tokens, top_k, case.experts, generator)
@@ -149,10 +150,10 @@ def check_specification(make: Make, seed: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Check what is asked for; exit with 1 where an error is above its bound."""
+    """Run the requested checks; exit with 1 if an error exceeds its bound."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of specifications")
+    parser.add_argument("--only", nargs="*", default=[""], help="substrings of the names of specifications")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
     print(f"seed {options.seed}")

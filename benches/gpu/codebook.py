@@ -1,4 +1,4 @@
-"""Cases of codebook weights: activations as they are, rounded to 8 and 4 bits, and rotated."""
+"""Cases of codebook weights: activations unchanged, rounded to 8 and 4 bits, and rotated."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -25,7 +25,7 @@ that no sum of the magnitudes of products is off by more."""
 def make(
     experts: int, rows: int, columns: int, seed: int, *, bits: int, activation_bits: int, block: int, rotated: bool
 ) -> NDArray[np.uint8]:
-    """A packed tensor of random codes and centroids; more than 2^22 are the same 512 rows over and over."""
+    """A packed tensor of random codes and centroids; above 2^22 weights, 512 rows repeat."""
     large = experts * rows * columns > 1 << 22
     shape = (1, 512) if large else (experts, rows)
     random = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ def make(
 
 
 def seen(details: Mapping[str, Any], x: Tensor) -> Tensor:
-    """What products see of activations [N, C], float64: rotated, rounded on the grid of the CPU, rotated back."""
+    """The activations [N, C] as products see them, float64: rotated, rounded on the CPU's grid, rotated back."""
     width, bits = details["hadamard"], details["activation_bits"]
     if not bits:
         return x.double()
@@ -60,7 +60,7 @@ def seen(details: Mapping[str, Any], x: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, width: int) -> Tensor:
-    """Each `width` columns by Hadamard's matrix, in the core's order of operations."""
+    """Multiply each `width` columns by Hadamard's matrix, in the core's order of operations."""
     if width == 1:
         return x
     parts, half = x.reshape(-1, width), 1

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from moepack import _core
 
 STEPS = {2: 1.0, 3: 0.49, 4: 0.2425}
-"""Steps, in standard deviations, at which Gaussian codes have so many bits of entropy."""
+"""Steps in standard deviations, by the entropy of Gaussian codes in bits."""
 
 
 def make(
@@ -23,7 +23,7 @@ def make(
     outliers: float = 0.0,
     dependent: bool = False,
 ) -> NDArray[np.uint8]:
-    """A packed tensor of Gaussian codes; more than 2^22 are the same ones over and over.
+    """A packed tensor of Gaussian codes; above 2^22, they repeat.
 
     Args:
         experts: of the tensor.
@@ -45,7 +45,8 @@ def make(
     scales = (1 + random.random((experts, rows))).astype(np.float32) * STEPS[bits] * columns**-0.5
     scales = (scales.view(np.uint32) & 0xFFFF0000).view(np.float32)
     repeated = codes[np.arange(experts * rows) % count].reshape(experts, rows, columns)
-    return _core.encode_coded(repeated, scales, ndim=3, stream_rows=stream_rows, dependent=dependent)
+    symbols = "dependent" if dependent else "plain"
+    return _core.encode_coded(repeated, scales, ndim=3, stream_rows=stream_rows, symbols=symbols)
 
 
 def paths(indices: NDArray[np.int16]) -> NDArray[np.int16]:

@@ -1,4 +1,4 @@
-"""FloE's kernels on a GPU: products of chosen channels against float64, their times, and the compact transfer.
+"""Checks and times FloE's kernels on a GPU: products of chosen channels against float64, and the compact transfer.
 
 PYTHONPATH=python python -m benches.gpu.floe check [--seed N]
 PYTHONPATH=python python -m benches.gpu.floe speed [--results FILE]
@@ -36,13 +36,13 @@ MIXTRAL = 4096, 14336
 
 SPARSITIES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
 COPIES = 6
-"""Experts that take turns: their bytes are three times the cache's where nine tenths are skipped."""
+"""Alternating experts: at 90 % skipped channels, their bytes are three times the cache."""
 
 TRANSFERS = {"23 MB": 0.1, "47 MB": 0.2, "94 MB": 0.4}
 """Shares of the records of an expert in bfloat16."""
 
 SLEEP = 4_000_000
-"""Cycles for which a stream is busy while a transfer is queued: some 2 ms."""
+"""Cycles for which a stream is busy while a transfer is queued: about 2 ms."""
 
 
 class Layer(NamedTuple):
@@ -54,7 +54,7 @@ class Layer(NamedTuple):
 
 
 def records(experts: int, channels: int, columns: int, seed: int, bits: int, threshold: float) -> NDArray[np.uint8]:
-    """Packed records of random values of about `columns ** -0.5`; of more than 2^24 the same channels over and over."""
+    """Packed records of random values of about `columns ** -0.5`; above 2^24, channels repeat."""
     random, count = np.random.default_rng(seed), min(channels, max(1, (1 << 24) // columns))
     shape, scale = (experts, count, 2 * columns), columns**-0.5
     repeated = partial(np.take, indices=np.arange(channels) % count, axis=1)
@@ -85,7 +85,7 @@ def layer(experts: int, channels: int, columns: int, seed: int, bits: int, thres
 
 
 def expected(made: Layer, x: Tensor, index: Tensor, weights: Tensor, threshold: float) -> tuple[Tensor, int]:
-    """The equation in float64, by the up projection's outputs as the kernels have them, and channels computed."""
+    """The equation in float64 from the kernels' up projection outputs, and the number of computed channels."""
     experts, rows, _ = made.up.shape
     ups = torch.zeros(index.numel(), rows, device="cuda")
     kernels = kernels_of(made.up.kind)
@@ -104,7 +104,7 @@ def expected(made: Layer, x: Tensor, index: Tensor, weights: Tensor, threshold: 
 
 
 def check_layer(made: Layer, threshold: float, tokens: int, dtype: torch.dtype, generator: torch.Generator) -> float:
-    """The error of a layer that runs twice, then in a graph with another routing; counts and bits are asserted."""
+    """The error of a layer that runs twice and then in a graph with another routing; asserts counts and bits."""
     experts, _, columns = made.up.shape
     top_k = min(2, experts)
     index, weights = routing(tokens, top_k, experts, generator)
@@ -174,7 +174,7 @@ def check_refined(bits: int, tokens: int, dtype: torch.dtype, generator: torch.G
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check every width, odd shapes, batches, thresholds, records on the host; exit with 1 above the bound."""
+    """Check every width, odd shapes, batches, thresholds and records on the host; exit with 1 above the bound."""
     generator, failed = torch.Generator().manual_seed(options.seed), False
     torch.manual_seed(options.seed)
     for bits in (16, 8, 4):
@@ -251,8 +251,8 @@ def time_dense() -> float:
 
 
 def gigabytes(size: int, call: Callable[[], Any], *, behind: bool = False) -> float:
-    """10^9 bytes a second of a transfer on a stream of its own, the median of eleven; `behind`: queued behind other
-    work, so that its launch from Python is not counted."""
+    """10^9 bytes per second of a transfer on its own stream, the median of eleven; `behind`: queued after other
+    work, so that the launch from Python is not included."""
     stream, times = torch.cuda.Stream(), []
     for _ in range(12):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -268,7 +268,7 @@ def gigabytes(size: int, call: Callable[[], Any], *, behind: bool = False) -> fl
 
 
 def time_transfers() -> Iterator[dict[str, Any]]:
-    """Rates of chosen records to the GPU by each way."""
+    """Rates of each way to transfer chosen records to the GPU."""
     columns, channels = MIXTRAL
     source = torch.randint(0, 256, (channels, 4 * columns), dtype=torch.uint8).pin_memory()
     pageable = source.clone()

@@ -22,7 +22,7 @@ def make(
     symmetric: bool,
     dtype: torch.dtype,
 ) -> NDArray[np.uint8]:
-    """A packed tensor of random weights; more than 2^22 are the same 512 rows over and over."""
+    """A packed tensor of random weights; above 2^22, 512 rows repeat."""
     large = experts * rows * columns > 1 << 22
     shape = (1, 512, columns) if large else (experts, rows, columns)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * columns**-0.5

@@ -1,4 +1,4 @@
-"""Whole models on a GPU: loss and text beside the CPU's, tokens a second beside bfloat16's, memory of both.
+"""Compares whole models on a GPU with the CPU (loss, text) and with bfloat16 (tokens per second, memory).
 
     PYTHONPATH=python python -m benches.gpu.models --packed DIR ... --source DIR --text FILE [--large] [--results FILE]
 
@@ -36,7 +36,7 @@ LARGE = {"layers": 8, "experts": 128, "top_k": 8, "hidden": 2048, "inner": 768}
 
 @torch.inference_mode()
 def loss(model: Any, ids: torch.Tensor, width: int) -> float:
-    """Mean loss of windows of so many tokens, each by itself."""
+    """Mean loss of separate windows of a given length."""
     windows = ids[: len(ids) // width * width].view(-1, width).to(model.device)
     total = sum(
         functional.cross_entropy(model(window[None], use_cache=False).logits[0, :-1].float(), window[1:])
@@ -47,7 +47,7 @@ def loss(model: Any, ids: torch.Tensor, width: int) -> float:
 
 @torch.inference_mode()
 def decode(model: Any, ids: torch.Tensor, steps: int) -> tuple[list[int], float]:
-    """Tokens behind a prompt, and how many a second, the first ten left out."""
+    """Tokens after a prompt, and tokens per second without the first ten."""
     state = model(ids[None].to(model.device), use_cache=True)
     token, found, start = state.logits[:, -1].argmax(-1, keepdim=True), [], 0.0
     for step in range(steps):
@@ -69,7 +69,7 @@ def wait() -> None:
 
 @contextmanager
 def decoding(mode: str) -> Iterator[None]:
-    """Choose what decodes."""
+    """Choose the decoder."""
     set_decoding(mode)
     try:
         yield
@@ -83,10 +83,10 @@ def allocated() -> float:
 
 
 def speeds(model: Any, ids: torch.Tensor, steps: int = STEPS) -> dict[str, Any]:
-    """Tokens a second with and without graphs, and whether both find the same tokens."""
+    """Tokens per second with and without graphs, and whether both give the same tokens."""
     graph_tokens, graphs = decode(model, ids, steps)
     with decoding("transformers"):
-        decode(model, ids, steps)  # what is slow once at each length of the cache
+        decode(model, ids, steps)  # the first step of each cache length is slow
         tokens, plain = decode(model, ids, steps)
     same = next((place for place, pair in enumerate(zip(tokens, graph_tokens, strict=True)) if len({*pair}) > 1), steps)
     replayed = getattr(model.model.forward, "steps", 0)
@@ -108,13 +108,13 @@ def packed_model(directory: Path, device: str, ids: torch.Tensor) -> dict[str, A
 
 
 def plain_model(model: Any, ids: torch.Tensor, steps: int = STEPS) -> dict[str, Any]:
-    """Speed of a model in bfloat16, with recorded steps where that works."""
+    """Speed of a model in bfloat16, with recorded steps if possible."""
     model.model.forward = DecoderForward(model.model)
     return speeds(model, ids, steps)
 
 
 def large(device: str, family: str) -> Any:
-    """A model of random weights on a device: experts in bfloat16, or of a kind of packed tensor."""
+    """A model of random weights on a device, with experts in bfloat16 or in a packed format."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     experts, hidden, inner = LARGE["experts"], LARGE["hidden"], LARGE["inner"]
@@ -154,7 +154,7 @@ def large(device: str, family: str) -> Any:
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Run the requested measurements."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--packed", nargs="*", type=Path, default=[])
     parser.add_argument("--source", type=Path)

@@ -1,4 +1,4 @@
-"""Times of every kernel beside bfloat16 and torch's int4, on a GPU; medians of replayed graphs, cold weights.
+"""Times every kernel, bfloat16 and torch's int4 on a GPU: medians of replayed graphs with cold weights.
 
 Weights rotate among copies of 600 MB in all and more, so that none is in the cache; everything of one line runs in one
 process, one after the other. "decoded" is the path of prompts: weights to bfloat16, then cuBLAS.
@@ -25,7 +25,7 @@ from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.matrix import DeviceMatrix
 
 COLD = 600 << 20
-"""Bytes of weights that a graph reads before it comes back to the first."""
+"""Bytes of weights that a graph reads before it returns to the first."""
 
 LINEAR = {"Mixtral down": (4096, 14336), "Mixtral gate": (14336, 4096), "c4-large wo": (2080, 6144), "wi": (6144, 2080)}
 """Rows and columns of linear layers."""
@@ -34,7 +34,7 @@ TOKENS = (1, 16, 32, 64)
 
 
 class Sparse(NamedTuple):
-    """The experts of a layer of a model: their number, those of a token, the model's width and theirs."""
+    """The experts of a layer: number, experts per token, width of the model, width of an expert."""
 
     experts: int
     top_k: int
@@ -51,7 +51,7 @@ LAYER_TOKENS = (1, 16, 64)
 
 
 def microseconds(launches: list[Callable[[], Any]], replays: int = 15) -> float:
-    """The median time of a launch, in a graph of all of them, replayed."""
+    """The median time of a launch in a replayed graph of all launches."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         launches[0]()
@@ -72,12 +72,12 @@ def microseconds(launches: list[Callable[[], Any]], replays: int = 15) -> float:
 
 
 def rotated(nbytes: int) -> int:
-    """How many copies of so many bytes are cold."""
+    """The number of copies of the given bytes that exceed the cache."""
     return max(2, -(-COLD // nbytes))
 
 
 class Baselines:
-    """Times of bfloat16 and of other projects' kernels, each taken once a shape."""
+    """Times of bfloat16 and of other projects' kernels, measured once per shape."""
 
     def __init__(self) -> None:
         self.times: dict[Any, dict[str, float]] = {}
@@ -100,7 +100,7 @@ class Baselines:
         return self.times[key]
 
     def experts(self, layer: Sparse) -> dict[str, float]:
-        """Gate and up projections of a token's experts, as one matrix of all their rows and one by one."""
+        """Gate and up projections of a token's experts, as one matrix of all rows and as single matrices."""
         if layer not in self.times:
             shape = 2 * layer.top_k, layer.inner, layer.outer
             x = torch.randn(1, layer.outer, device="cuda").bfloat16()
@@ -111,7 +111,7 @@ class Baselines:
         return self.times[layer]
 
     def layer(self, layer: Sparse, tokens: int) -> dict[str, float]:
-        """The layer in bfloat16 through torch's grouped products."""
+        """The layer in bfloat16 with torch's grouped products."""
         key = layer, tokens
         if key not in self.times:
             weights = baselines.experts(layer.experts, layer.outer, layer.inner)
@@ -123,7 +123,7 @@ class Baselines:
 
 
 def inputs(layer: Sparse, tokens: int, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens with different routings, the same ones for everybody."""
+    """Tokens with different routings, equal for all peers."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(count):
         yield (
@@ -133,7 +133,7 @@ def inputs(layer: Sparse, tokens: int, count: int) -> Iterator[tuple[Tensor, Ten
 
 
 def time_linear(make: Make, rows: int, columns: int) -> Iterator[tuple[int, float, int, dict[str, float]]]:
-    """For each number of tokens: microseconds of a linear layer, its bytes, microseconds through decoded weights."""
+    """For each number of tokens: microseconds of a linear layer, its bytes, microseconds with decoded weights."""
     matrix = on_device(make(1, rows, columns, 1))
     kernels, nbytes = kernels_of(matrix.kind), matrix.data.numel()
     matrices = copies(matrix, rotated(nbytes))
@@ -155,7 +155,7 @@ def run_layer(
 
 
 def time_layer(make: Make, layer: Sparse) -> dict[int, tuple[float, int]]:
-    """Microseconds of a layer for each number of tokens, and the bytes of the experts that are used."""
+    """Microseconds of a layer for each number of tokens, and the bytes of the chosen experts."""
     shapes = [(layer.inner, layer.outer)] * 2 + [(layer.outer, layer.inner)]
     matrices = [on_device(make(layer.experts, *shape, i)) for i, shape in enumerate(shapes)]
     nbytes = sum(matrix.data.numel() for matrix in matrices)
@@ -187,7 +187,7 @@ def time_experts(make: Make, layer: Sparse) -> tuple[float, int]:
 
 
 def line(name: str, what: str, tokens: int, took: float, nbytes: int, others: dict[str, float]) -> dict[str, Any]:
-    """A row of the results, printed."""
+    """Print a row of the results."""
     ratios = {peer: round(other / took, 2) for peer, other in others.items()}
     rate = nbytes / took / 1e6
     print(f"{name:28} {what:18} {tokens:3} tokens {took:8.1f} us {rate:5.2f} TB/s ", ratios, flush=True)
@@ -199,7 +199,7 @@ def line(name: str, what: str, tokens: int, took: float, nbytes: int, others: di
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The lines of the table, as they come."""
+    """The lines of the table, as they are measured."""
     known = Baselines()
     for name, make in specifications(options.families).items():
         if not any(part in name for part in options.only):
@@ -226,13 +226,13 @@ def add(file: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Time what is asked for, and write the results as they come."""
+    """Run the requested timings, and write each result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of specifications")
-    parser.add_argument("--shapes", nargs="*", default=[""], help="parts of the names of linear layers")
+    parser.add_argument("--only", nargs="*", default=[""], help="substrings of the names of specifications")
+    parser.add_argument("--shapes", nargs="*", default=[""], help="substrings of the names of linear layers")
     parser.add_argument("--no-linear", dest="linear", action="store_false")
-    parser.add_argument("--no-experts", dest="experts", action="store_false", help="without 8 experts in one launch")
+    parser.add_argument("--no-experts", dest="experts", action="store_false", help="omit the launch of 8 experts")
     parser.add_argument("--no-layers", dest="layers", action="store_false")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()

@@ -1,4 +1,5 @@
-"""Decoding with too little memory on a GPU: tokens a second of a made-up model, and what crosses the bus for each.
+"""Measures decoding with too little memory on a GPU: tokens per second of a synthetic model, and bytes over the bus per
+token.
 
     PYTHONPATH=python python -m benches.gpu.store [--layers 4] [--only NAME ...] [--results FILE]
     PYTHONPATH=python python -m benches.gpu.store --packed DIR --text FILE [--chars 12000]
@@ -73,7 +74,8 @@ def integers(bits: int) -> Tensors:
 
 @cache
 def sparse(bits: int, sparsity: float) -> Tensors:
-    """An up projection of 2 bits, and records of so many, of which inputs of norm `WIDTH ** 0.5` skip a share."""
+    """A 2-bit up projection and records of the given bits; inputs of norm `WIDTH ** 0.5` skip a share of the
+    channels."""
     up = integers(2)["up_proj"]
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).numpy()
     threshold = float(np.quantile(np.abs(_core.PackedTensor(up).matmul(x, 0)), sparsity))
@@ -86,7 +88,7 @@ def sparse(bits: int, sparsity: float) -> Tensors:
 
 
 def model_of(tensors: Tensors, layers: int, device: str = "cpu") -> Any:
-    """A model whose experts are these in every layer."""
+    """A model with these experts in every layer."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -111,7 +113,7 @@ def model_of(tensors: Tensors, layers: int, device: str = "cpu") -> Any:
 
 
 def tiered(tensors: Tensors, layers: int, share: float = 0.25, misses: Misses = "auto") -> Any:
-    """A model with as many bytes on the GPU as that share of all experts of 4 bits, and what every token needs."""
+    """A model with GPU memory for a share of all 4-bit experts, in addition to the weights that every token needs."""
     model = model_of(tensors, layers)
     packed = sum(buffer.nbytes for layer in expert_layers(model) for buffer in layer.buffers())
     always = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) - packed
@@ -122,7 +124,7 @@ def tiered(tensors: Tensors, layers: int, share: float = 0.25, misses: Misses = 
 
 @torch.inference_mode()
 def decode(model: Any, seed: int) -> float:
-    """Milliseconds of a step, of tokens that a seed draws."""
+    """Milliseconds per step, for random tokens of a seed."""
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator).to(device)
     past, start = DynamicCache(config=model.config), 0.0
@@ -144,20 +146,20 @@ def wait() -> None:
 
 
 class Case(NamedTuple):
-    """What is measured: how a model is made, and what decodes."""
+    """A case: the model's constructor and the decoder."""
 
     make: Callable[[], Any]
     mode: str = "native"
 
 
 def measure(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
-    """Tokens a second of models, sequence by sequence in turns, and what a step brought to the GPU."""
+    """Tokens per second of models, alternating by sequence, and bytes moved to the GPU per step."""
     models, sizes = dict[str, Any](), dict[str, float]()
     for name, case in cases.items():
         size = allocated()
         models[name] = case.make()
         sizes[name] = allocated() - size
-    for seed in WARM_SEEDS:  # what is slow once at each length of the cache, and what is used often
+    for seed in WARM_SEEDS:  # the first step of each cache length is slow; also fills the cache of experts
         in_turns(cases, models, seed)
     before = {name: replace(statistics_of(model) or Statistics()) for name, model in models.items()}
     took = [in_turns(cases, models, seed) for seed in SEEDS]
@@ -171,7 +173,7 @@ def measure(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
 
 
 def in_turns(cases: dict[str, Case], models: dict[str, Any], seed: int) -> dict[str, float]:
-    """Milliseconds of a step of each model: what disturbs the machine disturbs all."""
+    """Milliseconds per step of each model, alternating, so that disturbances affect all of them."""
     times = dict[str, float]()
     for name, case in cases.items():
         with decoding(case.mode):
@@ -180,7 +182,7 @@ def in_turns(cases: dict[str, Case], models: dict[str, Any], seed: int) -> dict[
 
 
 def moved(after: Statistics | None, before: Statistics) -> dict[str, float]:
-    """What a step brought to the GPU, if there is a store that counts it."""
+    """Bytes that a step moved to the GPU, if a store counts them."""
     if after is None:
         return {}
     tokens, hits, misses = len(SEEDS) * LENGTH, after.hits - before.hits, after.misses - before.misses
@@ -193,7 +195,7 @@ def moved(after: Statistics | None, before: Statistics) -> dict[str, float]:
 
 
 def groups(layers: int) -> list[dict[str, Case]]:
-    """What is measured, by name; in turns what is in one group."""
+    """The cases by name; the cases of a group alternate."""
     all_there = partial(model_of, layers=layers, device="cuda")
     quarter = partial(tiered, layers=layers)
     half = partial(quarter, share=0.5)
@@ -221,7 +223,7 @@ def groups(layers: int) -> list[dict[str, Case]]:
 
 @torch.inference_mode()
 def first_channels(directory: Path, text: str) -> dict[str, float]:
-    """The share of wanted channels among the first of each expert, by how many are kept."""
+    """The share of requested channels among the first of each expert, by the number kept."""
     model, tokenizer = moepack.load(directory, dtype="float32"), open_tokenizer(directory)
     layers = expert_layers(model)
     wanted = torch.zeros(layers[0].shapes["channels"][1], dtype=torch.int64)
@@ -242,7 +244,7 @@ def first_channels(directory: Path, text: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Run the requested measurements."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--packed", type=Path)
     parser.add_argument("--text", type=Path)

@@ -1,4 +1,4 @@
-"""The tables of docs/gpu.md, of the results of speed.py, models.py and floe.py.
+"""Prints the tables of docs/gpu.md from the results of speed.py, models.py and floe.py.
 
 python -m benches.gpu.tables
 """
@@ -71,7 +71,7 @@ def peers() -> None:
 
 
 def channels() -> None:
-    """Print the microseconds of an expert of which channels are skipped."""
+    """Print the microseconds of an expert with skipped channels."""
     lines = json.loads((RESULTS / "gpu-floe-h100.json").read_text())["lines"]
     shares = sorted({line["sparsity"] for line in lines})
     row("records, channels skipped", *(f"{share:.0%}" for share in shares))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from moepack import encode_ternary
 
 ZEROS = 0.885
-"""The share of zeros that the code of the QMoE paper is made for."""
+"""The share of zeros for which the code of the QMoE paper is designed."""
 
 
 def make(

@@ -33,10 +33,10 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Run the requested measurements."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of specifications")
+    parser.add_argument("--only", nargs="*", default=[""], help="substrings of the names of specifications")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
     uploader = Uploader(torch.device("cuda", 0))

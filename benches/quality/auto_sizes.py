@@ -28,12 +28,12 @@ from moepack.comparison import FITTING, Comparison
 Rows = list[dict[str, Any]]
 
 SCORED = ("wikitext2-test", "heldout-books")
-"""Texts that count in the summary; constants of the plan were fitted to others."""
+"""Texts of the summary; the plan's constants were fitted to other texts."""
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """Over all sizes, models and texts: the mean ratio of `auto`'s increase to that of the best single method of no
-    larger size (a hundredth more is let pass), and the most nats by which it is above."""
+    """Over all sizes, models and texts: the mean ratio of `auto`'s increase to that of the best single method of at
+    most 1.01 times its size, and the largest difference in nats."""
     ratios, above = [], []
     for row in (row for row in rows if row["method"] == "auto"):
         others = [
@@ -50,7 +50,7 @@ def summary(rows: Rows) -> dict[str, Any]:
 
 
 def table(rows: Rows) -> str:
-    """For each size and model what `auto` and the best single method lose by text, and what the plan of `auto` said."""
+    """For each size and model: the losses of `auto` and of the best single method by text, and the plan of `auto`."""
     models = sorted({row["model"] for row in rows if row["method"] == "auto"})
     lines = [f"| bits | {' | '.join(models)} |", "|---" * (1 + len(models)) + "|"]
     for bits in sorted({row["bits"] for row in rows if row["method"] == "auto"}):
@@ -78,12 +78,13 @@ def _mean(ratios: list[float]) -> float:
 
 @cache
 def _compared(path: Path, texts: tuple[Path, ...], chars: int, device: str) -> Comparison:
-    """A model and the losses of the original, measured once a process."""
+    """A model and the losses of the original, measured once per process."""
     return Comparison(path, texts, chars, device)
 
 
 def measured(task: tuple[Path, float, str], options: argparse.Namespace) -> Rows:
-    """The row of a model, bits over the whole checkpoint, and a method; none where the method has no such size."""
+    """The row of a model, a size in bits over the whole checkpoint, and a method; None if the method has no such
+    size."""
     path, bits, method = task
     torch.set_num_threads(options.threads)
     compared = _compared(path, tuple(options.text), options.chars, options.device)
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--merge", action="append", type=Path, default=[])
-    parser.add_argument("--table", action="store_true", help="print what was measured as Markdown")
+    parser.add_argument("--table", action="store_true", help="print the results as Markdown")
     parser.add_argument("--out", type=Path, default=Path("build/auto-sizes.json"))
     options = parser.parse_args()
     rows: Rows = []

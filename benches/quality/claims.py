@@ -1,4 +1,4 @@
-"""What the five papers claim, measured on a model that somebody else trained: the tables of docs/claims.md.
+"""Measures the claims of the five papers on a pretrained model: the tables of docs/claims.md.
 
     python -m benches.quality.claims MODEL --calibration FILE --texts FILE ... --results FILE [--only CLAIM ...]
         [--windows 8] [--samples 32] [--threads 1]
@@ -52,12 +52,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is compressed by which method.
+    """A model's part and the method that compresses it.
 
     Attributes:
         method: its name.
         arguments: its arguments, but for the calibration text.
-        bytes_of: the setting of the same claim whose bits a weight, of everything packed, are this one's budget.
+        bytes_of: the setting of the same claim whose bits per weight, of everything packed, are this one's budget.
     """
 
     method: str
@@ -71,7 +71,7 @@ def groups(bits: int, size: int | str, **more: Any) -> Setting:
 
 
 def finequant(bits: int) -> dict[str, Setting]:
-    """Fixed sizes, the paper's rule in both readings, and a budget of the bytes of one."""
+    """Fixed sizes, both readings of the paper's rule, and a budget of the bytes of one of them."""
     found = {f"fixed, {size}": groups(bits, size) for size in (64, 16)}
     found |= {"adaptive, alpha 0.35": groups(bits, "adaptive", alpha=0.35), "fixed, 128": groups(bits, 128)}
     found |= {"adaptive-mean, alpha 0.9": groups(bits, "adaptive-mean", alpha=0.9), "fixed, row": groups(bits, "row")}
@@ -83,16 +83,16 @@ def finequant(bits: int) -> dict[str, Setting]:
 
 
 MILO_GROUPS = {"bits": 3, "group_size": "budget", "dense_bits": 3}
-MILO_SHARE = "5 % of what is packed"
+MILO_SHARE = "5 % of the packed part"
 """A budget is a share of all files: 2.25 % of SmolLM2's, whose embedding keeps 16 bits, are so much of the rest."""
 ROUNDED = {"start": "uniform", "steps": 0, "drift": 0.0}
 """CodeQuant's codes and layout with 16 values at even distances: rounding to nearest."""
 UNREAD = {"samples": 1}
-"""Where a method asks for a text that changes nothing."""
+"""A text for methods that require one without using it."""
 
 
 def codequant(activation_bits: int) -> dict[str, Setting]:
-    """Rotation and clustering, each on and off; 4-bit weights."""
+    """Rotation and clustering, each on and off, with 4-bit weights."""
     corners = {
         "rounded": ROUNDED | UNREAD | {"rotation": "none"},
         "rotated, clustered": {"rotation": "learned"},
@@ -107,7 +107,7 @@ def codequant(activation_bits: int) -> dict[str, Setting]:
 
 
 def floe(sparsity: float, **more: Any) -> Setting:
-    """Channels below thresholds are skipped; without `more`, weights are all but exact."""
+    """Skip channels below thresholds; without `more`, weights are nearly exact."""
     return Setting("floe", {"sparsity": sparsity} | ({"up_bits": 8, "bits": 16} | more))
 
 
@@ -154,7 +154,7 @@ CLAIMS: dict[str, dict[str, Setting]] = {
 
 
 class Bench:
-    """One model, its texts, and the rows that were measured."""
+    """One model, its texts, and the measured rows."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -168,7 +168,7 @@ class Bench:
         return next((row for row in self.rows if key.items() <= row.items()), None)
 
     def key(self, claim: str, name: str) -> Row:
-        """What tells a row from others."""
+        """The fields that identify a row."""
         setting, options = CLAIMS[claim][name], self.options
         found = {"claim": claim, "setting": name, "model": options.model.name, "windows": options.windows}
         if setting.method in CALIBRATED:
@@ -221,7 +221,7 @@ def filter_none(turn: tuple[tuple[str, str] | None, ...]) -> Iterator[tuple[str,
 
 
 def details(opened: PackedDirectory, model: Any) -> Row:
-    """What else a claim is about: codes of ternary tensors, sizes of groups, channels that the scored texts skipped."""
+    """Further figures of a claim: codes of ternary tensors, group sizes, channels skipped on the scored texts."""
     records, found = opened.manifest.packed(), {}
     if all(record.kind == "ternary" for record in records.values()):
         codes = [(opened.blob(name).decode(), opened.blob(name).parameters("levels")) for name in records]
@@ -237,14 +237,14 @@ def details(opened: PackedDirectory, model: Any) -> Row:
 
 
 def entropy(codes: NDArray[np.int8]) -> dict[str, float]:
-    """The share of zeros, and the entropy of one code by itself in bits."""
+    """The share of zeros, and the entropy of a single code in bits."""
     shares = np.bincount(codes.astype(np.int64) + 1, minlength=3) / codes.size
     bits = -sum(float(share) * math.log2(share) for share in shares if share > 0)
     return {"zeros": round(float(shares[1]), 4), "entropy": round(bits, 4)}
 
 
 def stored_bits(tensors: list[tuple[NDArray[Any], NDArray[Any]]], code: str) -> float:
-    """Bits a weight of codes and levels in an entropy code, all metadata counted."""
+    """Bits per weight of codes and levels in an entropy code, with all metadata."""
     nbytes = sum(_core.encode_ternary(codes, levels, ndim=3, code=code).nbytes for codes, levels in tensors)
     return 8 * nbytes / sum(codes.size for codes, _ in tensors)
 
@@ -259,7 +259,7 @@ def normal(shapes: set[tuple[int, int, int]]) -> dict[str, float]:
 
 
 def read(results: Path) -> list[Row]:
-    """The rows of a file, if it is there."""
+    """The rows of a file, if it exists."""
     found: list[Row] = json.loads(results.read_text())["figures"]["rows"] if results.exists() else []
     return found
 
@@ -293,7 +293,7 @@ def codes_cell(row: Row, rows: list[Row]) -> str:
 
 
 def over_fixed(row: Row, rows: list[Row]) -> str:
-    """Divergence over that of fixed sizes of the same bytes, interpolated between two of them."""
+    """Divergence relative to that of fixed sizes of equal bytes, interpolated between two of them."""
     bits = row["setting"][:6]
     fixed = sorted((each["bits"], divergence(each)) for each in rows if each["setting"].startswith(f"{bits}: fixed"))
     if "fixed, " in row["setting"] and "budget" not in row["setting"]:
@@ -319,11 +319,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a checkpoint, or the word `table`")
     parser.add_argument("--calibration", type=Path)
-    parser.add_argument("--texts", type=Path, nargs="+", default=[], help="texts that are scored")
+    parser.add_argument("--texts", type=Path, nargs="+", default=[], help="evaluation texts")
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=CLAIMS, default=list(CLAIMS))
-    parser.add_argument("--windows", type=int, default=8, help="windows of each text that are scored")
-    parser.add_argument("--samples", type=int, default=16, help="windows that methods are calibrated on")
+    parser.add_argument("--windows", type=int, default=8, help="windows per evaluation text")
+    parser.add_argument("--samples", type=int, default=16, help="calibration windows")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     if str(options.model) == "table":

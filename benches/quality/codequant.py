@@ -71,7 +71,7 @@ CHANGED = 50
 
 
 def base(row: str) -> str:
-    """The row whose packed model a row starts from."""
+    """The row whose packed model this row starts from."""
     return row.removesuffix(PLAIN).removesuffix(TUNED)
 
 
@@ -82,7 +82,7 @@ class Group:
         self.model, self.bits, self.block, self.rows, self.options = model, bits, block, rows, options
 
     def run(self) -> None:
-        """Pack once and measure every row; appends what it finds."""
+        """Pack once, measure every row, and append the results."""
         set_threads(self.options.threads)
         with tempfile.TemporaryDirectory() as directory:
             packed, seconds = Path(directory) / "packed", time.perf_counter()
@@ -127,7 +127,7 @@ class Group:
 
 
 def measure(packed: Path, original: Path, options: argparse.Namespace, chars: int = 0) -> tuple[float, float]:
-    """Loss on the text, and the share of expert choices that differ from the original's, the mean over layers."""
+    """Loss on the text, and the share of expert choices that differ from the original's, averaged over layers."""
     model, tokenizer = loaded(packed, options), open_tokenizer(original)
     chars = chars or options.chars
     loss = moepack.evaluate(model, options.text, chars, tokenizer=tokenizer).loss
@@ -151,7 +151,7 @@ def losses(packed: Path, original: Path, options: argparse.Namespace) -> dict[st
 
 
 def loaded(packed: Path, options: argparse.Namespace) -> Any:
-    """The packed model: on the CPU as it runs, on another device what torch computes for it."""
+    """The packed model: on the CPU the runtime, on another device torch's equivalent."""
     model = moepack.load(packed, dtype=torch.float32)
     if options.device != "cpu":
         thaw(model)
@@ -160,7 +160,7 @@ def loaded(packed: Path, options: argparse.Namespace) -> Any:
 
 
 def opened(original: Path, options: argparse.Namespace) -> Any:
-    """The original model on the device; grouped products of float32 are not on every one."""
+    """The original model on the device; not every device has grouped products of float32."""
     model = open_model(original, torch.float32).to(options.device)
     if options.device != "cpu":
         model.set_experts_implementation("eager")
@@ -168,12 +168,12 @@ def opened(original: Path, options: argparse.Namespace) -> Any:
 
 
 def top_k(model: Any) -> int:
-    """Experts of a token."""
+    """The number of experts per token."""
     return int(model.config.num_experts_per_tok)
 
 
 def changed(expected: torch.Tensor, found: torch.Tensor, top: int) -> float:
-    """The share of the `top` experts by one router's logits [T, E] that are not among those by another's."""
+    """The share of the `top` experts of one router's logits [T, E] that another router's logits do not select."""
     chosen = [torch.zeros_like(part).scatter_(1, part.topk(top).indices, 1) for part in (expected, found)]
     return 1 - float((chosen[0] * chosen[1]).sum()) / (len(expected) * top)
 
@@ -208,7 +208,7 @@ def wanted(options: argparse.Namespace) -> list[tuple[Path, str, str, str]]:
 
 
 def groups(options: argparse.Namespace) -> list[Group]:
-    """What is to be done: cells with one packed model together, in the order of the first of each."""
+    """The cells to measure, grouped by packed model, in the order of the first cell of each group."""
     done = {(line["model"], line["bits"], line["block"], line["row"]) for line in lines(options)}
     found: dict[tuple[Path, str, str, str], list[str]] = {}
     for model, bits, block, row in wanted(options):
@@ -225,8 +225,8 @@ def original(model: Path, options: argparse.Namespace) -> None:
 
 
 def stored_bits(model: Path, bits: str, block: str) -> float:
-    """What `compress` reports as bits a weight of a model's experts, from their shapes: settings beyond bits and block
-    do not change the layout (docs/format.md, section 7)."""
+    """The bits per weight that `compress` reports for a model's experts, from their shapes: only bits and block
+    change the layout (docs/format.md, section 7)."""
     weight_bits, activation_bits = map(int, bits.split("x"))
     method = CodeQuant(calibration="", weight_bits=weight_bits, activation_bits=activation_bits, block=block)
     shapes = [part.shape for layer in describe(Checkpoint.open(model)).layers for part in layer.projections]
@@ -234,7 +234,7 @@ def stored_bits(model: Path, bits: str, block: str) -> float:
 
 
 def recount(options: argparse.Namespace) -> None:
-    """Put the bits a weight of the layout into all rows of the models that are given; losses stay as they are."""
+    """Write the layout's bits per weight into all rows of the given models; losses do not change."""
     models = {model.name: model for model in options.models}
     found = lines(options)
     for line in found:
@@ -244,12 +244,12 @@ def recount(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure what is missing, print the tables."""
+    """Measure the missing cells and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--also", nargs="*", type=Path, default=[], help="further texts to measure the loss on")
+    parser.add_argument("--also", nargs="*", type=Path, default=[], help="additional evaluation texts")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--tune-samples", type=int, default=512)
     parser.add_argument("--tune-steps", type=int, default=200)
@@ -260,10 +260,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=list(ROWS)[:6])
     parser.add_argument("--cells", type=Path)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=1, help="processes, of so many threads each")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows-file", type=Path, default=Path("build/codequant.jsonl"))
-    parser.add_argument("--recount", action="store_true", help="only correct the rows' bits a weight")
+    parser.add_argument("--recount", action="store_true", help="only correct the rows' bits per weight")
     options = parser.parse_args()
     if options.recount:
         recount(options)

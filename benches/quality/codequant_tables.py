@@ -58,7 +58,7 @@ class Tables:
         self.models = list(self.originals)
 
     def rise(self, model: str, bits: str, block: str, row: str) -> str:
-        """Nats a token above the original."""
+        """Nats per token above the original."""
         cell = self.cells.get((model, bits, block, row))
         return "" if cell is None else f"{cell['loss'] - self.originals[model]:+.4f}"
 
@@ -70,13 +70,13 @@ class Tables:
         return "\n\n".join([*parts, self.routes(), self.ablations(), self.drifts(), self.blocks()])
 
     def widths(self, model: str) -> str:
-        """Methods by bits of weights and activations, a codebook a row."""
+        """Methods by bits of weights and activations, one codebook per row."""
         columns = [_width(bits) for bits in WIDTHS]
         body = [(row, *(self.rise(model, bits, "row", row) for bits in WIDTHS)) for row in PEERS]
         return _table((f"{model}, over {self.originals[model]:.4f}", *columns), body)
 
     def trials(self) -> str:
-        """Settings against what they change, by bits: the mean over models and texts, and the least and the largest."""
+        """The effect of settings by bits: mean, minimum and maximum over models and texts."""
         rows = sorted({row for *_, row in self.cells} - {"CodeQuant", "drift 0"})
         widths = [bits for bits in TRIED if any(bits == cell[1] for cell in self.cells)]
         body = [(_width(bits), *(self._against(bits, row) for row in rows)) for bits in widths]
@@ -94,7 +94,7 @@ class Tables:
         return f"{sum(found) / len(found):+.4f} ({min(found):+.4f} to {max(found):+.4f})"
 
     def routes(self) -> str:
-        """Loss and changed routes with 4 bits each, a codebook a row."""
+        """Loss and changed routes with 4-bit weights and activations, one codebook per row."""
         names = [(model, row) for model in self.models for row in PEERS]
         body = []
         for model, row in names:
@@ -104,12 +104,12 @@ class Tables:
         return _table(("W4 A4", "loss", "routes changed"), body)
 
     def ablations(self) -> str:
-        """What each component is worth with 4 bits each, a codebook a row."""
+        """The gain of each component with 4-bit weights and activations, one codebook per row."""
         body = [(row, *(self.rise(model, "4x4", "row", row) for model in self.models)) for row in ABLATIONS]
         return _table(("W4 A4, a codebook a row", *self.models), body)
 
     def drifts(self) -> str:
-        """What undoing drift does with 8-bit activations, a codebook a row."""
+        """The effect of undoing drift with 8-bit activations, one codebook per row."""
         body = []
         for bits in ("4x8", "3x8", "2x8"):
             pairs = [[self.rise(model, bits, "row", row) for row in ("drift 0", "CodeQuant")] for model in self.models]
@@ -117,7 +117,7 @@ class Tables:
         return _table(("no drift to 0.75 of it", *self.models), body)
 
     def blocks(self) -> str:
-        """Methods with codebooks of 128 columns; only the pairs of model and bits that were measured."""
+        """Methods with codebooks of 128 columns, for the measured pairs of model and bits."""
         body = []
         for model in self.models:
             for bits in WIDTHS:

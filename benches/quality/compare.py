@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benches.tools import machine
-from benches.tools.pictures import panels
+from benches.tools.pictures import LOSS, TEXTS, logarithmic, panels, write
 from moepack.comparison import Comparison
 from moepack.methods import Method, create
 from moepack.pipeline.tune import tune
@@ -52,8 +52,7 @@ POINTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         for more in ("", ", tuned")
     },
 }
-"""Settings by line of the picture, which is a method and what more sets it apart; whatever is not named is the
-method's default."""
+"""Settings by line of the picture: a method and its distinguishing settings; all others are defaults."""
 
 Rows = dict[str, dict[str, Any]]
 
@@ -66,7 +65,7 @@ class Bench:
         self.compared = Comparison(path, options.text, options.chars, options.device)
 
     def point(self, method: Method, tuned: bool) -> dict[str, Any]:
-        """Compress and measure: size as a part of the original's, increase of the loss, seconds of compressing."""
+        """Compress and measure: size relative to the original, loss increase, seconds of compression."""
         start = time.perf_counter()
         found = self.compared.point(method.name, method, then=self._tuned if tuned else lambda packed: packed)
         seconds = time.perf_counter() - start if tuned else found.seconds
@@ -80,7 +79,7 @@ class Bench:
         return out
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every setting's name and figures."""
+        """The name and figures of every setting."""
         options = self.options
         calibration = {"calibration": str(options.calibration), "samples": options.samples}
         for name in options.only or POINTS:
@@ -94,7 +93,7 @@ class Bench:
 
 
 def table(figures: dict[str, Rows]) -> str:
-    """Size in percent of the original, and increase of the loss by text, as Markdown."""
+    """Size in percent of the original and loss increase by text, as Markdown."""
     texts = list(next(iter(next(iter(figures.values())).values()))["rise"])
     lines = [
         "| method | " + " | ".join(f"{model}: size | {' | '.join(texts)}" for model in figures) + " |",
@@ -112,7 +111,7 @@ def table(figures: dict[str, Rows]) -> str:
 
 
 def draw(figures: dict[str, Rows], file: Path) -> None:
-    """Loss increase on the first text over size, one panel a model, one line a method."""
+    """Draw the loss increase on the first text over size: one panel per model, one line per method."""
     figure, axes = panels(len(figures))
     for axis, (model, rows) in zip(axes, figures.items(), strict=True):
         for method in POINTS:
@@ -123,13 +122,10 @@ def draw(figures: dict[str, Rows], file: Path) -> None:
             )
             if points:
                 axis.plot(*zip(*points, strict=True), "o-", markersize=4, label=method)
-        axis.set(title=model, xlabel="size of the checkpoint, % of bf16", yscale="log")
-        axis.grid(alpha=0.3, which="both")
+        axis.set(title=model, xlabel="size of the checkpoint, % of bf16")
+        logarithmic(axis)
     text = next(iter(next(iter(next(iter(figures.values())).values()))["rise"]))
-    axes[0].set_ylabel(f"loss over bf16 on {text}, nats a token")
-    axes[-1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
+    write(figure, axes, f"{LOSS} on {TEXTS.get(text, text)}", file)
 
 
 def main() -> None:
@@ -143,11 +139,11 @@ def main() -> None:
     parser.add_argument("--chars", type=int, default=250_000)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", nargs="*", choices=POINTS, help="lines to measure")
-    parser.add_argument("--point", type=int, help="measure only this one of each method's settings, counted from 0")
+    parser.add_argument("--only", nargs="*", choices=POINTS, help="lines of the picture to measure")
+    parser.add_argument("--point", type=int, help="measure only the setting with this index of each method")
     parser.add_argument("--out", type=Path, default=Path("build/compare.json"))
-    parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add, or only show")
-    parser.add_argument("--plot", type=Path, help="picture to draw; needs matplotlib")
+    parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add or show")
+    parser.add_argument("--plot", type=Path, help="PNG file for the picture; needs matplotlib")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     figures: dict[str, Rows] = {}

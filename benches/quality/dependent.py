@@ -22,7 +22,7 @@ from moepack.methods.rate import Rate
 
 
 def compare(model: MethodLoss, rate: float, seen: dict[str, Any]) -> dict[str, Any]:
-    """Measure both kinds of codes at a rate, with what `seen` says of the text."""
+    """Measure both kinds of codes at a rate, with the calibration settings `seen`."""
     row: dict[str, Any] = {"model": model.name, "kind": "text" if seen else "free", "rate": rate}
     for codes in ("plain", "dependent"):
         row[codes] = model.measure(Rate(rate, roles="none", codes=codes, **seen))
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """A readable row."""
     plain, dependent = row["plain"], row["dependent"]
     rises = "  ".join(
         f"{text} {rise:+.4f} -> {dependent['rise'][text]:+.4f} ({dependent['rise'][text] / rise:.2f})"

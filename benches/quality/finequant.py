@@ -38,6 +38,7 @@ from safetensors.torch import load_file, save_file
 
 from benches.tools import machine
 from benches.tools.dequantized import Dequantized
+from benches.tools.pictures import LOSS, logarithmic, panels, write
 from moepack.checkpoint import Checkpoint, describe
 from moepack.evaluation import evaluate
 from moepack.format import PackedDirectory
@@ -59,7 +60,7 @@ MODELS = "mixtral-25m qwen3moe-22m deepseek-v2-13m tiny-mixtral"
 
 
 class Original:
-    """The original model, which is asked the same batches again and again; it remembers its answers."""
+    """The original model with a cache of its outputs, because the same batches are evaluated repeatedly."""
 
     def __init__(self, path: Path, device: str = "cpu") -> None:
         self.model = open_model(path, torch.float32).to(device)
@@ -67,7 +68,7 @@ class Original:
         self.answers: dict[bytes, Any] = {}
 
     def __call__(self, **inputs: Any) -> Any:
-        """Run the model, or give the answer of before."""
+        """Run the model, or return the cached output."""
         key = b"".join(value.cpu().numpy().tobytes() for value in inputs.values() if isinstance(value, torch.Tensor))
         if key not in self.answers:
             self.answers[key] = SimpleNamespace(logits=self.model(**inputs).logits)
@@ -75,7 +76,7 @@ class Original:
 
 
 class Results:
-    """The rows of a JSON file, which is rewritten with every new one."""
+    """The rows of a JSON file, which is rewritten after every new row."""
 
     def __init__(self, file: Path, device: str) -> None:
         self.file, self.device = file, device
@@ -86,11 +87,11 @@ class Results:
         self.rows: list[dict[str, Any]] = self.content["rows"]
 
     def find(self, key: dict[str, Any]) -> dict[str, Any] | None:
-        """The row of that key, if it was measured."""
+        """The row with this key, if it was measured."""
         return next((row for row in self.rows if all(row.get(name) == value for name, value in key.items())), None)
 
     def merge(self, file: Path) -> None:
-        """Take over the rows of another run, with the accelerator that they were measured on."""
+        """Add the rows of another run, with the accelerator that measured them."""
         content = json.loads(file.read_text())
         for row in content["rows"]:
             device = row.get("device") or content["machine"]["device"]
@@ -98,7 +99,7 @@ class Results:
                 self.add({**row, "device": device})
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a row, in the file too."""
+        """Store a row, also in the file."""
         print(json.dumps(row), flush=True)
         self.rows.append(row)
         self.content["date"] = time.strftime("%Y-%m-%d")
@@ -108,7 +109,7 @@ class Results:
 
 
 class Budgeted(FineQuant):
-    """A budget whose tensors were measured before: measuring them takes longer than packing."""
+    """A budget that reuses measured tensors, because measuring takes longer than packing."""
 
     measured: list[Any]
 
@@ -118,7 +119,7 @@ class Budgeted(FineQuant):
 
     @classmethod
     def series(cls, source: Path, bits: int, rates: list[float]) -> Iterator[tuple[float, FineQuant]]:
-        """Methods for some rates, everything packed with the same bits."""
+        """Methods for several rates, with everything packed in the same bits."""
         if not rates:
             return
         checkpoint, roles = Checkpoint.open(source), dict.fromkeys(("experts", "attention", "shared", "mlp"), bits)
@@ -139,14 +140,14 @@ class Bench:
         self.plain = Dequantized(model, results.device)
 
     def key(self, part: str, label: str, mode: str = "exact") -> dict[str, Any]:
-        """What tells a row from the others."""
+        """The fields that identify a row."""
         about = {"model": self.model.name, "evaluation": self.text.name, "chars": self.chars}
         return {**about, "part": part, "label": label, "mode": mode}
 
     def packed(
         self, part: str, label: str, method: FineQuant, modes: tuple[str, ...] = ("exact",), source: Path | None = None
     ) -> dict[str, Any]:
-        """Pack the model (or `source`), evaluate in every mode that the device has; gives the first mode's row."""
+        """Pack the model (or `source`) and evaluate it in every mode of the device; returns the first mode's row."""
         modes = modes[:1] if self.gpu else modes
         if missing := [mode for mode in modes if not self.results.find(self.key(part, label, mode))]:
             with tempfile.TemporaryDirectory() as directory:
@@ -163,20 +164,20 @@ class Bench:
         return found
 
     def add(self, key: dict[str, Any], model: Any, about: dict[str, Any]) -> None:
-        """Evaluate a model against the original and keep the row."""
+        """Evaluate a model against the original and store the row."""
         report = evaluate(model, self.text, self.chars, self.original, tokenizer=self.tokenizer)
         assert report.reference_loss is not None
         figures = {"increase": report.loss - report.reference_loss, "kl": report.kl, "loss": report.loss}
         self.results.add({**key, **figures, **about})
 
     def quality(self) -> None:
-        """What a user gets: experts alone and everything packed, and what activations of eight bits cost."""
+        """Experts alone and everything packed, also with eight-bit activations."""
         for bits, size, dense in ((8, 64, None), (4, 64, None), (8, 64, 8), (4, 64, 8), (3, 64, None)):
             label = f"int{bits} group {size}" + (f", others int{dense}" if dense else ", experts only")
             self.packed("quality", label, FineQuant(bits, size, dense_bits=dense), ("exact", "int8"))
 
     def curve(self, bits: int) -> None:
-        """Fixed sizes; the paper's rule; budgets of the bytes of each fixed size and between them."""
+        """Fixed sizes, the paper's rule, and budgets of the bytes of each fixed size and between them."""
         rates = []
         for size in FIXED:
             row = self.packed("curve", f"int{bits} {size}", FineQuant(bits, size, dense_bits=bits))
@@ -194,7 +195,7 @@ class Bench:
             self.packed("curve", f"int{bits} budget {rate:.4f}", method)
 
     def outliers(self) -> None:
-        """A model whose function is the same, one of whose layers has outliers (section 3.3 of the paper)."""
+        """A model of the same function with outliers in one layer (section 3.3 of the paper)."""
         with tempfile.TemporaryDirectory() as directory:
             source = Path(directory) / "model"
             add_outliers(self.model, source)
@@ -220,7 +221,7 @@ class Bench:
             self.packed("roles", label, FineQuant(bits, 64, dense_bits=dense))
 
     def rule(self) -> None:
-        """Sizes and errors of the adaptive rules, beside the budget's, at four bits."""
+        """Sizes and errors of the adaptive rules and of the budget at four bits."""
         about = {"model": self.model.name, "part": "rule"}
         if self.results.find({**about, "label": f"adaptive-mean {MEANS[-1]}"}) is not None:
             return
@@ -244,8 +245,8 @@ class Bench:
                 })  # fmt: skip
 
     def grids(self) -> None:
-        """The paper's comparison of grids (figure 1), with more of them; one scale a row and groups of 64; experts
-        only. Bits a weight count 16 bits for a scale and for an offset, without padding."""
+        """The paper's comparison of grids (figure 1) with additional grids, for one scale per row and for groups of
+        64; experts only. Bits per weight count 16 bits for a scale and for an offset, without padding."""
         for bits, size, name in itertools.product((4, 3, 2), (None, 64), GRIDS):
             key = self.key("grids", f"int{bits} {size or 'row'} {name}")
             if self.results.find(key) is None:
@@ -258,7 +259,7 @@ class Bench:
 
 
 def _sums(proposed: list[Proposal], picked: list[int | None]) -> tuple[int, float]:
-    """Bytes and errors of an allocation; a size that a tensor has no use for is the whole row."""
+    """Bytes and errors of an allocation; a size that exceeds a row means the whole row."""
     taken = []
     for one, size in zip(proposed, picked, strict=True):
         taken.append(next((c for c in one.candidates if c.specification == size), one.candidates[0]))
@@ -266,7 +267,7 @@ def _sums(proposed: list[Proposal], picked: list[int | None]) -> tuple[int, floa
 
 
 def _ratios(model: Any, mean: bool) -> dict[str, Any]:
-    """What the rules look at, by tensor: the ratios of ranges of each halving."""
+    """The inputs of the rules by tensor: the ratios of ranges at each halving."""
     found = {}
     for layer in model.layers:
         for projection in layer.projections:
@@ -284,7 +285,7 @@ def uniform(weight: torch.Tensor, bits: int, size: int | None, symmetric: bool, 
 
 
 def truncated(weight: torch.Tensor, bits: int, size: int | None) -> torch.Tensor:
-    """Appendix A as it is printed: `int(A / s)` with s = 2 amax / (2^b - 1); `size` divides the columns."""
+    """Appendix A as printed: `int(A / s)` with s = 2 amax / (2^b - 1); `size` divides the columns."""
     groups = weight.reshape(len(weight), -1, size or weight.shape[1])
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) * (2 / (2**bits - 1))
     return ((groups / scale).trunc() * scale).reshape(weight.shape)
@@ -317,7 +318,7 @@ def add_outliers(model: Path, out: Path, factor: float = 32.0) -> None:
 
 
 def expert_matrices(path: Path, model: Any) -> Iterator[torch.Tensor]:
-    """The experts' weights in a loaded model, [E, R, C] each, to be overwritten; gate and up apart."""
+    """The experts' weights in a loaded model as views [E, R, C], gate and up separately."""
     with torch.no_grad():
         for layer in describe(Checkpoint.open(path)).layers:
             experts = model.get_submodule(layer.name)
@@ -338,35 +339,33 @@ def gaussian(results: Results) -> None:
         results.add({"part": "gaussian", "bits": bits, "truncated": True, "relative_error": float(error)})
 
 
+LINES = {
+    "fixed": ("o-", "one group size (whole rows, 256, 128, 64, 32, 16)"),
+    "adaptive": ("x", "adaptive: minimum ratio below alpha"),
+    "adaptive-mean": ("+", "adaptive-mean: mean ratio below alpha"),
+    "budget": (".--", "budget"),
+}
+"""Style and legend by kind of group size."""
+
+
 def plot(rows: list[dict[str, Any]], file: Path, figure_of: str) -> None:
-    """Draw `kl` or `increase` over bits a weight: a row of panels for each number of bits, then the outliers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Draw `kl` or `increase` over bits per weight: a row of panels for each number of bits, then the outliers."""
     drawn = [row for row in rows if row["part"] in ("curve", "outliers")]
     found = dict.fromkeys((row["part"], row["model"], row["settings"]["bits"]) for row in drawn)
-    panels = sorted(found, key=lambda panel: (panel[0], -panel[2], MODELS.find(panel[1])))
-    wide = min(len(panels), 4)
-    figure, axes = pyplot.subplots(-(-len(panels) // wide), wide, squeeze=False, layout="constrained")
-    figure.set_size_inches(4.4 * wide, 3.4 * len(axes))
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, (part, model, bits) in zip(axes.flat, panels, strict=False):
+    chosen_panels = sorted(found, key=lambda panel: (panel[0], -panel[2], MODELS.find(panel[1])))
+    figure, axes = panels(len(chosen_panels))
+    for axis, (part, model, bits) in zip(axes, chosen_panels, strict=True):
         chosen = [r for r in drawn if (r["part"], r["model"], r["settings"]["bits"]) == (part, model, bits)]
         longest = max(row["chars"] for row in chosen)
         chosen = [row for row in chosen if row["chars"] == longest]
-        for kind, style in (("fixed", "o-"), ("adaptive", "x"), ("adaptive-mean", "+"), ("budget", ".--")):
+        for kind, (style, label) in LINES.items():
             points = sorted((row["bits_per_weight"], row[figure_of]) for row in chosen if kind_of(row) == kind)
-            axis.plot([x for x, _ in points], [y for _, y in points], style, label=kind)
+            axis.plot([x for x, _ in points], [y for _, y in points], style, label=label)
         title = f"{model}, {bits} bits" + (", one layer with outliers" if part == "outliers" else "")
-        name = {"kl": "KL from the original", "increase": "loss over the original"}[figure_of]
-        axis.set(title=title, xlabel="bits a weight, all packed tensors", ylabel=f"{name} (nats a token)")
-        axis.set_yscale("log" if figure_of == "kl" else "linear")
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3, which="both")
-    figure.savefig(file, dpi=75)
+        axis.set(title=title, xlabel="bits per weight, all packed tensors")
+        if figure_of == "kl":
+            logarithmic(axis)
+    write(figure, axes, "KL(original || packed)" if figure_of == "kl" else LOSS, file)
 
 
 def kind_of(row: dict[str, Any]) -> str:
@@ -379,16 +378,16 @@ def main() -> None:
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--evaluation", type=Path)
     parser.add_argument("--chars", type=int, default=250_000)
-    parser.add_argument("--bits", nargs="*", type=int, default=[4, 3], help="of the curve")
+    parser.add_argument("--bits", nargs="*", type=int, default=[4, 3], help="bits of the curve")
     parts = ["quality", "curve", "outliers", "roles", "grids", "rule"]
     parser.add_argument("--only", nargs="*", choices=parts, default=parts)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--device", default="cpu", help="where models are measured")
+    parser.add_argument("--device", default="cpu", help="device for the evaluation")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--merge", nargs="*", type=Path, default=[], help="results of other runs to be added")
-    parser.add_argument("--gaussian", action="store_true", help="errors of Gaussian weights")
+    parser.add_argument("--merge", nargs="*", type=Path, default=[], help="results of other runs to add")
+    parser.add_argument("--gaussian", action="store_true", help="measure errors of Gaussian weights")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--figure", choices=["kl", "increase"], default="kl", help="what the picture shows")
+    parser.add_argument("--figure", choices=["kl", "increase"], default="kl", help="quantity in the picture")
     options = parser.parse_args()
     if options.models and not options.evaluation:
         parser.error("--evaluation names the text")

@@ -39,14 +39,15 @@ Quantize = Callable[[Tensor, Tensor], Tensor]
 
 
 def plain(weights: Tensor, hessians: Tensor, size: int, symmetric: bool = True, search: bool = True) -> Tensor:
-    """What the method does, without the Hessians."""
+    """The method itself, without Hessians."""
     flat = weights.flatten(0, 1)
     found = quantize_groupwise(flat, BITS, size, symmetric=symmetric, search=search)
     return group_values(found, BITS, size).view(weights.shape)
 
 
 def laddered(weights: Tensor, hessians: Tensor, size: int, weighted: bool) -> Tensor:
-    """Symmetric groups on a ladder of 51 steps instead of 11, each column's error counting by H's diagonal or alike."""
+    """Symmetric groups on a ladder of 51 steps instead of 11, with column errors weighted by the diagonal of H or
+    equally."""
     half, columns = 2 ** (BITS - 1), weights.shape[-1]
     diagonal = hessians.diagonal(dim1=1, dim2=2)
     counts = diagonal + 0.01 * diagonal.mean(1, keepdim=True) if weighted else torch.ones_like(diagonal)
@@ -128,14 +129,14 @@ class Bench:
         return model, {"weight_error": float(sums[0] / sums[1]), "output_error": float(sums[2] / sums[3])}
 
     def bits(self, size: int, symmetric: bool) -> float:
-        """Bits a weight of the experts."""
+        """Bits per weight of the experts."""
         parts = [p.shape for layer in self.layout.layers for p in layer.projections]
         weights = sum(e * r * c for e, r, c in parts)
         groups = sum(e * r * -(-c // size) for e, r, c in parts)
         return BITS + 16 * (1 if symmetric else 2) * groups / weights
 
     def run(self, rows: list[dict[str, Any]]) -> None:
-        """Measure what is missing."""
+        """Measure the missing rows."""
         for text in self.options.evaluation:
             original = Original(self.path, self.options.device)
             for label, (size, symmetric, quantize) in VARIANTS.items():

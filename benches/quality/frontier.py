@@ -32,28 +32,28 @@ from torch import Tensor
 from benches.tools import machine
 from benches.tools.ggml_types import TYPES, GgmlTypes, importances
 from benches.tools.method_loss import MethodLoss
-from benches.tools.pictures import panels
+from benches.tools.pictures import LOSS, TEXTS, logarithmic, panels, write
 from moepack.calibration.load import load_samples
 from moepack.methods import Method, create
 
 Row = dict[str, Any]
 
 MOST_TERNARY = 2.0
-"""Bits a weight that ternary experts may be given."""
+"""Maximum bits per weight of ternary experts."""
 
 SAMPLE_TOKENS = 512
-"""Tokens of a calibration sample, as methods have them by default."""
+"""Tokens per calibration sample, the methods' default."""
 
 LEAST = 1e-5
-"""What a loss counts at least where its logarithm is taken."""
+"""Lower bound of a loss before its logarithm is taken."""
 
 
 GGML = "ggml "
-"""What the names of ggml's types begin with."""
+"""Prefixes of the names of ggml's types."""
 
 
 def methods(options: argparse.Namespace) -> Iterator[tuple[str, Method]]:
-    """The methods by the name that tables give them."""
+    """The methods by their names in tables."""
     seen = {"calibration": str(options.calibration), "samples": options.samples, "device": options.device}
     knobs = [rate for rate in options.rates if rate <= MOST_TERNARY]
     kinds: dict[str, Callable[[], Iterator[tuple[str, Method]]]] = {
@@ -74,7 +74,7 @@ def methods(options: argparse.Namespace) -> Iterator[tuple[str, Method]]:
 
 
 def contestants(model: MethodLoss, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and figures; ggml comes first, for its importances are those of the original."""
+    """Names and figures; ggml comes first, because its importances are those of the original."""
     if "ggml" in options.methods:
         peer, windows = GgmlTypes(), load_samples(model.checkpoint, options.calibration, options.samples, SAMPLE_TOKENS)
         seen = importances(model.model, [layer.name for layer in model.layout.layers], windows.inputs)
@@ -89,7 +89,7 @@ def contestants(model: MethodLoss, options: argparse.Namespace) -> Iterator[tupl
 
 
 def hull(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Bits and losses in the order of bits, without those that lose no less than one of fewer bits."""
+    """Bits and losses in the order of bits, without points that another point with fewer bits beats."""
     kept: list[tuple[float, float]] = []
     for bits, loss in sorted(points):
         if not kept or loss < kept[-1][1]:
@@ -98,7 +98,7 @@ def hull(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def between(points: list[tuple[float, float]], bits: float) -> float:
-    """The loss at so many bits, its logarithm interpolated linearly, or extended beyond the last two points."""
+    """The loss at a number of bits: log-linear interpolation, or extrapolation from the last two points."""
     at = min(max(bisect([point[0] for point in points], bits), 1), len(points) - 1)
     (low, first), (high, second) = points[at - 1 : at + 1]
     return float(first * (second / first) ** ((bits - low) / (high - low)))
@@ -112,7 +112,7 @@ def reaching(points: list[tuple[float, float]], loss: float) -> float:
 
 
 def matching(rows: list[Row], kind: str) -> float:
-    """The bits at which `rate` with a text loses what a type of ggml does: the mean over models and texts."""
+    """The bits at which `rate` with a text has the loss of a ggml type, averaged over models and texts."""
     found = []
     for peer in (row for row in rows if row["method"] == GGML + kind):
         ours = [row for row in rows if re.fullmatch(r"rate .* with a text", row["method"]) and alike(row, peer)]
@@ -125,7 +125,7 @@ def matching(rows: list[Row], kind: str) -> float:
 
 
 def shares(rows: list[Row]) -> Iterator[str]:
-    """A line for each figure of `rate` on models that ggml's types were measured on: its loss over theirs."""
+    """A line for each figure of `rate` on models with ggml figures: its loss relative to theirs."""
     for row in (row for row in rows if row["method"].startswith("rate")):
         peers = [peer for peer in rows if peer["method"].startswith(GGML) and alike(peer, row)]
         if len(peers) < 2:
@@ -138,12 +138,12 @@ def shares(rows: list[Row]) -> Iterator[str]:
 
 
 def alike(one: Row, other: Row) -> bool:
-    """Whether rows are of the same model and projections."""
+    """Whether two rows have the same model and projections."""
     return bool(one["model"] == other["model"] and one["only"] == other["only"])
 
 
 def draw(rows: list[Row], file: Path) -> None:
-    """Loss on the first text over bits, one panel a model, a line for each method's name without its number."""
+    """Draw the loss increase on the first text over bits: one panel per model, one line per kind of method."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = panels(len(models))
     for axis, model in zip(axes, models, strict=True):
@@ -153,12 +153,10 @@ def draw(rows: list[Row], file: Path) -> None:
             lines.setdefault(kind, []).append((row["bits_per_weight"], max(next(iter(row["rise"].values())), LEAST)))
         for kind, points in lines.items():
             axis.plot(*zip(*sorted(points), strict=True), "o-", markersize=4, label=kind)
-        axis.set(title=model, xlabel="bits a weight, all metadata counted", yscale="log")
-        axis.grid(alpha=0.3, which="both")
-    axes[0].set_ylabel(f"loss over bf16 on {next(iter(rows[0]['rise']))}, nats a token")
-    axes[-1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
+        axis.set(title=model, xlabel="bits per weight, all metadata counted")
+        logarithmic(axis)
+    text = next(iter(rows[0]["rise"]))
+    write(figure, axes, f"{LOSS} on {TEXTS.get(text, text)}", file)
 
 
 def main() -> None:
@@ -167,7 +165,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--text", action="append", type=Path, default=[])
-    parser.add_argument("--only", nargs="+", help="projections that are packed; all of them by default")
+    parser.add_argument("--only", nargs="+", help="projections to pack; default: all")
     parser.add_argument("--methods", nargs="+", default=["free", "text", "finequant", "milo", "qmoe", "knob"])
     parser.add_argument("--rates", nargs="+", type=float, default=[1.25, 1.6, 2.2, 3.2, 4.2])
     parser.add_argument("--samples", type=int, default=64)
@@ -175,7 +173,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--merge", action="append", type=Path, default=[])
-    parser.add_argument("--shares", action="store_true", help="print the losses of rate over those of ggml")
+    parser.add_argument("--shares", action="store_true", help="print the losses of rate relative to ggml's")
     parser.add_argument("--out", type=Path, default=Path("build/frontier.json"))
     parser.add_argument("--picture", type=Path, help="PNG file for loss over bits")
     options = parser.parse_args()

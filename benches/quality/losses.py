@@ -26,7 +26,8 @@ from moepack.pipeline.report import Totals
 
 
 def moepack(*arguments: str | Path) -> str:
-    """Run a command of moepack; its standard output. A failure ends this script with the command's own words."""
+    """Run a command of moepack and return its standard output. A failure ends this script with the command's
+    message."""
     command = [sys.executable, "-m", "moepack", *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -35,7 +36,7 @@ def moepack(*arguments: str | Path) -> str:
 
 
 def measure(model: Path, texts: list[Path], chars: int, compress: list[str]) -> dict[str, Any]:
-    """Bits a weight of the experts, and both losses by text in nats a token."""
+    """Bits per weight of the experts, and both losses by text in nats per token."""
     with tempfile.TemporaryDirectory() as directory:
         packed = Path(directory) / "packed"
         moepack("compress", model, packed, "--quiet", *compress)
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--chars", type=int, default=250_000)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args(given[:end])
-    print(f"| model | bits a weight | smaller than bf16 | {' | '.join(text.stem for text in options.text)} |")
+    print(f"| model | bits per weight | smaller than bf16 | {' | '.join(text.stem for text in options.text)} |")
     print("|---|---|---|" + "---|" * len(options.text))
     figures = {}
     for model in options.models:

@@ -52,12 +52,12 @@ class Bench:
         self.losses = self.measured("original", lambda: {})["loss"]
 
     def find(self, label: str) -> dict[str, Any] | None:
-        """The row of that label, if it was measured."""
+        """The row with this label, if it was measured."""
         found = (row for row in self.rows if (row["model"], row["label"]) == (self.path.name, label))
         return next(found, None)
 
     def measured(self, label: str, prepare: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The row of that label; `prepare` puts weights into the model and says what is known of them."""
+        """The row with this label; `prepare` sets the model's weights and returns their figures."""
         found = self.find(label)
         if found is None:
             start = time.perf_counter()
@@ -94,7 +94,7 @@ class Bench:
 
     @torch.no_grad()
     def put(self, record: Any, values: Tensor) -> None:
-        """Make values [E, R, C] the model's."""
+        """Set the model's weights to values [E, R, C]."""
         module = self.model.get_submodule(record.module)
         if not record.experts:
             module.weight.copy_(values[0])
@@ -109,7 +109,7 @@ class Bench:
         return self.packed(f"int{bits} rtn", bits=bits, solver="rtn", rank="uniform:0")
 
     def budget(self, bits: int, percent: float, **more: Any) -> dict[str, Any]:
-        """The budget policy at so many percent of the plain packed bytes more."""
+        """The budget policy with additional bytes, in percent of the plain packed bytes."""
         plain = self.plain(bits)
         memory = int(plain["files"] + plain["bytes"] * percent / 100)
         words = ["calibrated" if key == "calibration" else f"{key} {value}" for key, value in more.items()]
@@ -117,7 +117,7 @@ class Bench:
         return self.packed(label, bits=bits, memory_budget=memory, **more)
 
     def gptq(self, bits: int) -> dict[str, Any]:
-        """Block by block, each on what the quantized blocks before it give, with searched groups of 64."""
+        """Block by block, each on the outputs of the quantized blocks before it, with searched groups of 64."""
 
         def prepare() -> dict[str, Any]:
             samples = load_samples(self.checkpoint, str(self.options.calibration), 64, 512, premask=True, seed=0)
@@ -163,7 +163,7 @@ class Bench:
         yield from self.base(2)
 
     def base(self, bits: int) -> Iterator[Job]:
-        """What is measured at every width."""
+        """The rows measured at every width."""
         yield lambda: self.packed(f"int{bits} hqq", bits=bits, solver="hqq", rank="uniform:0")
         yield lambda: self.budget(bits, 12)
         yield lambda: self.gptq(bits)
@@ -183,18 +183,18 @@ class Bench:
         yield lambda: self.budget(3, 12, symmetric=False)
 
     def text(self) -> dict[str, Any]:
-        """What policies see that count expert choices."""
+        """The text for policies that count expert choices."""
         return {"calibration": str(self.options.calibration), "samples": 32}
 
     def weights(self) -> Iterator[Job]:
-        """What dense layers count in a budget: chosen on wikitext2-valid."""
+        """The weight of dense layers in a budget, chosen on wikitext2-valid."""
         for weight in (1.0, 4.0, 2.0, 8.0, 16.0):
             yield lambda weight=weight: self.budget(3, 12, dense_weight=weight)
         for weight in (1.0, 4.0, 2.0, 8.0):
             yield lambda weight=weight: self.budget(3, 12, dense_weight=weight, **self.text())
 
     def fit(self, policy: str, limit: float) -> int:
-        """The largest rank whose bytes are within the limit, or that changes nothing any more."""
+        """The largest rank whose bytes are within the limit, or above which nothing changes."""
         low, high = 0, 4096
         policy = policy.replace("kurtosis", "sparse").replace("frequency", "sparse")
         while high - low > 1:
@@ -233,8 +233,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """For each model: bytes over plain rounding, and by text the rise of the loss with the share of its gap that is
-    recovered."""
+    """For each model: bytes relative to plain rounding, and by text the loss increase with the recovered share of
+    rounding's."""
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = {row["label"]: row for row in rows if row["model"] == model}
         texts = list(mine["original"]["loss"])
@@ -257,8 +257,8 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--chars", type=int, default=100_000)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
-    parser.add_argument("--device", default="cpu", help="where models are measured; the packing is done on the CPU")
-    parser.add_argument("--jobs", type=int, nargs="*", help="numbers of the configurations to be measured; default all")
+    parser.add_argument("--device", default="cpu", help="device for the evaluation; packing runs on the CPU")
+    parser.add_argument("--jobs", type=int, nargs="*", help="indices of the configurations to measure; default: all")
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tables", action="store_true")

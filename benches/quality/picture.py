@@ -3,9 +3,9 @@
     python -m benches.quality.picture [--out docs/loss-over-size.svg]
 
 Reads only committed results: `results/rivals-zen5.json` (peers, from `benches/quality/rivals.py`, 8 windows of 512
-tokens) and the files of `benches/quality/sensitivity.py texts` (40 windows on an H200, 12 on a CPU). Sizes are bits per
-weight of everything, metadata counted. HQQ and GPTQModel leave the embedding in bfloat16, so their sizes count the
-quantized layers.
+tokens) and `results/sensitivity-measured-h100.json` (`benches/quality/sensitivity.py texts`, 40 windows). Sizes are
+bits per weight of everything with all metadata. HQQ, GPTQModel and AutoRound leave the embedding in bfloat16, so their
+sizes count the quantized layers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from moepack.comparison.chart import draw
 RESULTS = Path(__file__).parents[1] / "results"
 TEXT = "wikitext2-test"
 OURS = {
-    "moepack, text of novels": ("h200", "calibration-books", False),
-    "moepack, built-in text": ("zen5", "built-in", False),
-    "moepack, built-in, tuned": ("zen5", "built-in", True),
+    "moepack, calibrated on novels": ("measured-h100", "calibration-books", False),
+    "moepack, built-in text": ("measured-h100", "built-in", False),
+    "moepack, built-in text, tuned": ("measured-h100", "built-in", True),
 }
 """By line: the machine of the results, the calibration text, and whether `moepack tune` followed."""
 PEERS = {
-    "llama.cpp, imatrix": ("llama.cpp", "bits"),
+    "llama.cpp, importance matrix": ("llama.cpp", "bits"),
     "GPTQModel (layers only)": ("gptqmodel", "layer_bits"),
+    "AutoRound (layers only)": ("auto-round", "layer_bits"),
     "HQQ (layers only)": ("hqq", "layer_bits"),
 }
 
@@ -40,12 +41,12 @@ def main() -> None:
     lines = {}
     for name, (machine, source, tuned) in OURS.items():
         rows = json.loads((RESULTS / f"sensitivity-{machine}.json").read_text())["rows"]
-        chosen = [row for row in rows if row["source"] == source and ("tuned" in row) == tuned]
+        chosen = [row for row in rows if row["source"] == source and ("steps" in row) == tuned]
         lines[name] = [(row["bits"], row[TEXT]["increase"]) for row in chosen]
     for name, (peer, bits) in PEERS.items():
         found = [(row[bits], row["everything"][TEXT]["increase"]) for row in peers if row["peer"] == peer]
         lines[name] = [(x, y) for x, y in found if x < 4.8 and y < 3]
-    title = "SmolLM2-135M: increase of the loss on WikiText-2, nats per token"
+    title = "SmolLM2-135M: increase of the loss on WikiText-2, nats per token; lower is better"
     options.out.write_text(draw(title, "bits per weight", lines), encoding="utf-8")
 
 

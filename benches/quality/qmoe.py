@@ -55,9 +55,9 @@ def measure(model: Path, options: argparse.Namespace) -> Iterator[tuple[str, dic
 
 
 def table(figures: dict[str, Rows]) -> str:
-    """Increases of the loss in nats a token, and as a part of that of rounding to as many bits, as Markdown."""
+    """Loss increases in nats per token and relative to rounding to equal bits, as Markdown."""
     texts = list(next(iter(next(iter(figures.values())).values()))["rise"])
-    lines = [f"| model | method | bits a weight | {' | '.join(texts)} |", "|---|---|---|" + "---|" * len(texts)]
+    lines = [f"| model | method | bits per weight | {' | '.join(texts)} |", "|---|---|---|" + "---|" * len(texts)]
     for model, rows in figures.items():
         for name, row in sorted(rows.items(), key=lambda item: ORDER.index(item[0])):
             rounded = rows.get(TWO_BIT if "2 bit" in name else TERNARY, row)["rise"]
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", help="names of the table's rows to measure")
     parser.add_argument("--out", type=Path, default=Path("build/qmoe.json"))
-    parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add, or only show")
+    parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add or show")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     figures: dict[str, Rows] = {}

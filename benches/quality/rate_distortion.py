@@ -3,8 +3,8 @@
     python -m benches.quality.rate_distortion MODEL [MODEL ...] --calibration FILE --text FILE [--text FILE]
         [--device cuda]
 
-The frontier is GPTQ on the paper's grid with both levels of every row scaled by one factor, which also trades bits for
-loss; the knob is `moepack compress --method qmoe --bits-per-weight X`. Both use the same samples and the same
+Scaled levels: GPTQ on the paper's grid with both levels of every row scaled by one factor, which also trades bits for
+loss. Rate control: `moepack compress --method qmoe --bits-per-weight X`. Both use the same samples and the same
 calibration, and are measured by `method_loss.py`. The picture requires matplotlib.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benches.tools import machine
 from benches.tools.method_loss import MethodLoss
-from benches.tools.pictures import panels
+from benches.tools.pictures import LOSS, TEXTS, logarithmic, panels, write
 from moepack.methods import Method, Qmoe
 from moepack.methods.qmoe import PUBLISHED
 from moepack.methods.qmoe.forms import TernaryForm
@@ -30,6 +30,8 @@ from moepack.solvers.grids import TernaryGrid
 
 SCALES = (1.5, 1.2, 1.0, 0.85, 0.7, 0.55)
 RATES = (0.6, 0.87, 1.05, 1.25, 1.45, 1.6)
+SCALED, CONTROL = "scaled levels", "rate control"
+"""Names of the two curves of a model, in the results and in the picture."""
 
 
 class ScaledGrid(TernaryGrid):
@@ -56,7 +58,7 @@ class ScaledForm(TernaryForm):
         return ScaledGrid(self.factor)
 
 
-def frontier(factor: float, common: dict[str, Any]) -> Method:
+def scaled(factor: float, common: dict[str, Any]) -> Method:
     """The paper's setting on scaled levels."""
     method = Qmoe(**common, **PUBLISHED)
     method._form = ScaledForm(factor=factor)
@@ -64,38 +66,37 @@ def frontier(factor: float, common: dict[str, Any]) -> Method:
 
 
 def interpolated(points: list[dict[str, Any]], bits: float, text: str) -> float:
-    """The frontier's loss increase at a rate: linear in bits of the logarithm."""
+    """The loss increase of scaled levels at a rate: linear in bits and in the logarithm of the increase."""
     points = sorted(points, key=lambda p: p["bits_per_weight"])
     rises = [np.log(max(p["rise"][text], 1e-3)) for p in points]
     return float(np.exp(np.interp(bits, [p["bits_per_weight"] for p in points], rises)))
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The knob beside the frontier at the same coded bits, as Markdown."""
-    lines = ["| model | bits a weight | text | frontier, nats | knob, nats | ratio |", "|---|---|---|---|---|---|"]
+    """Rate control and scaled levels at the same coded bits, as Markdown."""
+    heads = ("model", "bits per weight", "text", f"{SCALED}, nats", f"{CONTROL}, nats", "ratio")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for model, curves in figures.items():
-        for point in curves["knob"] if curves["frontier"] else []:
+        for point in curves[CONTROL] if curves[SCALED] else []:
             bits = point["bits_per_weight"]
             for text, rise in point["rise"].items():
-                other = interpolated(curves["frontier"], bits, text)
+                other = interpolated(curves[SCALED], bits, text)
                 lines.append(f"| {model} | {bits:.3f} | {text} | +{other:.3f} | +{rise:.3f} | {rise / other:.2f} |")
     return "\n".join(lines)
 
 
 def draw(figures: dict[str, Any], file: Path) -> None:
-    """One picture a model: loss increase over bits, one colour a text."""
+    """Draw one panel per model: loss increase over bits, one colour per text."""
     figure, axes = panels(len(figures))
     for axis, (model, curves) in zip(axes, figures.items(), strict=True):
-        for colour, text in zip(("C0", "C1", "C2", "C3"), curves["knob"][0]["rise"], strict=False):
-            for name, style in (("frontier", "o--"), ("knob", "o-")):
+        for colour, text in zip(("C0", "C1", "C2", "C3"), curves[CONTROL][0]["rise"], strict=False):
+            for name, style in ((SCALED, "o--"), (CONTROL, "o-")):
                 points = sorted((p["bits_per_weight"], p["rise"][text]) for p in curves[name])
-                axis.plot(*zip(*points, strict=True), style, color=colour, markersize=4, label=f"{text}, {name}")
-        axis.set(title=model, xlabel="bits a weight, all metadata counted", yscale="log", xlim=(0.5, 1.75))
-        axis.grid(alpha=0.3, which="both")
-    axes[0].set_ylabel("loss over bf16, nats a token")
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
+                label = f"{name}, {TEXTS.get(text, text)}"
+                axis.plot(*zip(*points, strict=True), style, color=colour, markersize=4, label=label)
+        axis.set(title=model, xlabel="bits per weight, all metadata counted", xlim=(0.5, 1.75))
+        logarithmic(axis)
+    write(figure, axes, LOSS, file)
 
 
 def main() -> None:
@@ -111,8 +112,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("build/rate_distortion.json"))
-    parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add, or only draw")
-    parser.add_argument("--no-picture", action="store_true", help="matplotlib is not needed then")
+    parser.add_argument("--merge", action="append", type=Path, default=[], help="earlier results to add or draw")
+    parser.add_argument("--no-picture", action="store_true", help="do not draw a picture; matplotlib is not needed")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     figures: dict[str, Any] = {}
@@ -120,15 +121,15 @@ def main() -> None:
         content = json.loads(earlier)
         for model, curves in content["figures"].items():
             for name, points in curves.items():
-                figures.setdefault(model, {"frontier": [], "knob": []})[name] += points
+                figures.setdefault(model, {SCALED: [], CONTROL: []})[name] += points
     if args.merge and not args.models:
         machine.write(args.out, content["machine"], figures)
     common = {"calibration": str(args.calibration), "samples": args.samples, "device": args.device, "buffer": "device"}
     for path in args.models:
-        curves = figures.setdefault(path.name, {"frontier": [], "knob": []})
+        curves = figures.setdefault(path.name, {SCALED: [], CONTROL: []})
         yardstick = MethodLoss(path, args.text, args.chars, args.device)
-        jobs = [("knob", rate, Qmoe(**common, bits_per_weight=rate)) for rate in args.rates]
-        jobs += [("frontier", scale, frontier(scale, common)) for scale in args.scales]
+        jobs = [(CONTROL, rate, Qmoe(**common, bits_per_weight=rate)) for rate in args.rates]
+        jobs += [(SCALED, scale, scaled(scale, common)) for scale in args.scales]
         for name, setting, method in jobs:
             point = {"setting": setting, **yardstick.measure(method)}
             print(path.name, name, json.dumps(point), flush=True)

@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "moepack": {f"auto {bits} bits, text": {"bits": bits} for bits in (2.0, 2.5, 3.0, 3.5, 4.0, 4.5)}
     | {f"auto {bits} bits": {"bits": bits, "text": False} for bits in (2.0, 2.5, 3.0, 3.5, 4.0, 4.5)},
 }
-"""By peer, the arguments of its function by the name of a setting; what is not named is the package's default."""
+"""Arguments of each peer's function by the name of a setting; all others are the package's defaults."""
 
 Row = dict[str, Any]
 
@@ -79,13 +79,13 @@ def quantize(peer: str, settings: dict[str, Any], options: argparse.Namespace, o
 
 
 def _peak() -> float:
-    """The most memory that this process had, GiB; `getrusage` would count its parent's as well."""
+    """The peak memory of this process in GiB; `getrusage` would include its parent's."""
     found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     return round(int(found[1]) / 2**20, 2) if found else math.nan
 
 
 def sizes_of(sizes: dict[str, tuple[float, int]], count: int) -> dict[str, float]:
-    """Bits a weight of the matrices of the layers, and of all `count` weights; what is left alone has 16."""
+    """Bits per weight of the layers' matrices and of all `count` weights; unquantized weights have 16."""
     layers = [size for name, size in sizes.items() if not is_embedding(name) and "norm" not in name]
     bits, weights = (sum(part) for part in zip(*layers, strict=True))
     all_bits, all_weights = (sum(part) for part in zip(*sizes.values(), strict=True))
@@ -94,7 +94,7 @@ def sizes_of(sizes: dict[str, tuple[float, int]], count: int) -> dict[str, float
 
 
 class Bench:
-    """One model, its texts, and the original beside which quantized ones are scored."""
+    """One model, its texts, and the original to compare quantized models with."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -104,7 +104,7 @@ class Bench:
         self.count = sum(each.numel() for each in self.model.model.parameters())
 
     def row(self, name: str, settings: dict[str, Any]) -> Row:
-        """Quantize and score, with the embedding as the peer leaves it, and as it was."""
+        """Quantize and score, with the peer's embedding and with the original's."""
         peer = self.options.peer
         known = {"peer": peer, "setting": name, "version": version(QUANTIZERS[peer][0])}
         if known["version"] is None:
@@ -133,7 +133,7 @@ class Bench:
 
 
 def table(rows: list[Row]) -> str:
-    """By peer and bits, as Markdown: sizes, increase and divergence on each text, what it took."""
+    """Sizes, loss increase and divergence on each text, seconds and memory, by peer and bits, as Markdown."""
     texts = list(next(row["layers"] for row in rows if "layers" in row))
     lines = [
         f"| quantizer | setting | bits, layers | increase of layers alone: {', '.join(texts)} | divergence "
@@ -155,17 +155,19 @@ def _figures(scores: dict[str, dict[str, float]], figure: str, form: str) -> str
 
 
 def main() -> None:
-    """Measure a peer's settings one at a time and save each, or print what was measured."""
+    """Measure a peer's settings one at a time and save each, or print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer", choices=(*SETTINGS, "table"))
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--texts", type=Path, nargs="+", default=[])
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--settings", nargs="*", help="names of settings; all of the peer's if there are none")
-    parser.add_argument("--set", default="{}", type=json.loads, help="more arguments of the peer's function, as JSON")
-    parser.add_argument("--windows", type=int, default=SCORED, help="windows of each text that are scored")
-    parser.add_argument("--samples", type=int, default=128, help="windows that peers are calibrated on")
+    parser.add_argument("--settings", nargs="*", help="names of settings; default: all of the peer")
+    parser.add_argument(
+        "--set", default="{}", type=json.loads, help="additional arguments of the peer's function, as JSON"
+    )
+    parser.add_argument("--windows", type=int, default=SCORED, help="windows per evaluation text")
+    parser.add_argument("--samples", type=int, default=128, help="calibration windows")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()

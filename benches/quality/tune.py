@@ -39,12 +39,12 @@ class Bench:
         self.original = self.losses(path)
 
     def losses(self, path: Path) -> dict[str, float]:
-        """Nats a token by text."""
+        """Nats per token by text."""
         options = self.options
         return {text.stem: evaluate(path, text, options.chars, mode="exact").loss for text in options.text}
 
     def compressed(self, out: Path, rate: float) -> Path:
-        """Compress to so many bits a weight."""
+        """Compress to the given bits per weight."""
         options = self.options
         seen = {"calibration": str(options.calibration), "samples": options.samples} if options.calibration else {}
         compress(self.path, out, method=create("rate", bits_per_weight=rate, roles=options.roles, **seen))
@@ -79,8 +79,8 @@ def main() -> None:
     """Measure every model at every rate, print, and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path)
-    parser.add_argument("--tuning", type=Path, required=True, help="text that is fine-tuned on")
-    parser.add_argument("--calibration", type=Path, help="text that is solved on; none by default")
+    parser.add_argument("--tuning", type=Path, required=True, help="text for fine-tuning")
+    parser.add_argument("--calibration", type=Path, help="calibration text; default: none")
     parser.add_argument("--text", action="append", type=Path, required=True)
     parser.add_argument("--rates", nargs="+", type=float, default=[2.2])
     parser.add_argument("--roles", default="none")

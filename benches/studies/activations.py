@@ -71,7 +71,7 @@ class Rounded:
                 self.kinds |= {"experts", "experts_down"}
 
     def seen(self, kind: str, x: Tensor) -> Tensor:
-        """What a layer of this kind makes of its input."""
+        """The changed input of a layer of this kind."""
         change = self.changes.get(kind)
         return x if change is None else change(x)
 

@@ -34,7 +34,7 @@ ROUNDS = 5
 
 
 def stages(path: Path, options: argparse.Namespace) -> Iterator[tuple[str, UniformProblem]]:
-    """The stages of a model's first layer, as the original model runs, cut to some experts and rows."""
+    """The stages of the original model's first layer, cut to some experts and rows."""
     checkpoint = Checkpoint.open(path)
     method = Rate(2.0, roles="none", calibration=str(options.calibration), samples=options.samples, sequence_length=256)
     packer = LayerPacker(checkpoint, describe(checkpoint), Assignment(method))
@@ -51,7 +51,8 @@ def _problem(stage: Stage, options: argparse.Namespace) -> UniformProblem:
 
 
 def compare(problem: UniformProblem, over: float) -> list[str]:
-    """The bits of integers of a step, `over` root mean squares, and errors over theirs at these bits."""
+    """The bits of plain integers with a step of `over` root mean squares, and the errors of dependent codes relative
+    to theirs at these bits."""
     rows, columns = problem.weights.shape[1:]
     streams = torch.arange(rows) // stream_rows(columns)
     runs = streams + torch.arange(len(problem.weights))[:, None] * (int(streams.max()) + 1)
@@ -65,7 +66,7 @@ def compare(problem: UniformProblem, over: float) -> list[str]:
 
 
 def _solved(problem: UniformProblem, step: float, runs: Tensor) -> tuple[Tensor, float]:
-    """Values and their bits, by the lengths of the codes."""
+    """Values and their bits, from the code lengths."""
     settings = problem.settings
     price = settings.worth * step * step * float(problem.curvature.mean())
     lengths = priced_codes(problem.weights / step, torch.full((len(runs),), WORTH), runs)

@@ -28,14 +28,15 @@ from benches.tools import machine
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.solvers.groupwise import group_values, quantize_groupwise
-from moepack.solvers.priced import DENSE_LARGEST, Profile, low_bits_of, round_priced
+from moepack.solvers.priced import DENSE_LARGEST, Profile, coder_symbols, round_priced
 
 Point = tuple[str, float, float]
-"""A format, its bits a weight, and its squared error."""
+"""A format, its bits per weight, and its squared error."""
 
 
 def matrices(model: MoeModel, weights: int) -> Iterator[tuple[str, Tensor]]:
-    """The experts of each projection of a layer, and a matrix of each kind of linear layer, cut to so many weights."""
+    """The experts of each projection of a layer and a matrix of each kind of linear layer, cut to a number of
+    weights."""
     layer = model.layers[len(model.layers) // 2]
     found = {part.name: torch.cat([part.expert(each) for each in range(layer.experts)]) for part in layer.projections}
     for dense in model.dense:
@@ -45,7 +46,7 @@ def matrices(model: MoeModel, weights: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def coded(values: Tensor) -> list[tuple[float, float]]:
-    """Bits and errors of coded integers at steps a quarter of an octave apart, from the most bits on."""
+    """Bits and errors of coded integers at steps a quarter of an octave apart, in the order of decreasing bits."""
     profile = Profile(DENSE_LARGEST)
     profile.add(values, 1.0)
     spread, found = float(values.square().mean()) ** 0.5, []
@@ -53,7 +54,9 @@ def coded(values: Tensor) -> list[tuple[float, float]]:
         step = spread * 2.0**octave
         symbols = round_priced(values, step, profile.lengths(step))
         one = np.ones((1, 1), np.float32)
-        blob = _core.encode_coded(symbols[None].numpy(), one, ndim=3, low_bits=low_bits_of(DENSE_LARGEST))
+        blob = _core.encode_coded(
+            symbols[None].numpy(), one, ndim=3, symbols=coder_symbols(DENSE_LARGEST, dependent=False)
+        )
         found.append((8 * blob.nbytes / values.numel(), float((symbols * step - values).square().sum())))
     return found
 
@@ -85,7 +88,7 @@ def codebook(values: Tensor) -> Iterator[Point]:
 
 
 def compensated(values: Tensor) -> Iterator[Point]:
-    """Integers with the best low-rank correction of what they leave."""
+    """Integers with the best low-rank correction of their error."""
     rows, columns = values.shape
     for bits in (2, 3, 4):
         groups = quantize_groupwise(values, bits, 64, symmetric=False, search=True, name="")
@@ -97,7 +100,7 @@ def compensated(values: Tensor) -> Iterator[Point]:
 
 
 def ternary(values: Tensor) -> Iterator[Point]:
-    """Three values a row, at several shares of zeros."""
+    """Three values per row, at several shares of zeros."""
     for zeros in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         kept = values.abs() > torch.quantile(values.abs(), zeros, dim=1, keepdim=True)
         level = (values.abs() * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
@@ -107,7 +110,7 @@ def ternary(values: Tensor) -> Iterator[Point]:
 
 
 def main() -> None:
-    """Print a line a format, and save the ratios by model and matrix."""
+    """Print one line per format, and save the ratios by model and matrix."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--weights", type=int, default=1 << 20)

@@ -34,7 +34,7 @@ def squares(model: MoeModel) -> Iterator[tuple[str, str, float]]:
 
 
 def main() -> None:
-    """Print a line a model."""
+    """Print one line per model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--calibration", type=Path, required=True)

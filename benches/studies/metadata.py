@@ -31,13 +31,13 @@ from moepack.pipeline import compress
 
 
 def entropy(codes: NDArray[np.int32]) -> float:
-    """Bits of codes at their own frequencies."""
+    """Bits of codes, entropy-coded with their own frequencies."""
     counts = np.unique(codes, return_counts=True)[1]
     return float(-(counts * np.log2(counts / counts.sum())).sum())
 
 
 def parts(data: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Weights of a tensor; bits stored, of streams' entropy, of the tensor's, of states and index."""
+    """A tensor's weights and bits: stored, entropy per stream, entropy per tensor, states and index."""
     codes = _core.decode_coded(data)
     experts, rows, columns = codes.shape
     height = stream_rows(columns)
@@ -47,7 +47,7 @@ def parts(data: NDArray[np.uint8]) -> NDArray[np.float64]:
 
 
 def rows(model: Path, rate: float) -> Iterator[dict[str, Any]]:
-    """A row for each length of row."""
+    """One result per row length."""
     sums: dict[int, NDArray[np.float64]] = {}
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "packed"

@@ -24,7 +24,7 @@ from moepack.pipeline import compress
 
 
 def landed(model: Path, rate: float, options: argparse.Namespace) -> float:
-    """Bits a weight of a directory that was asked to have so many."""
+    """Bits per weight of a directory that was compressed to a requested rate."""
     seen = {"calibration": str(options.calibration), "samples": options.samples} if options.calibration else {}
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "packed"

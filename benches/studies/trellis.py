@@ -25,7 +25,7 @@ ROUNDS = 6
 
 
 def rounded(weights: Tensor, profile: Profile, step: float, dependent: bool) -> tuple[Tensor, float]:
-    """Values [R, C] and the bits that a weight takes."""
+    """Values [R, C] and the bits per weight."""
     worth = worth_of(dependent)
     lengths = profile.lengths(step, worth, dependent)
     codes = round_priced(weights, step, lengths, worth)
@@ -34,7 +34,7 @@ def rounded(weights: Tensor, profile: Profile, step: float, dependent: bool) -> 
 
 
 def alike(weights: Tensor, profile: Profile, step: float, bits: float) -> Tensor:
-    """Values of dependent codes of so many bits; the search starts at a step."""
+    """Values of dependent codes with the given bits; the search starts at a step."""
     for _ in range(ROUNDS):
         values, own = rounded(weights, profile, step, dependent=True)
         step *= 2.0 ** (own - bits)
@@ -42,7 +42,7 @@ def alike(weights: Tensor, profile: Profile, step: float, bits: float) -> Tensor
 
 
 def measures(weights: Tensor, values: Tensor) -> tuple[float, float]:
-    """The mean squared error, and the share of the weights' length that is kept."""
+    """The mean squared error, and the kept share of the weights' length."""
     return float((weights - values).square().mean()), float((weights * values).sum() / weights.square().sum())
 
 

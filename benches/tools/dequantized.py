@@ -13,7 +13,7 @@ from moepack.integrations.loading import open_model
 
 
 class Dequantized:
-    """One model in float32 on a device, whose weights are replaced again and again.
+    """One model in float32 on a device, whose weights are replaced repeatedly.
 
     Attributes:
         model: transformers' model.
@@ -25,14 +25,14 @@ class Dequantized:
 
     @torch.no_grad()
     def original(self) -> Any:
-        """The model with its own weights."""
+        """The model with its original weights."""
         for name, tensor in self.model.state_dict().items():
             tensor.copy_(self._original[name])
         return self.model
 
     @torch.no_grad()
     def packed(self, directory: Path) -> Any:
-        """The model with what `directory` packs."""
+        """The model with the packed values of `directory`."""
         self.original()
         opened = PackedDirectory.open(directory)
         for name, record in opened.manifest.packed().items():

@@ -22,7 +22,7 @@ from benches.tools.peers import Absent, Peer, Round, copies_for
 
 TYPES = {"q4_0": 2, "q8_0": 8, "q2_K": 10, "q3_K": 11, "q4_K": 12, "iq2_xs": 17, "iq3_xxs": 18, "iq4_xs": 23}
 SAMPLE = 128
-"""Rows that are quantized; a matrix repeats them, for some formats take ggml seconds."""
+"""Quantized rows; a matrix repeats them, because ggml takes seconds for some formats."""
 TOLERANCE = 0.03
 """Largest relative error of a product that int8 activations explain (0.005 to 0.008 measured)."""
 
@@ -46,7 +46,7 @@ class TypeTraits(ctypes.Structure):
 
 
 SILENT = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)(lambda *_: None)
-"""Takes the messages of ggml, one for each tensor that it repacks."""
+"""Receives the messages of ggml, one per repacked tensor."""
 POINTERS = {
     "ggml_init": [InitParams],
     "ggml_new_tensor_2d": [c_void_p, c_int, c_int64, c_int64],
@@ -74,11 +74,11 @@ OTHERS = {
 
 
 LIBRARIES = {"llama_cpp": "lib/libggml.so", "xllamacpp": "xllamacpp.abi3.so"}
-"""Packages that bring ggml, and where it is in them."""
+"""Packages that contain ggml, and its path in them."""
 
 
 def opened(libraries: Mapping[str, str]) -> ctypes.CDLL:
-    """The first library, by package and file in it, whose package is installed; ImportError where none is."""
+    """The library of the first installed package; ImportError if none is installed."""
     specs = ((importlib.util.find_spec(package), file) for package, file in libraries.items())
     found = [Path(spec.origin).parent / file for spec, file in specs if spec is not None and spec.origin is not None]
     if not found:
@@ -87,7 +87,7 @@ def opened(libraries: Mapping[str, str]) -> ctypes.CDLL:
 
 
 def load() -> ctypes.CDLL:
-    """ggml, with the types of its functions declared; ImportError where no package that has it is installed."""
+    """ggml with declared function types; ImportError if no package with it is installed."""
     library = opened(LIBRARIES)
     for names, result in ((POINTERS, c_void_p), (OTHERS, c_int)):
         for name, arguments in names.items():
@@ -105,7 +105,7 @@ def load() -> ctypes.CDLL:
 def quantized(
     library: ctypes.CDLL, kind: int, values: NDArray[np.float32], importance: NDArray[np.float32]
 ) -> NDArray[np.uint8]:
-    """Blocks [R, bytes] of values [R, C] in a type; `importance` [C] is what an error of each column counts."""
+    """Blocks [R, bytes] of values [R, C] in a type; `importance` [C] weights the error of each column."""
     rows, columns = values.shape
     blocks = np.empty((rows, library.ggml_row_size(kind, columns)), np.uint8)
     source, target, given = values.ctypes.data, blocks.ctypes.data, importance.ctypes.data
@@ -140,7 +140,7 @@ class Matrices:
             self.library.ggml_backend_tensor_set(weight, data.ctypes.data, 0, self.nbytes)
 
     def __del__(self) -> None:
-        """Give the memory back: the next peer needs it."""
+        """Free the memory for the next peer."""
         for context in (self.graph_context, self.context):
             if context:
                 self.library.ggml_free(context)
@@ -148,7 +148,7 @@ class Matrices:
         self.library.ggml_backend_free(self.backend)
 
     def quantized(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Blocks of a random matrix, and the values of the first rows, which the others repeat."""
+        """Blocks of a random matrix and the values of its first rows, which repeat."""
         values = np.random.default_rng(0).standard_normal((SAMPLE, self.columns)).astype(np.float32)
         blocks = quantized(self.library, self.type, values, np.ones(self.columns, np.float32))
         sample = dequantized(self.library, self.type, blocks, self.columns)
@@ -163,13 +163,13 @@ class Matrices:
         return list(takewhile(bool, kinds)) if kinds else []
 
     def allocate(self, kind: int, count: int) -> tuple[int, list[int], int]:
-        """A context, tensors of the weights' shape, and their buffer."""
+        """Allocate a context, tensors of the weights' shape, and their buffer."""
         context = self.library.ggml_init(InitParams(1 << 20, None, True))
         tensors = [self.library.ggml_new_tensor_2d(context, self.type, self.columns, self.rows) for _ in range(count)]
         return context, tensors, self.library.ggml_backend_alloc_ctx_tensors_from_buft(context, kind)
 
     def supported(self, kind: int) -> bool:
-        """Whether a product takes weights from that type of buffer."""
+        """Whether a product supports weights in this type of buffer."""
         context, (weight,), buffer = self.allocate(kind, 1)
         x = self.library.ggml_new_tensor_2d(context, 0, self.columns, 1)
         product = self.library.ggml_mul_mat(context, weight, x)
@@ -197,7 +197,7 @@ class Matrices:
         return lambda: self.library.ggml_backend_graph_compute(self.backend, graph)
 
     def check(self, x: NDArray[np.float32], product: int) -> None:
-        """Compare the last rows that are whole samples; a wrong product says nothing about speed."""
+        """Compare the last complete samples; the speed of a wrong product is meaningless."""
         address = self.library.ggml_get_data(product)
         y = np.ctypeslib.as_array((c_float * (len(x) * self.rows)).from_address(address)).reshape(len(x), self.rows)
         start = self.rows // SAMPLE * SAMPLE - SAMPLE
@@ -208,7 +208,7 @@ class Matrices:
 
 
 def ggml_peer(kind: str, rows: int, columns: int, threads: int, cold: int) -> Peer | Absent:
-    """A format of ggml; absent where no package that has ggml is installed."""
+    """A format of ggml; absent if no package with ggml is installed."""
     try:
         library = load()
     except (ImportError, OSError, AttributeError) as error:
@@ -219,6 +219,6 @@ def ggml_peer(kind: str, rows: int, columns: int, threads: int, cold: int) -> Pe
 
 
 def ggml_peers(rows: int, columns: int, threads: int, cold: int) -> Iterator[Callable[[], Peer | Absent]]:
-    """All formats, to be made one at a time: each takes `cold` bytes."""
+    """All formats, to be created one at a time: each takes `cold` bytes."""
     for kind in TYPES:
         yield partial(ggml_peer, kind, rows, columns, threads, cold)

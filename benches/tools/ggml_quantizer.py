@@ -44,7 +44,7 @@ def gguf_name(name: str) -> str:
 
 
 class Turned:
-    """Rows of queries and keys: transformers turns halves of a head, llama.cpp neighbours."""
+    """Rows of queries and keys: transformers rotates halves of a head, llama.cpp neighbours."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -67,12 +67,12 @@ class Turned:
 
 
 def fold(columns: int) -> int:
-    """How many rows make one whose length is a multiple of a block."""
+    """The number of rows that form one whose length is a multiple of a block."""
     return BLOCK // math.gcd(BLOCK, columns)
 
 
 def _folded(tensor: Tensor, times: int) -> Tensor:
-    """A matrix whose rows are joined in groups; a vector stays as it is."""
+    """A matrix with rows joined in groups; a vector is unchanged."""
     return tensor.reshape(-1, times * tensor.shape[-1]) if tensor.ndim == 2 else tensor
 
 
@@ -103,7 +103,7 @@ def importances(model: Path, ids: Tensor, device: str) -> dict[str, Tensor]:
 
 
 def write_gguf(tensors: dict[str, Tensor], config: dict[str, Any], file: Path) -> None:
-    """A GGUF file that the quantizer reads: no tokens are in it."""
+    """Write a GGUF file for the quantizer, without tokens."""
     import gguf
 
     writer = gguf.GGUFWriter(file, "llama")

@@ -28,13 +28,13 @@ UNSEEN = 1e-6
 
 
 class GgmlTypes:
-    """Rounds matrices to the types of ggml; ImportError where no package that has ggml is installed."""
+    """Rounds matrices to the types of ggml; ImportError if no package with ggml is installed."""
 
     def __init__(self) -> None:
         self.library = ggml.load()
 
     def bits(self, kind: str) -> float:
-        """Bits a weight of a type."""
+        """Bits per weight of a type."""
         return 8 * self.library.ggml_row_size(TYPES[kind], 256) / 256
 
     def rounded(self, kind: str, matrices: Tensor, importance: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class GgmlTypes:
 
 
 def importances(model: nn.Module, layers: Iterable[str], samples: Tensor) -> dict[str, Tensor]:
-    """Mean squares of what each expert of a layer reads, [E, H] by the layer's name, on samples [N, L] of token ids."""
+    """Mean squares of the inputs of each expert, [E, H] by layer name, on samples [N, L] of token ids."""
     sums: dict[str, Tensor] = {}
     with torch.no_grad(), _listening(model, layers, sums):
         for sample in samples:
@@ -57,7 +57,7 @@ def importances(model: nn.Module, layers: Iterable[str], samples: Tensor) -> dic
 
 @contextmanager
 def _listening(model: nn.Module, layers: Iterable[str], sums: dict[str, Tensor]) -> Iterator[None]:
-    """Adds to `sums` the squares of what experts of transformers' interface are given."""
+    """Adds the squared inputs of experts of transformers' interface to `sums`."""
 
     def note(name: str, module: Any, given: tuple[Tensor, ...]) -> None:
         tokens, chosen = given[0].flatten(0, -2).square(), given[1]

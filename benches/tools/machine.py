@@ -37,12 +37,12 @@ def describe(threads: int, device: str = "cpu") -> dict[str, Any]:
 
 
 def save(path: Path, threads: int, figures: Any, device: str = "cpu") -> None:
-    """Write the figures with the description of the machine, and of the accelerator where one was used, as JSON."""
+    """Write the figures as JSON with a description of the machine and of the accelerator, if one was used."""
     write(path, describe(threads, device), figures)
 
 
 def write(path: Path, description: Any, figures: Any) -> None:
-    """Write figures with the description of the machine that they were measured on, as JSON."""
+    """Write figures as JSON with a description of the machine that measured them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": description, "figures": figures}, indent=1) + "\n")
     print(f"wrote {path}")

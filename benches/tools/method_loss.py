@@ -25,7 +25,7 @@ from moepack.pipeline.solving import LayerPacker
 
 
 class MethodLoss:
-    """One model, its original losses on some texts, and what methods make of them."""
+    """One model and its original losses on several texts, to measure methods with."""
 
     def __init__(self, path: Path, texts: list[Path], chars: int, device: str = "cpu") -> None:
         """Load the model in float32 and measure it on the first `chars` characters of each text."""
@@ -37,14 +37,14 @@ class MethodLoss:
         self.original = self.losses()
 
     def losses(self) -> dict[str, float]:
-        """Nats a token of the model as it is, by text."""
+        """Nats per token of the current model, by text."""
         return {text.stem: evaluate(self.model, text, self.chars, tokenizer=self.tokenizer).loss for text in self.texts}
 
     def measure(
         self, method: Method, only: Collection[str] | None = None, runs: list[Any] | None = None
     ) -> dict[str, Any]:
-        """Pack all experts, or only these projections of them; bits a weight of those, increase of the loss by text in
-        nats a token, seconds of packing. Layers run as the method's calibration has them, or as given."""
+        """Pack all experts, or only the given projections; return their bits per weight, the loss increase by text
+        in nats per token, and the seconds of packing. Layers run as in the method's calibration, or as given."""
         start = time.perf_counter()
         method.prepare(self.checkpoint, self.layout)
         packer = LayerPacker(self.checkpoint, self.layout, Assignment(method))
@@ -65,8 +65,8 @@ class MethodLoss:
     def replace(
         self, bits: float, rounded: Callable[[str, str, Tensor], Tensor], only: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Figures as of `measure`, at so many bits, with what `rounded` makes of the experts [E, R, C] of a layer's and
-        a projection's name."""
+        """Figures like those of `measure` at the given bits; `rounded` maps the experts [E, R, C] of a layer and
+        projection to values."""
         start = time.perf_counter()
         for layer in self.layout.layers:
             stacks = {name: _stack(weights) for name, weights in layer_tensors(layer).items()}
@@ -80,7 +80,7 @@ class MethodLoss:
         return {"bits_per_weight": bits, "rise": rise, "seconds": round(seconds, 1)}
 
     def _put(self, layer: MoeLayer, values: dict[str, Tensor]) -> None:
-        """Make these values the weights of the model."""
+        """Set the weights of the model."""
         module = self.model.get_submodule(layer.name)
         if "wi" in values:
             for name, stack in values.items():
@@ -92,7 +92,7 @@ class MethodLoss:
 
 
 def _exact(weights: Weights) -> PackedTensor:
-    """A tensor as it is, but for one part in 2^25 of its largest weight."""
+    """A tensor, exact up to 2^-25 of its largest weight."""
     values = _stack(weights)
     scale = values.abs().amax().clamp(min=1e-30) * 2.0**-24
     codes = (values / scale).round().int()

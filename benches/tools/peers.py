@@ -22,7 +22,7 @@ Round = Callable[[], object]
 
 @dataclass
 class Peer:
-    """Copies of a matrix, and how to multiply by them.
+    """Copies of a matrix and a function that multiplies by them.
 
     Attributes:
         name: package and format.
@@ -39,19 +39,19 @@ class Peer:
 
 @dataclass
 class Absent:
-    """A peer that cannot take part, and why."""
+    """A peer that is not available, and the reason."""
 
     name: str
     reason: str
 
 
 def copies_for(nbytes: int, cold: int) -> int:
-    """Copies that together have at least `cold` bytes."""
+    """The number of copies that together have at least `cold` bytes."""
     return max(2, -(-cold // nbytes))
 
 
 def aligned(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A copy that starts at a multiple of 4096, as tensors do in mapped files."""
+    """A copy that starts at a multiple of 4096, like tensors in mapped files."""
     room = np.empty(data.size + 4096, np.uint8)
     start = -room.ctypes.data % 4096
     room[start : start + data.size] = data
@@ -70,7 +70,7 @@ def encode(shape: tuple[int, int, int], bits: int, group: int, seed: int = 0) ->
 
 
 def moepack_peer(rows: int, columns: int, bits: int, group: int, mode: str, isa: str, cold: int) -> Peer:
-    """Group-wise integers with offsets, as they lie in a packed directory."""
+    """Group-wise integers with offsets, in the layout of a packed directory."""
     data = encode((1, rows, columns), bits, group)
     blobs = [_core.PackedTensor(aligned(data)) for _ in range(copies_for(data.size, cold))]
 
@@ -95,7 +95,7 @@ def torch_bf16(rows: int, columns: int, cold: int) -> Peer:
 
 
 def torch_int8(rows: int, columns: int, cold: int) -> Peer | Absent:
-    """Torch's dynamically quantized linear layer: int8 weights a row, activations a tensor."""
+    """Torch's dynamically quantized linear layer: int8 weights per row, activations per tensor."""
     try:
         torch.backends.quantized.engine = "onednn"
         copies = copies_for(rows * columns, cold)
@@ -135,7 +135,7 @@ def torch_int4(rows: int, columns: int, group: int, cold: int) -> Peer | Absent:
 
 
 def onnx_session(nodes: list[Any], inputs: list[Any], outputs: list[Any], tensors: list[Any], threads: int) -> Any:
-    """A session of onnxruntime over a graph that is made here."""
+    """A session of onnxruntime over a graph created here."""
     import onnx
     import onnxruntime
 
@@ -148,7 +148,7 @@ def onnx_session(nodes: list[Any], inputs: list[Any], outputs: list[Any], tensor
 
 
 def onnx_tensor(name: str, values: NDArray[Any]) -> Any:
-    """An initializer; its bytes must be unique, for onnxruntime silently shares equal ones."""
+    """An initializer; its bytes must be unique, because onnxruntime silently shares equal ones."""
     from onnx import numpy_helper
 
     return numpy_helper.from_array(values, name)
@@ -191,7 +191,7 @@ def onnx_peer(rows: int, columns: int, bits: int, group: int, threads: int, cold
 
 
 def auto_round_peer(rows: int, columns: int, bits: int, group: int, cold: int) -> Peer | Absent:
-    """The kernels of auto-round-lib, with zeros; it picks what they compute with."""
+    """The kernels of auto-round-lib, with zeros; the library chooses their compute type."""
     name = f"auto-round-lib int{bits} group {group}"
     try:
         import auto_round_kernel as kernels
@@ -217,13 +217,13 @@ def auto_round_peer(rows: int, columns: int, bits: int, group: int, cold: int) -
 
 
 PACKAGES = ("torch", "onnxruntime", "auto-round-lib", "llama-cpp-python")
-"""Distributions that bring peers, in the order in which they are measured; the last brings ggml."""
+"""Distributions of the peers in the order of measurement; the last one contains ggml."""
 
 
 def linear_peers(
     package: str, rows: int, columns: int, threads: int, cold: int
 ) -> Iterator[Callable[[], Peer | Absent]]:
-    """What a package has for products of one matrix, to be made one at a time: each takes `cold` bytes."""
+    """The products of one matrix that a package supports, to be created one at a time: each takes `cold` bytes."""
     if package == "torch":
         yield lambda: torch_bf16(rows, columns, cold)
         yield lambda: torch_int8(rows, columns, cold)
@@ -237,7 +237,7 @@ def linear_peers(
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that take part, or "absent"."""
+    """Versions of the measured packages, or "absent"."""
     found = {}
     for package in PACKAGES:
         try:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass
 class Quantized:
-    """Weights as the quantizer's runtime would multiply by them.
+    """Weights as used by the quantizer's runtime.
 
     Attributes:
         weights: tensors that replace the checkpoint's, in float32, by the names of transformers' model.

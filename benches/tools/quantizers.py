@@ -25,7 +25,7 @@ from benches.tools.quantized import Quantized, linear_layers, opened
 
 
 def changed(before: Path, after: Any, bits: Callable[[Tensor], float]) -> Quantized:
-    """What a model holds that its checkpoint does not: projections of a size in bits, and norms in 16 bits."""
+    """The weights in which a model differs from its checkpoint: projections of a size in bits, and norms in 16 bits."""
     originals, found = opened(before, torch.float32, "cpu").state_dict(), Quantized()
     for name, tensor in after.state_dict().items():
         mine = tensor.detach().float().cpu()
@@ -35,7 +35,7 @@ def changed(before: Path, after: Any, bits: Callable[[Tensor], float]) -> Quanti
 
 
 def grouped_bits(shape: torch.Size, bits: int, group: int, scale: int, zero: int) -> float:
-    """Bits a weight of codes in groups along rows; each group has a scale and a zero of the given bits."""
+    """Bits per weight of codes in groups along rows; each group has a scale and a zero of the given bits."""
     rows, columns = shape
     return float(rows * columns * bits + rows * math.ceil(columns / group) * (scale + zero))
 
@@ -56,8 +56,8 @@ def hqq(model: Path, ids: Tensor, device: str, bits: int, group: int, axis: int 
 def gptqmodel(
     model: Path, ids: Tensor, device: str, bits: int, group: int, symmetric: bool = True, ordered: bool = False
 ) -> Quantized:
-    """GPTQModel's GPTQ. Its kernel that runs on any device decodes what it wrote."""
-    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # with fewer it refuses to load a model
+    """GPTQModel's GPTQ. Its portable kernel decodes the result."""
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # with fewer it does not load a model
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     config = QuantizeConfig(bits=bits, group_size=group, sym=symmetric, desc_act=ordered)
@@ -121,7 +121,7 @@ def llm_compressor(
 
 
 def moepack(model: Path, ids: Tensor, device: str, bits: float, text: bool = True) -> Quantized:
-    """moepack's `auto` at a size of everything, of a checkpoint with experts."""
+    """moepack's `auto` at a total size, on a checkpoint with experts."""
     import moepack as package
     from benches.tools.dequantized import Dequantized
     from moepack.format import PackedDirectory
@@ -151,11 +151,11 @@ QUANTIZERS: dict[str, tuple[str, Callable[..., Quantized]]] = {
     "llama.cpp": ("llama-cpp-python", llama_cpp),
     "moepack": ("moepack", moepack),
 }
-"""By peer, the distribution that brings it, and its function."""
+"""The distribution and the function of each peer."""
 
 
 def version(distribution: str) -> str | None:
-    """The installed version; None where a distribution is absent."""
+    """The installed version; None if the distribution is absent."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

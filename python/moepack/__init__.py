@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from moepack.bits import pack_int3, unpack_int3
     from moepack.checkpoint import Checkpoint, describe
     from moepack.codebook import CodebookTensor, encode_codebook, lut_matmul
+    from moepack.coded import CodedTensor, encode_coded
     from moepack.evaluation import EvaluationReport, Reference, evaluate, record_reference
     from moepack.format import PackedDirectory, VerifyReport, verify
     from moepack.groupwise import GroupwiseTensor, encode_groupwise
@@ -52,6 +53,7 @@ __all__ = [
     "CheckpointError",
     "ClusterError",
     "CodebookTensor",
+    "CodedTensor",
     "CompressReport",
     "CorruptionError",
     "DeviceError",
@@ -80,6 +82,7 @@ __all__ = [
     "compute_mode",
     "describe",
     "encode_codebook",
+    "encode_coded",
     "encode_groupwise",
     "encode_ternary",
     "evaluate",
@@ -98,6 +101,7 @@ _EXPORTS = {
     "__version__": "moepack._core",
     "Checkpoint": "moepack.checkpoint",
     "CodebookTensor": "moepack.codebook",
+    "CodedTensor": "moepack.coded",
     "CompressReport": "moepack.pipeline",
     "EvaluationReport": "moepack.evaluation",
     "GroupwiseTensor": "moepack.groupwise",
@@ -109,6 +113,7 @@ _EXPORTS = {
     "compute_mode": "moepack.backends.compute",
     "describe": "moepack.checkpoint",
     "encode_codebook": "moepack.codebook",
+    "encode_coded": "moepack.coded",
     "encode_groupwise": "moepack.groupwise",
     "encode_ternary": "moepack.ternary",
     "evaluate": "moepack.evaluation",

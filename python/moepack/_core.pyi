@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 __all__ = [
     "CorruptionError", "Decoder", "DenseMatrix", "PackedTensor", "RecordMemory", "StreamedChannels",
     "UnknownFormatError", "__version__", "available_isas", "coded_frame", "coded_from_device", "coded_to_device",
-    "coded_without_pairs", "count_integers", "count_values", "decode_coded", "encode_channels", "encode_codebook",
+    "count_integers", "count_values", "decode_coded", "encode_channels", "encode_codebook",
     "encode_coded", "encode_compensated", "encode_groupwise", "encode_ternary", "fit_groups", "formats",
     "gated_experts", "isa", "kernels", "kmeans", "pack_int3", "packed_bytes", "refine_channels", "refine_codebooks",
     "round_priced", "set_threads", "solve_dependent", "sparse_channels", "sparse_experts", "ternary_table", "threads",
@@ -230,9 +230,7 @@ def encode_coded(
     ndim: int,
     columns: _Floats | None = None,
     stream_rows: int | None = None,
-    low_bits: int = 0,
-    dependent: bool = False,
-    pairs: float | None = None,
+    symbols: str = "plain",
 ) -> _Bytes:
     """Entropy code integers, uint8 [bytes]; a weight is `scale * code`, or `(scale * code) * column`, in float32.
 
@@ -242,11 +240,9 @@ def encode_coded(
         ndim: the number of axes that the user sees: 2 (a matrix, one expert) or 3.
         columns: column scales, float32 [experts, columns], or [1, columns] for all experts; finite.
         stream_rows: rows coded together, 16 or 64; the default depends on the columns.
-        low_bits: the maximum number of uncompressed low bits per code, 0 to 3; the number that gives the
-            smallest size is used.
-        dependent: codes are odd and follow paths of states (docs/format.md, section 9); ValueError otherwise.
-        pairs: use symbols of two weights, which decode faster at low rates, unless they increase the size by more
-            than this share.
+        symbols: what the symbols stand for: "plain", integers; "plain+1" to "plain+3", integers with at most this
+            number of uncompressed low bits per code (the number that gives the smallest size is used); "dependent",
+            indices of codes that follow paths of states (docs/format.md, section 9), ValueError for other codes.
     """
 
 def decode_coded(data: _Bytes) -> NDArray[np.int32]:
@@ -257,9 +253,6 @@ def coded_to_device(data: _Bytes, segment_chunks: int | None = None) -> _Bytes:
 
 def coded_frame(data: _Bytes) -> tuple[_Bytes, NDArray[np.uint64]]:
     """Return the GPU layout without records, and the start of each stream and the last end, uint64; CorruptionError."""
-
-def coded_without_pairs(data: _Bytes) -> _Bytes:
-    """Convert a coded tensor from symbols of two weights to symbols of one; CorruptionError."""
 
 def coded_from_device(data: _Bytes) -> _Bytes:
     """Undo `coded_to_device`; CorruptionError."""

@@ -35,7 +35,7 @@ def calibrator(path, samples, **settings):
 
 
 def solved(calibrator, solve):
-    """The layers of a model, each after all its stages were answered by `solve`."""
+    """The layers of a model, each after `solve` has answered all its stages."""
     for run in calibrator.layers():
         for stage in run:
             with run.smaller_groups():
@@ -44,7 +44,7 @@ def solved(calibrator, solve):
 
 
 def final_states(calibrator, solve=keep):
-    """The hidden state behind the last block of the streams, with the tokens of each layer's experts."""
+    """The hidden states after the last block of the streams, with the tokens of each layer's experts."""
     streams = []
     make = calibrator._stream
     calibrator._stream = lambda *args: streams.append(make(*args)) or streams[-1]
@@ -139,7 +139,7 @@ def test_the_drift_is_known_whichever_routing_is_used(mixtral):
         first = seen[0][0]
         assert not seen[0][2] and all(drifted == drifts for layer, _, drifted in seen if layer != first)
         assert all(torch.equal(a, b) for (_, a, _), b in zip(seen, tokens, strict=True))
-        # Tokens are those that the router in question chooses, with and without the other model beside.
+        # Tokens are those of the respective router, with and without the other model.
         expected = original if "routing" in options else counts.setdefault("compressed", tokens)
         assert all(torch.equal(a, b) for a, b in zip(tokens, expected, strict=True))
 

@@ -18,7 +18,7 @@ import tiny_models
 from census_support import skip_unknown
 from command_support import run
 from moepack.calibration import CalibrationRequest, CalibrationSettings
-from moepack.calibration.fisher import LENGTH, WINDOWS, Sensitivity, fisher, needed_bytes, owners, pieces
+from moepack.calibration.fisher import LENGTH, ROUND, WINDOWS, Sensitivity, fisher, needed_bytes, owners, pieces
 from moepack.calibration.samples import Samples, decoder_samples
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.text import BUILT_IN
@@ -130,8 +130,8 @@ def test_a_head_that_is_stored_with_other_values_is_not_tied(model_type: str, tm
 
 
 @pytest.mark.parametrize("model_type", ["gemma4", "inkling2", "zaya", "granitemoe", "deepseek_v4"])
-def test_a_streamed_model_predicts_what_the_whole_one_does(model_type: str, tmp_path: Path) -> None:
-    """The tail of the model works, including inputs other than the outputs of the last block."""
+def test_a_streamed_model_predicts_the_same_as_the_whole_one(model_type: str, tmp_path: Path) -> None:
+    """The tail of the model also receives inputs other than the outputs of the last block."""
     path = saved(model_type, tmp_path / "model", {})
     streamed = StreamedDecoder(path, Windows(IDS.numpy(), "", ""), torch.float32, tmp_path)
     found = torch.cat(list(streamed.logits(lambda *_: None)))
@@ -141,7 +141,7 @@ def test_a_streamed_model_predicts_what_the_whole_one_does(model_type: str, tmp_
 
 
 def test_a_head_that_reads_earlier_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients would lack the contribution of the earlier blocks' outputs."""
+    """Without the earlier blocks' outputs, gradients would lack their contribution."""
     path = saved("mixtral", tmp_path / "model", {})
     forward = MixtralModel.forward
 
@@ -162,7 +162,7 @@ def test_a_head_that_reads_earlier_blocks_is_refused(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("windows", "length", "count", "cut"), [(18, 512, WINDOWS, LENGTH), (5, 40, 5, 40), (3, 300, 3, LENGTH)]
+    ("windows", "length", "count", "cut"), [(60, 512, WINDOWS, LENGTH), (5, 40, 5, 40), (3, 300, 3, LENGTH)]
 )
 def test_windows_are_cut_into_pieces(windows: int, length: int, count: int, cut: int) -> None:
     found = pieces(torch.arange(windows * length).view(windows, length))
@@ -214,7 +214,7 @@ def test_one_block_is_in_memory_at_a_time(deep: Path, monkeypatch: pytest.Monkey
 
 
 def test_gradients_of_one_window_are_held(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a gradient is complete, all others have been dropped."""
+    """When a gradient is complete, all others have been freed."""
     seen: list[int] = []
     register = Tensor.register_post_accumulate_grad_hook
     alive: list[Tensor] = []
@@ -233,7 +233,7 @@ def test_gradients_of_one_window_are_held(deep: Path, monkeypatch: pytest.Monkey
     assert len(seen) >= len(alive) * len(IDS) > 0 and set(seen) == {1}
 
 
-def test_what_is_needed_follows_the_largest_block(tmp_path: Path) -> None:
+def test_the_needed_memory_follows_the_largest_block(tmp_path: Path) -> None:
     """More layers need memory only for hidden states; a model larger than memory can be measured."""
 
     def needs(name: str, **own: Any) -> tuple[int, int]:
@@ -243,10 +243,10 @@ def test_what_is_needed_follows_the_largest_block(tmp_path: Path) -> None:
 
     few, _ = needs("few", num_hidden_layers=2, moe_intermediate_size=4096)
     many, whole = needs("many", num_hidden_layers=8, moe_intermediate_size=4096)
-    states = WINDOWS * LENGTH * 32 * 4
+    states = ROUND * LENGTH * 32 * 4
     assert few + 6 * states == many < whole
     broad, _ = needs("broad", num_hidden_layers=2, moe_intermediate_size=8192)
-    assert broad - few > 2 * 4 * (4 * 3 * 4096 * 32)  # twice what four experts gain
+    assert broad - few > 2 * 4 * (4 * 3 * 4096 * 32)  # twice the gain of four experts
 
 
 # ---- progress
@@ -281,8 +281,8 @@ def test_progress_reaches_its_end_and_names_blocks(deep: Path) -> None:
     shown = Shown()
     measured(deep, progress=shown)
     assert shown.done == shown.total == IDS.numel() and shown.finished
-    blocks = [f"what errors count: model.layers.{layer}" for layer in range(6)]
-    assert shown.stages == [*blocks, "what errors count: head", *blocks[::-1], "what errors count: embedding"]
+    blocks = [f"sensitivity: model.layers.{layer}" for layer in range(6)]
+    assert shown.stages == [*blocks, "sensitivity: head", *blocks[::-1], "sensitivity: embedding"]
 
 
 @pytest.mark.parametrize("stop", [1, 20, 40])
@@ -293,7 +293,7 @@ def test_an_interrupt_ends_it_at_once(deep: Path, stop: int) -> None:
     assert shown.finished and shown.done < IDS.numel()
 
 
-# ---- what cannot be measured is said
+# ---- the reasons if importance cannot be measured
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def broken(tmp_path: Path) -> Path:
 
 
 def notes_of(method: Any, model: Path, out: Path) -> tuple[str, ...]:
-    return tuple(note for note in estimate(model, out, method).notes if "what errors" in note.lower())
+    return tuple(note for note in estimate(model, out, method).notes if "importance of weights" in note)
 
 
 def small(**settings: Any) -> Auto:
@@ -316,9 +316,9 @@ def test_a_plan_and_a_report_say_why_the_text_was_not_read(
     broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (note,) = notes_of(small(), broken, tmp_path / "out")
-    assert "built-in text was not read" in note and "tokenizer cannot be loaded" in note and str(broken) in note
+    assert "built-in text was not used" in note and "tokenizer cannot be loaded" in note and str(broken) in note
     said = run(capsys, "compress", broken, tmp_path / "out", "--size", "3MB", "--dry-run")[1]
-    assert "The built-in text was not read" in " ".join(said.split())
+    assert "The built-in text was not used" in " ".join(said.split())
     assert note in moepack.compress(broken, tmp_path / "out", method=small()).notes
     assert not notes_of(small(calibration="none"), broken, tmp_path / "other")
     assert not notes_of(small(), TINY_MOE, tmp_path / "other")
@@ -339,18 +339,18 @@ def others_took_it(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"), [(little_memory, "1 kB is what this machine has"), (others_took_it, "1 kB is free")]
+    ("change", "reason"), [(little_memory, "only 1 kB are installed"), (others_took_it, "only 1 kB are free")]
 )
-def test_too_little_memory_is_said(
+def test_too_little_memory_is_reported(
     change: Callable[[pytest.MonkeyPatch], None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     change(monkeypatch)
     (note,) = notes_of(small(), TINY_MOE, tmp_path / "out")
-    assert reason in note and "with gradients" in note and "compress where there is more" in note
+    assert reason in note and "with its gradients" in note and "a machine with more memory" in note
 
 
-def test_models_that_read_two_texts_and_short_positions_are_said(
+def test_models_that_read_two_texts_and_short_positions_are_reported(
     switch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (note,) = notes_of(Auto(bits_per_weight=4.0), switch, tmp_path / "out")
@@ -366,7 +366,7 @@ def test_rate_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     others_took_it(monkeypatch)
     method = Rate(3.0, roles="none", calibration=BUILT_IN, samples=2, sequence_length=32)
     notes = moepack.compress(TINY_MOE, tmp_path / "out", method=method).notes
-    assert any("was not measured" in note and "1 kB is free" in note for note in notes)
+    assert any("estimated, not measured" in note and "only 1 kB are free" in note for note in notes)
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def build(model_type: str, config: dict[str, Any], path: Path) -> Path:
     )
     model = auto.from_config(configuration).to(torch.bfloat16)
     for parameter in model.parameters():
-        # Some parameters begin as zeros or ones, which would hide that two were exchanged.
+        # Some parameters are initialized to zeros or ones, which would hide an exchange of two.
         torch.nn.init.normal_(parameter)
     model.save_pretrained(path)
     return path
@@ -171,7 +171,7 @@ def test_no_expert_is_dense_and_no_router_is_quantized(model_type: str, built: B
         assert shared == {name for layer in described.layers for name in layer.shared}
 
 
-def test_the_table_is_what_is_tested() -> None:
+def test_the_table_lists_the_tested_architectures() -> None:
     assert set(KNOWN) == set(ARCHITECTURES)
     assert not set(STANDARD) & set(ARCHITECTURES)
 
@@ -254,7 +254,7 @@ def test_layers_of_multi_token_prediction_stay_dense(built: Build, tmp_path: Pat
     assert_partition(checkpoint, described)
 
 
-# ---- what is refused
+# ---- rejections
 
 
 def refused(path: Path, kind: type[Exception], message: str) -> None:
@@ -414,7 +414,7 @@ def test_recognition_needs_agreement(config: dict[str, Any], built: Build, tmp_p
     refused(path, UnsupportedModelError, "cannot be read as a model of type 'glm4_moe': ")
 
 
-def test_names_that_were_not_unwrapped_are_told(built: Build, tmp_path: Path) -> None:
+def test_names_that_were_not_unwrapped_are_reported(built: Build, tmp_path: Path) -> None:
     def strip(tensors: dict[str, torch.Tensor]) -> None:
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)

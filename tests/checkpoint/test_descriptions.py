@@ -32,7 +32,7 @@ INT8 = FineQuant(bits=8, dense_bits=8)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal up to 8 bits a weight; the median leaves out tokens whose experts change by rounding."""
+    """Equal up to the error of 8 bits; the median ignores tokens whose experts change by rounding."""
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.median() < 0.02
 
@@ -51,7 +51,7 @@ def test_a_described_architecture_is_compressed_and_loaded(model_type: str, tmp_
         Plan(loaded.get_decoder())
 
 
-def test_what_has_no_description_is_read_by_the_standard_names() -> None:
+def test_undescribed_models_are_read_by_the_standard_names() -> None:
     assert described("glm4_moe") is STANDARD and "standard" not in ARCHITECTURES
     assert STANDARD.top_k({"top_k": True, "moe_top_k": 6}) == 6
 
@@ -62,7 +62,7 @@ def test_a_model_type_has_one_description() -> None:
         register(Architecture("mixtral", layouts=(), dense={}))
 
 
-# ---- a new architecture: a Mixtral of another name whose experts and attention are called otherwise
+# ---- a new architecture: a renamed Mixtral with other names of experts and attention
 
 
 class ToyConfig(transformers.MixtralConfig):  # type: ignore[misc]
@@ -110,7 +110,7 @@ def toy(tmp_path: Path) -> tuple[Any, Path]:
 
 @pytest.fixture
 def registered() -> Any:
-    """The toy architecture is known to transformers, and to moepack while the test runs."""
+    """The toy architecture is registered in transformers, and in moepack during the test."""
     register(TOY)
     yield
     architecture._known.pop("toy_moe")
@@ -125,7 +125,9 @@ def test_without_a_description_the_toy_is_refused(toy: tuple[Any, Path]) -> None
         describe(Checkpoint.open(toy[1]))
 
 
-def test_what_lies_among_the_experts_of_a_new_architecture_is_seen(toy: tuple[Any, Path], registered: None) -> None:
+def test_stray_tensors_among_the_experts_of_a_new_architecture_are_found(
+    toy: tuple[Any, Path], registered: None
+) -> None:
     tensors = load_file(toy[1] / "model.safetensors")
     save_file({**tensors, "model.layers.1.mlp.ffn.0.bias": torch.ones(3)}, toy[1] / "model.safetensors")
     with pytest.raises(moepack.CheckpointError, match=r"ffn\.0\.bias': is stored with the experts"):

@@ -27,7 +27,7 @@ def configure(directory: Path, **settings: Any) -> Path:
 
 
 def read_alike(directory: Path, out: Path) -> None:
-    """By stock transformers, by moepack as it is, and packed by moepack and stock."""
+    """Loaded by stock transformers, by moepack unpacked, and packed by both."""
     stock, report = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True
     )
@@ -59,7 +59,7 @@ def test_a_head_that_is_stored_counts(family: str, tmp_path: Path) -> None:
     read_alike(tmp_path / "source", tmp_path / "out")
 
 
-def test_a_missing_head_is_told(tmp_path: Path) -> None:
+def test_a_missing_head_is_reported(tmp_path: Path) -> None:
     tiny_model("qwen3_moe").to(torch.bfloat16).model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="names Qwen3MoeModel, a model without head"):
         describe(open_checkpoint(tmp_path))
@@ -77,10 +77,10 @@ def test_a_note_of_the_class_outlives_one_of_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [["generate", "--prompt", "a"], ["chat"], ["serve", "--port", "0"], ["eval", "--text", "text.txt"]]
 )
-def test_a_model_without_head_answers_nobody(
+def test_a_model_without_head_is_not_served(
     words: list[str], tiny_checkpoint: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """A packed model that is loaded below its head is for those who want its hidden states."""
+    """A packed model loaded without its head gives its hidden states."""
     monkeypatch.chdir(tmp_path)
     compress(tiny_checkpoint("qwen3_moe"), tmp_path / "packed", method=FineQuant(bits=8))
     configure(tmp_path / "packed", architectures=["Qwen3MoeModel"])

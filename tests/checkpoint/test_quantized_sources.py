@@ -22,7 +22,7 @@ from moepack.methods.finequant import FineQuant
 
 Tensors = dict[str, torch.Tensor]
 BLOCK = [24, 16]
-"""Rows and columns that share an fp8 scale; they divide no matrix's rows."""
+"""Rows and columns that share an fp8 scale; they divide the rows of no matrix."""
 
 
 def rows_of(rows: int, columns: int) -> torch.Tensor:
@@ -30,7 +30,7 @@ def rows_of(rows: int, columns: int) -> torch.Tensor:
 
 
 def words(codes: torch.Tensor) -> torch.Tensor:
-    """Eight codes of 4 bits to a word, low bits first: [R, C] to [R, C / 8] int32."""
+    """Pack eight 4-bit codes per word, low bits first: [R, C] to [R, C / 8] int32."""
     parts = codes.long().view(len(codes), -1, 8) << torch.arange(0, 32, 4)
     return parts.sum(-1).where(parts.sum(-1) < 1 << 31, parts.sum(-1) - (1 << 32)).to(torch.int32)
 
@@ -166,7 +166,7 @@ def packed(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("method", KINDS)
-def test_what_is_packed_is_what_the_codes_stand_for(method: str, plain: Path, tmp_path: Path) -> None:
+def test_packed_values_equal_those_of_the_codes(method: str, plain: Path, tmp_path: Path) -> None:
     source = open_checkpoint(quantized(plain, tmp_path / "codes", method))
     assert isinstance(source, QuantizedCheckpoint)
     assert set(source.names()) == set(Checkpoint.open(plain).names())
@@ -183,7 +183,7 @@ def test_what_is_packed_is_what_the_codes_stand_for(method: str, plain: Path, tm
 
 
 def pair(method: str, plain: Path, folder: Path) -> tuple[Checkpoint, QuantizedCheckpoint, str]:
-    """The codes, the weights, and the beginning of a weight's names."""
+    """The codes, the weights, and the prefix of a weight's names."""
     directory = quantized(plain, folder / "codes", method)
     source = open_checkpoint(directory)
     assert isinstance(source, QuantizedCheckpoint)
@@ -203,7 +203,7 @@ def test_fp8_is_bit_exact_beside_transformers(plain: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("end", ["_scale", "_scale_inv"])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1, 1), (3, 6, 1), (3, 6), (3, 1, 4), "blocks"])
 def test_stacked_experts_in_fp8(shape: Any, end: str, plain: Path, tmp_path: Path) -> None:
-    """Llama 4 and transformers' own experts: a tensor for all of them, whose factors are called as it is."""
+    """Llama 4 and transformers' own experts: one tensor for all experts, with factors named after it."""
     blocks = [4, 2] if shape == "blocks" else None
     weight, scales = torch.randn(3, 6, 4).to(torch.float8_e4m3fn), torch.rand((3, 2, 2) if blocks else shape) + 0.5
     tensors = {"x.gate_up_proj": weight, f"x.gate_up_proj{end}": scales}
@@ -254,7 +254,7 @@ def test_zero_points_beside_compressed_tensors(plain: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors with zeros"])
-def test_a_quantized_original_is_loaded_as_it_is_packed(method: str, plain: Path, tmp_path: Path) -> None:
+def test_a_quantized_original_is_loaded_like_it_is_packed(method: str, plain: Path, tmp_path: Path) -> None:
     """`eval`, `tune`, `compare` and importances read originals through `open_model`."""
     directory = quantized(plain, tmp_path / "codes", method)
     source = open_checkpoint(directory)
@@ -275,7 +275,7 @@ def test_codes_are_not_made_longer(plain: Path, tmp_path: Path) -> None:
         with refused if bits == 8 else nullcontext():
             compress(directory, tmp_path / name, method=FineQuant(bits=bits))
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    with pytest.raises(ValueError, match="there is nothing to compress"):
+    with pytest.raises(ValueError, match="already take only"):
         compress(directory, tmp_path / "auto", size=stored)
 
 
@@ -298,7 +298,7 @@ def test_int4_of_gptq_and_awq_value_by_value(method: str, plain: Path, tmp_path:
             assert found[row, column] == ((code - zero) * scales[group, row].float()).half()
 
 
-def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+def test_gpt_oss_in_its_published_form(tmp_path: Path) -> None:
     """Transposed and interleaved experts in mxfp4, packed without decoding more than an expert at a time."""
     if not any("gpt_oss" in types for types in architectures()):
         pytest.skip("this version of transformers does not have it")
@@ -320,7 +320,7 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
     assert packed(tmp_path / "codes-packed") == packed(tmp_path / "decoded-packed")
 
 
-# ---- what is refused
+# ---- rejections
 
 
 def changed(plain: Path, folder: Path, change: Callable[[Tensors], None]) -> Path:
@@ -357,7 +357,8 @@ def test_scales_without_codes(plain: Path, tmp_path: Path) -> None:
     "settings", [{}, {"bits": 5}, {"format": "none", "config_groups": {}}, {"quant_algo": "NVFP4"}]
 )
 def test_no_refusal_contradicts_itself(method: str, settings: dict[str, Any], plain: Path, tmp_path: Path) -> None:
-    """The list of methods that are read never contains the refused one. One that is read comes with a reason."""
+    """The list of supported methods never contains the rejected one. A rejected form of a supported method has a
+    reason."""
     tensors = load_file(plain / "model.safetensors")
     directory = write(plain, tmp_path / "x", tensors, {"quant_method": method, **settings})
     with pytest.raises(UnsupportedModelError) as caught:
@@ -390,8 +391,8 @@ def test_quantizations_that_are_not_known(settings: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8])
-def test_codes_of_another_type_are_told(dtype: torch.dtype, plain: Path, tmp_path: Path) -> None:
-    """And nobody is told to remove a setting that is true."""
+def test_codes_of_another_type_are_rejected(dtype: torch.dtype, plain: Path, tmp_path: Path) -> None:
+    """The message never advises to remove a correct setting."""
     tensors = load_file(plain / "model.safetensors")
     tensors |= {name: weight.to(dtype) for name, weight in tensors.items() if name.endswith("q_proj.weight")}
     directory = write(plain, tmp_path / "x", tensors, {"quant_method": "fp8"})

@@ -41,13 +41,13 @@ def sharded(directory: Path, shards: Mapping[str, Mapping[str, torch.Tensor]], i
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory now."""
+    """The resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
-    """A sound checkpoint of two shards with one tensor each, to be broken."""
+    """A valid checkpoint of two shards with one tensor each, to be damaged."""
     shards = {"1.safetensors": {"a": torch.ones(3)}, "2.safetensors": {"b": torch.zeros(2, 2)}}
     return sharded(tmp_path, shards, {"a": "1.safetensors", "b": "2.safetensors"})
 
@@ -355,7 +355,7 @@ def test_header_without_tensors(tmp_path: Path) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_is_refused_or_harmless(data: st.DataObject, tmp_path: Path) -> None:
-    """Whatever happens to a shard's bytes, a header is refused with a typed error or stays inside the file."""
+    """For any bytes of a shard, a header is rejected with a typed error or stays inside the file."""
     file = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(3), "b": torch.zeros(2, 2), "c": torch.zeros(0)}, file)
     raw = bytearray(file.read_bytes())
@@ -370,7 +370,7 @@ def test_damage_is_refused_or_harmless(data: st.DataObject, tmp_path: Path) -> N
     assert all(0 < info.offset <= info.offset + info.nbytes <= header.size for info in header.tensors.values())
 
 
-# ---- what a refusal says follows from what is there
+# ---- messages of rejections
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_damage_is_refused_or_harmless(data: st.DataObject, tmp_path: Path) -> N
         (("pytorch_model.bin", "optimizer.pt"), r"only as pickles \(pytorch_model\.bin\)"),
     ],
 )
-def test_a_directory_without_weights_tells_what_it_has(files: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_a_directory_without_weights_names_its_files(files: tuple[str, ...], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for name in files:
         (tmp_path / name).write_bytes(b"")
@@ -391,7 +391,7 @@ def test_a_directory_without_weights_tells_what_it_has(files: tuple[str, ...], m
         Checkpoint.open(tmp_path)
 
 
-def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"is a peft adapter, not a model"):

@@ -50,7 +50,7 @@ def test_a_directory_wins_over_an_id(hub_cache: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("given", ["absent", "./some/model", "/some/model", "a/b/c", "some/model/", "../model", ""])
-def test_what_is_no_id_is_left_to_whoever_opens_it(hub_cache: Path, given: str) -> None:
+def test_strings_that_are_not_ids_are_passed_through(hub_cache: Path, given: str) -> None:
     assert resolve_model(given) == Path(given)
 
 
@@ -62,7 +62,7 @@ def test_a_missing_id_is_one_clear_error(hub_cache: Path, use: Callable[[str], A
 
 
 def answer(status: int, kind: type[Exception]) -> Exception:
-    """The error of the hub's client for an answer of that status."""
+    """The error of the hub's client for a response with the given status."""
     httpx = pytest.importorskip(huggingface_hub.errors.HTTPError.__module__.partition(".")[0])
     request = httpx.Request("GET", "https://hub/api")
     return kind("many\nlines\nof advice", response=httpx.Response(status, request=request))  # type: ignore[call-arg]
@@ -76,9 +76,7 @@ def answer(status: int, kind: type[Exception]) -> Exception:
         (404, "RevisionNotFoundError", "at the revision 'v9'"),
     ],
 )
-def test_what_the_hub_refuses_is_said_in_one_line(
-    status: int, kind: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_the_hub_are_one_line(status: int, kind: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> str:
         raise answer(status, getattr(huggingface_hub.errors, kind))
 
@@ -88,7 +86,7 @@ def test_what_the_hub_refuses_is_said_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_only_what_is_read_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_used_files_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The patterns, applied by the hub's own filter to the files of a repository that has everything."""
     asked: dict[str, Any] = {}
 
@@ -113,7 +111,7 @@ def test_only_what_is_read_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [*huggingface_hub.utils.filter_repo_objects([*wanted, *others], **asked)] == wanted
 
 
-def test_the_root_of_a_cache_is_no_model(hub_cache: Path, tmp_path: Path) -> None:
+def test_the_root_of_a_cache_is_not_a_model(hub_cache: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--someone--moe" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     with pytest.raises(CheckpointError, match="snapshots/abc"):

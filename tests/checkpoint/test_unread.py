@@ -32,7 +32,7 @@ def with_strays(source: Path, target: Path, strays: dict[str, torch.Tensor]) -> 
 
 
 def strays_of(source: Path) -> dict[str, torch.Tensor]:
-    """An unmerged adapter, a norm, frequencies, a layer too many, and a tower, beside tensors that are there."""
+    """An unmerged adapter, a norm, frequencies, an extra layer, and a tower, in addition to valid tensors."""
     tensors = load_file(source / "model.safetensors")
     first = next(name for name, x in tensors.items() if name.endswith(".weight") and x.ndim == 2 and ".0." in name)
     stem = first.removesuffix(".weight")
@@ -49,7 +49,7 @@ def strays_of(source: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_stray_is_told_and_nothing_else(family: str, saved: Saved, tmp_path: Path) -> None:
+def test_exactly_the_stray_tensors_are_reported(family: str, saved: Saved, tmp_path: Path) -> None:
     source = saved(family)
     assert describe(open_checkpoint(source)).unread == ()
     strays = strays_of(source)
@@ -73,7 +73,7 @@ def test_plan_and_report_tell_the_same(saved: Saved, tmp_path: Path, capsys: pyt
 
 
 def test_strays_change_no_output(saved: Saved, tmp_path: Path) -> None:
-    """A stray that is called like a linear layer of other models is not packed, for the model has no place for it."""
+    """A stray tensor named like a linear layer of other models is not packed, because the model has no such layer."""
     source = saved("qwen3_moe")
     inner = json.loads((source / "config.json").read_text())["hidden_size"]
     strays = {f"model.layers.0.mlp.{name}_proj.weight": torch.randn(inner, inner) for name in ("gate", "up", "down")}
@@ -103,7 +103,7 @@ def test_many_strays_are_grouped_and_counted(saved: Saved, tmp_path: Path) -> No
     assert note.endswith("; 14 more places.") and len(note) < 600
 
 
-def test_an_adapter_beside_the_weights_is_told(saved: Saved, tmp_path: Path) -> None:
+def test_an_adapter_next_to_the_weights_is_reported(saved: Saved, tmp_path: Path) -> None:
     place = Path(shutil.copytree(saved("mixtral"), tmp_path / "x"))
     (place / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "nowhere"}))
     report = compress(place, tmp_path / "packed", method=FineQuant(bits=8))
@@ -115,7 +115,7 @@ def test_an_adapter_beside_the_weights_is_told(saved: Saved, tmp_path: Path) -> 
     "end", ["lora_A.weight", "lora_embedding_B", "lora_magnitude_vector.default.weight", "lora_B.default.bias"]
 )
 def test_every_part_of_an_adapter_is_known_as_such(end: str, saved: Saved, tmp_path: Path) -> None:
-    """Among experts, too, where a stray tensor is refused otherwise."""
+    """Also among experts, where other stray tensors are rejected."""
     strays = {f"model.layers.0.{path}.{end}": torch.ones(2) for path in ("self_attn.q_proj", "mlp.experts")}
     model = describe(open_checkpoint(with_strays(saved("qwen3_moe"), tmp_path / "x", strays)))
     assert {*model.unread} == {*strays} and any("is not applied" in note for note in model.notes)

@@ -1,4 +1,4 @@
-"""Tensor names changed by wrappers: everything that plain transformers loads is read, and what a wrapper hides, too."""
+"""Tensor names changed by wrappers: everything that transformers loads is read, and also names hidden by a wrapper."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def text_only(name: str) -> str:
 
 
 def compiled_blocks(name: str) -> str:
-    """As `block.compile()` in a loop over layers names it."""
+    """Names of `block.compile()` in a loop over layers."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return name if number is None else ".".join([*parts[: number + 1], "_orig_mod", *parts[number + 1 :]])
@@ -61,7 +61,7 @@ RENAMINGS: dict[str, Rename] = {
 
 
 def renamed(source: Path, target: Path, rename: Rename, shards: int = 1) -> Path:
-    """The checkpoint with other names of tensors, in a file or in shards with an index."""
+    """The checkpoint with renamed tensors, in one file or in shards with an index."""
     target.mkdir()
     tensors = {rename(name): x for name, x in load_file(source / "model.safetensors").items()}
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
@@ -77,7 +77,7 @@ def renamed(source: Path, target: Path, rename: Rename, shards: int = 1) -> Path
 
 
 def facts(checkpoint: Checkpoint) -> object:
-    """What a description says of a checkpoint, less notes and the order of tensors."""
+    """The description of a checkpoint without notes and the order of tensors."""
     model = describe(checkpoint)
     parts = {p.packed_name: (p.shape, p.parts) for layer in model.layers for p in layer.projections}
     dense = {(linear.name, linear.role, linear.source) for layer in model.dense for linear in layer.linears}
@@ -105,7 +105,9 @@ def test_every_wrapper_is_read_as_the_plain_checkpoint(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_stock_transformers_loads_is_read(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_everything_that_stock_transformers_loads_is_read(
+    family: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
     source = saved(family)
     for kind in ("no prefix", "prefix twice"):
         directory = renamed(source, tmp_path / kind, RENAMINGS[kind])
@@ -120,7 +122,7 @@ def test_what_stock_transformers_loads_is_read(family: str, saved: Callable[[str
 def test_the_packed_directory_does_not_remember_the_wrapper(
     kind: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Packed, loaded by both doors, exported and evaluated as the plain checkpoint is."""
+    """It is packed, loaded by both entry points, exported and evaluated like the plain checkpoint."""
     source = saved("qwen3_moe")
     wrapped = renamed(source, tmp_path / "wrapped", RENAMINGS[kind])
     want = open_model(source, torch.float32)(IDS).logits
@@ -143,7 +145,7 @@ def test_the_packed_directory_does_not_remember_the_wrapper(
 
 
 def fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Linear layers in float8, with a factor for each matrix."""
+    """Linear layers in float8 with one factor per matrix."""
     made: dict[str, torch.Tensor] = {}
     for name, x in tensors.items():
         if name.endswith("_proj.weight"):
@@ -187,7 +189,7 @@ MIXED: dict[str, Rename] = {
     "ends of module.": lambda name: f"module.{name}" if "0" not in name and "1" not in name else name,
     "most of base_model.model.": lambda name: name if name.startswith("lm_head") else f"base_model.model.{name}",
 }
-"""Names of different forms in one checkpoint, as in shards that different programs saved."""
+"""Names of different forms in one checkpoint, as if different programs had saved its shards."""
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
@@ -205,7 +207,7 @@ def test_names_of_several_forms_in_one_checkpoint(family: str, saved: Callable[[
 def test_an_index_with_other_prefixes_than_its_shards(
     family: str, rename: Rename, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Transformers takes from it which files there are."""
+    """Transformers reads the list of files from it."""
     directory = renamed(saved(family), tmp_path / "x", lambda name: name, shards=2)
     index = directory / "model.safetensors.index.json"
     listed = json.loads(index.read_text())["weight_map"]
@@ -217,7 +219,7 @@ def test_an_index_with_other_prefixes_than_its_shards(
     assert open_model(directory, torch.float32)(IDS).logits.isfinite().all()
 
 
-# ---- what is not guessed
+# ---- names that are not unwrapped
 
 
 def test_two_models_under_two_prefixes_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ def test_a_name_that_is_there_in_two_spellings_is_refused(saved: Callable[[str],
 
 
 def test_a_norm_of_another_tower_is_not_taken_for_the_models(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    """One tensor is missing, and one of that name lies elsewhere: too little to call that a wrapper."""
+    """One tensor is missing and one of that name exists elsewhere, which does not indicate a wrapper."""
     directory = renamed(
         saved("qwen3_moe"),
         tmp_path / "x",
@@ -259,9 +261,7 @@ def test_a_norm_of_another_tower_is_not_taken_for_the_models(saved: Callable[[st
     "name, other",
     [("q_proj.weight", "q_proj.base_layer.weight"), ("lm_head.weight", "lm_head.modules_to_save.default.weight")],
 )
-def test_an_adapter_that_was_not_merged_is_told(
-    name: str, other: str, saved: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_unmerged_adapter_is_reported(name: str, other: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
     directory = renamed(
         saved("qwen3_moe"), tmp_path / "x", lambda each: f"base_model.model.{each.replace(name, other)}"
     )
@@ -272,15 +272,15 @@ def test_an_adapter_that_was_not_merged_is_told(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_a_layer_that_is_hidden_is_told(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
-    """A prefix of its own in front of fewer names than have none is not taken for a wrapper."""
+def test_a_hidden_layer_is_reported(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """A prefix of a minority of the names is not taken for a wrapper."""
     directory = renamed(saved(family), tmp_path / "x", lambda name: f"draft.{name}" if ".layers.1." in name else name)
     for door in (compress, estimate):
         with pytest.raises(CheckpointError, match=r"but has 'draft\.model\.layers\.1\."):
             door(directory, tmp_path / "out", method=FineQuant(bits=8))
 
 
-def test_experts_of_an_adapter_that_was_not_merged_are_told(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_experts_of_an_unmerged_adapter_are_reported(saved: Callable[[str], Path], tmp_path: Path) -> None:
     directory = renamed(
         saved("qwen3_moe"),
         tmp_path / "x",
@@ -290,8 +290,8 @@ def test_experts_of_an_adapter_that_was_not_merged_are_told(saved: Callable[[str
         estimate(directory, tmp_path / "out", method=FineQuant(bits=8))
 
 
-def test_a_refusal_says_what_was_found_and_what_was_sought(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    """And never that a model type is unsupported which is in the list of those that are."""
+def test_a_rejection_names_the_found_and_the_expected(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """The message never calls a listed model type unsupported."""
     directory = renamed(saved("mixtral"), tmp_path / "x", lambda name: name.replace("layers", "blocks"))
     with pytest.raises(UnsupportedModelError) as caught:
         compress(directory, tmp_path / "out", method=FineQuant(bits=8))

@@ -51,7 +51,7 @@ def talk():
     transformers.logging.set_verbosity(verbosity)
 
 
-def test_a_conversation_remembers_what_was_said(chat):
+def test_a_conversation_keeps_its_messages(chat):
     pieces = []
     chat.answer("hello", pieces.append)
     chat.answer("and?", pieces.append)
@@ -75,7 +75,7 @@ def test_models_are_called_by_names_that_the_installed_transformers_does_not_dep
         )
 
 
-def test_an_answer_that_is_stopped_counts_as_it_is(chat):
+def test_a_stopped_answer_keeps_its_text(chat):
     def stop(piece):
         raise KeyboardInterrupt
 
@@ -86,7 +86,7 @@ def test_an_answer_that_is_stopped_counts_as_it_is(chat):
     assert whole.startswith(chat.messages[-1]["content"]) and chat.messages[-1]["content"] != whole
 
 
-def test_what_the_template_refuses_was_not_said(chat):
+def test_messages_that_the_template_rejects_are_dropped(chat):
     chat.tokenizer.chat_template = "{{ raise_exception('no system prompts') }}"
     with pytest.raises(ValueError, match="no system prompts"):
         chat.answer("hello", print)
@@ -111,7 +111,7 @@ def test_a_script_talks_in_lines_and_quotes(talk, source):
     assert result.stdout == "".join(f"{answer}\n" for answer in answers)
 
 
-def test_it_is_said_why_the_core_does_not_decode(talk, source):
+def test_the_reason_is_given_if_the_core_does_not_decode(talk, source):
     result = talk(source, "hello\n", "--max-new-tokens", "4", "--dtype", "float16")
     assert "Answers are decoded by transformers (not supported by the core: activations in torch.float16)" in (
         result.stderr
@@ -137,7 +137,7 @@ def test_models_without_a_template_continue_the_text(talk, packed):
 
 
 class Terminal:
-    """A program in a terminal of its own."""
+    """A program in a separate terminal."""
 
     def __init__(self, command):
         self.pid, self.file = pty.fork()
@@ -147,7 +147,7 @@ class Terminal:
         self.seen = ""
 
     def wait(self, pattern, seconds=90):
-        """Read until something matches; what came before it is forgotten."""
+        """Read until a pattern matches, and drop the text before it."""
         until = time.monotonic() + seconds
         while (found := re.search(pattern, self.seen)) is None:
             ready = select.select([self.file], [], [], max(until - time.monotonic(), 0))[0]

@@ -34,7 +34,7 @@ def shown(*arguments, of=app):
 
 
 def sources(function):
-    """The help of a command's options as their source has it."""
+    """The help of a command's options as in the source."""
     for hint in get_type_hints(function, include_extras=True).values():
         for about in get_args(hint)[1:]:
             if getattr(about, "help", None) and not about.hidden:
@@ -81,7 +81,7 @@ def test_every_part_of_a_help_keeps_its_brackets(name):
 
 
 @names
-def test_errors_print_names_as_they_are(name, tmp_path, monkeypatch, capsys):
+def test_errors_print_names_verbatim(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     given = name.replace("/", "")
     for arguments in (["verify", given], ["inspect", given], ["generate", given, "--prompt", "a"]):
@@ -107,7 +107,7 @@ def wide(monkeypatch):
 
 
 @names
-def test_tables_print_names_as_they_are(name, wide, capsys):
+def test_tables_print_names_verbatim(name, wide, capsys):
     evaluate._print_tasks(Path(name), {name: {f"acc{name}": 0.5}}, as_json=False)
     assert {name, f"acc{name}"} <= set(capsys.readouterr().out.split())
     matrices = (MatrixRow(2, 1.0, None, 0.1),)
@@ -136,7 +136,7 @@ def test_a_comparison_prints_the_names_of_its_texts(name, wide, tmp_path, monkey
 
 @names
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_prints_names_as_they_are(name, terminal):
+def test_progress_prints_names_verbatim(name, terminal):
     file = io.StringIO()
     console = plain_console(file=file, force_terminal=terminal, width=300)
     progress = Bar(console) if terminal else Lines(console)

@@ -58,7 +58,7 @@ def test_the_plan_stands_before_the_work(
     assert all(line.startswith("plan: ") for line in plan.splitlines()), "plain lines in a log"
 
 
-def test_the_end_says_what_may_come_next(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_suggests_next_commands(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "compress", mixtral, tmp_path / "out put", "--method", "ternary")
     assert code == 0 and f"moepack inspect '{tmp_path / 'out put'}'" in out
     assert f"--reference {mixtral} --text FILE" in out
@@ -77,7 +77,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_plan_for_what_cannot_be_done(
+def test_an_impossible_job_gets_no_plan(
     mixtral: Path, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, error = run(capsys, "compress", mixtral, packed, "--dry-run")
@@ -132,7 +132,7 @@ def test_other_sizes_are_about_right(
     plan = estimate(qwen3_moe, tmp_path / "out", chosen)
     report = moepack.compress(qwen3_moe, tmp_path / "out", method=chosen)
     experts, *dense = plan.parts
-    # Headers weigh much in tensors as small as these, and a budget moves bytes between experts and linear layers.
+    # Headers are large relative to these small tensors, and a budget moves bytes between experts and linear layers.
     packed = experts.after + sum(part.after for part in dense)
     assert not experts.exact
     assert packed == pytest.approx(report.expert_bytes + report.dense_bytes, rel=0.2)
@@ -175,7 +175,7 @@ def test_the_plan_is_a_table_on_a_terminal(mixtral: Path, tmp_path: Path) -> Non
     assert "[bold]" in lines and "about" in next(line for line in lines.splitlines() if "experts:" in line)
 
 
-def test_a_machine_that_is_too_small_is_told(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_memory_is_reported(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moepack.pipeline.estimate.available_bytes", lambda: 1000)
     assert "1 kB free: this may be TOO LITTLE" in shown(estimate(mixtral, tmp_path / "out", create("ternary")), False)
     monkeypatch.setattr("moepack.pipeline.estimate.available_bytes", lambda: None)

@@ -127,7 +127,7 @@ def test_a_device_that_is_not_there_is_wrong_usage(
 
 
 def test_ctrl_c_exits_130_and_the_same_command_continues(mixtral: Path, packed: Path, tmp_path: Path) -> None:
-    """A real signal, sent when the second layer begins."""
+    """A real signal, sent at the start of the second layer."""
     script = (
         "import os, signal, sys\n"
         "from moepack.cli import main\n"

@@ -22,7 +22,7 @@ from moepack.serving.text.sampling import Sampling
 
 @pytest.fixture
 def run(monkeypatch):
-    """Run a command; transformers' verbosity, which commands lower, is put back."""
+    """Run a command and restore transformers' verbosity, which commands lower."""
     verbosity = transformers.logging.get_verbosity()
     yield lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
     transformers.logging.set_verbosity(verbosity)
@@ -42,7 +42,7 @@ def text(tmp_path_factory):
     return file
 
 
-def test_eval_json_is_what_evaluate_measures(run, packed, mixtral, text):
+def test_eval_json_equals_evaluate(run, packed, mixtral, text):
     result = run("eval", packed, "--text", text, "--reference", mixtral, "--chars", 600, "--json")
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
@@ -77,7 +77,7 @@ def test_eval_usage_errors(run, mixtral, text, arguments):
     assert run("eval", mixtral, "--text", text, *arguments).exit_code == 2
 
 
-def test_eval_of_a_text_that_is_none_names_it(run, mixtral, tmp_path):
+def test_eval_names_an_invalid_text(run, mixtral, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     result = run("eval", mixtral, "--text", tmp_path / "binary")
     assert result.exit_code == 2 and "UTF-8" in result.output
@@ -142,7 +142,7 @@ def test_a_place_that_cannot_be_written_to_is_found_before_the_work(run, packed,
     assert result.exit_code == 2 and result.stdout == "" and f"there is no folder {tmp_path / 'no'}" in result.stderr
 
 
-def test_what_the_system_refuses_is_a_line_that_names_the_file(packed, text, tmp_path, capsys):
+def test_errors_of_the_system_are_one_line_that_names_the_file(packed, text, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(["trace", str(packed), "--text", str(text), "--chars", "600", "--out", str(tmp_path)])
     assert end.value.code == 1 and f"error: {tmp_path}: Is a directory" in capsys.readouterr().err
@@ -170,7 +170,7 @@ def test_generate_with_switch_shows_sentinels_and_no_prompt(run, switch):
     assert "The" not in result.stdout
 
 
-def test_it_is_said_who_decodes(run, packed, mixtral, monkeypatch):
+def test_the_decoder_is_reported(run, packed, mixtral, monkeypatch):
     asked = "--prompt", "The sea", "--max-new-tokens", 4
     assert "decoded by the core\n" in run("generate", packed, *asked).stderr
     assert "decoded by transformers (the core decodes packed models" in run("generate", mixtral, *asked).stderr
@@ -194,7 +194,7 @@ def test_doctor(run):
 
 
 @pytest.mark.parametrize(("given", "kept"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_commands_let_idle_threads_sleep_unless_told(monkeypatch, given, kept):
+def test_commands_let_idle_threads_sleep_by_default(monkeypatch, given, kept):
     monkeypatch.setenv("OMP_WAIT_POLICY", "")
     monkeypatch.delenv("OMP_WAIT_POLICY") if given is None else monkeypatch.setenv("OMP_WAIT_POLICY", given)
     with pytest.raises(SystemExit):

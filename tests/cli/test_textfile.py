@@ -35,7 +35,7 @@ def encoded(text, encoding):
 
 
 class Trickle(io.BytesIO):
-    """A pipe that gives a byte at a time."""
+    """A pipe that delivers one byte at a time."""
 
     def read1(self, size=-1):
         return self.read(1)
@@ -77,7 +77,7 @@ wrong = pytest.mark.parametrize(("data", "message"), WRONG.values(), ids=WRONG)
 
 @wrong
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
-def test_what_is_not_text_is_refused_with_its_place(tmp_path, monkeypatch, data, message, chunk):
+def test_invalid_text_is_rejected_with_its_position(tmp_path, monkeypatch, data, message, chunk):
     monkeypatch.setattr(textfile, "CHUNK", chunk)
     (tmp_path / "notes.txt").write_bytes(data)
     with pytest.raises(TextError, match=message) as caught:

@@ -58,7 +58,7 @@ def test_names_in_a_chart_are_text() -> None:
     assert "&lt;b&gt;" in draw("<b>", "MB", {"<i>": [(1.0, 0.1), (2.0, 0.0)], "none": []})
 
 
-def test_what_cannot_be_compared_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_methods_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     for options in (["--methods", "zip"], ["--sizes", "much"]):
         code, _, error = run(capsys, "compare", TINY_MOE, "--text", NOVEL, "--chars", 600, *options)
         assert code == 2 and error.count("\n") == 1

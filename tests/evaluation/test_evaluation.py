@@ -18,7 +18,7 @@ WINDOW = 512
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Some 3,000 characters, which the tests' tokenizer reads as one token each."""
+    """About 3,000 characters, one token each for the tests' tokenizer."""
     words = np.random.default_rng(0).choice(["sea", "wolf", "the", "and", "fire,\n", "said"], 800)
     file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text(" ".join(words), encoding="utf-8")
@@ -75,7 +75,7 @@ def test_distance_from_a_reference_by_its_definition(mixtral, shifted, text):
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v2", "switch_transformers"])
-def test_a_model_is_no_distance_from_itself(tiny_checkpoint, text, architecture):
+def test_a_model_has_no_divergence_from_itself(tiny_checkpoint, text, architecture):
     directory = tiny_checkpoint(architecture)
     report = evaluate(directory, text, 1100, reference=directory)
     assert report.kl == pytest.approx(0, abs=1e-9)
@@ -152,7 +152,7 @@ def test_span_corruption_loses_nothing(length, seed):
 
 
 def split(ids, sentinels):
-    """sentinel -> what follows it, in order; None -> what stands before the first."""
+    """sentinel -> the tokens after it, in order; None -> the tokens before the first sentinel."""
     parts = {None: []}
     for token in ids:
         if token in sentinels:
@@ -163,7 +163,7 @@ def split(ids, sentinels):
 
 
 def test_span_corruption_is_pinned():
-    """The draws of numpy's generator, once computed: other windows would make figures incomparable."""
+    """The stored draws of numpy's generator: other windows would make figures incomparable."""
     source, target = span_corrupt(np.arange(100, 140), list(range(10)), 99, np.random.default_rng(0))
     assert source == [*range(100, 122), 0, *range(127, 139), 1, 99]
     assert target == [0, *range(122, 127), 1, 139, 99]

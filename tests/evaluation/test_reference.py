@@ -19,7 +19,7 @@ from moepack.integrations.loading import open_model
 from runtime_support import ARCHITECTURES, SWITCH, tiny_model
 
 CHARS = 1600
-"""Three windows of the tests' tokenizer, which reads a character as a token."""
+"""Three windows for the tests' tokenizer, which has one token per character."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_a_saved_reference_gives_the_figures_of_its_model(mixtral, other, text, 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v2"])
 def test_block_by_block_is_the_model(tiny_checkpoint, text, tmp_path, architecture):
-    """The same logits whether the model is loaded or passes through block by block."""
+    """The logits are the same for a loaded model and block by block."""
     directory = tiny_checkpoint(architecture)
     seen = []
     loaded = record_reference(directory, text, CHARS, tmp_path / "loaded")
@@ -74,8 +74,8 @@ def test_block_by_block_is_the_model_of_every_architecture(text, tmp_path, archi
     torch.testing.assert_close(streamed.logits(0, 511), loaded.logits(0, 511), rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_kept_depends_on_what_follows_the_head(text, tmp_path):
-    """A head that is only scaled (GraniteMoE) is kept beside its inputs; of any other the logits are kept."""
+def test_the_stored_reference_depends_on_the_operations_after_the_head(text, tmp_path):
+    """A head that is only scaled (GraniteMoE) is stored with its inputs; for any other head, the logits are stored."""
     model = tiny_model("mixtral")
     head, file = model.lm_head.forward, tmp_path / "reference"
 
@@ -131,7 +131,7 @@ def test_a_bound_of_the_memory_is_one_of_the_reference_too(mixtral, text, monkey
         evaluate(mixtral, text, CHARS, mixtral, host_memory="2MB")
 
 
-def test_what_does_not_belong_together_is_refused(mixtral, switch, text, tmp_path):
+def test_mismatched_parts_are_rejected(mixtral, switch, text, tmp_path):
     reference = record_reference(mixtral, text, CHARS, tmp_path / "reference")
     with pytest.raises(ReferenceMismatchError, match="another text"):
         evaluate(mixtral, text, CHARS - 1, reference)
@@ -147,7 +147,7 @@ def test_what_does_not_belong_together_is_refused(mixtral, switch, text, tmp_pat
 
 
 @pytest.mark.parametrize("fault", ["text", "truncated", "foreign", "head", "version"])
-def test_a_file_that_is_no_reference_is_refused(mixtral, text, tmp_path, fault):
+def test_an_invalid_reference_file_is_rejected(mixtral, text, tmp_path, fault):
     file = tmp_path / "reference"
     record_reference(mixtral, text, CHARS, file)
     with safe_open(file, "pt") as content:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import moepack
 import packed_support as support
+from browser_support import BROWSER
 from moepack.checkpoint import Checkpoint
 from moepack.cli import app
 from moepack.evaluation import EvaluationReport, record_reference
@@ -27,11 +28,10 @@ from moepack.report.page import render_page
 from moepack.report.quality import Continuation, Quality
 
 VOID = {"meta", "br"}
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Dom(HTMLParser):
-    """Tags with their attributes and texts; refuses what is not closed in order."""
+    """Tags with their attributes and texts; rejects tags that are not closed in order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def copy(packed, tmp_path):
 
 @pytest.fixture
 def facts(packed):
-    """A model of which everything is known, with names that want to be HTML."""
+    """A model with complete information and names that need HTML escaping."""
     directory = PackedDirectory.open(packed)
     values = [replace(each, tokens=(0, 5, 90, 4000), errors=(0.1, 0.2, 0.1, 0.3)) for each in read_values(directory)]
     figures = EvaluationReport(1533, 3.5, 33.1, 2.0, 3.4, 29.96, 0.05, 0.875, 1 << 20)
@@ -87,7 +87,7 @@ def test_the_page_stands_alone(facts):
     assert len(dom.all("h1")) == 1 and len(dom.all("h2")) == 7
     assert "<script>alert" not in page and "model &lt;i&gt;, packed" in page
     assert "prefers-color-scheme: dark" in page and all("aria-label" in each for each in dom.all("svg"))
-    assert "".join(dom.texts["span"]).count("packed") == 1  # where the packed model parts from the original
+    assert "".join(dom.texts["span"]).count("packed") == 1  # the packed model differs from the original here
     assert [each for each in dom.texts["dd"] if "%" in each] == ["87.5%"]
 
 
@@ -131,7 +131,7 @@ def test_formats_are_listed_with_their_bits(facts):
     assert f"<td>6</td><td>{bits:.2f}</td>" in page
 
 
-def test_what_is_unknown_is_left_out_and_said(facts):
+def test_unknown_entries_are_omitted_and_reported(facts):
     bare = replace(facts, quality=None, values=[replace(each, tokens=None, errors=None) for each in facts.values])
     page = render_page(bare)
     Dom(page)

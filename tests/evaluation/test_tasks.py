@@ -35,7 +35,7 @@ def run(*arguments):
 
 
 def accuracy(directory):
-    """The share of questions whose right answer is the likeliest, computed by hand."""
+    """The share of questions whose right answer is most likely, computed directly."""
     model, tokenizer = open_model(directory, "float32"), open_tokenizer(directory)
 
     def score(question, choice):

@@ -76,7 +76,7 @@ def test_the_place_is_not_taken_from_an_unfinished_compress(tmp_path: Path) -> N
     assert not partial.exists() and not (tmp_path / "out" / "shard").exists()
 
 
-def test_bf16_keeps_what_was_not_packed_bit_for_bit(mixtral: Path, packed: Path, tmp_path: Path) -> None:
+def test_bf16_keeps_unpacked_tensors_bit_for_bit(mixtral: Path, packed: Path, tmp_path: Path) -> None:
     export(packed, tmp_path / "out")
     source, found = tensors_of(mixtral), tensors_of(tmp_path / "out")
     assert found.keys() == source.keys()
@@ -199,7 +199,7 @@ def test_blocks_of_llama_cpp() -> None:
 
 
 @pytest.mark.parametrize("to", ["compressed-tensors", "gguf"])
-def test_what_a_layout_cannot_hold_is_refused_with_the_reason(to: str, packed: Path, tmp_path: Path) -> None:
+def test_unsupported_layouts_are_rejected_with_the_reason(to: str, packed: Path, tmp_path: Path) -> None:
     if to == "gguf":
         pytest.importorskip("gguf")
     with pytest.raises(UnsupportedModelError, match=r"not 'ternary'"):
@@ -244,7 +244,7 @@ CALIBRATED = {"calibration": str(NOVEL), "samples": 4, "sequence_length": 128}
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, list(value.values())[-2:])),
 )
 def test_bf16_of_every_method_on_the_example(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Stock transformers gets from the export the loss that the packed model has; not that of the original model."""
+    """Stock transformers computes the packed model's loss from the export, not the original model's."""
     source, text = TINY_MOE, NOVEL
     moepack.compress(source, tmp_path / "packed", method=create(name, **settings))
     export(tmp_path / "packed", tmp_path / "plain")

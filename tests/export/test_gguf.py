@@ -81,7 +81,7 @@ def add_merges(directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Packed directories of tiny models, with what is to be set otherwise."""
+    """Packed directories of tiny models with changed settings."""
 
     def make(architecture: str, dense_bits: int | str = 8, **settings: Any) -> Path:
         torch.manual_seed(3)
@@ -103,7 +103,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="module")
 def files(packed: Make) -> Callable[[str], tuple[Path, Path]]:
-    """A function from an architecture to its packed directory and the GGUF file of that."""
+    """A function from an architecture to its packed directory and GGUF file."""
 
     @cache
     def make(architecture: str) -> tuple[Path, Path]:
@@ -145,7 +145,7 @@ def test_every_tensor_has_llama_cpps_name_and_its_values(exported: tuple[str, Pa
         assert np.array_equal(values["v_b.weight"], heads[:, 32:])
     else:
         expected = source.blob(f"{attention}.q_proj.weight").dequantize()[0]
-        if architecture == "mixtral":  # llama.cpp turns neighbouring features
+        if architecture == "mixtral":  # llama.cpp rotates neighbouring features
             expected = expected.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
         assert np.array_equal(values["q.weight"], expected)
     assert tensors["output_norm.weight"].tensor_type.name == "F32" and "output.weight" in tensors
@@ -162,7 +162,7 @@ def test_the_tokenizer_is_in_the_file(exported: tuple[str, Path, Path]) -> None:
 
 
 def answers_of_llama_cpp(file: Path, texts: Sequence[str]) -> Iterator[tuple[str, int, dict[int, float]]]:
-    """Texts with how many tokens llama.cpp makes of each, and the logarithms of the probabilities of 100 next ones.
+    """Texts with llama.cpp's token counts and the log-probabilities of 100 next tokens.
 
     Where the likeliest is the end, llama.cpp tells none.
     """
@@ -210,7 +210,7 @@ def test_llama_cpp_agrees(exported: tuple[str, Path, Path]) -> None:
     ids=str,
 )
 def test_llama_cpp_agrees_about_latents(settings: dict[str, Any], packed: Make) -> None:
-    """With scaled positions and attention that is not packed, and with queries that have no latent."""
+    """With scaled positions, unpacked attention, and queries without a latent."""
     pytest.importorskip("xllamacpp", reason="llama.cpp (xllamacpp) is not installed")
     directory = packed("deepseek_v2", **settings)
     export(directory, directory.with_name("model.gguf"), "gguf")
@@ -218,7 +218,8 @@ def test_llama_cpp_agrees_about_latents(settings: dict[str, Any], packed: Make) 
 
 
 def test_pieces_of_sentences(files: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
-    """A tokenizer as Mixtral's: spaces are characters, bytes fall back, a space comes before the text."""
+    """A tokenizer like Mixtral's: spaces are characters, unknown characters fall back to bytes, and a space precedes
+    the text."""
     directory = tmp_path / "packed"
     shutil.copytree(files("mixtral")[0], directory)
     write_pieces(directory)
@@ -272,7 +273,7 @@ def test_merges_that_are_no_order_of_pieces_have_no_scores() -> None:
         ("deepseek_v2", {"q_lora_rank": None}, "needs 26 or 27 layers, this model has 2"),
     ],
 )
-def test_what_llama_cpp_would_compute_otherwise_is_refused(
+def test_models_that_llama_cpp_computes_differently_are_rejected(
     architecture: str, settings: dict[str, Any], reason: str
 ) -> None:
     config = transformers.AutoConfig.for_model(architecture, **SIZES | OWN[architecture]).to_dict()

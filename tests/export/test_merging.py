@@ -34,8 +34,8 @@ def merged_state(architecture: str, adapter: Path, dense_bits: int | None) -> di
 
 @pytest.mark.parametrize("dense_bits", [None, 8], ids=["linear layers as they were", "linear layers packed"])
 @pytest.mark.parametrize("architecture", ["deepseek_v2", "gpt_oss", "mixtral", "nemotron_h", "qwen2_moe"])
-def test_an_exported_adapter_is_what_peft_merges(architecture: str, dense_bits: int | None, tmp_path: Path) -> None:
-    """In every tensor: attention, routers, experts, biases, and what was trained itself."""
+def test_an_exported_adapter_equals_peft_s_merge(architecture: str, dense_bits: int | None, tmp_path: Path) -> None:
+    """In every tensor: attention, routers, experts, biases, and directly trained parameters."""
     packed, stock = fresh(architecture, dense_bits)
     names = {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}
     if architecture in OTHERS:
@@ -102,7 +102,7 @@ def test_an_adapter_of_another_model_is_not_merged(change: str, tmp_path: Path) 
 
 
 def test_an_adapter_of_tied_weights_is_not_merged(tmp_path: Path) -> None:
-    """It would change both of them, or write two where the model has one."""
+    """It would change both, or write two tensors for one."""
     directory = tmp_path / "packed"
     model = tiny_model("mixtral")
     model.config.tie_word_embeddings = True

@@ -40,7 +40,7 @@ def load(file: Path, **options: bool) -> moepack.TernaryTensor | GroupwiseTensor
 
 
 def overwrite(file: Path, byte: int) -> None:
-    """Write over the blob's sections in place, as `cp` onto the file does."""
+    """Overwrite the blob's sections in place, like `cp` onto the file."""
     size, blob = file.stat().st_size, load(file).nbytes
     with open(file, "r+b") as stream:
         stream.seek(size - blob + 128)
@@ -63,7 +63,7 @@ def test_an_overwritten_tensor_is_damaged_and_nothing_worse(saved: Path, byte: i
         load(saved)
 
 
-def test_a_resident_tensor_is_what_was_saved(saved: Path) -> None:
+def test_a_resident_tensor_equals_the_saved_one(saved: Path) -> None:
     mapped, resident = load(saved), load(saved, resident=True)
     assert np.array_equal(mapped.data, resident.data) and resident.data.ctypes.data % 64 == 0
     os.truncate(saved, 1000)

@@ -24,7 +24,7 @@ SHAPE = {
     b"MOEPCOMP": 144,
     b"MOEPCHNL": 16,
 }
-"""Where experts, rows and columns stand in a tensor of each format; a compensated one begins with a group-wise one."""
+"""Offsets of experts, rows and columns in a tensor of each format; a compensated one begins with a group-wise one."""
 
 LARGE = (1 << 40, (1 << 31) - 1, (1 << 63) - 1, (1 << 64) - 1)
 
@@ -48,7 +48,7 @@ def test_sizes_that_the_bytes_cannot_hold_are_refused_at_once(name: str) -> None
     for axis in range(3):
         for large in LARGE:
             claim = [large if i == axis else size for i, size in enumerate(sizes)]
-            # Of no experts there may be any number of rows: nothing is stored and nothing is done.
+            # Without experts, any number of rows is valid: nothing is stored or computed.
             with suppress(CorruptionError) if claim[0] == 0 else pytest.raises(CorruptionError):
                 open_tensor(changed(blob, place, claim), file="x", tensor="y").verify()
     with pytest.raises(CorruptionError):

@@ -24,7 +24,7 @@ ABSURD = {
     "true": ({"vocab_size": True}, "vocab_size is True", "vocab_size is True"),
     "inside": ({"text_config": {"vocab_size": 1 << 60}}, "vocab_size is 11529215", "vocab_size is 11529215"),
 }
-"""Entries of config.json, what is said of the checkpoint, and what is said where a model is loaded."""
+"""Entries of config.json, the message for the checkpoint, and the message when a model is loaded."""
 
 
 @pytest.mark.parametrize("case", ABSURD)
@@ -41,14 +41,16 @@ def test_absurd_sizes_are_refused_at_once(case: str, mixtral: Path, packed: Path
 @pytest.mark.parametrize("top_k", [0, -1, 5])
 def test_tokens_visit_one_expert_at_least_and_all_at_most(top_k: int, mixtral: Path, tmp_path: Path) -> None:
     model = faulty(mixtral, tmp_path, {"num_experts_per_tok": top_k})
-    message = f"a token visits {top_k} of 4 experts"
+    message = f"top-k is {top_k}, but a layer has 4 experts"
     assert_refused_by_every_method(model, tmp_path, CheckpointError, message, model / "config.json")
 
 
 @pytest.mark.parametrize(
     "config", [{"rope_parameters": {"rope_type": "none of them", "rope_theta": 1e4}}, {"dtype": "float31"}]
 )
-def test_what_transformers_cannot_build_is_refused(config: dict, mixtral: Path, packed: Path, tmp_path: Path) -> None:
+def test_models_that_transformers_cannot_build_are_rejected(
+    config: dict, mixtral: Path, packed: Path, tmp_path: Path
+) -> None:
     model, message = faulty(mixtral, tmp_path, config), "transformers cannot build the model"
     assert_refused_by_every_method(model, tmp_path, UnsupportedModelError, message, model / "config.json")
     with refused(LoadError, "transformers cannot load it"):
@@ -65,7 +67,7 @@ def test_a_model_of_another_width_than_its_tensors(mixtral: Path, packed: Path, 
         moepack.load(large)
 
 
-def test_a_config_of_a_sound_model_is_taken_whatever_else_it_says(mixtral: Path, tmp_path: Path) -> None:
+def test_a_valid_config_with_additional_fields_is_accepted(mixtral: Path, tmp_path: Path) -> None:
     unused = {"num_nextn_predict_layers": None, "max_window_layers": 70, "window_size": 4096, "note": {"size": -1}}
     report = moepack.compress(faulty(mixtral, tmp_path, unused), tmp_path / "out", method="ternary")
     assert json.loads((report.path / "config.json").read_text())["note"] == {"size": -1}

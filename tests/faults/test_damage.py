@@ -39,7 +39,7 @@ def damaged(victim: Path, name: str, content: bytes) -> Iterator[None]:
 
 
 def use_everything(directory: Path) -> None:
-    """Open a directory and decode all that it offers; only errors of moepack may come out."""
+    """Open a directory and decode everything; only errors of moepack may be raised."""
     try:
         opened = PackedDirectory.open(directory)
         for name in opened.tensors():
@@ -119,7 +119,7 @@ def test_tensors_in_each_others_place_are_found(victim: Path) -> None:
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damage_with_right_checksums_never_crashes(victim: Path, data: st.DataObject) -> None:
-    """Who can write the manifest can write anything: readers must survive a blob that only looks recorded."""
+    """A valid manifest can list any blob: readers must survive it."""
     content = bytearray((victim / SHARDS[1]).read_bytes())
     info = data.draw(st.sampled_from(list(read_header(victim / SHARDS[1]).tensors.values())))
     for _ in range(data.draw(st.integers(1, 4))):

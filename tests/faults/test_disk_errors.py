@@ -39,13 +39,13 @@ def failing(call: str, number: int) -> Iterator[list[int]]:
 
 
 def assert_fails_and_goes_on(work: Callable[[], object], call: str, number: int, out: Path) -> bool:
-    """Whether there is so late a call; if so its failure is a typed error and leaves nothing at `out`."""
+    """Whether the given call exists; if so, its failure is a typed error and leaves nothing at `out`."""
     with failing(call, number) as left:
         try:
             work()
         except DiskError as error:
             assert left[0] <= 0 and error.errno == errno.EIO and error.file is not None
-            # The flush of the directory comes after the rename: then the output is there, and whole.
+            # The directory is flushed after the rename: then the output is complete.
             assert not out.exists() or call == "fsync"
             assert not any(atomic.is_temporary(path.name) for path in out.parent.rglob("*"))
             return True
@@ -54,7 +54,7 @@ def assert_fails_and_goes_on(work: Callable[[], object], call: str, number: int,
 
 
 @pytest.mark.parametrize(("call", "every"), [("write_all", 5), ("fsync", 3), ("rename", 1)])
-def test_a_job_goes_on_after_an_error(call: str, every: int, mixtral: Path, packed: Path, tmp_path: Path) -> None:
+def test_a_job_continues_after_an_error(call: str, every: int, mixtral: Path, packed: Path, tmp_path: Path) -> None:
     out, number = tmp_path / "out", 1
     while not out.exists():
         assert_fails_and_goes_on(lambda: moepack.compress(mixtral, out, method="ternary"), call, number, out)
@@ -73,7 +73,7 @@ def test_an_export_is_whole_or_absent(call: str, packed: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("call", ["write_all", "rename"])
-def test_a_saved_tensor_stays_what_it_was(call: str, tmp_path: Path) -> None:
+def test_a_saved_tensor_does_not_change(call: str, tmp_path: Path) -> None:
     file = tmp_path / "tensor.safetensors"
     first, second = (moepack.GroupwiseTensor.quantize(torch.full((4, 64), value), bits=4) for value in (1.0, 2.0))
     first.save(file)

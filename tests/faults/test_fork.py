@@ -1,4 +1,4 @@
-"""A forked process computes with its own threads, because it has none of its parent's."""
+"""A forked process computes with its own threads, because it does not inherit its parent's."""
 
 import multiprocessing
 
@@ -23,7 +23,7 @@ def answers(blob, x):
 
 
 def in_a_child(work):
-    """What a forked process answers within a minute."""
+    """The result of a forked process within a minute."""
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=lambda: queue.put(work()))
@@ -35,7 +35,7 @@ def in_a_child(work):
         child.join()
 
 
-def test_a_child_computes_what_its_parent_does(tensor):
+def test_a_child_computes_the_same_as_its_parent(tensor):
     x = np.random.default_rng(0).standard_normal((3, 256), np.float32)
     expected = answers(tensor.data, x)
     found = in_a_child(lambda: [_core.threads(), *answers(tensor.data, x)])

@@ -19,7 +19,7 @@ def is_sound(directory):
 
 @pytest.mark.parametrize("name", ["config.json", "moepack.json", "model.safetensors.index.json", "shard"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
-def test_what_is_no_regular_file_is_refused_at_once(kind, name, packed, tmp_path):
+def test_irregular_files_are_rejected_at_once(kind, name, packed, tmp_path):
     directory = tmp_path / "model"
     shutil.copytree(packed, directory)
     file = next(directory.glob("*.safetensors")) if name == "shard" else directory / name

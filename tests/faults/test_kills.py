@@ -18,7 +18,7 @@ KILLS = 0 if os.environ.get("MOEPACK_ALL_KILLS") == "1" else 3
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"ternary"}))
 def test_a_killed_job_continues_to_the_same_bytes(method: str, mixtral: Path, tmp_path: Path) -> None:
-    """Every method but `ternary`, of which `test_pipeline` tries every moment."""
+    """Every method except `ternary`, for which `test_pipeline` tries every moment."""
     (tmp_path / "text.txt").write_text("".join(f"Line {i} of a text that nobody wrote.\n" for i in range(200)))
     command = [sys.executable, TESTS / "crash_worker.py", mixtral, tmp_path, method, str(KILLS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=None if KILLS == 0 else 600)

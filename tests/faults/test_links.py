@@ -12,7 +12,7 @@ from moepack.format.regular import leads_out
 
 
 def snapshot(directory: Path, cache: Path) -> Path:
-    """The directory as the hub's cache holds it: a snapshot of links to blobs."""
+    """The directory in the layout of the hub's cache: a snapshot of links to blobs."""
     place, blobs = cache / "models--a--b" / "snapshots" / "0123", cache / "models--a--b" / "blobs"
     place.mkdir(parents=True)
     blobs.mkdir()

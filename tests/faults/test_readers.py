@@ -40,7 +40,7 @@ VALUES = st.one_of(
 
 
 def nodes(value: Any) -> list[tuple[Any, Any]]:
-    """Every place in a JSON value: its container, and its key or index there."""
+    """Every position in a JSON value: its container, and its key or index."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     return [place for key in keys for place in [(value, key), *nodes(value[key])]]
 
@@ -64,7 +64,7 @@ def mutated(data: st.DataObject, content: Any) -> Any:
 
 
 def scrambled(data: st.DataObject, raw: bytes) -> bytes:
-    """Bytes of which some are others, cut somewhere."""
+    """Bytes with some changed, truncated anywhere."""
     content = bytearray(raw)
     for _ in range(data.draw(st.integers(0, 4))):
         if content:
@@ -84,12 +84,12 @@ def victim(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @mutations
 @given(st.data())
 def test_manifests(victim: Path, packed: Path, data: st.DataObject) -> None:
-    """With the right checksum, as a hostile writer gives it: a `CorruptionError`, or a directory that opens."""
+    """With a valid checksum, as from a hostile writer: a `CorruptionError`, or a directory that opens."""
     content = json.loads((packed / MANIFEST).read_bytes())
     del content["checksum"]
     try:
         raw = manifest_module._canonical(mutated(data, content))
-    except ValueError:  # not to be written as JSON at all
+    except ValueError:  # not representable in JSON
         raw = scrambled(data, (packed / MANIFEST).read_bytes())
     (victim / MANIFEST).write_bytes(raw)
     try:
@@ -105,7 +105,7 @@ def test_manifests(victim: Path, packed: Path, data: st.DataObject) -> None:
 @mutations
 @given(st.data())
 def test_configurations_and_indices(victim: Path, packed: Path, data: st.DataObject) -> None:
-    """What `verify` compares; it reports, and never raises."""
+    """`verify` compares everything; it reports and never raises."""
     shutil.copy(packed / MANIFEST, victim / MANIFEST)
     name = data.draw(st.sampled_from(["config.json", "model.safetensors.index.json"]))
     raw = (packed / name).read_bytes()
@@ -142,7 +142,7 @@ FINGERPRINT = {"model": "m", "method": "ternary", "settings": "code=fsv8", "form
 @mutations
 @given(st.data())
 def test_journals(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """A damaged journal is believed as far as it is true: shards that are there with the bytes that it names."""
+    """A damaged journal is used only for shards that exist with the recorded bytes."""
     path = tmp_path_factory.mktemp("job") / "out.partial"
     path.mkdir()
     (path / "1.safetensors").write_bytes(b"whole")

@@ -1,4 +1,4 @@
-"""Values that no model intends are rejected before the work, or reported by name, by every method alike."""
+"""Invalid values are rejected before the work, or reported by name, by every method."""
 
 import warnings
 from pathlib import Path
@@ -34,12 +34,12 @@ def test_a_missing_tensor_is_named(name: str, mixtral: Path, tmp_path: Path) -> 
         "model.layers.0.post_attention_layernorm.weight",
     ],
 )
-def test_what_is_copied_must_be_finite(name: str, value: float, mixtral: Path, tmp_path: Path) -> None:
+def test_copied_tensors_must_be_finite(name: str, value: float, mixtral: Path, tmp_path: Path) -> None:
     def spoil(tensors: Tensors) -> None:
         tensors[name].view(-1)[7] = value
 
     model = faulty(mixtral, tmp_path, change=spoil)
-    message = "(?:holds|has) NaN or infinite"  # a method that packs embeddings finds it itself
+    message = "(?:holds|has) NaN or infinite"  # a method that packs embeddings detects it
     assert_refused_by_every_method(model, tmp_path, InvalidTensorError, message, model / WEIGHTS, name)
 
 
@@ -51,7 +51,7 @@ def test_experts_must_be_finite(mixtral: Path, tmp_path: Path) -> None:
     for method in every_method(tmp_path).values():
         with pytest.raises(InvalidTensorError, match=r"NaN or infinite|holds -inf at \[3, 5\]") as caught:
             moepack.compress(model, tmp_path / "out", method=method)
-        # The rate looks at a sample of whole projections first, and knows these by their packed names.
+        # `rate` first reads a sample of whole projections, under their packed names.
         assert caught.value.tensor in (EXPERT, "model.layers.0.mlp.experts.gate_proj")
         assert caught.value.file in (str(model / WEIGHTS), str(model))
         assert not list(tmp_path.glob("out*"))
@@ -77,7 +77,7 @@ def test_experts_of_no_width_are_packed_or_refused_before_the_work(mixtral: Path
 
 
 def test_experts_that_vanish_are_warned_of(mixtral: Path, tmp_path: Path) -> None:
-    """Float16 scales end at 6e-8: smaller experts would be silent zeros."""
+    """The smallest float16 scale is 6e-8: smaller experts would silently become zeros."""
 
     def shrink(tensors: Tensors) -> None:
         for name in experts(tensors, 1):
@@ -95,7 +95,7 @@ def test_experts_that_vanish_are_warned_of(mixtral: Path, tmp_path: Path) -> Non
 
 
 def test_constant_and_empty_values_come_back(mixtral: Path, tmp_path: Path) -> None:
-    """Groups of one value, experts of zeros, rows of zeros: nothing to divide by."""
+    """Groups of one value, experts of zeros and rows of zeros cause no division by zero."""
 
     def flatten(tensors: Tensors) -> None:
         for name in experts(tensors, 0):

@@ -22,14 +22,14 @@ Tensors = Sequence[torch.Tensor]
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """Every other element of a tensor twice as wide."""
+    """Every second element of a tensor twice as wide."""
     wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)
     wide[..., ::2] = tensor
     return wide[..., ::2]
 
 
 def transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """Give an array the memory order of its axes reversed; its values stay."""
+    """Reverse the memory order of an array's axes without changing its values."""
     order = [*reversed(range(tensor.ndim))]
     return tensor.permute(order).contiguous().permute(order)
 
@@ -141,12 +141,12 @@ def test_every_function_of_the_api_has_a_case() -> None:
 
 
 def parts(result: Any) -> list[Any]:
-    """What a function returned: an array, a packed tensor, or several arrays."""
+    """The result of a function: an array, a packed tensor, or several arrays."""
     return [part for part in result if part is not None] if isinstance(result, tuple) else [result]
 
 
 def same(found: Any, expected: Any, library: type) -> None:
-    """Values and dtype are those expected; an array is one of the library."""
+    """Values and dtype are as expected; an array belongs to the library."""
     if not isinstance(expected, torch.Tensor):
         assert found == expected
         return
@@ -166,7 +166,7 @@ def test_any_layout_gives_the_same_in_kind(case: str, seed: int, data: st.DataOb
     layouts = [data.draw(st.sampled_from([*LAYOUTS])) for _ in arguments]
     expected = parts(function(*arguments))
     found = parts(function(*(LAYOUTS[name](value) for name, value in zip(layouts, arguments, strict=True))))
-    # Activations come last: the product is of their library.
+    # Activations come last: the product belongs to their library.
     library = torch.Tensor if layouts[-1].startswith("torch") else np.ndarray
     for one, other in zip(found, expected, strict=True):
         same(one, other, library)
@@ -174,7 +174,7 @@ def test_any_layout_gives_the_same_in_kind(case: str, seed: int, data: st.DataOb
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sums_over_groups_have_one_order(layout: str) -> None:
-    """Codes do not depend on strides: of these weights, two had other codes where sums had another order."""
+    """Codes do not depend on strides; with another order of sums, two of these weights would have other codes."""
     weight = weights(torch.Generator().manual_seed(109))
     found = moepack.quantize_groupwise(LAYOUTS[layout](weight), 3, 32)
     expected = moepack.quantize_groupwise(weight, 3, 32)

@@ -49,7 +49,7 @@ def test_every_file_is_a_case() -> None:
 
 @pytest.fixture
 def sparse() -> tuple[GroupwiseTensor, Any, torch.Tensor]:
-    """Up projections, records in bf16, and thresholds that skip about half, nothing and everything."""
+    """Up projections, bf16 records, and thresholds that skip about half, nothing and everything."""
     torch.manual_seed(0)
     up = GroupwiseTensor.quantize(torch.randn(3, 150, 96) / 10, bits=2, symmetric=False)
     records = (torch.randn(3, 150, 192) / 10).bfloat16()
@@ -62,7 +62,7 @@ def sparse() -> tuple[GroupwiseTensor, Any, torch.Tensor]:
 def test_a_sparse_layer_is_the_equations(sparse: tuple[GroupwiseTensor, Any, torch.Tensor], tokens: int) -> None:
     up, channels, thresholds = sparse
     x, weights = torch.randn(tokens, 96), torch.rand(tokens, 2)
-    index = torch.stack([torch.arange(tokens) % 3, (torch.arange(tokens) + 1) % 4], dim=1)  # 3 is no expert's
+    index = torch.stack([torch.arange(tokens) % 3, (torch.arange(tokens) + 1) % 4], dim=1)  # 3 is not an expert
     records = torch.from_numpy(channels.dequantize())
     expected, computed = oracle.layer(up.dequantize(), records, thresholds, x, index, weights)
     matrix, arrays = _core.PackedTensor(up.data), (x.numpy(), index.numpy(), weights.numpy())
@@ -92,7 +92,7 @@ def test_up_projections_of_two_bits_decide_by_activations_of_eight(
         assert torch.equal(cpu.sparse_channels(channels, x, index, weights, ups)[0], y)
 
 
-def test_what_is_no_tensor_of_channels_is_refused(sparse: tuple[GroupwiseTensor, Any, torch.Tensor]) -> None:
+def test_invalid_channels_tensors_are_rejected(sparse: tuple[GroupwiseTensor, Any, torch.Tensor]) -> None:
     up, channels, _ = sparse
     matrix = _core.PackedTensor(up.data)
     x, index, weights = np.zeros((1, 96), np.float32), np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32)

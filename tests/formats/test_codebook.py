@@ -172,7 +172,7 @@ def test_the_runtime_multiplies_as_the_tensor_asks() -> None:
         np.testing.assert_allclose(matrix.matmul_grouped(x, offsets, "exact"), np.concatenate(products), atol=1e-4)
 
 
-def test_what_makes_no_sense_is_refused(tmp_path: pathlib.Path) -> None:
+def test_invalid_settings_are_rejected(tmp_path: pathlib.Path) -> None:
     good = CodebookTensor.quantize(weight(3, 40))
     with pytest.raises(ValueError, match="bits"):
         CodebookTensor.quantize(weight(3, 40), 5)

@@ -60,7 +60,7 @@ def test_a_read_only_memory_map_is_read_in_place(tmp_path) -> None:
     data.tofile(path)
     mapped = np.memmap(path, np.uint8, mode="r")
     np.testing.assert_array_equal(_core.PackedTensor(mapped).decode(), codes)
-    # One byte further on nothing is aligned, and nothing needs to be.
+    # At an offset of one byte nothing is aligned, which is valid.
     shifted = np.concatenate([np.zeros(1, np.uint8), data])[1:]
     np.testing.assert_array_equal(_core.PackedTensor(shifted).decode(), codes)
 

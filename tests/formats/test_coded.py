@@ -1,7 +1,6 @@
 """Coded tensors: the core against an independent reader, size, products, and damage."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ def columns_of(shape, own=True):
 
 
 def scales(shape):
-    """A scale a row."""
+    """One scale per row."""
     return np.random.default_rng(1).uniform(0.5, 1.5, shape[:2]).astype(np.float32)
 
 
@@ -46,7 +45,7 @@ def test_golden_file(case):
     blob = _core.PackedTensor(data)
     blob.verify()
     assert (list(blob.shape), blob.ndim, blob.nbytes) == (case["shape"], case["ndim"], len(data))
-    assert blob.details()["stream_rows"] == case["stream_rows"]
+    assert [blob.details()[name] for name in ("stream_rows", "symbols")] == [case["stream_rows"], case["symbols"]]
     np.testing.assert_array_equal(_core.decode_coded(data), codes)
     assert blob.parameters("scales").ravel().tolist() == np.float32(case["scales"]).tolist()
     assert blob.details().get("column_scales", False) is ("columns" in case)
@@ -66,18 +65,14 @@ def test_every_file_is_a_case():
 @pytest.mark.parametrize("deviation", [0.2, 1.5, 40, 120])
 def test_an_independent_reader_gets_codes_and_scales(shape, deviation):
     codes = drawn(shape, deviation)
-    for dtype, low_bits in ((np.int16, 0), (np.int32, 3)):
-        data = _core.encode_coded(codes.astype(dtype), scales(shape), ndim=3, low_bits=low_bits)
+    for dtype, symbols in ((np.int16, "plain"), (np.int32, "plain+3")):
+        data = _core.encode_coded(codes.astype(dtype), scales(shape), ndim=3, symbols=symbols)
         read = oracle.read(data.tobytes())
         np.testing.assert_array_equal(read.codes, codes)
         np.testing.assert_array_equal(_core.decode_coded(data), codes)
         np.testing.assert_array_equal(_core.PackedTensor(data).dequantize(), read.weights())
-    data = _core.encode_coded(codes, scales(shape), ndim=3, pairs=math.inf)
-    assert data[8] == 4 and _core.PackedTensor(data).details()["pairs"]
-    np.testing.assert_array_equal(oracle.read(data.tobytes()).codes, codes)
-    np.testing.assert_array_equal(_core.decode_coded(data), codes)
-    data = _core.encode_coded(paths(codes), scales(shape), ndim=3, dependent=True)
-    assert data[8] == 3 and _core.PackedTensor(data).details()["dependent"]
+    data = _core.encode_coded(paths(codes), scales(shape), ndim=3, symbols="dependent")
+    assert _core.PackedTensor(data).details()["symbols"] == "dependent"
     np.testing.assert_array_equal(oracle.read(data.tobytes()).codes, paths(codes))
     np.testing.assert_array_equal(_core.decode_coded(data), paths(codes))
 
@@ -85,11 +80,12 @@ def test_an_independent_reader_gets_codes_and_scales(shape, deviation):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 35, 50), (3, 70, 9), (0, 3, 3), (2, 0, 3), (2, 3, 0)])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize(
-    ("deviation", "form"),
-    [(1.5, {}), (60, {"low_bits": 3}), (0.5, {"pairs": math.inf}), (2, {"dependent": True}), (0, {"stream_rows": 64})],
+    ("deviation", "symbols", "stream_rows"),
+    [(1.5, "plain", None), (60, "plain+3", None), (2, "dependent", None), (0, "plain", 64)],
 )
-def test_an_independent_reader_gets_scales_of_columns(shape, own, deviation, form):
-    codes = paths(drawn(shape, deviation)) if "dependent" in form else drawn(shape, deviation)
+def test_an_independent_reader_gets_scales_of_columns(shape, own, deviation, symbols, stream_rows):
+    codes = paths(drawn(shape, deviation)) if symbols == "dependent" else drawn(shape, deviation)
+    form = {"symbols": symbols, "stream_rows": stream_rows}
     exact = columns_of(shape, own)
     for columns, given in [(exact, scales(shape)), (np.exp2(np.rint(exact % 3)), np.full((1, 1), 0.5, np.float32))]:
         data = _core.encode_coded(codes, given, columns=columns, ndim=3, **form)
@@ -117,7 +113,7 @@ def test_files_without_scales_of_columns_have_no_trace_of_them():
     assert not data[60:64].any() and "column_scales" not in _core.PackedTensor(data).details()
     with pytest.raises(ValueError, match="columns"):
         _core.PackedTensor(data).parameters("columns")
-    # The row of an only expert is one for all.
+    # The row of a single expert counts as one row for all.
     scaled = [_core.encode_coded(codes[:1], one, ndim=2, columns=columns_of((1, 20, 30), own)) for own in (False, True)]
     assert scaled[0].tobytes() == scaled[1].tobytes() and scaled[0][60] == 1
 
@@ -131,39 +127,38 @@ def test_bfloat16_holds_all_scales_or_none(row, column, dtype):
     assert _core.PackedTensor(data).details()["dtype"] == dtype
 
 
-@pytest.mark.parametrize(("deviation", "version"), [(3, 1), (60, 2)])
-def test_low_bits_are_kept_apart_where_a_table_lists_too_few_integers(deviation, version):
-    """And what has none is a tensor of version 1, as ever."""
-    data = _core.encode_coded(drawn((1, 128, 512), deviation), np.ones((1, 1), np.float32), ndim=2, low_bits=3)
-    details = _core.PackedTensor(data).details()
-    assert data[8] == version and (details.get("low_bits", 0) > 0) is (version == 2)
+@pytest.mark.parametrize(("deviation", "symbols"), [(3, "plain"), (15, "plain+3"), (60, "plain+3")])
+def test_low_bits_are_used_where_a_table_lists_too_few_integers(deviation, symbols):
+    codes, one, sizes = drawn((1, 128, 512), deviation), np.ones((1, 1), np.float32), []
+    for given in ("plain", "plain+1", "plain+2", "plain+3"):
+        data = _core.encode_coded(codes, one, ndim=2, symbols=given)
+        details = _core.PackedTensor(data).details()
+        assert details["symbols"] == min(given, symbols)
+        sizes.append(len(data))
+    assert sizes == sorted(sizes, reverse=True)
     assert details["exceptions"] < 0.003 * 128 * 512
 
 
-@pytest.mark.parametrize(("deviation", "version"), [(0.35, 4), (0.4, 4), (2, 1)])
-def test_pairs_are_coded_where_they_take_no_more(deviation, version):
-    codes, one = np.random.default_rng(0).standard_normal((1, 1024, 1024)) * deviation, np.ones((1, 1), np.float32)
-    codes = np.rint(codes).astype(np.int8)
-    data, plain = _core.encode_coded(codes, one, ndim=2, pairs=0.002), _core.encode_coded(codes, one, ndim=2)
-    assert data[8] == version and len(data) <= 1.003 * len(plain)
-    assert version == 4 or data.tobytes() == plain.tobytes()
+@pytest.mark.parametrize("version", [0, 2, 3, 4])
+def test_other_versions_are_refused_by_number(version):
+    data = _core.encode_coded(drawn((1, 20, 30)), np.ones((1, 1), np.float32), ndim=2)
+    data[8] = version
+    with pytest.raises(_core.CorruptionError, match=f"version {version}; this library reads 1"):
+        _core.PackedTensor(data)
 
 
-@pytest.mark.parametrize("own", [None, False, True])
-def test_gpus_get_symbols_of_one_weight(own):
-    codes = drawn((2, 35, 50), 0.7)
-    columns = None if own is None else columns_of(codes.shape, own)
-    data = _core.encode_coded(codes, scales(codes.shape), ndim=3, pairs=math.inf, columns=columns)
-    single = _core.coded_without_pairs(data)
-    assert single[8] == 1
-    np.testing.assert_array_equal(_core.PackedTensor(single).dequantize(), _core.PackedTensor(data).dequantize())
-    assert _core.coded_to_device(data).tobytes() == _core.coded_to_device(single).tobytes()
-    with pytest.raises(ValueError, match="symbols of one weight"):
-        _core.coded_frame(data)
+def test_headers_with_other_symbols_are_refused():
+    """The bytes that are valid are those of the table in docs/format.md."""
+    codes = drawn((1, 20, 30))
+    data = _core.encode_coded(paths(codes), np.ones((1, 1), np.float32), ndim=2, symbols="dependent")
+    for low_bits, kind in ((0, 2), (1, 1), (3, 1), (4, 0), (255, 255)):
+        data[58:60] = low_bits, kind
+        with pytest.raises(_core.CorruptionError, match=f"kind {kind} with {low_bits} low bits"):
+            _core.PackedTensor(data)
 
 
 def test_gpus_refuse_low_bits():
-    data = _core.encode_coded(drawn((1, 128, 512), 60), np.ones((1, 1), np.float32), ndim=2, low_bits=3)
+    data = _core.encode_coded(drawn((1, 128, 512), 60), np.ones((1, 1), np.float32), ndim=2, symbols="plain+3")
     with pytest.raises(ValueError, match="low bits"):
         _core.coded_to_device(data)
 
@@ -199,12 +194,10 @@ def test_wrong_arguments_are_refused():
         _core.encode_coded(np.full((1, 4, 4), -(2**31), np.int32), one, ndim=2)
     for bad in (codes, 2 * codes, np.full((1, 4, 4), 3, np.int32)):
         with pytest.raises(ValueError, match="no path of states in row 0"):
-            _core.encode_coded(bad, one, ndim=2, dependent=True)
-    with pytest.raises(ValueError, match="no low bits"):
-        _core.encode_coded(paths(codes), one, ndim=2, dependent=True, low_bits=1)
-    for other in ({"low_bits": 1}, {"dependent": True}):
-        with pytest.raises(ValueError, match="neither"):
-            _core.encode_coded(paths(codes), one, ndim=2, pairs=0.0, **other)
+            _core.encode_coded(bad, one, ndim=2, symbols="dependent")
+    for symbols in ("", "plain+0", "plain+4", "dependent+1", "pairs"):
+        with pytest.raises(ValueError, match="symbols are plain"):
+            _core.encode_coded(codes, one, ndim=2, symbols=symbols)
     with pytest.raises(TypeError):
         _core.encode_coded(codes.astype(np.float32), one, ndim=2)
 
@@ -223,15 +216,14 @@ def test_sizes_are_near_the_entropy(columns, deviation):
 
 @pytest.mark.parametrize("mode", ["auto", "exact", "bf16", "int8"])
 @pytest.mark.parametrize(
-    ("deviation", "form"),
-    [(1.5, {"low_bits": 3}), (80, {"low_bits": 3}), (3, {"dependent": True}), (0.7, {"pairs": math.inf})],
+    ("deviation", "symbols"), [(0.7, "plain"), (1.5, "plain+3"), (80, "plain+3"), (3, "dependent")]
 )
 @pytest.mark.parametrize("own", [None, False, True])
-def test_products_are_those_of_the_weights(mode, deviation, form, own):
+def test_products_are_those_of_the_weights(mode, deviation, symbols, own):
     shape = (3, 130, 300)
-    codes = paths(drawn(shape, deviation)) if "dependent" in form else drawn(shape, deviation)
+    codes = paths(drawn(shape, deviation)) if symbols == "dependent" else drawn(shape, deviation)
     columns = None if own is None else columns_of(shape, own)
-    blob = _core.PackedTensor(_core.encode_coded(codes, scales(shape), ndim=3, columns=columns, **form))
+    blob = _core.PackedTensor(_core.encode_coded(codes, scales(shape), ndim=3, columns=columns, symbols=symbols))
     x = np.random.default_rng(4).standard_normal((33, 300)).astype(np.float32)
     offsets = np.array([0, 2, 2, 33])
     for isa in _core.available_isas():
@@ -267,9 +259,8 @@ def test_threads_do_not_change_bytes_or_products():
 @pytest.mark.parametrize(
     ("deviation", "form"),
     [
-        (1.5, {"low_bits": 3}),
-        (80, {"low_bits": 3}),
-        (0.7, {"pairs": math.inf}),
+        (1.5, {"symbols": "plain+3"}),
+        (80, {"symbols": "plain+3"}),
         (1.5, {"columns": columns_of((1, 40, 64))}),
     ],
 )

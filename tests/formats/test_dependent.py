@@ -24,7 +24,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 def rounded(values: torch.Tensor, step: float, dependent: bool) -> tuple[torch.Tensor, float, float]:
-    """Codes, the bits expected of them, and those that they take when they are coded."""
+    """Codes, their expected bits, and the bits that they take when coded."""
     profile = Profile()
     profile.add(values, 1.0)
     lengths = profile.lengths(step, worth_of(dependent), dependent)
@@ -33,7 +33,7 @@ def rounded(values: torch.Tensor, step: float, dependent: bool) -> tuple[torch.T
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 5, 15, 16, 130])
-def test_what_is_rounded_is_coded_and_decoded(columns: int) -> None:
+def test_rounded_values_are_coded_and_decoded(columns: int) -> None:
     codes, _, _ = rounded(drawn(40, columns), 0.7, dependent=True)
     assert bool((codes % 2 != 0).all())
     assert np.array_equal(_core.decode_coded(encoded(codes[None], LARGEST, True)), codes[None].int().numpy())
@@ -133,7 +133,7 @@ def test_row_blocks_are_as_wide_as_their_narrowest() -> None:
 
 def records(directory: Path) -> dict[str, bool]:
     return {
-        name: bool(record.details.get("dependent", False))
+        name: record.details["symbols"] == "dependent"
         for name, record in PackedDirectory.open(directory).manifest.packed().items()
     }
 
@@ -179,10 +179,10 @@ def test_a_tensor_with_rows_of_zeros_stays_plain(tmp_path: Path) -> None:
 def test_tuning_keeps_the_kind() -> None:
     codes, _, _ = rounded(drawn(32, 64), 0.7, dependent=True)
     data = torch.from_numpy(
-        _core.encode_coded(codes[None].numpy(), np.ones((1, 1), np.float32), ndim=3, dependent=True)
+        _core.encode_coded(codes[None].numpy(), np.ones((1, 1), np.float32), ndim=3, symbols="dependent")
     )
     again = Scales(data).blob()
-    assert _core.PackedTensor(again.numpy()).details()["dependent"]
+    assert _core.PackedTensor(again.numpy()).details()["symbols"] == "dependent"
     assert np.array_equal(_core.decode_coded(again.numpy()), codes[None].int().numpy())
 
 

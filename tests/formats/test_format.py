@@ -63,7 +63,7 @@ def test_shard_does_not_depend_on_the_order_of_entries(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_shard_refuses_what_would_break_its_promises(tmp_path: Path) -> None:
+def test_shard_rejects_invalid_entries(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         shard.write_shard(tmp_path / "a", [entry("blob", np.zeros(100, np.uint8), "U8", True)], {})
     lying = shard.Entry("t", "F32", (3,), lambda: memoryview(bytes(8)))
@@ -157,13 +157,13 @@ def test_a_future_version_is_refused_with_both_versions(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [0, -1, True, 1.0, "1", None])
-def test_a_version_that_is_none_is_refused(copy: Path, version: object) -> None:
+def test_an_invalid_version_is_rejected(copy: Path, version: object) -> None:
     support.rewrite_manifest(copy, lambda content: content.update(version=version))
     with pytest.raises(CorruptionError, match="version"):
         PackedDirectory.open(copy)
 
 
-def test_what_is_no_packed_directory_is_refused(tmp_path: Path, mixtral: Path) -> None:
+def test_unpacked_directories_are_rejected(tmp_path: Path, mixtral: Path) -> None:
     for path in (tmp_path / "absent", tmp_path, mixtral):
         for function in (PackedDirectory.open, moepack.verify):
             with pytest.raises(LoadError) as caught:
@@ -199,7 +199,7 @@ def test_side_files_may_change_and_are_listed_apart(copy: Path) -> None:
     }
 
 
-def test_a_large_file_is_no_side_file(copy: Path) -> None:
+def test_a_large_file_is_not_a_side_file(copy: Path) -> None:
     with open(copy / "notes.txt", "wb") as file:
         file.truncate(LARGEST + 1)
     assert [fault.file for fault in moepack.verify(copy).faults] == ["notes.txt"]
@@ -228,7 +228,7 @@ def test_damage_is_located(copy: Path) -> None:
 
 
 def test_contradictions_of_a_consistent_forger_are_found(copy: Path) -> None:
-    """Every checksum is right, only the content is wrong."""
+    """All checksums are valid; only the content is wrong."""
     config = json.loads((copy / "config.json").read_bytes())
     config["quantization_config"]["packed"]["model.layers.0.mlp.experts"]["gate_proj"] = [4, 96, 63]
     (copy / "config.json").write_text(json.dumps(config))
@@ -299,7 +299,7 @@ def test_a_manifest_of_wrong_shape_is_refused(copy: Path, change: object) -> Non
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"format": "moepack", "format": 1}'])
-def test_a_manifest_that_is_no_json_object_is_refused(copy: Path, text: bytes) -> None:
+def test_a_manifest_that_is_not_a_json_object_is_rejected(copy: Path, text: bytes) -> None:
     (copy / MANIFEST).write_bytes(text)
     with pytest.raises(CorruptionError):
         PackedDirectory.open(copy)
@@ -307,7 +307,7 @@ def test_a_manifest_that_is_no_json_object_is_refused(copy: Path, text: bytes) -
 
 
 def test_a_manifest_in_another_spelling_is_refused(copy: Path) -> None:
-    """Otherwise a flipped bit in white space would go unseen."""
+    """Otherwise a flipped bit in white space would not be detected."""
     content = json.loads((copy / MANIFEST).read_bytes())
     (copy / MANIFEST).write_text(json.dumps(content))
     with pytest.raises(CorruptionError, match="canonical"):

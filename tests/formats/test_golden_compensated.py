@@ -15,7 +15,7 @@ CASES = json.loads((FOLDER / "cases.json").read_text())
 
 
 def encode(tensor: oracle.Tensor, base: np.ndarray) -> np.ndarray:
-    """By the core."""
+    """Bytes written by the core."""
     ranks = np.array(tensor.ranks, np.int64)
     right, left = tensor.right, tensor.left
     if right.codes is None or right.scales is None or left.codes is None or left.scales is None:
@@ -55,7 +55,7 @@ def test_every_file_is_a_case() -> None:
 
 @pytest.mark.parametrize("name", ["three_bits", "two_bits_by_eight", "four_bits_by_halves"])
 def test_damage_is_refused_or_read_safely(name: str) -> None:
-    """Any byte may be anything: opening or verifying says so, or everything still returns."""
+    """For any bytes, opening or verifying fails, or all operations return."""
     data = np.fromfile(FOLDER / f"{name}.bin", np.uint8)
     for length in range(0, len(data), 61):
         with pytest.raises(_core.CorruptionError):

@@ -26,7 +26,7 @@ def test_it_is_sound(version: str) -> None:
     assert moepack.verify(GOLDEN / version).faults == ()
 
 
-def test_packed_tensors_decode_to_what_was_written(version: str) -> None:
+def test_packed_tensors_decode_to_the_written_values(version: str) -> None:
     directory = PackedDirectory.open(GOLDEN / version)
     packed = expected(version)["packed"]
     assert set(directory.tensors()) == set(packed) and packed
@@ -38,7 +38,7 @@ def test_packed_tensors_decode_to_what_was_written(version: str) -> None:
         assert np.array_equal(blob.parameters("levels"), levels.reshape(*content["shape"][:2], 2))
 
 
-def test_dense_tensors_are_what_was_written(version: str) -> None:
+def test_dense_tensors_equal_the_written_ones(version: str) -> None:
     found = {}
     for file in (GOLDEN / version).glob("*.safetensors"):
         found.update(load_file(file))

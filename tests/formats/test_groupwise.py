@@ -130,7 +130,7 @@ def test_int3_packing_is_that_of_the_reference(rows, units, seed):
     np.testing.assert_array_equal(moepack.unpack_int3(words), codes)
 
 
-def test_int3_packing_refuses_what_is_no_code():
+def test_int3_packing_rejects_invalid_codes():
     with pytest.raises(ValueError, match="multiple of 32"):
         moepack.pack_int3(np.zeros(31, np.uint8))
     with pytest.raises(ValueError, match="code 8"):

@@ -15,7 +15,7 @@ SIZES = (*GROUP_SIZES, None)
 
 
 def naive_rtn(weight: np.ndarray, bits: int, size: int | None) -> np.ndarray:
-    """The paper's absolute-maximum grid, rounded, one group after the other."""
+    """The paper's absolute-maximum grid, rounded group by group."""
     values = np.empty_like(weight)
     half, width = 2 ** (bits - 1), size or weight.shape[1]
     for row in range(weight.shape[0]):
@@ -54,7 +54,7 @@ def test_without_search_it_is_the_papers_grid_rounded(bits: int, size: int | Non
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bits", BITS)
-def test_a_packed_tensor_decodes_to_what_was_quantized(bits: int, size: int | None, symmetric: bool) -> None:
+def test_a_packed_tensor_decodes_to_the_quantized_values(bits: int, size: int | None, symmetric: bool) -> None:
     """300 columns: no group size divides them."""
     weight = torch.randn(2, 19, 300, generator=torch.Generator().manual_seed(0)) * 0.02
     found = quantize_groupwise(weight, bits, size, symmetric=symmetric)
@@ -77,7 +77,7 @@ def test_searched_scales_are_near_the_best_there_are(bits: int) -> None:
     weight[4] = -weight[4].abs()
     values = group_values(quantize_groupwise(weight, bits, 64), bits, 64)
     for row, found in zip(weight.numpy(), values.numpy(), strict=True):
-        # At eight bits 800 scales differ by luck: each rounds every weight anew.
+        # At eight bits, 800 scales differ by chance: each rounds every weight differently.
         assert np.square(found - row).sum() <= (1.2 if bits == 8 else 1.06) * best_by_search(row, bits)
 
 
@@ -119,7 +119,7 @@ def test_shapes_with_nothing_in_them(shape: tuple[int, ...], symmetric: bool) ->
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_what_is_not_finite_is_named_with_its_place(value: float, symmetric: bool) -> None:
+def test_non_finite_values_are_named_with_their_place(value: float, symmetric: bool) -> None:
     weight = torch.ones(2, 3, 40)
     weight[1, 2, 39] = value
     with pytest.raises(InvalidTensorError, match=r"'w'.*holds (nan|inf|-inf) at \[1, 2, 39\]"):
@@ -136,7 +136,7 @@ def test_a_scale_that_the_stored_type_cannot_hold_is_an_error() -> None:
 
 
 def test_the_largest_and_the_smallest_floats() -> None:
-    """No overflow, no division by zero on the way."""
+    """No overflow or division by zero occurs."""
     for value in (2.0**126, torch.finfo(torch.float32).tiny, 1e-45):
         for symmetric in (True, False):
             weight = torch.tensor([[value, -value, 0.0, value / 2]]).repeat(1, 8)

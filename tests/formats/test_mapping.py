@@ -13,7 +13,7 @@ RANDOM = "rr"
 
 
 def flags_of(array):
-    """The kernel's flags of the mapping that an array begins in."""
+    """The kernel's flags of the mapping in which an array begins."""
     inside = False
     with open("/proc/self/smaps", encoding="utf-8") as lines:
         for line in lines:

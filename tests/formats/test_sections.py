@@ -31,7 +31,7 @@ def test_sections_lie_one_behind_the_other_and_leave_only_zeros_out(path):
     assert not data[~covered].any()
 
 
-def test_sections_hold_what_the_format_says():
+def test_sections_have_the_content_of_the_format():
     tensor = _core.PackedTensor(np.fromfile(GOLDEN / "compensated" / "three_bits.bin", np.uint8))
     data = np.fromfile(GOLDEN / "compensated" / "three_bits.bin", np.uint8)
     parts = {name: data[start : start + size] for name, (start, size) in tensor.sections().items()}

@@ -74,7 +74,7 @@ def put(directory: Path, files: dict[str, str]) -> None:
 
 @pytest.fixture
 def source(mixtral: Path, tmp_path: Path) -> Path:
-    """A checkpoint with everything beside its weights that others leave there."""
+    """A checkpoint with all kinds of additional files."""
     directory = Path(shutil.copytree(mixtral, tmp_path / "source"))
     put(directory, CARRIED | LEFT)
     return directory
@@ -118,7 +118,7 @@ def test_files_in_folders_are_verified(source: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_folder_outside_is_not_copied_and_told(source: Path, tmp_path: Path) -> None:
+def test_a_folder_outside_is_reported_and_not_copied(source: Path, tmp_path: Path) -> None:
     put(tmp_path / "elsewhere", {"rag.jinja": "R"})
     shutil.rmtree(source / "additional_chat_templates")
     (source / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
@@ -127,7 +127,7 @@ def test_a_folder_outside_is_not_copied_and_told(source: Path, tmp_path: Path) -
     assert "additional_chat_templates" in report.skipped
 
 
-def test_pointers_of_side_files_are_not_copied_and_told(source: Path, tmp_path: Path) -> None:
+def test_git_lfs_pointers_of_side_files_are_reported_and_not_copied(source: Path, tmp_path: Path) -> None:
     put(source, {"tokenizer.model": POINTER, "deep/er/file.txt": POINTER})
     with pytest.warns(moepack.MoepackWarning) as caught:
         report = moepack.compress(source, tmp_path / "packed", method="finequant", bits=8)
@@ -137,7 +137,7 @@ def test_pointers_of_side_files_are_not_copied_and_told(source: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-def test_pointers_of_json_are_told_as_such(name: str, mixtral: Path, tmp_path: Path) -> None:
+def test_git_lfs_pointers_instead_of_json_are_reported(name: str, mixtral: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(mixtral, tmp_path / "source"))
     (directory / "model.safetensors").unlink()
     put(directory, {name: POINTER})
@@ -146,7 +146,7 @@ def test_pointers_of_json_are_told_as_such(name: str, mixtral: Path, tmp_path: P
             door(directory, tmp_path / "out", method=create("finequant"))
 
 
-def test_what_an_earlier_run_left_in_folders_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_an_earlier_run_in_folders_are_removed(tmp_path: Path) -> None:
     put(tmp_path / "out.partial", {"a/b/x.txt": "", "a/y.txt": "", "gone/z.txt": "", "top.txt": ""})
     (tmp_path / "out.partial" / JOURNAL).write_text("{}\n")
     workspace = Workspace.open(tmp_path / "out.partial", {}, resume=True)
@@ -233,7 +233,7 @@ def test_the_files_that_count_are_those_that_transformers_opens(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["other.safetensors", "other.safetensors.index.json"])
 def test_the_file_that_the_configuration_names_is_read(name: str, mixtral: Path, tmp_path: Path) -> None:
-    """As transformers does, whatever lies under the usual name."""
+    """Like transformers, regardless of a file with the usual name."""
     source = Path(shutil.copytree(mixtral, tmp_path / "source"))
     (source / "model.safetensors").rename(source / "other.safetensors")
     put(source, {"model.safetensors": POINTER})

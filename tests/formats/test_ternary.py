@@ -80,7 +80,7 @@ def test_any_level_of_any_dtype_is_kept(dtype: torch.dtype, code: str) -> None:
     assert encode_ternary(weight, code=code).dequantize(dtype).equal(weight)
 
 
-def test_quantized_weights_encode_as_they_are() -> None:
+def test_quantized_weights_encode_unchanged() -> None:
     weight = torch.randn(3, 40, 200, generator=torch.Generator().manual_seed(1))
     codes, levels = quantize_ternary(weight)
     encoded = encode_ternary(codes, levels=levels)
@@ -310,7 +310,7 @@ def test_every_truncation_is_found(saved: Path) -> None:
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), code=st.sampled_from(CODES))
 def test_damaged_blobs_never_abort(data: st.DataObject, code: str) -> None:
-    """A damaged blob is refused, or decodes to something: it never ends the process."""
+    """A damaged blob is rejected or decodes to some values; it never crashes the process."""
     codes, levels = ternary((2, 9, 70), zeros=data.draw(st.sampled_from([0.3, 0.7, 0.95])))
     blob = np.array(encode_ternary(codes, levels=levels, code=code).data)
     for _ in range(data.draw(st.integers(1, 4))):

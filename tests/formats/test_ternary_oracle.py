@@ -8,7 +8,7 @@ from oracle import ternary as oracle
 
 
 def random_codes(shape: tuple[int, int, int], seed: int) -> np.ndarray:
-    """Rows of all kinds: every share of zeros, unequal signs, one sign, all equal."""
+    """Rows of all kinds: any share of zeros, unequal signs, one sign, all equal."""
     rng = np.random.default_rng(seed)
     codes = np.zeros(shape, np.int8)
     for row in codes.reshape(shape[0] * shape[1], shape[2]):
@@ -26,7 +26,7 @@ def symbols_of(codes: np.ndarray) -> str:
 @pytest.mark.parametrize(
     "shape", [(1, 130, 200), (2, 65, 33), (3, 7, 1), (1, 3, 16_380), (1, 3, 16_381), (2, 0, 9), (1, 5, 0)]
 )
-def test_the_oracle_reads_what_rust_writes(code: str, shape: tuple[int, int, int]) -> None:
+def test_the_oracle_reads_rust_s_output(code: str, shape: tuple[int, int, int]) -> None:
     codes = random_codes(shape, seed=shape[2])
     levels = np.tile(np.array([-0.25, 1 + 2**-9], np.float32), (*shape[:2], 1))
     data = _core.encode_ternary(codes, levels, ndim=3, code=code)

@@ -10,7 +10,7 @@ from cuda.pathfinder import find_nvidia_binary_utility
 DISASSEMBLER = find_nvidia_binary_utility("nvdisasm")
 
 INTEGER = {"LOP3", "PRMT", "SHF", "IADD3", "VIADD", "LEA", "SEL", "ISETP", "IABS", "VIMNMX", "IMNMX", "SGXT", "MOV"}
-"""Opcodes of the integer pipe, which decoding must share; multiplications run beside it."""
+"""Opcodes of the integer pipe, which decoding shares; multiplications run in parallel."""
 
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)([^;]*);")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
@@ -31,7 +31,7 @@ class Kernel:
         return sum(opcode in opcodes for opcode, _ in self.instructions)
 
     def blocks(self):
-        """Opcode counts of each basic block: of what runs from a label or a branch to the next."""
+        """Opcode counts of each basic block, between labels and branches."""
         found, targets = [Counter()], set(self.labels.values())
         for at, (opcode, _) in enumerate(self.instructions):
             if at in targets:
@@ -42,7 +42,7 @@ class Kernel:
         return found
 
     def products(self):
-        """Opcode counts of the basic block with most products of tensor cores: it decodes and multiplies a chunk."""
+        """Opcode counts of the basic block with the most tensor core products, which decodes and multiplies a chunk."""
         return max(self.blocks(), key=lambda block: block["HMMA"] + block["IMMA"] + block["HGMMA"])
 
 

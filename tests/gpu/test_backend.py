@@ -19,7 +19,7 @@ from runtime_support import dense_blob
 
 
 class Kernels:
-    """Products by weights that a matrix has as a table, in float64."""
+    """Products with a matrix's table of weights, in float64."""
 
     def __init__(self):
         self.calls = []
@@ -63,7 +63,7 @@ def kernels(monkeypatch):
 
 
 def matrices(shapes, seed=0, kinds=None):
-    """Random weights, exact in bfloat16, as matrices of the CPU and as those of stand-ins."""
+    """Random weights, exact in bfloat16, as CPU matrices and as stand-ins."""
     generator = torch.Generator().manual_seed(seed)
     both = []
     for place, shape in enumerate(shapes):
@@ -93,7 +93,7 @@ def for_the_cpu(index, experts):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "choices", "path"), [(1, 2, "gated"), (64, 8, "gated"), (65, 2, "dequantize")])
-def test_layers_are_what_the_cpu_computes(kernels, tokens, choices, path, dtype):
+def test_layers_equal_those_of_the_cpu(kernels, tokens, choices, path, dtype):
     experts, hidden = 7, 48
     cpu, gpu = matrices(layer(experts, 40, hidden))
     x, index, weights = routed(tokens, choices, experts, hidden, dtype)
@@ -119,7 +119,7 @@ def test_prompts_are_decoded_a_few_experts_at_a_time(kernels, monkeypatch, decod
 
 @pytest.mark.parametrize("decoded", [1, 1 << 30])
 def test_rows_sorted_by_expert(kernels, monkeypatch, decoded):
-    """What biased, clamped and sorted experts ask for: an expert without rows, rows behind the last expert's."""
+    """The requests of biased, clamped and sorted experts: an expert without rows, rows after the last expert's."""
     monkeypatch.setattr(prompt, "DECODED_BYTES", decoded)
     (cpu,), (gpu,) = matrices([(4, 40, 48)])
     x, offsets = torch.randn(11, 48), torch.tensor([0, 3, 3, 8, 9])

@@ -56,12 +56,12 @@ def logits(model, tokens=20):
 
 
 def assert_near(found, expected):
-    """Within what activations lose that are rounded to bfloat16."""
+    """Within the error of activations rounded to bfloat16."""
     assert float((found - expected).norm() / expected.norm()) < 0.01
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 100])
-def test_a_model_on_a_gpu_computes_what_it_does_on_the_cpu(directory, tokens):
+def test_a_model_computes_the_same_on_gpu_and_cpu(directory, tokens):
     cpu, gpu = (moepack.load(directory, dtype="float32", device=device) for device in ("cpu", "cuda"))
     assert {buffer.device for _, buffer in gpu.named_buffers()} == {GPU}
     assert_near(logits(gpu, tokens), logits(cpu, tokens))
@@ -87,7 +87,7 @@ def test_half_the_layers_on_the_cpu(directory):
 
 
 def first_layer(model):
-    """Memory that holds the embedding and one layer, and no second one."""
+    """Memory for the embedding and exactly one layer."""
     layer = sum(tensor.nbytes for tensor in (*model.model.layers[0].parameters(), *model.model.layers[0].buffers()))
     return 4 * model.config.vocab_size * model.config.hidden_size + int(1.2 * layer)
 
@@ -140,7 +140,7 @@ def test_a_model_on_the_second_gpu(directory):
 
 
 def written(model, batch, mode=None):
-    """Tokens that a model writes, and how far its first logits are from another's."""
+    """The tokens of a model, and the distance of its first logits from another's."""
     prompt = ids(9, batch=batch).to(model.device)
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     set_decoding(mode)
@@ -176,7 +176,7 @@ def test_generation_replays_graphs(directory):
         expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     finally:
         set_decoding(None)
-    assert (found == expected).float().mean() > 0.6  # rounding of bfloat16 makes texts part ways
+    assert (found == expected).float().mean() > 0.6  # bfloat16 rounding makes texts diverge
 
 
 def test_compiled_models(directory):
@@ -233,7 +233,7 @@ def coded(shape, *, paths, stream_rows=None, columns=None, seed=0):
     codes = np.rint(random.standard_normal(shape) * random.choice((1, 9), shape, p=(0.99, 0.01))).astype(np.int64)
     codes = (dependent(codes) if paths else codes).astype(np.int32)
     scale = np.full((1, 1), 0.25, np.float32)
-    form = {"stream_rows": stream_rows, "dependent": paths, "columns": columns}
+    form = {"stream_rows": stream_rows, "symbols": "dependent" if paths else "plain", "columns": columns}
     return codes, _core.encode_coded(codes, scale, ndim=3, **form)
 
 
@@ -364,7 +364,7 @@ def test_experts_with_scales_of_columns(scaled, tokens, paths, width, inner):
     assert (found[~there] == 7).all() and (products[~there] == 7).all()
     assert_near(found[there], expected[there])
     assert_near(products[there], up[there])
-    # Of what kernels have made: rounding of hidden values is not that of this product.
+    # Computed from the kernels' outputs, because they round hidden values differently.
     given = torch.where(there[..., None], found.double(), 0)
     total = sum(
         chosen[:, j, None].double() * torch.einsum("ti,tri->tr", given[:, j], tables[2][index[:, j]]) for j in range(3)

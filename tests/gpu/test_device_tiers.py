@@ -24,7 +24,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def whole(qwen3_moe, tmp_path_factory):
-    """A model of whole experts, and the least memory of a device that is of use."""
+    """A model of whole experts, and the minimum useful device memory."""
     directory = tmp_path_factory.mktemp("packed") / "whole"
     moepack.compress(qwen3_moe, directory, method=create("finequant", bits=4, group_size=16))
     budgets = []
@@ -77,7 +77,7 @@ def test_outputs_are_those_of_the_whole_model_and_depend_on_no_slot(whole, host_
     for tokens, batch in ((1, 1), (3, 1), (20, 2), (1, 1), (100, 2), (1, 4)):
         found = logits(small, tokens, batch)
         assert_near(found, logits(expected, tokens, batch))
-        if tokens * batch <= 4:  # one portion: the same bits whatever is in the slots
+        if tokens * batch <= 4:  # one portion: the same bits for any content of the slots
             assert torch.equal(found, logits(small, tokens, batch))
             assert torch.equal(found, logits(large, tokens, batch))
     counts, all_there = statistics_of(small), statistics_of(large)
@@ -98,7 +98,7 @@ def test_outputs_with_misses_on_the_cpu_are_those_of_the_whole_model(whole, host
 
 
 def test_shares_of_all_kinds_are_those_of_the_whole_model(whole):
-    """Some experts are there, some come, and the CPU multiplies some, in recorded launches and others."""
+    """Some experts are resident, some are copied, and the CPU multiplies some, with and without recordings."""
     directory, least = whole
     model = moepack.load(directory, dtype="float32", device="cuda", device_memory=least)
     tier = expert_layers(model)[0].store
@@ -201,7 +201,7 @@ def tables(layer):
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 100])
-def test_channels_compute_what_they_do_on_the_cpu(channels, tokens):
+def test_channels_compute_the_same_as_on_the_cpu(channels, tokens):
     expected = logits(moepack.load(channels, dtype="float32"), tokens)
     assert_near(logits(moepack.load(channels, dtype="float32", device="cuda"), tokens), expected)
 

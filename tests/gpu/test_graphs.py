@@ -50,7 +50,7 @@ def prefill(model, ids, **options):
 
 @torch.no_grad()
 def decode(model, graphs, cache, tokens, **options):
-    """States of tokens one after another, by replay where possible."""
+    """States of tokens one after another, by replay if possible."""
     states = []
     for token in tokens.T:
         seen = {name: value() for name, value in options.items()}
@@ -69,12 +69,12 @@ def ids(batch, tokens, seed=0):
     return torch.randint(3, 64, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def test_replayed_steps_compute_what_the_model_does(model):
+def test_replayed_steps_compute_the_same_as_the_model(model):
     tape, tokens = Tape(), ids(1, 12, seed=1)
     expected = decode(model, None, prefill(model, ids(1, 7)), tokens)
     found = decode(model, StepGraphs(tape), prefill(model, ids(1, 7)), tokens)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert (tape.recorded, tape.replayed) == (1, 11)  # the first step of a cache runs as ever
+    assert (tape.recorded, tape.replayed) == (1, 11)  # the first step of a cache runs normally
 
 
 def test_padded_batches(model):
@@ -109,7 +109,7 @@ def test_caches_that_take_turns_are_not_recorded(model):
     assert tape.recorded == 0
 
 
-def test_a_cropped_cache_sees_only_what_is_left(model):
+def test_a_cropped_cache_sees_only_the_remaining_tokens(model):
     graphs, cache = StepGraphs(Tape()), prefill(model, ids(1, 7))
     decode(model, graphs, cache, ids(1, 5, seed=1))
     cache.crop(-3)
@@ -133,7 +133,7 @@ def test_a_changed_model_is_recorded_anew_and_hooks_are_obeyed(model):
     assert (tape.recorded, len(calls)) == (2, 2)
 
 
-def test_what_cannot_be_recorded_runs_as_ever(model):
+def test_unrecordable_calls_run_normally(model):
     def refuse(function, device):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -155,7 +155,7 @@ def test_recordings_are_asked_for_on_the_device_of_the_input(model):
     assert devices == [next(model.parameters()).device]
 
 
-def test_a_replay_that_writes_nothing_is_no_step(model):
+def test_a_replay_that_writes_nothing_is_an_error(model):
     def recorder(function, device):
         def replay():
             raise Unwritten("nothing wrote the result")

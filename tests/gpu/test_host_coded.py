@@ -35,9 +35,9 @@ def spread(shape, deviation, seed=0):
     return np.where(outliers, random.integers(-(1 << 20), 1 << 20, shape), codes).astype(np.int32)
 
 
-def packed(codes, stream_rows=None, dependent=False, columns=None):
+def packed(codes, stream_rows=None, symbols="plain", columns=None):
     one = np.ones((1, 1), np.float32)
-    return _core.encode_coded(codes, one, ndim=3, stream_rows=stream_rows, dependent=dependent, columns=columns)
+    return _core.encode_coded(codes, one, ndim=3, stream_rows=stream_rows, symbols=symbols, columns=columns)
 
 
 @pytest.mark.parametrize("way", ["plain", "plain beside dependent", "dependent"])
@@ -52,7 +52,7 @@ def test_threads_decode_the_codes_of_the_core(program, tmp_path, shape, deviatio
     if way == "dependent":
         codes = dependent(codes.astype(np.int64)).astype(np.int32)
     experts, rows, columns = shape
-    data = packed(codes, stream_rows, way == "dependent")
+    data = packed(codes, stream_rows, "dependent" if way == "dependent" else "plain")
     (tmp_path / "layout").write_bytes(_core.coded_to_device(data, segment_chunks).tobytes())
     printed = subprocess.run([program, tmp_path / "layout", *kernel], stdout=subprocess.PIPE, check=True).stdout
     found = np.frombuffer(printed, np.int32).reshape(experts, -1, 16 * -(-columns // 16))
@@ -61,11 +61,11 @@ def test_threads_decode_the_codes_of_the_core(program, tmp_path, shape, deviatio
 
 @pytest.mark.parametrize("rows_of_columns", [0, 1, 2])
 @pytest.mark.parametrize("paths", [False, True])
-def test_layouts_open_as_what_they_were(paths, rows_of_columns):
+def test_layouts_open_as_their_format(paths, rows_of_columns):
     codes, random = spread((2, 70, 300), 3), np.random.default_rng(1)
     codes = dependent(codes.astype(np.int64)).astype(np.int32) if paths else codes
     columns = random.uniform(0.1, 9, (rows_of_columns, 300)).astype(np.float32) if rows_of_columns else None
-    data = packed(codes, None, paths, columns)
+    data = packed(codes, None, "dependent" if paths else "plain", columns)
     layout = uploaded(data)
     start, size = layout[: 8 * HEADER_WORDS].view(np.int64)[8:].reshape(-1, 2)[SECTIONS.index("columns")]
     found = layout[start : start + size].view(np.float32).reshape(-1, 304)

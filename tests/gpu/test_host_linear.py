@@ -45,7 +45,7 @@ def linear(tmp_path_factory):
 
 
 def product(program, folder, data, x, rows, blocks, depth, own):
-    """Multiply x by a packed matrix of so many rows, in blocks with rings of so many items."""
+    """Multiply x by a packed matrix of a number of rows, in blocks with rings of a number of items."""
     tokens, columns = x.shape
     (folder / "weights").write_bytes(data.tobytes())
     padded = torch.nn.functional.pad(x, (0, -columns % 8)).contiguous()
@@ -111,7 +111,7 @@ def test_codebooks_multiply_by_the_weights_of_the_core(
 ):
     random = np.random.default_rng(tokens)
     codes = random.integers(0, 16, (1, rows, columns), dtype=np.uint8)
-    # What f16 holds: the product is that of the core's weights but for the rounding of sums.
+    # Values exact in f16: the product equals that of the core's weights up to the rounding of sums.
     step = 256 if planes == 1 else 32
     centroids = (random.integers(-127 * 256 // step, 127 * 256 // step + 1, (1, rows, 1, 16)) * step).astype(np.int16)
     scales = random.uniform(0.5, 1.5, (1, rows, 1)).astype(np.float32)

@@ -106,7 +106,7 @@ codebook of 4 bits, which take 32 registers."""
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request):
-    """Compiles what the selected tests need on all cores; an error is that of the test that needs the program."""
+    """Compiles the programs of the selected tests on all cores; an error fails the test that needs the program."""
     here = (item for item in request.session.items if item.module is request.module and hasattr(item, "callspec"))
     parameters = [item.callspec.params for item in here]
     wanted = {(each["name"], each.get("arch", "sm_90a")) for each in parameters if "name" in each}
@@ -117,7 +117,7 @@ def compiled(request):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_kernels_keep_what_they_need_in_registers(name, arch):
+def test_kernels_keep_their_values_in_registers(name, arch):
     cubin, most = PROGRAMS[name].cubin(arch), SPILLS.get(name, 0)
     kernels = _USE.findall(cubin.log)
     wanted = KERNELS.get(PROGRAMS[name].source, {"gated", "combine", "dequantize"})
@@ -138,7 +138,7 @@ def test_kernels_keep_what_they_need_in_registers(name, arch):
             assert registers == 96 if moved else registers <= 96, "what its warps share out (REGISTERS)"
         if arch == "sm_90a" and together:
             assert code.count("HGMMA") > 0 and "serialized" not in cubin.log
-        # NVRTC 13.0 has made descriptors of odd registers, which a GPU refuses to read.
+        # NVRTC 13.0 used odd registers for descriptors, which a GPU rejects.
         assert not any(re.search(r"desc\[UR\d*[13579]\]", arguments) for _, arguments in code.instructions), kernel
         assert "gated" not in kernel or name.startswith(("fsv8", "dict16")) or code.count("HMMA", "IMMA", "HGMMA") > 0
 
@@ -159,7 +159,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", [name for name in SPILLS if name.startswith("coded")])
-def test_what_coded_integers_spill_is_not_read_where_they_are_multiplied(name):
+def test_spills_of_coded_integers_are_not_read_in_the_product_loop(name):
     for kernel in disassemble(PROGRAMS[name].cubin("sm_90a").path).values():
         assert not kernel.products()["LDL"] and not kernel.products()["STL"]
 
@@ -183,8 +183,8 @@ def test_decoding_takes_few_operations(name):
     ],
 )
 def test_a_linear_layer_takes_few_instructions(name, most):
-    """All that a warp issues for a chunk of a row block, 64 weights a lane, from its first product to the branch behind
-    its last, and the few before it."""
+    """All instructions of a warp for a chunk of a row block, 64 weights per lane: from the first product to the
+    branch after the last, and the few before it."""
     code = disassemble(PROGRAMS[name].cubin("sm_90a").path)["linear_8"].instructions
     products = [at for at, (opcode, _) in enumerate(code) if opcode == "HGMMA"]
     end = next(at for at in range(products[-1], len(code)) if code[at][0] == "BRA")
@@ -200,7 +200,7 @@ def test_every_family_has_programs():
 
 @pytest.fixture
 def copied_sources(tmp_path, monkeypatch):
-    """A copy of the sources that may be changed, and an empty folder for machine code."""
+    """A modifiable copy of the sources and an empty folder for machine code."""
     folder = tmp_path / "cuda"
     shutil.copytree(compiler.sources(), folder)
     monkeypatch.setattr(compiler, "sources", lambda: folder)

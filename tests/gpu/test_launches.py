@@ -15,12 +15,12 @@ from moepack.backends.gpu.program import Program
 H100 = layer.Device(132, 228 << 10, (227 << 10) - layer._STATIC_BYTES, has_warpgroups=True)
 A100 = layer.Device(108, 164 << 10, (163 << 10) - layer._STATIC_BYTES, has_warpgroups=False)
 CLUSTERS = {2: 66, 4: 30, 8: 15}
-"""How many clusters of so many blocks an H100 runs at a time, a block a multiprocessor."""
+"""The number of concurrent clusters of an H100 by blocks per cluster, one block per multiprocessor."""
 
 
 @pytest.fixture(params=[H100, A100], ids=["h100", "a100"])
 def launches(request, monkeypatch):
-    """The launches on such a GPU: a name, a grid, the kernel's arguments, blocks of a cluster."""
+    """The launches on a simulated GPU: name, grid, arguments, blocks per cluster."""
     found, device = [], request.param
 
     def record(self, name, grid, block, arguments, shared=0, *, early=False, cluster=1):
@@ -37,7 +37,7 @@ def launches(request, monkeypatch):
 
 
 def matrix(experts, rows, columns):
-    """A matrix said to have so many rows, of the bytes of sixteen."""
+    """A matrix that claims a number of rows, with the bytes of sixteen."""
     data = np.array(GroupwiseTensor.quantize(torch.randn(experts, 16, columns), 4, 64).data)
     opened = _core.PackedTensor(data)
     shape = experts, rows, columns
@@ -78,7 +78,7 @@ def test_a_linear_layer_on_hopper_has_room_for_its_parts(launches, monkeypatch, 
     starts = [items * block // blocks for block in range(blocks + 1)]
     assert launches[-2][1] == blocks <= H100.processors and min(np.diff(starts)) > 0
     assert problem["own"] in (0, min(max(np.diff(starts)), chunks))
-    # How many blocks have items of a tile: what the kernels compute, `block_of`, and what parts take.
+    # The number of blocks with items of a tile, as computed by the kernels (`block_of`) and by the parts.
     owners = [[block for block in range(blocks) if starts[block] < last and starts[block + 1] > last - chunks]
               for last in range(chunks, items + 1, chunks)]  # fmt: skip
     found = [((last - chunks + 1) * blocks - 1) // items for last in range(chunks, items + 1, chunks)]
@@ -95,7 +95,7 @@ def test_layers_are_two_launches_and_small_ones(launches, tokens):
     groupwise.KERNELS.gated(gate, gate, torch.randn(tokens, 2048), index, hidden)
     groupwise.KERNELS.combine(down, hidden, index, weights, out)
     names = [name for name, *_ in launches]
-    # Sums of many tokens may need more shared memory than there is: then half of them are made at a time.
+    # Sums of many tokens may exceed shared memory: then half of them are computed at a time.
     assert names.count("gated") == 1 and names.count("combine") in (1, 2)
     assert set(names) <= {"lay_out_tokens", "gated", "lay_out_hidden", "combine", "add_splits"}
 
@@ -131,7 +131,7 @@ def at(address, dtype, shape):
 
 
 def scale_columns(problem, scales, rows, each, out):
-    """What the kernel of this name does, on the memory of this process."""
+    """Simulates the kernel of this name on the memory of this process."""
     width, top = int(problem["x"]["columns"][0]), -(-rows // each)
     x = at(problem["x"]["data"][0], np.float32, (top, width))
     for row in range(rows):
@@ -145,7 +145,7 @@ def scale_columns(problem, scales, rows, each, out):
 
 @pytest.fixture
 def coded_launches(monkeypatch):
-    """Products by coded integers on an H100 that is not there: a name, the problem, the activations that are read."""
+    """Products with coded integers on a simulated H100: name, problem, and activations."""
     found = []
 
     def record(self, name, grid, block, arguments, shared=0, *, early=False, cluster=1):
@@ -166,7 +166,7 @@ def coded_launches(monkeypatch):
 
 
 def coded_matrix(shape, columns):
-    """A matrix with so many rows of scales of columns, and these, a row for each expert."""
+    """A matrix with a number of rows of column scales, and the scales, one row per expert."""
     codes, one = np.zeros(shape, np.int8), np.ones((1, 1), np.float32)
     scales = np.random.default_rng(columns).uniform(1, 2, (columns, shape[2])).astype(np.float32) if columns else None
     data = torch.from_numpy(coded.uploaded(_core.encode_coded(codes, one, ndim=3, columns=scales)))

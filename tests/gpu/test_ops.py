@@ -35,7 +35,7 @@ def test_operators_obey_torch():
     torch.library.opcheck(torch.ops.moepack.experts.default, arguments)
 
 
-def test_operators_compute_what_modules_do():
+def test_operators_compute_the_same_as_modules():
     x, index, weights = routed(9)
     shapes = {"gate_proj": (EXPERTS, INNER, HIDDEN), "up_proj": (EXPERTS, INNER, HIDDEN)}
     for activation in (torch.nn.SiLU(), torch.nn.GELU()):
@@ -47,7 +47,7 @@ def test_operators_compute_what_modules_do():
         assert torch.equal(found, module(x, index, weights))
 
 
-def test_bytes_that_nobody_opened_are_opened():
+def test_unopened_bytes_are_opened():
     gate, _, _ = blobs(1)
     x = torch.randn(2, HIDDEN)
     expected = x @ gate[64:].view(torch.float32).view(INNER, HIDDEN).T

@@ -27,14 +27,14 @@ def directory(tmp_path):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Let GPUs look usable, with 1 GB of memory each."""
+    """Simulate usable GPUs with 1 GB of memory each."""
     monkeypatch.setattr(placement, "require", lambda device: torch.device("cuda", device.index or 0))
     monkeypatch.setattr(placement, "free_bytes", lambda device: 10**9)
 
 
 @pytest.fixture
 def skeleton(directory, gpus):
-    """A model without memory, as transformers has it when it decides where its layers go."""
+    """A model without memory, as in transformers' placement of layers."""
     return prepared(directory, "auto")
 
 
@@ -85,7 +85,7 @@ def test_too_little_memory_says_how_much_is_missing(skeleton, monkeypatch):
         quantizer.validate_environment(device_map={"": "cpu", "model.layers.0": "cuda:0"})
 
 
-def test_a_device_map_over_the_cpu_alone_loads_as_ever(directory):
+def test_a_device_map_over_the_cpu_alone_loads_normally(directory):
     expected = logits(moepack.load(directory))
     for device_map in ({"": "cpu"}, "cpu"):
         model = moepack.load(directory, device_map=device_map)
@@ -94,7 +94,7 @@ def test_a_device_map_over_the_cpu_alone_loads_as_ever(directory):
 
 
 def test_activations_travel_to_bytes_that_stay(directory):
-    """A module that stays on the CPU, called with activations of another dtype's device: here, the CPU itself."""
+    """A module on the CPU, called with activations of another device: here, the CPU itself."""
     model = moepack.load(directory)
     expected = logits(model)
     for module in packed(model).values():

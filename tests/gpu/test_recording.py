@@ -103,7 +103,7 @@ def test_a_recording_without_kernels_is_an_error(cuda):
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -6e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_whatever_is_written_counts(cuda, value, dtype):
+def test_any_written_value_counts(cuda, value, dtype):
     y = torch.zeros(3, dtype=dtype)
 
     def function():

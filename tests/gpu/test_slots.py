@@ -33,7 +33,7 @@ def pairs(index):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Recordings that run their function again; the list of how often each was made and run."""
+    """Recordings that run their function again, and the counts of recordings and runs."""
     made = []
 
     def record(function, device, *, tidy, pool):
@@ -83,7 +83,7 @@ def test_calls_are_recorded_when_their_shape_has_run_once(recorded):
         for tokens in (1, 3, slots.RECORDED + 1):
             given = call(tokens, seed)
             kept.append((slots.experts(matrices, *given), expected(matrices, *given)))
-    for found, right in kept:  # none has been written over by a later call
+    for found, right in kept:  # no later call has overwritten one
         torch.testing.assert_close(found, right)
     assert recorded == [3, 3] and len(slots._recorded[matrices[-1]].of_shape) == 2
 
@@ -104,7 +104,7 @@ def waiting_for(matrix, late):
     return DeviceMatrix(matrix.data, matrix.shape, "fake", "fake", {}, {}, matrix.tables, slots=True, late=late)
 
 
-def test_what_was_recorded_in_inference_mode_serves_outside_of_it(recorded):
+def test_recordings_from_inference_mode_work_outside_of_it(recorded):
     matrices = layer()
     with torch.inference_mode():
         for seed in range(2):

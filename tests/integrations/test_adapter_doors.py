@@ -21,7 +21,7 @@ peft = pytest.importorskip("peft", reason="the extra `train` is not installed")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: Any) -> Path:
-    """An adapter of everything, saved from a packed model."""
+    """An adapter of all targets, saved from a packed model."""
     packed, _ = fresh("qwen3_moe")
     directory: Path = tmp_path_factory.mktemp("adapter")
     config = peft.LoraConfig(target_modules="all-linear", r=4, use_rslora=True, task_type="CAUSAL_LM")
@@ -32,7 +32,7 @@ def saved(tmp_path_factory: Any) -> Path:
 
 
 def expected_logits(saved: Path) -> torch.Tensor:
-    """What the unpacked model gives with the saved adapter, and which its own weights do not."""
+    """The outputs of the unpacked model with the saved adapter; they differ from those without."""
     _, stock = fresh("qwen3_moe")
     before = logits(stock)
     found = logits(peft.PeftModel.from_pretrained(stock, saved))
@@ -61,7 +61,7 @@ def test_a_saved_adapter_loads_by_every_door(saved: Path, door: str, monkeypatch
         packed = peft.inject_adapter_in_model(config, packed)
         peft.set_peft_model_state_dict(packed, load_file(saved / "adapter_model.safetensors"))
     elif door == "add_adapter":
-        # Some versions of transformers ask for a peft that is not released yet before they add an adapter.
+        # Some versions of transformers require an unreleased peft before they add an adapter.
         monkeypatch.setattr(transformers.integrations.peft, "check_peft_version", lambda **_: None)
         packed.add_adapter(peft.PeftConfig.from_pretrained(saved))
         peft.set_peft_model_state_dict(packed, load_file(saved / "adapter_model.safetensors"))
@@ -73,7 +73,7 @@ def test_a_saved_adapter_loads_by_every_door(saved: Path, door: str, monkeypatch
 
 
 def test_adapters_that_transformers_added_are_saved_alone(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """`save_pretrained` writes them as of any model, and not the packed directory without them."""
+    """`save_pretrained` writes adapters as for any model, not the packed directory without them."""
     monkeypatch.setattr(transformers.integrations.peft, "check_peft_version", lambda **_: None)
     packed, _ = fresh("qwen3_moe")
     packed.load_adapter(str(saved))
@@ -122,7 +122,7 @@ METHODS = sorted(
 
 @pytest.mark.parametrize("name, kind", METHODS, ids=[name for name, _ in METHODS])
 def test_other_methods_are_refused_by_name(name: str, kind: Any) -> None:
-    """All that peft brings, before anything in the model has changed."""
+    """All methods of peft are rejected before the model changes."""
     packed, _ = fresh("qwen3_moe")
     modules = {name: module for name, module in packed.named_modules() if name}
     needed = {"total_step": 10, "feedforward_modules": []}

@@ -18,7 +18,7 @@ peft = pytest.importorskip("peft", reason="the extra `train` is not installed")
 
 @pytest.mark.parametrize("architecture", [*support.ARCHITECTURES, "dbrx", "gpt_oss", "longcat_flash"])
 def test_a_model_is_dequantized_in_its_place(architecture: str, tmp_path: Path) -> None:
-    """Into the ordinary model: its class's own modules, names and `save_pretrained`."""
+    """The result is the ordinary model with its class's modules, names and `save_pretrained`."""
     packed, stock, _ = twins(architecture)
     model = copy.deepcopy(packed)
     assert model.dequantize() is model and model.state_dict().keys() == stock.state_dict().keys()
@@ -44,7 +44,7 @@ def test_a_dequantized_model_takes_a_dtype_and_keeps_ties() -> None:
 
 @pytest.mark.parametrize("architecture", ["qwen2_moe", "gpt_oss", "switch_transformers"])
 def test_decoded_weights_are_trained_as_the_others(architecture: str) -> None:
-    """A model that trained its norms alone would learn, and nobody would notice."""
+    """A model that trains only its norms also learns, so every parameter is checked."""
     packed, _ = fresh(architecture)
     model = packed.dequantize()
     assert all(value.requires_grad for value in model.parameters())
@@ -69,7 +69,7 @@ def test_a_model_on_two_kinds_of_devices_is_not_dequantized() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copies_and_pickles_have_bytes_of_their_own(copied: Any, tmp_path: Path) -> None:
-    """They do without the directory that the model was loaded from, with adapters and without."""
+    """They do not need the packed directory, with or without adapters."""
     support.write_packed(support.tiny_model("qwen3_moe"), tmp_path / "packed", FineQuant(bits=8, dense_bits=8))
     packed = moepack.load(tmp_path / "packed", torch.float32)
     expected, again = logits(packed), copied(packed)
@@ -84,7 +84,7 @@ def test_copies_and_pickles_have_bytes_of_their_own(copied: Any, tmp_path: Path)
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copies_of_streamed_models_map_their_files(copied: Any, tmp_path: Path) -> None:
-    """Bytes that are not in memory are not brought there by a copy, which names the file that is gone."""
+    """A copy does not load bytes that are not in memory; the error names the missing file."""
     support.write_packed(support.tiny_model("qwen3_moe"), tmp_path / "packed", FineQuant(bits=8))
     model = moepack.load(tmp_path / "packed", torch.float32, mode="exact", host_memory="1GB")
     torch.testing.assert_close(logits(copied(model)), logits(model))

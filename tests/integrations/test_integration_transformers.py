@@ -44,12 +44,12 @@ def packed(tmp_path_factory):
 
 @pytest.fixture
 def mixtral_copy(packed, tmp_path):
-    """A directory of its own, to be damaged."""
+    """A separate directory to damage."""
     return shutil.copytree(packed("mixtral")[1], tmp_path / "copy")
 
 
 def edit_config(directory, change):
-    """Change config.json and tell the manifest, so that the change itself is what is refused."""
+    """Change config.json and the manifest, so that the change itself is rejected."""
     file = directory / "config.json"
     config = json.loads(file.read_text())
     change(config)
@@ -82,7 +82,7 @@ def test_the_loaded_model_is_the_original(packed, architecture):
 
 
 def dequantize_experts(model, code):
-    """Replace a model's expert weights by what ternary packing makes of them."""
+    """Replace a model's expert weights by their values after ternary packing."""
     for _, module in experts_modules(model):
         for name, weight in expert_weights(module).items():
             codes, levels = moepack.quantize_ternary(weight.detach())
@@ -124,7 +124,7 @@ def test_generate(packed, architecture):
     )
 
 
-def test_load_takes_the_checkpoints_dtype_unless_told(packed):
+def test_load_uses_the_checkpoints_dtype_by_default(packed):
     _, directory = packed("mixtral")
     assert moepack.load(directory).dtype == torch.float32
     half = moepack.load(directory, dtype=torch.bfloat16)
@@ -136,7 +136,7 @@ def test_load_takes_the_checkpoints_dtype_unless_told(packed):
 
 
 def test_bfloat16_stays_close(packed):
-    """No further from the float32 model than the original in bfloat16 is (both change experts now and then)."""
+    """No further from the float32 model than the original in bfloat16 (both sometimes change experts)."""
     model, directory = packed("mixtral")
     expected = logits(model)
     error = (logits(moepack.load(directory, dtype="bfloat16")).float() - expected).abs().mean()
@@ -197,7 +197,7 @@ def test_registering_again_changes_nothing(packed):
 
 
 def test_a_hub_snapshot_gets_its_manifest(mixtral_copy, monkeypatch, tmp_path):
-    """Transformers fetches config and weights of a repository, but no file that it does not know."""
+    """Transformers downloads config and weights of a repository, but no unknown files."""
     from moepack.integrations.transformers import _open_directory
 
     manifest = tmp_path / "moepack.json"
@@ -385,7 +385,7 @@ def test_importing_moepack_alone_is_light():
 
 
 def test_loading_adds_almost_no_anonymous_memory(tmp_path):
-    """A packed model of some 250 MB: what loading and a forward pass add of the process's own pages."""
+    """Private memory added by loading and running a packed model of 250 MB."""
     config = transformers.MixtralConfig(
         vocab_size=64, hidden_size=512, intermediate_size=1792, num_hidden_layers=3, num_local_experts=8,
         num_attention_heads=8, num_key_value_heads=2, num_experts_per_tok=2, dtype="bfloat16", pad_token_id=0,

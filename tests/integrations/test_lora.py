@@ -36,12 +36,12 @@ OTHERS = [
     "qwen3_vl_moe",
     "step3p7",
 ]
-"""Architectures that hold experts in other ways: transposed, taking turns, without a gate, with clamps and norms."""
+"""Architectures with other layouts of experts: transposed, interleaved, without a gate, with clamps and norms."""
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_all_linear_is_what_peft_adapts_on_the_unpacked_model(architecture: str, tmp_path: Path) -> None:
-    """An adapter that was made, and saved, on the unpacked model loads beside packed weights and computes the same."""
+def test_all_linear_selects_the_same_layers_as_on_the_unpacked_model(architecture: str, tmp_path: Path) -> None:
+    """An adapter created and saved on the unpacked model loads on packed weights and computes the same."""
     packed, stock = fresh(architecture)
     # The router of PhiMoE is a linear layer that gives a tuple, which peft cannot run on the unpacked model either.
     exclude = ["router"] if architecture == "phimoe" else None
@@ -74,7 +74,7 @@ def test_experts_of_every_form_take_adapters(architecture: str) -> None:
 )
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "granitemoe", "gpt_oss"])
 def test_experts_are_named_as_modules_or_projections(architecture: str, names: Any) -> None:
-    """Whether peft knows the architecture's names (Qwen3) or not, what is named is adapted and computed."""
+    """Named modules are adapted and computed, whether or not peft knows the architecture's names (Qwen3)."""
     packed, stock = fresh(architecture)
     model = randomized(peft.get_peft_model(packed, peft.LoraConfig(target_modules=names, r=4)))
     there = {name.split(".lora_")[0].replace(".base_layer", "").rpartition(".")[2] for name in adapted(model)}
@@ -106,7 +106,7 @@ def test_no_plan_of_the_core_outlives_adapters(asked: dict[str, Any]) -> None:
 
 
 def test_no_recorded_step_outlives_a_switch_of_adapters() -> None:
-    """Recordings have the choice of adapters and their scales built in, so what guards them must see both."""
+    """Recordings contain the choice of adapters and their scales, so their guards must check both."""
     model = peft.get_peft_model(fresh("qwen3_moe")[0], peft.LoraConfig(target_modules="all-linear", r=4))
     model.add_adapter("other", peft.LoraConfig(target_modules="all-linear", r=4))
     decoder = model.get_base_model().model
@@ -246,7 +246,7 @@ def test_training_as_of_quantized_models_with_layers_computed_again() -> None:
 
 
 def test_nothing_is_merged_and_nothing_half_merged() -> None:
-    """Layers that are not packed stay adapted, too, where one that is packed refuses."""
+    """Unpacked layers keep their adapters if a packed layer rejects one."""
     packed, _ = fresh("qwen3_moe", None)
     model = randomized(peft.get_peft_model(packed, peft.LoraConfig(target_modules="all-linear", r=4)))
     before, modules = logits(model), [name for name, _ in model.named_modules()]

@@ -67,7 +67,7 @@ def test_a_layout_works(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "nemotron_h", "llama4"])
 def test_a_layout_takes_other_methods(model_type: str, tmp_path: Path) -> None:
-    """What `rate` packs is near the original, and the more so the more bits it has."""
+    """The packed model of `rate` is close to the original, and closer with more bits."""
     skip_unknown(model_type)
     model = tiny_model(model_type)
     model.save_pretrained(tmp_path / "source")
@@ -82,8 +82,8 @@ def test_a_layout_takes_other_methods(model_type: str, tmp_path: Path) -> None:
     assert errors[1] < errors[0] < 1
 
 
-def test_what_packed_experts_compute_is_what_the_module_computes(tmp_path: Path) -> None:
-    """Biases, clamps and interleaving beside transformers' own module, with sentinels; exact but for rounding."""
+def test_packed_experts_compute_the_same_as_the_module(tmp_path: Path) -> None:
+    """Biases, clamps and interleaving equal transformers' own module up to rounding, with sentinels."""
     skip_unknown("gpt_oss")
     model = tiny_model("gpt_oss")
     model.save_pretrained(tmp_path / "source")
@@ -104,7 +104,7 @@ def test_what_packed_experts_compute_is_what_the_module_computes(tmp_path: Path)
 @pytest.mark.parametrize(
     ("architecture", "by"), [("glm4_moe", "decoded by the core"), ("dots1", "decoded by transformers (")]
 )
-def test_doctor_says_what_decodes_a_model(architecture: str, by: str, tmp_path: Path) -> None:
+def test_doctor_names_the_decoder_of_a_model(architecture: str, by: str, tmp_path: Path) -> None:
     saved(architecture, tmp_path / "source")
     assert who_decodes(tmp_path / "source").startswith(by)
     compress(tmp_path / "source", tmp_path / "packed", method=FineQuant(bits=8))
@@ -120,7 +120,7 @@ def test_the_page_lists_every_family_of_the_core() -> None:
 
 
 @pytest.mark.parametrize("model_type", LISTED)
-def test_the_core_decodes_what_the_page_lists(model_type: str) -> None:
+def test_the_core_decodes_the_listed_architectures(model_type: str) -> None:
     skip_unknown(model_type)
     outcome = check((model_type,))
     assert outcome.works and outcome.decoded == "core", outcome
@@ -180,7 +180,7 @@ def test_infinite_settings(spelling: object, tmp_path: Path) -> None:
     assert len(describe(Checkpoint.open(path)).layers) == 2
 
 
-def test_a_setting_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_setting_that_is_not_a_number_is_rejected(tmp_path: Path) -> None:
     refused(saved("glm4_moe", tmp_path, hidden_size=float("nan")), "transformers cannot build it")
 
 
@@ -188,11 +188,11 @@ PREDICTION = pytest.mark.parametrize(
     ("model_type", "layer", "extra"),
     [("glm4_moe", "model.layers.1", "model.layers.2"), ("qwen3_next", "model.layers.0", "mtp.layers.0")],
 )
-"""A layer of multi-token prediction behind the last one, as in GLM-4.5, or under `mtp`, as in Qwen3-Next and MiMo."""
+"""A layer of multi-token prediction behind the last, as in GLM-4.5, or under `mtp`, as in Qwen3-Next and MiMo."""
 
 
 def with_prediction(model_type: str, layer: str, extra: str, source: Path) -> dict[str, torch.Tensor]:
-    """Write a model with such a layer, made of another one; return the layer's tensors."""
+    """Write a model with such a layer, converted from another one; return the layer's tensors."""
     skip_unknown(model_type)
     saved(model_type, source)
     tensors = load_file(source / "model.safetensors")
@@ -217,7 +217,7 @@ def test_multi_token_prediction_is_kept(model_type: str, layer: str, extra: str,
 
 @PREDICTION
 def test_multi_token_prediction_is_packed_on_request(model_type: str, layer: str, extra: str, tmp_path: Path) -> None:
-    """Whatever packs the rest, unseen by the model, and exported where it was."""
+    """It is packed with any method, invisible to the model, and exported to its place."""
     added = with_prediction(model_type, layer, extra, tmp_path / "source")
     for name, bits in ("kept", None), ("packed", 8):
         compress(tmp_path / "source", tmp_path / name, method=Rate(4.0, roles="none"), mtp_bits=bits)
@@ -256,11 +256,11 @@ FOLLOWED = {
     "mistral_large4": "keys that blocks share",
     "muse_spark": "a norm of each expert's output",
 }
-"""Blocks that the sample of layouts does not have."""
+"""Blocks missing in the sample of layouts."""
 
 
 @pytest.mark.parametrize("model_type", FOLLOWED, ids=FOLLOWED.get)
-def test_calibration_computes_what_the_model_computes(model_type: str, tmp_path: Path) -> None:
+def test_calibration_computes_the_same_as_the_model(model_type: str, tmp_path: Path) -> None:
     skip_unknown(model_type)
     model = tiny_model(model_type)
     model.save_pretrained(tmp_path)
@@ -279,10 +279,10 @@ def tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "jetmoe", "llama4", "longcat_flash", "nemotron_h"])
-def test_what_a_method_sees_is_what_the_packed_model_computes(
+def test_a_method_sees_the_states_of_the_packed_model(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A calibrated method on each form of experts: its compressed stream ends where the packed model's states do."""
+    """With a calibrated method on each form of experts, the compressed stream equals the packed model's states."""
     skip_unknown(model_type)
     model = tiny_model(model_type)
     model.save_pretrained(tmp_path / "source")
@@ -294,7 +294,7 @@ def test_what_a_method_sees_is_what_the_packed_model_computes(
     method = Rate(5.0, roles="none", calibration=str(tmp_path / "text.txt"), samples=8, sequence_length=32)
     compress(tmp_path / "source", tmp_path / "packed", method=method)
     ((calibrator, run),) = made
-    assert next(run, None) is None  # lets the states pass the last block, which no method asks for
+    assert next(run, None) is None  # passes the states through the last block, which no method requests
     packed, stack, seen = load(tmp_path / "packed", dtype="float32", mode="exact"), calibrator.stack, []
     last = getattr(packed.get_submodule(stack.name), stack.list_name)[-1]
     last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -307,14 +307,14 @@ def test_what_a_method_sees_is_what_the_packed_model_computes(
 
 
 def test_blocks_that_read_more_than_hidden_states_are_refused(tmp_path: Path) -> None:
-    """Arguments that change with the hidden states of earlier blocks would be those of the embeddings."""
+    """Arguments that depend on hidden states of earlier blocks are computed from these, not from the embeddings."""
     checkpoint = Checkpoint.open(saved("mixtral", tmp_path))
     skeleton = Skeleton(checkpoint, describe(checkpoint), dtype=torch.float32, device=torch.device("cpu"))
     stack = Stack(skeleton, "model", "layers", batch=2)
     forward = type(stack.module).forward
 
     def passes_on(self: Any, **inputs: Any) -> Any:
-        """Gives the second block what the first one made."""
+        """Passes the first block's value to the second."""
         call, first = self.layers[1].forward, self.layers[0].forward
         states: list[torch.Tensor] = []
 
@@ -341,7 +341,7 @@ def test_llama4_with_several_experts_a_token_is_not_followed(tmp_path: Path) -> 
 
 
 def image() -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
-    """Settings, inputs with an image of 4 x 4 patches, and which of them is the image."""
+    """Settings, inputs with an image of 4 x 4 patches, and the positions of the image."""
     own = {"image_token_id": 60, "vision_start_token_id": 59, "vision_config": {"deepstack_visual_indexes": [0]}}
     ids = torch.tensor([[5, 59, 60, 60, 60, 60, 7, 8]])
     inputs = {"input_ids": ids, "mm_token_type_ids": (ids == 60).int(), "image_grid_thw": torch.tensor([[1, 4, 4]])}
@@ -349,7 +349,7 @@ def image() -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
 
 
 def sound() -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
-    """Settings, inputs with a second of sound, and which of them is the sound."""
+    """Settings, inputs with a second of sound, and the positions of the sound."""
     own = {"audio_token_id": 60, "audio_start_token_id": 59, "audio_config": {"output_dim": 32}}
     ids = torch.tensor([[5, 59, *[60] * 13, 7, 8]])
     inputs = {"input_ids": ids, "feature_attention_mask": torch.ones(1, 100, dtype=torch.long)}
@@ -357,8 +357,8 @@ def sound() -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
 
 
 @pytest.mark.parametrize(("model_type", "make"), [("qwen3_vl_moe", image), ("qwen3_omni_moe_thinker", sound)])
-def test_what_is_seen_or_heard_passes_a_packed_model(model_type: str, make: Any, tmp_path: Path) -> None:
-    """Towers stay as they are; what they give enters the packed language model as it enters its export."""
+def test_images_and_sound_pass_through_a_packed_model(model_type: str, make: Any, tmp_path: Path) -> None:
+    """Towers are unchanged, and their outputs enter the packed language model as in its export."""
     skip_unknown(model_type)
     torch.manual_seed(0)
     own, inputs, media = make()

@@ -24,7 +24,7 @@ LATE = "import transformers.quantizers.auto  # which imports torch, which calls 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder for the import path that has the entry points of pyproject.toml, as an installed package has them."""
+    """A folder for the import path with the entry points of pyproject.toml, like an installed package."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     folder = tmp_path_factory.mktemp("installed")
     information = folder / "moepack_entry_points-0.dist-info"

@@ -15,7 +15,7 @@ from moepack.format import MANIFEST
 
 @pytest.fixture
 def model(packed: Path, tmp_path: Path) -> object:
-    """A loaded model, and a directory of its own that holds a model card, too."""
+    """A loaded model, and a separate directory that also contains a model card."""
     directory = tmp_path / "packed"
     moepack.load(packed).save_pretrained(directory)
     (directory / "README.md").write_text("# a model card")

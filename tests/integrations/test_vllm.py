@@ -41,7 +41,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(directory: Path, activation: str = "silu", block: str = BLOCK) -> Any:
-    """The stand-in's model of a directory, by the way that vLLM takes."""
+    """The stub's model of a directory, loaded like in vLLM."""
     settings = vllm_stub.VllmConfig(directory)
     model = vllm_stub.Model(settings.model_config.hf_config, settings.quant_config, block, activation)
     loader: Any = vllm_stub.loaders["moepack"](settings.load_config)
@@ -115,8 +115,10 @@ GRAPHS = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_
         ({"compilation_config": GRAPHS}, "would record 512: start it with --enforce-eager or --max-cudagraph-capture"),
     ],
 )
-def test_what_packed_tensors_cannot_do_is_refused(directory: Path, settings: dict[str, Any], reason: str) -> None:
-    """By the process that was asked, before it builds a layer."""
+def test_settings_that_packed_tensors_do_not_support_are_rejected(
+    directory: Path, settings: dict[str, Any], reason: str
+) -> None:
+    """Rejected by the calling process before it builds a layer."""
     with pytest.raises(LoadError, match=reason):
         vllm_stub.VllmConfig(directory, **settings)
 

@@ -81,7 +81,7 @@ def test_many_tokens_are_products_of_rounded_factors(tensor: _core.PackedTensor,
     x = activations(MANY)
     weights = np.abs(tensor.dequantize()[0].astype(np.float64))
     expected = x.astype(np.float64) @ tensor.dequantize()[0].astype(np.float64).T
-    # Both factors may be off by 2^-8; turning activations spreads them, which the norms bound.
+    # Both factors may differ by 2^-8; rotations spread activations, bounded by norms.
     size = np.abs(x).astype(np.float64) @ weights.T
     if tensor.details().get("hadamard", 1) > 1:
         size = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(weights, axis=1)

@@ -127,7 +127,7 @@ def test_projections_of_a_layer_have_their_own_scales_of_columns(formats, tokens
     x, experts, weights = inputs(tokens)
     y = gated_experts(*layer, x, experts, weights, (mode,) * 3)
     wanted = one_by_one(layer, x, experts, weights, (mode,) * 3)
-    # In int8 hidden values may be rounded otherwise; panels of many tokens round to bf16.
+    # In int8, hidden values may be rounded differently; panels of many tokens round to bf16.
     tolerance = 1e-4 if mode == "exact" else 3e-2
     np.testing.assert_allclose(y, wanted, rtol=tolerance, atol=tolerance * np.abs(y).max())
 

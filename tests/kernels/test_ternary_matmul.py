@@ -11,7 +11,7 @@ from ternary_cases import CODES, EMPTY, SHAPES, ternary, values
 
 
 def error_bound(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """How far a float32 sum may be from the exact one: half an ulp of the sum of magnitudes for each term."""
+    """The error bound of a float32 sum: half an ulp of the sum of magnitudes per term."""
     magnitude = x.double().abs() @ weight.double().abs().transpose(-1, -2)
     return magnitude * (weight.shape[-1] + 2) * 2.0**-24 + 1e-37
 
@@ -49,7 +49,7 @@ def test_matmul_takes_one_token_numpy_and_odd_memory() -> None:
     assert np.array_equal(encoded.matmul(frozen), y.numpy())
 
 
-def test_zero_weights_hide_what_is_not_finite() -> None:
+def test_zero_weights_hide_non_finite_values() -> None:
     encoded = encode_ternary(torch.tensor([[0.0, 2.0], [0.0, 0.0]]))
     assert encoded.matmul(torch.tensor([float("nan"), 3.0])).tolist() == [6.0, 0.0]
 
@@ -83,7 +83,7 @@ def test_empty(shape: tuple[int, ...], code: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), code=st.sampled_from(CODES))
 def test_damaged_blobs_never_abort(data: st.DataObject, code: str) -> None:
-    """The product of a damaged blob that is not refused is garbage of the right shape."""
+    """The product of a damaged blob that is not rejected has the right shape."""
     codes, levels = ternary((2, 9, 70), zeros=data.draw(st.sampled_from([0.3, 0.7, 0.95])))
     blob = np.array(encode_ternary(codes, levels=levels, code=code).data)
     for _ in range(data.draw(st.integers(1, 4))):

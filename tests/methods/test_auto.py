@@ -53,15 +53,15 @@ NO_SIZES = [
 
 
 @pytest.mark.parametrize("settings", NO_SIZES)
-def test_what_is_no_size_is_refused(settings: dict[str, Any]) -> None:
+def test_invalid_sizes_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Auto(**settings)
 
 
 IMPOSSIBLE = [
-    ({"size": "100kB"}, "the least that"),
-    ({"size": "10MB"}, "as they are"),
-    ({"size": "100kB", "prefer": "speed"}, "the least that"),
+    ({"size": "100kB"}, "needs at least"),
+    ({"size": "10MB"}, "already take only"),
+    ({"size": "100kB", "prefer": "speed"}, "needs at least"),
 ]
 
 
@@ -82,7 +82,7 @@ def test_impossible_sizes_are_refused_before_a_weight_is_read(
 def test_the_least_size_can_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, error = run(capsys, "compress", TINY_MOE, tmp_path / "out", "--size", "1kB")
     assert code == 2 and error.count("\n") == 1
-    least = byte_count(error.split(" is ")[-1].strip())
+    least = byte_count(error.split(" at least ")[-1].strip())
     moepack.compress(TINY_MOE, tmp_path / "out", size=int(least * 1.005))
     assert moepack.verify(tmp_path / "out").ok
 
@@ -148,7 +148,7 @@ def test_measuring_importance_shows_how_far_it_is(tmp_path: Path, capsys: pytest
         capsys, "compress", TINY_MOE, tmp_path / "out", "--size", "2MB", "--dry-run",
         "--calibration", NOVEL, "--samples", 4, "--sequence-length", 64,
     )  # fmt: skip
-    assert code == 0 and "256 tokens" in error and "what errors count" in error and "Loading weights" not in error
+    assert code == 0 and "256 tokens" in error and "sensitivity: " in error and "Loading weights" not in error
 
 
 def test_without_a_size_memory_decides_where_it_is_short(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +206,8 @@ def test_a_small_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # ---- importance
 
 
-def test_squared_gradients_tell_what_noise_costs() -> None:
-    """Noise on one tensor raises the loss by half its importance times the noise's square, to a factor of two."""
+def test_squared_gradients_predict_the_loss_of_noise() -> None:
+    """Noise on one tensor increases the loss by half its importance times the squared noise, within a factor of two."""
     checkpoint = Checkpoint.open(TINY_MOE)
     model = describe(checkpoint)
     samples = calibrated(size="3MB").request.load(checkpoint)  # type: ignore[union-attr]
@@ -221,8 +221,8 @@ def test_squared_gradients_tell_what_noise_costs() -> None:
     assert values > queries > found[last.packed_name] > 0
 
 
-def test_a_plan_promises_only_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A range with a text; without one the plan says that it does not know."""
+def test_a_plan_promises_only_measured_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan gives a range with a text, and says "unknown" without one."""
     known = estimate(TINY_MOE, tmp_path / "out", calibrated(size="3MB"))
     assert known.loss is not None and 0 < known.loss[0] < known.loss[1]
     assert estimate(TINY_MOE, tmp_path / "out", Auto(size="3MB")).loss is not None

@@ -78,8 +78,8 @@ def test_every_architecture_packs_verifies_and_runs(tiny_checkpoint, architectur
         {"rotation": "random"},
     ],
 )
-def test_the_packed_model_computes_what_calibration_fed_on(tiny_checkpoint, settings, text, tmp_path, monkeypatch):
-    """The states behind the last block, computed by the packed model, equal those of the compressed stream."""
+def test_the_packed_model_computes_the_states_of_calibration(tiny_checkpoint, settings, text, tmp_path, monkeypatch):
+    """The states after the last block, computed by the packed model, equal those of the compressed stream."""
     source = tiny_checkpoint("deepseek_v2")
     chosen = method(text, **settings)
     streams = record_streams(monkeypatch)

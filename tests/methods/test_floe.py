@@ -91,9 +91,7 @@ def test_quantiles_of_nothing_and_of_everything() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_the_paper_s_directory_holds_what_the_settings_say(
-    mixtral: Path, text: Path, tmp_path: Path, bits: int
-) -> None:
+def test_the_paper_s_directory_follows_the_settings(mixtral: Path, text: Path, tmp_path: Path, bits: int) -> None:
     chosen = paper(text, bits=bits)
     compress(mixtral, tmp_path / "out", method=chosen)
     assert moepack.verify(tmp_path / "out").ok
@@ -141,7 +139,7 @@ def test_residuals_lead_from_coarse_copies_to_the_weights(mixtral: Path, text: P
                 assert of_copy < 0.8 and of_all < {4: 0.2, 8: 0.02, 16: 0.01}[bits] * of_copy
 
 
-def test_thresholds_skip_what_is_asked_on_the_text_that_they_come_from(mixtral: Path, text: Path) -> None:
+def test_thresholds_skip_the_requested_share_on_their_text(mixtral: Path, text: Path) -> None:
     """The reference inputs of the first layer come from the model in transformers."""
     chosen, checkpoint = paper(text, sparsity=0.7, dense_layers=0), Checkpoint.open(mixtral)
     model = describe(checkpoint)
@@ -193,7 +191,9 @@ def test_a_model_computes_the_equations(directory: Path) -> None:
             assert torch.equal(traced, module(x, index, weights))
 
 
-def test_coarse_copies_decide_and_compute_what_records_do_not_refine(mixtral: Path, text: Path, tmp_path: Path) -> None:
+def test_coarse_copies_select_channels_and_compute_the_unrefined_ones(
+    mixtral: Path, text: Path, tmp_path: Path
+) -> None:
     compress(mixtral, tmp_path / "out", method=method(text, sparsity=0.7))
     assert moepack.verify(tmp_path / "out").ok
     model = moepack.load(tmp_path / "out", dtype="float32", mode="exact")
@@ -342,7 +342,7 @@ def test_defaults_and_recorded_settings_are_those_of_the_form(directory: Path) -
     assert ("coarse_bits" in settings) != ("up_bits" in settings)
 
 
-def test_the_plan_s_size_is_what_is_written(directory: Path, mixtral: Path, text: Path, tmp_path: Path) -> None:
+def test_the_plan_s_size_equals_the_written_size(directory: Path, mixtral: Path, text: Path, tmp_path: Path) -> None:
     form = paper if directory.name == "paper" else method
     (part,) = estimate(mixtral, tmp_path / "out", form(text)).parts
     layers = describe(Checkpoint.open(mixtral)).layers
@@ -363,7 +363,7 @@ def test_coarse_copies_lose_as_much_of_a_model_in_other_scales(tmp_path: Path) -
     assert apart[0] > 0.01 and apart[1] == pytest.approx(apart[0], rel=0.1)
 
 
-def test_what_errors_cost_is_said_to_be_unknown_where_the_model_does_not_fit(
+def test_importance_is_reported_as_unknown_if_the_model_does_not_fit(
     mixtral: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not any("float32" in note for note in compress(mixtral, tmp_path / "one", method=method(text)).notes)
@@ -425,7 +425,7 @@ def test_a_family_runs_or_is_refused_before_a_weight_is_read(
     assert sparse_modules(model) and moepack.verify(out).ok
 
 
-def test_rates_that_metadata_exceeds_name_what_would_do(
+def test_rates_below_the_metadata_name_the_minimum(
     saved: Callable[[str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows = torch.randint(3, 60, (3, 24), generator=torch.Generator().manual_seed(0))

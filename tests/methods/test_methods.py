@@ -51,7 +51,7 @@ def stage_of(weights: Weights, advance=lambda count: None) -> Stage:
 
 
 @pytest.mark.parametrize("code", ["fsv8", "dict16"])
-def test_ternary_packs_what_rtn_gives(code: str, threads: int) -> None:
+def test_ternary_packs_the_result_of_rtn(code: str, threads: int) -> None:
     torch.manual_seed(0)
     stack = torch.randn(6, 33, 50).to(torch.bfloat16)
     weights = Weights("packed", (6, 33, 50), lambda i: stack[i], tuple(f"source.{i}" for i in range(6)))

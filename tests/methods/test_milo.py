@@ -18,6 +18,7 @@ from moepack.cli import main
 from moepack.errors import InvalidTensorError
 from moepack.export import export
 from moepack.format import PackedDirectory
+from moepack.format.balance import balance_of
 from moepack.methods import create
 from moepack.methods.milo import Milo
 from moepack.methods.milo.joint import JointSettings, compensate
@@ -37,7 +38,7 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def heavy(experts: int = 2, rows: int = 96, columns: int = 128) -> torch.Tensor:
-    """Gaussian weights with a few strong directions, as attention has."""
+    """Gaussian weights with a few strong directions, like attention's."""
     return gaussian(experts, rows, columns) + gaussian(experts, rows, 4, seed=1) @ gaussian(experts, 4, columns, seed=2)
 
 
@@ -120,7 +121,7 @@ def test_statistics() -> None:
 
 
 def matrices(dense: int, experts: int, side: int = 128) -> tuple[Any, Any]:
-    """The smaller sides of a model's matrices, and which are dense."""
+    """The smaller sides of a model's matrices, and the dense ones among them."""
     return np.repeat([side, side // 2], [dense, experts]), np.repeat([True, False], [dense, experts])
 
 
@@ -184,7 +185,7 @@ def test_a_budget_weighs_experts_by_their_size_or_their_frequency() -> None:
 
 @pytest.mark.parametrize("bits", [3, 8, 16])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_sizes_are_what_the_core_writes(bits: int, symmetric: bool) -> None:
+def test_sizes_equal_the_core_s_output(bits: int, symmetric: bool) -> None:
     for shape, ranks in [((3, 40, 100), [8, 0, 16]), ((1, 1, 1), [1]), ((2, 20, 64), [0, 0]), ((0, 4, 8), [])]:
         spec = GroupSpec(3, 64, symmetric)
         made = pack(Assembly(shape, spec, ranks, bits).parts(), spec, ranks, bits, 3)
@@ -242,7 +243,7 @@ def test_a_memory_budget_is_kept_and_spent(mixtral: Path, bare: Path, tmp_path: 
 
 
 def test_the_packed_model_is_the_dequantized_one(tmp_path: Path) -> None:
-    """What runs is what the blobs say: the source model with dequantized weights gives the same logits."""
+    """The packed model gives the logits of the source model with dequantized weights."""
     model = tiny_model("deepseek_v2")
     method = Milo(group_size=16, rank="dense:16+kurtosis:8", rounds=3)
     directory = write_packed(model, tmp_path / "packed", method)
@@ -254,10 +255,14 @@ def test_the_packed_model_is_the_dequantized_one(tmp_path: Path) -> None:
     exported = load_file(next((tmp_path / "bf16").glob("*.safetensors")))
     parameters = dict(model.named_parameters())
     with torch.no_grad():
+        for file in directory.glob("model-*.safetensors"):
+            for name, values in load_file(file).items():
+                if name in parameters and name not in opened.manifest.packed():
+                    parameters[name].copy_(values)
         for name, record in opened.manifest.packed().items():
             values = torch.from_numpy(opened.blob(name).dequantize())
             if name in exported:
-                assert torch.equal(exported[name], values[0].bfloat16())
+                assert torch.equal(exported[name], balance_of(directory).restored(name, values[0]).bfloat16())
             if not record.experts:
                 parameters[name].copy_(values[0])
                 continue

@@ -73,7 +73,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
     codes, _, _ = problem.solve(prices, constant(24, 1.2))
     picked = torch.tensor([3, 20, 3, 7])
     some, pairs, _ = problem.rows(picked).solve(prices[picked], constant(4, 1.2))
-    # Sums of another batch size may differ in the last bit, which may tip a near-tie.
+    # Sums of another batch size may differ in the last bit, which may decide a near-tie.
     assert (some != codes[:, picked]).float().mean() < 0.01
     torch.testing.assert_close(pairs[:, 0], pairs[:, 2])
 
@@ -99,7 +99,7 @@ def test_unusable_hessians_give_finite_results(bad):
     assert codes.abs().max() <= 1
 
 
-def test_levels_pay_back_what_is_zeroed():
+def test_levels_compensate_zeroed_weights():
     problem = RateProblem(weights(columns=256), hessians(3, 256), settings=RateSettings(passes=12))
     codes, levels, _ = problem.solve(constant(24, 1), constant(24, 1.0))
     kept = (codes != 0).sum(-1) * levels[..., 1] ** 2

@@ -59,7 +59,7 @@ def test_starts_are_orthogonal_and_follow_the_seed(kind, width):
     assert width == 1 or not torch.equal(start(width, kind, 1), start(width, kind, 2))
 
 
-def test_what_is_not_orthogonal_is_seen():
+def test_non_orthogonal_matrices_are_detected():
     matrix = start(8, "random")
     for bad in (matrix * 1.01, matrix[:4], torch.full((8, 8), torch.nan), torch.zeros(8, 8), matrix[0]):
         assert not is_orthogonal(bad)
@@ -94,7 +94,7 @@ def test_a_folded_model_computes_the_same(architecture, tiny_checkpoint, tmp_pat
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in original.named_parameters():
-        if "norm" in name:  # random models have norms of ones, which would hide a forgotten one
+        if "norm" in name:  # random models have norms of ones, which would hide a missing norm
             parameter.data.uniform_(0.5, 1.5, generator=generator)
     original.save_pretrained(tmp_path / "float32")
     checkpoint = Checkpoint.open(tmp_path / "float32")
@@ -141,7 +141,7 @@ def test_a_rewritten_checkpoint_reads_like_any_other(mixtral, text):
     assert changed.config["tie_word_embeddings"] is False and changed.fingerprint() != checkpoint.fingerprint()
 
 
-def test_states_are_what_the_layers_read_without_the_norms_weights(mixtral, text):
+def test_states_are_the_layers_inputs_without_the_norms_weights(mixtral, text):
     checkpoint = Checkpoint.open(mixtral)
     samples = load_samples(checkpoint, text, 4, 64)
     states = normalized_states(checkpoint, describe(checkpoint), samples, 500, torch.device("cpu"))
@@ -192,7 +192,7 @@ def test_a_resumed_run_uses_its_rotation_again_and_refuses_a_broken_one(tiny_che
     file.write_bytes(good)
     with pytest.raises(ResumeError, match="unfinished work of another job"):
         compress(source, tmp_path / "pieces", method=method(text, **{**chosen, "rotation_steps": 9}))
-    assert file.read_bytes() == good  # a refused job leaves the state of the other
+    assert file.read_bytes() == good  # a rejected job keeps the state of the other
     report = compress(source, tmp_path / "pieces", method=method(text, **chosen))
     assert report.resumed_weights > 0
     whole, pieces = (sorted((tmp_path / name).iterdir()) for name in ("whole", "pieces"))

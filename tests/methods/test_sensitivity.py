@@ -93,7 +93,7 @@ def test_an_error_counts_one_on_average_after_scaling() -> None:
     assert counts.std() / counts.mean() < squares.std() / squares.mean()
 
 
-def test_stored_scales_are_what_weights_are_divided_by() -> None:
+def test_weights_are_divided_by_the_stored_scales() -> None:
     weights = drawn(3, 20, 12)
     (known,) = balance([Matrices(weights.shape, lambda expert: weights[expert])])
     scales = scales_of(known, 1.0)
@@ -192,7 +192,7 @@ def test_a_model_in_other_scales_loses_as_much(
     assert apart[0] > 0.01 and apart[1] == pytest.approx(apart[0], rel=0.1)
 
 
-# ---- the text that comes with the package
+# ---- the built-in text
 
 
 def test_the_default_reads_the_built_in_text_where_the_model_can_run(
@@ -210,9 +210,7 @@ def test_the_default_reads_the_built_in_text_where_the_model_can_run(
     assert taken(TINY_MOE) is None and taken(TINY_MOE, calibration=str(NOVEL)) == str(NOVEL)
 
 
-def test_what_was_measured_is_kept_and_damage_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measurements_are_kept_and_damaged_ones_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runs: list[int] = []
 

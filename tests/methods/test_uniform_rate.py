@@ -28,7 +28,7 @@ def rate_of(directory: Path) -> float:
 
 @pytest.mark.parametrize("bits", [1.5, 3.0, 5.0, 6.5, 8.0])
 def test_takes_the_bits_that_were_asked_for(bits: float, tmp_path: Path) -> None:
-    """Within half a hundredth on a model whose rows are short and whose tensors are small."""
+    """Within 0.5 % on a model with short rows and small tensors."""
     moepack.compress(TINY_MOE, tmp_path / "packed", method=Rate(bits))
     assert rate_of(tmp_path / "packed") == pytest.approx(bits, rel=0.005)
 
@@ -44,7 +44,7 @@ def test_more_bits_lose_less(tmp_path: Path) -> None:
     assert losses[2] < original + 0.02
 
 
-def test_packs_what_roles_say(mixtral: Path, tmp_path: Path) -> None:
+def test_packs_the_selected_roles(mixtral: Path, tmp_path: Path) -> None:
     linears = [linear for dense in describe(Checkpoint.open(mixtral)).dense for linear in dense.linears]
     found = {}
     for roles in ("none", "attention", "all"):
@@ -175,7 +175,7 @@ def test_a_text_keeps_the_bits_and_lowers_the_loss(bits: float, tmp_path: Path) 
     assert losses["text"] < losses["free"]
 
 
-def test_later_layers_make_up_for_what_earlier_ones_took(mixtral: Path, text: Path) -> None:
+def test_later_layers_compensate_the_bits_of_earlier_ones(mixtral: Path, text: Path) -> None:
     checkpoint, method = Checkpoint.open(mixtral), calibrated(text)
     method.prepare(checkpoint, describe(checkpoint))
     before = dict(method._layer_solver()._bits)
@@ -186,7 +186,7 @@ def test_later_layers_make_up_for_what_earlier_ones_took(mixtral: Path, text: Pa
     excess = 8 * taken - method.decided(first)
     assert sum(after.values()) == pytest.approx(sum(before.values()) - excess)
     assert after.keys() == before.keys()
-    # Narrow projections take no more than their scales.
+    # Narrow projections take only their scales.
     assert all(after[name] <= bits for name, bits in before.items()) and any(
         after[name] < before[name] for name in after
     )
@@ -194,7 +194,7 @@ def test_later_layers_make_up_for_what_earlier_ones_took(mixtral: Path, text: Pa
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v2", "switch_transformers"])
 def test_every_architecture_is_calibrated(architecture: str, tiny_checkpoint: Any, text: Path, tmp_path: Path) -> None:
-    """With all linear layers; the head is rounded without a look at its inputs."""
+    """With all linear layers; the head is rounded without its inputs."""
     model = tiny_checkpoint(architecture)
     moepack.compress(model, tmp_path / "packed", method=calibrated(text, 4.0))
     assert not moepack.verify(tmp_path / "packed").faults

@@ -15,7 +15,7 @@ GROUP = 64
 
 @dataclass
 class Tensor:
-    """What a blob holds.
+    """The content of a blob.
 
     Attributes:
         bits: 4, 8 or 16.
@@ -105,8 +105,8 @@ def refined_layer(
     weights: torch.Tensor,
     deciding: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, int]:
-    """Coarse copies of which some channels are refined, as `layer`: gate and up [E, I, H] and down [E, H, I] are
-    `coarse`, residuals are [E, I, 2 H]. The number is that of the channels that were refined."""
+    """Coarse copies with refined channels, like `layer`: gate and up [E, I, H] and down [E, H, I] are `coarse`,
+    residuals are [E, I, 2 H]. Also returns the number of refined channels."""
     deciding, silu = x if deciding is None else deciding, torch.nn.functional.silu
     outputs, count = torch.zeros_like(x, dtype=torch.float64), 0
     for token, slot in (index < len(residuals)).nonzero().tolist():

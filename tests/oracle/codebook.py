@@ -12,7 +12,7 @@ STEP = {2: 64, 3: 128, 4: 32}
 
 @dataclass
 class Tensor:
-    """What a blob holds: codes [E, R, C] below 2^bits, centroids [E, R, B, K] int16, scales [E, R, B] float32."""
+    """The content of a blob: codes [E, R, C] below 2^bits, centroids [E, R, B, K] int16, scales [E, R, B] float32."""
 
     bits: int
     block: int
@@ -24,7 +24,7 @@ class Tensor:
     hadamard: int = 1
 
     def weights(self) -> NDArray[np.float32]:
-        """Dequantize: one product, rounded once; rotated back where products rotate activations."""
+        """Dequantize: one product, rounded once, and rotated back if products rotate activations."""
         block = np.arange(self.codes.shape[2]) // self.block
         found = np.take_along_axis(
             self.centroids[:, :, block].astype(np.float32), self.codes[..., None].astype(np.int64), -1
@@ -56,7 +56,7 @@ def write(tensor: Tensor) -> bytes:
 
 
 def panel(tensor: Tensor, expert: int, first: int) -> bytes:
-    """The bytes of the 16 rows from `first` on."""
+    """The bytes of 16 rows, beginning at `first`."""
     clusters, columns = 1 << tensor.bits, tensor.codes.shape[2]
     out = b""
     for index, start in enumerate(range(0, columns, tensor.block)):

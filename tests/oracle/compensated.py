@@ -33,7 +33,7 @@ class Factor:
 
 @dataclass
 class Tensor:
-    """What a blob holds."""
+    """The content of a blob."""
 
     base: groupwise.Tensor
     bits: int

@@ -20,7 +20,7 @@ def ternary_rule(weights):
 
 
 def affine_rule(bits, group, static):
-    """Asymmetric groups; scale and offset are not rounded, because that would add ties of its own."""
+    """Asymmetric groups; scale and offset are not rounded, because rounding would add ties."""
     top = 2**bits - 1
     grids = {}
 

@@ -16,7 +16,7 @@ ROWS, UNIT = 16, 32
 
 @dataclass
 class Tensor:
-    """What a blob holds; offsets are None for a symmetric tensor."""
+    """The content of a blob; offsets are None for a symmetric tensor."""
 
     bits: int
     group: int
@@ -147,7 +147,7 @@ def read(data: bytes) -> Tensor:
 
 
 def quantize_activations(x: NDArray[np.float32], group: int) -> NDArray[np.float64]:
-    """The activations that int8 products multiply by: for each token and `group` (or 256) columns, 255 levels."""
+    """The activations of int8 products: 255 levels for each token and `group` (or 256) columns."""
     out = np.zeros(x.shape)
     for first in range(0, x.shape[1], group or 256):
         part = x[:, first : first + (group or 256)]

@@ -15,7 +15,7 @@ DATA = pathlib.Path(__file__).parents[2] / "rust" / "core" / "src" / "formats" /
 
 @dataclass(frozen=True)
 class Dictionary:
-    """An FSV8 dictionary: the string of every code in every state, and the promise that comes with each state."""
+    """An FSV8 dictionary: the string of every code in every state, and the promise of each state."""
 
     promises: tuple[int, ...]
     classes: tuple[int, ...]
@@ -60,7 +60,7 @@ def dictionaries() -> tuple[Dictionary, ...]:
 
 
 def fsv8_decode(codes: bytes, dictionary: Dictionary) -> str:
-    """Return the symbols of a row's codes, those past its end included."""
+    """Return the symbols of a row's codes, including those past its end."""
     text, state = "", 0
     for code in codes:
         text += dictionary.words[state][code]
@@ -70,7 +70,7 @@ def fsv8_decode(codes: bytes, dictionary: Dictionary) -> str:
 
 
 def fsv8_encode(symbols: str, dictionary: Dictionary) -> bytes:
-    """Return the codes of a row. Exactly one word fits at every place, whatever follows."""
+    """Return the codes of a row. Exactly one word fits at every position."""
     endless = symbols + "0" * 512
     codes, at, state = bytearray(), 0, 0
     while at < len(symbols):
@@ -79,7 +79,7 @@ def fsv8_encode(symbols: str, dictionary: Dictionary) -> bytes:
             for code, word in dictionary.words[state].items()
             if endless.startswith(word, at) and keeps_promise(endless, at + len(word), code, dictionary)
         ]
-        # A string that ends without a promise is fit for everything; a word that goes on from it is the better one.
+        # A string without a promise fits everything; a longer word is better.
         codes.append(max(fitting, key=lambda code: len(dictionary.words[state][code])))
         at += len(dictionary.words[state][codes[-1]])
         state = dictionary.state_after(codes[-1])
@@ -87,7 +87,7 @@ def fsv8_encode(symbols: str, dictionary: Dictionary) -> bytes:
 
 
 def keeps_promise(endless: str, at: int, code: int, dictionary: Dictionary) -> bool:
-    """Say whether the weights from `at` on are what the code's promise says."""
+    """Whether the weights from `at` on agree with the code's promise."""
     promise = dictionary.promises[dictionary.state_after(code)]
     return promise == 0 or endless[at : at + promise].strip("0") != ""
 
@@ -110,7 +110,7 @@ def dict16() -> tuple[str, ...]:
 
 
 def dict16_encode(symbols: str) -> list[int]:
-    """Return the codes of a row: the longest match, again and again."""
+    """Return the codes of a row by repeated longest matches."""
     index = {word: code for code, word in enumerate(dict16())}
     padded, codes, at = symbols + "0" * (len(symbols) % 2), [], 0
     while at < len(padded):

@@ -32,7 +32,7 @@ def calibrated(text: str, **settings: Any) -> Qmoe:
 
 
 def chosen(model: Path, method: Any, wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """The tensors of experts whose names are wanted, for a method."""
+    """The packed tensors of a method for the selected expert tensors."""
     layers = describe(Checkpoint.open(model)).layers
     names = [projection.packed_name for layer in layers for projection in layer.projections]
     return {name: method for name in names if wanted(name)}
@@ -43,7 +43,7 @@ def down(name: str) -> bool:
 
 
 def runs(directory: Path) -> None:
-    """Verify a packed directory, load it and run it."""
+    """Verify, load and run a packed directory."""
     assert moepack.verify(directory).ok
     model = moepack.load(directory, dtype=torch.float32)
     with torch.inference_mode():
@@ -69,7 +69,7 @@ def test_two_methods_without_calibration_share_a_job(other: Method, mixtral: Pat
 def test_a_calibrated_and_an_uncalibrated_method_share_a_job(
     wanted: Callable[[str], bool], mixtral: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the calibrated tensors were fitted to is what the packed model computes."""
+    """The packed model computes the states to which the calibrated tensors were fitted."""
     streams = record_streams(monkeypatch)
     others = chosen(mixtral, FineQuant(bits=2), wanted)
     method = calibrated(text, bits="2", dense_bits="attention=8", minimum_tokens=10_000)
@@ -100,7 +100,7 @@ def test_two_calibrated_methods_share_a_job_if_they_want_to_see_the_same(
 
 
 def test_tensors_packed_elsewhere_are_taken_over_and_fed_on(mixtral: Path, text: str, tmp_path: Path) -> None:
-    """Given everything of one layer from another job of the same method, the rest comes out the same."""
+    """If another job of the same method supplies one layer, the other layers do not change."""
     compress(mixtral, tmp_path / "whole", method=calibrated(text))
     source = PackedDirectory.open(tmp_path / "whole")
     for layer in ("layers.0", "layers.1"):
@@ -233,9 +233,7 @@ def test_activations_that_are_nan_do_not_throw_away_finished_blocks(mixtral: Pat
         "model.layers.0.block_sparse_moe.experts.1.w1.weight",
     ],
 )
-def test_what_finished_blocks_follow_from_must_be_unchanged(
-    changed: str, mixtral: Path, text: str, tmp_path: Path
-) -> None:
+def test_sources_of_finished_blocks_must_be_unchanged(changed: str, mixtral: Path, text: str, tmp_path: Path) -> None:
     model = Mending(mixtral, tmp_path / "model", EXPERT)
     model.break_()
     with pytest.raises(InvalidTensorError):
@@ -254,7 +252,7 @@ def test_what_finished_blocks_follow_from_must_be_unchanged(
     assert support.contents(tmp_path / "out") == support.contents(tmp_path / "whole")
 
 
-def test_a_change_that_the_fingerprint_misses_is_found_when_a_failed_job_goes_on(
+def test_a_change_that_the_fingerprint_misses_is_found_when_a_failed_job_continues(
     mixtral: Path, text: str, tmp_path: Path
 ) -> None:
     model = Mending(mixtral, tmp_path / "model", EXPERT)
@@ -278,7 +276,7 @@ def test_a_change_that_the_fingerprint_misses_is_found_when_a_failed_job_goes_on
 
 
 def test_a_change_costs_the_layers_that_follow_from_it_and_no_others(mixtral: Path, text: str, tmp_path: Path) -> None:
-    """Linear layers of the last block are finished when its experts fail: what is mended there is packed again."""
+    """Linear layers of the last block are finished when its experts fail; repaired ones are packed again."""
     attention = "model.layers.1.self_attn.k_proj.weight"
     model = Mending(mixtral, tmp_path / "model", EXPERT)
     model.break_()
@@ -296,7 +294,7 @@ def test_a_change_costs_the_layers_that_follow_from_it_and_no_others(mixtral: Pa
 def test_layers_for_which_something_else_is_decided_now_are_packed_again(
     rank: str, mixtral: Path, tmp_path: Path
 ) -> None:
-    """Ranks by kurtosis follow from the weights that were mended, too."""
+    """Ranks by kurtosis also follow the repaired weights."""
     model, method = Mending(mixtral, tmp_path / "model", EXPERT), Milo(rounds=1, rank=rank)
     model.break_()
     with pytest.raises(InvalidTensorError):

@@ -42,7 +42,7 @@ def test_a_method_without_a_text_is_checked_on_the_built_in_one(tmp_path: Path) 
     assert report.increase is not None and report.increase > 0.05
 
 
-def test_a_loss_far_from_the_plan_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_far_from_the_plan_is_reported_with_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Auto, "expected_loss", (0.0001, 0.0002))
     arguments = ["compress", str(TINY_MOE), str(tmp_path / "out"), "--bits-per-weight", "3", "--check", "--quiet"]
     done = CliRunner().invoke(app, arguments)
@@ -52,7 +52,7 @@ def test_a_loss_far_from_the_plan_is_said_with_what_to_do(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(("increase", "notes"), [(0.1, 0), (0.29, 0), (0.31, 1), (-0.1, 0)])
-def test_what_counts_as_far(increase: float, notes: int) -> None:
+def test_the_limit_of_a_large_difference(increase: float, notes: int) -> None:
     assert len(check.far_notes(increase, (0.05, 0.2))) == notes
     assert check.far_notes(increase, None) == ()
 
@@ -67,7 +67,7 @@ def test_a_check_that_fails_leaves_the_directory(tmp_path: Path, monkeypatch: py
     assert moepack.verify(report.path).ok
 
 
-def test_a_text_shorter_than_a_window_is_no_measure(tmp_path: Path) -> None:
+def test_a_text_shorter_than_a_window_is_rejected(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(NOVEL.read_text(encoding="utf-8")[:800], encoding="utf-8")
     method = Auto(bits_per_weight=3.0, calibration=str(text), samples=1, sequence_length=64)

@@ -21,7 +21,7 @@ from qmoe_format import original_form
 
 @pytest.fixture(scope="module")
 def models(switch, tmp_path_factory):
-    """(directory in the authors' format, the same ternary model in the hub's)."""
+    """(directory in the authors' format, the same ternary model in the hub's format)."""
     root = tmp_path_factory.mktemp("published")
     published, ternary = root / "published", root / "ternary"
     published.mkdir()

@@ -28,7 +28,7 @@ ROLES = ("attention", "shared", "mlp", "head")
 
 
 class TernaryLinears(DenseMethod):
-    """Everything ternary, so that `verify` has blobs to decode; notes in which order it is called."""
+    """Packs everything as ternary, so that `verify` has blobs to decode; records the order of calls."""
 
     name = "test-linears"
 
@@ -54,7 +54,7 @@ class TernaryLinears(DenseMethod):
 
 
 class WatchingLinears(TernaryLinears):
-    """A calibrated method: the model runs while it works, and a resumed job must run through what was packed."""
+    """A calibrated method: the model runs during the job, and a resumed job must run its packed layers."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -74,7 +74,7 @@ def test_every_linear_layer_and_the_embedding_are_found_and_nothing_else(archite
     expected = {n for n in expected if ".experts." not in n and not n.endswith(("gate", "classifier", "router"))}
     if model.config.tie_word_embeddings:
         expected.discard("lm_head")
-    if architecture != "switch_transformers":  # whose encoder and decoder share theirs
+    if architecture != "switch_transformers":  # whose encoder and decoder share it
         expected.add("model.embed_tokens")
     assert {linear.name for linear in found} == expected
     for linear in found:
@@ -134,7 +134,7 @@ def test_a_format_without_transposed_products_refuses_gradients(tmp_path: Any) -
 
 
 def test_stock_transformers_fails_where_only_a_linear_layer_is_packed(tmp_path: Any) -> None:
-    """The experts' names are taken away: the collision of the linear layers alone must stop the loader."""
+    """Without the experts' names, the collision of the linear layers alone must stop the loader."""
     directory = write_packed(tiny_model("qwen2_moe"), tmp_path / "packed", DenseMethod(["shared"]))
     index = directory / "model.safetensors.index.json"
     content = json.loads(index.read_text())

@@ -23,7 +23,7 @@ from moepack.pipeline.distributed import cluster, executor, probe, tasks
 
 
 class Copies:
-    """A cluster whose tasks see copies alone, as of the moment when they were handed out, and run last to first."""
+    """A cluster whose tasks see only copies from the time of submission, and run in reverse order."""
 
     def __init__(self, address: str, threads: int) -> None:
         self.slots, self.most, self.handed_out = 2, 0, 0
@@ -53,7 +53,7 @@ class Copies:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[Copies]:
-    """The clusters that were connected to."""
+    """The connected clusters."""
     made: list[Copies] = []
     monkeypatch.setattr(executor, "Cluster", lambda *given: made.append(Copies(*given)) or made[-1])
     monkeypatch.setattr(tasks, "_layers", lambda shared: shared)
@@ -80,7 +80,7 @@ def test_shared_work_gives_the_same_bytes(name: str, mixtral: Path, tmp_path: Pa
 
 
 def test_methods_of_a_job_may_differ(qwen3_moe: Path, tmp_path: Path, copies: list[Copies]) -> None:
-    """One projection is known to the run of the model before the others are solved."""
+    """One projection is known to the model's run before the others are solved."""
     for out, address in (("alone", None), ("shared", "anywhere")):
         others = {"model.layers.1.mlp.experts.down_proj": FineQuant(4)}
         moepack.compress(qwen3_moe, tmp_path / out, method=methods(tmp_path)["qmoe"], others=others, ray=address)
@@ -88,8 +88,8 @@ def test_methods_of_a_job_may_differ(qwen3_moe: Path, tmp_path: Path, copies: li
 
 
 @pytest.mark.parametrize("name", ["auto", "qmoe"])
-def test_a_full_disk_keeps_what_is_done(name: str, mixtral: Path, tmp_path: Path, copies: list[Copies]) -> None:
-    """The driver writes: a refusal is what it is in a local run, and either kind of run goes on."""
+def test_a_full_disk_keeps_finished_work(name: str, mixtral: Path, tmp_path: Path, copies: list[Copies]) -> None:
+    """The driver writes: rejections equal those of a local run, and each kind of run can continue the other."""
     out = tmp_path / "out"
     with failing("rename", 3), pytest.raises(DiskError):
         moepack.compress(mixtral, out, method=methods(tmp_path)[name], ray="anywhere")

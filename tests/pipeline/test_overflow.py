@@ -18,7 +18,7 @@ LIMIT = 65504
 
 
 def scaled(path: Path, dtype: torch.dtype, factors: dict[str, float]) -> Path:
-    """A tiny Mixtral with some tensors scaled so that their largest magnitude is a given one."""
+    """A tiny Mixtral with some tensors scaled to a given largest magnitude."""
     tiny_models.build("mixtral", path)
     tensors = load_file(path / "model.safetensors")
     for name, x in tensors.items():
@@ -33,7 +33,7 @@ def scaled(path: Path, dtype: torch.dtype, factors: dict[str, float]) -> Path:
 
 
 def warned(report: CompressReport, caught: list[warnings.WarningMessage]) -> set[str]:
-    """The notes about float16, which are warned of, too."""
+    """The notes about float16, which are also issued as warnings."""
     notes = {note for note in report.notes if "is in float16" in note}
     assert notes == {str(each.message) for each in caught if "is in float16" in str(each.message)}
     return notes
@@ -51,7 +51,7 @@ def warned(report: CompressReport, caught: list[warnings.WarningMessage]) -> set
     ],
 )
 @pytest.mark.parametrize("method", [FineQuant(bits=8), Rate(8.0)])
-def test_weights_near_the_limit_are_told(
+def test_weights_near_the_limit_are_reported(
     method: FineQuant | Rate, where: str, largest: float, told: bool, tmp_path: Path
 ) -> None:
     source = scaled(tmp_path / "source", torch.float16, {where: largest})
@@ -82,8 +82,8 @@ def test_a_model_that_config_json_loads_in_float16_is_warned_of(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("w1", "told"), [(10.0, True), (0.1, False)])
-def test_activations_near_the_limit_are_told(w1: float, told: bool, tmp_path: Path) -> None:
-    """The weights are harmless, the products of gate and up are not."""
+def test_activations_near_the_limit_are_reported(w1: float, told: bool, tmp_path: Path) -> None:
+    """The weights are within the range, but the products of gate and up are not."""
     source = scaled(tmp_path / "source", torch.float16, {"w1.weight": w1, "w3.weight": 10 * w1, "w2.weight": w1})
     (tmp_path / "text.txt").write_text("the sea and the wolf and the fire said " * 60)
     with warnings.catch_warnings(record=True) as caught:

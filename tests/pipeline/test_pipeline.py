@@ -72,7 +72,7 @@ def test_bytes_do_not_depend_on_threads_or_shards_of_the_source(mixtral: Path, p
 
 
 def test_stock_transformers_fails_loudly(packed: Path) -> None:
-    """Without moepack nobody may get a model with random experts."""
+    """Without moepack, loading must not give a model with random experts."""
     script = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
     without = {**ENVIRONMENT, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # where moepack is installed, torch imports it
     done = subprocess.run([sys.executable, "-c", script, packed], capture_output=True, text=True, env=without)
@@ -88,7 +88,7 @@ def test_killed_at_every_moment_it_continues_to_the_same_bytes(mixtral: Path, tm
 
 
 def test_killed_from_outside_it_does_not_repeat_finished_layers(tmp_path: Path) -> None:
-    """The job stops by itself where the third layer begins, and waits there to be killed."""
+    """The job stops at the start of the third layer and waits to be killed."""
     model, out = TINY_MOE, tmp_path / "out"
     script = """
 import sys, time, moepack
@@ -298,7 +298,8 @@ def test_experts_of_size_zero_and_one_level_rows(tmp_path: Path, mixtral: Path) 
 def test_disk_that_fills_up_at_every_write(
     mixtral: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each write in turn fails half-way; every time a DiskError, no output, no temporary file, and it can go on."""
+    """Each write in turn fails halfway; each time, DiskError is raised, no output or temporary file remains, and the
+    job can continue."""
     write_all, out = atomic.write_all, tmp_path / "out"
     failures = 0
     while not out.exists():
@@ -342,7 +343,7 @@ def test_a_file_size_limit_is_a_disk_error(mixtral: Path, packed: Path, tmp_path
     assert support.contents(tmp_path / "out") == support.contents(packed)
 
 
-def test_too_little_space_is_said_before_the_work(
+def test_too_little_space_is_reported_before_the_work(
     mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # type: ignore[attr-defined]
@@ -410,7 +411,7 @@ LAYERS, EXPERTS, HIDDEN, INNER = 48, 8, 1024, 256
 
 
 def _dense_tensors(layer: int) -> dict[str, torch.Tensor]:
-    """What the model has besides experts and routers, as small as it can be."""
+    """The rest of the model besides experts and routers, of minimum size."""
     block = f"model.layers.{layer}"
     shapes = dict.fromkeys((f"{block}.self_attn.{name}_proj.weight" for name in "qkv"), (32, HIDDEN))
     shapes |= {f"{block}.self_attn.o_proj.weight": (HIDDEN, 32)}
@@ -421,7 +422,7 @@ def _dense_tensors(layer: int) -> dict[str, torch.Tensor]:
 
 
 def _write_large_checkpoint(directory: Path) -> int:
-    """Stream a Mixtral-like checkpoint of random weights, a shard a layer; return the bytes of a layer.
+    """Write a Mixtral-like checkpoint of random weights with one shard per layer; return the bytes of a layer.
 
     In float32: as many bytes as in bf16 for half the work.
     """

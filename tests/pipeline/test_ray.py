@@ -30,11 +30,11 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'moepack[ra
 PYTHON_PATH = f"{Path(moepack.__file__).parents[1]}{os.pathsep}{TESTS}"
 SPEED = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 WAIT = 100.0
-"""Seconds that a test waits for what takes a few, on a machine that is busy."""
+"""Seconds that a test waits for an event that takes a few seconds, for busy machines."""
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that comes true in seconds, or later on a slow machine."""
+    """Wait for a condition that becomes true within seconds, or later on a slow machine."""
     deadline = time.monotonic() + WAIT
     while not condition():
         assert time.monotonic() < deadline
@@ -42,7 +42,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def runs(process: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -56,7 +56,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     for name, value in {"PYTHONPATH": PYTHON_PATH, **SPEED}.items():
         monkeypatch.setenv(name, value)
-    # A node that is killed is given up after three seconds.
+    # A killed node is dropped after three seconds.
     settings = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": settings})
     yield found
@@ -64,7 +64,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Killing(Silent):
-    """Progress that kills a node once so many tensors are done."""
+    """Progress that kills a node after a number of tensors."""
 
     def __init__(self, cluster: Any, node: Any, tensors: int) -> None:
         self.cluster, self.node, self.left = cluster, node, tensors
@@ -113,7 +113,7 @@ def test_nodes_that_do_not_fit_are_refused(
     monkeypatch.setattr(connection, "LOOK", 0.5)
     monkeypatch.setattr(connection, "PATIENCE", 1.0)
     with pytest.raises(ClusterError, match=r"no node is left that can run a task|lost a task"):
-        compress(progress=Killing(nodes, only, 3))  # six tensors in all, two of them under way
+        compress(progress=Killing(nodes, only, 3))  # six tensors, two of them in progress
     assert (tmp_path / "out.partial" / "journal.jsonl").exists()
     moepack.compress(mixtral, out, method=Slow(4))
     moepack.verify(out)
@@ -146,7 +146,7 @@ def test_a_look_is_repeated_and_a_node_that_dies_is_left_out(
 
 @pytest.fixture
 def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a cluster of one node that `ray start` began where a token exists."""
+    """The address of a one-node cluster started by `ray start` with a token."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in (access.AUTH_MODE, access.TOKEN_VALUE, access.TOKEN_PATH):
         monkeypatch.delenv(name, raising=False)
@@ -189,7 +189,7 @@ def test_a_cluster_with_a_token(mixtral: Path, tmp_path: Path, guarded: str, mon
     monkeypatch.setenv(access.AUTH_MODE, "disabled")
     assert "it requires a token, but RAY_AUTH_MODE is 'disabled' here" in refusal()
     monkeypatch.setenv(access.AUTH_MODE, "token")
-    # What Ray sees is changed where its attempt runs.
+    # Ray's environment is changed in the process of the attempt.
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.0.9'")
     assert re.search(r"Version mismatch: .*2\.0\.9", refusal())
@@ -208,7 +208,7 @@ def test_a_server_that_is_not_rays(monkeypatch: pytest.MonkeyPatch) -> None:
         access.reach(f"127.0.0.1:{server.getsockname()[1]}")
 
 
-def test_an_interrupted_job_goes_on(mixtral: Path, tmp_path: Path) -> None:
+def test_an_interrupted_job_continues(mixtral: Path, tmp_path: Path) -> None:
     (pids := tmp_path / "pids").mkdir()
     script = f"""
 import moepack, sys

@@ -7,7 +7,7 @@ from benches.quality import rivals
 from benches.tools import ggml_quantizer, quantizers, real
 
 
-def test_sizes_count_metadata_and_what_is_left_alone() -> None:
+def test_sizes_count_metadata_and_unquantized_weights() -> None:
     weight = torch.zeros(64, 128)
     bits = quantizers.grouped_bits(weight.shape, 3, 64, 16, 3)
     assert bits == 64 * 128 * (3 + 19 / 64)

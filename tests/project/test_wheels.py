@@ -17,7 +17,7 @@ LIST = f"{INFO}/sboms/some.cyclonedx.json"
 
 
 def built(root: Path, minute: int, content: bytes = b"code") -> bytes:
-    """A wheel as a builder in the folder `root` makes it, with what `.ci/wheels.py` does to it."""
+    """A wheel as built in the folder `root` and processed by `.ci/wheels.py`."""
     component = {"bom-ref": f"path+{root.as_uri()}/rust"}
     metadata = {"timestamp": f"2026-01-01T00:{minute}:00Z", "component": component}
     crates = {"serialNumber": uuid.uuid4().urn, "metadata": metadata}
@@ -36,7 +36,7 @@ def test_two_builders_make_the_same_wheel(tmp_path: Path) -> None:
     assert built(tmp_path / "other", 3, b"other code") != built(tmp_path / "again", 3)
 
 
-def test_the_record_holds_for_what_the_wheel_holds(tmp_path: Path) -> None:
+def test_the_record_matches_the_wheel(tmp_path: Path) -> None:
     built(tmp_path / "here", 1)
     with zipfile.ZipFile(tmp_path / "here" / "normal.whl") as wheel:
         record = wheel.read(f"{INFO}/RECORD").decode().splitlines()

@@ -38,7 +38,7 @@ def run():
 
 
 def test_pieces_join_to_the_text_and_never_split_a_character(model, tokenizer):
-    """Random weights write random bytes, so that characters do straddle tokens."""
+    """Random weights generate random bytes, so characters span tokens."""
     pieces = []
     sampling = Sampling(max_new_tokens=80, temperature=1.0, seed=3)
     report = generate(model, tokenizer, "é", sampling, on_text=pieces.append)
@@ -121,7 +121,7 @@ def test_a_stop_string_ends_the_work(model, tokenizer):
     ids=lambda chosen: "-".join(chosen),
 )
 def test_the_sampler_and_transformers_leave_the_same_tokens(model, chosen):
-    """What `generate` of transformers draws from, by its own list of processors, is what `Sampler` draws from."""
+    """`Sampler` samples from the same distribution as transformers' `generate` with its list of processors."""
     sampling = Sampling(temperature=0.8, **chosen)
     config = transformers.GenerationConfig(**sampling.arguments())
     logits, ids = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)), [3, 5, 7, 7]

@@ -23,21 +23,24 @@ from openai.types.chat import completion_create_params as chat_params  # noqa: E
 from openai.types.chat.chat_completion import ChatCompletion  # noqa: E402
 
 from moepack.serving.engine import Engine  # noqa: E402
-from moepack.serving.http import answers  # noqa: E402
+from moepack.serving.http import openai_completions  # noqa: E402
 from moepack.serving.http.body import DEEPEST  # noqa: E402
-from moepack.serving.http.requests import NEUTRAL, ChatRequest, CompletionRequest  # noqa: E402
+from moepack.serving.http.openai_chat import ChatRequest  # noqa: E402
+from moepack.serving.http.openai_completions import CompletionRequest  # noqa: E402
 from moepack.serving.http.server import Settings, create_app  # noqa: E402
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-HARMLESS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-SAMPLED = {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5, "seed": 7}
-OTHER_SERVERS = [
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "json_schema"),
-    *("typical_p", "mirostat", "bad_words", "allowed_token_ids", "use_beam_search", "length_penalty", "samplers"),
-    *("logits_processors", "prompt_logprobs", "truncate_prompt_tokens", "priority", "documents", "chat_template"),
-    *("mm_processor_kwargs", "lora", "id_slot", "cache_prompt", "enable_thinking"),
+HARMLESS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "cache_prompt", "request_id"}
+SAMPLED = {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "typical_p": 0.75, "repetition_penalty": 1.5,
+           "presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 1, "ignore_eos": True,
+           "seed": 7}  # fmt: skip
+"""A value of each sampling field that changes answers."""
+REFUSED = [
+    *("mirostat", "bad_words", "allowed_token_ids", "use_beam_search", "length_penalty", "samplers", "chat_template"),
+    *("logits_processors", "prompt_logprobs", "truncate_prompt_tokens", "priority", "documents", "mm_processor_kwargs"),
+    *("lora", "id_slot", "functions", "function_call", "modalities", "store", "suffix", "audio", "prediction"),
 ]
-"""Fields of vLLM and llama.cpp."""
+"""Fields of OpenAI, vLLM and llama.cpp that are not supported."""
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +95,8 @@ async def _call(app, method, path, data, headers):
 
 
 def checked(content):
-    """The fields of an error of OpenAI's form."""
-    assert set(content) == {"error"} and set(content["error"]) == {"message", "type", "param", "code"}
+    """The fields of an error in OpenAI's form."""
+    assert set(content) - {"type"} == {"error"} and set(content["error"]) == {"message", "type", "param", "code"}
     error = content["error"]
     assert all(isinstance(error[name], str) and error[name] for name in ("message", "type", "code"))
     assert error["param"] is None or isinstance(error["param"], str)
@@ -111,8 +114,9 @@ def chat(message=None, **fields):
     return {"model": "tiny", "messages": [message or {"role": "user", "content": "x"}], "max_tokens": 1, **fields}
 
 
-def asks_for_nothing(name, value):
-    return value is None or any(type(value) is type(same) and value == same for same in NEUTRAL.get(name, ()))
+def asks_for_nothing(path, name, value):
+    neutral = kinds[path].neutral.get(name, ())
+    return value is None or any(type(value) is type(same) and value == same for same in neutral)
 
 
 # Random requests
@@ -137,28 +141,32 @@ def requests(draw):
     body = completion() if path == COMPLETIONS else chat()
     likely = {"messages": st.lists(messages, max_size=3), "max_tokens": st.integers(1, 3),
               "stream_options": st.dictionaries(st.sampled_from(["include_usage", "x"]), values)}  # fmt: skip
-    names = st.sampled_from(sorted(kinds[path].model_fields)) | st.sampled_from([*NEUTRAL, *OTHER_SERVERS]) | texts
+    names = (
+        st.sampled_from(sorted(kinds[path].model_fields)) | st.sampled_from([*kinds[path].neutral, *REFUSED]) | texts
+    )
     for name in draw(st.lists(names, max_size=3)):
-        neutral = st.sampled_from(NEUTRAL.get(name, (None,)))
+        neutral = st.sampled_from(kinds[path].neutral.get(name, (None,)))
         body[name] = draw(likely.get(name, neutral) | neutral | scalars | values)
     return path, body
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(request=requests())
-def test_whatever_is_sent_is_answered_in_form_and_nothing_is_ignored(ask, request):
+def test_any_request_gets_a_well_formed_answer_and_no_field_is_ignored(ask, request):
     path, body = request
     status, headers, content = ask(path, body)
     assert status in (200, 400, 404), (body, content)
     if status == 200:
-        assert all(name in kinds[path].model_fields or asks_for_nothing(name, value) for name, value in body.items())
+        assert all(
+            name in kinds[path].model_fields or asks_for_nothing(path, name, value) for name, value in body.items()
+        )
         assert headers["content-type"].startswith("text/event-stream" if body.get("stream") else "application/json")
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.binary(max_size=40) | st.builds(lambda *cut: json.dumps(completion()).encode()[slice(*cut)],
                                                st.integers(0, 50), st.integers(0, 50)))  # fmt: skip
-def test_whatever_bytes_are_sent_are_answered_in_form(ask, data):
+def test_any_bytes_get_a_well_formed_answer(ask, data):
     assert ask(COMPLETIONS, data, method="POST")[0] in (200, 400)
 
 
@@ -170,8 +178,8 @@ def test_fields_of_all_clients_are_honoured_harmless_or_refused_by_name(ask, pat
     module = completion_params if path == COMPLETIONS else chat_params
     names = {
         *get_type_hints(module.CompletionCreateParamsNonStreaming),
-        *OTHER_SERVERS,
-        *NEUTRAL,
+        *REFUSED,
+        *kinds[path].neutral,
         "surprise",
         "",
         "a b",
@@ -187,8 +195,16 @@ def test_fields_of_all_clients_are_honoured_harmless_or_refused_by_name(ask, pat
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, completion()), (CHATS, chat())])
 def test_values_that_ask_for_nothing_and_harmless_fields_change_nothing(ask, path, body):
     plain = ask(path, {**body, "temperature": 0})[2]["choices"]
-    neutral = {name: same for name, values in NEUTRAL.items() for same in values}
-    harmless = {"user": "x", "metadata": {"a": 1}, "safety_identifier": "y", "prompt_cache_key": "z"}
+    neutral = {name: same for name, values in kinds[path].neutral.items() for same in values if name != "max_tokens"}
+    harmless = {"user": "x", "metadata": {"a": 1}, "safety_identifier": "y", "prompt_cache_key": "z",
+                "cache_prompt": False, "request_id": "r"}  # fmt: skip
+    neutral |= {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stop_token_ids": [],
+                "min_tokens": 0, "ignore_eos": False, "typical_p": 1, "min_p": 0, "repetition_penalty": 1,
+                "stop": []}  # fmt: skip
+    if path == CHATS:
+        neutral |= {"chat_template_kwargs": {}, "add_generation_prompt": True, "continue_final_message": False,
+                    "tool_choice": "auto", "parallel_tool_calls": False, "tools": [], "logprobs": False,
+                    "response_format": {"type": "text"}}  # fmt: skip
     null = dict.fromkeys([*neutral, *harmless, "surprise", "stop", "seed", "stream", "stream_options"])
     for more in (neutral, harmless, null, {"n": 1.0}, {"stream_options": {"include_obfuscation": False, "x": None}}):
         assert ask(path, {**body, "temperature": 0, **more})[2]["choices"] == plain
@@ -202,14 +218,19 @@ def test_no_tokens_are_not_the_empty_text(ask, engine, monkeypatch):
 
 
 def test_zero_is_not_false_nor_true_one(ask):
-    for name, value in (("logprobs", 0), ("n", True), ("presence_penalty", False), ("echo", 0)):
+    for name, value in (("n", True), ("presence_penalty", False), ("echo", 0), ("logprobs", True)):
         assert ask(COMPLETIONS, completion(**{name: value}))[2]["error"]["param"] == name
 
 
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0].function"),
+        ({"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[]"}}]},
+         "messages[0].tool_calls[0].function.arguments"),
+        ({"tool_calls": [{"id": "1", "type": "custom", "function": {"name": "f"}}]}, "messages[0].tool_calls[0].type"),
+        ({"tool_calls": [{"id": "1", "function": {"name": "f"}}]}, "messages[0].tool_calls"),
+        ({"role": "user", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}, "messages[0].tool_calls"),
         ({"function_call": {"name": "f"}}, "messages[0].function_call"),
         ({"name": "Ann"}, "messages[0].name"),
         ({"refusal": "no"}, "messages[0].refusal"),
@@ -217,7 +238,8 @@ def test_zero_is_not_false_nor_true_one(ask):
         ({"tool_call_id": "1"}, "messages[0].tool_call_id"),
         ({"reasoning_content": "hm"}, "messages[0].reasoning_content"),
         ({"surprise": 1}, "messages[0].surprise"),
-        ({"role": "tool"}, "messages[0].role"),
+        ({"role": "user", "reasoning_content": "hm"}, "messages[0].reasoning_content"),
+        ({"role": "function"}, "messages[0].role"),
         ({"role": 1}, "messages[0].role"),
         ({"content": None}, "messages[0].content"),
         ({"content": 5}, "messages[0].content"),
@@ -253,9 +275,38 @@ def test_an_answer_may_be_sent_back_as_it_was_received(ask):
         (COMPLETIONS, {"prompt": "x"}, "model", "missing_required_parameter", "is required"),
         (COMPLETIONS, {"model": "tiny"}, "prompt", "missing_required_parameter", "is required"),
         (COMPLETIONS, completion(model=5), "model", "invalid_type", "must be a string"),
-        (COMPLETIONS, completion(prompt=5), "prompt", "invalid_value", "must be a string or a list of tokens"),
-        (COMPLETIONS, completion(prompt=["x", "y"]), "prompt", "invalid_value", "must be a string or a list of tokens"),
-        (COMPLETIONS, completion(prompt=[True]), "prompt", "invalid_value", "must be a string or a list of tokens"),
+        (COMPLETIONS, completion(prompt=5), "prompt", "invalid_value", "must be a string, a list of tokens, or a list"),
+        (COMPLETIONS, completion(prompt=[True]), "prompt", "invalid_value", "must be a string, a list of tokens"),
+        (COMPLETIONS, completion(prompt=[[1], []]), "prompt", "invalid_value", "must be a string, a list of tokens"),
+        (COMPLETIONS, completion(n=2, best_of=1), "best_of", "invalid_value", "must be at least n"),
+        (COMPLETIONS, completion(best_of=2, stream=True), "best_of", "invalid_value", "must equal n in a stream"),
+        (COMPLETIONS, completion(n=129), "n", "invalid_value", "must be at most 128"),
+        (COMPLETIONS, completion(logprobs=21), "logprobs", "invalid_value", "must be at most 20"),
+        (COMPLETIONS, completion(logit_bias={"x": 1}), "logit_bias", "invalid_value", "must have token ids as names"),
+        (COMPLETIONS, completion(logit_bias={"5": 101}), "logit_bias", "invalid_value", "must have values from -100"),
+        (COMPLETIONS, completion(logit_bias={"285": 1}), "logit_bias", "invalid_value", "has the token 285"),
+        (COMPLETIONS, completion(stop_token_ids=[285]), "stop_token_ids", "invalid_value", "has the token 285"),
+        (COMPLETIONS, completion(stop_token_ids=[-1]), "stop_token_ids", "invalid_value", "must have token ids"),
+        (COMPLETIONS, completion(min_tokens=2), "min_tokens", "invalid_value", "must be at most the length"),
+        (COMPLETIONS, completion(typical_p=0), "typical_p", "invalid_value", "must be above 0"),
+        (COMPLETIONS, completion(presence_penalty=3), "presence_penalty", "invalid_value", "must be at most 2"),
+        (COMPLETIONS, completion(guided_regex="("), "guided_regex", "invalid_grammar", "is not valid: "),
+        (COMPLETIONS, completion(guided_regex="a", guided_choice=["b"]), "guided_choice", "invalid_value",
+         "cannot be combined with guided_regex"),
+        (COMPLETIONS, completion(guided_json="{"), "guided_json", "invalid_value", "is not JSON"),
+        (COMPLETIONS, completion(guided_json={"type": "objec"}), "guided_json", "invalid_grammar", "is not valid: "),
+        (COMPLETIONS, completion(grammar="root ::= ("), "grammar", "invalid_value", "is not valid GBNF"),
+        (CHATS, chat(response_format={"type": "json_schema"}), "response_format.json_schema",
+         "missing_required_parameter", "is required"),
+        (CHATS, chat(response_format={"type": "xml"}), "response_format.type", "invalid_value", "must be 'text',"),
+        (CHATS, chat(top_logprobs=2), "top_logprobs", "invalid_value", "requires logprobs"),
+        (CHATS, chat(tool_choice="some"), "tool_choice", "invalid_value", "must be 'auto', 'none', 'required'"),
+        (CHATS, chat(tool_choice="required"), "tool_choice", "invalid_value", "is 'required', but there are no tools"),
+        (CHATS, chat(chat_template_kwargs={"enable_thinking": False}), "chat_template_kwargs.enable_thinking",
+         "invalid_value", "is not supported"),
+        (CHATS, chat(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs.tokenize", "invalid_value",
+         "is not a variable"),
+        (CHATS, chat(continue_final_message=True), "continue_final_message", "invalid_value", "requires a last"),
         (COMPLETIONS, completion(max_tokens=0), "max_tokens", "invalid_value", "must be at least 1"),
         (COMPLETIONS, completion(max_tokens=True), "max_tokens", "invalid_type", "must be an integer"),
         (COMPLETIONS, completion(max_tokens=1.5), "max_tokens", "invalid_type", "must be an integer"),
@@ -283,7 +334,7 @@ def test_an_answer_may_be_sent_back_as_it_was_received(ask):
         (CHATS, chat(messages="x"), "messages", "invalid_type", "must be a list"),
         (CHATS, chat(messages=[5]), "messages[0]", "invalid_type", "must be an object"),
         (CHATS, chat({"role": "wizard", "content": "x"}), "messages[0].role", "invalid_value",
-         "must be 'system', 'developer', 'user' or 'assistant'"),
+         "must be 'system', 'developer', 'user', 'assistant' or 'tool'"),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
@@ -297,20 +348,21 @@ def test_wrong_values_are_refused_by_name(ask, path, body, param, code, sentence
 def test_every_honoured_field_reaches_the_engine(ask, engine, monkeypatch, path):
     heard, submit = [], engine.submit
 
-    def note(ids, sampling, on_piece):
+    def note(ids, sampling, on_piece, wanted):
         heard.append((ids, sampling))
-        return submit(ids, sampling, on_piece)
+        return submit(ids, sampling, on_piece, wanted)
 
     monkeypatch.setattr(engine, "submit", note)
     length = "max_tokens" if path == COMPLETIONS else "max_completion_tokens"
     body = completion() if path == COMPLETIONS else chat()
     del body["max_tokens"]
-    assert ask(path, {**body, **SAMPLED, "stop": "never", length: 2.0})[0] == 200
+    more = {"stop": "never", "logit_bias": {"7": 1.5}, "stop_token_ids": [9]}
+    assert ask(path, {**body, **SAMPLED, **more, length: 2.0})[0] == 200
     ids, sampling = heard[0]
-    assert sampling == Sampling(**SAMPLED, stop=("never",), max_new_tokens=2)
+    assert sampling == Sampling(
+        **SAMPLED, stop=("never",), max_new_tokens=2, logit_bias=((7, 1.5),), stop_token_ids=(9,)
+    )
     assert engine.tokenizer.decode(ids) == ("x" if path == COMPLETIONS else "u:x\na:")
-    elsewhere = {"model", "prompt", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens"}
-    assert set(kinds[path].model_fields) <= {*SAMPLED, "stop", *HARMLESS, *elsewhere}
 
 
 def test_the_coldest_temperature_takes_the_likeliest_token(ask, engine):
@@ -320,9 +372,14 @@ def test_the_coldest_temperature_takes_the_likeliest_token(ask, engine):
         assert ask(COMPLETIONS, asked)[2]["choices"][0]["text"] == expected
 
 
-def test_the_documentation_lists_what_is_accepted():
+def test_the_documentation_lists_the_accepted_fields():
     text = (ROOT / "docs" / "serving.md").read_text()
-    for name in {*CompletionRequest.model_fields, *ChatRequest.model_fields, *NEUTRAL}:
+    for name in {
+        *CompletionRequest.model_fields,
+        *ChatRequest.model_fields,
+        *CompletionRequest.neutral,
+        *ChatRequest.neutral,
+    }:
         assert f"`{name}`" in text, name
 
 
@@ -408,7 +465,7 @@ def test_content_types_are_compared_without_case(ask):
 
 
 def failing(engine, template):
-    """An application of the engine with another chat template."""
+    """An application of the engine with a different chat template."""
     engine.tokenizer.chat_template = template
     return create_app(engine, Settings("tiny"))
 
@@ -437,7 +494,7 @@ def test_a_template_that_fails_refuses_the_messages(ask, engine, template, said)
 
 
 class Panic(BaseException):
-    """What PyO3 raises where Rust panics."""
+    """The exception of PyO3 for a Rust panic."""
 
 
 @pytest.mark.parametrize("error", [Exception("x"), TypeError("x"), KeyError("x"), Panic("x")], ids=repr)
@@ -466,21 +523,21 @@ def test_a_defect_in_a_stream_is_its_last_event(ask, monkeypatch):
     def fail(*args: Any) -> None:
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr(answers, "_usage", fail)
+    monkeypatch.setattr(openai_completions, "usage", fail)
     status, _, content = ask(COMPLETIONS, completion(stream=True, stream_options={"include_usage": True}))
     events = content.decode().split("\n\n")
     assert status == 200 and events[-1] == ""
     assert checked(json.loads(events[-2].removeprefix("data: ")))["code"] == "internal_error"
 
 
-def test_settings_of_the_model_that_are_out_of_range_are_told_at_the_start(engine, monkeypatch):
+def test_out_of_range_settings_of_the_model_are_reported_at_the_start(engine, monkeypatch):
     monkeypatch.setattr(engine.model.generation_config, "do_sample", True)
     monkeypatch.setattr(engine.model.generation_config, "top_k", -1)
     with pytest.raises(LoadError, match=r"generation_config\.json: top_k must be at least 0"):
         create_app(engine, Settings("tiny"))
 
 
-def test_a_name_that_no_client_can_write_is_told_at_the_start():
+def test_an_unusable_model_name_is_rejected_at_startup():
     with pytest.raises(ValueError, match="not Unicode text"):
         Settings("a\udcff")
 
@@ -493,7 +550,9 @@ def test_a_name_that_no_client_can_write_is_told_at_the_start():
     [
         ("GET", "/v1/nothing", 404, "there is no /v1/nothing"),
         ("POST", "/v1/nothing", 404, "there is no /v1/nothing"),
-        ("GET", "/", 404, "there is no /"),
+        ("GET", "/page", 404, "there is no /page"),
+        ("POST", "/", 405, "/ does not take POST"),
+        ("GET", "/?q=1", 400, "q is not supported"),
         ("GET", "/\0", 404, "there is no /"),
         ("POST", "/v1/completions/", 404, "there is no /v1/completions/"),
         ("GET", "/v1/completions", 405, "/v1/completions does not take GET"),
@@ -527,12 +586,21 @@ def test_a_wrong_host_is_refused_in_form(ask, engine, host, status):
     assert got == status and (got == 200 or content["error"]["code"] == "wrong_host")
 
 
-def test_health_alone_is_answered_without_the_key_and_counts_with_it(ask, engine):
+def test_health_and_the_page_alone_are_answered_without_the_key(ask, engine):
     app = create_app(engine, Settings("tiny", api_key="é"))
     key = [("Authorization", "Bearer é".encode().decode("latin-1"))]
     assert ask("/health", app=app)[::2] == (200, {"status": "ok"})
     assert set(ask("/health", app=app, headers=key)[2]) == {"status", "active", "waiting", "kept"}
-    for path in ("/v1/models", "/v1/models/tiny", "/v1/nothing", "/health/", "//health", "/"):
+    for path in (
+        "/v1/models",
+        "/v1/models/tiny",
+        "/v1/nothing",
+        "/health/",
+        "//health",
+        "/page",
+        "/page/none.js",
+        "/props",
+    ):
         status, headers, content = ask(path, app=app)
         assert (status, content["error"]["code"]) == (401, "invalid_api_key")
         assert headers["www-authenticate"] == "Bearer"

@@ -22,7 +22,7 @@ PROMPTS = ("The sea", "a wolf and a fire", "x", "She opened the door and saw tha
 
 
 class Collector:
-    """What a client sees of its sequence."""
+    """A client's view of its sequence."""
 
     def __init__(self):
         self.pieces, self.ended = [], threading.Event()
@@ -66,7 +66,7 @@ def ask(engine, text, **sampling):
 
 
 def steps(model, texts, sizes):
-    """Let a model read texts together, so many tokens of each at a step; what it says, and what it should."""
+    """Let a model read texts together, a number of tokens of each per step; return its logits and the expected ones."""
     stepper, caches = Stepper(model), [new_cache(model) for _ in texts]
     assert stepper.together
     stepper.pace.note(False, 1, 1e9)
@@ -83,7 +83,7 @@ def steps(model, texts, sizes):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != SWITCH])
 def test_a_step_of_many_is_the_steps_of_each(architecture, attention):
-    """Prompts of different lengths in several parts, then single tokens: the logits of a whole pass of each."""
+    """Prompts of different lengths in several parts, then single tokens: the logits equal those of one pass each."""
     model = tiny_model(architecture)
     model.config._attn_implementation = attention
     texts = [list(range(first, first + count)) for first, count in ((3, 5), (8, 9), (30, 1), (40, 14))]
@@ -105,7 +105,7 @@ def test_windows_of_attention_are_kept():
 
 def test_the_faster_way_is_taken_and_the_other_tried_again():
     pace = Pace()
-    assert not pace.is_together(8)  # nothing is known of single steps
+    assert not pace.is_together(8)  # single steps are not observable
     pace.note(False, 8, 8.0)
     assert pace.is_together(8)
     pace.note(True, 8, 4.0)
@@ -116,7 +116,7 @@ def test_the_faster_way_is_taken_and_the_other_tried_again():
     assert pace.is_together(9)
 
 
-def test_many_at_a_time_read_what_each_would_alone(engine, model, tokenizer):
+def test_many_at_a_time_read_the_same_as_alone(engine, model, tokenizer):
     expected = [generate(model, tokenizer, text, Sampling(max_new_tokens=12)).text for text in PROMPTS]
     collectors = [ask(engine, text, max_new_tokens=12) for text in PROMPTS]
     engine.start()
@@ -125,7 +125,7 @@ def test_many_at_a_time_read_what_each_would_alone(engine, model, tokenizer):
     assert [collector.pieces[-1].tokens for collector in collectors] == [12] * 4
 
 
-def test_whoever_is_alone_has_the_core_s_decoding_step(engine, model):
+def test_a_single_sequence_uses_the_core_s_decoding_step(engine, model):
     before = model.model.forward.steps
     collector = ask(engine, "The sea", max_new_tokens=6)
     engine.start()
@@ -150,7 +150,7 @@ def test_sequences_take_turns_of_the_slots(model, tokenizer):
     assert engine.counts() == {"active": 0, "waiting": 0, "kept": 0}
 
 
-def test_of_ten_thousand_requests_the_queue_takes_what_it_holds(model, tokenizer):
+def test_the_queue_accepts_its_capacity_of_ten_thousand_requests(model, tokenizer):
     engine = Engine(model, tokenizer, slots=64, queue=100)
     taken, refused = [], 0
     for _ in range(10_000):
@@ -164,7 +164,7 @@ def test_of_ten_thousand_requests_the_queue_takes_what_it_holds(model, tokenizer
     engine.close()
 
 
-def test_whoever_gives_up_gives_back_the_slot(model, tokenizer):
+def test_an_abandoned_answer_frees_its_slot(model, tokenizer):
     engine = Engine(model, tokenizer, slots=1).start()
     gone = ask(engine, "The sea", max_new_tokens=2000)
     while not gone.pieces:
@@ -180,7 +180,7 @@ def test_whoever_gives_up_gives_back_the_slot(model, tokenizer):
 def test_late_answers_end(model, tokenizer):
     engine = Engine(model, tokenizer, slots=1, seconds=0.5).start()
     long = ask(engine, "The sea", max_new_tokens=2000)
-    engine.seconds = 0.05  # so that what waits is late before the slot is free, however slow this thread is
+    engine.seconds = 0.05  # so that the waiting request times out before the slot is free, on any machine
     waiting = ask(engine, "x", max_new_tokens=1)
     assert long.text() and long.finish == "length" and long.pieces[-1].tokens < 2000
     waiting.text()
@@ -207,7 +207,7 @@ def test_closing_with_patience_lets_answers_end(model, tokenizer):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_waits_for_an_engine_that_fails(engine, monkeypatch):
+def test_waiting_requests_end_if_the_engine_fails(engine, monkeypatch):
     monkeypatch.setattr(engine, "_leave", lambda: 1 / 0)
     left = [ask(engine, "The sea") for _ in range(20)]
     engine.start()
@@ -215,7 +215,7 @@ def test_nobody_waits_for_an_engine_that_fails(engine, monkeypatch):
     assert not engine.is_open
 
 
-def test_a_failing_model_fails_its_answers_and_goes_on(engine, monkeypatch):
+def test_a_failing_model_fails_its_answers_and_the_engine_continues(engine, monkeypatch):
     engine.start()
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.model), "forward", lambda *args, **kwargs: 1 / 0)
@@ -237,7 +237,7 @@ def test_a_gpu_that_disappears_closes_the_engine(engine, monkeypatch):
     assert errors <= {"the model failed: AcceleratorError", "the server is shutting down"} and not engine.is_open
 
 
-def test_the_next_turn_reads_only_what_is_new(engine, model, monkeypatch):
+def test_the_next_turn_reads_only_new_tokens(engine, model, monkeypatch):
     engine.start()
     first = ask(engine, PROMPTS[3], max_new_tokens=8)
     text = PROMPTS[3] + first.text() + " and"

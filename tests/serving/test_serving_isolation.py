@@ -23,7 +23,7 @@ POISON = 60
 
 
 def poisoned(model, token=POISON):
-    """Let a model raise at a token in the middle of its last layer, when attention has appended keys and values."""
+    """Let a model raise for a token in the middle of its last layer, after attention has appended keys and values."""
     seen = []
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
 
@@ -55,7 +55,7 @@ def read(stepper, caches, texts, first, last):
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("culprits", [{0}, {3}, {5}, {1, 2}, {0, 2, 5}, {0, 1, 2, 3, 4, 5}])
-def test_others_read_what_they_would_have_read(model, together, culprits):
+def test_other_sequences_read_the_same_tokens(model, together, culprits):
     """A prompt, then a step with the culprits' tokens in it, then one more: logits are those of each sequence alone."""
     texts = [[token + 17 * round for token in (3 + i, 20, 9 + i, 7, 5)] for i, round in enumerate([0, 1, 0, 1, 0, 1])]
     for number in culprits:
@@ -84,7 +84,7 @@ def test_others_read_what_they_would_have_read(model, together, culprits):
                 torch.testing.assert_close(row, whole[number][4], rtol=2e-4, atol=2e-4)
 
 
-def test_a_mark_goes_back_to_what_the_cache_was(model):
+def test_a_mark_restores_the_cache(model):
     ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
     with torch.inference_mode():
         cache = new_cache(model)
@@ -98,7 +98,7 @@ def test_a_mark_goes_back_to_what_the_cache_was(model):
 
 
 class Hungry:
-    """Reads parts of at most so many tokens; more are too many for the memory."""
+    """Reads parts of at most a number of tokens; more raise an out-of-memory error."""
 
     def __init__(self, most):
         self.most, self.sizes = most, []
@@ -115,14 +115,14 @@ class Hungry:
 
 
 def empty_cache():
-    """A cache that keeps tokens."""
+    """A cache that records tokens."""
     cache = DynamicCache()
     cache.read = []
     return cache
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 100])
-def test_what_has_no_memory_is_halved(most):
+def test_steps_without_enough_memory_are_halved(most):
     texts = [list(range(count)) for count in (1, 7, 2, 1, 4)]
     parts = [Part(ids, 0, empty_cache()) for ids in texts]
     reader = Hungry(most)
@@ -151,7 +151,7 @@ def test_a_single_token_without_memory_fails():
 
 
 class Client:
-    """What a client sees of its sequence."""
+    """A client's view of its sequence."""
 
     def __init__(self, engine, ids, **sampling):
         self.pieces, self.ended = [], threading.Event()
@@ -179,14 +179,14 @@ def tokenizer(packed):
 
 
 def written(model, ids, count):
-    """The tokens that a model writes alone."""
+    """The tokens that a model generates for one sequence alone."""
     with torch.inference_mode():
         return model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_failing_sequence_ends_alone(model, tokenizer, late):
-    """Some answers fail, at their prompt or at a token that they have generated. The others do not notice."""
+    """Some answers fail, at their prompt or at a generated token. The others are not affected."""
     model.generation_config.eos_token_id = None
     asked = [[3, 9, 4, 11], [5, 6, 22, 23], [30, 31, 32, 33], [8, 19, 50, 7], [40, 41, 42]]
     answers = [written(model, ids, 12) for ids in asked]
@@ -196,7 +196,7 @@ def test_a_failing_sequence_ends_alone(model, tokenizer, late):
     failing = {number for number, ids in enumerate(readings) if token in ids}
     assert 0 < len(failing) < 5
     engine = Engine(model, tokenizer)
-    engine._ends = frozenset()
+    engine.ends = frozenset()
     poisoned(model, token)
     engine._stepper.pace.note(False, 1, 1e9)
     clients = [Client(engine, ids, max_new_tokens=12) for ids in asked]
@@ -231,7 +231,7 @@ def test_failures_beside_the_model_end_one_answer_at_most(loaded, tokenizer, mon
 
 
 class Panic(BaseException):
-    """As a panic of Rust code reaches Python."""
+    """The exception of a Rust panic in Python."""
 
 
 def test_a_panic_of_the_model_ends_one_answer(model, tokenizer):
@@ -244,7 +244,7 @@ def test_a_panic_of_the_model_ends_one_answer(model, tokenizer):
 
     model.model.embed_tokens.register_forward_pre_hook(fail)
     engine = Engine(model, tokenizer)
-    engine._ends = frozenset()
+    engine.ends = frozenset()
     bad, good = Client(engine, [3, POISON], max_new_tokens=6), Client(engine, [5, 6, 22], max_new_tokens=6)
     engine.start()
     assert bad.ends()[0] == "error" and good.ends()[0] == "length" and good.sequence.ids[3:] == expected
@@ -253,7 +253,7 @@ def test_a_panic_of_the_model_ends_one_answer(model, tokenizer):
 
 
 def test_a_panic_of_the_decoder_ends_one_answer(loaded, tokenizer):
-    """tokenizers' own decoder panics where it strips more characters than a token has."""
+    """The decoder of tokenizers panics if it strips more characters than a token has."""
     engine = Engine(loaded, tokenizer)
     first, other = (Client(engine, [5, token], max_new_tokens=6) for token in (40, 41))
     broken = copy.deepcopy(tokenizer)

@@ -18,7 +18,7 @@ TEXTS = (
 SPECIAL = ["<unk>", "<s>", "</s>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 LETTERS = sorted(set(TEXTS) - set(" \n\t🙂👧世ש\ufffd"))
-"""Characters with tokens of their own. The others need bytes where a tokenizer has them."""
+"""Characters with their own tokens. The others need bytes, if a tokenizer has them."""
 WORDS = ["the", "It", "is", "n't", "'", "'s", "'ve", ".", ",", "?", "<0x", "�", "   "]
 
 
@@ -30,7 +30,7 @@ def wrapped(tokenizer, **settings):
 
 
 def byte_level(**settings):
-    """As Qwen's: every byte is a token, and some words are."""
+    """Like Qwen's: every byte is a token, and some words are."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("ð", "Ł"), ("ðŁ", "Ļ"), ("Ċ", "Ċ"), ("ï", "¿")]
     words = [*SPECIAL, *letters, *("".join(pair) for pair in merges)]
@@ -41,7 +41,7 @@ def byte_level(**settings):
 
 
 def byte_fallback(*strips, **settings):
-    """As Mixtral's, whose decoder strips a space at the start, or as Gemma's, whose decoder strips none."""
+    """Like Mixtral's, whose decoder strips a space at the start, or Gemma's, whose decoder does not."""
     words = [*SPECIAL, *BYTES, "▁", "▁▁▁", "▁the", *LETTERS]
     vocabulary = {word: i for i, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -52,7 +52,7 @@ def byte_fallback(*strips, **settings):
 
 
 def word_piece(cleanup=False, **settings):
-    """As BERT's: words are separated by spaces, and continued by ##."""
+    """Like BERT's: words are separated by spaces and continued by ##."""
     words = [*SPECIAL, *WORDS, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
     tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -61,7 +61,7 @@ def word_piece(cleanup=False, **settings):
 
 
 def unigram(byte_fallback=False, **settings):
-    """As T5's, whose decoder drops the first space."""
+    """Like T5's, whose decoder drops the first space."""
     words = [*SPECIAL, *(BYTES if byte_fallback else []), "▁", "▁▁", "▁the", "▁'", "▁.", *WORDS, *LETTERS]
     tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in dict.fromkeys(words)], 0, byte_fallback))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -71,7 +71,7 @@ def unigram(byte_fallback=False, **settings):
 
 
 def suffixed():
-    """As the first BPE of GPT: the last token alone has no space behind it."""
+    """Like the first BPE of GPT: only the last token has no space after it."""
     words = [*SPECIAL, *LETTERS, *(f"{letter}</w>" for letter in LETTERS)]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], end_of_word_suffix="</w>"))
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -84,7 +84,7 @@ def undecoded():
 
 
 class Pieces(PreTrainedTokenizer):
-    """As transformers' own SentencePiece tokenizers: pieces are joined in Python, and the text is stripped."""
+    """Like transformers' SentencePiece tokenizers: pieces are joined in Python, and the text is stripped."""
 
     def __init__(self):
         self.pieces = [*SPECIAL, "▁", "▁▁", "\n", "▁\n", *WORDS, *LETTERS]
@@ -167,7 +167,7 @@ def bytes_to_letters():
 
 
 def decoded(tokenizer, ids):
-    """The text of all tokens; decoders that strip spaces at the end panic where there is no token at all."""
+    """The text of all tokens; decoders that strip spaces at the end panic without any token."""
     return tokenizer.decode(ids) if any(tokenizer.convert_ids_to_tokens(token) for token in ids) else ""
 
 
@@ -254,14 +254,14 @@ def test_little_of_an_ordinary_text_is_held_back(tokenizer):
 
 @kinds
 def test_an_ordinary_token_is_handed_out_at_once(tokenizer):
-    """Nothing waits for the next token where no character and no clean-up is under way."""
+    """No text is delayed unless a character or a clean-up is incomplete."""
     ids = token_ids(tokenizer, "the cab")
     stream = TextStream(tokenizer)
     assert stream.put(ids) == decoded(tokenizer, ids)
 
 
 def served(tokenizer, ids, **settings):
-    """The pieces that a server hands out where the model chooses these tokens."""
+    """The pieces that a server returns if the model chooses these tokens."""
     pieces = []
     sampling = Sampling(max_new_tokens=len(ids), **settings)
     sequence = Sequence([3], sampling, pieces.append, tokenizer, frozenset({tokenizer.eos_token_id}), 60)

@@ -42,7 +42,8 @@ def points(*pairs: tuple[int, float]) -> list[Candidate[int]]:
 
 
 def twin_sizes(tensors: list[list[Candidate[Any]]], budget: int) -> list[int]:
-    """Steps along each tensor's hull from a heap, by falling gain a byte; one that does not fit ends its tensor."""
+    """Takes steps along each tensor's hull from a heap in order of decreasing gain per byte; a step that does not
+    fit ends its tensor."""
     hulls = [twin_hull(candidates) for candidates in tensors]
     picked = [own[0] for own in hulls]
     left = budget - sum(candidates[at].nbytes for candidates, at in zip(tensors, picked, strict=True))
@@ -80,7 +81,8 @@ def twin_hull(candidates: list[Candidate[Any]]) -> list[int]:
 
 
 def twin_ranks(chains: list[Chain], budget: float) -> list[int]:
-    """All steps in one list, by falling gain a byte, then place, then chain; one that does not fit ends its chain."""
+    """Takes all steps from one list in order of decreasing gain per byte, then place, then chain; a step that does
+    not fit ends its chain."""
     steps = [
         (-min(own.gains[: place + 1]) / own.costs[place], place, owner)
         for owner, own in enumerate(chains)
@@ -98,7 +100,7 @@ def twin_ranks(chains: list[Chain], budget: float) -> list[int]:
 
 
 def twin_grids(tensors: list[list[Candidate[Any]]], budget: float) -> list[int]:
-    """The least price of a byte that the budget can pay, by bisection; each tensor takes its cheapest option at it."""
+    """Finds the lowest price of a byte within the budget by bisection; each tensor takes its cheapest option."""
 
     def at(option: Candidate[Any], price: float) -> tuple[float, float]:
         falls, cost = np.array([own.gains for own in option.chains]), option.chains[0].costs[0]
@@ -119,7 +121,7 @@ def twin_grids(tensors: list[list[Candidate[Any]]], budget: float) -> list[int]:
 
 
 def twin_price(curves: torch.Tensor, ladder: torch.Tensor, budget: float) -> float:
-    """Where the sum of the curves falls below the budget, in the logarithm of the price."""
+    """Finds the logarithm of the price at which the sum of the curves falls below the budget."""
     total = curves.sum(0).tolist()
     total = [min(total[: at + 1]) for at in range(len(total))]
     if total[0] < budget:
@@ -144,7 +146,7 @@ CHAINS = st.lists(
 
 @st.composite
 def refined(draw: Any) -> list[list[Candidate[int]]]:
-    """Tensors of two grids with a chain for each of two experts, whose steps gain less and less."""
+    """Tensors of two grids with a chain for each of two experts, whose steps have decreasing gains."""
     tensors = []
     for _ in range(draw(st.integers(1, 3))):
         cost, options = draw(st.integers(1, 4)), []
@@ -158,7 +160,7 @@ def refined(draw: Any) -> list[list[Candidate[int]]]:
 
 
 def taken(choices: Any) -> list[tuple[int, float]]:
-    """Bytes and losses of the candidates, and of what was bought of their chains."""
+    """Bytes and losses of the candidates and of the steps taken in their chains."""
     bought = [(own, n) for one in choices for own, n in zip(one.candidate.chains, one.steps, strict=True)]
     found = [(one.candidate.nbytes, one.candidate.loss) for one in choices]
     return found + [(int(own.costs[:n].sum()), -float(own.gains[:n].sum())) for own, n in bought]
@@ -196,7 +198,7 @@ def exhaustive(tensors: list[list[Candidate[Any]]], budget: int) -> float:
 
 
 def check(tensors: list[list[Candidate[Any]]], budget: int) -> float:
-    """Never over the budget, and no further from the best than what the step left over was worth; gives the loss."""
+    """Within the budget, and no further from the optimum than the gain of the next step; returns the loss."""
     chains = [hull(candidates)[1] for candidates in tensors]
     room = budget - sum(min(one.nbytes for one in candidates) for candidates in tensors)
     if room < 0:
@@ -312,7 +314,7 @@ def test_a_price_is_where_the_summed_curves_cross_the_budget(seed: int, share: f
     curves = torch.rand(3, len(ladder), generator=generator, dtype=torch.float64).sort(descending=True).values * 50
     budget = PricedBudget(share, ladder, {"up": curves})
     assert budget.price("up", range(3)) == pytest.approx(twin_price(curves, ladder, share), rel=1e-9)
-    # What is booked leaves the budget, and curves of its stage are scaled by what the estimate was wrong by.
+    # Booked bytes leave the budget, and curves of the stage are scaled by the error of the estimate.
     budget.book("up", range(1), torch.tensor([1.0]))
     level = float(torch.log2(torch.tensor(budget._last, dtype=torch.float64))) + 6
     below = min(int(level), len(ladder) - 2)
@@ -334,7 +336,7 @@ def test_degenerate_sets() -> None:
         allocate([[]], 10)
     with pytest.raises(ValueError, match="take 3 bytes, but the budget is 2"):
         allocate([points((3, 1.0))], 2)
-    # Of equal candidates the first; a larger one that brings nothing never.
+    # Of equal candidates the first is taken; a larger one without a gain never.
     assert allocate([points((3, 1.0), (3, 1.0), (4, 1.0))], 9)[0].candidate.specification == 0
     # The hull goes straight to the last.
     series = points((100, 5.0), (110, 6.0), (120, 4.9), (130, 1.0))

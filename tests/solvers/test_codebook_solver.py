@@ -61,7 +61,7 @@ def test_the_objective_is_the_output_error_up_to_a_constant():
 
 
 def test_equation_8_keeps_both_inputs_apart():
-    """Where X and X~ differ by a factor a column, the points of equation 8 are the weights times that factor."""
+    """If X and X~ differ by a factor per column, the points of equation 8 are the weights times that factor."""
     weights, _, _, hessians, _ = problem(experts=1)
     hessians = torch.diag_embed(hessians.diagonal(dim1=1, dim2=2))
     factor = torch.linspace(0.5, 2, 40)
@@ -129,7 +129,7 @@ def test_activations_are_rounded_as_the_kernels_do(bits):
     x = torch.randn(9, 128, generator=generator) * torch.logspace(-3, 3, 9)[:, None]
     x[0], x[1], x[2, 5], x[3] = 0, x[1].abs() + 1, 1e4, -x[3].abs()
     rounded = round_activations(x, bits)
-    # One row a column, its only weight that is not zero at that column: products are single activations.
+    # Row i has a single non-zero weight, in column i: products are single activations.
     codes = torch.eye(128, dtype=torch.uint8)
     tensor = encode_codebook(codes, torch.tensor([0.0, 1, 1, 1]).expand(128, 4))
     torch.testing.assert_close(torch.from_numpy(tensor.matmul(x.numpy(), "int16", bits)), rounded, rtol=1e-5, atol=0)
@@ -142,7 +142,7 @@ def test_activations_are_rounded_as_the_kernels_do(bits):
         round_activations(x, 5)
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_settings_are_rejected():
     for settings in ({"bits": 5}, {"steps": -1}, {"block": 0}, {"assignment": "x"}, {"damping": 0.0}, {"drift": 2.0}):
         with pytest.raises(ValueError):
             ClusterSettings(**settings)

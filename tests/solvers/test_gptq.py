@@ -27,7 +27,7 @@ def quadratic(weights, values, hessians):
 
 
 def agrees(result, weights, hessians, rule, **options):
-    """Codes equal the oracle's in every row that met no near-tie; at least 60% of the rows must have met none."""
+    """Codes equal the oracle's in every row without a near-tie; at least 60% of the rows must have none."""
     compared = 0
     for e in range(len(weights)):
         codes, values, margin = oracle.gptq(

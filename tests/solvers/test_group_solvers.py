@@ -144,7 +144,7 @@ def test_any_values_give_finite_codes_and_do_not_depend_on_their_neighbours(weig
     assert torch.equal(alone.values()[0], whole.values()[1])
 
 
-def test_starting_from_parameters_never_loses_what_they_give():
+def test_starting_from_parameters_is_never_worse():
     weight = gaussian(32, 128)
     spec = GroupSpec(3, 64)
     first = quantize_affine(weight, spec, LeastSquares())
@@ -157,7 +157,7 @@ def test_starting_from_parameters_never_loses_what_they_give():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
-def test_what_cannot_be_stored_is_named(bad):
+def test_unstorable_values_are_named(bad):
     weight = torch.ones(2, 3, 40)
     weight[1, 2, 37] = bad
     with pytest.raises(InvalidTensorError, match=r"'w'.*\[1, 2, 37\]"):
@@ -183,7 +183,7 @@ def test_the_core_fits_as_well_as_torch(bits, symmetric, columns):
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_what_a_compensator_leaves_is_quantized_in_place(native):
+def test_the_residual_of_a_compensator_is_quantized_in_place(native):
     weight, spec = gaussian(2 * 24, 70).view(2, 24, 70), GroupSpec(3, 32)
     solver = LeastSquares() if native else lambda x, grid, start: LeastSquares()(x, grid, start)
     compensation = gaussian(48, 70, seed=1).view(2, 24, 70) * 0.2

@@ -7,7 +7,7 @@ from moepack.solvers.kmeans import kmeans, nearest
 
 
 def oracle(values, weights, clusters):
-    """Least weighted error of a row: the plain dynamic programme with every split tried, in float64."""
+    """Minimum weighted error of a row: dynamic programming over every split, in float64."""
     order = np.argsort(values, kind="stable")
     x, w = values[order].astype(float), weights[order].astype(float)
     count = len(x)

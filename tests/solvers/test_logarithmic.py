@@ -14,7 +14,7 @@ def gaussian(rows: int, columns: int) -> torch.Tensor:
 
 
 def nearest(weight: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """Each weight's nearest value `+-scale 2^-k`, found by trying all."""
+    """The nearest value `+-scale 2^-k` of each weight, by exhaustive search."""
     powers = 2.0 ** -np.arange(2 ** (bits - 1))
     grid = np.concatenate([powers, -powers]) * scales[..., None]
     return np.take_along_axis(grid, np.abs(weight[..., None] - grid).argmin(-1, keepdims=True), -1)[..., 0]

@@ -40,7 +40,7 @@ def test_randomised_decompositions_come_close_and_are_deterministic(monkeypatch)
     assert not torch.equal(found.product(), truncated_svd(target, 12, seed=1).product())
 
 
-def test_a_decomposition_goes_on_from_the_subspace_of_a_matrix_that_was_nearly_the_same(monkeypatch):
+def test_a_decomposition_starts_from_the_subspace_of_a_similar_matrix(monkeypatch):
     target = matrices(2, 96, 160)
     for side in (8, 512):
         monkeypatch.setattr(low_rank, "EXACT_SIDE", side)

@@ -70,7 +70,7 @@ def test_every_dtype_is_rounded_as_its_values_are(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_is_refused(value: float) -> None:
+def test_non_finite_values_are_rejected(value: float) -> None:
     with pytest.raises(ValueError, match="NaN or infinite weights in rows 16 to 32"):
         round_priced(torch.tensor([[0.0]] * 20 + [[value]]), 1.0, lengths(0))
 

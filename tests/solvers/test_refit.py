@@ -40,7 +40,7 @@ def test_one_group_is_the_least_squares_solution():
 
 
 @pytest.mark.parametrize("bad", ["zero", "nan", "constant codes"])
-def test_what_cannot_be_refitted_is_left_alone(bad):
+def test_singular_groups_are_not_refitted(bad):
     weights, hessians = problem(experts=2, columns=64)
     grid, result = solved(weights, hessians)
     codes, before = result.codes, (grid.scales.clone(), grid.offsets.clone())

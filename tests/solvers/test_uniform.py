@@ -16,7 +16,7 @@ def weights() -> torch.Tensor:
 
 
 def hessians() -> torch.Tensor:
-    """Hessians of correlated inputs, one an expert."""
+    """Hessians of correlated inputs, one per expert."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(E, 400, C, generator=generator) @ torch.randn(C, C, generator=generator) / C**0.5
     return x.transpose(1, 2) @ x
@@ -42,7 +42,7 @@ def output_error(values: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("step", [0.5, 1.5])
 def test_compensation_loses_less_at_equal_bits(step: float) -> None:
-    """Beside the same rounding with a Hessian that knows nothing of the inputs, at a step for the same bits."""
+    """Compares with the same rounding under an identity Hessian, at a step of equal bits."""
     seen, blind = (UniformProblem(weights(), h) for h in (hessians(), torch.eye(C).expand(E, C, C).contiguous()))
     _, values, bits = solved(seen, step, PRICE * step**2 * float(seen.curvature.mean()))
     low, high = step / 2, step * 2

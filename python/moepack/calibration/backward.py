@@ -101,7 +101,7 @@ class Backward:
     """
 
     def __init__(self, skeleton: Skeleton, stack: Stack, ids: Tensor, watch: Watch) -> None:
-        assert stack.batch == 1, "gradients are told apart by window"
+        assert stack.batch == 1, "gradients are kept per window"
         self._skeleton, self._stack, self._ids, self._watch = skeleton, stack, ids, watch
         self._passed: Passed = lambda path, weights: None
         self._refuse_shared()
@@ -223,7 +223,7 @@ class Backward:
         output = stack.call(block, states, arguments, carried, shared, None)
         first, *others = output if isinstance(output, tuple) else (output,)
         given = tensors((tuple(others), shared))
-        assert not window.handed or len(window.handed) == len(given), "blocks hand on the same when they run again"
+        assert not window.handed or len(window.handed) == len(given), "a second run of a block passes on other values"
         roots = [(first.flatten(2), window.hidden), *zip_longest(given, window.handed)]
         _backward((tensor, gradient) for tensor, gradient in roots if gradient is not None)
         assert hidden.grad is not None
@@ -259,7 +259,7 @@ class Backward:
             for name, _ in self._skeleton.module.get_submodule(path).named_parameters(path):
                 origin = self._skeleton.origin(name)
                 if self._watch.wants(origin) and owner.setdefault(origin, path) != path:
-                    message = f"'{owner[origin]}' and '{path}' share '{origin}', whose gradient is not followed"
+                    message = f"'{owner[origin]}' and '{path}' share '{origin}', whose gradient is not supported"
                     raise UnsupportedModelError(message)
 
     def _watch_below(self, path: str, but: nn.Module | None = None) -> None:

@@ -117,9 +117,9 @@ def fisher(
     require_known(ids, vocabulary_of(skeleton.module))
     squares, shown = _Squares(dict(owners(model, skeleton.module)), balances), progress or Silent()
     stacks = decoder_blocks(model)
-    rounds = [Backward(skeleton, Stack(skeleton, *stacks, batch=1), part, squares) for part in ids.split(ROUND)]
+    rounds = [Backward(skeleton, Stack(skeleton, *stacks, batch=1), part, squares) for part in torch.split(ids, ROUND)]
     generator = torch.Generator().manual_seed(0)
-    shown.prepare("reading some of the text, for what an error of each tensor costs")
+    shown.prepare("measuring the sensitivity of each tensor on a part of the text")
     shown.start(ids.numel(), 0, "tokens")
     passed = _Shown(shown, ids.numel(), sum(each.work for each in rounds))
     try:
@@ -140,7 +140,7 @@ class _Shown:
     def __call__(self, path: str, weights: int) -> None:
         if path != self._place:
             self._place = path
-            self._progress.stage(f"what errors count: {path}")
+            self._progress.stage(f"sensitivity: {path}")
         self._passed += weights
         done = self._passed * self._tokens // self._work
         self._progress.advance(done - self._done, self._peak.sample())
@@ -163,10 +163,10 @@ def hindrance(checkpoint: Checkpoint, model: MoeModel, samples: Samples, device:
     if samples.targets is not None:
         return TWO_TEXTS
     free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    return too_little(needed_bytes(checkpoint, model), free, "is free")
+    return too_little(needed_bytes(checkpoint, model), free, "are free")
 
 
-TWO_TEXTS = "it is measured on models that read one text, and this one is an encoder-decoder"
+TWO_TEXTS = "the measurement supports models that read one text, and this one is an encoder-decoder"
 """The reason for encoder-decoder models, which cannot be measured with any amount of memory."""
 
 
@@ -174,8 +174,8 @@ def too_little(needed: int, there: int | None, which: str) -> str | None:
     """Return a clause about insufficient memory, with a remedy; None if it suffices or is unknown."""
     if there is None or there >= needed:
         return None
-    needs = f"to measure it takes {size(needed)} of memory, for its largest layer with gradients"
-    return f"{needs}, and {size(there)} {which}; compress where there is more"
+    needs = f"the largest layer with its gradients needs {size(needed)} of memory"
+    return f"{needs}, but only {size(there)} {which}; compress on a machine with more memory"
 
 
 def needed_bytes(checkpoint: Checkpoint, model: MoeModel) -> int:

@@ -66,7 +66,7 @@ class Skeleton:
         """Build the model.
 
         Args:
-            checkpoint, model: what is built.
+            checkpoint, model: the model to build.
             dtype: of the weights once they are loaded.
             device: where they are loaded to.
             recorded: replace experts modules by recorders.

@@ -118,7 +118,7 @@ def check(model_types: tuple[str, ...], method: Method | None = None) -> Outcome
             model = tiny_model(model_type)
             logits = _logits(model)
         except Exception as error:  # architectures raise arbitrary exceptions for settings that they lack
-            reason = reason or f"transformers does not build a tiny one here ({_line(error)})"
+            reason = reason or f"transformers cannot build a tiny model here ({_line(error)})"
             continue
         return _tried(model_type, model, logits, method or FineQuant(bits=8))
     return Outcome(model_types[0], "not tried", reason=reason)
@@ -131,7 +131,7 @@ def core_decodes() -> dict[str, str]:
         try:
             model = tiny_model(family)
         except Exception as error:  # as in `check`
-            found[family] = f"not tried: transformers does not build a tiny one here ({_line(error)})"
+            found[family] = f"not tried: transformers cannot build a tiny model here ({_line(error)})"
             continue
         with tempfile.TemporaryDirectory(prefix="moepack-models-") as folder:
             model.save_pretrained(Path(folder) / "source")

@@ -107,7 +107,7 @@ def tiny_config(model_type: str, own: Mapping[str, Any] = MappingProxyType({})) 
         own: settings that win over those of the tiny one.
 
     Raises:
-        Exception: whatever the configuration's class says of a size that it cannot have.
+        Exception: any exception that the configuration class raises for an impossible size.
     """
     from transformers import CONFIG_MAPPING
 

@@ -26,7 +26,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class DenseLinear:
-    """A linear layer y = x W^T + b, of which W can be packed and b cannot; or the token embedding.
+    """A linear layer y = x W^T + b, whose W can be packed and whose b cannot; or the token embedding.
 
     Attributes:
         name: path of the module in transformers' model, such as `model.layers.0.self_attn.q_proj`.

@@ -69,7 +69,7 @@ def _check_config(checkpoint: Checkpoint, top_k: int, experts: int) -> None:
     nbytes = sum(checkpoint.info(name).nbytes for name in names)
     check_config(checkpoint.config, len(names), nbytes, file, CheckpointError)
     if not 1 <= top_k <= experts:
-        raise CheckpointError(f"a token visits {top_k} of {experts} experts", file=file)
+        raise CheckpointError(f"top-k is {top_k}, but a layer has {experts} experts", file=file)
 
 
 def _read(checkpoint: Checkpoint, architecture: Architecture, experts: int) -> MoeModel:
@@ -202,7 +202,8 @@ def _read_layer(
     if not router:
         raise CheckpointError("the block has experts but no router", file=checkpoint.path, tensor=block)
     shared = tuple(f"{block}.{rest}" for rest in rests if rest.startswith(architecture.shared))
-    return MoeLayer(module, projections, router, shared)
+    kind = "gated" if len(projections) == 3 else "plain"
+    return MoeLayer(module, projections, router, shared, kind)
 
 
 def _layout(checkpoint: Checkpoint, architecture: Architecture, block: str, rests: list[str]) -> Layout:

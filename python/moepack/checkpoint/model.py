@@ -100,12 +100,15 @@ class MoeLayer:
         projections: the projections to compress, in the order of computation.
         router: names of the router's tensors in the checkpoint.
         shared: names of the tensors of the shared experts and their gate in the checkpoint.
+        kind: what an expert computes: "gated" (down(act(gate x) * up x)), "plain" (down(act(up x))), or another kind
+            of `checkpoint.experts.ExpertsForm`.
     """
 
     name: str
     projections: tuple[Projection, ...]
     router: tuple[str, ...]
     shared: tuple[str, ...]
+    kind: str = "gated"
 
     @property
     def experts(self) -> int:

@@ -31,7 +31,8 @@ class Rewriting:
             are not rounded, and its size is that of the original.
         config: changed entries of config.json.
         state: inputs of the change, kept for a resumed run.
-        identity: SHA-256 of the state.
+        identity: identifies the change; SHA-256 of the state if there is any.
+        part: computes one matrix of a tensor that stacks experts, as `tensor` does; None computes the whole tensor.
     """
 
     names: tuple[str, ...]
@@ -41,6 +42,7 @@ class Rewriting:
     config: Mapping[str, Any]
     state: Mapping[str, torch.Tensor]
     identity: str
+    part: Callable[[str, int], torch.Tensor] | None = None
 
 
 class RewrittenCheckpoint(Checkpoint):
@@ -61,6 +63,19 @@ class RewrittenCheckpoint(Checkpoint):
         self.info(name)
         value, dtype = self.rewriting.tensor(name), self.rewriting.dtype(name)
         return value if dtype is None else value.to(dtype)
+
+    def part(self, name: str, expert: int) -> torch.Tensor:
+        """Return one matrix of a tensor that stacks experts. Errors as for the original's `part`."""
+        if self.rewriting.part is None:
+            return super().part(name, expert)
+        self.info(name)
+        value, dtype = self.rewriting.part(name, expert), self.rewriting.dtype(name)
+        return value if dtype is None else value.to(dtype)
+
+    def stored_bytes(self, name: str) -> int:
+        """Return the stored bytes of the tensor that a tensor is computed from. Errors as for `info`."""
+        self.info(name)
+        return self.original.stored_bytes(self.rewriting.source(name))
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the tensor's bytes in the dtype of `info`."""

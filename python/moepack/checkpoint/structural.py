@@ -125,7 +125,8 @@ def _layer(checkpoint: Checkpoint, names: Names, path: str, module: torch.nn.Mod
     beside = {name: parameter.removeprefix(f"{block}.") for parameter, name in names.below(block)}
     router = tuple(name for name, rest in beside.items() if rest.startswith(STANDARD.router))
     shared = tuple(name for name, rest in beside.items() if rest.startswith(STANDARD.shared))
-    return MoeLayer(path, tuple(projections), router, shared)
+    kind = "gated" if form.kind in ("identity", "every") else form.kind
+    return MoeLayer(path, tuple(projections), router, shared, kind)
 
 
 def _unread(

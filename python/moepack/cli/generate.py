@@ -136,9 +136,9 @@ def _streaming(statistics: "Statistics") -> str:
     if not statistics.guessed:
         return found
     return (
-        f"{found}; guesses found {statistics.right / max(statistics.wanted, 1):.0%} of the chosen experts, "
-        f"{statistics.right / statistics.guessed:.0%} of the guesses were right; "
-        f"guesses read {size(statistics.bytes_guessed)}, {size(statistics.in_vain)} of it unused, "
+        f"{found}; predictions covered {statistics.right / max(statistics.wanted, 1):.0%} of the chosen experts, "
+        f"{statistics.right / statistics.guessed:.0%} of the predictions were right; "
+        f"prefetches read {size(statistics.bytes_guessed)}, {size(statistics.in_vain)} of it unused, "
         f"in {statistics.hidden:.1f} s of background reads"
     )
 

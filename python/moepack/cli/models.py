@@ -66,14 +66,14 @@ def _page(outcomes: list[Any], works: int, version: str) -> str:
 
 
 _TEXT = """# Architectures
-moepack reads, packs and runs {works} of the {count} architectures with routed experts of transformers {version}.
-This page shows which architectures you can compress and run, and what decodes them. `moepack models` prints the table
-for your version of transformers; `moepack models --markdown` generates this page.
+After this page you know whether moepack can compress and run your model, and what decodes it. moepack reads, packs and
+runs {works} of the {count} architectures with routed experts of transformers {version}. `moepack models` prints the
+table for your version of transformers; `moepack models --markdown` generates this page.
 
 Each architecture is tested on a tiny random model of its own configuration class. The model is compressed to 8-bit
 group-wise integers, loaded, run with and without a cache, used for generation if it can generate, exported to bf16 and
 read back. The median relative error of a token's logits must stay below 5 % against the original and below 3 % against
-the export. The test says nothing about quality on real weights; see docs/quality.md.
+the export. The test says nothing about quality on real weights; see [quality](quality.md).
 
 Calibrated methods (`auto`, `rate`, `qmoe`, `codequant`, `milo`) need the inputs of each layer. They work with
 {followed} architectures (column *calibrated*): run block by block, these compute the same hidden states as
@@ -84,9 +84,14 @@ transformers' own forward to within 0.1 %.
 - *refused*: `compress` stops with an error before it reads a tensor.
 - *not tried*: the installed transformers cannot build a tiny model of this architecture here.
 
-Experts are *gated* (`down(act(gate x) * up x)`), *plain* (no gate), *own* (with clamps, biases or norms between and
-after the products, computed by transformers' own code), *every*, *identity* or *product*
-(see `moepack.checkpoint.experts`).
+Kinds of experts:
+
+- *gated*: `down(act(gate x) * up x)`.
+- *plain*: no gate.
+- *own*: with clamps, biases or norms between and after the products, computed by transformers' own code.
+- *every*: all experts get all tokens, scaled by the caller.
+- *identity*: gated; indices beyond the last expert return the token unchanged.
+- *product*: one matrix per expert.
 
 On the CPU, the Rust core runs whole decoding steps of {core} architectures (column *decoded by*). transformers decodes
 the others and calls moepack's kernels for packed layers. `moepack doctor packed` shows which applies, and why.
@@ -97,8 +102,8 @@ the model have no effect and are listed.
 
 Source checkpoints may be quantized: fp8 with scales per block, row, expert or tensor (`fp8`, `fbgemm_fp8`, `modelopt`,
 `quark`, `compressed-tensors`), mxfp4, 4-bit or 8-bit integers of compressed-tensors, and 4-bit gptq and awq. They are
-decoded one matrix at a time. Compressing synthetic checkpoints of two layers of 50 * 10^6
-weights (101 MB each in bf16) on one thread of a shared Zen 3 took at most 606 MB of anonymous memory from fp8 and
+decoded one matrix at a time. Compressing synthetic checkpoints of two layers of 50 million weights (101 MB each in
+bf16) on one thread of a shared Zen 3 took at most 606 MB of anonymous memory from fp8 and
 590 MB from mxfp4. The guaranteed limit is 1 GiB + 4 times the largest layer, here 1,476 MB
 (`python -m benches.cpu.sources --experts 8`, benches/results/sources-zen3.json).
 

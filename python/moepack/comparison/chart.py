@@ -8,7 +8,7 @@ from html import escape
 
 __all__ = ["draw"]
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 440, 70, 40, 200, 50
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 780, 440, 70, 40, 220, 50
 """Size and margins of the picture in pixels."""
 
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2")

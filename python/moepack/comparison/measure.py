@@ -18,7 +18,7 @@ from moepack.checkpoint.resolve import resolve_model
 from moepack.comparison.fitting import Wanted, fitted
 from moepack.evaluation import evaluate
 from moepack.export import export
-from moepack.format.hub import PREDICTORS
+from moepack.format.hub import BALANCE, PREDICTORS
 from moepack.format.weights import weight_files
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods import Auto, Method
@@ -131,6 +131,6 @@ class Comparison:
 
 
 def weight_bytes(directory: Path) -> int:
-    """Return the bytes of all weight files, and of the predictors of a packed directory."""
-    names = [name for name in (*weight_files(directory), PREDICTORS) if (directory / name).is_file()]
+    """Return the bytes of all weight files, and of the predictors and factors of a packed directory."""
+    names = [name for name in (*weight_files(directory), PREDICTORS, BALANCE) if (directory / name).is_file()]
     return sum((directory / name).stat().st_size for name in names)

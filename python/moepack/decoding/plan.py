@@ -57,7 +57,7 @@ class Guard:
     tensors: list[tuple[Mapping[str, Any], str, int]] = field(default_factory=list)
     hooks: list[Mapping[Any, Any]] = field(default_factory=list)
     attributes: list[Mapping[str, Any]] = field(default_factory=list)
-    modules: list[tuple[PackedModule, str | None]] = field(default_factory=list)
+    modules: list[tuple[PackedModule, tuple[str | None, bool]]] = field(default_factory=list)
     switches: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -72,7 +72,7 @@ class Guard:
                 found = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
                 guard.tensors += [(tensors, name, tensor.data_ptr()) for name, tensor in found]
             if isinstance(module, PackedModule):
-                guard.modules.append((module, module.mode))
+                guard.modules.append((module, _state(module)))
         return guard
 
     def holds(self) -> bool:
@@ -83,7 +83,7 @@ class Guard:
             and all(parent.get(name) is child for parent, name, child in self.children)
             and all(_is_at(parent.get(name), pointer) for parent, name, pointer in self.tensors)
             and compute_mode() == self.mode
-            and all(module.mode == mode for module, mode in self.modules)
+            and all(_state(module) == state for module, state in self.modules)
             and all(attributes[name] == value for attributes, name, value in self.switches)
         )
 
@@ -99,6 +99,11 @@ class Guard:
             if "_active_adapter" in module.__dict__:
                 found = {name: value for name, value in module.__dict__.items() if name in _SWITCHES}
                 self.switches += [(module.__dict__, name, copy(value)) for name, value in found.items()]
+
+
+def _state(module: PackedModule) -> tuple[str | None, bool]:
+    """Return the compute mode, and whether inputs are multiplied by factors."""
+    return module.mode, module.multiplied is not None
 
 
 def _watched(hooks: Mapping[Any, Any]) -> bool:
@@ -150,6 +155,7 @@ class Plan:
         self._guard.watch(module for module in model.modules() if module is not model)
         self._guard.children += [(model._modules, name, child) for name, child in model._modules.items()]
         require(self.holds(), "hooks, or layers whose forward was replaced")
+        require(not any(scaled for _, (_, scaled) in self._guard.modules), "layers in the scales of another model")
         self.decoder = views.Decoder(described, rotary, norm)
 
     def holds(self) -> bool:
@@ -326,7 +332,7 @@ class Plan:
         buffer = module._buffers[projection]
         assert buffer is not None
         self._guard.tensors.append((module._buffers, projection, buffer.data_ptr()))
-        self._guard.modules.append((module, module.mode))
+        self._guard.modules.append((module, _state(module)))
         return view
 
     def _dense(self, module: nn.Module, *others: torch.dtype) -> tuple[Any, None]:

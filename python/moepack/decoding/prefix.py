@@ -40,10 +40,12 @@ class Prefix:
         cache: a cache from `new_cache`, filled by the model.
         limit: the most tokens of a sequence that may share them (`moepack.decoding.carried`), because keys of longer
             sequences are rotated by other angles; None for no limit.
+        adapter: the adapter that computed them; None for the model itself.
     """
 
-    def __init__(self, ids: list[int], cache: Any, limit: int | None = None) -> None:
+    def __init__(self, ids: list[int], cache: Any, limit: int | None = None, adapter: str | None = None) -> None:
         self.ids = ids
+        self.adapter = adapter
         self.cache = cache
         self.limit = math.inf if limit is None else limit
 
@@ -55,13 +57,15 @@ class Prefix:
         """
         return len(self.ids) <= self.limit and all(type(layer) is GrowingLayer for layer in self.cache.layers)
 
-    def shared(self, ids: list[int]) -> int:
+    def shared(self, ids: list[int], adapter: str | None = None) -> int:
         """Return how many prompt tokens can be reused; the last one never is, because its logits are needed."""
-        return 0 if len(ids) > self.limit else min(common(self.ids, ids), len(ids) - 1)
+        if adapter != self.adapter or len(ids) > self.limit:
+            return 0
+        return min(common(self.ids, ids), len(ids) - 1)
 
     def continued(self, ids: list[int]) -> Any:
         """Return the cache, cropped to the common prefix with a prompt."""
-        surplus = self.cache.get_seq_length() - self.shared(ids)
+        surplus = self.cache.get_seq_length() - self.shared(ids, self.adapter)
         if surplus:
             self.cache.crop(-surplus)
         return self.cache

@@ -13,7 +13,7 @@ from moepack.errors import CorruptionError
 from moepack.format.atomic import write_inside
 from moepack.format.directory import PackedDirectory
 from moepack.format.header import DTYPES, read_header
-from moepack.format.hub import CONFIG, INDEX, PREDICTORS, shard_name
+from moepack.format.hub import BALANCE, CONFIG, INDEX, PREDICTORS, shard_name
 from moepack.format.manifest import MANIFEST
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.mapping import map_file
@@ -109,7 +109,7 @@ def _small_files(source: PackedDirectory) -> Iterator[tuple[str, bytes]]:
     tensors = {record.file for record in source.manifest.tensors.values()}
     for name in source.manifest.files:
         path = source.path / name
-        if name not in tensors | {CONFIG, INDEX, MANIFEST, PREDICTORS} and path.is_file():
+        if name not in tensors | {BALANCE, CONFIG, INDEX, MANIFEST, PREDICTORS} and path.is_file():
             yield name, path.read_bytes()
 
 

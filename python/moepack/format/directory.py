@@ -123,8 +123,8 @@ def check_listed(files: Iterable[Path], manifest: Manifest) -> None:
     """Check that the manifest lists the files that transformers opens; `CorruptionError` names a file that is not."""
     for file in files:
         if file.name not in manifest.files:
-            message = f"is what transformers opens, but {MANIFEST} does not list it: it is of another model, remove it"
-            raise CorruptionError(message, file=file)
+            message = f"would be opened by transformers, but {MANIFEST} does not list it"
+            raise CorruptionError(f"{message}: remove it, it belongs to another model", file=file)
 
 
 def check_header(file: Path, manifest: Manifest) -> Header:

@@ -16,6 +16,8 @@ ADAPTER = "adapter_config.json"
 """The configuration of a peft adapter. If it is present, transformers applies the adapter in the same directory."""
 PREDICTORS = "predictors.safetensors"
 """Weights of the predictors for expert prefetching. They are not part of the model."""
+BALANCE = "balance.safetensors"
+"""Factors between the tensors of the directory and those of its source. They are not part of the model."""
 QUANT_METHOD = "moepack"
 
 

@@ -1,17 +1,22 @@
 """Converts a packed model back into an ordinary one with decoded weights (`model.dequantize()`)."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moepack.checkpoint.names import Rules
 from moepack.errors import UnsupportedModelError
+from moepack.format.balance import Balance, balance_of
+from moepack.format.directory import read_manifest
 from moepack.format.manifest import RESIDUALS
 from moepack.stores.module import PackedModule
 
-__all__ = ["CHANNELS", "RESIDUALS", "decode_model", "projection_values"]
+__all__ = ["CHANNELS", "RESIDUALS", "decode_model", "plain_model", "projection_values", "unpacked_scales"]
 
 CHANNELS = "channels"
 """The projection that stores gate and down by channels: gate rows beside down columns."""
@@ -20,7 +25,8 @@ CHANNELS = "channels"
 def decode_model(model: Any, dtype: torch.dtype) -> None:
     """Replace the packed modules of a model by transformers' own modules with decoded weights.
 
-    Decoded weights require gradients if any parameter of the model does.
+    Decoded weights require gradients if any parameter of the model does. All weights are in the scales of the model's
+    source, so that adapters of the source fit.
 
     Args:
         model: a model loaded by moepack.
@@ -37,7 +43,8 @@ def decode_model(model: Any, dtype: torch.dtype) -> None:
     if divided := next((path for path, module in packed.items() if module.home is not None), None):
         message = "it runs on the CPU in a model on a GPU; load the model on one device to dequantize it"
         raise UnsupportedModelError(message, tensor=divided)
-    plain, cast = _plain(model), dtype != model.dtype
+    plain, cast = plain_model(model), dtype != model.dtype
+    _restore_others(model, plain, packed.values())
     trained = any(parameter.requires_grad for parameter in model.parameters())
     tied = dict(getattr(plain, "all_tied_weights_keys", None) or {})
     for path, module in packed.items():
@@ -77,7 +84,7 @@ def projection_values(read: Callable[[str], Tensor], packed: Mapping[str, Any], 
     return half + read(projection) if records == RESIDUALS else half
 
 
-def _plain(model: Any) -> Any:
+def plain_model(model: Any) -> Any:
     """Build the model with transformers' own modules on the meta device."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
@@ -86,20 +93,52 @@ def _plain(model: Any) -> Any:
         return type(model)(config)
 
 
+def _restore_others(model: Any, plain: Any, packed: Iterable[PackedModule]) -> None:
+    """Return the parameters that are not packed (norms, routers, biases) to the scales of the model's source."""
+    files = {place["file"] for module in packed for place in module.places.values() if place.get("file")}
+    for directory in {Path(file).parent for file in files}:
+        for name, (key, balance) in unpacked_scales(directory, lambda: plain).items():
+            with torch.no_grad(), suppress(AttributeError):
+                parameter = model.get_parameter(name)
+                parameter.copy_(balance.restored(key, parameter))
+
+
+def unpacked_scales(directory: Path, plain: Callable[[], Any]) -> dict[str, tuple[str, Balance]]:
+    """Return the parameters of a model that are stored unpacked in other scales than the source's.
+
+    Args:
+        directory: the packed directory.
+        plain: returns the model with transformers' own modules; called only if there are factors.
+
+    Returns:
+        The key of each parameter in the directory's factors, and the factors.
+
+    Raises:
+        LoadError, CorruptionError: the factors cannot be read.
+    """
+    if not (balance := balance_of(directory)):
+        return {}
+    manifest = read_manifest(directory)
+    stored = [name for name, record in manifest.tensors.items() if not record.packed and name in balance]
+    rules = Rules(plain())
+    return {target: (name, balance) for name in stored for target, pattern in [rules.target(name)] if pattern is None}
+
+
 def _filled(original: Any, module: PackedModule, dtype: torch.dtype, trained: bool) -> nn.Module:
     """Fill a meta module with the decoded weights of its packed counterpart."""
     read = module.values
     if module.form is not None:
         for parameter, shape in module.stock.items():
             projections = [name for name, place in module.form.places.items() if place.parameter == parameter]
-            values = {name: projection_values(read, module.shapes, name).to(dtype) for name in projections}
+            decoded = {name: projection_values(read, module.shapes, name) for name in projections}
+            values = {name: module.restored(name, each).to(dtype) for name, each in decoded.items()}
             _set(original, parameter, module.form.joined(values, shape), trained)
     elif isinstance(original, nn.ModuleDict):
         for projection in module.projections:
-            for expert, matrix in zip(original.values(), read(projection), strict=True):
+            for expert, matrix in zip(original.values(), module.restored(projection, read(projection)), strict=True):
                 _set(expert, f"{projection}.weight", matrix.to(dtype), trained)
     else:
-        _set(original, "weight", read("packed")[0].to(dtype), trained)
+        _set(original, "weight", module.restored("packed", read("packed"))[0].to(dtype), trained)
     _take_others(original, module)
     filled: nn.Module = original.train(module.training)
     return filled

@@ -17,8 +17,8 @@ def who_decodes(directory: str | PathLike[str]) -> str:
     """Describe in one sentence what runs a decoding step on the CPU.
 
     Args:
-        directory: a packed directory, which is loaded and run for a few steps; a checkpoint, of which only config.json
-            is read; or a Hub id of either.
+        directory: a packed directory, which is loaded and run for a few steps; or a checkpoint, of which only
+            config.json is read; or a Hub id of either.
 
     Raises:
         LoadError, CheckpointError, CorruptionError: the directory cannot be read.

@@ -8,6 +8,7 @@ through unchanged. For packed models:
   (`moepack.integrations.lora.appearance`). Its own rules apply, including "all-linear".
 - Unsupported targets are rejected before the model changes (`moepack.integrations.lora.refusals`).
 - LoRA uses layers that compute next to packed weights (`moepack.integrations.lora`).
+- While a model has adapters, it runs in the scales of its source (`moepack.integrations.lora.scales`).
 
 Prompt tuning adapts no layers, but finds the embedding by its shape; it is shown a packed embedding's shape.
 
@@ -33,6 +34,7 @@ def install() -> None:
     _wrap(tuners.BaseTuner, "__init__", _begin)
     _wrap(tuners.BaseTuner, "inject_adapter", _inject)
     _wrap(tuners.BaseTuner, "_check_merge_allowed", _check_merge)
+    _wrap(tuners.BaseTuner, "_unload_and_optionally_merge", _unload)
     known = getattr(tuners, _LINEAR)
     wrapped = _wrap(tuners, _LINEAR, _include_linear)
     for name, module in [*sys.modules.items()]:  # modules of peft that import the function by name
@@ -65,6 +67,12 @@ def _is_packed(model: Any) -> bool:
     return packed is not None and any(isinstance(module, packed.PackedModule) for module in model.modules())
 
 
+def _is_adapted(model: Any) -> bool:
+    """Return whether a model has layers of peft."""
+    layer = sys.modules[_TUNERS].BaseTunerLayer
+    return any(isinstance(module, layer) for module in model.modules())
+
+
 def _begin(
     original: Callable[..., None],
     tuner: Any,
@@ -88,9 +96,16 @@ def _inject(
     if not _is_packed(model):
         return original(tuner, model, adapter_name, *args, **kwargs)
     from moepack.integrations.lora.injection import prepared
+    from moepack.integrations.lora.scales import enter_source_scales, leave_source_scales
 
-    with prepared(tuner, model, adapter_name, by_state=kwargs.get("state_dict") is not None):
-        return original(tuner, model, adapter_name, *args, **kwargs)
+    enter_source_scales(model)
+    try:
+        with prepared(tuner, model, adapter_name, by_state=kwargs.get("state_dict") is not None):
+            return original(tuner, model, adapter_name, *args, **kwargs)
+    except BaseException:
+        if not _is_adapted(model):
+            leave_source_scales(model)
+        raise
 
 
 def _check_merge(original: Callable[..., None], tuner: Any) -> None:
@@ -99,6 +114,15 @@ def _check_merge(original: Callable[..., None], tuner: Any) -> None:
         from moepack.integrations.lora.refusals import refuse_merging
 
         refuse_merging(tuner.model)
+
+
+def _unload(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    model = original(tuner, *args, **kwargs)
+    if _is_packed(model):
+        from moepack.integrations.lora.scales import leave_source_scales
+
+        leave_source_scales(model)
+    return model
 
 
 def _set_up_prompts(original: Callable[..., None], model: Any, adapter_name: str) -> None:

@@ -119,6 +119,12 @@ class Method(ABC):
         return False
 
     @property
+    def needs_balance(self) -> bool:
+        """Whether the loss depends on the scales of columns, so that the balanced form of a checkpoint is packed
+        (`moepack.checkpoint.balanced`)."""
+        return False
+
+    @property
     def rewrites(self) -> bool:
         """Whether `rewrite` changes checkpoints; only a job's main method may."""
         return False

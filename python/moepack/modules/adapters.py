@@ -33,6 +33,12 @@ class LowRank:
         """Return the factors on the given device."""
         return type(self)(self.down.to(device), self.up.to(device))
 
+    def scaled(self, rows: Tensor | None, columns: Tensor | None) -> Self:
+        """Return the update where rows were multiplied by [E, R], and columns divided by [E or 1, C]; None means 1."""
+        down = self.down if columns is None else self.down / columns[:, None].to(self.down)
+        up = self.up if rows is None else self.up * rows[..., None].to(self.up)
+        return type(self)(down, up)
+
     def product(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Multiply x [N, C], sorted by expert. Return [N, R] in the dtype of the factors.
 

@@ -29,6 +29,9 @@ class PackedLinear(PackedModule):
 
     projections = ("packed",)
     weight: None = None
+    divided: torch.Tensor | None = None
+    """By what products are divided, [R], because outputs are in the scales of the model's source."""
+
     bias: nn.Parameter | None
 
     def __init__(self, rows: int, columns: int, bias: nn.Parameter | None = None) -> None:
@@ -53,9 +56,22 @@ class PackedLinear(PackedModule):
         else:
             product = traced_linear(rows, data[0], self.out_features, self.mode)
         product = product.to(x.device)
+        if self.divided is not None:
+            product = product / self.divided.to(x.device)
         if self.bias is not None:
             product = product + self.bias
         return product.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+    def enter_source_scales(self) -> None:
+        """Take inputs and give outputs in the scales of the model's source, as `PackedModule.enter_source_scales`."""
+        super().enter_source_scales()
+        rows = self.scales("packed")[0]
+        self.divided = None if rows is None else rows[0]
+
+    def leave_source_scales(self) -> None:
+        """Return to the scales of the packed model."""
+        super().leave_source_scales()
+        self.divided = None
 
     @property
     def W_q(self) -> torch.Tensor:
@@ -63,8 +79,8 @@ class PackedLinear(PackedModule):
         return self.qweight
 
     def dequantize(self) -> torch.Tensor:
-        """Decode the weights to `[rows, columns]` float32 on the module's device."""
-        return self.values("packed")[0].to(self.qweight.device)
+        """Decode the weights to `[rows, columns]` float32 on the module's device, in the scales of the source."""
+        return self.restored("packed", self.values("packed"))[0].to(self.qweight.device)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -8,13 +8,16 @@ calibration must record.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from moepack.calibration import CalibrationRequest, Weights
 from moepack.calibration.stage import PackedLayer, layer_tensors
-from moepack.checkpoint import DenseLayer, MoeModel
+from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel, describe
+from moepack.checkpoint.balanced import balanced
 from moepack.checkpoint.dense import position
 from moepack.methods import Method, PackedTensor, create
 from moepack.registry import open_tensor
@@ -115,6 +118,49 @@ class Assignment:
             raise ValueError(
                 f"the method {chosen.name} changes the whole checkpoint and cannot pack only '{weights.name}'"
             )
+
+    def balanced(self, checkpoint: Checkpoint, model: MoeModel) -> tuple[Checkpoint, MoeModel]:
+        """Return the balanced form of a checkpoint and its description, if a method needs it.
+
+        Tensors in `others` that were packed from the checkpoint as it is keep their scales, and so does what they share
+        scales with.
+
+        Raises:
+            ValueError: of two packed tensors that share scales, only one was packed from the balanced form.
+        """
+        if not any(method.needs_balance for method in self.methods):
+            return checkpoint, model
+        tensors = [weights for layer in self.layers(model) for weights in layer_tensors(layer).values()]
+        packed = {source for weights in tensors for source in weights.sources}
+        given = [weights for weights in tensors if isinstance(self.of(weights), PackedTensor)]
+        form, kept = balanced(checkpoint, model, packed), set[str]()
+        if form is not None and given:
+            before = self._unlike(given, self._described(form, model))
+            kept = {source for weights in before for source in weights.sources}
+            form = balanced(checkpoint, model, packed, kept) if kept else form
+        if form is None:
+            return checkpoint, model
+        described = self._described(form, model)
+        for weights in self._unlike([each for each in given if kept.isdisjoint(each.sources)], described):
+            raise ValueError(f"'{weights.name}' was packed in other scales than a packed tensor that shares them")
+        return form, described
+
+    @staticmethod
+    def _described(form: Checkpoint, model: MoeModel) -> MoeModel:
+        return replace(describe(form), notes=model.notes)
+
+    def _unlike(self, given: Sequence[Weights], model: MoeModel) -> list[Weights]:
+        """Return the weights whose packed tensors are nearer to them than to the same weights of another form."""
+        others = {each.name: each for layer in self.layers(model) for each in layer_tensors(layer).values()}
+        found = []
+        for weights in given:
+            packed = self.of(weights)
+            assert isinstance(packed, PackedTensor)
+            values = torch.from_numpy(open_tensor(packed.data).dequantize()[0])
+            distances = [float((each.expert(0).float() - values).norm()) for each in (weights, others[weights.name])]
+            if distances[0] < distances[1]:
+                found.append(weights)
+        return found
 
     def decided(self, weights: Weights) -> Any:
         """Return what was decided in advance for a tensor, or the identity of its packed tensor."""

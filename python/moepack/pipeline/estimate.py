@@ -178,6 +178,7 @@ def estimate(
     try_creating(target)
     assignment = Assignment(method).with_beyond(found, mtp_bits)
     check_names(checkpoint, found, assignment)
+    checkpoint, found = assignment.balanced(checkpoint, found)
     plan = make_plan(checkpoint, found, assignment)
     disk, free = _disk(plan, checkpoint, target)
     if method.plans:

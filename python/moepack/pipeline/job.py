@@ -21,6 +21,7 @@ from moepack import _core
 from moepack.backends.threads import set_threads
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel, describe
+from moepack.checkpoint.balanced import BalancedCheckpoint
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import (
@@ -32,9 +33,10 @@ from moepack.errors import (
     OutputExistsError,
 )
 from moepack.format.atomic import refuse_existing, try_creating, write_file, write_inside
+from moepack.format.balance import serialized
 from moepack.format.directory import map_tensors, read_manifest
 from moepack.format.header import read_header
-from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
+from moepack.format.hub import BALANCE, CONFIG, INDEX, config_bytes, index_bytes, quantization_config
 from moepack.format.manifest import BEYOND, DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
@@ -99,7 +101,8 @@ def compress(
             if there is none) and report the loss increase. None runs the check if it takes less than a tenth of the
             time: with methods that use calibration, on models of at least 10^8 weights.
         progress: receives progress; None shows nothing.
-        settings: settings of a method given by name; for `auto`: size, bits_per_weight or ratio, calibration, prefer.
+        settings: settings of the method if it is given by its name; for `auto`: size, bits_per_weight or ratio,
+            calibration, prefer.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or cannot be downloaded.
@@ -202,10 +205,11 @@ def _looked_at(
     """
     if any(method.looks_ahead for method in assignment.methods):
         progress.prepare(f"{assignment.method.name} reads the whole model first")
+    checkpoint, model = assignment.balanced(checkpoint, model)
     with naming_files(checkpoint):
         changed, keep = rewritten(checkpoint, model, assignment.method, state, resume)
     if changed is not checkpoint:
-        checkpoint, model = changed, describe(changed)
+        checkpoint, model = changed, replace(describe(changed), notes=model.notes)
     with naming_files(checkpoint):
         for method in assignment.methods:
             method.prepare(checkpoint, model, progress)
@@ -356,6 +360,8 @@ class Job:
         quantization = quantization_config(method, self.settings, tensors)
         content = {CONFIG: config_bytes(self.checkpoint.config, quantization), INDEX: index_bytes(tensors)}
         content |= self.assignment.method.files()
+        if isinstance(self.checkpoint, BalancedCheckpoint):
+            content[BALANCE] = serialized(self.checkpoint.form.record(self.model))
         files = {name: shard.file for name, shard in workspace.done.items()}
         for name, data in [*_read_copies(self.checkpoint.path, self.plan), *content.items()]:
             write_inside(workspace.path, name, data)

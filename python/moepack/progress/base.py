@@ -15,7 +15,7 @@ class Progress(Protocol):
         ...
 
     def start(self, total: int, done: int, unit: str = "weights") -> None:
-        """Start a job of `total` weights (or other units), of which an earlier run finished `done`."""
+        """Start a job of `total` weights (or other units); an earlier run finished `done` of them."""
         ...
 
     def stage(self, name: str) -> None:

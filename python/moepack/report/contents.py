@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moepack.format import Manifest, TensorRecord
-from moepack.format.hub import INDEX, PREDICTORS
+from moepack.format.hub import BALANCE, INDEX, PREDICTORS
 from moepack.format.manifest import RESIDUALS
 
 __all__ = ["EXPERTS", "ORDER", "MatrixRow", "RoleSize", "Row", "add_up", "read_rows", "role_sizes"]
@@ -152,7 +152,9 @@ def add_up(manifest: Manifest, rows: list[Row]) -> dict[str, Any]:
     before, after = sum(row.before for row in rows), sum(row.after for row in rows)
     other = directory - after - dense
     shards = {record.file for record in manifest.tensors.values()}
-    copied = sum(record.size for name, record in manifest.files.items() if name not in shards | {INDEX, PREDICTORS})
+    copied = sum(
+        record.size for name, record in manifest.files.items() if name not in shards | {BALANCE, INDEX, PREDICTORS}
+    )
     experts, linears = _sum(rows, experts=True), _sum(rows, experts=False)
     return {
         "weights": experts.pop("weights"),

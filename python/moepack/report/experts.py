@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, describe
 from moepack.format import PackedDirectory, TensorRecord
+from moepack.format.balance import balance_of, key_of
 from moepack.report.contents import ORDER
 
 __all__ = ["TensorValues", "read_values"]
@@ -95,10 +97,12 @@ def _errors(directory: PackedDirectory, source: Checkpoint) -> Iterator[tuple[st
     model = describe(source)
     layers: tuple[PackedLayer, ...] = (*model.layers, *model.dense)
     weights = {each.name: each for layer in layers for each in layer_tensors(layer).values()}
+    balance = balance_of(directory.path)
     for name, record in directory.manifest.packed().items():
         if name not in weights or weights[name].shape[-len(record.shape) :] != record.shape:
             continue
-        values = directory.blob(name).dequantize()
+        decoded = torch.from_numpy(directory.blob(name).dequantize())
+        values = balance.restored(key_of(directory.manifest, name), decoded).numpy()
         yield name, tuple(_error(weights[name].expert(i).float().numpy(), value) for i, value in enumerate(values))
 
 

@@ -28,8 +28,10 @@ from moepack.decoding.finite import non_finite
 from moepack.decoding.prefix import Prefix, new_cache
 from moepack.decoding.vocabulary import require_head, require_known, vocabulary_of
 from moepack.errors import LoadError, MoepackError, NonFiniteError
+from moepack.serving.adapters import Adapters
 from moepack.serving.isolation import Part
-from moepack.serving.sequence import Piece, Sequence
+from moepack.serving.reading import Reading
+from moepack.serving.sequence import TEXT_ONLY, Piece, Sequence, Wanted
 from moepack.serving.step import Stepper
 from moepack.serving.text.prompts import positions
 from moepack.serving.text.sampling import Sampling
@@ -39,6 +41,9 @@ __all__ = ["ClosedError", "Engine", "QueueFullError"]
 
 CHUNK = 512
 """Prompt tokens per step. More read prompts faster but delay the running answers."""
+SCORED = 128
+"""Prompt tokens per step of a sequence whose prompt is scored, because logits take 4 bytes per token of the vocabulary:
+77 MB for 128 tokens of a vocabulary of 150,000."""
 WORTH = 16
 """Minimum number of tokens that a kept cache must save to be used."""
 
@@ -56,6 +61,9 @@ class Engine:
 
     Attributes:
         context: maximum number of tokens of a sequence, including the prompt.
+        vocabulary: number of rows of the embedding; None if it is unknown.
+        logits: number of logits.
+        ends: tokens that end an answer.
 
     Args:
         model: a loaded decoder on one device. The engine takes ownership.
@@ -64,6 +72,7 @@ class Engine:
         queue: maximum number of sequences waiting for a slot.
         context: maximum number of tokens of a sequence; None uses the model's limit.
         seconds: maximum time of an answer in seconds, including waiting.
+        adapters: adapters of the model that sequences may use.
 
     Raises:
         LoadError: the model is an encoder-decoder.
@@ -72,7 +81,7 @@ class Engine:
 
     def __init__(
         self, model: Any, tokenizer: Any, slots: int = 16, queue: int = 256, context: int | None = None,
-        seconds: float = 600.0,
+        seconds: float = 600.0, adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
         if model.config.is_encoder_decoder:
             raise LoadError("only decoder models can be served: this model reads one text and writes another")
@@ -81,12 +90,15 @@ class Engine:
         self.slots, self.queue, self.seconds = slots, queue, seconds
         limit = positions(model)
         self.context = min(value for value in (context, limit, 1 << 30) if value is not None)
-        self._stepper = Stepper(model, self._relieve)
-        self._vocabulary = vocabulary_of(model)
-        self._ends = end_tokens(model, tokenizer)
+        self.adapters = adapters or Adapters(model)
+        self._stepper = Stepper(model, self._relieve, self.adapters)
+        self.vocabulary = vocabulary_of(model)
+        self.logits: int = model.config.get_text_config(decoder=True).vocab_size
+        self.ends = end_tokens(model, tokenizer)
         self._stop = end_strings(model)
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []
+        self._readings: deque[Reading] = deque()
         self._kept: deque[Prefix] = deque()
         self._changed = threading.Condition()
         self._closing = math.inf  # when answers must have ended
@@ -97,30 +109,50 @@ class Engine:
         self._thread.start()
         return self
 
-    def submit(self, ids: list[int], sampling: Sampling, on_piece: Callable[[Piece], None]) -> Sequence:
+    def submit(
+        self, ids: list[int], sampling: Sampling, on_piece: Callable[[Piece], None], wanted: Wanted = TEXT_ONLY
+    ) -> Sequence:
         """Queue a prompt.
 
         Args:
             ids: token ids of the prompt. Their number plus `sampling.max_new_tokens` is at most `context`.
             sampling: sampling settings and end conditions.
             on_piece: called with each piece, in the engine's thread. Must not raise.
+            wanted: what the answer is wanted for, besides its text.
 
         Raises:
             TokenError: the model's embedding has no row for a token.
             QueueFullError: the queue is full.
             ClosedError: the engine is closed.
         """
-        require_known(ids, self._vocabulary, self.tokenizer)
+        require_known(ids, self.vocabulary, self.tokenizer)
         sampling = replace(sampling, stop=(*sampling.stop, *self._stop))
         with self._changed:
             if not self.is_open:
                 raise ClosedError("the server is shutting down")
             if len(self._waiting) >= self.queue:
                 raise QueueFullError(f"{self.queue} requests are already waiting")
-            sequence = Sequence(ids, sampling, on_piece, self.tokenizer, self._ends, self.seconds)
+            sequence = Sequence(ids, sampling, on_piece, self.tokenizer, self.ends, self.seconds, wanted)
             self._waiting.append(sequence)
             self._changed.notify()
         return sequence
+
+    def read(self, reading: "Reading") -> None:
+        """Queue a text whose hidden states are wanted. The engine reads up to `CHUNK` of its tokens per step.
+
+        Raises:
+            TokenError: the model's embedding has no row for a token.
+            QueueFullError: the queue is full.
+            ClosedError: the engine is closed.
+        """
+        require_known(reading.ids, self.vocabulary, self.tokenizer)
+        with self._changed:
+            if not self.is_open:
+                raise ClosedError("the server is shutting down")
+            if len(self._readings) >= max(self.queue, 1):
+                raise QueueFullError(f"{self.queue} requests are already waiting")
+            self._readings.append(reading)
+            self._changed.notify()
 
     def cancel(self, sequence: Sequence) -> None:
         """Cancel a sequence. It releases its slot and emits no more pieces, unless it is just ending."""
@@ -132,6 +164,10 @@ class Engine:
     def counts(self) -> dict[str, int]:
         """Return the numbers of active and waiting sequences and of kept caches."""
         return {"active": len(self._active), "waiting": len(self._waiting), "kept": len(self._kept)}
+
+    def cached_tokens(self) -> int:
+        """Return the number of tokens whose keys and values are in memory."""
+        return sum(sequence.read for sequence in [*self._active]) + sum(len(prefix.ids) for prefix in [*self._kept])
 
     @property
     def is_open(self) -> bool:
@@ -157,6 +193,8 @@ class Engine:
                     self._leave()
                     if self._active:
                         self._step()
+                    if self._readings:
+                        self._read()
         finally:  # no client is left waiting, for any cause
             self._end()
 
@@ -164,8 +202,12 @@ class Engine:
         with self._changed:
             self._closing = min(self._closing, time.monotonic())
             left = [*self._active, *self._waiting]
+            readings = [*self._readings]
             self._active, self._kept = [], deque()
             self._waiting.clear()
+            self._readings.clear()
+        for reading in readings:
+            reading.fail(ClosedError("the server is shutting down"))
         for sequence in left:
             sequence.finish("error", error="the server is shutting down")
 
@@ -176,7 +218,7 @@ class Engine:
             Whether the engine continues.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self.is_open or self._waiting or self._active)
+            self._changed.wait_for(lambda: not self.is_open or self._waiting or self._active or self._readings)
             if not self.is_open:
                 return bool(self._active) and time.monotonic() < self._closing
             free = self.slots - len(self._active)
@@ -191,8 +233,11 @@ class Engine:
 
     def _cache(self, sequence: Sequence) -> Any:
         """Return a cache for a sequence: a kept one with a common prefix if it saves enough, or a new one."""
-        best = max(self._kept, key=lambda prefix: prefix.shared(sequence.ids), default=None)
-        if best is None or best.shared(sequence.ids) < WORTH:
+        if sequence.wanted.scores_prompt:  # the logits of cached tokens are not kept
+            return new_cache(self.model)
+        adapter = sequence.wanted.adapter
+        best = max(self._kept, key=lambda prefix: prefix.shared(sequence.ids, adapter), default=None)
+        if best is None or best.shared(sequence.ids, adapter) < WORTH:
             return new_cache(self.model)
         self._kept.remove(best)
         return best.continued(sequence.ids)
@@ -220,7 +265,8 @@ class Engine:
             if is_prompt and room <= 0:
                 continue
             is_whole = is_prompt and self._stepper.reads_whole(len(sequence.ids))
-            part = sequence.part(None if is_whole else room if is_prompt else 1)
+            most = min(room, SCORED) if sequence.is_scored else room
+            part = sequence.part(None if is_whole else most if is_prompt else 1)
             room -= len(part.ids) if is_prompt else 0
             parts.append((sequence, part))
         return parts
@@ -241,7 +287,22 @@ class Engine:
                     raise outcome
                 if sequence.take(part, outcome):
                     self._active.remove(sequence)
-                    self._keep(Prefix(sequence.ids[: sequence.read], sequence.cache, self._stepper.limit))
+                    read, adapter = sequence.ids[: sequence.read], sequence.wanted.adapter
+                    self._keep(Prefix(read, sequence.cache, self._stepper.limit, adapter))
+
+    def _read(self) -> None:
+        """Read the next tokens of the text that has waited longest."""
+        reading = self._readings[0]
+        try:
+            is_done = reading.cancelled or self._stepper.read(reading, CHUNK)
+        except Exception as error:
+            is_done = True
+            reading.fail(error)
+            if failure := lost(error):
+                raise failure from error
+        if is_done:
+            with self._changed:
+                self._readings.popleft()
 
     def _relieve(self) -> bool:
         """Free the caches kept for later prompts; return whether there were any."""
@@ -262,6 +323,7 @@ class Engine:
     def _located(self, sequence: Sequence, error: NonFiniteError) -> Exception:
         """Return the error of a sequence with non-finite logits, naming the layer if it can be found."""
         try:
+            self.adapters.activate(sequence.wanted.adapter)
             return non_finite(self.model, {"input_ids": torch.tensor([sequence.ids[: sequence.read]])})
         except Exception:  # for example, no memory to run it again
             return error

@@ -20,7 +20,8 @@ from moepack.panics import contained
 __all__ = ["Outcome", "Part", "is_memory", "isolated"]
 
 Outcome = torch.Tensor | Exception
-"""The logits after a part, shape (vocabulary,); or the error that reading it raised."""
+"""The logits after a part, shape (vocabulary,), or of each token of a scored part, shape (tokens, vocabulary); or the
+error that reading it raised."""
 
 
 @dataclass
@@ -32,12 +33,16 @@ class Part:
         position: position of the first of them, equal to the number of tokens in the cache.
         cache: the cache of the sequence.
         is_whole: the model must read the tokens in one pass.
+        is_scored: the logits of all tokens are needed, not only those of the last.
+        adapter: name of the adapter that reads them; None for the model itself.
     """
 
     ids: list[int]
     position: int
     cache: Any
     is_whole: bool = False
+    is_scored: bool = False
+    adapter: str | None = None
 
     @property
     def end(self) -> int:
@@ -93,7 +98,10 @@ def _in_halves(read: Read, part: Part, relieve: Callable[[], bool]) -> list[Outc
     first = isolated(read, [replace(part, ids=part.ids[:middle])], relieve)
     if isinstance(first[0], Exception):
         return first
-    return isolated(read, [replace(part, ids=part.ids[middle:], position=part.position + middle)], relieve)
+    second = isolated(read, [replace(part, ids=part.ids[middle:], position=part.position + middle)], relieve)
+    if part.is_scored and not isinstance(second[0], Exception):
+        return [torch.cat([first[0], second[0]])]
+    return second
 
 
 def is_memory(outcome: Outcome) -> bool:

@@ -29,8 +29,10 @@ from moepack.decoding.calls import cache_argument
 from moepack.decoding.carried import carried_of
 from moepack.decoding.families import decoder_of
 from moepack.decoding.prefix import new_cache
+from moepack.serving.adapters import Adapters
 from moepack.serving.isolation import Outcome, Part, isolated
 from moepack.serving.pace import Pace
+from moepack.serving.reading import Reading
 
 __all__ = ["Part", "Stepper"]
 
@@ -66,10 +68,14 @@ class Stepper:
     Args:
         model: a model in evaluation mode on one device.
         relieve: frees memory that is not needed, called when memory runs out; returns whether it freed any.
+        adapters: adapters of the model that parts may use.
     """
 
-    def __init__(self, model: Any, relieve: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, model: Any, relieve: Callable[[], bool] = lambda: False, adapters: Adapters | None = None
+    ) -> None:
         self.model, self._relieve = model, relieve
+        self._adapters = adapters or Adapters(model)
         self.together = _goes_together(model)
         self.pace = Pace()
         self._carried = carried_of(model)
@@ -86,11 +92,21 @@ class Stepper:
             parts: at least one part.
 
         Returns:
-            For each part, the logits after it, shape (vocabulary,), or the error that reading it raised.
+            For each part, the logits after it, shape (vocabulary,), those of each token of a scored part, shape
+            (tokens, vocabulary), or the error that reading it raised.
 
         Raises:
             Exception: a GPU is lost (`moepack.backends.gpu.lost`).
         """
+        found: dict[int, Outcome] = {}
+        for adapter in sorted({part.adapter for part in parts}, key=lambda name: name != self._adapters.active):
+            self._adapters.activate(adapter)
+            group = [part for part in parts if part.adapter == adapter]
+            found |= zip(map(id, group), self._forward(group), strict=True)
+        return [found[id(part)] for part in parts]
+
+    def _forward(self, parts: Sequence[Part]) -> list[Outcome]:
+        """Read parts with the active adapter."""
         apart = [part for part in parts if self._carried.depends_on(part.end)]
         alike = [part for part in parts if not self._carried.depends_on(part.end)]
         found = {id(part): outcome for part, outcome in zip(alike, self._alike(alike), strict=True)}
@@ -112,6 +128,20 @@ class Stepper:
         carried = self._carried
         return carried.rereads and read > 0 and not carried.depends_on(read) and carried.depends_on(length)
 
+    def read(self, reading: Reading, most: int) -> bool:
+        """Read the next tokens of a text, at most `most` unless it needs one pass; return whether it was read."""
+        self._adapters.activate(reading.adapter)
+        if reading.cache is None:
+            reading.cache = new_cache(self.model)
+        start = reading.position
+        end = len(reading.ids) if self.reads_whole(len(reading.ids)) else start + most
+        self._carried.reset()
+        ids = torch.tensor([reading.ids[start:end]], device=self.model.device)
+        cached = cache_argument(self.model, reading.cache)
+        output = decoder_of(self.model)(input_ids=ids, **cached, use_cache=True)
+        states: torch.Tensor = output.last_hidden_state[0]
+        return reading.take(states)
+
     def _alike(self, parts: Sequence[Part]) -> list[Outcome]:
         """Read parts that can share a pass."""
         count, are_single = len(parts), all(len(part.ids) == 1 for part in parts)
@@ -125,13 +155,13 @@ class Stepper:
         return outcomes
 
     def _together(self, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
-        return _together(self.model, parts).unbind()
+        return _together(self.model, parts)
 
     def _each(self, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
         rows = []
         for part in parts:
             self._carried.reset()
-            rows.append(_alone(self.model, part)[0])
+            rows.append(_alone(self.model, part))
         return rows
 
 
@@ -187,26 +217,30 @@ def _is_core_s(model: Any) -> bool:
     return getattr(decoder_of(model).forward, "steps", 0) > 0
 
 
-def _together(model: Any, parts: Sequence[Part]) -> torch.Tensor:
+def _together(model: Any, parts: Sequence[Part]) -> list[torch.Tensor]:
     ids = [token for part in parts for token in part.ids]
     places = [part.position + i for part in parts for i in range(len(part.ids))]
-    ends = torch.tensor([len(part.ids) for part in parts]).cumsum(0) - 1
+    sizes = [len(part.ids) if part.is_scored else 1 for part in parts]
+    ends = torch.tensor([len(part.ids) for part in parts]).cumsum(0).tolist()
+    kept = torch.tensor([row for end, size in zip(ends, sizes, strict=True) for row in range(end - size, end)])
     with _attending(model) as attention:
         output = model(
             input_ids=torch.tensor([ids], device=model.device),
             position_ids=torch.tensor([places], device=model.device),
             use_cache=False,
-            logits_to_keep=ends.to(model.device),
+            logits_to_keep=kept.to(model.device),
             sequences=_Batch(parts, attention),
         )
     logits: torch.Tensor = output.logits[0]
-    return logits if len(logits) == len(parts) else logits[ends]  # some classes return the logits of all tokens
+    rows = logits if len(logits) == len(kept) else logits[kept]  # some classes return the logits of all tokens
+    return [own if part.is_scored else own[0] for part, own in zip(parts, torch.split(rows, sizes), strict=True)]
 
 
 def _alone(model: Any, part: Part) -> torch.Tensor:
     inputs = {"input_ids": torch.tensor([part.ids], device=model.device), **cache_argument(model, part.cache)}
-    logits: torch.Tensor = model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
-    return logits
+    kept = len(part.ids) if part.is_scored else 1
+    logits: torch.Tensor = model(**inputs, use_cache=True, logits_to_keep=kept).logits[0, -kept:]
+    return logits if part.is_scored else logits[0]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Balance", "Matrices", "balance"]
+__all__ = ["Balance", "Matrices", "balance", "column_magnitudes", "row_magnitudes"]
 
 EXPERTS, ROWS = 16, 256
 """Matrices per tensor, and approximate rows per matrix, from which column magnitudes are estimated."""
@@ -88,6 +88,25 @@ def _columns(samples: Sequence[Tensor]) -> Tensor:
         rows = _positive((magnitudes / found).mean(1, keepdim=True))
         found = _positive((magnitudes / rows).mean(0))
     return found
+
+
+def column_magnitudes(rows: Tensor) -> Tensor:
+    """Return the column factors [C] that balance sampled rows [N, C], float64; 1 where there are only zeros.
+
+    Non-finite weights count as zeros, because the packing method reports them.
+    """
+    magnitudes = rows.double().abs().nan_to_num_(0.0, 0.0, 0.0)
+    found = torch.ones(magnitudes.shape[1], dtype=torch.float64)
+    for _ in range(ROUNDS if magnitudes.numel() else 0):
+        own = _positive(magnitudes @ (1 / found) / len(found))
+        found = _positive((1 / own) @ magnitudes / len(magnitudes))
+    return found
+
+
+def row_magnitudes(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the row factors [N] of rows [N, C] for known column factors [C], float64; 1 for rows of zeros."""
+    magnitudes = rows.double().abs().nan_to_num_(0.0, 0.0, 0.0)
+    return _positive(magnitudes @ (1 / columns) / max(len(columns), 1))
 
 
 def _rows(tensor: Matrices, columns: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 from moepack import _core
 
 __all__ = [
-    "BLOCK_ROWS", "LARGEST", "PRICE", "WORTH", "Lengths", "Profile", "form_of", "largest_at", "least_spread",
+    "BLOCK_ROWS", "LARGEST", "PRICE", "WORTH", "Lengths", "Profile", "coder_symbols", "largest_at", "least_spread",
     "low_bits_of", "round_priced", "scale_of", "symbols_of", "worth_of",
 ]  # fmt: skip
 
@@ -78,10 +78,12 @@ DRAWN = 8192
 HALF_COUNT = 0.5
 """Added to every count, so that symbols missing in a sample have a length."""
 
+LEAST_DEPENDENT = 1.25
+"""Bits per weight of plain codes from which dependent codes replace them. Below, most weights are zero, a value that
+dependent codes lack (docs/methods/rate.md)."""
 
-PAIRS = 0.002
-"""Maximum overhead, as a share of bits, of two-weight symbols over single ones; they cut the time of products by a
-third."""
+NEARLY_ZERO = 1 / 16
+"""Minimum root mean square of a row block in steps, because dependent codes turn zeros into a quarter of a step."""
 
 
 def largest_at(bits_per_weight: float) -> int:
@@ -99,11 +101,12 @@ def low_bits_of(largest: int) -> int:
     return 0 if largest == LARGEST else 3
 
 
-def form_of(largest: int, dependent: bool) -> dict[str, Any]:
-    """Return the coder's arguments, given the largest magnitude with its own code length."""
+def coder_symbols(largest: int, dependent: bool) -> str:
+    """Return the coder's kind of symbols, given the largest magnitude with its own code length."""
     if dependent:
-        return {"dependent": True}
-    return {"low_bits": low_bits_of(largest)} if low_bits_of(largest) else {"pairs": PAIRS}
+        return "dependent"
+    low_bits = low_bits_of(largest)
+    return f"plain+{low_bits}" if low_bits else "plain"
 
 
 def least_spread(values: Tensor) -> float:

@@ -18,7 +18,8 @@ from moepack.backends import Matrix
 from moepack.backends.compute import ComputingModule
 from moepack.checkpoint.experts import ExpertsForm
 from moepack.errors import LoadError
-from moepack.format.directory import PackedDirectory
+from moepack.format.balance import balance_of
+from moepack.format.directory import PackedDirectory, read_manifest
 from moepack.registry import open_tensor
 from moepack.stores.base import ExpertStore, Shape
 from moepack.stores.mapped import MappedStore
@@ -39,6 +40,8 @@ class PackedModule(ComputingModule):
         shapes: the projections' shapes, in order of computation.
         places: the origin of the bytes, for messages.
         readers: open matrices, managed by the store.
+        multiplied: by what inputs are multiplied, [C], because they are in the scales of the model's source; None if
+            they are in those of the packed model.
         home: the device of the bytes, if activations may be on another device: they are copied there, and products
             back. None if activations must be on the device of the bytes.
     """
@@ -49,6 +52,7 @@ class PackedModule(ComputingModule):
     can_overlap = False
     form: ExpertsForm | None = None
     stock: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    multiplied: torch.Tensor | None = None
     home: torch.device | None = None
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
@@ -57,6 +61,7 @@ class PackedModule(ComputingModule):
         self.places: dict[str, dict[str, Any]] = {}
         self.readers: dict[str, tuple[int, Matrix]] = {}
         self.store: ExpertStore = MappedStore()
+        self._scales: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
 
     def stand_for(self, original: Any, form: ExpertsForm) -> None:
         """Record the parameters of the transformers experts module that this module replaces."""
@@ -100,6 +105,60 @@ class PackedModule(ComputingModule):
             raise LoadError(f"the packed bytes of {projection} are neither in memory nor in a known file")
         directory = PackedDirectory.open(Path(place["file"]).parent)
         return torch.from_numpy(directory.blob(place["tensor"]).dequantize())
+
+    def scales(self, projection: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return by what the rows of a projection were multiplied, and its columns divided, when it was packed.
+
+        Args:
+            projection: a projection, also one that is stored together with another.
+
+        Returns:
+            [E or 1, R] and [E or 1, C] float32 on the CPU; None for 1.
+
+        Raises:
+            LoadError, CorruptionError: the directory of the bytes cannot be read.
+        """
+        if projection not in self._scales:
+            self._scales[projection] = self._read_scales(projection)
+        return self._scales[projection]
+
+    def _read_scales(self, projection: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        place = next((place for place in self.places.values() if place.get("file")), None)
+        if place is None or not (balance := balance_of(path := Path(place["file"]).parent)):
+            return None, None
+        record = read_manifest(path).tensors[place["tensor"]]
+        key = f"{record.module}.{projection}" if record.experts else place["tensor"]
+        rows, columns = balance.rows(key), balance.columns(key)
+        return (
+            None if rows is None else rows.reshape(-1, rows.shape[-1]),
+            None if columns is None else columns.reshape(-1, columns.shape[-1]),
+        )
+
+    def restored(self, projection: str, values: torch.Tensor) -> torch.Tensor:
+        """Return decoded values [E, R, C] of a projection in the scales of the model's source."""
+        rows, columns = self.scales(projection)
+        if rows is not None:
+            values = values / rows[..., None].to(values.device)
+        return values if columns is None else values * columns[:, None].to(values.device)
+
+    def enter_source_scales(self) -> None:
+        """Take inputs in the scales of the model's source from now on.
+
+        Raises:
+            LoadError, CorruptionError: see `scales`.
+        """
+        columns = self.scales(self.projections[0])[1]
+        self.multiplied = None if columns is None else columns[0]
+
+    def leave_source_scales(self) -> None:
+        """Take inputs in the scales of the packed model again."""
+        self.multiplied = None
+
+    def __call__(self, x: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
+        """Run the module; see `forward`."""
+        if self.multiplied is not None:
+            x = (x.float() * self.multiplied.to(x.device)).to(x.dtype)
+        return super().__call__(x, *arguments, **settings)
 
     def packed_bytes(self) -> list[torch.Tensor] | None:
         """The bytes of all projections, in order; None if a store keeps them elsewhere."""

@@ -6,7 +6,6 @@ kernels, with straight-through gradients.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -150,10 +149,7 @@ class Scales(TunedTensor):
         """Return the tensor with the current scales; equal codes are encoded into equal streams."""
         data, scales = self.data.numpy(), self.scales().detach().cpu().numpy()
         details = _core.PackedTensor(data).details()
-        names = ("stream_rows", "low_bits", "dependent")
-        form = {name: details[name] for name in names if name in details}
-        if details.get("pairs", False):
-            form["pairs"] = math.inf
+        form = {name: details[name] for name in ("stream_rows", "symbols")}
         if self.columns.numel():
             form["columns"] = self.column_scales().detach().cpu().numpy()
         return torch.from_numpy(_core.encode_coded(_core.decode_coded(data), scales, ndim=self.ndim, **form))

@@ -53,16 +53,9 @@ fn golden_files_decode_on_every_set() {
         }
         let rows = Some(layout.stream_rows());
         let pool = pool::current().unwrap();
-        let (dependent, pairs) = (layout.is_dependent(), layout.is_of_pairs());
-        let paths = name.starts_with("dependent") || name == "columns-of-experts";
-        assert_eq!(dependent, paths, "{name}");
-        assert_eq!(pairs, name.starts_with("pairs"), "{name}");
-        let again = match (dependent, pairs) {
-            (true, _) => coded::encode_dependent(&wanted, &scales, shape, rows, &pool),
-            (_, true) => coded::encode_pairs(&wanted, &scales, shape, rows, f64::INFINITY, &pool),
-            _ => coded::encode(&wanted, &scales, shape, rows, &pool),
-        };
-        let again = again.unwrap();
+        let symbols = layout.symbols();
+        assert_eq!(case["symbols"], symbols.to_string(), "{name}");
+        let again = coded::encode(&wanted, &scales, shape, rows, symbols, &pool).unwrap();
         assert!(codes(&again, Isa::SCALAR) == wanted, "{name}");
     }
 }

@@ -45,12 +45,13 @@ fn read(data: &[u8]) -> Result<(), Error> {
         rows: &[1.0],
         columns: (coded.layout().column_scales() != coded::ColumnScales::None).then_some(&columns[..]),
     };
-    let again = match (coded.layout().is_dependent(), coded.layout().is_of_pairs()) {
-        (true, _) => coded::encode_dependent(&codes, scales, shape, rows, pool),
-        (false, true) => coded::encode_pairs(&codes, scales, shape, rows, f64::INFINITY, pool),
-        (false, false) => coded::encode_with_low_bits(&codes, scales, shape, rows, coded::MAX_LOW_BITS, pool),
+    let symbols = match coded.layout().symbols() {
+        coded::Symbols::Plain { .. } => coded::Symbols::Plain {
+            low_bits: coded::MAX_LOW_BITS,
+        },
+        coded::Symbols::Dependent => coded::Symbols::Dependent,
     };
-    if let Ok(again) = again {
+    if let Ok(again) = coded::encode(&codes, scales, shape, rows, symbols, pool) {
         let coded = Coded::parse(&again).expect("encoded tensors parse");
         let view = coded.view(&again)?;
         view.verify(Isa::SCALAR, pool).expect("encoded tensors are valid");

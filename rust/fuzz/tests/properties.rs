@@ -134,15 +134,8 @@ proptest! {
         let columns = columns.map(|own| many(experts(own) * shape.columns, || parameter(&mut next)));
         let scales = coded::Scales { rows: &rows, columns: columns.as_deref() };
         // Codes of more than eight bits are not decoded to bytes.
-        let packed = coded::encode_with_low_bits(&codes, scales, shape, None, low_bits, pool()).expect("it is packed");
-        kernel_twins::read(&packed).expect("it is multiplied");
-    }
-
-    #[test]
-    fn pairs_of_integers(shape in shapes(), spread in 1..9u32, seed: u32) {
-        let mut next = noise(seed);
-        let codes = many(shape.weights().unwrap(), || (next(spread) * next(2)) as i32 - (next(spread) * next(2)) as i32);
-        let packed = coded::encode_pairs(&codes, &[0.5], shape, None, f64::INFINITY, pool()).expect("it is packed");
+        let symbols = coded::Symbols::Plain { low_bits };
+        let packed = coded::encode(&codes, scales, shape, None, symbols, pool()).expect("it is packed");
         kernel_twins::read(&packed).expect("it is multiplied");
     }
 
@@ -162,7 +155,8 @@ proptest! {
                 })
                 .collect::<Vec<_>>()
         });
-        let packed = coded::encode_dependent(&codes.concat(), &[0.5], shape, None, pool()).expect("it is packed");
+        let symbols = coded::Symbols::Dependent;
+        let packed = coded::encode(&codes.concat(), &[0.5], shape, None, symbols, pool()).expect("it is packed");
         kernel_twins::read(&packed).expect("it is multiplied");
     }
 }

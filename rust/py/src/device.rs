@@ -1,7 +1,7 @@
 //! GPU layouts of packed tensors.
 
 use moepack_core::formats::coded::{Coded, device};
-use moepack_core::{pool, simd};
+use moepack_core::pool;
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 
@@ -38,21 +38,6 @@ pub fn coded_frame<'py>(
         Coded::parse(data)?.view(data)?.device_frame(&*pool::current()?)
     })?;
     Ok((frame.bytes.into_pyarray(py), frame.streams.into_pyarray(py)))
-}
-
-/// Return a coded tensor with symbols of one weight.
-#[pyfunction]
-pub fn coded_without_pairs<'py>(
-    py: Python<'py>,
-    data: PyReadonlyArray1<'py, u8>,
-) -> PyResult<Array<'py, u8>> {
-    let data = values(&data, "data")?;
-    let single = detached(py, || {
-        Coded::parse(data)?
-            .view(data)?
-            .without_pairs(simd::active()?, &*pool::current()?)
-    })?;
-    Ok(single.into_pyarray(py))
 }
 
 /// Undo `coded_to_device`.

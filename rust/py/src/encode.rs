@@ -140,9 +140,8 @@ pub enum Integers<'py> {
     Words(PyReadonlyArray3<'py, i32>),
 }
 
-/// The rows of a stream, low bits, whether codes are dependent, and the share of bits by which pairs may increase the
-/// size.
-type Form = (Option<usize>, usize, bool, Option<f64>);
+/// The rows of a stream, and what symbols stand for.
+type Form = (Option<usize>, coded::Symbols);
 
 /// Scales of rows and of columns.
 type GivenScales<'a, 'py> = (
@@ -153,7 +152,7 @@ type GivenScales<'a, 'py> = (
 /// Entropy code integers.
 #[allow(clippy::too_many_arguments)] // the arguments are keywords in Python
 #[pyfunction]
-#[pyo3(signature = (codes, scales, *, ndim, columns=None, stream_rows=None, low_bits=0, dependent=false, pairs=None))]
+#[pyo3(signature = (codes, scales, *, ndim, columns=None, stream_rows=None, symbols="plain"))]
 pub fn encode_coded<'py>(
     py: Python<'py>,
     codes: Integers<'py>,
@@ -161,17 +160,10 @@ pub fn encode_coded<'py>(
     ndim: u8,
     columns: Option<PyReadonlyArray2<'py, f32>>,
     stream_rows: Option<usize>,
-    low_bits: usize,
-    dependent: bool,
-    pairs: Option<f64>,
+    symbols: &str,
 ) -> Bytes<'py> {
-    if dependent && low_bits > 0 {
-        return invalid("dependent codes have no low bits");
-    }
-    if pairs.is_some() && (dependent || low_bits > 0) {
-        return invalid("symbols of two weights have neither dependent codes nor low bits");
-    }
-    let (scales, form) = ((&scales, &columns), (stream_rows, low_bits, dependent, pairs));
+    let form = (stream_rows, symbols.parse().map_err(raise)?);
+    let scales = (&scales, &columns);
     match &codes {
         Integers::Bytes(codes) => encode_integers(py, codes, scales, ndim, form),
         Integers::Shorts(codes) => encode_integers(py, codes, scales, ndim, form),
@@ -184,7 +176,7 @@ fn encode_integers<'py, T: coded::Code + numpy::Element>(
     codes: &PyReadonlyArray3<'py, T>,
     (scales, columns): GivenScales<'_, 'py>,
     ndim: u8,
-    (stream_rows, low_bits, dependent, pairs): Form,
+    (stream_rows, symbols): Form,
 ) -> Bytes<'py> {
     let shape = shape(codes, ndim);
     if ![[1, 1], [shape.experts, shape.rows]]
@@ -218,11 +210,7 @@ fn encode_integers<'py, T: coded::Code + numpy::Element>(
     };
     packed(py, || {
         let pool = &*pool::current()?;
-        match (dependent, pairs) {
-            (true, _) => coded::encode_dependent(codes, scales, shape, stream_rows, pool),
-            (false, Some(more)) => coded::encode_pairs(codes, scales, shape, stream_rows, more, pool),
-            (false, None) => coded::encode_with_low_bits(codes, scales, shape, stream_rows, low_bits, pool),
-        }
+        coded::encode(codes, scales, shape, stream_rows, symbols, pool)
     })
 }
 

@@ -28,7 +28,7 @@ mod _core {
     #[pymodule_export]
     use super::dense::DenseMatrix;
     #[pymodule_export]
-    use super::device::{coded_frame, coded_from_device, coded_to_device, coded_without_pairs};
+    use super::device::{coded_frame, coded_from_device, coded_to_device};
     #[pymodule_export]
     use super::encode::{
         decode_coded, encode_channels, encode_codebook, encode_coded, encode_groupwise, encode_ternary,

@@ -75,7 +75,7 @@ def test_bf16_is_the_product_of_rounded_factors(bits, group_size, isa):
     weights = torch.from_numpy(blob.dequantize()[0]).double()
     x = torch.from_numpy(rng.standard_normal((20, 256)).astype(np.float32))
     y = torch.from_numpy(blob.matmul(x.numpy(), mode="bf16", isa=isa)).double()
-    # Both factors may be off by 2^-8; the rest is what sums in float32 are off by.
+    # Both factors may differ by 2^-8; the rest is the error of float32 sums.
     bound = 2.1 / 256 * (x.double().abs() @ weights.abs().T) + 1e-3
     assert ((y - x.double() @ weights.T).abs() <= bound).all()
     as_bf16 = x.bfloat16()

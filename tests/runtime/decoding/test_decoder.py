@@ -1,4 +1,4 @@
-"""Decoding in the core against transformers': equal numbers where it is used, and not used where it must not be."""
+"""Decoding in the core against transformers: equal numbers if it is used, and not used if unsupported."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ PROMPT, TOKENS = 5, 24
 
 @pytest.fixture(autouse=True)
 def default_decoding():
-    """Whatever a test chooses, the next one starts with the default."""
+    """Restore the default after each test."""
     yield
     set_decoding(None)
 
@@ -63,7 +63,7 @@ def steps_of(model):
 
 
 def run(model, mode, tokens=None, past=None, prompt=PROMPT):
-    """Logits of each token behind a prompt, read one by one, and the cache."""
+    """Logits of each token after a prompt, read one by one, and the cache."""
     set_decoding(mode)
     tokens = ids() if tokens is None else tokens
     found = []
@@ -176,7 +176,7 @@ class _Codebooks(Method):
 
 @pytest.mark.parametrize("architecture", KNOWN)
 def test_bfloat16_loses_no_more_than_transformers_does(directory, architecture):
-    """Both against float32; single tokens whose experts change by rounding may be off, hence the median."""
+    """Both are compared with float32; the median ignores single tokens whose experts change by rounding."""
     path = directory(architecture)
     expected, _ = run(moepack.load(path, dtype="float32"), "transformers")
     model = moepack.load(path, dtype="bfloat16")
@@ -261,7 +261,7 @@ def test_a_cache_may_be_looked_at_and_written_between_steps(model):
             for layer in cache.layers[: number % 3]:
                 assert layer.keys.shape == layer.values.shape == (1, 2, number + 1, 8)
                 layer.keys = layer.keys.clone()
-    # Keys of fewer tokens than values are nothing that the core knows.
+    # The core does not support fewer keys than values.
     cache.layers[0].keys = cache.layers[0].keys[:, :, :-1]
     assert cache.layers[0].form is None and cache.layers[1].form is not None
 
@@ -307,7 +307,7 @@ def test_generation_is_that_of_transformers(model):
 
 
 def test_other_calls_are_transformers(model):
-    """Each of these asks for something that the core does not do."""
+    """Each of these needs something that the core does not support."""
     tokens = ids(7)
     with torch.inference_mode():
         prompt = model(tokens, use_cache=True)
@@ -338,7 +338,7 @@ def test_other_calls_are_transformers(model):
     with torch.inference_mode():
         hidden = attempt(output_hidden_states=True).hidden_states
         assert len(hidden) == 3 and steps_of(model) == 1
-        # Transformers leaves its hooks on the layers; they look only while a call asks for it.
+        # Transformers leaves its hooks on the layers; they record only during a call that requests it.
         assert attempt().logits.isfinite().all() and steps_of(model) == 2
         again = attempt(output_hidden_states=True).hidden_states
     assert steps_of(model) == 2 and all(map(torch.equal, hidden, again))
@@ -366,13 +366,13 @@ def test_changes_of_a_model_are_seen(directory, change):
     after, _ = run(model, "native")
     expected, _ = run(model, "transformers")
     assert_near(after, expected)
-    # Of each run the first step may still be the core's; none is where the core does not know what is computed.
+    # The core may decode the first step of each run, and none of an unsupported computation.
     assert (change in ("weight", "moved", "mode")) == (steps_of(model) == 2 * TOKENS)
     assert change == "hook" or not torch.equal(before, after)
     assert len(seen) == (2 * (TOKENS + 1) if change == "hook" else 0)
 
 
-def test_what_is_written_into_a_weight_is_read(model):
+def test_values_written_into_a_weight_are_used(model):
     run(model, "native")
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight.mul_(-3)
@@ -417,7 +417,7 @@ def test_the_choice_is_checked(monkeypatch):
         set_decoding("python")
 
 
-def test_the_core_refuses_what_does_not_fit(model):
+def test_the_core_rejects_mismatched_arguments(model):
     plan = Plan(model.model)
     x = np.zeros((1, 32), np.float32)
     buffers = [np.zeros((2, 2, 4, 8), np.float32) for _ in plan.caches]
@@ -453,7 +453,7 @@ def test_a_dense_head_takes_few_tokens_in_the_core(dtype, monkeypatch):
         assert taken(states[:0]) == "torch"
 
 
-def test_it_is_said_who_decodes(directory, model):
+def test_the_decoder_is_reported(directory, model):
     assert str(tried(model)) == "decoded by the core"
     assert (stepping(model).taken, stepping(model).left) == (3, 0)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -475,7 +475,7 @@ def test_it_is_said_who_decodes(directory, model):
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_both_spellings_of_the_cache_are_read(model, name):
-    """Whichever one the installed transformers has, called by keyword or by position."""
+    """The one of the installed transformers, called by keyword or by position."""
     with torch.inference_mode():
         forward = model.model.forward
         cache = new_cache(model)

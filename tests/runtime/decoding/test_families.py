@@ -33,7 +33,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe", {}),
     "qwen3_next": ("qwen3_next", {}),
 }
-"""Architectures, and settings other than those of the smallest model."""
+"""Architectures, and settings that differ from the smallest model's."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +63,7 @@ def ids(seed: int = 3) -> torch.Tensor:
 
 
 def run(model: Any, mode: str) -> tuple[torch.Tensor, Any]:
-    """Logits of each token behind a prompt, read one by one, and the cache."""
+    """Logits of each token after a prompt, read one by one, and the cache."""
     set_decoding(mode)
     found = []
     with torch.inference_mode():
@@ -110,7 +110,7 @@ def held(layer: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next"])
 def test_bfloat16_loses_no_more_than_transformers_does(packed: Any, variant: str) -> None:
-    """Both against float32; single tokens whose experts change by rounding may be off, hence the median."""
+    """Both are compared with float32; the median ignores single tokens whose experts change by rounding."""
     path = packed(variant, False)
     expected, _ = run(moepack.load(path, dtype="float32"), "transformers")
     model = moepack.load(path, dtype="bfloat16")
@@ -154,14 +154,14 @@ def test_instruction_sets_and_threads_compute_alike(packed: Any, variant: str) -
 
 
 def empty(expected: Any) -> Any:
-    """Room for four tokens, or states of none."""
+    """Room for four tokens, or empty states."""
     if isinstance(expected, Tokens):
         return tuple(torch.zeros(expected.form.heads, 4, width).numpy() for width in expected.form.widths)
     return torch.zeros(expected.window).numpy(), torch.zeros(expected.state[1:]).numpy()
 
 
 def test_windows_slide_in_place(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffers of a window have room for few tokens, and are looked at and read into between steps."""
+    """The buffers of a window have room for few tokens, and are inspected and filled between steps."""
     monkeypatch.setattr("moepack.decoding.cache.LEAST", 3)
     model = moepack.load(packed("gpt_oss", False), dtype="float32")
     results = []
@@ -180,7 +180,7 @@ def test_windows_slide_in_place(packed: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert_near(results[1], results[0])
 
 
-def test_what_is_written_into_the_expansion_of_latents_is_read(packed: Any) -> None:
+def test_values_written_into_the_expansion_of_latents_are_used(packed: Any) -> None:
     model = moepack.load(packed("deepseek_v2", False), dtype="float32")
     run(model, "native")
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_what_is_written_into_the_expansion_of_latents_is_read(packed: Any) -> N
 
 
 @pytest.mark.parametrize(("kinds", "window"), [(["full_attention"] * 2, None), (["sliding_attention"] * 2, WINDOW)])
-def test_layers_say_what_they_see(kinds: list[str], window: int | None) -> None:
+def test_layers_report_their_activations(kinds: list[str], window: int | None) -> None:
     config = tiny_config("gpt_oss")
     config.layer_types, config.sliding_window = kinds, WINDOW
     assert window_of(config, 1) == window

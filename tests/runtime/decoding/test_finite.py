@@ -56,7 +56,7 @@ def test_a_row_is_sound_while_a_token_can_be_chosen(row, sound, dtype):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_the_first_layer_is_named(architecture, value):
-    """Whichever weight is damaged, its module is named, or the one around it where the weight is its own."""
+    """The module of the damaged weight is named, or its parent if the weight is a direct parameter."""
     model = tiny_model(architecture)
     given = inputs(model, tokens=6)
     assert "the layer cannot be identified" in str(non_finite(model, given))
@@ -95,7 +95,7 @@ def test_an_overflow_between_modules_is_named_by_the_one_around_it():
 
 
 @pytest.mark.parametrize(("dtype", "advice"), [("bfloat16", "--dtype float32"), ("float32", "moepack verify")])
-def test_what_to_try_depends_on_the_dtype(dtype, advice):
+def test_the_advice_depends_on_the_dtype(dtype, advice):
     model = tiny_model("mixtral").to(getattr(torch, dtype))
     with torch.no_grad():
         model.model.norm.weight.fill_(NAN)
@@ -116,7 +116,7 @@ def test_a_long_text_is_read_again_in_parts(monkeypatch):
 
 @pytest.fixture(scope="module")
 def broken(packed, tmp_path_factory):
-    """A packed model whose embedding is NaN for the letter q, and for nothing else."""
+    """A packed model whose embedding is NaN only for the letter q."""
     directory = tmp_path_factory.mktemp("broken") / "packed"
     shutil.copytree(packed, directory)
     token = open_tokenizer(directory)("q").input_ids[0]
@@ -143,7 +143,8 @@ def test_generate_and_chat(broken, temperature):
 
 
 def test_a_step_behind_sound_ones(broken, monkeypatch):
-    """The token whose embedding is NaN is generated, so that a decoding step meets it, the core's or transformers'."""
+    """The token with the NaN embedding is generated, so that a decoding step of the core or of transformers reads
+    it."""
     model, tokenizer, token = broken
     processors = model._get_logits_processor
 
@@ -214,7 +215,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def damaged(mixtral, tmp_path_factory):
-    """A checkpoint with a norm of NaN behind the last block."""
+    """A checkpoint with a NaN norm after the last block."""
     directory = tmp_path_factory.mktemp("damaged") / "source"
     shutil.copytree(mixtral, directory)
     (file,) = directory.glob("*.safetensors")
@@ -248,7 +249,7 @@ def test_commands_say_it_in_a_line(damaged, text, capsys):
         assert end.value.code == 1 and "error: the model's logits are not finite" in said and "Traceback" not in said
 
 
-def test_the_search_for_what_errors_cost(damaged):
+def test_the_search_for_importance(damaged):
     checkpoint = Checkpoint.open(damaged)
     with pytest.raises(NonFiniteError, match=r"'model\.norm'"):
         model, samples = describe(checkpoint), decoder_samples(torch.arange(3, 19)[None])
@@ -264,7 +265,7 @@ def test_every_call_of_a_model_that_is_watched(broken):
     model(torch.tensor([[5, token, 6]]))
 
 
-def test_what_padding_computes_is_not_looked_at():
+def test_outputs_of_padding_are_ignored():
     model = tiny_model("mixtral")
     model.lm_head.register_forward_hook(lambda _, given, logits: logits.index_fill(1, torch.tensor([2]), NAN))
     ids = torch.tensor([[5, 6, 7]])
@@ -275,7 +276,8 @@ def test_what_padding_computes_is_not_looked_at():
 
 
 def test_a_masked_vocabulary_is_sound(packed, text):
-    """A model that rules out tokens which no text has: its loss, its divergence from another such one, its answers."""
+    """A model that excludes tokens absent from all texts: its loss, its divergence from another such model, its
+    answers."""
     model, tokenizer = open_model(packed, "float32", mode="exact"), open_tokenizer(packed)
     plain = evaluate(model, text, CHARS, tokenizer=tokenizer)
     hook = model.lm_head.register_forward_hook(

@@ -134,7 +134,7 @@ def test_a_prompt_file_with_one_is_named(directory, text, capsys):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("token", [-1, 64])
-def test_a_model_refuses_them_whoever_calls_it(architecture, token):
+def test_a_model_rejects_them_for_every_caller(architecture, token):
     model = tiny_model(architecture)
     watch(model)
     watch(model)
@@ -161,7 +161,7 @@ def test_models_are_watched_when_they_are_loaded(model, mixtral):
             loaded(torch.tensor([[1, VOCABULARY]]))
 
 
-def test_what_a_model_does_not_say_is_not_checked():
+def test_missing_settings_of_a_model_are_not_checked():
     assert vocabulary_of(SimpleNamespace()) is None
     require_known([1 << 40], None)
     require_known([], 5)

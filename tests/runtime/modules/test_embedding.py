@@ -32,7 +32,7 @@ Make = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def directory(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """A function from an architecture to a directory whose tensors are all packed: mixtral is tied, qwen3_moe not."""
+    """A function from an architecture to a completely packed directory; mixtral is tied, qwen3_moe is not."""
 
     def make(architecture: str) -> Path:
         path: Path = tmp_path_factory.getbasetemp() / f"embedding-{architecture}"
@@ -45,7 +45,7 @@ def directory(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v2"])
 @pytest.mark.parametrize("options", [{}, {"resident": True}, {"host_memory": "1GB"}], ids=str)
-def test_the_model_computes_what_its_export_does(
+def test_the_model_computes_the_same_as_its_export(
     architecture: str, options: Any, directory: Make, tmp_path: Path
 ) -> None:
     packed = moepack.load(directory(architecture), dtype="float32", mode="exact", **options)
@@ -95,7 +95,7 @@ def test_casts_and_copies(directory: Make) -> None:
     for dtype in (torch.float32, torch.float16):
         embedding.to(dtype)
         assert embedding(IDS).dtype == dtype
-        # Rounded twice, a value may be the next bfloat16: at most 2^-7 of it away.
+        # Rounding twice may give the next bfloat16, at most 2^-7 away.
         torch.testing.assert_close(embedding(IDS).bfloat16(), rows, rtol=2**-7, atol=0)
     copy = PackedEmbedding(285, 64, torch.bfloat16)
     copy.load_state_dict(embedding.state_dict())
@@ -106,7 +106,7 @@ def test_casts_and_copies(directory: Make) -> None:
 
 
 def test_bytes_stay_on_the_cpu_where_a_model_is_moved(directory: Make) -> None:
-    """A device that keeps nothing stands for a GPU: there, the module has a table."""
+    """A device that keeps nothing simulates a GPU, where the module has a table."""
     embedding = moepack.load(directory("mixtral")).model.embed_tokens
     rows = embedding(IDS)
     embedding.to("meta")
@@ -122,7 +122,7 @@ def test_compiled_code_looks_up_the_same(directory: Make) -> None:
 
 
 @pytest.mark.parametrize("row", [-1, 285, 2**40])
-def test_tokens_that_are_none_are_refused(row: int, directory: Make) -> None:
+def test_invalid_tokens_are_rejected(row: int, directory: Make) -> None:
     embedding = moepack.load(directory("mixtral")).model.embed_tokens
     with pytest.raises(ValueError, match="row"):
         embedding(torch.tensor([3, row]))

@@ -43,7 +43,7 @@ def test_transposed_products_and_single_rows_of_every_format(path: Path) -> None
 
 
 def weights_of(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed bytes, and the values that they stand for."""
+    """Packed bytes and the values that they represent."""
     packed = GroupwiseTensor.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(seed)), 4, 16)
     return torch.from_numpy(packed.data.copy()), packed.dequantize()
 
@@ -74,7 +74,7 @@ def test_a_linear_layer(compiled: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "compiled"), [(PackedExperts, False), (PackedExperts, True), (PackedPlainExperts, False)]
 )
-def test_experts_and_what_their_router_says(kind: type[PackedExperts], compiled: bool) -> None:
+def test_experts_and_their_router(kind: type[PackedExperts], compiled: bool) -> None:
     experts, inner, hidden = 4, 48, 32
     shapes = {name: (experts, inner, hidden) for name in kind.projections[:-1]} | {
         "down_proj": (experts, hidden, inner)
@@ -122,7 +122,7 @@ def test_operators_say_where_they_have_no_gradient() -> None:
 
 @pytest.mark.parametrize("architecture", ["mixtral", "deepseek_v2", "gpt_oss", "jetmoe"])
 def test_a_models_gradients_are_those_of_its_dequantized_weights(architecture: str, tmp_path: Path) -> None:
-    """Gradients of embeddings and of router weights, which are reached through the experts' shares alone."""
+    """Gradients of embeddings and of router weights, which depend only on the experts' weights."""
     tiny_model(architecture).save_pretrained(tmp_path / "source")
     moepack.compress(tmp_path / "source", tmp_path / "packed", method=FineQuant(bits=8, group_size=16, dense_bits=8))
     export(tmp_path / "packed", tmp_path / "plain")

@@ -167,7 +167,7 @@ def test_no_gradient_is_lost_silently(experts):
     hidden.requires_grad_()
     output = experts(hidden, index, scale)
     torch.testing.assert_close(output.detach(), experts(hidden.detach(), index, scale))
-    with pytest.raises(LoadError, match="does not support gradients"):  # a format that has no transposed product
+    with pytest.raises(LoadError, match="does not support gradients"):  # a format without a transposed product
         output.sum().backward()
 
 
@@ -193,7 +193,7 @@ def test_too_short_for_a_magic(length):
     assert (caught.value.file, caught.value.tensor) == ("shard", "name")
 
 
-def test_unknown_formats_are_named_with_what_is_known():
+def test_unknown_formats_are_named_with_the_known_ones():
     with pytest.raises(LoadError, match=r"NEWMAGIC.*MOEPTERN"):
         open_tensor(np.frombuffer(b"NEWMAGIC" + bytes(56), np.uint8))
 

@@ -31,7 +31,7 @@ from runtime_support import inputs, logits, write_packed
 
 
 class Drive:
-    """A tensor of some records without a file, which notes what is read and what is there."""
+    """A tensor of some records without a file, which records reads and resident records."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -59,7 +59,7 @@ def numbers(records: Any) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 39), max_size=9), max_size=40))
-def test_what_is_held_is_there_and_the_budget_is_kept(calls: list[set[int]]) -> None:
+def test_held_entries_are_present_and_the_budget_is_kept(calls: list[set[int]]) -> None:
     drives = Drive(15), Drive(25)
     kept = RecordCache(9, 10, drives, 3)
     for call in calls:
@@ -145,7 +145,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def always(directory: Path) -> int:
-    """Bytes of what every token needs."""
+    """Bytes of the weights that every token needs."""
     model = moepack.load(directory, dtype="float32", mode="exact")
     buffers = [buffer for name, buffer in model.named_buffers() if not name.endswith(RECORDS)]
     heads = 3 * (256 + NOTES * 6 * 384)
@@ -163,7 +163,7 @@ def sparse(model: Any) -> Iterator[SparseExperts]:
 
 
 @pytest.mark.parametrize("memory", [LEAST, 10 << 20])
-def test_streamed_channels_compute_what_mapped_ones_do(directory: Path, memory: int) -> None:
+def test_streamed_channels_compute_the_same_as_mapped_ones(directory: Path, memory: int) -> None:
     expected, model = moepack.load(directory, dtype="float32", mode="exact"), streamed(directory, memory)
     torch.testing.assert_close(logits(model), logits(expected), rtol=1e-5, atol=1e-5)
     first, second = next(sparse(model)), next(sparse(expected))
@@ -177,7 +177,7 @@ def test_streamed_channels_compute_what_mapped_ones_do(directory: Path, memory: 
     assert (counts.misses <= 3 * 6 * 384) == (memory > LEAST)
 
 
-def test_threads_and_what_is_in_memory_change_nothing(directory: Path) -> None:
+def test_threads_and_the_cache_change_nothing(directory: Path) -> None:
     model = streamed(directory, 1 << 20)
     expected = [logits(model, tokens=3, seed=seed) for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -240,7 +240,7 @@ def test_a_file_that_is_replaced_stays_the_one_that_was_opened(directory: Path, 
     torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_tokens_that_choose_no_expert_and_channels_that_nobody_wants_read_nothing(directory: Path) -> None:
+def test_tokens_without_experts_and_unused_channels_read_nothing(directory: Path) -> None:
     model = streamed(directory, 1 << 20)
     layer, before = next(sparse(model)), statistics_of(model)
     nothing = layer(torch.ones(2, 256), torch.full((2, 2), 6), torch.ones(2, 2))

@@ -18,7 +18,8 @@ from moepack.stores.streaming.source import PAGE
 
 
 class Drive:
-    """A tensor of 32 records, or experts of a page each, without a file: notes reads, which wait while it is closed."""
+    """A tensor of 32 records, or of experts of one page each, without a file: records reads, which wait while it is
+    closed."""
 
     count = 32
 
@@ -33,7 +34,7 @@ class Drive:
         yield self, memoryview(bytes(PAGE)), number * PAGE
 
     def read(self, what: Any, place: int) -> tuple[int, int]:
-        """Read an expert's page at a place, or records by so many threads."""
+        """Read an expert's page at a position, or records with a number of threads."""
         units = {place // PAGE} if isinstance(what, memoryview) else {*what.tolist()}
         self.begun += len(units)
         self.open.wait()
@@ -47,7 +48,7 @@ class Drive:
 
 
 class Cache:
-    """Both caches alike: 32 units, of which 16 fit."""
+    """Both caches have 32 units; 16 of them fit."""
 
     def __init__(self, kind: str) -> None:
         self.drive = Drive()
@@ -72,7 +73,7 @@ def cache(request: pytest.FixtureRequest) -> Cache:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    """Wait for what other threads do."""
+    """Wait for other threads."""
     for _ in range(1000):
         if happened():
             return
@@ -84,7 +85,7 @@ def idle(cache: Cache) -> bool:
     return not cache.kept._guesses._active
 
 
-def test_what_is_guessed_is_read_ahead_and_counted(cache: Cache) -> None:
+def test_predicted_experts_are_prefetched_and_counted(cache: Cache) -> None:
     cache.use(0, 1)
     cache.kept.guess(cache.units({1, 5, 6, 20}))
     until(lambda: {5, 6, 20} <= cache.drive.there and idle(cache))
@@ -148,7 +149,7 @@ def test_a_read_that_fails_on_a_guess_is_forgotten(cache: Cache) -> None:
     cache.use(5)
 
 
-def test_what_is_held_stays_whatever_is_guessed(cache: Cache) -> None:
+def test_held_entries_stay_for_any_predictions(cache: Cache) -> None:
     held = cache.units(range(14))
     cache.kept.hold(held)
     cache.kept.guess(cache.units(range(14, 30)))
@@ -163,7 +164,7 @@ def test_what_is_held_stays_whatever_is_guessed(cache: Cache) -> None:
     st.sampled_from(["records", "experts"]),
     st.lists(st.tuples(st.sets(st.integers(0, 31), max_size=9), st.sets(st.integers(0, 31), max_size=12)), max_size=20),
 )
-def test_the_budget_is_kept_whatever_is_guessed(kind: str, calls: list[tuple[set[int], set[int]]]) -> None:
+def test_the_budget_is_kept_for_any_predictions(kind: str, calls: list[tuple[set[int], set[int]]]) -> None:
     cache = Cache(kind)
     for wanted, guessed in calls:
         cache.use(*wanted)

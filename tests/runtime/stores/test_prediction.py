@@ -28,7 +28,7 @@ from runtime_support import inputs, logits
 
 
 def pair(kind: str, tokens: int = 4000) -> tuple[Pair, torch.Tensor]:
-    """Tokens whose experts follow from the router, from a linear map, or from neither; and the router."""
+    """Tokens whose experts follow from the router, from a linear map, or from neither, and the router."""
     random = torch.Generator().manual_seed(0)
     x, router = (torch.randn(*shape, generator=random) for shape in ((tokens, 16), (8, 16)))
     by = {
@@ -74,7 +74,7 @@ def directory(request: pytest.FixtureRequest, mixtral: Path, tmp_path_factory: p
 
 
 def wrong(layer: SparseExperts) -> Predictor:
-    """A predictor that knows nothing."""
+    """A random predictor."""
     experts, _, columns = layer.shapes["up_proj"]
     random = torch.Generator().manual_seed(1)
     return Predictor(
@@ -146,7 +146,7 @@ def memory(directory: Path) -> int:
     return total - records + max(records // 4, 16 * 16384 + 65536)
 
 
-def test_an_approximation_decides_by_what_entered_the_layer_before(
+def test_an_approximation_selects_by_the_input_of_the_layer_before(
     directory: Path, mixtral: Path, tmp_path: Path
 ) -> None:
     exact, model = load(directory / "right"), load(directory / "right", approximate=True)

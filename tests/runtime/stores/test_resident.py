@@ -79,7 +79,7 @@ def test_weights_larger_than_the_available_memory_are_refused_before_anything_is
 @pytest.mark.parametrize(
     ("limit", "expected"), [("max", []), ("1000", [1000 - 900 + 50 + 30]), ("10", [0]), ("damaged", [])]
 )
-def test_what_a_control_group_leaves_counts_its_page_cache_as_free(limit, expected, tmp_path):
+def test_the_free_memory_of_a_control_group_includes_its_page_cache(limit, expected, tmp_path):
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 800\nactive_file 50\ninactive_file 30\n")

@@ -58,7 +58,7 @@ class TorchBackend(Backend):
 
 
 class FarStore(ExpertStore):
-    """Bytes that are in no module: each call brings them."""
+    """Bytes outside of modules, which each call supplies."""
 
     def __init__(self):
         self.far, self.fetched = {}, []
@@ -131,7 +131,7 @@ def test_mapped_bytes_are_not_used_on_another_device(directory):
         module.store.fetch(module, None, torch.device("cuda"))
 
 
-def test_what_a_resident_model_is_given_becomes_resident_and_copies_are_their_own(directory):
+def test_bytes_given_to_a_resident_model_become_resident_and_copies_are_independent(directory):
     model = moepack.load(directory, dtype="float32", resident=True)
     module = packed_modules(model)[0]
     name = module.projections[0]

@@ -1,4 +1,4 @@
-"""Streamed experts: the right bytes, within the budget, whatever happens to the file."""
+"""Streamed experts: the right bytes within the budget, even if the file changes."""
 
 import os
 import threading
@@ -29,7 +29,7 @@ BLOBS = [path for path in BLOBS if path.parent.name in {kind for kind, _, _ in _
 
 
 @pytest.mark.parametrize("path", BLOBS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_products_read_only_the_payloads_of_their_experts_and_what_all_share(path):
+def test_products_read_only_their_experts_payloads_and_shared_data(path):
     data = np.fromfile(path, np.uint8)
     tensor = _core.PackedTensor(data)
     experts, _, columns = tensor.shape
@@ -48,7 +48,7 @@ def test_products_read_only_the_payloads_of_their_experts_and_what_all_share(pat
 
 @pytest.fixture
 def file(tmp_path):
-    """A file of random bytes, a few pages and a half."""
+    """A file of random bytes that ends inside a page."""
     path = tmp_path / "bytes"
     path.write_bytes(np.random.default_rng(0).bytes(40 * PAGE + PAGE // 2))
     return path
@@ -135,7 +135,7 @@ def test_a_file_that_is_replaced_stays_open(file):
 
 
 class Drive:
-    """Experts of `sizes` pages without a file, which notes what is read and what is there."""
+    """Experts of `sizes` pages without a file, which record reads and resident experts."""
 
     def __init__(self, sizes):
         self.sizes = [PAGE * pages for pages in sizes]
@@ -165,7 +165,7 @@ class Drive:
     st.lists(st.sets(st.integers(0, 11), max_size=4), max_size=40),
     st.booleans(),
 )
-def test_what_is_held_is_there_and_the_budget_is_kept(pages, calls, recent_first):
+def test_held_entries_are_present_and_the_budget_is_kept(pages, calls, recent_first):
     drive = Drive(pages)
     experts = drive.experts()
     kept = Residency(16 * PAGE, 2, recent_first=recent_first)
@@ -181,7 +181,7 @@ def test_what_is_held_is_there_and_the_budget_is_kept(pages, calls, recent_first
     assert counts.hits + counts.misses == sum(len({number % len(pages) for number in call}) for call in calls)
 
 
-def test_what_was_used_lately_stays_and_cycles_keep_a_part():
+def test_recently_used_entries_stay_and_cycles_keep_a_part():
     def hits(budget, recent_first):
         drive = Drive([1] * 16)
         experts, kept = drive.experts(), Residency(budget * PAGE, 1, recent_first=recent_first)
@@ -238,13 +238,13 @@ def qwen3_moe(**settings):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Six experts a layer, of 36 pages each, int4."""
+    """Six int4 experts per layer, of 36 pages each."""
     model = qwen3_moe(moe_intermediate_size=384, num_hidden_layers=3, num_experts=6, num_experts_per_tok=2)
     return write_packed(model, tmp_path_factory.mktemp("packed") / "model", FineQuant(bits=4, dense_bits=8))
 
 
 def least(directory):
-    """The least memory that is enough, by the message that says so, and what one token's experts need."""
+    """The minimum sufficient memory according to the message, and the memory of one token's experts."""
     with pytest.raises(moepack.LoadError, match="is too little") as caught:
         moepack.load(directory, host_memory=1)
     words = str(caught.value).replace(";", "").split()
@@ -254,7 +254,7 @@ def least(directory):
 
 
 @pytest.mark.parametrize("budget", ["least", "token", "all"])
-def test_streamed_models_compute_what_mapped_ones_do(directory, budget):
+def test_streamed_models_compute_the_same_as_mapped_ones(directory, budget):
     one, token = least(directory)
     expected = moepack.load(directory, dtype="float32", mode="exact")
     memory = {"least": one, "token": token, "all": "1GB"}[budget]
@@ -273,7 +273,7 @@ def test_streamed_models_compute_what_mapped_ones_do(directory, budget):
     assert statistics_of(expected) is None
 
 
-def test_outputs_do_not_depend_on_what_is_in_memory(directory):
+def test_outputs_do_not_depend_on_the_cache(directory):
     model = moepack.load(directory, dtype="float32", host_memory=least(directory)[1])
     expected = logits(model)
     logits(model, tokens=3, seed=7)
@@ -304,7 +304,7 @@ def test_experts_of_one_token_add_up_as_if_all_were_there(method, mode, tmp_path
 
 
 class Slow(Drive):
-    """Experts whose reads end when they are let."""
+    """Experts whose reads end when released."""
 
     def __init__(self, sizes):
         super().__init__(sizes)
@@ -331,7 +331,7 @@ def test_experts_are_given_as_they_come():
     kept.release([experts[number] for number in (1, 2, 4)])
 
 
-def test_who_gives_up_before_all_have_come_holds_nothing():
+def test_an_aborted_wait_holds_nothing():
     drive = Slow([1] * 6)
     experts, kept = drive.experts(), Residency(3 * PAGE, 3)
     drive.let[0].set()
@@ -350,7 +350,7 @@ def test_who_gives_up_before_all_have_come_holds_nothing():
     assert drive.there == {3, 4, 5}
 
 
-def test_threads_compute_what_one_does(directory):
+def test_threads_compute_the_same_as_one(directory):
     model = moepack.load(directory, dtype="float32", host_memory=least(directory)[1])
     expected = [logits(model, seed=seed) for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -358,7 +358,7 @@ def test_threads_compute_what_one_does(directory):
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_too_little_memory_for_a_token_is_said(directory):
+def test_too_little_memory_for_a_token_is_reported(directory):
     one, _ = least(directory)
     with pytest.warns(moepack.MoepackWarning, match="less than the .* that one token uses"):
         moepack.load(directory, host_memory=one)
@@ -377,7 +377,7 @@ def test_a_file_truncated_under_a_model_is_an_error_and_not_a_crash(directory, t
         layer(torch.ones(1, 256), torch.tensor([[0, 1]]), torch.ones(1, 2))
 
 
-def test_what_streams_cannot_be_elsewhere(directory):
+def test_streamed_models_cannot_be_moved(directory):
     for other in ({"resident": True}, {"device": "cuda"}, {"device_map": "auto"}):
         with pytest.raises(ValueError, match="host_memory needs a model on the CPU"):
             moepack.load(directory, host_memory="1GB", **other)
@@ -401,6 +401,6 @@ def test_sizes_are_read(text, count):
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-5MB", "0", "5 apples", "1.2.3MB", "nan", "5MiX"])
-def test_what_is_no_size_is_refused(text):
+def test_invalid_sizes_are_rejected(text):
     with pytest.raises(ValueError, match="is not a size"):
         byte_count(text)

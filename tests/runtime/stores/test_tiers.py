@@ -41,7 +41,7 @@ class Skipping(Floe):
 
 
 class Copies:
-    """Copies that are made when somebody waits for them, as late as a real device may be."""
+    """Copies that are made only when they are waited for, as late as on a real device."""
 
     def __init__(self, waiting):
         self.waiting = waiting
@@ -55,7 +55,7 @@ class Copies:
 
 
 class Memory(Device):
-    """Memory of the host in a device's place; its products are the CPU's."""
+    """Host memory that simulates a device; the CPU computes its products."""
 
     place = torch.device("cpu")
 
@@ -115,7 +115,7 @@ def directory(tmp_path_factory):
 
 
 def on_memory(directory, memory, host_memory=None, device=None, misses="moved"):
-    """A model whose device has so many bytes for its weights."""
+    """A model whose device has a given memory for weights."""
     model = moepack.load(directory, dtype="float32")
     keep_on(model, device or Memory(), memory, host_memory, misses)
     return model
@@ -123,7 +123,7 @@ def on_memory(directory, memory, host_memory=None, device=None, misses="moved"):
 
 @pytest.fixture(scope="module")
 def least(directory):
-    """The bytes that a refusal says are enough."""
+    """The sufficient number of bytes according to an error message."""
     budgets = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "size", lambda count: budgets.append(count) or str(count))
@@ -133,7 +133,7 @@ def least(directory):
 
 
 def test_outputs_depend_on_no_slot(directory, least):
-    """Six experts a layer, two of them chosen: prompts come in portions, tokens find some of their experts."""
+    """With six experts per layer and two chosen, prompts run in portions, and tokens find some of their experts."""
     expected = logits(moepack.load(directory, dtype="float32"))
     found = []
     for memory in (least, least + 2000, 10**9):
@@ -155,7 +155,7 @@ def assert_near(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_budget_is_kept_and_what_happened_is_counted(directory, least):
+def test_a_budget_is_kept_and_events_are_counted(directory, least):
     model, roomy = on_memory(directory, least), on_memory(directory, 10**9)
     for each in (model, roomy):
         for tokens in range(1, 9):
@@ -233,7 +233,7 @@ def test_calls_without_experts_give_zeros(directory, least):
             assert torch.equal(layer(x, index, torch.ones(index.shape)), torch.zeros_like(x))
 
 
-def test_a_call_that_uses_all_slots_leaves_them_as_they_are(directory, least):
+def test_a_call_that_uses_all_slots_does_not_change_them(directory, least):
     model = on_memory(directory, least)
     layer = expert_layers(model)[0]
     tier = layer.store
@@ -260,7 +260,7 @@ def test_a_product_that_fails_leaves_nothing_behind(directory, least, monkeypatc
         patch.setattr(layer, "_multiply", failing)
         with pytest.raises(MemoryError) as raised:
             logits(model)
-    with ThreadPoolExecutor(1) as pool:  # another thread takes its turn while the error is alive
+    with ThreadPoolExecutor(1) as pool:  # another thread runs while the error object exists
         assert_near(pool.submit(logits, model).result(timeout=60), expected)
     assert raised.value.args == ("no room",)
     if host_memory is not None:
@@ -269,7 +269,7 @@ def test_a_product_that_fails_leaves_nothing_behind(directory, least, monkeypatc
 
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_misses_are_shared_out(directory, least, overlapping):
-    """Slots and the CPU are as fast as each other: of two misses one comes, of many tokens the CPU takes few."""
+    """If slots and the CPU are equally fast, one of two misses is copied, and the CPU takes few of many tokens."""
     model = on_memory(directory, least, device=Memory(overlapping))
     tier = expert_layers(model)[0].store
     tier._shares = dict.fromkeys(tier._shares, Shares(Rates(1.0, 1.0, 0.0, 1.0, 1.0)))
@@ -281,8 +281,9 @@ def test_misses_are_shared_out(directory, least, overlapping):
     assert 0 < counts.computed < counts.misses and counts.bytes_read > 0
 
 
-def test_what_is_used_often_comes_still(directory, least):
-    """Where the CPU is faster than the bus it multiplies all misses of a token, but not for ever."""
+def test_frequently_used_experts_are_still_copied(directory, least):
+    """If the CPU is faster than the bus, it multiplies all misses of a token, but frequently used experts are copied
+    later."""
     model = on_memory(directory, least)
     first, second = expert_layers(model)
     tier = first.store
@@ -316,7 +317,7 @@ def rates_of(model):
 
 
 class Slow(Memory):
-    """Memory to which copies take so many seconds each."""
+    """Memory with a given copy time in seconds."""
 
     def __init__(self, seconds):
         super().__init__()
@@ -328,7 +329,8 @@ class Slow(Memory):
 
 
 def test_shares_are_measured(directory, least):
-    """Measured rates leave all to the CPU where the bus takes 30 ms an expert, and none where the CPU takes 50 ms."""
+    """Measured rates assign all misses to the CPU if the bus takes 30 ms per expert, and none if the CPU takes 50
+    ms."""
     model = on_memory(directory, least, device=Slow(0.03), misses="auto")
     rates = rates_of(model)
     assert 0.03 <= rates.bus < 0.06 and 0.03 <= rates.bus_beside < 0.06
@@ -378,7 +380,7 @@ def test_shares_follow_a_cpu_that_is_slower_than_when_it_was_measured(directory,
 @pytest.mark.parametrize("of_cpu", [0.1, 0.7, 1.2, 3.0, 10.0])
 @pytest.mark.parametrize("measured", [0.01, 0.5, 1.0, 8.0])
 def test_shares_find_who_is_faster(of_cpu, measured):
-    """The bus takes 1 s and the CPU another time than was measured: calls come to take what the faster one takes."""
+    """The bus takes 1 s and the CPU a different time than measured; calls converge to the faster one."""
     shares = Shares(Rates(1.0, 1.0, 0.0, measured, measured), follow=True)
     left = []
     for _ in range(8000):
@@ -398,7 +400,7 @@ def test_many_tokens_of_an_expert_say_when_the_cpu_is_slow_but_not_when_it_is_fa
     assert shares.rates.product > 0.1 < shares.rates.product_beside
 
 
-def test_what_is_given_stays_as_it_is():
+def test_arguments_are_not_modified():
     shares = Shares(Rates(1.0, 1.0, 0.0, 2.0, 2.0))
     assert shares.cpu_share([1]) == 0
     shares.note(1, 1, 0.1, beside=False)
@@ -463,7 +465,7 @@ def test_the_first_layers_of_other_formats_are_on_the_device(packed):
         on_memory(packed, always + 1000, host_memory=sum(sizes) - 1)
 
 
-def test_what_cannot_be_is_refused(directory, least):
+def test_impossible_combinations_are_rejected(directory, least):
     with pytest.raises(moepack.LoadError, match="does not accept new weights"):
         expert_layers(on_memory(directory, least))[0].attach("gate_proj", torch.zeros(64, dtype=torch.uint8))
     for arguments in ({}, {"device": "cpu"}, {"device_map": "auto"}):

@@ -23,7 +23,7 @@ def made(tokens: int, layers: int, experts: int, seed: int = 0) -> Trace:
 
 
 def naive_belady(requests: list[int], capacity: int) -> int:
-    """Drops what is used last, found by looking."""
+    """Evicts the entry whose next use is last, by search."""
     resident, found = set[int](), 0
     for time, request in enumerate(requests):
         if request in resident:

@@ -295,7 +295,7 @@ def _numbers(matrix: DeviceMatrix) -> list[int]:
 
 def _dependent(matrices: list[DeviceMatrix]) -> bool:
     """Whether any matrix has dependent codes; kernels that follow their paths also run plain codes, but slower."""
-    return any(matrix.details.get("dependent", False) for matrix in matrices)
+    return any(matrix.details["symbols"] == "dependent" for matrix in matrices)
 
 
 @cache

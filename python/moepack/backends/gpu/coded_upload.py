@@ -56,9 +56,6 @@ def lay_out(data: Tensor, details: Mapping[str, Any], uploader: Uploader, what: 
         DeviceMemoryError: the bytes do not fit; they are needed twice during the conversion.
         LoadError: the number of records exceeds the kernels' limit.
     """
-    if details.get("pairs", False):
-        # Kernels only support symbols of one weight; a Zen 3 thread converts 0.8 * 10^9 weights per second.
-        data = torch.from_numpy(_core.coded_without_pairs(data.numpy()))
     frame, starts = _core.coded_frame(data.numpy())
     words = frame[: 8 * _HEADER_WORDS].view(np.int64)
     sections = words[8:].reshape(-1, 2)
@@ -95,7 +92,7 @@ def _upload(words: NDArray[np.int64], count: int, details: Mapping[str, Any]) ->
         packed=None, streams=None, tables=None, blocks=None, starts=None, units=None, records=None,
         count=count, of_expert=count // max(experts, 1), stream_blocks=details["stream_rows"] // BLOCK_ROWS,
         row_blocks=-(-rows // BLOCK_ROWS), rows=rows, quads=-(-columns // _QUAD), chunks=-(-columns // _CHUNK),
-        of_segment=of_segment, dependent=details.get("dependent", False),
+        of_segment=of_segment, dependent=details["symbols"] == "dependent",
     )  # fmt: skip
 
 

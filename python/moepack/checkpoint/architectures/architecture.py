@@ -56,8 +56,13 @@ class Linears:
         reads: layers that read the stream after `norm`.
         writes: layers whose outputs are added to the stream.
         inner: layers in between.
-        norm: path of the norm before them, below the layer. Only rotations need it.
+        norm: path of the norm before them, below the layer. Rotations and the balanced form need it.
         others: other tensors below `path` that do not access the stream: biases of reading layers, norms of heads.
+        latent: layers in `inner` by the norm before them, below `path`; only that layer reads the norm.
+        values: the layer whose outputs attention averages over tokens, and the one that reads the averages; empty if
+            something else happens in between.
+        channels: the layer whose outputs are multiplied by gates or pass through a ReLU, and the one that reads them;
+            empty if there is no such pair.
     """
 
     path: str
@@ -66,6 +71,9 @@ class Linears:
     inner: tuple[str, ...] = ()
     norm: str = ""
     others: tuple[str, ...] = ()
+    latent: Mapping[str, str] = field(default_factory=dict)
+    values: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,7 @@ class Architecture:
         dense: the linear layers outside the experts, by role (one of `ROLES`). The head is given by `head`.
         block: path of the sparse block on disk, below the layer.
         module: last component of the block's path in transformers' model.
-        norm: path of the norm before the block, below the layer. Only rotations need it.
+        norm: path of the norm before the block, below the layer. Rotations and the balanced form need it.
         router: prefixes of the router's names below the block.
         shared: prefixes of the names of the shared experts and their gate below the block.
         packed: name of the packed tensor below the experts module, with `{}` for the projection. Stock transformers has
@@ -91,6 +99,11 @@ class Architecture:
             embeddings (`tie_word_embeddings`) has no tensor of its own.
         looks_up: whether the embedding is a plain row look-up (`nn.Embedding`), so that it can be packed.
         rotatable: whether the stream passes only through RMS norms and the layers named here.
+        place: regular expression of the path below which a norm and its readers lie, with the group `place`; None means
+            the layer.
+        readers: names of the matrices that read each norm, by the norm's path, both below `place`. None derives them
+            from the other attributes.
+        readers_across: names of the matrices that read a norm of another place, by the norm's path; full names.
     """
 
     model_type: str
@@ -110,6 +123,9 @@ class Architecture:
     head: str = "lm_head.weight"
     looks_up: bool = True
     rotatable: bool = False
+    place: str | None = None
+    readers: Mapping[str, tuple[str, ...]] | None = None
+    readers_across: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def layer(self) -> str:

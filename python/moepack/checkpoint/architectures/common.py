@@ -24,6 +24,7 @@ ATTENTION = Linears(
     writes=("o_proj",),
     norm="input_layernorm",
     others=(r"[qkv]_proj\.bias", r"rotary_emb\.inv_freq"),
+    values=("v_proj", "o_proj"),
 )
 NORMED_ATTENTION = replace(ATTENTION, others=(*ATTENTION.others, r"[qk]_norm\.weight"))
 LATENT_ATTENTION = Linears(
@@ -33,9 +34,17 @@ LATENT_ATTENTION = Linears(
     writes=("o_proj",),
     norm="input_layernorm",
     others=(r"(?:q_proj|q_a_proj|kv_a_proj_with_mqa)\.bias", r"(?:q|kv)_a_layernorm\.weight", r"rotary_emb\.inv_freq"),
+    latent={"q_a_layernorm": "q_b_proj", "kv_a_layernorm": "kv_b_proj"},
+    values=("kv_b_proj", "o_proj"),
 )
 
 
 def gated(path: str) -> Linears:
     """A gated feed-forward layer outside the routed experts."""
-    return Linears(path, reads=("gate_proj", "up_proj"), writes=("down_proj",), norm="post_attention_layernorm")
+    return Linears(
+        path,
+        reads=("gate_proj", "up_proj"),
+        writes=("down_proj",),
+        norm="post_attention_layernorm",
+        channels=("up_proj", "down_proj"),
+    )

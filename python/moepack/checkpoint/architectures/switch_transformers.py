@@ -8,9 +8,12 @@ register(
         layouts=(Layout({"experts.expert_{}.wi.weight": ("wi",), "experts.expert_{}.wo.weight": ("wo",)}),),
         dense={
             "attention": Linears(
-                r"layer\.\d+\.(?:SelfAttention|EncDecAttention)", reads=("q", "k", "v"), writes=("o",)
+                r"layer\.\d+\.(?:SelfAttention|EncDecAttention)",
+                reads=("q", "k", "v"),
+                writes=("o",),
+                values=("v", "o"),
             ),
-            "mlp": Linears(r"layer\.\d+\.(?:mlp|DenseReluDense)", reads=("wi",), writes=("wo",)),
+            "mlp": Linears(r"layer\.\d+\.(?:mlp|DenseReluDense)", reads=("wi",), writes=("wo",), channels=("wi", "wo")),
         },
         block=r"layer\.\d+\.mlp",
         router=("router.",),
@@ -20,5 +23,16 @@ register(
         embeddings="shared.weight",
         looks_up=False,
         last_norm="decoder.final_layer_norm.weight",
+        place=r"(?P<place>(?:en|de)coder\.block\.\d+\.layer\.\d+)",
+        readers={
+            "layer_norm": (
+                r"SelfAttention\.[qkv]\.weight",
+                r"EncDecAttention\.q\.weight",
+                r"(?:mlp|DenseReluDense)\.wi\.weight",
+                r"mlp\.router\.classifier\.weight",
+                r"mlp\.experts\.expert_\d+\.wi\.weight",
+            )
+        },
+        readers_across={"encoder.final_layer_norm": r"decoder\..+\.EncDecAttention\.[kv]\.weight"},
     )
 )

@@ -19,6 +19,7 @@ from moepack.integrations.lora.refusals import (
     refuse,
     refuse_for_parameters,
     refuse_replication,
+    refuse_rotated,
     refuse_settings,
     refuse_training,
 )
@@ -66,6 +67,7 @@ def check(tuner: Any, config: Any, model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: a packed module is targeted.
     """
+    refuse_rotated(config, model)
     refuse_training(config, model)
     if _method(config) == "LORA" or not hasattr(config, "target_modules"):
         return

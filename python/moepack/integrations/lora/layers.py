@@ -45,6 +45,7 @@ class ParamWrapper(StockWrapper):  # type: ignore[misc]
     """Adapters of a parameter of packed experts: `W + scaling B A` for each expert, with a packed W.
 
     The adapter weights have the names and shapes of peft's `ParamWrapper`. peft finds such layers by the class name.
+    They are in the scales of the model's source (`scales`).
     """
 
     def get_param(self) -> torch.Tensor:
@@ -69,7 +70,7 @@ class ParamWrapper(StockWrapper):  # type: ignore[misc]
             if adapter in self.lora_A:
                 added = by_projection(experts.form, self.parameter_name, *self.get_delta_factors(adapter))
                 for projection, factors in added.items():
-                    found.setdefault(projection, []).append(factors)
+                    found.setdefault(projection, []).append(factors.scaled(*experts.scales(projection)))
         outputs: torch.Tensor = self.base_layer(x, *arguments, adapters=found, **settings)
         return outputs
 

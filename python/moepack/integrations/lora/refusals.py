@@ -1,5 +1,6 @@
 """Error messages for adapter settings that packed weights do not support, raised before a model is changed."""
 
+import os
 from typing import Any, NoReturn
 
 from torch import nn
@@ -16,6 +17,7 @@ __all__ = [
     "refuse_for_parameters",
     "refuse_merging",
     "refuse_replication",
+    "refuse_rotated",
     "refuse_settings",
     "refuse_training",
 ]
@@ -99,6 +101,31 @@ def refuse_replication(config: Any, model: nn.Module) -> None:
     if getattr(config, "layer_replication", None):
         path = next(path for path, module in model.named_modules() if isinstance(module, PackedModule))
         raise UnsupportedModelError(f"'{path}' is packed, and layer_replication supports only unpacked layers")
+
+
+def refuse_rotated(config: Any, model: nn.Module) -> None:
+    """Check that no adapter of another model is loaded onto a model that was rotated or reordered before it was packed.
+
+    Such a model has another residual stream, or other channels, than its source, and their map was not kept. Adapters
+    that were trained on the packed model itself fit.
+
+    Raises:
+        UnsupportedModelError: the adapter was trained on another model.
+    """
+    settings = getattr(getattr(model, "config", None), "quantization_config", None)
+    changes = settings if isinstance(settings, dict) else vars(settings) if settings is not None else {}
+    changes = {**changes, **changes.get("settings", {})} if isinstance(changes.get("settings"), dict) else changes
+    rotated = str(changes.get("rotation", "none")) != "none"
+    if not rotated and not (changes.get("permute") and str(changes.get("block")) != "row"):
+        return
+    trained, own = getattr(config, "base_model_name_or_path", None), getattr(model, "name_or_path", None)
+    if trained is None or os.path.abspath(str(trained)) == os.path.abspath(str(own)):
+        return
+    change = "rotated" if rotated else "reordered"
+    raise UnsupportedModelError(
+        f"the adapter was trained on '{trained}', but this model was {change} before it was packed, so only adapters "
+        "that were trained on it fit; pack the model with rotation none and without permute"
+    )
 
 
 def refuse_training(config: Any, model: nn.Module) -> None:

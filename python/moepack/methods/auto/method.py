@@ -49,7 +49,7 @@ PREFER = ("quality", "speed")
 NO_TEXT = "none"
 """Value of `calibration` that disables it."""
 
-UNREAD = "The built-in text was not read, so what errors of weights cost is a guess: {}."
+UNREAD = "The built-in text was not used, so the importance of weights is estimated without a text: {}."
 """A note; takes the reason and a remedy."""
 
 
@@ -138,6 +138,11 @@ class Auto(Method):
         return True
 
     @property
+    def needs_balance(self) -> bool:
+        """True with `prefer="speed"`, which also uses formats whose columns share scales."""
+        return self.prefer == "speed"
+
+    @property
     def counts_on(self) -> bool:
         """True: the remaining bytes are allocated again."""
         return True
@@ -204,9 +209,7 @@ class Auto(Method):
         goal = _Goal(checkpoint.path, nbytes, reason, nbytes - kept_bytes(checkpoint, model, shapes), shapes)
         if goal.bits < LEAST_BITS:
             smallest = nbytes - goal.room + math.ceil(LEAST_BITS * goal.weights / 8)
-            raise ValueError(
-                f"{in_words(nbytes)} were asked for; the least that can be made of this model is {in_words(smallest)}"
-            )
+            raise ValueError(f"{in_words(nbytes)} were requested, but this model needs at least {in_words(smallest)}")
         self._goal, self._packer = goal, None
 
     def _unread(self, checkpoint: Checkpoint, model: MoeModel) -> str | None:
@@ -216,17 +219,17 @@ class Auto(Method):
             UnsupportedModelError: transformers cannot build the model.
         """
         if checkpoint.config.get("is_encoder_decoder"):
-            return f"{TWO_TEXTS}; `--calibration FILE` solves tensors on what they read of a text"
+            return f"{TWO_TEXTS}; `--calibration FILE` uses a text to reduce the error of each tensor"
         place = torch.device(self.device)
         memory = total_bytes() if place.type == "cpu" else torch.cuda.get_device_properties(place).total_memory
-        if reason := too_little(needed_bytes(checkpoint, model), memory, "is what this machine has"):
+        if reason := too_little(needed_bytes(checkpoint, model), memory, "are installed"):
             return reason
         request = self._coder.request
         assert request is not None, "there is a calibration set"
         try:
             request.load(checkpoint)
         except CalibrationError as error:
-            return f"{error}; mend that and compress again"
+            return f"{error}; correct this and compress again"
         return None
 
     def prepare(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:

@@ -33,7 +33,7 @@ class Target:
     def __post_init__(self) -> None:
         given = [name for name in ("size", "bits_per_weight", "ratio") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} say the same thing; give one of them")
+            raise ValueError(f"{' and '.join(given)} are mutually exclusive")
         if self.size is not None:
             byte_count(self.size)
         for name, most in (("bits_per_weight", 64.0), ("ratio", 1.0)):
@@ -51,23 +51,22 @@ class Target:
         found, reason = self._wanted(weights, source)
         if found >= source:
             raise ValueError(
-                f"{size(found)} were asked for, and the weights of {checkpoint.path} take {size(source)} as they are: "
-                "there is nothing to compress"
+                f"{size(found)} were requested, but the weights of {checkpoint.path} already take only {size(source)}"
             )
         return found, reason
 
     def _wanted(self, weights: int, source: int) -> tuple[int, str]:
         if self.size is not None:
-            return byte_count(self.size), "as asked for"
+            return byte_count(self.size), "as requested"
         if self.ratio is not None:
-            return int(source * self.ratio), f"{self.ratio:g} of the checkpoint, as asked for"
+            return int(source * self.ratio), f"{self.ratio:g} of the checkpoint, as requested"
         if self.bits_per_weight is not None:
-            return int(weights * self.bits_per_weight / 8), f"{self.bits_per_weight:g} bits a weight, as asked for"
+            return int(weights * self.bits_per_weight / 8), f"{self.bits_per_weight:g} bits per weight, as requested"
         usual, free = int(weights * BITS / 8), available_bytes() or math.inf
         if usual <= free / 2:
-            return usual, f"{BITS:g} bits a weight, for no size was given"
+            return usual, f"{BITS:g} bits per weight, the default"
         half = int(free / 2)
-        return half // UNIT * UNIT or half, "half of the free memory, for no size was given"
+        return half // UNIT * UNIT or half, "half of the free memory, the default"
 
 
 def weight_count(checkpoint: Checkpoint) -> int:

@@ -159,6 +159,11 @@ class CodeQuant(Method):
         return frozenset(role for role in self.dense.split(",") if role)
 
     @property
+    def needs_balance(self) -> bool:
+        """True: columns share scales."""
+        return True
+
+    @property
     def rewrites(self) -> bool:
         """Whether the model is rotated or its inner dimensions are reordered."""
         return self.rotation != "none" or self.permute

@@ -125,6 +125,11 @@ class FineQuant(Method):
         return frozenset(self._dense)
 
     @property
+    def needs_balance(self) -> bool:
+        """True: columns share scales."""
+        return True
+
+    @property
     def kernel(self) -> str:
         """Products of group-wise integers."""
         return "int"

@@ -172,6 +172,11 @@ class Floe(Method):
             other = packed_bytes(shape, DENSE_BITS, self._spec.group_size, symmetric=False)
         return max(other, 0 if shape[2] % 2 else _core.packed_bytes("channels", shape, bits=self._bits))
 
+    @property
+    def needs_balance(self) -> bool:
+        """True: columns share scales."""
+        return True
+
     def expected(self, weights: Weights) -> Expected:
         """Return the size; it is approximate for coarse copies and up projections, and exact for records."""
         if self._coarse is not None and self._is_coarse(weights.name):
@@ -218,7 +223,7 @@ class Floe(Method):
             except MoepackError:
                 raise
             except ValueError as error:
-                hint = "more coarse_bits (--coarse-bits), or paper_form (--paper-form), would do"
+                hint = "use more coarse_bits (--coarse-bits), or paper_form (--paper-form)"
                 raise ValueError(f"coarse copies: {error}; {hint}") from error
             for own in self._names.values():
                 self._coarse.widen(own[UP], UP_STEP)
@@ -363,10 +368,10 @@ class Floe(Method):
         )
         if self._coarse is None:
             return found
-        found += ("Coarse copies are decoded for every token: --paper-form is faster on a CPU, and loses far more.",)
+        found += ("Coarse copies are decoded for every token: --paper-form is faster on a CPU but loses far more.",)
         if self._coarse.is_measured:
             return found
-        return (*found, "The model does not fit into memory in float32: what errors of coarse copies cost is a guess.")
+        return (*found, "The model does not fit into memory in float32, so the importance of weights is estimated.")
 
 
 def _channel_axis(projection: str) -> int:

@@ -136,6 +136,11 @@ class Milo(Method):
         return found
 
     @property
+    def needs_balance(self) -> bool:
+        """True: columns share scales."""
+        return True
+
+    @property
     def budget(self) -> int | None:
         """The memory budget."""
         return self.memory_budget

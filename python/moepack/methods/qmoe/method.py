@@ -166,6 +166,11 @@ class Qmoe(Method):
         return self._form.bound(shape) + 128 * shape[0]
 
     @property
+    def needs_balance(self) -> bool:
+        """True: columns share scales."""
+        return True
+
+    @property
     def dense_roles(self) -> frozenset[str]:
         """The roles with bits."""
         return frozenset(self._dense.bits)

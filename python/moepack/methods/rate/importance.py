@@ -60,7 +60,7 @@ class Importance:
         """Notes for the user if there is a text, but importance was not measured."""
         if not self.reason:
             return ()
-        return (f"What errors of weights cost was not measured on the text but guessed: {self.reason}.",)
+        return (f"The importance of weights is estimated, not measured on the text: {self.reason}.",)
 
 
 def find_importance(
@@ -117,7 +117,7 @@ def _measured(
     except UnsupportedModelError as error:
         return {}, error.detail
     if not found:
-        return {}, "memory was taken by others meanwhile"
+        return {}, "other programs took the memory in the meantime"
     kept.write(found)
     return found, ""
 

@@ -25,8 +25,16 @@ from moepack.calibration import Stage
 from moepack.methods.base import Shape, Solution
 from moepack.methods.rate.sample import stream_rows
 from moepack.methods.rate.scales import Scales
-from moepack.methods.rate.step import LEAST_DEPENDENT, NEARLY_ZERO, encoded, free_bits, once_bytes
-from moepack.solvers.priced import WORTH, WORTH_OF_DEPENDENT, least_spread, scale_of, symbols_of
+from moepack.methods.rate.step import encoded, free_bits, once_bytes
+from moepack.solvers.priced import (
+    LEAST_DEPENDENT,
+    NEARLY_ZERO,
+    WORTH,
+    WORTH_OF_DEPENDENT,
+    least_spread,
+    scale_of,
+    symbols_of,
+)
 from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, dependent_codes, priced_codes, step_of
 
 __all__ = ["LayerSolver", "parts_of", "solved_apart"]

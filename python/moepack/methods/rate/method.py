@@ -27,7 +27,7 @@ from moepack.methods.rate.layer import LayerSolver, parts_of, solved_apart
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.step import Step, find_step, free_bits
 from moepack.progress import Progress
-from moepack.solvers.priced import form_of, largest_at, low_bits_of, round_priced, scale_of
+from moepack.solvers.priced import coder_symbols, largest_at, low_bits_of, round_priced, scale_of
 from moepack.solvers.uniform import UniformSettings
 
 __all__ = ["Rate"]
@@ -164,7 +164,7 @@ class Rate(Method):
 
     @property
     def is_measured(self) -> bool:
-        """Whether a text told what errors count."""
+        """Whether importance was measured on a text."""
         return self._importance.measured
 
     def decide(self, sample: Sample, importance: Importance | None = None) -> Step:
@@ -290,12 +290,12 @@ class Rate(Method):
         # All experts share one scale; with a text, each group of experts repeats it.
         parts = solution.parts
         codes, scale, dependent = parts["codes"].numpy(), parts["scale"][:1], bool(parts["dependent"].any())
-        form = form_of(self._step.largest, dependent)
+        symbols, columns = coder_symbols(self._step.largest, dependent), None
         if (scales := self._importance.scales.get(weights.name)) is not None:
-            scale, columns = scales.stored(scale)
-            form["columns"] = columns.numpy()
+            scale, own = scales.stored(scale)
+            columns = own.numpy()
         try:
-            blob = _core.encode_coded(codes, scale.numpy(), ndim=weights.ndim, **form)
+            blob = _core.encode_coded(codes, scale.numpy(), ndim=weights.ndim, columns=columns, symbols=symbols)
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
         return PackedTensor("coded", blob, _core.PackedTensor(blob).details())
@@ -304,7 +304,7 @@ class Rate(Method):
         return self._importance.scales[name].bits if name in self._importance.scales else 0
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Say why a text told nothing of what errors cost; name experts that saw few tokens, and experts that were
-        quantized without error compensation."""
+        """Say why importance was not measured; name experts that few tokens reached, and experts that were quantized
+        without error compensation."""
         found = coverage_notes(layers, self.minimum_tokens, priced=True, emptied=not self._importance.measured)
         return (*self._importance.notes, *found)

@@ -90,7 +90,7 @@ def take_sample(
         roles: roles of the linear layers outside the experts to pack.
         importance: by tensor name, the weight of a squared error (of the product, if there are factors). The default is
             the share of tokens that visit an expert, or 1 for a linear layer.
-        scales: by tensor name, factors of rows and columns; the product is what is rounded.
+        scales: by tensor name, factors of rows and columns; their product with the weights is rounded.
         largest: the largest integer magnitude with its own code length.
         only: names of the tensors to sample; None for all.
 

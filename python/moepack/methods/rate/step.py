@@ -19,7 +19,18 @@ from torch import Tensor
 from moepack import _core
 from moepack.methods.base import Shape
 from moepack.methods.rate.sample import Sample, stream_rows
-from moepack.solvers.priced import WORTH, Lengths, Profile, form_of, least_spread, low_bits_of, round_priced, worth_of
+from moepack.solvers.priced import (
+    LEAST_DEPENDENT,
+    NEARLY_ZERO,
+    WORTH,
+    Lengths,
+    Profile,
+    coder_symbols,
+    least_spread,
+    low_bits_of,
+    round_priced,
+    worth_of,
+)
 
 __all__ = ["Step", "find_step", "free_bits", "once_bytes"]
 
@@ -45,13 +56,6 @@ alone would get better tables than they will share with all others."""
 
 SYMBOLS_AT = 15
 """Byte offset at which a coded tensor stores the number of symbols of its tables."""
-
-LEAST_DEPENDENT = 1.25
-"""Bits per weight of plain codes from which dependent codes replace them. Below, most weights are zero, a value that
-dependent codes lack (docs/methods/rate.md)."""
-
-NEARLY_ZERO = 1 / 16
-"""Minimum root mean square of a row block in steps, because dependent codes turn zeros into a quarter of a step."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,8 @@ def encoded(codes: Tensor, largest: int, dependent: bool) -> npt.NDArray[np.uint
 
     `largest` is the largest magnitude with its own code length.
     """
-    return _core.encode_coded(codes.numpy(), np.ones((1, 1), np.float32), ndim=3, **form_of(largest, dependent))
+    one = np.ones((1, 1), np.float32)
+    return _core.encode_coded(codes.numpy(), one, ndim=3, symbols=coder_symbols(largest, dependent))
 
 
 def _pools(sample: Sample, dependent: Collection[str]) -> Iterator[list[str]]:
@@ -216,9 +221,7 @@ def _pools(sample: Sample, dependent: Collection[str]) -> Iterator[list[str]]:
 
 def once_bytes(blob: npt.NDArray[np.uint8]) -> int:
     """Return the approximate row-independent size of a coded tensor: header, tables, one scale, and padding."""
-    details = _core.PackedTensor(blob).details()
-    lists = 3 if details.get("pairs", False) else 1
-    return 192 + int(details["tables"]) * (1 + lists * int(blob[SYMBOLS_AT]))
+    return 192 + int(_core.PackedTensor(blob).details()["tables"]) * (1 + int(blob[SYMBOLS_AT]))
 
 
 def free_bits(shape: Shape) -> float:

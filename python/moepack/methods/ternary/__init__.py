@@ -43,6 +43,11 @@ class Ternary(Method):
         """The code."""
         return {"code": self.code}
 
+    @property
+    def needs_balance(self) -> bool:
+        """True: columns share scales."""
+        return True
+
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the size if every row has the worst case of the code."""
         experts, rows, columns = shape

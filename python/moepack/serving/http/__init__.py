@@ -1,1 +1,1 @@
-"""OpenAI's interface over HTTP."""
+"""The HTTP server: one file per protocol for the fields of requests and the answers; `server` lists them."""

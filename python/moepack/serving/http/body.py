@@ -23,6 +23,7 @@ DEEPEST = 64
 """Maximum nesting of lists and objects. Supported fields need four levels."""
 
 SENTENCES = {
+    "string_pattern_mismatch": ("invalid_value", "must be 1 to 64 letters, digits, dots, dashes or underscores"),
     "missing": ("missing_required_parameter", "is required"),
     "extra_forbidden": ("unsupported_parameter", "is not supported"),
     "string_type": ("invalid_type", "must be a string"),
@@ -52,7 +53,7 @@ async def read(request: Request, fields: type[Fields]) -> Fields:
     """Return the fields of a request's body.
 
     The content type must be JSON. Browsers then send a CORS preflight before a page of another site may post a body,
-    and this server never permits it.
+    and this server permits only the origins of `--cors-origin`.
 
     Raises:
         Refusal: the content type is not JSON, the body is not JSON, or it has an unsupported field.
@@ -153,7 +154,7 @@ def _too_deep() -> Refusal:
 def _refusal(error: ValidationError) -> Refusal:
     """Return the refusal for pydantic's first error, naming the field as the client wrote it."""
     first = error.errors(include_url=False, include_input=False)[0]
-    code, sentence = SENTENCES[first["type"]]
+    code, sentence = SENTENCES.get(first["type"], ("invalid_value", "is not valid"))
     facts = {name: f"{fact:g}" if isinstance(fact, float) else fact for name, fact in first.get("ctx", {}).items()}
     field = _written(first["loc"])
     return Refusal(400, f"{field} {sentence.format(**facts)}", code, param=field)

@@ -1,37 +1,98 @@
 """Runs the HTTP server until Ctrl-C or SIGTERM, then lets running answers end."""
 
 import asyncio
+import resource
+import signal
 import socket
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from moepack.serving.engine import Engine
+from moepack.serving.http.notify import notify
 from moepack.serving.http.refusal import Refusal
+from moepack.serving.http.unixsocket import unix_path, unix_socket
 
-__all__ = ["listen"]
+__all__ = ["DRAIN", "listen"]
 
-PATIENCE = 5.0
-"""Seconds that running answers may take after the server is asked to stop."""
+DRAIN = 5.0
+"""Default seconds that running answers may take after the server is asked to stop."""
+
+HEADER_SECONDS = 30.0
+"""Maximum seconds for the header of a request to arrive."""
+FILES = 65_536
+"""Open files, and thus connections, that the server asks the system for."""
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that closes the engine before the connections, so that every answer ends properly."""
+    """A uvicorn server that tells systemd its state, and closes the engine before the connections.
 
-    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+    So every answer ends properly. A second Ctrl-C or SIGTERM ends the wait for running answers.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, drain: float) -> None:
         super().__init__(config)
-        self._engine = engine
+        self._engine, self._drain = engine, drain
+        self._signals = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        notify("READY=1", "STATUS=serving")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop at the first signal; stop waiting at the second."""
+        self._signals += 1
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End answers, then connections."""
-        await asyncio.to_thread(self._engine.close, PATIENCE)
+        notify("STOPPING=1", "STATUS=running answers end")
+        closing = asyncio.ensure_future(asyncio.to_thread(self._engine.close, self._drain))
+        while not (await asyncio.wait({closing}, timeout=0.1))[0]:
+            if self._signals > 1:
+                await asyncio.to_thread(self._engine.close)
         await super().shutdown(sockets)
 
 
 class _Protocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-    """Answers malformed HTTP (no Host, a header above 64 KiB) in OpenAI's format. It never reaches the application."""
+    """Closes idle connections, and answers malformed HTTP, which never reaches the application, in OpenAI's format.
+
+    Malformed are requests without a host and headers above 64 KiB. A connection is idle while no request is running;
+    uvicorn itself closes connections that are idle after a request.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Expect a request."""
+        super().connection_made(transport)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        """Receive a part of a request."""
+        super().data_received(data)
+        self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._forget()
+        super().connection_lost(exc)
+
+    def _expect(self) -> None:
+        """Close the connection in `HEADER_SECONDS`, unless a request is running by then."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def send_400_response(self, msg: str) -> None:
         """Answer and close the connection. A response that has started is cut off."""
@@ -44,18 +105,34 @@ class _Protocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
         self.transport.close()
 
 
-def listen(app: FastAPI, engine: Engine, host: str, port: int) -> None:
+def listen(app: FastAPI, engine: Engine, host: str, port: int, drain: float = DRAIN) -> None:
     """Serve requests until the process is asked to stop.
 
     Args:
         app: the application returned by `create_app`.
         engine: the engine of the application; closed at the end.
-        host: address to listen on.
-        port: port to listen on; 0 picks a free one.
+        host: address to listen on, or `unix:PATH` for a Unix socket.
+        port: port to listen on; 0 picks a free one. Unused with a Unix socket.
+        drain: seconds that running answers may take after the process is asked to stop.
+
+    Raises:
+        LoadError: the Unix socket cannot be created.
     """
-    # With WebSockets off, an upgrade request is an ordinary GET and is answered like any other.
-    config = uvicorn.Config(
-        app, host=host, port=port, log_level="info", timeout_graceful_shutdown=1, http=_Protocol, ws="none"
-    )
-    with suppress(KeyboardInterrupt):
-        _Server(config, engine).run()
+    path = unix_path(host)
+    _raise_file_limit()
+    # Uvicorn raises the signal again at the end. As a KeyboardInterrupt, it lets the process clean up.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with nullcontext() if path is None else unix_socket(path) as listener, suppress(KeyboardInterrupt):
+        # With WebSockets off, an upgrade request is an ordinary GET and is answered like any other.
+        config = uvicorn.Config(
+            app, host=host, port=port, log_level="info", timeout_graceful_shutdown=1, http=_Protocol, ws="none"
+        )
+        _Server(config, engine, drain).run(None if listener is None else [listener])
+
+
+def _raise_file_limit() -> None:
+    """Raise the soft limit of open files, which is often 1024, to what the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,6 +1,7 @@
 """Reports every failure as an OpenAI error object: refusals of this server, errors of the framework, and defects.
 
-Invariant: every failure is answered with `{"error": {"message", "type", "param", "code"}}`. Only a defect of the server
+Invariant: every failure is answered with `{"error": {"message", "type", "param", "code"}}`; Anthropic's endpoints add
+their `"type": "error"` and use their types. Only a defect of the server
 has status 500; it is raised again after the response, so that the server logs its traceback.
 """
 
@@ -12,6 +13,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 __all__ = ["Refusal", "defect", "report_errors"]
+
+_ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+              503: "overloaded_error"}  # fmt: skip
+"""Anthropic's error types by status."""
 
 LONGEST = 500
 """Maximum characters of a message or a field's name. Both may quote client input of megabytes."""
@@ -41,9 +46,16 @@ class Refusal(Exception):
         }
         self.headers = {"Retry-After": "1"} if status in (429, 503) else headers
 
-    def response(self) -> JSONResponse:
-        """Return the HTTP response."""
-        return JSONResponse(self.content, self.status, self.headers)
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """The content in Anthropic's form, which has all fields of OpenAI's."""
+        kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {**self.content["error"], "type": kind}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """Return the HTTP response to a request of a path."""
+        content = self.anthropic if path.startswith("/v1/messages") else self.content
+        return JSONResponse(content, self.status, self.headers)
 
 
 def defect() -> Refusal:
@@ -56,7 +68,7 @@ def report_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Refusal)
     async def refusal(request: Request, error: Refusal) -> JSONResponse:
-        return error.response()
+        return error.response(request.scope["path"])
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> JSONResponse:
@@ -64,11 +76,11 @@ def report_errors(app: FastAPI) -> None:
         message = {404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
         said = message.get(error.status_code, str(error.detail))
         headers = dict(error.headers) if error.headers else None
-        return Refusal(error.status_code, said, code, headers=headers).response()
+        return Refusal(error.status_code, said, code, headers=headers).response(path)
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
-        return defect().response()
+        return defect().response(request.scope["path"])
 
 
 def _printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The supported requests: their fields, with types and ranges.
+"""The fields that requests of several protocols share, with types and ranges.
 
 Invariant: every field of a request, at every level, is either honoured or rejected by name. Undeclared fields are
 rejected. Two groups of fields are accepted and ignored (listed in docs/serving.md): fields that cannot change an answer
@@ -6,40 +6,34 @@ rejected. Two groups of fields are accepted and ignored (listed in docs/serving.
 not converted to numbers.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["NEUTRAL", "ChatRequest", "CompletionRequest", "Request"]
+__all__ = ["NEUTRAL", "Fields", "Sampled", "StreamOptions", "text_or_many", "wrong"]
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "echo": (False,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "stop_token_ids": ([],),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
-    "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
+    "max_tokens": (-1,),
+    "seed": (-1,),
+    "stop": ("",),
+    "top_k": (-1,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "length_penalty": (1,),
+    "priority": (0,),
 }
-"""Unsupported fields with the neutral values that are accepted and ignored. All other values are rejected."""
+"""Unsupported fields, and values of supported ones, that ask for nothing. They are accepted and ignored."""
+
+MOST_CHOICES = 128
+"""Maximum answers per request."""
 
 
 class Fields(BaseModel):
@@ -64,13 +58,14 @@ class Fields(BaseModel):
 class StreamOptions(Fields):
     """Options of a stream."""
 
-    neutral = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+    neutral = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
-class Request(Fields):
-    """The fields shared by completions and chats. The last four cannot change an answer."""
+class Sampled(Fields):
+    """The fields of every request that generates. Those from `user` on cannot change an answer."""
 
     neutral = NEUTRAL
 
@@ -78,106 +73,87 @@ class Request(Fields):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int = Field(0, ge=0)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] = {}
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: list[str] = Field([], max_length=16)
+    stop_token_ids: list[int] = Field([], max_length=1024)
+    ignore_eos: bool = False
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
     user: str = ""
     metadata: dict[str, Any] = {}
     safety_identifier: str = ""
     prompt_cache_key: str = ""
+    cache_prompt: bool = True
+    request_id: str = ""
 
     @field_validator("stop", mode="before")
     @classmethod
     def _one_or_many(cls, stop: Any) -> Any:
-        if not isinstance(stop, str | list):
-            raise _wrong("must be a string or a list of strings")
-        return [stop] if isinstance(stop, str) else stop
+        return text_or_many(stop)
 
     @field_validator("stop")
     @classmethod
     def _not_empty(cls, stop: list[str]) -> list[str]:
         if not all(0 < len(string) <= 1000 for string in stop):
-            raise _wrong("must have strings of 1 to 1000 characters")
+            raise wrong("must have strings of 1 to 1000 characters")
         return stop
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _are_tokens(cls, bias: dict[str, float]) -> dict[str, float]:
+        if len(bias) > 1024:
+            raise wrong("must have at most 1024 elements")
+        if not all(name.isascii() and name.isdigit() and len(name) < 10 for name in bias):
+            raise wrong("must have token ids as names")
+        if not all(-100 <= value <= 100 for value in bias.values()):
+            raise wrong("must have values from -100 to 100")
+        return bias
+
+    @field_validator("stop_token_ids")
+    @classmethod
+    def _are_ids(cls, ids: list[int]) -> list[int]:
+        if not all(0 <= token < 2**31 for token in ids):
+            raise wrong("must have token ids")
+        return ids
 
     @property
     def length(self) -> int | None:
         """Maximum number of answer tokens, or None if the client sets none."""
         return self.max_tokens
 
+    @property
+    def choices(self) -> int:
+        """Number of answers to generate per prompt."""
+        return self.n
+
     def settings(self) -> dict[str, Any]:
         """Return the fields of `Sampling`; None for those that the request does not set."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-        settings = {name: getattr(self, name) for name in names}
-        return {**settings, "stop": tuple(self.stop)}
+        names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+                 "frequency_penalty", "min_tokens", "ignore_eos", "seed")  # fmt: skip
+        return {
+            **{name: getattr(self, name) for name in names if name in self.model_fields_set},
+            "logit_bias": tuple((int(token), value) for token, value in self.logit_bias.items()),
+            "stop_token_ids": tuple(self.stop_token_ids),
+            "stop": tuple(self.stop),
+        }
 
 
-class CompletionRequest(Request):
-    """A completion request. The prompt is text or token ids."""
-
-    prompt: str | list[int]
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _text_or_tokens(cls, prompt: Any) -> Any:
-        # Checked here because pydantic's errors for a union name its branches, which clients do not know.
-        if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
-            return prompt
-        raise _wrong("must be a string or a list of tokens; several prompts need several requests")
+def text_or_many(given: Any) -> Any:
+    """Return a list for a string or a list."""
+    if not isinstance(given, str | list):
+        raise wrong("must be a string or a list of strings")
+    return [given] if isinstance(given, str) else given
 
 
-class ContentPart(Fields):
-    """A part of a message. Only text is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Fields):
-    """A message of a chat."""
-
-    neutral = {"tool_calls": ([],), "annotations": ([],)}
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: list[ContentPart] = Field(min_length=1)
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _text_or_parts(cls, content: Any) -> Any:
-        if not isinstance(content, str | list):
-            raise _wrong("must be a string or a list of parts")
-        return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-    def plain(self) -> dict[str, str]:
-        """Return the message in the form of chat templates."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "".join(part.text for part in self.content)}
-
-
-class ChatRequest(Request):
-    """A chat completion request."""
-
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-
-    @field_validator("max_completion_tokens")
-    @classmethod
-    def _one_length(cls, length: int | None, info: ValidationInfo) -> int | None:
-        other = info.data.get("max_tokens")
-        if length is not None and other is not None and other != length:
-            raise _wrong("must equal max_tokens if both are given")
-        return length
-
-    @property
-    def length(self) -> int | None:
-        """Maximum number of answer tokens, or None if the client sets none."""
-        return self.max_completion_tokens or self.max_tokens
-
-
-def _wrong(sentence: str) -> PydanticCustomError:
+def wrong(sentence: str) -> PydanticCustomError:
     """Return an error for a field. The field's name is put before the sentence."""
     return PydanticCustomError("invalid_value", "{sentence}", {"sentence": sentence})

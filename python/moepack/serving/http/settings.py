@@ -1,7 +1,9 @@
 """Settings of a server."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Settings"]
 
@@ -18,6 +20,11 @@ class Settings:
         body: maximum size of a request body in bytes.
         hosts: accepted host names in lower case, empty for any. They prevent web pages from reaching the server under
             a name of their own (DNS rebinding).
+        origins: origins whose web pages may send requests, such as `https://example.org`; `*` for all.
+        template: chat template that replaces the model's.
+        variables: variables of the chat template for every request that does not set them.
+        sampling: settings of `Sampling` for every request that does not set them.
+        log_prompts: whether the bodies of requests are logged. Otherwise the log holds nothing of them.
 
     Raises:
         ValueError: the name is not Unicode text, so no client could send it.
@@ -29,6 +36,11 @@ class Settings:
     answer: int = 512
     body: int = 4 << 20
     hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    log_prompts: bool = False
 
     def __post_init__(self) -> None:
         try:

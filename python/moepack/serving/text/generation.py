@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,13 +18,16 @@ from moepack.decoding.prefix import Prefix, new_cache
 from moepack.decoding.vocabulary import require_head, require_known, vocabulary_of
 from moepack.errors import MoepackWarning, NonFiniteError
 from moepack.serving.text.prompts import Prompt, positions, prompt_ids
-from moepack.serving.text.sampling import Sampling
+from moepack.serving.text.sampling import Sampling, Steered
 from moepack.serving.text.stream import TextStream, end_strings, end_tokens, hidden_tokens
 
 __all__ = ["GenerationReport", "Memory", "generate"]
 
 _CACHE = cache_name(GenerationMixin.prepare_inputs_for_generation) or "past_key_values"
 """The name of the argument for keys and values in the installed transformers' `generate`."""
+
+_NEVER = -1
+"""An id that no token has: transformers' `generate` takes None for the published end tokens."""
 
 _PLAIN = {
     "num_beams": 1,
@@ -162,9 +165,12 @@ def generate(
     require_known(ids, vocabulary_of(model), tokenizer)
     require_known(_forced(model), vocabulary_of(model), tokenizer, "generation_config.json")
     _warn_of_length(model, len(ids), sampling.max_new_tokens)
-    streamer = _streamer(model, tokenizer, sampling, on_text)
+    published = end_tokens(model, tokenizer)
+    streamer = _streamer(tokenizer, sampling, {*published, *sampling.stop_token_ids}, end_strings(model), on_text)
     inputs = torch.tensor([ids], device=model.device)
     logits = _Logits()
+    ends = sampling.ends(published)
+    steered = Steered(sampling, 1 if model.config.is_encoder_decoder else len(ids), ends)
     carried_of(model)  # reset per-sequence state at the start of each sequence
     start = time.perf_counter()
     with (
@@ -179,20 +185,26 @@ def generate(
             attention_mask=torch.ones_like(inputs),
             streamer=streamer,
             stopping_criteria=StoppingCriteriaList([streamer.is_done]),
-            logits_processor=LogitsProcessorList([logits]),
+            logits_processor=LogitsProcessorList([logits, *([steered] if steered.is_needed else [])]),
             remove_invalid_values=False,
             **_PLAIN,
+            **({} if ends == published else {"eos_token_id": sorted(ends) or _NEVER}),
             **kept,
             **sampling.arguments(),
         )
     return _report(streamer, len(ids), start)
 
 
-def _streamer(model: Any, tokenizer: Any, sampling: Sampling, on_text: Callable[[str], None] | None) -> _Streamer:
+def _streamer(
+    tokenizer: Any,
+    sampling: Sampling,
+    ends: Iterable[int],
+    published: tuple[str, ...],
+    on_text: Callable[[str], None] | None,
+) -> _Streamer:
     """Create a streamer that ends at the first stop string, including the model's, and hides end tokens."""
-    hidden = hidden_tokens(end_tokens(model, tokenizer), tokenizer)
-    stop = (*sampling.stop, *end_strings(model))
-    return _Streamer(TextStream(tokenizer, stop, hidden), on_text or (lambda text: None))
+    stream = TextStream(tokenizer, (*sampling.stop, *published), hidden_tokens(ends, tokenizer))
+    return _Streamer(stream, on_text or (lambda text: None))
 
 
 def _forced(model: Any) -> list[int]:

@@ -43,6 +43,7 @@ class TextStream:
     Attributes:
         text: all pieces so far.
         stopped: whether a stop string was generated; all later text is dropped.
+        found: that stop string; None before.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -56,6 +57,7 @@ class TextStream:
         self.hidden = frozenset(hidden)
         self.text = ""
         self.stopped = False
+        self.found: str | None = None
         self._held = ""
         self._detokenizer = Detokenizer(tokenizer)
 
@@ -71,9 +73,10 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + text
-        found = [(place + len(string), place) for string in self.stop if (place := text.find(string)) >= 0]
+        found = [(place + len(string), place, string) for string in self.stop if (place := text.find(string)) >= 0]
         self.stopped = bool(found)
-        _, certain = min(found, default=(0, len(text) - (0 if final else self._uncertain(text))))
+        uncertain = 0 if final else self._uncertain(text)
+        _, certain, self.found = min(found, default=(0, len(text) - uncertain, None))
         self._held = text[certain:]
         self.text += text[:certain]
         return text[:certain]

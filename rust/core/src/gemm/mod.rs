@@ -9,7 +9,6 @@ pub mod coded;
 pub mod compensated;
 pub mod dense;
 pub mod groupwise;
-pub mod hadamard;
 pub mod layer;
 mod matmul;
 #[cfg(target_arch = "aarch64")]

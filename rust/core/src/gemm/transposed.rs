@@ -2,8 +2,8 @@
 //! activations.
 //!
 //! W is never unpacked as a whole: a panel of [`PANEL`] rows is decoded at a time ([`Tensor::look_up`]) and
-//! multiplied by the outputs of its expert's tokens. Weights are those of [`Tensor::dequantize`] in f32, whatever
-//! rounding the compute mode of a product applies: gradients pass straight through the rounding.
+//! multiplied by the outputs of its expert's tokens. Weights are those of [`Tensor::dequantize`] in f32,
+//! regardless of the rounding of a product's compute mode: gradients pass straight through the rounding.
 //!
 //! A sum runs over the rows in ascending order without fused operations, so results have the same bits on every
 //! instruction set and with any number of threads. With u = 2^-24, R rows and S = sum of |w y|, the error is at most

@@ -19,7 +19,7 @@ mod slots;
 mod tests;
 
 pub use records::{Count, Failure, Place, Records};
-pub use slots::{Slot, Slots};
+pub use slots::Slots;
 
 /// The maximum gap in bytes between two records of one read: a drive reads the gap in about the time of another read.
 pub const GAP: usize = 48 << 10;

@@ -7,9 +7,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use super::slots::{Slot, Slots};
+use super::slots::Slots;
 use super::{GAP, PAGE, READ};
 use crate::formats::channels::{Layout, View};
+use crate::memory::Slot;
 use crate::types::Shape;
 use crate::{Error, Result};
 

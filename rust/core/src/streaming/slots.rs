@@ -3,6 +3,7 @@
 use std::sync::{Mutex, MutexGuard};
 
 use super::PAGE;
+use crate::memory::Slot;
 
 /// The alignment of a record's bytes, as in a tensor.
 const ALIGNMENT: usize = 64;
@@ -19,7 +20,7 @@ impl Slots {
     pub(super) fn take(&self, length: usize) -> Slot {
         let spare = lock(&self.spare).pop();
         spare
-            .filter(|slot| slot.length == length)
+            .filter(|slot| slot.bytes().len() == length)
             .unwrap_or_else(|| Slot::new(length, ALIGNMENT))
     }
 
@@ -32,7 +33,7 @@ impl Slots {
     pub(super) fn with_buffer<T>(&self, length: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
         let spare = lock(&self.buffers).pop();
         let mut buffer = spare
-            .filter(|buffer| buffer.length >= length)
+            .filter(|buffer| buffer.bytes().len() >= length)
             .unwrap_or_else(|| Slot::new(length, PAGE));
         let done = work(buffer.bytes_mut());
         lock(&self.buffers).push(buffer);
@@ -43,34 +44,4 @@ impl Slots {
 /// Panics leave the list intact: slots are only pushed and popped.
 fn lock(slots: &Mutex<Vec<Slot>>) -> MutexGuard<'_, Vec<Slot>> {
     slots.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-/// Aligned memory.
-#[derive(Debug)]
-pub struct Slot {
-    memory: Box<[u8]>,
-    start: usize,
-    length: usize,
-}
-
-impl Slot {
-    fn new(length: usize, alignment: usize) -> Slot {
-        let memory = vec![0; length + alignment - 1].into_boxed_slice();
-        let start = memory.as_ptr().align_offset(alignment).min(alignment - 1);
-        Slot {
-            memory,
-            start,
-            length,
-        }
-    }
-
-    /// The bytes.
-    pub fn bytes(&self) -> &[u8] {
-        &self.memory[self.start..][..self.length]
-    }
-
-    /// The bytes, for writing.
-    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.memory[self.start..][..self.length]
-    }
 }

@@ -61,16 +61,11 @@ impl Tensor for Coded {
             .with("tables", layout.tables())
             .with("exceptions", layout.exceptions())
             .with("row_scales", layout.has_row_scales())
-            .with("dtype", layout.scale_type());
-        let details = match layout.column_scales() {
+            .with("dtype", layout.scale_type())
+            .with("symbols", &*layout.symbols().to_string());
+        match layout.column_scales() {
             ColumnScales::None => details,
             _ => details.with("column_scales", true),
-        };
-        match (layout.is_dependent(), layout.low_bits()) {
-            _ if layout.is_of_pairs() => details.with("pairs", true),
-            (true, _) => details.with("dependent", true),
-            (false, 0) => details,
-            (false, bits) => details.with("low_bits", bits),
         }
     }
 

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::{GROUP, HEADER_BYTES, Layout, Width, corrupt};
 use crate::Result;
-use crate::streaming::Slot;
+use crate::memory::Slot;
 use crate::types::{Shape, from_bf16};
 
 /// A tensor over borrowed bytes.

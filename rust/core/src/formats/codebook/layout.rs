@@ -98,7 +98,7 @@ impl Layout {
         f32::MAX / f32::from(super::MAX_CENTROID) / self.hadamard as f32
     }
 
-    /// The width of the Hadamard rotation of weights and activations ([`crate::gemm::hadamard`]), a power of two that
+    /// The width of the Hadamard rotation of weights and activations ([`crate::hadamard`]), a power of two that
     /// divides the columns; 1 means no rotation.
     pub fn hadamard(&self) -> usize {
         self.hadamard

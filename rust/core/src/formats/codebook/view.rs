@@ -3,7 +3,7 @@
 use super::bits::{LANE, QUADS, REGISTER, step_columns, step_registers, unpack};
 use super::{HEADER_BYTES, Layout, PANEL, corrupt, join};
 use crate::Result;
-use crate::gemm::hadamard::rotate;
+use crate::hadamard::rotate;
 use crate::simd::Isa;
 
 /// A codebook tensor over borrowed bytes.

@@ -1,11 +1,10 @@
 //! Maps codes to symbols by a table, and encodes symbols into the bytes of a stream.
 
-use super::decode::Register;
-use super::encode::Code;
-use super::fit::INTEGERS;
+use super::code::Code;
 use super::give_off::{self, GiveOff};
+use super::histogram::INTEGERS;
 use super::layout::STATE_BYTES;
-use super::pairs::Pairing;
+use super::register::Register;
 use super::table::Table;
 use super::{LANES, QUAD};
 use crate::simd::{Isa, vectorized};
@@ -16,10 +15,8 @@ pub(super) const NONE: u8 = u8::MAX;
 /// A table in the form that encoding needs.
 pub(super) struct Coder {
     pub table: Table,
-    /// The lookup of symbols by pairs of digits, for symbols of two weights.
-    pub pairing: Option<Pairing>,
-    /// The symbol of each integer from -128 on, or its digit for symbols of two weights; [`NONE`] for integers
-    /// without one. The last entry stands for all integers outside of this range.
+    /// The symbol of each integer from -128 on; [`NONE`] for integers without one. The last entry stands for all
+    /// integers outside of this range.
     symbols: [u8; INTEGERS + 1],
     /// True if every integer from the lowest to the highest has slots.
     gapless: bool,
@@ -30,8 +27,7 @@ impl Coder {
     pub fn new(table: Table) -> Coder {
         let mut coder = Coder {
             symbols: [NONE; INTEGERS + 1],
-            gapless: table.pairs || table.frequencies[..table.count].iter().all(|&slots| slots > 0),
-            pairing: table.pairs.then(|| Pairing::new(&table)),
+            gapless: table.frequencies[..table.count].iter().all(|&slots| slots > 0),
             steps: [Step(0); LANES],
             table,
         };
@@ -53,16 +49,12 @@ impl Coder {
         }
     }
 
-    /// The symbol or digit that pads rows after the last column.
+    /// The symbol that pads rows after the last column.
     pub fn padding(&self) -> u8 {
-        let favourite = self.table.favourite(0, 1);
-        match self.table.pairs {
-            true => self.table.digits[0][usize::from(favourite)],
-            false => favourite,
-        }
+        self.table.favourite(0, 1)
     }
 
-    /// Looks up the symbols or digits of codes. Returns true if some code has none; such codes get [`NONE`].
+    /// Looks up the symbols of codes. Returns true if some code has none; such codes get [`NONE`].
     pub fn look_up<T: Code>(&self, codes: &[T], symbols: &mut [u8]) -> bool {
         if self.gapless {
             return self.subtract(codes, symbols);
@@ -79,7 +71,7 @@ impl Coder {
     /// Like [`look_up`](Self::look_up) for gapless tables, by subtracting the lowest integer.
     fn subtract<T: Code>(&self, codes: &[T], symbols: &mut [u8]) -> bool {
         let lowest = self.table.lowest();
-        let highest = (i32::from(lowest) + self.table.levels as i32 - 1) as i8;
+        let highest = (i32::from(lowest) + self.table.count as i32 - 1) as i8;
         let (first, last) = (T::from(lowest), T::from(highest));
         let mut outside = false;
         for (&code, symbol) in codes.iter().zip(symbols) {

@@ -1,105 +1,46 @@
-//! Fits tables to a tensor: counts integers by stream and decides which streams share a table.
+//! Fits tables to a tensor: decides which streams share a table, and the frequencies of each.
 
 use rayon::prelude::*;
 
+use super::histogram::{Histogram, INTEGERS};
+use super::layout::MAX_TABLES;
 use super::table::{SLOTS, Table};
-use super::{LANES, layout::MAX_TABLES, trellis};
+use super::{LANES, trellis};
 
 /// The approximate cost of an exception in bits, besides its placeholder symbol.
-pub(super) const EXCEPTION_BITS: f64 = 32.0;
+const EXCEPTION_BITS: f64 = 32.0;
 /// Integers that occur less often get no slots; each of these shares is tried, and the cheapest is used.
-pub(super) const RAREST: [f64; 5] = [
+const RAREST: [f64; 5] = [
     1.0 / 12000.0,
     1.0 / 6000.0,
     1.0 / 3000.0,
     1.0 / 1500.0,
     1.0 / 750.0,
 ];
-/// The number of integers of a signed byte.
-pub(super) const INTEGERS: usize = 256;
 /// Rounds of assigning each stream its best table and refitting tables to their streams.
 const ROUNDS: usize = 3;
 /// The share of the bits that doubling the number of tables must save.
 const WORTHWHILE: f64 = 0.0005;
-
-/// Counts of the integers from -128 to 127.
-#[derive(Debug, Clone)]
-pub(super) struct Histogram {
-    counts: Box<[u32; INTEGERS]>,
-    /// The count of all other integers, which become exceptions.
-    others: u32,
-}
-
-impl Histogram {
-    /// Counts the integers of codes.
-    pub fn new<T: Copy>(
-        runs: impl Iterator<Item = impl AsRef<[T]>>,
-        integer: impl Fn(T) -> i32,
-    ) -> Histogram {
-        // Neighbours have separate counters: incrementing the same counter twice in a row waits for the store.
-        let mut counts = [[0u32; INTEGERS + 1]; 4];
-        let mut add = |codes: &[T]| {
-            for (counts, &code) in counts.iter_mut().zip(codes) {
-                counts[(integer(code).wrapping_add(128) as u32 as usize).min(INTEGERS)] += 1;
-            }
-        };
-        for run in runs {
-            let (fours, rest) = run.as_ref().as_chunks::<4>();
-            fours.iter().for_each(|four| add(four));
-            add(rest);
-        }
-        let [first, second, third, fourth] = counts;
-        let sum = |i: usize| first[i] + second[i] + third[i] + fourth[i];
-        Histogram {
-            counts: Box::new(std::array::from_fn(sum)),
-            others: sum(INTEGERS),
-        }
-    }
-
-    /// The number of weights counted.
-    pub fn weights(&self) -> f64 {
-        self.counts
-            .iter()
-            .chain([&self.others])
-            .map(|&count| f64::from(count))
-            .sum()
-    }
-
-    /// The counts of each integer, summed over streams.
-    pub fn sum<'a>(all: impl Iterator<Item = &'a Histogram>) -> [f64; INTEGERS] {
-        let mut sums = [0.0; INTEGERS];
-        for histogram in all {
-            let pairs = sums.iter_mut().zip(histogram.counts.iter());
-            pairs.for_each(|(sum, &count)| *sum += f64::from(count));
-        }
-        sums
-    }
-}
 
 /// The lowest integer of a table and its frequencies, in stored form.
 #[derive(Debug, Clone)]
 pub(super) struct Frequencies {
     pub lowest: i8,
     pub counts: Vec<u8>,
-    /// The digits of symbols of two weights ([`super::pairs`]); empty otherwise.
-    pub digits: [Vec<u8>; 2],
 }
 
 impl Frequencies {
     /// Builds the decoding table.
     pub fn table(&self) -> Option<Table> {
-        match &self.digits {
-            [first, _] if first.is_empty() => Table::new(self.lowest, &self.counts),
-            [first, second] => Table::of_pairs(self.lowest, &self.counts, [first, second]),
-        }
+        Table::new(self.lowest, &self.counts)
     }
 
     /// The stored size in bytes.
     pub fn bytes(&self) -> usize {
-        1 + self.counts.len() + self.digits.iter().map(Vec::len).sum::<usize>()
+        1 + self.counts.len()
     }
 
-    /// The cost of each integer in bits, for a table of symbols of one weight.
+    /// The cost of each integer in bits.
     pub fn costs(&self) -> [f32; INTEGERS] {
         let bits = |frequency: u8| (SLOTS as f64 / f64::from(frequency)).log2();
         let most = self.counts.iter().copied().max().unwrap_or(1);
@@ -213,7 +154,6 @@ fn fitted(counts: &[f64; INTEGERS], dependent: bool) -> Frequencies {
         let found = Frequencies {
             lowest: (first as i32 - 128) as i8,
             counts: frequencies,
-            digits: [Vec::new(), Vec::new()],
         };
         let pairs = counts.iter().zip(found.costs());
         (
@@ -229,7 +169,7 @@ fn fitted(counts: &[f64; INTEGERS], dependent: bool) -> Frequencies {
 }
 
 /// The start of the `width` consecutive integers with the largest total count, as close to the middle as possible.
-pub(super) fn heaviest(counts: &[f64; INTEGERS], width: usize) -> usize {
+fn heaviest(counts: &[f64; INTEGERS], width: usize) -> usize {
     let starts = (0..=INTEGERS - width).map(|start| {
         let middle = INTEGERS / 2;
         let off = (start + width / 2).abs_diff(middle);
@@ -242,7 +182,7 @@ pub(super) fn heaviest(counts: &[f64; INTEGERS], width: usize) -> usize {
 /// Distributes 256 slots by counts: at least one for each integer with a larger share than `rarest`, then one at a
 /// time to the integer for which it saves most. At least two integers get slots; for dependent codes, one even and
 /// one odd.
-pub(super) fn shared_out(counts: &[f64], rarest: f64, dependent: bool) -> Vec<u8> {
+fn shared_out(counts: &[f64], rarest: f64, dependent: bool) -> Vec<u8> {
     let total = counts.iter().sum::<f64>().max(1.0);
     let mut slots: Vec<u8> = counts
         .iter()
@@ -288,16 +228,11 @@ pub(super) fn shared_out(counts: &[f64], rarest: f64, dependent: bool) -> Vec<u8
 
 /// Removes integers without slots from both ends of a table; at its start, `step` at a time.
 fn trimmed(found: Frequencies, step: usize) -> Frequencies {
-    let Frequencies {
-        lowest,
-        counts,
-        digits,
-    } = found;
+    let Frequencies { lowest, counts } = found;
     let first = counts.iter().position(|&slots| slots > 0).unwrap_or(0) / step * step;
     let last = counts.iter().rposition(|&slots| slots > 0).unwrap_or(0);
     Frequencies {
         lowest: lowest.wrapping_add(first as i8),
         counts: counts[first..=last].to_vec(),
-        digits,
     }
 }

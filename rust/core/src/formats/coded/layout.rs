@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use super::{
-    BLOCK_ROWS, ColumnScales, LANES, MAGIC, MAX_COLUMNS, MAX_LOW_BITS, QUAD, VERSION, corrupt, invalid,
-};
+use super::column_scales::ColumnScales;
+use super::symbols::Symbols;
+use super::{BLOCK_ROWS, LANES, MAGIC, MAX_COLUMNS, MAX_LOW_BITS, QUAD, VERSION, corrupt, invalid};
 use crate::Result;
 use crate::formats::header;
 use crate::limits::MAX_ROWS;
@@ -64,25 +64,27 @@ pub struct Layout {
     pub(super) wide_scales: bool,
     pub(super) tables: usize,
     /// The symbols of a table.
-    pub(super) symbols: usize,
+    pub(super) table_symbols: usize,
     pub(super) payload: usize,
     pub(super) exceptions: usize,
     /// The bytes of an index entry, 4 or 8.
     pub(super) entry: usize,
     /// The bytes of an exception, 4 or 8.
     pub(super) exception: usize,
-    /// The number of low bits of a code, stored apart from its symbol.
-    pub(super) low_bits: usize,
-    /// Whether codes are dependent ([`super::trellis`]).
-    pub(super) dependent: bool,
-    /// Whether symbols stand for two weights ([`super::pairs`]).
-    pub(super) pairs: bool,
+    /// What symbols stand for.
+    pub(super) symbols: Symbols,
 }
 
 impl Layout {
     /// The layout of a tensor before its contents are known. Streams have `stream_rows` rows; the default depends on
     /// the columns.
-    pub(super) fn new(shape: Shape, stream_rows: Option<usize>) -> Result<Layout> {
+    pub(super) fn new(shape: Shape, stream_rows: Option<usize>, symbols: Symbols) -> Result<Layout> {
+        if symbols.low_bits() > MAX_LOW_BITS {
+            let low_bits = symbols.low_bits();
+            return invalid(format!(
+                "a code has at most {MAX_LOW_BITS} low bits, not {low_bits}"
+            ));
+        }
         let blocks = match stream_rows {
             None if shape.columns <= NARROW => 4,
             None | Some(16) => 1,
@@ -96,14 +98,12 @@ impl Layout {
             column_scales: ColumnScales::None,
             wide_scales: false,
             tables: 1,
-            symbols: 2,
+            table_symbols: 2,
             payload: 0,
             exceptions: 0,
             entry: 4,
             exception: 4,
-            low_bits: 0,
-            dependent: false,
-            pairs: false,
+            symbols,
         };
         match layout.is_valid() {
             true => Ok(layout),
@@ -139,16 +139,6 @@ impl Layout {
         self.shape.columns.div_ceil(QUAD)
     }
 
-    /// The registers of symbols of a row block.
-    pub(super) fn steps(&self) -> usize {
-        self.shape.columns.div_ceil(self.step_columns())
-    }
-
-    /// The columns of a register of symbols.
-    pub(super) fn step_columns(&self) -> usize {
-        if self.pairs { 2 * QUAD } else { QUAD }
-    }
-
     /// The rows of a row block in an expert's stream, at most 16; zero for blocks after the last row.
     pub fn rows_of(&self, stream: usize, block: usize) -> usize {
         let first = (stream * self.blocks + block) * BLOCK_ROWS;
@@ -158,38 +148,28 @@ impl Layout {
     /// The number of symbols decoded by the lanes of a stream's rows.
     pub(super) fn symbols_of(&self, stream: usize) -> usize {
         let rows = (0..self.blocks).map(|block| self.rows_of(stream, block));
-        rows.sum::<usize>() * self.steps() * QUAD
+        rows.sum::<usize>() * self.quads() * QUAD
+    }
+
+    /// What symbols stand for.
+    pub fn symbols(&self) -> Symbols {
+        self.symbols
     }
 
     /// The number of low bits of a code, stored apart from its symbol.
     pub fn low_bits(&self) -> usize {
-        self.low_bits
+        self.symbols.low_bits()
     }
 
-    /// Whether codes are dependent ([`super::trellis`]): they follow paths of states, and streams code their indices.
-    pub fn is_dependent(&self) -> bool {
-        self.dependent
-    }
-
-    /// Whether symbols stand for two weights ([`super::pairs`]).
-    pub fn is_of_pairs(&self) -> bool {
-        self.pairs
-    }
-
-    /// The bytes of a table: the lowest integer, the frequencies, and the digits of symbols of two weights.
+    /// The bytes of a table: the lowest integer and the frequencies.
     pub(super) fn table_bytes(&self) -> usize {
-        1 + if self.pairs { 3 } else { 1 } * self.symbols
-    }
-
-    /// The scale of stored differences as a shift in bits: from a symbol's integer, or an index, to a code.
-    pub(super) fn shift(&self) -> usize {
-        if self.dependent { 2 } else { self.low_bits }
+        1 + self.table_symbols
     }
 
     /// The bytes of a stream's bit planes, after its renormalization bytes; only row blocks that exist have planes.
     pub(super) fn plane_bytes(&self, stream: usize) -> usize {
         let blocks = (0..self.blocks).filter(|&block| self.rows_of(stream, block) > 0);
-        blocks.count() * self.quads() * self.low_bits * PLANE
+        blocks.count() * self.quads() * self.low_bits() * PLANE
     }
 
     /// Whether each row has a scale; otherwise the tensor has a single one.
@@ -283,17 +263,17 @@ impl Layout {
     }
 
     pub(super) fn read(data: &[u8]) -> Result<Layout> {
-        let version = match data.get(8) {
-            Some(&version @ 1..=3) => version.into(),
-            _ => VERSION,
-        };
-        let header: &[u8; HEADER_BYTES] = header::read(data, "coded tensor", MAGIC, version)?;
+        let header: &[u8; HEADER_BYTES] = header::read(data, "coded tensor", MAGIC, VERSION)?;
         let size = |at: usize| {
             let word = header[at..at + 8].try_into().map_or(u64::MAX, u64::from_le_bytes);
             usize::try_from(word).unwrap_or(usize::MAX)
         };
         let Some(column_scales) = ColumnScales::from_byte(header[60]) else {
             return corrupt(format!("unknown kind of column scales {}", header[60]));
+        };
+        let Some(symbols) = Symbols::from_bytes([header[58], header[59]]) else {
+            let (low_bits, kind) = (header[58], header[59]);
+            return corrupt(format!("unknown symbols of kind {kind} with {low_bits} low bits"));
         };
         let layout = Layout {
             shape: Shape {
@@ -307,25 +287,20 @@ impl Layout {
             column_scales,
             wide_scales: header[13] == 1,
             tables: header[14].into(),
-            symbols: header[15].into(),
+            table_symbols: header[15].into(),
             payload: size(40),
             exceptions: size(48),
             entry: header[56].into(),
             exception: header[57].into(),
-            low_bits: header[58].into(),
-            dependent: header[59] == 1,
-            pairs: version == 4,
+            symbols,
         };
-        let low_bits = if version == 2 { 1..=MAX_LOW_BITS } else { 0..=0 };
         let known = matches!(layout.blocks, 1 | 4)
             && (1..=MAX_TABLES).contains(&layout.tables)
-            && (2..=64).contains(&layout.symbols)
+            && (2..=64).contains(&layout.table_symbols)
             && [layout.entry, layout.exception]
                 .iter()
                 .all(|width| matches!(width, 4 | 8))
             && header[12..14].iter().all(|&flag| flag <= 1)
-            && low_bits.contains(&layout.low_bits)
-            && header[59] == u8::from(version == 3)
             && header[61..].iter().all(|&byte| byte == 0);
         match known && layout.is_valid() {
             true => Ok(layout),
@@ -335,20 +310,14 @@ impl Layout {
 
     pub(super) fn write(&self, out: &mut [u8]) {
         out[..8].copy_from_slice(&MAGIC);
-        let version: u16 = match (self.dependent, self.low_bits) {
-            _ if self.pairs => 4,
-            (true, _) => 3,
-            (false, 0) => 1,
-            (false, _) => 2,
-        };
-        out[8..10].copy_from_slice(&version.to_le_bytes());
+        out[8..10].copy_from_slice(&VERSION.to_le_bytes());
         out[10..16].copy_from_slice(&[
             self.shape.ndim,
             self.blocks as u8,
             self.row_scales.into(),
             self.wide_scales.into(),
             self.tables as u8,
-            self.symbols as u8,
+            self.table_symbols as u8,
         ]);
         let Shape {
             experts,
@@ -360,8 +329,8 @@ impl Layout {
         for (field, size) in out[16..56].chunks_exact_mut(8).zip(sizes) {
             field.copy_from_slice(&(size as u64).to_le_bytes());
         }
-        out[56..59].copy_from_slice(&[self.entry, self.exception, self.low_bits].map(|field| field as u8));
-        out[59] = self.dependent.into();
+        out[56..58].copy_from_slice(&[self.entry, self.exception].map(|field| field as u8));
+        out[58..60].copy_from_slice(&self.symbols.to_bytes());
         out[60] = self.column_scales as u8;
     }
 }

@@ -22,19 +22,18 @@
 //! bits. Bit p of a register's codes is a *bit plane* of 8 bytes.
 //!
 //! Codes may be *dependent* ([`trellis`]): streams code their indices, and differences of exceptions are in units of
-//! four. At low rates symbols may stand for two weights each ([`pairs`]), which halves the registers of symbols.
+//! four. [`Symbols`] names what the symbols of a tensor stand for.
 //!
 //! ```text
 //!  0 8s magic "MOEPRANS"       14 u8 tables T, at most 64        40 u64 bytes of the payload
-//!  8 u16 version 1 to 4        15 u8 symbols K of a table, 2-64  48 u64 exceptions
+//!  8 u16 version 1             15 u8 symbols K of a table, 2-64  48 u64 exceptions
 //! 10 u8 ndim 2 or 3            16 u64 experts E                  56 u8 bytes of an index entry, 4 or 8
 //! 11 u8 row blocks of a        24 u64 rows R                     57 u8 bytes of an exception, 4 or 8
-//!       stream, 1 or 4         32 u64 columns C                  58 u8 low bits r: 1 to 3 in version 2, else 0
-//!                                                                59 u8 1 for dependent codes, version 3, else 0
+//!       stream, 1 or 4         32 u64 columns C                  58 u8 low bits r, 0 to 3; 0 for dependent codes
+//!                                                                59 u8 symbols: 0 plain, 1 dependent
 //! 12 u8 row scales, 0 or 1                                       60 u8 column scales: 0 none, 1 C, 2 E x C
 //! 13 u8 type of scales: 0 bf16, 1 f32                            61 3 zeros
-//! tables     T times: the lowest integer, i8, and K frequencies, u8, which add up to 256; in version 4 K first and K
-//!            second digits, u8
+//! tables     T times: the lowest integer, i8, and K frequencies, u8, which add up to 256
 //! scales     one, or E x R
 //! columns    none, or C, or E x C
 //! index      per stream: its renormalization bytes (16 bits, or 32), its table (8), its exceptions (8, or 24)
@@ -51,17 +50,22 @@
 //! instruction sets give the same result. [`CodedView::verify`] decodes everything: a stream must end with its last
 //! byte and with all states at 256.
 
+mod code;
 mod coder;
+mod column_scales;
 mod decode;
 pub mod device;
 mod encode;
 mod fit;
 mod give_off;
+mod histogram;
 mod layout;
-mod pairs;
 mod planes;
+mod register;
 mod rows;
 mod scales;
+mod stream;
+mod symbols;
 mod table;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -69,11 +73,15 @@ pub mod trellis;
 mod verify;
 mod view;
 
-pub use decode::{Affine, Chain, Register, decode, side_by_side};
-pub use encode::{Code, encode, encode_dependent, encode_pairs, encode_with_low_bits};
+pub use code::Code;
+pub use column_scales::ColumnScales;
+pub use decode::{Affine, Chain, decode, side_by_side};
+pub use encode::encode;
 pub use layout::Layout;
 pub use planes::lows;
-pub use scales::{ColumnScales, Columns, Scales};
+pub use register::Register;
+pub use scales::{Columns, Scales};
+pub use symbols::Symbols;
 pub use table::Table;
 pub use view::{Coded, CodedView, Exception};
 
@@ -81,8 +89,8 @@ use crate::{Error, Result};
 
 /// The first eight bytes.
 pub const MAGIC: [u8; 8] = *b"MOEPRANS";
-/// The newest version, with symbols of two weights. Version 3 adds dependent codes, version 2 low bits.
-pub const VERSION: u16 = 4;
+/// The version.
+pub const VERSION: u16 = 1;
 /// The maximum number of low bits of a code.
 pub const MAX_LOW_BITS: usize = 3;
 /// The rows of a row block.

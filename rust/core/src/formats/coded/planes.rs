@@ -1,23 +1,12 @@
 //! Bit planes: the low bits of codes, stored uncompressed apart from the symbols.
 
-use std::ops::Range;
-
-use super::decode::Register;
+use super::LANES;
 use super::layout::PLANE;
-use super::{CodedView, LANES};
+use super::register::Register;
 use crate::simd::vectorized;
 
 /// The lowest bit of each byte.
 const ONES: u64 = 0x0101_0101_0101_0101;
-
-impl<'a> CodedView<'a> {
-    /// The bit planes of a range of registers of a stream, which is counted over all experts.
-    pub fn planes(&self, stream: usize, registers: Range<usize>) -> &'a [u8] {
-        let width = self.layout().low_bits() * PLANE;
-        let planes = &self.memory(stream..stream + 1)[self.coded_bytes(stream)..];
-        &planes[registers.start * width..registers.end * width]
-    }
-}
 
 vectorized! {
     /// Writes the low bits of the codes of registers from their bit planes.

@@ -5,7 +5,7 @@
 
 use rayon::ThreadPool;
 
-use super::CodedView;
+use super::view::CodedView;
 use crate::Result;
 use crate::formats::rows;
 use crate::simd::Isa;

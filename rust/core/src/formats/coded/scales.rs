@@ -6,7 +6,10 @@
 
 use std::ops::Range;
 
-use super::{CodedView, Layout, invalid};
+use super::column_scales::ColumnScales;
+use super::invalid;
+use super::layout::Layout;
+use super::view::CodedView;
 use crate::Result;
 use crate::types::Shape;
 
@@ -26,36 +29,6 @@ impl<'a, T: AsRef<[f32]> + ?Sized> From<&'a T> for Scales<'a> {
         Scales {
             rows: rows.as_ref(),
             columns: None,
-        }
-    }
-}
-
-/// The kind of a tensor's column scales.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ColumnScales {
-    /// No column scales.
-    None,
-    /// One row of C for all experts.
-    Shared,
-    /// A row of C for each expert.
-    OfExpert,
-}
-
-impl ColumnScales {
-    /// All kinds, in the order of their numbers in the header.
-    const ALL: [ColumnScales; 3] = [ColumnScales::None, ColumnScales::Shared, ColumnScales::OfExpert];
-
-    /// The kind for a byte of the header; `None` if the byte is invalid.
-    pub(super) fn from_byte(byte: u8) -> Option<ColumnScales> {
-        Self::ALL.get(usize::from(byte)).copied()
-    }
-
-    /// The rows of column scales for this number of experts.
-    pub fn rows(self, experts: usize) -> usize {
-        match self {
-            ColumnScales::None => 0,
-            ColumnScales::Shared => 1,
-            ColumnScales::OfExpert => experts,
         }
     }
 }
@@ -211,8 +184,8 @@ impl<'a> CodedView<'a> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{encoded_pairs, gaussian};
-    use super::super::{Coded, encode, encode_pairs};
+    use super::super::tests::gaussian;
+    use super::super::{Coded, Symbols, encode};
     use super::*;
     use crate::pool;
     use crate::simd::Isa;
@@ -230,7 +203,8 @@ mod tests {
             rows,
             columns: Some(columns),
         };
-        encode(&codes, scales, shape, None, &pool::current().unwrap())
+        let pool = pool::current().unwrap();
+        encode(&codes, scales, shape, None, Symbols::PLAIN, &pool)
     }
 
     fn numbers(count: usize, step: f32) -> Vec<f32> {
@@ -266,7 +240,8 @@ mod tests {
     fn only_scales_that_are_given_take_bytes() {
         let one = Shape { experts: 1, ..SHAPE };
         let codes = gaussian(one, 1.0, 5);
-        let plain = encode(&codes, &[0.5], one, None, &pool::current().unwrap()).unwrap();
+        let pool = pool::current().unwrap();
+        let plain = encode(&codes, &[0.5], one, None, Symbols::PLAIN, &pool).unwrap();
         let scaled = packed(one, &[0.5], &numbers(8, 0.5)).unwrap();
         // With one expert, its row is shared by all experts.
         assert_eq!((plain[60], scaled[60]), (0, 1));
@@ -312,29 +287,6 @@ mod tests {
                     "{value} at {at}"
                 );
             }
-        }
-    }
-
-    #[test]
-    fn tensors_of_pairs_keep_scales_when_they_become_those_of_single_symbols() {
-        let (pool, codes) = (pool::current().unwrap(), gaussian(SHAPE, 0.7, 5));
-        for columns in [numbers(8, 0.5), numbers(16, 0.1)] {
-            let scales = Scales {
-                rows: &numbers(10, 0.5),
-                columns: Some(&columns),
-            };
-            let data = encode_pairs(&codes, scales, SHAPE, None, f64::INFINITY, &pool).unwrap();
-            assert!(data.len() > encoded_pairs(&codes, SHAPE, None).len());
-            let coded = Coded::parse(&data).unwrap();
-            let single = coded
-                .view(&data)
-                .unwrap()
-                .without_pairs(Isa::SCALAR, &pool)
-                .unwrap();
-            let parsed = Coded::parse(&single).unwrap();
-            let view = parsed.view(&single).unwrap();
-            assert!(view.column_scales() == columns && view.row_scales() == numbers(10, 0.5));
-            assert_eq!(parsed.layout().column_scales(), coded.layout().column_scales());
         }
     }
 }

@@ -19,14 +19,8 @@ pub struct Table {
     pub(super) buckets: Buckets,
     /// The number of symbols, including those without slots.
     pub(super) count: usize,
-    /// The integer of symbol 0 or digit 0.
+    /// The integer of symbol 0.
     pub(super) lowest: i8,
-    /// The number of integers, from the lowest on, that weights can have.
-    pub(super) levels: usize,
-    /// True if symbols stand for two weights ([`super::pairs`]).
-    pub(super) pairs: bool,
-    /// The first and second digits of symbols: their integers, counted from the lowest.
-    pub(super) digits: [[u8; LANES]; 2],
     /// True if a frequency is above 127 and does not fit a signed byte.
     pub(super) wide: bool,
 }
@@ -98,10 +92,7 @@ impl Table {
             starts: [0; LANES],
             buckets: Buckets::new(&[0; SLOTS]),
             count: frequencies.len(),
-            levels: frequencies.len(),
             lowest,
-            pairs: false,
-            digits: [[0; LANES]; 2],
             wide: frequencies.iter().any(|&f| f > 127),
         };
         let mut slot = 0;
@@ -116,37 +107,16 @@ impl Table {
         Some(table)
     }
 
-    /// The table of symbols of two weights ([`super::pairs`]) with these digits; `None` also if a digit is not below
-    /// 64.
-    pub(super) fn of_pairs(lowest: i8, frequencies: &[u8], digits: [&[u8]; 2]) -> Option<Table> {
-        let mut table = Table::new(0, frequencies)?;
-        let highest = digits
-            .iter()
-            .flat_map(|digits| digits.iter())
-            .map(|&digit| usize::from(digit))
-            .max()?;
-        if highest >= LANES || i32::from(lowest) + highest as i32 > i8::MAX.into() {
-            return None;
-        }
-        table.lowest = lowest;
-        table.levels = highest + 1;
-        table.pairs = true;
-        for (place, digits) in table.digits.iter_mut().zip(digits) {
-            place[..digits.len()].copy_from_slice(digits);
-        }
-        Some(table)
-    }
-
-    /// The integer of symbol 0 or digit 0; symbol n stands for this integer plus n.
+    /// The integer of symbol 0; symbol n stands for this integer plus n.
     pub fn lowest(&self) -> i8 {
         self.lowest
     }
 
-    /// The symbol of an integer that has slots; for symbols of two weights, the digit of an integer.
+    /// The symbol of an integer that has slots.
     #[inline(always)]
     pub(super) fn symbol(&self, code: i32) -> Option<u8> {
         let symbol = usize::try_from(code - i32::from(self.lowest)).ok()?;
-        let listed = symbol < self.levels && (self.pairs || self.frequencies[symbol] > 0);
+        let listed = symbol < self.count && self.frequencies[symbol] > 0;
         listed.then_some(symbol as u8)
     }
 

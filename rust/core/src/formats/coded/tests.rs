@@ -5,6 +5,11 @@ use crate::pool;
 use crate::simd::{Isa, Kind};
 use crate::types::Shape;
 
+/// Plain symbols with any number of low bits.
+const DENSE: Symbols = Symbols::Plain {
+    low_bits: MAX_LOW_BITS,
+};
+
 /// Bytes from a linear congruential generator, which makes all of these tests repeatable.
 pub(crate) struct Random(pub u64);
 
@@ -42,27 +47,19 @@ pub(crate) fn gaussian(shape: Shape, deviation: f32, seed: u64) -> Vec<i32> {
     codes.collect()
 }
 
+/// Encodes with scale 0.5.
+fn encoded_as(symbols: Symbols, codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
+    let pool = pool::current().unwrap();
+    encode(codes, &[0.5], shape, stream_rows, symbols, &pool).unwrap()
+}
+
 pub(crate) fn encoded(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
-    encode(codes, &[0.5], shape, stream_rows, &pool::current().unwrap()).unwrap()
+    encoded_as(Symbols::PLAIN, codes, shape, stream_rows)
 }
 
 /// Encodes with the number of low bits that gives the smallest size.
 pub(crate) fn encoded_with_low_bits(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
-    let pool = pool::current().unwrap();
-    encode_with_low_bits(codes, &[0.5], shape, stream_rows, MAX_LOW_BITS, &pool).unwrap()
-}
-
-/// Encodes with symbols of two weights, whatever their size.
-pub(crate) fn encoded_pairs(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
-    encode_pairs(
-        codes,
-        &[0.5],
-        shape,
-        stream_rows,
-        f64::INFINITY,
-        &pool::current().unwrap(),
-    )
-    .unwrap()
+    encoded_as(DENSE, codes, shape, stream_rows)
 }
 
 /// Encodes with column scales: shared by all experts for 16 rows, otherwise per expert.
@@ -73,7 +70,8 @@ fn encoded_with_columns(codes: &[i32], shape: Shape, stream_rows: Option<usize>)
         rows: &[0.5],
         columns: Some(&columns),
     };
-    encode(codes, scales, shape, stream_rows, &pool::current().unwrap()).unwrap()
+    let pool = pool::current().unwrap();
+    encode(codes, scales, shape, stream_rows, Symbols::PLAIN, &pool).unwrap()
 }
 
 /// Dependent codes with given indices, clamped to 2^27.
@@ -92,7 +90,7 @@ pub(crate) fn dependent(indices: &[i32], columns: usize) -> Vec<i32> {
 }
 
 pub(crate) fn encoded_dependent(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8> {
-    encode_dependent(codes, &[0.5], shape, stream_rows, &pool::current().unwrap()).unwrap()
+    encoded_as(Symbols::Dependent, codes, shape, stream_rows)
 }
 
 fn isas() -> impl Iterator<Item = Isa> {
@@ -119,7 +117,6 @@ fn round_trip(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> Vec<u8
     for (data, codes) in [
         (&encoded(codes, shape, stream_rows), codes),
         (&encoded_dependent(&paths, shape, stream_rows), &paths),
-        (&encoded_pairs(codes, shape, stream_rows), codes),
         (&data, codes),
     ] {
         let coded = Coded::parse(data).unwrap();
@@ -192,12 +189,12 @@ fn types_of_codes_give_the_same_bytes() {
     let short: Vec<i16> = codes.iter().map(|&code| code as i16).collect();
     let byte: Vec<i8> = codes.iter().map(|&code| code as i8).collect();
     let data = encoded(&codes, shape, None);
-    assert!(encode(&short, &[0.5], shape, None, &pool).unwrap() == data);
-    assert!(encode(&byte, &[0.5], shape, None, &pool).unwrap() == data);
+    assert!(encode(&short, &[0.5], shape, None, Symbols::PLAIN, &pool).unwrap() == data);
+    assert!(encode(&byte, &[0.5], shape, None, Symbols::PLAIN, &pool).unwrap() == data);
     let codes = dependent(&codes, shape.columns);
     let short: Vec<i16> = codes.iter().map(|&code| code as i16).collect();
     let data = encoded_dependent(&codes, shape, None);
-    assert!(encode_dependent(&short, &[0.5], shape, None, &pool).unwrap() == data);
+    assert!(encode(&short, &[0.5], shape, None, Symbols::Dependent, &pool).unwrap() == data);
 }
 
 #[test]
@@ -215,7 +212,7 @@ fn scales_round_trip_in_the_narrowest_type() {
     for (scales, name) in [(vec![0.5, -3.0], "bfloat16"), (vec![0.1, 7.0], "float32")] {
         let rows: Vec<f32> = scales.iter().cycle().take(10).copied().collect();
         for given in [&scales[..1], &rows] {
-            let data = encode(&codes, given, shape, None, &pool).unwrap();
+            let data = encode(&codes, given, shape, None, Symbols::PLAIN, &pool).unwrap();
             let coded = Coded::parse(&data).unwrap();
             let view = coded.view(&data).unwrap();
             let found: Vec<f32> = (0..10).map(|row| view.scale(row)).collect();
@@ -229,7 +226,7 @@ fn scales_round_trip_in_the_narrowest_type() {
 fn arguments_out_of_range_are_refused() {
     let pool = pool::current().unwrap();
     let refused = |codes: &[i32], scales: &[f32], shape, rows| {
-        let error = encode(codes, scales, shape, rows, &pool).unwrap_err();
+        let error = encode(codes, scales, shape, rows, Symbols::PLAIN, &pool).unwrap_err();
         assert!(matches!(error, crate::Error::InvalidArgument(_)), "{error}");
     };
     refused(&[1; 5], &[1.0], matrix(2, 3), None);
@@ -238,9 +235,13 @@ fn arguments_out_of_range_are_refused() {
     refused(&[1; 6], &[1.0], matrix(2, 3), Some(32));
     refused(&[i32::MIN; 6], &[1.0], matrix(2, 3), None);
     refused(&[], &[1.0], matrix(0, MAX_COLUMNS + 1), None);
-    let error = encode_dependent(&[1, 1, 1, 3, 5, 1], &[1.0], matrix(1, 6), None, &pool).unwrap_err();
+    let codes = [1, 1, 1, 3, 5, 1];
+    let error = encode(&codes, &[1.0], matrix(1, 6), None, Symbols::Dependent, &pool).unwrap_err();
     assert!(error.to_string().contains("row 0"), "{error}");
-    assert!(encode_with_low_bits(&[1], &[1.0], matrix(1, 1), None, MAX_LOW_BITS + 1, &pool).is_err());
+    let many = Symbols::Plain {
+        low_bits: MAX_LOW_BITS + 1,
+    };
+    assert!(encode(&[1], &[1.0], matrix(1, 1), None, many, &pool).is_err());
 }
 
 #[test]
@@ -327,12 +328,7 @@ fn looked_up_rows_match_the_whole_tensor() {
     for (stream_rows, codes, data) in [16, 64].into_iter().flat_map(|stream_rows| {
         let plain = encoded_with_low_bits(&codes, shape, Some(stream_rows));
         let other = encoded_dependent(&paths, shape, Some(stream_rows));
-        let pairs = encoded_pairs(&codes, shape, Some(stream_rows));
-        [
-            (stream_rows, &codes, plain),
-            (stream_rows, &codes, pairs),
-            (stream_rows, &paths, other),
-        ]
+        [(stream_rows, &codes, plain), (stream_rows, &paths, other)]
     }) {
         let coded = Coded::parse(&data).unwrap();
         let view = coded.view(&data).unwrap();
@@ -393,8 +389,6 @@ fn damaged_bytes_are_found_or_harmless() {
         (64, 80.0, encoded_with_low_bits),
         (16, 2.0, of_paths),
         (64, 2.0, of_paths),
-        (16, 0.5, encoded_pairs),
-        (64, 0.7, encoded_pairs),
         (16, 2.0, encoded_with_columns),
         (64, 2.0, encoded_with_columns),
     ] {
@@ -428,10 +422,9 @@ fn hostile_headers_are_refused() {
     let shape = matrix(20, 40);
     let data = encoded(&gaussian(shape, 1.0, 9), shape, None);
     for (at, value) in [
-        (8, 2u64),
-        (8, 3),
-        (8, 5),
-        (59, 1),
+        (8, 0u64),
+        (8, 2),
+        (9, 1),
         (10, 4),
         (11, 2),
         (12, 2),
@@ -451,7 +444,8 @@ fn hostile_headers_are_refused() {
         (48, u64::MAX),
         (56, 3),
         (57, 16),
-        (58, 1),
+        (58, 4),
+        (59, 2),
         (60, 1),
         (60, 3),
         (61, 1),
@@ -464,59 +458,38 @@ fn hostile_headers_are_refused() {
 }
 
 #[test]
-fn pairs_are_chosen_if_they_are_as_small() {
-    let shape = matrix(1024, 1024);
-    let (mut random, pool) = (Random(9), pool::current().unwrap());
-    let codes: Vec<i32> = (0..1024 * 1024)
-        .map(|_| random.normal(0.35).round() as i32)
-        .collect();
-    let size = |codes: &[i32], more| {
-        let data = encode_pairs(codes, &[0.5], shape, None, more, &pool).unwrap();
-        (data.len(), Layout::read(&data).unwrap().is_of_pairs())
+fn symbols_have_one_meaning() {
+    let shape = matrix(20, 40);
+    let data = encoded_dependent(&dependent(&gaussian(shape, 1.0, 9), 40), shape, None);
+    let read = |low_bits, kind| {
+        let mut data = data.clone();
+        (data[58], data[59]) = (low_bits, kind);
+        Layout::read(&data).map(|layout| layout.symbols())
     };
-    let plain = encoded(&codes, shape, None).len();
-    assert_eq!(size(&codes, -1.0), (plain, false));
-    let (bytes, pairs) = size(&codes, 0.002);
-    assert!(
-        pairs && bytes as f64 <= plain as f64 * 1.003,
-        "{bytes} instead of {plain}"
-    );
-    let many = gaussian(shape, 4.0, 9);
-    assert_eq!(size(&many, 0.002), (encoded(&many, shape, None).len(), false));
-}
-
-#[test]
-fn tensors_of_pairs_become_those_of_single_symbols() {
-    let pool = pool::current().unwrap();
-    for (rows, columns, deviation) in [(37, 90, 0.5), (100, 65, 1.0), (16, 4, 0.0), (5, 3, 60.0)] {
-        let shape = matrix(rows, columns);
-        let codes = gaussian(shape, deviation, 9);
-        let data = encoded_pairs(&codes, shape, None);
-        let coded = Coded::parse(&data).unwrap();
-        for isa in isas() {
-            let single = coded.view(&data).unwrap().without_pairs(isa, &pool).unwrap();
-            let parsed = Coded::parse(&single).unwrap();
-            let view = parsed.view(&single).unwrap();
-            view.verify(isa, &pool).unwrap();
-            assert!(!parsed.layout().is_of_pairs() && decoded(&view, isa) == codes);
-        }
+    for low_bits in 0..=3 {
+        assert_eq!(
+            read(low_bits, 0),
+            Ok(Symbols::Plain {
+                low_bits: low_bits.into()
+            })
+        );
+    }
+    assert_eq!(read(0, 1), Ok(Symbols::Dependent));
+    for (low_bits, kind) in [(4, 0), (1, 1), (3, 1), (0, 2), (0, 255)] {
+        assert!(matches!(read(low_bits, kind), Err(crate::Error::Corruption(_))));
     }
 }
 
 #[test]
-fn digits_beyond_a_signed_byte_are_refused() {
-    let shape = matrix(16, 64);
-    let data = encoded_pairs(&gaussian(shape, 1.0, 9), shape, None);
-    let layout = Layout::read(&data).unwrap();
-    let table = layout.sections().unwrap().tables.clone();
-    for (at, value) in [
-        (table.start, 127),
-        (table.end - 1, 64),
-        (table.end - layout.symbols, 255),
-    ] {
-        let mut bad = data.clone();
-        bad[at] = value;
-        assert!(Coded::parse(&bad).is_err(), "{value} at {at}");
+fn other_versions_are_refused_by_number() {
+    let shape = matrix(20, 40);
+    for version in [0u8, 2, 3, 4, 255] {
+        let mut data = encoded(&gaussian(shape, 1.0, 9), shape, None);
+        data[8] = version;
+        let error = Coded::parse(&data).unwrap_err();
+        assert!(matches!(error, crate::Error::Corruption(_)));
+        let message = format!("version {version}; this library reads 1");
+        assert!(error.to_string().contains(&message), "{error}");
     }
 }
 
@@ -558,10 +531,8 @@ fn golden_files_with_scales_of_columns_are_read() {
             rows: &view.row_scales(),
             columns: Some(&columns),
         };
-        let again = match layout.is_dependent() {
-            true => encode_dependent(&codes, scales, layout.shape(), Some(layout.stream_rows()), &pool),
-            false => encode(&codes, scales, layout.shape(), Some(layout.stream_rows()), &pool),
-        };
+        let rows = Some(layout.stream_rows());
+        let again = encode(&codes, scales, layout.shape(), rows, layout.symbols(), &pool);
         assert!(again.unwrap() == data);
     }
 }
@@ -586,10 +557,7 @@ proptest! {
     fn random_payloads_decode_the_same_on_all_sets(seed: u64, rows in 1usize..70, columns in 1usize..70) {
         let shape = matrix(rows, columns);
         let codes = gaussian(shape, 1.5, seed);
-        let mut data = match seed % 2 {
-            0 => encoded(&codes, shape, None),
-            _ => encoded_pairs(&codes, shape, None),
-        };
+        let mut data = encoded(&codes, shape, None);
         let payload = Layout::read(&data).unwrap().sections().unwrap().payload.clone();
         let mut random = Random(seed);
         data[payload].fill_with(|| random.next() as u8);

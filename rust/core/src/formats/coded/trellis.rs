@@ -11,8 +11,8 @@
 //! Source: trellis-coded quantization (Marcellin and Fischer, 1990); the trellis is the eight-state one of dependent
 //! quantization in video codecs after H.266 (Schwarz et al., 2019).
 
-use super::decode::Register;
-use super::encode::Code;
+use super::code::Code;
+use super::register::Register;
 use super::table::Table;
 use super::{LANES, QUAD};
 use crate::simd::{Isa, vectorized};

@@ -3,9 +3,11 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::decode::{Register, decode};
-use super::planes::are_within;
-use super::{BLOCK_ROWS, CodedView, LANES, QUAD, corrupt, lows};
+use super::decode::decode;
+use super::planes::{are_within, lows};
+use super::register::Register;
+use super::view::CodedView;
+use super::{BLOCK_ROWS, LANES, QUAD, corrupt};
 use crate::Result;
 use crate::simd::Isa;
 

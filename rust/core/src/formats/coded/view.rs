@@ -5,10 +5,12 @@ use std::ops::Range;
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::decode::{Chain, Register, decode};
-use super::layout::{ALIGNMENT, Layout, STATE_BYTES, Sections};
+use super::decode::{Chain, decode};
+use super::layout::{ALIGNMENT, Layout, PLANE, STATE_BYTES, Sections};
+use super::planes::lows;
+use super::register::Register;
 use super::table::Table;
-use super::{BLOCK_ROWS, LANES, QUAD, corrupt, invalid, lows, trellis};
+use super::{BLOCK_ROWS, LANES, QUAD, corrupt, invalid, trellis};
 use crate::simd::Isa;
 use crate::{Error, Result};
 
@@ -69,21 +71,11 @@ impl Coded {
             return corrupt("unused bytes");
         }
         let tables = data[sections.tables.clone()].chunks_exact(layout.table_bytes());
-        let tables = tables.map(|table| {
-            let (frequencies, digits) = table[1..].split_at(layout.symbols);
-            match layout.pairs {
-                true => Table::of_pairs(
-                    table[0] as i8,
-                    frequencies,
-                    digits.split_at(layout.symbols).into(),
-                ),
-                false => Table::new(table[0] as i8, frequencies),
-            }
-        });
+        let tables = tables.map(|table| Table::new(table[0] as i8, &table[1..]));
         let Some(tables) = tables.collect::<Option<Vec<_>>>() else {
             return corrupt("frequencies do not add up to 256, or an integer does not fit a signed byte");
         };
-        if layout.dependent && !tables.iter().all(trellis::holds) {
+        if layout.symbols.is_dependent() && !tables.iter().all(trellis::holds) {
             return corrupt("a table is not valid for dependent codes");
         }
         let starts = starts(&layout, &data[sections.index.clone()], sections.payload.start)?;
@@ -195,23 +187,28 @@ impl<'a> CodedView<'a> {
             &self.coded.tables[start.table],
             &self.data[start.at..],
             self.coded_bytes(stream),
-            self.coded.layout.dependent,
+            self.coded.layout.symbols.is_dependent(),
         )
     }
 
     /// The bytes of a stream's states and renormalization, without its bit planes; streams are counted over all
     /// experts.
-    pub(super) fn coded_bytes(&self, stream: usize) -> usize {
+    fn coded_bytes(&self, stream: usize) -> usize {
         let (layout, starts) = (&self.coded.layout, &self.coded.starts);
         starts[stream + 1].at - starts[stream].at - layout.plane_bytes(stream % layout.streams())
     }
 
+    /// The bit planes of a range of registers of a stream, which is counted over all experts.
+    pub fn planes(&self, stream: usize, registers: Range<usize>) -> &'a [u8] {
+        let width = self.coded.layout.low_bits() * PLANE;
+        let planes = &self.memory(stream..stream + 1)[self.coded_bytes(stream)..];
+        &planes[registers.start * width..registers.end * width]
+    }
+
     /// The exceptions of a stream, counted over all experts. Positions and differences are not checked.
     pub fn exceptions(&self, stream: usize) -> impl Iterator<Item = Exception> + use<'a> {
-        let (width, factor) = (
-            self.coded.layout.exception,
-            if self.coded.layout.dependent { 4 } else { 1 },
-        );
+        let layout = &self.coded.layout;
+        let (width, factor) = (layout.exception, layout.symbols.difference_factor());
         let [first, next] = [stream, stream + 1].map(|stream| self.coded.starts[stream].exception);
         let section = &self.data[self.coded.sections.exceptions.clone()];
         section[first * width..next * width]
@@ -312,7 +309,7 @@ impl<'a> CodedView<'a> {
                 &mut registers,
             );
             chain.codes(isa, &mut registers);
-            if layout.low_bits > 0 && rows > 0 {
+            if layout.low_bits() > 0 && rows > 0 {
                 let place = block * layout.quads()..(block + 1) * layout.quads();
                 lows(isa, self.planes(number, place), &mut low_bits);
             }
@@ -320,7 +317,7 @@ impl<'a> CodedView<'a> {
                 for (column, code) in codes.iter_mut().enumerate() {
                     let (register, lane) = (column / QUAD, row * QUAD + column % QUAD);
                     let high = i32::from(registers[register].0[lane] as i8);
-                    *code = (high << layout.low_bits) + i32::from(low_bits[register].0[lane]);
+                    *code = (high << layout.low_bits()) + i32::from(low_bits[register].0[lane]);
                 }
             }
             let end = (block + 1) * layout.quads() * LANES;

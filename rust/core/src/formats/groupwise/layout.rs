@@ -237,7 +237,7 @@ impl Layout {
         }
     }
 
-    /// Reads the layout from a header, whatever the number of bytes after it.
+    /// Reads the layout from a header; any number of bytes may follow it.
     fn read_header(data: &[u8]) -> Result<Layout> {
         let header: &[u8; HEADER_BYTES] = header::read(data, "group-wise tensor", MAGIC, VERSION)?;
         if header[14..16].iter().chain(&header[48..]).any(|&b| b != 0) {

@@ -1,7 +1,7 @@
 //! The integer kernel for many tokens, over any [`Lanes`]: a piece of up to 1024 columns of a block is looked up once
 //! into the first-level cache and multiplied there by all tokens.
 //!
-//! Zen 4 starts one dot product of 64 bytes per cycle, on two pipes, one of which is shared with byte shuffles and
+//! Zen 4 starts one dot product of 64 bytes per cycle, on two pipes; one of them is shared with byte shuffles and
 //! shifts. Looking up codes again for every four tokens, as [`super::kernel`] does, therefore takes the time of a
 //! quarter of its products. Here the first tokens are multiplied during the lookup, and all others need only loads:
 //! 24 products for ten loads.

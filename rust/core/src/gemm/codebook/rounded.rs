@@ -17,10 +17,10 @@ use std::ops::Range;
 
 use crate::formats::codebook::bits::{LANE, QUAD, step_columns, step_registers, unpack};
 use crate::formats::codebook::{Block, PANEL, View, join};
-use crate::gemm::hadamard;
 use crate::gemm::panel::{
     Backend, Element, Instructions, LANES, Line, Section, Source, Square, Tile, TokenForm, bf16, round_token,
 };
+use crate::hadamard;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::Kind;
 use crate::simd::{Isa, fetch, vectorized};

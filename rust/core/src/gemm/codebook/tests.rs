@@ -418,7 +418,7 @@ fn rotated_tensors_rotate_their_activations() {
     let mut weights = vec![0.0; 192];
     for isa in sets() {
         let mut first = x.clone();
-        crate::gemm::hadamard::rotate(isa, &mut first, 64);
+        crate::hadamard::rotate(isa, &mut first, 64);
         for mode in INTEGERS.into_iter().chain([EXACT]) {
             let found = product(&rotated, &x, &offsets, mode, isa);
             assert_eq!(

@@ -5,8 +5,8 @@ use super::grid::Grid;
 use super::planes::by_tables;
 use super::planes::tables::Tables;
 use crate::formats::codebook::Layout;
-use crate::gemm::hadamard::rotate;
 use crate::gemm::layer::Slots;
+use crate::hadamard::rotate;
 use crate::simd::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::Kind;

@@ -1,27 +1,15 @@
 use super::*;
 use crate::formats::coded::tests::{Random, dependent, gaussian};
-use crate::formats::coded::{
-    self as format, MAX_LOW_BITS, QUAD, Register, Scales, encode_dependent, encode_pairs,
-    encode_with_low_bits,
-};
+use crate::formats::coded::{self as format, MAX_LOW_BITS, QUAD, Register, Scales, Symbols, encode};
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
 use crate::simd::Isa;
 use crate::types::Shape;
 
-/// The meaning of a tensor's symbols.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Form {
-    /// An integer, possibly without low bits.
-    Plain,
-    Dependent,
-    Pairs,
-}
-
 /// A tensor, its codes, and its scales.
 struct Case {
     shape: Shape,
-    form: Form,
+    symbols: Symbols,
     stream_rows: Option<usize>,
     data: Vec<u8>,
     codes: Vec<i32>,
@@ -41,7 +29,9 @@ impl Case {
             .collect();
         let case = Case {
             shape,
-            form: Form::Plain,
+            symbols: Symbols::Plain {
+                low_bits: MAX_LOW_BITS,
+            },
             stream_rows: Some(stream_rows),
             data: Vec::new(),
             codes,
@@ -58,12 +48,7 @@ impl Case {
             columns: Some(&self.columns[..]).filter(|columns| !columns.is_empty()),
         };
         let pool = pool::current().unwrap();
-        let data = match self.form {
-            Form::Plain => encode_with_low_bits(codes, scales, shape, rows, MAX_LOW_BITS, &pool),
-            Form::Dependent => encode_dependent(codes, scales, shape, rows, &pool),
-            Form::Pairs => encode_pairs(codes, scales, shape, rows, f64::INFINITY, &pool),
-        };
-        self.data = data.unwrap();
+        self.data = encode(codes, scales, shape, rows, self.symbols, &pool).unwrap();
         self
     }
 
@@ -107,19 +92,9 @@ impl Case {
     /// Dependent codes with these codes as indices.
     fn dependent(&self) -> Case {
         Case {
-            form: Form::Dependent,
+            symbols: Symbols::Dependent,
             stream_rows: None,
             codes: dependent(&self.codes, self.shape.columns),
-            ..self.copy()
-        }
-        .encoded()
-    }
-
-    /// The codes encoded with symbols of two weights.
-    fn pairs(&self) -> Case {
-        Case {
-            form: Form::Pairs,
-            stream_rows: None,
             ..self.copy()
         }
         .encoded()
@@ -214,7 +189,7 @@ fn products_are_those_of_the_codes() {
         };
         for (stream_rows, deviation) in [(16, 0.3), (64, 1.5), (16, 12.0), (64, 30.0), (16, 90.0)] {
             let plain = Case::new(shape, stream_rows, deviation);
-            let mut cases = vec![plain.dependent(), plain.pairs(), plain];
+            let mut cases = vec![plain.dependent(), plain];
             for number in 0..cases.len() {
                 cases.push(cases[number].with_columns(1));
                 if experts > 1 {
@@ -271,7 +246,7 @@ fn a_token_gives_the_same_alone_and_with_others() {
     };
     let plain = Case::new(shape, 16, 2.0);
     let x = tokens(140, 300);
-    let cases = [plain.dependent(), plain.pairs(), plain.with_columns(1), plain];
+    let cases = [plain.dependent(), plain.with_columns(1), plain];
     for (case, mode, isa) in cases.iter().flat_map(|case| {
         let modes = [Mode::Exact, Mode::Int8].into_iter();
         modes.flat_map(move |mode| isas().map(move |isa| (case, mode, isa)))

@@ -17,6 +17,21 @@ use crate::gemm::require_mode;
 use crate::simd::{Isa, Kind};
 use crate::types::{Activations, Mode};
 
+/// The name of the kernel for an instruction set.
+pub fn kernel_name(isa: Isa) -> &'static str {
+    match isa.kind() {
+        #[cfg(target_arch = "aarch64")]
+        Kind::Neon if crate::simd::has_dot_products() => "neon-dotprod",
+        #[cfg(target_arch = "x86_64")]
+        Kind::Avx2 if x86::has_avx_vnni() => "avx-vnni",
+        #[cfg(target_arch = "x86_64")]
+        Kind::Avx512 if Backend::of_bf16(isa).is_some() => "avx512-vnni, avx512-bf16 in the mode bf16",
+        Kind::Avx512 => "avx512-vnni",
+        Kind::Amx => "avx512-vnni, amx-int8 for 5 tokens and more, amx-bf16 in the mode bf16",
+        _ => isa.name(),
+    }
+}
+
 /// The kernels of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Engine {

@@ -54,13 +54,11 @@ mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub use drive::kernel_name;
 pub use projection::Groupwise;
 pub(super) use tile::{digit, quantize};
 
-#[cfg(target_arch = "x86_64")]
-use super::panel::Backend;
 use crate::formats::groupwise::BLOCK_ROWS;
-use crate::simd::{Isa, Kind};
 use crate::types::Mode;
 
 /// The maximum number of columns of a step.
@@ -82,7 +80,7 @@ pub(super) enum Precision {
 }
 
 impl Precision {
-    /// The bytes of a quantized activation, each of which is a plane.
+    /// The bytes of a quantized activation; each is a plane.
     fn planes(self) -> usize {
         match self {
             Precision::Exact => 3,
@@ -96,20 +94,5 @@ impl Precision {
             Precision::Exact => 127.0 * 65536.0,
             Precision::Int8 => 127.0,
         }
-    }
-}
-
-/// The name of the kernel for an instruction set.
-pub fn kernel_name(isa: Isa) -> &'static str {
-    match isa.kind() {
-        #[cfg(target_arch = "aarch64")]
-        Kind::Neon if crate::simd::has_dot_products() => "neon-dotprod",
-        #[cfg(target_arch = "x86_64")]
-        Kind::Avx2 if x86::has_avx_vnni() => "avx-vnni",
-        #[cfg(target_arch = "x86_64")]
-        Kind::Avx512 if Backend::of_bf16(isa).is_some() => "avx512-vnni, avx512-bf16 in the mode bf16",
-        Kind::Avx512 => "avx512-vnni",
-        Kind::Amx => "avx512-vnni, amx-int8 for 5 tokens and more, amx-bf16 in the mode bf16",
-        _ => isa.name(),
     }
 }

@@ -8,7 +8,7 @@ use crate::formats::groupwise::tests::{case, spec, specs};
 use crate::gemm::panel::{Backend, Line, Source};
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
-use crate::simd::Kind;
+use crate::simd::{Isa, Kind};
 
 /// The maximum error of a weight rounded to bf16, relative to itself and to its scale.
 const ROUNDING: (f64, f64) = (1.0 / 256.0, 1.0 / 65536.0);

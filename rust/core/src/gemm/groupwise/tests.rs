@@ -7,6 +7,7 @@ use crate::formats::groupwise::tests::{case, spec, specs};
 use crate::formats::groupwise::{Layout, Spec, View};
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
+use crate::simd::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::Kind;
 

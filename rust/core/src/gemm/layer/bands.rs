@@ -26,7 +26,7 @@ pub(super) struct Bands {
 }
 
 impl Bands {
-    /// The bands of a job's outputs; `None` if the outputs are too few, or so many that bands would be too narrow.
+    /// The bands of a job's outputs; `None` if there are too few outputs, or if bands would be too narrow.
     pub fn new(down: &dyn Projection, job: &Job, threads: usize) -> Option<Bands> {
         let (rows, places, granule) = (down.shape().rows, job.list.len(), down.granule());
         let most = (OUTPUTS / places.max(1)).min(rows / (BANDS * threads));

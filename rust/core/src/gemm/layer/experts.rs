@@ -159,7 +159,7 @@ pub(crate) struct Pass<'a> {
     cuts: [Cut; 2],
     /// The memory that each of the two jobs reads first.
     prefetches: [Prefetch<'a>; 2],
-    /// The bands of down, if there are so many outputs that they are summed immediately.
+    /// The bands of down, if the outputs are summed immediately because there are many.
     bands: Option<Bands>,
     hidden: Output<'a>,
     /// The outputs of all places; empty if they are summed immediately.

@@ -3,7 +3,7 @@
 //!
 //! Waking a sleeping thread costs more than a phase of few activations, so a call wakes threads once. A phase ends
 //! when all its units are done, not when all threads have taken part: a thread that arrives late, or never because it
-//! is busy elsewhere, delays nobody.
+//! is busy elsewhere, delays no other.
 //!
 //! Each thread has a share of a phase's units, which it computes in order: consecutive units are contiguous in
 //! memory, and the hardware prefetch at the end of one reaches the start of the next. A thread that has finished its

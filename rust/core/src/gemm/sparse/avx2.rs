@@ -2,8 +2,9 @@
 
 use std::arch::x86_64::*;
 
-use super::nibbles::{BYTES, LANES, MIDDLE, Token};
-use super::rows::{Term, group};
+use super::pair::{BYTES, LANES, MIDDLE};
+use super::term::{Term, group};
+use super::token::Quantized;
 use crate::formats::channels::{GROUP, Half};
 use crate::gemm::dense;
 
@@ -12,7 +13,7 @@ const RUN: usize = 4;
 
 /// The product of half a record with a token; prefetches the values of `next`.
 #[target_feature(enable = "avx2")]
-pub fn dot(half: Half<'_>, next: Half<'_>, x: &Token) -> f32 {
+pub fn dot(half: Half<'_>, next: Half<'_>, x: &Quantized) -> f32 {
     let (ones, low) = (_mm256_set1_epi16(1), _mm256_set1_epi8(15));
     let mut lanes = [_mm256_setzero_ps(); 2];
     for number in 0..half.values.len() / BYTES {

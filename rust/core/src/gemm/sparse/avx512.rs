@@ -6,8 +6,9 @@
 
 use std::arch::x86_64::*;
 
-use super::nibbles::{BYTES, LANES as PAIR_LANES, MIDDLE, Pair, SCALES, Token};
-use super::rows::{LANES, Term};
+use super::pair::{BYTES, LANES as PAIR_LANES, MIDDLE, Pair};
+use super::term::{LANES, Term};
+use super::token::{Quantized, SCALES};
 use crate::formats::channels::{GROUP, Width};
 use crate::gemm::dense;
 use crate::types::from_bf16;
@@ -33,14 +34,14 @@ const PAIR: usize = 2 * BYTES;
 
 /// The products of 4-bit half records with a token; prefetches the values needed next.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub fn dot_nibbles(terms: &[Term<'_>], x: &Token, out: &mut [f32]) {
+pub fn dot_nibbles(terms: &[Term<'_>], x: &Quantized, out: &mut [f32]) {
     runs!(terms, |first, run| out[first..first + run.len()]
         .copy_from_slice(&dot_pairs(run, x)));
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[allow(clippy::needless_range_loop)] // Indexing arrays of registers is clearest here.
-fn dot_pairs<const N: usize>(terms: &[Term<'_>; N], x: &Token) -> [f32; N] {
+fn dot_pairs<const N: usize>(terms: &[Term<'_>; N], x: &Quantized) -> [f32; N] {
     let (mut lanes, bytes) = ([_mm512_setzero_ps(); N], terms[0].half.values.len());
     assert!(bytes.is_multiple_of(BYTES) && x.pairs.len() == bytes.div_ceil(PAIR));
     for term in terms {

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rayon::ThreadPool;
 
-use super::rows::{self, RUN, Term, Token};
+use super::rows::{self, RUN};
+use super::term::Term;
+use super::token::Token;
 use crate::formats::channels::{GROUP, View};
 use crate::gemm::layer::cut::{self, Cut};
 use crate::gemm::layer::output::Output;

@@ -25,10 +25,13 @@ mod avx2;
 mod avx512;
 mod layer;
 mod nibbles;
+mod pair;
 mod projection;
 mod rows;
+mod term;
 #[cfg(test)]
 mod tests;
+mod token;
 
 pub use layer::{Layer, Ups};
 pub use projection::{MODES, Records};

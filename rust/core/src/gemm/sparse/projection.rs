@@ -3,7 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::rows::{self, RUN, Term, Token};
+use super::rows::{self, RUN};
+use super::term::Term;
+use super::token::Token;
 use crate::Result;
 use crate::formats::channels::{View, Width};
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, direct};

@@ -5,6 +5,8 @@
 //! the records in order: 3.9 GB/s without, 7.0 with prefetching, one thread of a Zen 3).
 
 use super::nibbles;
+use super::term::{LANES, Term, group};
+use super::token::Token;
 #[cfg(target_arch = "x86_64")]
 use super::{avx2, avx512};
 use crate::formats::channels::{GROUP, Half, Width};
@@ -12,42 +14,12 @@ use crate::gemm::dense;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::Kind;
 use crate::simd::{self, Isa, vectorized};
-use crate::types::{Activations, from_bf16};
+use crate::types::from_bf16;
 
-/// The number of parallel sums of a product.
-pub(super) const LANES: usize = 16;
 /// The maximum number of records multiplied together, first their gate rows, then their down columns: a group of a
 /// token's activations, or of its sums, is read once for all, and records side by side are faster from memory than
 /// sequential ones.
 pub const RUN: usize = 8;
-
-/// Activations in whole groups, padded with zeros, for products with half records.
-pub enum Token {
-    /// For 4-bit records.
-    Quantized(nibbles::Token),
-    /// For all other records.
-    Floats(Vec<f32>),
-}
-
-impl Token {
-    /// Prepares some activations for records of a width.
-    pub fn new(width: Width, x: Activations, start: usize, count: usize) -> Token {
-        let mut values = vec![0.0; count.next_multiple_of(GROUP)];
-        x.widen(start, &mut values[..count]);
-        match width {
-            Width::Int4 => Token::Quantized(nibbles::Token::new(&values)),
-            Width::Int8 | Width::Bf16 => Token::Floats(values),
-        }
-    }
-}
-
-/// Half a record and the factor for adding it to a token's sums.
-pub struct Term<'a> {
-    pub half: Half<'a>,
-    /// Half of an upcoming record, to prefetch.
-    pub next: Half<'a>,
-    pub factor: f32,
-}
 
 /// The products of half records with a token of their width; prefetches the values needed next.
 pub fn dot(isa: Isa, width: Width, terms: &[Term<'_>], x: &Token, out: &mut [f32]) {
@@ -158,17 +130,6 @@ fn add_groups<const N: usize>(term: &Term<'_>, y: &mut [f32], run: impl Fn(&[u8;
             }
         }
     }
-}
-
-/// A group of half a record with its scale, or 1 for values without scales; prefetches the same group of `next`.
-#[inline(always)]
-pub(super) fn group<'a, const N: usize>(half: Half<'a>, next: Half<'a>, number: usize) -> (&'a [u8; N], f32) {
-    simd::fetch(&next.values.as_chunks::<N>().0[number]);
-    let scale = half.scales.get(number);
-    (
-        &half.values.as_chunks().0[number],
-        scale.map_or(1.0, |bits| from_bf16(u16::from_le_bytes(*bits))),
-    )
 }
 
 #[inline(always)]

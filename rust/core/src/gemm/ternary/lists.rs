@@ -16,7 +16,7 @@ pub(super) fn position_bound(view: &TernaryView) -> usize {
 /// The non-zero weights of a row.
 #[derive(Default)]
 pub(super) struct List {
-    /// The buffer of items, of which the first `count` are used.
+    /// The buffer of items; the first `count` are used.
     items: Vec<u32>,
     count: usize,
     swapped: bool,

@@ -32,8 +32,8 @@ pub struct Ternary<'a> {
 }
 
 impl<'a> Ternary<'a> {
-    /// Products by the kernel of an instruction set. The modes auto and bf16 are exact unless there are so many
-    /// tokens that panels are faster ([`rounded`]).
+    /// Products by the kernel of an instruction set. The modes auto and bf16 are exact unless panels
+    /// are faster for the number of tokens ([`rounded`]).
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error) if the mode is not in [`MODES`].

@@ -25,7 +25,7 @@ const STEP_ROUND: usize = 16;
 /// The alignment of a tile in bytes: a cache line, so that the values of 16 tokens never straddle two.
 const ALIGNMENT: usize = 64;
 
-/// A block of tokens: `lanes` values at each position, of which the first `tokens` are used.
+/// A block of tokens: `lanes` values at each position; the first `tokens` are used.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenBlock {
     /// The first token of the block, counted in the tile.

@@ -1,6 +1,6 @@
 //! The refinement of a batch of rows that share a Hessian.
 
-use super::{Assignment, Problem, State};
+use super::problem::{Assignment, Problem, State};
 use crate::simd::vectorized;
 use crate::solvers::kmeans::MAX_CLUSTERS;
 

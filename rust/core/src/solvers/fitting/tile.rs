@@ -1,7 +1,7 @@
 //! One group of each of 16 rows at a time, one row per lane: a value of a group is a vector lane, and sums never
 //! cross lanes. The loops are written over arrays; compiled for an instruction set, an array is one or two registers.
 
-use super::{Grid, Storage};
+use super::grid::{Grid, Storage};
 use crate::simd::vectorized;
 
 /// The number of rows quantized together.

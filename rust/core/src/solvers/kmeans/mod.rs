@@ -19,10 +19,8 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use crate::{Error, Result};
+pub use row::MAX_CLUSTERS;
 use row::Scratch;
-
-/// The maximum number of clusters of a row: codes have at most 4 bits.
-pub const MAX_CLUSTERS: usize = 16;
 
 /// The values of rows, their weights, and the number of clusters.
 #[derive(Debug, Clone, Copy)]

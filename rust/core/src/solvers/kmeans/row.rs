@@ -1,5 +1,8 @@
 //! The clustering of one row: sorting and merging, the shortest path, the nearest centroids.
 
+/// The maximum number of clusters of a row: codes have at most 4 bits.
+pub const MAX_CLUSTERS: usize = 16;
+
 /// The buffers of a thread, reused for every row.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
@@ -167,7 +170,7 @@ impl Row<'_> {
 
 /// Computes the codes of the nearest of ascending centroids, the lower of two equally near.
 pub(super) fn assign(values: &[f32], centroids: &[f32], codes: &mut [u8]) {
-    let mut bounds = [f64::INFINITY; super::MAX_CLUSTERS];
+    let mut bounds = [f64::INFINITY; MAX_CLUSTERS];
     for (bound, pair) in bounds.iter_mut().zip(centroids.windows(2)) {
         // The bound of a repeated centroid stays infinite, so no value gets its code.
         if pair[0] < pair[1] {

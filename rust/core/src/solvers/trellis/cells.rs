@@ -4,7 +4,14 @@
 //! lookup per weight instead of eight. Two codes of a set are eight fine units apart, so more accurate borders
 //! between them would not change any path that is good overall.
 
-use super::{MOST, SEQUENCES};
+use crate::solvers::priced::BLOCK_ROWS;
+
+/// Weights in fine units are clamped to this value, because codes are at most 2^30 in magnitude.
+pub(super) const MOST: f32 = ((1 << 30) - 64) as f32;
+/// The number of sequences of a row.
+pub(super) const LANES: usize = 4;
+/// The number of sequences searched in parallel.
+pub(super) const SEQUENCES: usize = LANES * BLOCK_ROWS;
 
 /// The cell of weights beyond all codes with a length: they take the nearest codes, whose lengths are not counted.
 pub(super) const FAR: u16 = u16::MAX;

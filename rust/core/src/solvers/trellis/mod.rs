@@ -29,16 +29,10 @@ use super::priced::{BLOCK_ROWS, Integer, Problem, Quantizer, round_by};
 use crate::formats::coded::trellis::NEXT;
 use crate::simd::{Isa, vectorized};
 use crate::{Error, Result};
-use cells::{Cells, FAR};
+use cells::{Cells, FAR, LANES, SEQUENCES};
 pub use compensated::{Matrices, Solved, solve};
 
 const STATES: usize = 8;
-/// Weights in fine units are clamped to this value, because codes are at most 2^30 in magnitude.
-const MOST: f32 = ((1 << 30) - 64) as f32;
-/// The number of sequences of a row.
-const LANES: usize = 4;
-/// The number of sequences searched in parallel.
-const SEQUENCES: usize = LANES * BLOCK_ROWS;
 /// The number of steps after which the lowest cost is subtracted from all, so that costs stay small relative to their
 /// differences.
 const LEVELLED: usize = 64;

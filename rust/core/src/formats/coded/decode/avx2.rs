@@ -7,7 +7,8 @@
 
 use std::arch::x86_64::*;
 
-use super::{Chain, Register, Split};
+use super::chain::Chain;
+use crate::formats::coded::register::Register;
 use crate::formats::coded::table::{BUCKET, Table};
 use crate::formats::coded::{LANES, QUAD};
 
@@ -159,38 +160,6 @@ impl States {
             self.high[HALF] = _mm256_blendv_epi8(high, low, short);
             self.low[HALF] = _mm256_blendv_epi8(low, spread(short, bytes, lower), short);
             (symbols, mask.count_ones() as usize)
-        }
-    }
-}
-
-/// See [`super::split`].
-///
-/// # Safety
-/// The processor has AVX2.
-#[target_feature(enable = "avx2,popcnt")]
-pub(super) unsafe fn split(table: &Table, split: Split, registers: &mut [Register]) {
-    match table.count.div_ceil(BUCKET) {
-        ..=1 => split_banks::<1>(table, split, registers),
-        2 => split_banks::<2>(table, split, registers),
-        _ => split_banks::<4>(table, split, registers),
-    }
-}
-
-/// See [`split`]; the table has at most `16 * BANKS` symbols.
-#[target_feature(enable = "avx2")]
-fn split_banks<const BANKS: usize>(table: &Table, split: Split, registers: &mut [Register]) {
-    let [first, second] = &table.digits;
-    for (from, to, whole) in split.places() {
-        let symbols = halves(&registers[from]);
-        put(
-            symbols.map(|symbols| look_up::<BANKS>(first, symbols)),
-            &mut registers[to],
-        );
-        if whole {
-            put(
-                symbols.map(|symbols| look_up::<BANKS>(second, symbols)),
-                &mut registers[to + 1],
-            );
         }
     }
 }

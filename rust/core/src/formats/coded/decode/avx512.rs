@@ -4,8 +4,8 @@
 
 use std::arch::x86_64::*;
 
-use super::{Chain, Register, Split};
-use crate::formats::coded::table::Table;
+use super::chain::Chain;
+use crate::formats::coded::register::Register;
 use crate::formats::coded::{LANES, QUAD};
 
 /// The positions of the low bytes of words in two vectors that result from interleaving the low and high halves of
@@ -172,26 +172,4 @@ fn states<const WIDE: bool>(high: __m512i, frequencies: __m512i, rest: __m512i) 
             _mm512_unpackhi_epi8(rest, zero),
         ),
     ]
-}
-
-/// See [`super::split`].
-///
-/// # Safety
-/// The processor has the features.
-#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-pub(super) unsafe fn split(table: &Table, split: Split, registers: &mut [Register]) {
-    // SAFETY: both arrays have 64 bytes.
-    let digits = table
-        .digits
-        .each_ref()
-        .map(|digits| unsafe { _mm512_loadu_si512(digits.as_ptr().cast()) });
-    for (from, to, whole) in split.places() {
-        // SAFETY: a register has 64 bytes and is aligned.
-        let symbols = unsafe { _mm512_load_si512(registers[from].0.as_ptr().cast()) };
-        for (to, digits) in (to..).zip(digits).take(1 + usize::from(whole)) {
-            let found = _mm512_permutexvar_epi8(symbols, digits);
-            // SAFETY: a register has 64 bytes and is aligned.
-            unsafe { _mm512_store_si512(registers[to].0.as_mut_ptr().cast(), found) };
-        }
-    }
 }

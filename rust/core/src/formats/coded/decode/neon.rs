@@ -4,7 +4,8 @@
 
 use std::arch::aarch64::*;
 
-use super::{Chain, Register, Split};
+use super::chain::Chain;
+use crate::formats::coded::register::Register;
 use crate::formats::coded::table::Table;
 use crate::formats::coded::{LANES, QUAD};
 
@@ -42,39 +43,6 @@ fn next(chain: &mut Chain, out: &mut Register) {
         at += usize::from(vgetq_lane_u8::<15>(counts));
     }
     chain.at = at.min(chain.length);
-}
-
-/// See [`super::split`].
-#[target_feature(enable = "neon")]
-pub(super) fn split(table: &Table, split: Split, registers: &mut [Register]) {
-    for (from, to, whole) in split.places() {
-        let symbols = registers[from];
-        for (to, digits) in (to..).zip(&table.digits).take(1 + usize::from(whole)) {
-            for first in (0..LANES).step_by(WIDTH) {
-                store(
-                    look_up(digits, load(&symbols.0, first)),
-                    &mut registers[to].0,
-                    first,
-                );
-            }
-        }
-    }
-}
-
-#[inline]
-#[target_feature(enable = "neon")]
-fn load(from: &[u8], at: usize) -> uint8x16_t {
-    let from: &[u8] = &from[at..at + WIDTH];
-    // SAFETY: the slice has 16 bytes.
-    unsafe { vld1q_u8(from.as_ptr()) }
-}
-
-#[inline]
-#[target_feature(enable = "neon")]
-fn store(bytes: uint8x16_t, to: &mut [u8; LANES], at: usize) {
-    let to = &mut to[at..at + WIDTH];
-    // SAFETY: the slice has 16 bytes.
-    unsafe { vst1q_u8(to.as_mut_ptr(), bytes) }
 }
 
 /// Returns the symbols of slots: each quarter of the table gives zero for slots of the other quarters.

@@ -1,7 +1,7 @@
 //! Portable Rust, one lane at a time.
 
-use super::{Chain, Register, Split};
-use crate::formats::coded::table::Table;
+use super::chain::Chain;
+use crate::formats::coded::register::Register;
 use crate::formats::coded::{LANES, QUAD};
 
 /// See [`super::decode`].
@@ -32,14 +32,4 @@ fn next(chain: &mut Chain, out: &mut Register) {
         out.0[lane] = symbol;
     }
     chain.at = (chain.at + read).min(chain.length);
-}
-
-/// See [`super::split`].
-pub(super) fn split(table: &Table, split: Split, registers: &mut [Register]) {
-    for (from, to, whole) in split.places() {
-        let symbols = registers[from].0;
-        for (to, digits) in (to..).zip(&table.digits).take(1 + usize::from(whole)) {
-            registers[to].0 = symbols.map(|symbol| digits[usize::from(symbol) % LANES]);
-        }
-    }
 }

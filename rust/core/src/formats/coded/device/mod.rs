@@ -1,8 +1,7 @@
 //! The layout of a coded tensor on GPUs. It is created when a tensor is uploaded and is never written to a file.
 //!
 //! A GPU warp decodes the 64 lanes of a row block, two per thread. Sharing one byte stream would need
-//! synchronization, so each lane has its own bytes. Symbols, states and bytes are unchanged, except that symbols of
-//! two weights are re-encoded as symbols of one ([`CodedView::without_pairs`]).
+//! synchronization, so each lane has its own bytes. Symbols, states and bytes are unchanged.
 //!
 //! On upload the GPU itself creates the records (`cuda/coded_upload.cu`) after the bytes of
 //! [`CodedView::device_frame`]. The code here creates them for checks of bytes on a GPU and for tests.
@@ -45,11 +44,12 @@ use std::ops::Range;
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::layout::{ALIGNMENT, STATE_BYTES};
+use super::layout::{ALIGNMENT, Layout, STATE_BYTES};
 use super::table::{SLOTS, Table};
 use super::trellis::{self, NEXT};
-use super::{BLOCK_ROWS, Coded, CodedView, LANES, Layout, QUAD, invalid};
-use crate::{Result, simd};
+use super::view::CodedView;
+use super::{BLOCK_ROWS, LANES, QUAD, invalid};
+use crate::Result;
 
 pub use restore::from_device;
 
@@ -148,7 +148,12 @@ impl Cut {
 
     /// The bytes before the counts in a record that begins a segment.
     fn state_bytes(&self) -> usize {
-        STATE_BYTES + if self.layout.is_dependent() { PATH_BYTES } else { 0 }
+        STATE_BYTES
+            + if self.layout.symbols.is_dependent() {
+                PATH_BYTES
+            } else {
+                0
+            }
     }
 
     /// The registers of a chunk.
@@ -292,10 +297,6 @@ impl CodedView<'_> {
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error) if the segment size is out of range or the layout is too large.
     pub fn to_device(&self, of_segment: Option<usize>, pool: &ThreadPool) -> Result<Vec<u8>> {
-        if self.layout().is_of_pairs() {
-            let single = self.without_pairs(simd::active()?, pool)?;
-            return Coded::parse(&single)?.view(&single)?.to_device(of_segment, pool);
-        }
         self.laid_out(of_segment, pool, |cut, stream, tables| {
             self.records(cut, stream, tables)
         })
@@ -321,16 +322,13 @@ impl CodedView<'_> {
         pool: &ThreadPool,
         records: impl Fn(&Cut, usize, &[[u32; SLOTS]]) -> Part + Sync,
     ) -> Result<Vec<u8>> {
-        if self.layout().is_of_pairs() {
-            return invalid("GPU layouts need symbols of one weight");
-        }
         if self.layout().low_bits() > 0 {
             return invalid(
                 "there are no GPU kernels for codes with low bits, which occur above 5 bits per weight",
             );
         }
         let cut = Cut::new(self.layout(), of_segment)?;
-        let dependent = self.layout().is_dependent();
+        let dependent = self.layout().symbols.is_dependent();
         let tables = self.coded.tables.iter().map(|table| entries(table, dependent));
         let tables: Vec<_> = tables.collect();
         pool.install(|| {
@@ -366,7 +364,7 @@ impl CodedView<'_> {
                 if chunk % cut.of_segment == 0 {
                     let stored = states.map(|state| (state as u16).to_le_bytes());
                     part.records.extend_from_slice(stored.as_flattened());
-                    if cut.layout.is_dependent() {
+                    if cut.layout.symbols.is_dependent() {
                         lanes.write_paths(&mut part.records);
                     }
                 }
@@ -392,7 +390,7 @@ impl CodedView<'_> {
         part.counts.resize(blocks.len() * cut.segments(), 0);
         let mut found = Vec::new();
         let width = cut.of_segment * CHUNK;
-        let shift = u32::from(cut.layout.is_dependent());
+        let shift = u32::from(cut.layout.symbols.is_dependent());
         for exception in self.exceptions(stream) {
             let (register, lane) = (exception.place / LANES, exception.place % LANES);
             let (block, quad) = (register / cut.layout.quads(), register % cut.layout.quads());
@@ -421,7 +419,7 @@ impl CodedView<'_> {
 
     /// The word of a row block, which names its table.
     fn note(&self, table: usize) -> u32 {
-        let dependent = self.layout().is_dependent();
+        let dependent = self.layout().symbols.is_dependent();
         let lowest = match dependent {
             true => trellis::OFFSET as u8,
             false => self.coded.tables[table].lowest as u8,

@@ -3,9 +3,10 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::super::layout::STATE_BYTES;
+use super::super::layout::{Layout, STATE_BYTES};
 use super::super::table::SLOTS;
-use super::super::{Coded, LANES, Layout, corrupt};
+use super::super::view::Coded;
+use super::super::{LANES, corrupt};
 use super::{Cut, HEADER_WORDS, MAGIC, UNIT, entries, stepped};
 use crate::Result;
 
@@ -67,7 +68,6 @@ impl<'a> Stored<'a> {
         let cut = Cut::new(layout, Some(word(5) as usize))?;
         let known = word(0) == u64::from_le_bytes(MAGIC)
             && head.len() == packed.sections.payload.start
-            && !layout.is_of_pairs()
             && starts.len() == 4 * (cut.all_blocks() * cut.chunks() + 1);
         match known {
             true => Ok(Stored {
@@ -89,7 +89,7 @@ impl<'a> Stored<'a> {
 
     /// Writes the states and bytes of a stream.
     fn stream(&self, number: usize, table: usize, out: &mut [u8]) -> Result<()> {
-        let dependent = self.cut.layout.is_dependent();
+        let dependent = self.cut.layout.symbols.is_dependent();
         let entries = entries(&self.packed.tables[table], dependent);
         let (first, out) = out.split_at_mut(STATE_BYTES);
         let mut at = 0;

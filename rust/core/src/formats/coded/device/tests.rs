@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::super::{Coded, Scales, encode};
+use super::super::{Coded, Scales, Symbols, encode};
 use super::restore::*;
 use super::*;
 use crate::formats::coded::tests::{Random, dependent, encoded, encoded_dependent, gaussian, matrix};
@@ -30,7 +30,7 @@ fn all(codes: &[i32], shape: Shape, stream_rows: Option<usize>) -> [Vec<u8>; 4] 
             rows: &[0.5],
             columns: Some(columns),
         };
-        encode(codes, scales, shape, stream_rows, &pool).unwrap()
+        encode(codes, scales, shape, stream_rows, Symbols::PLAIN, &pool).unwrap()
     });
     let [shared, own] = scaled;
     [

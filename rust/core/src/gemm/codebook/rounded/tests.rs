@@ -3,8 +3,8 @@ use half::bf16;
 use super::*;
 use crate::formats::codebook::HEADER_BYTES;
 use crate::formats::codebook::tests::Case;
-use crate::gemm::hadamard::rotate;
 use crate::gemm::panel::tests::{assert_bounds, assert_panels, backends, numbers, product, tasks};
+use crate::hadamard::rotate;
 
 /// Experts, rows and columns; the columns of a block.
 const SHAPES: [([usize; 3], usize); 7] = [

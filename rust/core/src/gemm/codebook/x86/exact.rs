@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{load_lane, load_values};
+use super::load::{load_lane, load_values};
 use crate::formats::codebook::bits::{LANE, QUAD, QUADS, REGISTER, step_columns, step_registers};
 use crate::formats::codebook::{Block, PANEL};
 use crate::gemm::codebook::Rows;

@@ -21,6 +21,7 @@ use crate::formats::codebook::bits::LANE;
 mod avx2;
 mod avx512;
 mod exact;
+mod load;
 mod quantize;
 
 pub(super) use avx2::Avx2;
@@ -147,18 +148,4 @@ pub(super) unsafe fn avx512(
             (Precision::Int8 { .. }, _) => integer(block, 1, first, prepared, tokens, pieces, out),
         }
     }
-}
-
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn load_lane(bytes: &[u8; LANE]) -> __m128i {
-    // SAFETY: the array has the 16 bytes; the load needs no alignment.
-    unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) }
-}
-
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn load_values(values: &[f32; LANE]) -> __m512 {
-    // SAFETY: the array has the 64 bytes; the load needs no alignment.
-    unsafe { _mm512_loadu_ps(values.as_ptr()) }
 }

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::load_values;
+use super::load::load_values;
 use crate::formats::codebook::bits::LANE;
 use crate::gemm::codebook::grid::Grid;
 

@@ -11,7 +11,7 @@ use std::arch::x86_64::*;
 use super::super::table::BlockTable;
 use super::super::tile::BLOCK_ROUND;
 use super::super::unit::Unit;
-use super::UnitRow;
+use super::unit_rows::{UnitRow, pair};
 use super::vector::Vector;
 
 /// Writes the outputs of a row for the only block of tokens.
@@ -133,7 +133,7 @@ unsafe fn sum<V: Vector, const N: usize, const CLASS: usize>(
             at = at.min(end);
             for k in (0..BLOCK_ROUND).step_by(2) {
                 // A pair is the previous code in the low byte and the code in the high byte.
-                let index = |k| (super::pair(from.add(k)) >> (8 - CLASS)) as usize;
+                let index = |k| (pair(from.add(k)) >> (8 - CLASS)) as usize;
                 step(entry(index(k)), &mut even, &mut at);
                 step(entry(index(k + 1)), &mut odd, &mut at);
             }

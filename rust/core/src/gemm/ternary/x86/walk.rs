@@ -32,7 +32,7 @@ use std::arch::x86_64::*;
 use super::super::lists::List;
 use super::super::table::{STEP, StepTable};
 use super::super::unit::Unit;
-use super::{OTHERS, RowsByDictionary, UnitRow};
+use super::unit_rows::{OTHERS, RowsByDictionary, UnitRow, pair};
 use crate::formats::ternary::Code;
 
 /// The number of codes between two checks of the position; tiles have zeros for their words, and for the first one,
@@ -221,7 +221,7 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
     #[inline(always)]
     unsafe fn pair(pairs: *const u8, k: usize) -> u32 {
         // SAFETY: the caller guarantees two readable bytes.
-        unsafe { super::pair(pairs.add(k * Self::BYTES)) }
+        unsafe { pair(pairs.add(k * Self::BYTES)) }
     }
 
     /// The table entry of a pair.

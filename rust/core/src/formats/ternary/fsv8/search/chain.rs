@@ -3,7 +3,7 @@
 //! With e_s the expected number of weights of a code in state s, t_sc the probability that it leads to state c, and g
 //! the long-run weights per code, the relative values solve h_s = e_s - g + sum over c of t_sc h_c, with h_0 = 0.
 
-use super::Source;
+use super::source::Source;
 use super::tree::Tree;
 
 /// The long-run average number of weights per code, and the relative value of every state.

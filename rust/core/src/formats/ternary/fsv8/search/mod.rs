@@ -9,11 +9,13 @@
 //! leaves of each class, found by a random search, correct the greedy choice.
 
 mod chain;
+mod source;
 mod splits;
 mod tree;
 
 use super::dictionary::{CODES, Dictionary};
 use crate::{Error, Result};
+use source::{Source, StateSet};
 use splits::Split;
 use tree::{Grower, Tree};
 
@@ -37,31 +39,6 @@ pub struct Goal {
     pub effort: usize,
     /// The seed of the random numbers.
     pub seed: u64,
-}
-
-/// The memoryless source of symbols 0, 1 and 2 that a dictionary is designed for.
-#[derive(Debug, Clone, Copy)]
-struct Source {
-    probabilities: [f64; 3],
-}
-
-impl Source {
-    /// The probability of `count` consecutive zeros.
-    fn zeros(&self, count: u8) -> f64 {
-        self.probabilities[0].powi(i32::from(count))
-    }
-
-    /// The entropy in bits per weight.
-    fn entropy(&self) -> f64 {
-        self.probabilities.iter().map(|p| -p * p.log2()).sum()
-    }
-}
-
-/// The promise of each state of a dictionary, and the number of codes of its class.
-#[derive(Debug, Clone, PartialEq)]
-struct StateSet {
-    promises: Vec<u8>,
-    class_sizes: Vec<u16>,
 }
 
 /// Searches a dictionary: tries all state sets briefly, then the best one thoroughly. The same goal gives the same

@@ -5,7 +5,7 @@
 //!   next d weights is among the first a, or among the next b, and so on.
 //! * A leaf (w, nothing) becomes such a sequence of promises and one more leaf (w 0^d, nothing).
 
-use super::Source;
+use super::source::Source;
 
 /// The leaves that replace one leaf.
 #[derive(Debug, Clone)]

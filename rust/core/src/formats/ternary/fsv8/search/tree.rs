@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
 use super::super::dictionary::{CODES, Word};
-use super::StateSet;
+use super::source::StateSet;
 use super::splits::{NewLeaf, Split};
 
 /// How often leaves without a fitting split are retried: splitting other leaves frees codes of their classes.
