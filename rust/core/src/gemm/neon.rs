@@ -14,7 +14,7 @@ use std::arch::asm;
 pub unsafe fn dot<const DOT_PRODUCTS: bool>(sum: int32x4_t, codes: uint8x16_t, x: int8x16_t) -> int32x4_t {
     let codes = vreinterpretq_s8_u8(codes);
     if DOT_PRODUCTS {
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: the caller guarantees dot products.
         return unsafe { sdot(sum, codes, x) };
     }
     // Two products are at most 2 * 127 * 127 in magnitude: they fit 16 bits.

@@ -101,7 +101,7 @@ unsafe fn multiply<V: Lanes, const BITS: u8, const BYTES: usize>(
     out: &mut Rows,
 ) {
     if tokens.len() >= pieces::FEWEST {
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: the caller guarantees the set and the bits.
         return unsafe { pieces::multiply::<V, BITS, BYTES>(block, first, pieces, out) };
     }
     for line in (0..block.parameter_bytes()).step_by(REGISTER) {
@@ -117,7 +117,7 @@ unsafe fn multiply<V: Lanes, const BITS: u8, const BYTES: usize>(
             for t in 0..$tokens {
                 x[t] = prepared.codes(tokens[done + t])[columns.clone()].as_ptr();
             }
-            // SAFETY: the slices have the block's columns; the rest is guaranteed by the caller.
+            // SAFETY: the slices have the block's columns; the caller guarantees the set and the bits.
             let sums = unsafe { sums::<V, BITS, BYTES, $tokens>(block, x) };
             for t in 0..$tokens {
                 let products = epilogue.products(&sums[t], prepared.scale(tokens[done + t]));
@@ -149,7 +149,7 @@ pub(super) unsafe fn compute<V: Lanes>(
     pieces: &mut Pieces,
     out: &mut Rows,
 ) {
-    // SAFETY: guaranteed by the caller; the bits are the block's.
+    // SAFETY: the caller guarantees the set; the bits are the block's.
     unsafe {
         match (block.bits(), centroid_bytes) {
             (3, 1) => multiply::<V, 3, 1>(block, first, prepared, tokens, pieces, out),

@@ -3,8 +3,11 @@
 /// The number of registers whose sums a kernel keeps at a time: those of 16 rows, or of half of them.
 pub(super) const AT_ONCE: usize = 4;
 
-/// A set of vector instructions. Every function requires that the processor supports the set, and that pointers are
-/// valid for the bytes that are read or written.
+/// A set of vector instructions.
+///
+/// # Safety
+/// Every function needs the instruction set of its implementor. Pointers are valid for the bytes that the function
+/// reads or writes and need no alignment; prefetches take any address.
 pub(super) trait Lanes {
     /// The number of registers that hold a quad's rows, which is the number of passes over a row block.
     const HALVES: usize;

@@ -181,11 +181,8 @@ unsafe fn look_up<const BITS: u8>(block: &Block, first: usize, lines: &mut [Line
 }
 
 /// Converts a section's sums to products, like [`super::Epilogue`] for one byte per centroid, and adds them to `out`.
-///
-/// # Safety
-/// The processor has AVX-512.
 #[target_feature(enable = "avx512f")]
-unsafe fn finish(block: &Block, tile: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
+fn finish(block: &Block, tile: &Tile, sums: &Square<u32>, out: &mut Square<f32>) {
     let (scales, zeros) = (block.scales(), block.sums(0));
     // SAFETY: the arrays have 64 bytes each.
     let (scales, zeros) = unsafe {

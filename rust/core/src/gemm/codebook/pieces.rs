@@ -93,7 +93,7 @@ pub(super) unsafe fn multiply<V: Lanes, const BITS: u8, const BYTES: usize>(
             let length = COLUMNS.min(block.columns() - start);
             let last = start + length == block.columns();
             let piece = Piece { start, length, last };
-            // SAFETY: guaranteed by the caller; the piece is part of the block.
+            // SAFETY: the caller guarantees the set and the bits; the piece is part of the block.
             unsafe { add_piece::<V, BITS>(codes, table, first, piece, (tokens, centroids), sums) }
         }
     }
@@ -143,7 +143,8 @@ unsafe fn add_piece<V: Lanes, const BITS: u8>(
                 bytes: size / tiles / squares.len(),
             };
             let sums = &mut sums[done..done + $tokens];
-            // SAFETY: guaranteed by the caller; the slices have the piece's columns, and the block has its codes.
+            // SAFETY: the caller guarantees the set, and a block that has the piece's codes, which are whole steps; the
+            // slices have the piece's columns.
             unsafe { $kernel($($more,)* squares, x, place, sums) };
             tile += 1;
             done += $tokens;
@@ -187,8 +188,8 @@ unsafe fn look_up<V: Lanes, const BITS: u8, const N: usize>(
     let (quad, size) = (step_registers(BITS) * REGISTER, size_of::<V::Int>());
     let groups = step_columns(BITS) / LANE;
     for pass in 0..V::HALVES {
-        // SAFETY: a pass takes its share of the tables' rows, of each step's registers and of each square; the rest
-        // is guaranteed by the caller. A prefetch may use any address.
+        // SAFETY: a pass takes its share of the tables' rows, of each step's registers and of each square; the
+        // caller guarantees the set, the codes and the columns of `x`. A prefetch may use any address.
         unsafe {
             let mut table = [V::zero(); AT_ONCE];
             for i in 0..AT_ONCE {
@@ -234,7 +235,8 @@ unsafe fn add<V: Lanes, const N: usize>(
 ) {
     let size = size_of::<V::Int>();
     for pass in 0..V::HALVES {
-        // SAFETY: a pass takes its share of a square, `AT_ONCE` registers; the rest as above.
+        // SAFETY: a square has `AT_ONCE` registers of each pass; the caller guarantees the set and the columns of `x`.
+        // A prefetch may use any address.
         unsafe {
             let mut totals = begin::<V, N>(pass, place, sums);
             for square in 0..squares.len() {
@@ -263,7 +265,7 @@ unsafe fn dots<V: Lanes, const N: usize>(
     totals: &mut [[V::Int; AT_ONCE]; N],
 ) {
     for t in 0..N {
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: the caller guarantees the set, and the 16 columns of the square in each of `x`.
         unsafe {
             let x = V::activations(x[t].add(square * LANE));
             for i in 0..AT_ONCE {
@@ -283,7 +285,7 @@ unsafe fn begin<V: Lanes, const N: usize>(
     place: Place,
     sums: &[Square],
 ) -> [[V::Int; AT_ONCE]; N] {
-    // SAFETY: a square holds `AT_ONCE` registers of each pass.
+    // SAFETY: a square has `AT_ONCE` registers of each pass; the caller guarantees the set.
     unsafe {
         let mut totals = [[V::zero(); AT_ONCE]; N];
         if !place.first {
@@ -312,7 +314,8 @@ unsafe fn end<V: Lanes, const N: usize>(
 ) {
     for t in 0..N {
         let to = sums[t].0.as_mut_ptr();
-        // SAFETY: as above; the rows' sums take a quarter of a square.
+        // SAFETY: a square has `AT_ONCE` registers of each pass, of which the sums of rows take a quarter; the caller
+        // guarantees the set.
         unsafe {
             if place.last {
                 V::row_sums(totals[t], to.add(pass * PANEL / V::HALVES));

@@ -124,7 +124,8 @@ impl Source for Rounded<'_> {
             assert!(first + 2 * lines.len() <= source.columns() && lines.len().is_multiple_of(LANES));
             match source.bits() {
                 2 => choose(self.isa, &source, &open[index], first, lines),
-                _ => look_up(self.isa, &source, &open[index], first, lines),
+                // SAFETY: as asserted; `first` is a number of chunks.
+                _ => unsafe { look_up(self.isa, &source, &open[index], first, lines) },
             }
             start = end;
         }
@@ -260,14 +261,16 @@ fn choose_all(block: &Block, values: &Values, first: usize, lines: &mut [Line]) 
     }
 }
 
-/// Decodes a block of 3 or 4 bits from column `first`, two columns per line. The lines are whole chunks of the
-/// block's columns.
-fn look_up(isa: Isa, block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
+/// Decodes a block of 3 or 4 bits from column `first`, two columns per line.
+///
+/// # Safety
+/// `first` is a multiple of [`CHUNK`], and the lines are whole chunks of the block's columns.
+unsafe fn look_up(isa: Isa, block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
     match isa.kind() {
-        // SAFETY: `isa` proves that the processor has AVX-512, and `decode` has checked the columns.
+        // SAFETY: `isa` proves that the processor has AVX-512; the caller guarantees the columns.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx512 => unsafe { x86::avx512(block, values, first, lines) },
-        // SAFETY: `isa` proves that the processor has AVX2, and `decode` has checked the columns.
+        // SAFETY: `isa` proves that the processor has AVX2; the caller guarantees the columns.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx2 => unsafe { x86::avx2(block, values, first, lines) },
         _ => look_up_portable(block, values, first, lines),
@@ -311,10 +314,11 @@ mod x86 {
     /// Decodes lines like [`super::look_up`], with AVX-512.
     ///
     /// # Safety
-    /// The processor has AVX-512, and the block has the columns of the lines.
+    /// The processor has AVX-512. `first` is a multiple of [`CHUNK`], and the block has the columns of the lines.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     pub unsafe fn avx512(block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
-        // SAFETY: guaranteed by the caller; the bits are the block's.
+        // SAFETY: the function has the features of the lanes, and the bits are the block's; the caller guarantees the
+        // columns.
         unsafe {
             match block.bits() {
                 3 => look_up::<Avx512, 3>(block, values, first, lines),
@@ -326,10 +330,11 @@ mod x86 {
     /// Decodes lines like [`super::look_up`], with AVX2.
     ///
     /// # Safety
-    /// The processor has AVX2, and the block has the columns of the lines.
+    /// The processor has AVX2. `first` is a multiple of [`CHUNK`], and the block has the columns of the lines.
     #[target_feature(enable = "avx2")]
     pub unsafe fn avx2(block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
-        // SAFETY: guaranteed by the caller; the bits are the block's.
+        // SAFETY: the function has the features of the lanes, and the bits are the block's; the caller guarantees the
+        // columns.
         unsafe {
             match block.bits() {
                 3 => look_up::<Avx2, 3>(block, values, first, lines),

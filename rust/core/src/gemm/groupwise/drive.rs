@@ -136,7 +136,7 @@ impl Engine {
     /// Multiplies one or two neighbouring blocks, starting at `block` (counted over all experts), by a tile.
     ///
     /// # Safety
-    /// `steps` are those of the blocks' layout, and the tile is theirs ([`Tile::is_of`]).
+    /// `steps` belong to the blocks' layout, and the tile belongs to `steps` ([`Tile::is_of`]).
     #[inline]
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
     pub unsafe fn compute(

@@ -43,7 +43,7 @@ fn ahead(bytes: usize) -> usize {
 /// The weights that a kernel reads.
 #[derive(Clone, Copy)]
 pub(super) struct Weights<'a> {
-    /// The bytes of the rows. Invariant: their number is that of a block of `layout`.
+    /// The bytes of the rows. Invariant: a whole block of `layout`.
     block: &'a [u8],
     pub layout: Layout,
 }
@@ -152,9 +152,13 @@ impl<V: Lanes> Cursor<V> {
         }
     }
 
+    /// Loads a parameter of 16 rows.
+    ///
+    /// # Safety
+    /// 32 bytes are readable at `at`, and the processor supports the set of `V`.
     #[inline(always)]
     unsafe fn parameter(&self, at: *const u8) -> V::Float {
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: the caller guarantees the bytes and the set.
         unsafe {
             match self.bf16 {
                 true => V::load_bf16(at),
@@ -189,7 +193,7 @@ impl<V: Lanes> Cursor<V> {
 #[inline(always)]
 unsafe fn quad<V: Lanes, const BITS: usize>(unit: *const u8, quad: usize) -> V::Int {
     let (word, shift) = bits::place(BITS, quad);
-    // SAFETY: guaranteed by the caller; a unit has as many registers as a code has bits.
+    // SAFETY: the caller guarantees the set and the unit, which has as many registers as a code has bits.
     unsafe {
         let register = |word: usize| V::load(unit.add(word * REGISTER_BYTES));
         match (BITS, quad) {
@@ -214,7 +218,7 @@ unsafe fn quad<V: Lanes, const BITS: usize>(unit: *const u8, quad: usize) -> V::
 /// As [`multiply`]; `to` is valid for writes of `steps.units` x 512 bytes.
 #[inline(always)]
 unsafe fn expand_bits<V: Lanes, const BITS: usize>(weights: &Weights, steps: &Steps, to: *mut u8) {
-    // SAFETY: guaranteed by the caller; steps and units are those of the layout.
+    // SAFETY: the caller guarantees the set and the bytes of `to`; steps and units belong to the layout.
     unsafe {
         let cursor = Cursor::<V>::new(weights);
         for step in 0..steps.count {
@@ -232,12 +236,12 @@ unsafe fn expand_bits<V: Lanes, const BITS: usize>(weights: &Weights, steps: &St
 /// Expands the codes of a block: for each four columns, 16 rows x 4 bytes.
 ///
 /// # Safety
-/// The processor supports the set of `V`, and the steps are those of `weights.layout`.
+/// The processor supports the set of `V`, and `steps` belong to `weights.layout`.
 #[inline(always)]
 pub(super) unsafe fn expand<V: Lanes>(weights: &Weights, steps: &Steps, to: &mut [u8]) {
     assert!(to.len() == steps.units * UNIT * BLOCK_ROWS);
     let to = to.as_mut_ptr();
-    // SAFETY: `to` is large enough by the assertion; the rest is guaranteed by the caller.
+    // SAFETY: `to` is large enough, as asserted; the caller guarantees the set and the steps.
     unsafe {
         match weights.layout.bits() {
             2 => expand_bits::<V, 2>(weights, steps, to),
@@ -288,7 +292,7 @@ unsafe fn dots<
     words: *const i32,
     sums: &mut Sums<V, R, M, C>,
 ) {
-    // SAFETY: a unit has QUADS * M words.
+    // SAFETY: the caller guarantees the set and the unit; a tile has QUADS * M words per unit.
     unsafe {
         let mut codes = [V::int_zero(); R];
         for r in 0..R {
@@ -338,7 +342,7 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
     tile: &Tile,
     sums: &mut Sums<V, R, M, C>,
 ) {
-    // SAFETY: guaranteed by the caller; a tile has QUADS * M words per unit.
+    // SAFETY: the caller guarantees the set and that the step has the unit; a tile has QUADS * M words per unit.
     unsafe {
         let words = tile.words.as_ptr().cast::<i32>().add(unit * QUADS * M);
         let mut units = [std::ptr::null(); R];
@@ -378,8 +382,8 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
 /// Multiplies R blocks by a tile of N tokens with M / N planes each; each of `out` gets N x 16 outputs.
 ///
 /// # Safety
-/// The processor supports the set of `V`. The steps are those of the layout of all blocks, which has `BITS` bits,
-/// and the tile is theirs, with N tokens in M lines.
+/// The processor supports the set of `V`. `steps` belong to the layout of all blocks, which has `BITS` bits, and
+/// the tile belongs to `steps` and has N tokens in M lines.
 #[inline(always)]
 unsafe fn multiply<
     V: Lanes,
@@ -448,7 +452,7 @@ pub(super) unsafe fn add_step<V: Lanes>(
     tile: &Tile,
     at: usize,
 ) -> V::Float {
-    // SAFETY: guaranteed by the caller.
+    // SAFETY: the caller guarantees the set and the position, of which the tile has a scale and a sum.
     unsafe {
         let dot = V::mul(sum, V::broadcast(tile.scales.as_ptr().add(at)));
         let total = V::add_product(total, dot, scale);
@@ -465,7 +469,7 @@ macro_rules! choose {
     (@ $lanes:ty, $blocks:literal, $weights:expr, $steps:expr, $tile:expr, $out:expr,
         $($bits:literal [$(($tokens:literal $lines:literal $chains:literal))*]),*) => {
         match ($weights[0].layout.bits(), $tile.tokens, $tile.lines()) {
-            // SAFETY: guaranteed by the caller; the parameters are those of layout and tile.
+            // SAFETY: the caller guarantees the set, steps and tile; the constants match layout and tile.
             $($(($bits, $tokens, $lines) => unsafe {
                 multiply::<$lanes, $bits, $blocks, $tokens, $lines, $chains>($weights, $steps, $tile, $out)
             },)*)*
@@ -477,7 +481,7 @@ macro_rules! choose {
 /// Multiplies a block by a tile.
 ///
 /// # Safety
-/// The processor supports the set of `V`, the steps are those of `weights.layout`, and the tile is theirs.
+/// The processor supports the set of `V`, `steps` belong to `weights.layout`, and the tile belongs to `steps`.
 #[inline(always)]
 pub(super) unsafe fn compute<V: Lanes>(
     weights: &[Weights; 1],

@@ -40,7 +40,7 @@ impl Multiplier {
         count: usize,
         c: *mut i32,
     ) {
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: the caller guarantees the contract of both multipliers.
         unsafe {
             match self {
                 Multiplier::Registers(registers) => registers.multiply(depth, a, stride, b, count, c),
@@ -64,7 +64,7 @@ impl Panel {
     /// Expands a block with AVX-512 unless the panel already holds it.
     ///
     /// # Safety
-    /// `steps` are those of `weights.layout`.
+    /// `steps` belong to `weights.layout`.
     pub unsafe fn expand(&mut self, isa: Isa, weights: &Weights, steps: &Steps, block: usize) {
         if self.block == Some(block) {
             return;
@@ -86,7 +86,7 @@ struct Sums([[[i32; BLOCK_ROWS]; ROWS]; 3]);
 /// Multiplies a block, expanded in `panel`, by a tile of rows, with AVX-512 and a multiplier.
 ///
 /// # Safety
-/// `steps` are those of `weights.layout`, and the tile is theirs ([`Tile::is_of`]).
+/// `steps` belong to `weights.layout`, and the tile belongs to `steps` ([`Tile::is_of`]).
 pub(super) unsafe fn compute(
     isa: Isa,
     weights: &Weights,
@@ -111,8 +111,8 @@ pub(super) unsafe fn compute(
 }
 
 /// # Safety
-/// The processor has AVX-512. The steps are those of `weights.layout`, panel and tile have all rows of all their chunks,
-/// and the tile has 16 tokens, P planes, and the scales and sums of the steps.
+/// The processor has AVX-512. `steps` belong to `weights.layout`; panel and tile have 16 rows of each chunk, and the tile
+/// has 16 tokens, P planes, and the scales and sums of `steps`.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn walk<const P: usize>(
     weights: &Weights,
@@ -186,7 +186,7 @@ unsafe fn add<const P: usize>(
     totals: &mut [<Avx512 as Lanes>::Float; ROWS],
 ) {
     for (token, total) in totals.iter_mut().enumerate() {
-        // SAFETY: guaranteed by the caller; a register has 64 bytes.
+        // SAFETY: 16 sums have 64 bytes; the caller guarantees AVX-512, and that the tile has the step.
         unsafe {
             let digit = |plane: usize| Avx512::to_float(Avx512::load(sums.0[plane][token].as_ptr().cast()));
             let mut sum = digit(0);

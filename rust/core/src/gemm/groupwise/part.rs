@@ -73,12 +73,9 @@ mod x86 {
 
     impl Part<'_> {
         /// The scales, and the offsets minus `middle` times the scales, of a group.
-        ///
-        /// # Safety
-        /// The processor has AVX-512.
         #[inline]
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma")]
-        pub unsafe fn vectors(&self, group: usize, middle: f32) -> (__m512, __m512) {
+        pub fn vectors(&self, group: usize, middle: f32) -> (__m512, __m512) {
             let spec = self.layout.spec();
             let bytes = &self.block[self.layout.parameters_at(group)..][..self.group_bytes()];
             let read = |half: usize| {

@@ -202,7 +202,7 @@ impl Kernel for Groupwise<'_> {
             let count = (end - start).div_ceil(BLOCK_ROWS);
             let weights = [block, block + count - 1].map(|block| Weights::new(&self.view, block));
             for (plan, tile) in plans.iter().zip(&tiles) {
-                // SAFETY: as asserted, the steps are those of the layout, and all tiles are theirs.
+                // SAFETY: as asserted, `steps` belong to the layout, and all tiles to `steps`.
                 unsafe { engine.compute(scratch, block, &weights[..count], steps, tile, &mut sums) };
                 for (i, sums) in sums[..count].iter().enumerate() {
                     let at = start + i * BLOCK_ROWS;

@@ -75,17 +75,13 @@ mod x86 {
     /// The prefetch distance of codes, in bytes.
     const AHEAD: usize = 1536;
 
-    /// # Safety
-    /// The processor has AVX2.
-    pub unsafe fn avx2(part: &Part, to: &mut [Line]) {
-        // SAFETY: guaranteed by the caller.
-        unsafe {
-            match part.layout.bits() {
-                2 => decode_by_eight::<2>(part, to),
-                3 => decode_by_eight::<3>(part, to),
-                4 => decode_by_eight::<4>(part, to),
-                _ => decode_by_eight::<8>(part, to),
-            }
+    #[target_feature(enable = "avx2")]
+    pub fn avx2(part: &Part, to: &mut [Line]) {
+        match part.layout.bits() {
+            2 => decode_by_eight::<2>(part, to),
+            3 => decode_by_eight::<3>(part, to),
+            4 => decode_by_eight::<4>(part, to),
+            _ => decode_by_eight::<8>(part, to),
         }
     }
 
@@ -135,11 +131,8 @@ mod x86 {
     }
 
     /// Decodes eight rows at a time, with the operations of [`portable`].
-    ///
-    /// # Safety
-    /// The processor has AVX2.
     #[target_feature(enable = "avx2")]
-    unsafe fn decode_by_eight<const BITS: usize>(part: &Part, to: &mut [Line]) {
+    fn decode_by_eight<const BITS: usize>(part: &Part, to: &mut [Line]) {
         let (mut last, mut parameters) = (usize::MAX, [[0.0; LANES]; 2]);
         for (unit, lines) in part.units.clone().zip(to.as_chunks_mut::<LANES>().0) {
             let registers = part.registers(unit);
@@ -174,17 +167,13 @@ mod x86 {
         }
     }
 
-    /// # Safety
-    /// The processor has AVX-512 with bf16.
-    pub unsafe fn avx512(part: &Part, to: &mut [Line]) {
-        // SAFETY: guaranteed by the caller.
-        unsafe {
-            match part.layout.bits() {
-                2 => decode::<2>(part, to),
-                3 => decode::<3>(part, to),
-                4 => decode::<4>(part, to),
-                _ => decode::<8>(part, to),
-            }
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")]
+    pub fn avx512(part: &Part, to: &mut [Line]) {
+        match part.layout.bits() {
+            2 => decode::<2>(part, to),
+            3 => decode::<3>(part, to),
+            4 => decode::<4>(part, to),
+            _ => decode::<8>(part, to),
         }
     }
 
@@ -207,10 +196,8 @@ mod x86 {
         _mm512_castsi512_ps(bits)
     }
 
-    /// # Safety
-    /// The processor has AVX-512 with bf16.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")]
-    unsafe fn decode<const BITS: usize>(part: &Part, to: &mut [Line]) {
+    fn decode<const BITS: usize>(part: &Part, to: &mut [Line]) {
         let order: [u16; 32] = std::array::from_fn(|i| (i / 2 + i % 2 * 16) as u16);
         // SAFETY: the array has 64 bytes.
         let order = unsafe { _mm512_loadu_si512(order.as_ptr().cast()) };
@@ -229,8 +216,7 @@ mod x86 {
                 if quad % 4 == 0 {
                     let group = part.group(unit * UNIT + 4 * quad);
                     if group != last {
-                        // SAFETY: guaranteed by the caller.
-                        (scales, offsets) = unsafe { part.vectors(group, 256.0) };
+                        (scales, offsets) = part.vectors(group, 256.0);
                         last = group;
                     }
                 }

@@ -8,7 +8,7 @@ use super::tile::{Steps, Tile};
 /// Multiplies a block by a tile.
 ///
 /// # Safety
-/// `steps` are those of `weights.layout`, and the tile is theirs ([`Tile::is_of`]).
+/// `steps` belong to `weights.layout`, and the tile belongs to `steps` ([`Tile::is_of`]).
 pub(super) unsafe fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
     // SAFETY: portable code needs no instruction set; the caller guarantees the rest.
     unsafe { kernel::compute::<Portable>(weights, steps, tile, out) }
@@ -35,7 +35,6 @@ fn pairs<T: Copy, U: Copy + Default>(a: [T; 16], b: [T; 16], f: impl Fn(T, T) ->
     out
 }
 
-// SAFETY (all blocks): by the trait's contract the pointers are valid.
 impl Lanes for Portable {
     type Int = [u32; 16];
     type Float = [f32; 16];
@@ -46,7 +45,7 @@ impl Lanes for Portable {
     }
     #[inline(always)]
     unsafe fn load(from: *const u8) -> [u32; 16] {
-        // SAFETY: see above; an array of bytes needs no alignment.
+        // SAFETY: the caller guarantees 64 readable bytes at `from`, and an array of bytes needs no alignment.
         let bytes = unsafe { from.cast::<[[u8; 4]; 16]>().read() };
         each(bytes, u32::from_le_bytes)
     }
@@ -64,7 +63,7 @@ impl Lanes for Portable {
     }
     #[inline(always)]
     unsafe fn store_int(words: [u32; 16], to: *mut u8) {
-        // SAFETY: see above.
+        // SAFETY: the caller guarantees 64 writable bytes at `to`, and an array of bytes needs no alignment.
         unsafe { to.cast::<[[u8; 4]; 16]>().write(each(words, u32::to_le_bytes)) }
     }
     #[inline(always)]
@@ -73,7 +72,7 @@ impl Lanes for Portable {
     }
     #[inline(always)]
     unsafe fn dot<const BITS: usize>(sum: [u32; 16], codes: [u32; 16], x: *const i32) -> [u32; 16] {
-        // SAFETY: see above.
+        // SAFETY: the caller guarantees a readable word at `x`.
         let x = unsafe { x.read_unaligned() }
             .to_le_bytes()
             .map(|byte| i32::from(byte as i8));
@@ -94,18 +93,18 @@ impl Lanes for Portable {
     }
     #[inline(always)]
     unsafe fn broadcast(from: *const f32) -> [f32; 16] {
-        // SAFETY: see above.
+        // SAFETY: the caller guarantees a readable float at `from`.
         [unsafe { from.read_unaligned() }; 16]
     }
     #[inline(always)]
     unsafe fn load_f16(from: *const u8) -> [f32; 16] {
-        // SAFETY: see above.
+        // SAFETY: the caller guarantees 32 readable bytes at `from`, and an array of bytes needs no alignment.
         let bytes = unsafe { from.cast::<[[u8; 2]; 16]>().read() };
         each(bytes, |bytes| half::f16::from_le_bytes(bytes).to_f32())
     }
     #[inline(always)]
     unsafe fn load_bf16(from: *const u8) -> [f32; 16] {
-        // SAFETY: see above.
+        // SAFETY: the caller guarantees 32 readable bytes at `from`, and an array of bytes needs no alignment.
         let bytes = unsafe { from.cast::<[[u8; 2]; 16]>().read() };
         each(bytes, |bytes| half::bf16::from_le_bytes(bytes).to_f32())
     }
@@ -124,7 +123,7 @@ impl Lanes for Portable {
     }
     #[inline(always)]
     unsafe fn store(values: [f32; 16], to: *mut f32) {
-        // SAFETY: see above.
+        // SAFETY: the caller guarantees 64 writable bytes at `to`.
         unsafe { to.cast::<[f32; 16]>().write_unaligned(values) }
     }
     #[inline(always)]

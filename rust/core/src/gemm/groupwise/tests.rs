@@ -101,7 +101,7 @@ pub(super) unsafe fn emulate(
     for (m, n) in (0..16).flat_map(|m| (0..16).map(move |n| (m, n))) {
         let mut sum = 0;
         for (part, k) in (0..count).flat_map(|part| (0..depth).map(move |k| (part, k))) {
-            // SAFETY: guaranteed by the caller: both factors have `count` parts of 16 x depth bytes, and c has 256
+            // SAFETY: the caller guarantees that both factors have `count` parts of 16 x depth bytes, and c has 256
             // words.
             let (a, b) = unsafe {
                 (
@@ -111,7 +111,7 @@ pub(super) unsafe fn emulate(
             };
             sum += i32::from(a) * i32::from(b);
         }
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees that c has 256 words.
         unsafe { *c.add(m * 16 + n) = sum }
     }
 }

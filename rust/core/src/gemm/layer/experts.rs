@@ -283,7 +283,7 @@ impl<'a> Pass<'a> {
                 let first = self.own.tasks[task].expert * self.outputs.rows() + rows.start;
                 biases.add_to_outputs(first, rows.len(), &mut values);
             }
-            // SAFETY: as in `gates`.
+            // SAFETY: a place belongs to one task, and the units of a task have disjoint rows.
             unsafe { self.outputs.fill(unit, places, rows, &values) }
         });
     }

@@ -101,7 +101,8 @@ unsafe fn floats<const N: usize>(product: &mut Product, first: usize) -> usize {
         }
         let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
         for chunk in 0..product.chunks {
-            // SAFETY: as in `dots`; half a line has 32 bytes.
+            // SAFETY: `check` verified that there are lines for all chunks of the blocks and of the tile with all N
+            // tokens; half a line has 32 bytes and is aligned.
             unsafe {
                 let x: *const Line = product.token(first, chunk);
                 let lines = product

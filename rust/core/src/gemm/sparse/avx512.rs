@@ -33,11 +33,8 @@ macro_rules! runs {
 const PAIR: usize = 2 * BYTES;
 
 /// The products of 4-bit half records with a token; prefetches the values needed next.
-///
-/// # Safety
-/// The processor has AVX-512 with VNNI.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub unsafe fn dot_nibbles(terms: &[Term<'_>], x: &Quantized, out: &mut [f32]) {
+pub fn dot_nibbles(terms: &[Term<'_>], x: &Quantized, out: &mut [f32]) {
     runs!(terms, |first, run| out[first..first + run.len()]
         .copy_from_slice(&dot_pairs(run, x)));
 }
@@ -88,12 +85,12 @@ fn products(codes: __m512i, x: &Pair, factors: &[f32; 2]) -> __m512 {
         _mm512_and_si512(codes, low),
         _mm512_and_si512(_mm512_srli_epi16::<4>(codes), low),
     ];
-    // SAFETY: 16 integers have 64 bytes, as does half a plane.
+    // SAFETY: 16 integers have 64 bytes; the load needs no alignment.
     let middles = unsafe { _mm512_loadu_si512(x.middles.as_ptr().cast()) };
     let mut sums = [_mm512_setzero_si512(), _mm512_setzero_si512(), middles];
     for (sum, plane) in sums.iter_mut().zip(&x.planes) {
         for (half, plane) in halves.into_iter().zip(plane) {
-            // SAFETY: as above.
+            // SAFETY: half a plane has 64 bytes; the load needs no alignment.
             let plane = unsafe { _mm512_loadu_si512(plane.as_ptr().cast()) };
             *sum = _mm512_dpbusd_epi32(*sum, half, plane);
         }
@@ -105,11 +102,8 @@ fn products(codes: __m512i, x: &Pair, factors: &[f32; 2]) -> __m512 {
 }
 
 /// The products of half records of 8 bits, or of bf16, with a token; prefetches the values needed next.
-///
-/// # Safety
-/// The processor has AVX-512.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn dot(width: Width, terms: &[Term<'_>], x: &[f32], out: &mut [f32]) {
+pub fn dot(width: Width, terms: &[Term<'_>], x: &[f32], out: &mut [f32]) {
     runs!(terms, |first, run| out[first..first + run.len()]
         .copy_from_slice(&dot_run(width, run, x)));
 }
@@ -156,11 +150,8 @@ fn dot_groups<const BITS: usize, const N: usize>(terms: &[Term<'_>; N], x: &[f32
 }
 
 /// Adds terms in order to `y`, whose length is a multiple of a group; prefetches the values needed next.
-///
-/// # Safety
-/// The processor has AVX-512.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub unsafe fn add(width: Width, terms: &[Term<'_>], y: &mut [f32]) {
+pub fn add(width: Width, terms: &[Term<'_>], y: &mut [f32]) {
     match width {
         Width::Int4 => add_terms::<4>(terms, y),
         Width::Int8 => add_terms::<8>(terms, y),
@@ -258,7 +249,7 @@ unsafe fn values_of<const BITS: usize>(values: *const u8) -> __m512 {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn words(bytes: *const u8) -> __m512i {
-    // SAFETY: guaranteed by the caller.
+    // SAFETY: the caller guarantees 16 readable bytes; the load needs no alignment.
     _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(bytes.cast()) })
 }
 
@@ -266,7 +257,7 @@ unsafe fn words(bytes: *const u8) -> __m512i {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn widened(bits: &[[u8; 2]]) -> __m512 {
-    let mask = u16::MAX >> (SCALES - bits.len().min(SCALES));
+    let mask = ((1_u32 << bits.len().min(SCALES)) - 1) as u16;
     // SAFETY: the mask selects the existing values, at most 16.
     let bits = unsafe { _mm256_maskz_loadu_epi16(mask, bits.as_ptr().cast()) };
     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))

@@ -137,7 +137,7 @@ impl Configured {
         count: usize,
         c: *mut i32,
     ) {
-        // SAFETY: guaranteed by the caller; besides AMX registers only integer registers and memory at `c` change.
+        // SAFETY: the caller guarantees the configuration and the bytes at all pointers; besides AMX registers only integer registers and memory at `c` change.
         unsafe {
             asm!(
                 "tilezero tmm0",

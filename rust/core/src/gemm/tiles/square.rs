@@ -107,7 +107,8 @@ impl Configured {
         square: Square,
     ) {
         debug_assert!(square.count > 0);
-        // SAFETY: guaranteed by the caller; nothing else uses the registers between these blocks of assembly.
+        // SAFETY: the caller guarantees the configuration and the registers at all pointers; nothing else uses tile
+        // registers between these blocks of assembly.
         unsafe {
             begin(rows, sums, &square);
             match (element, rows) {
@@ -131,7 +132,7 @@ impl Configured {
 #[inline(always)]
 unsafe fn begin(rows: usize, sums: Sums, square: &Square) {
     let at = square.c.wrapping_add(square.c_next);
-    // SAFETY: guaranteed by the caller.
+    // SAFETY: the caller guarantees the configuration and the sums at `c` of each register of rows.
     unsafe {
         match sums {
             Sums::Zero => asm!("tilezero tmm0", "tilezero tmm1", options(nostack, nomem)),
@@ -153,7 +154,7 @@ unsafe fn begin(rows: usize, sums: Sums, square: &Square) {
 #[inline(always)]
 unsafe fn end(rows: usize, square: &Square) {
     let at = square.c.wrapping_add(square.c_next);
-    // SAFETY: guaranteed by the caller.
+    // SAFETY: the caller guarantees the configuration and the sums at `c` of each register of rows.
     unsafe {
         asm!("tilestored [{at} + {row}], tmm0", at = in(reg) square.c, row = in(reg) 64usize, options(nostack));
         if rows == 2 {

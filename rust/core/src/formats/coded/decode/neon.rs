@@ -45,6 +45,22 @@ fn next(chain: &mut Chain, out: &mut Register) {
     chain.at = at.min(chain.length);
 }
 
+#[inline]
+#[target_feature(enable = "neon")]
+fn load(from: &[u8], at: usize) -> uint8x16_t {
+    let from: &[u8] = &from[at..at + WIDTH];
+    // SAFETY: the slice has 16 bytes.
+    unsafe { vld1q_u8(from.as_ptr()) }
+}
+
+#[inline]
+#[target_feature(enable = "neon")]
+fn store(bytes: uint8x16_t, to: &mut [u8; LANES], at: usize) {
+    let to = &mut to[at..at + WIDTH];
+    // SAFETY: the slice has 16 bytes.
+    unsafe { vst1q_u8(to.as_mut_ptr(), bytes) }
+}
+
 /// Returns the symbols of slots: each quarter of the table gives zero for slots of the other quarters.
 #[inline]
 #[target_feature(enable = "neon")]

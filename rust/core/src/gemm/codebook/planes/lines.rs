@@ -194,7 +194,7 @@ pub(in crate::gemm::codebook) fn column_shifts() -> __m512i {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 pub(in crate::gemm::codebook) unsafe fn centroids(line: *const u8, table: *const u8) -> [__m512i; QUADS] {
-    // SAFETY: guaranteed by the caller.
+    // SAFETY: the caller guarantees 64 readable bytes at both addresses; arrays of bytes need no alignment.
     let (line, table) = unsafe { (&*line.cast(), &*table.cast()) };
     let (order, table) = (Order::new(true), Table::of(table));
     let indices = order.indices(order.words(line));

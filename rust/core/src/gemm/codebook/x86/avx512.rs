@@ -8,7 +8,6 @@ use crate::gemm::codebook::planes::lines;
 /// The vector instructions of AVX-512.
 pub(in crate::gemm::codebook) struct Avx512;
 
-// SAFETY (all blocks): the trait's contract implies that of the intrinsics.
 impl Lanes for Avx512 {
     const HALVES: usize = 1;
     const WIDEST: usize = 4;
@@ -17,19 +16,21 @@ impl Lanes for Avx512 {
     type Int = __m512i;
     type X = __m512i;
 
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn zero() -> __m512i {
-        // SAFETY: see above.
-        unsafe { _mm512_setzero_si512() }
+        _mm512_setzero_si512()
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn load(from: *const u8) -> __m512i {
-        // SAFETY: see above.
+        // SAFETY: the caller guarantees 64 readable bytes at `from`.
         unsafe { _mm512_loadu_si512(from.cast()) }
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn tables<const BITS: u8>(centroids: *const u8) -> __m512i {
-        // SAFETY: see above.
+        // SAFETY: the caller guarantees the bytes of four rows, 64 or 32, at `centroids`.
         unsafe {
             if BITS == 4 {
                 return _mm512_loadu_si512(centroids.cast());
@@ -38,68 +39,70 @@ impl Lanes for Avx512 {
             _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), four)
         }
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn store(bytes: __m512i, to: *mut u8) {
-        // SAFETY: see above.
+        // SAFETY: the caller guarantees 64 writable bytes at `to`.
         unsafe { _mm512_storeu_si512(to.cast(), bytes) }
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn mask(bytes: __m512i, mask: u8) -> __m512i {
-        // SAFETY: see above.
-        unsafe { _mm512_and_si512(bytes, _mm512_set1_epi8(mask as i8)) }
+        _mm512_and_si512(bytes, _mm512_set1_epi8(mask as i8))
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn shift(words: __m512i, count: i32) -> __m512i {
-        // SAFETY: see above.
-        unsafe { _mm512_srl_epi16(words, _mm_cvtsi32_si128(count)) }
+        _mm512_srl_epi16(words, _mm_cvtsi32_si128(count))
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn blend(low: __m512i, high: __m512i, mask: u8) -> __m512i {
-        // SAFETY: see above.
-        unsafe { _mm512_ternarylogic_epi32::<0xca>(_mm512_set1_epi8(mask as i8), low, high) }
+        _mm512_ternarylogic_epi32::<0xca>(_mm512_set1_epi8(mask as i8), low, high)
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn look_up(table: __m512i, index: __m512i) -> __m512i {
-        // SAFETY: see above.
-        unsafe { _mm512_shuffle_epi8(table, index) }
+        _mm512_shuffle_epi8(table, index)
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn interleave(even: __m512i, odd: __m512i) -> [__m512i; 2] {
-        // SAFETY: see above.
-        unsafe { [_mm512_unpacklo_epi8(even, odd), _mm512_unpackhi_epi8(even, odd)] }
+        [_mm512_unpacklo_epi8(even, odd), _mm512_unpackhi_epi8(even, odd)]
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn transposed([a, b, c, d]: [__m512i; AT_ONCE]) -> [__m512i; AT_ONCE] {
-        // SAFETY: see above.
-        unsafe {
-            let (ab, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-            let (cd, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-            [
-                _mm512_unpacklo_epi64(ab, cd),
-                _mm512_unpackhi_epi64(ab, cd),
-                _mm512_unpacklo_epi64(ab_high, cd_high),
-                _mm512_unpackhi_epi64(ab_high, cd_high),
-            ]
-        }
+        let (ab, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        let (cd, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+        [
+            _mm512_unpacklo_epi64(ab, cd),
+            _mm512_unpackhi_epi64(ab, cd),
+            _mm512_unpacklo_epi64(ab_high, cd_high),
+            _mm512_unpackhi_epi64(ab_high, cd_high),
+        ]
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     unsafe fn line(line: *const u8, centroids: *const u8) -> [__m512i; AT_ONCE] {
-        // SAFETY: see above.
+        // SAFETY: the caller guarantees 64 readable bytes at both addresses.
         unsafe { Self::transposed(lines::centroids(line, centroids)) }
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn activations(from: *const u8) -> __m512i {
-        // SAFETY: see above.
+        // SAFETY: the caller guarantees 16 readable bytes at `from`.
         unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(from.cast())) }
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512vnni")]
     unsafe fn dot(sums: __m512i, weights: __m512i, x: __m512i) -> __m512i {
-        // SAFETY: see above.
-        unsafe { _mm512_dpbusd_epi32(sums, x, weights) }
+        _mm512_dpbusd_epi32(sums, x, weights)
     }
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn row_sums([a, b, c, d]: [__m512i; AT_ONCE], to: *mut i32) {
-        // SAFETY: see above.
+        // SAFETY: the caller guarantees 16 writable numbers at `to`.
         unsafe {
             let ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
             let cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));

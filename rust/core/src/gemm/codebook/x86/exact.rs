@@ -72,7 +72,7 @@ unsafe fn products<const BITS: u8, const ROWS: usize, const N: usize>(
         for r in 0..ROWS {
             table[r] = load_values(&tables[first + r]);
         }
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: the caller guarantees that each of `x` has the columns of the block, whose codes are read.
         let sums = unsafe {
             match BITS {
                 2 => word_sums::<ROWS, N>(words, first, table, x),

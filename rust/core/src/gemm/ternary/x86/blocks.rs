@@ -15,12 +15,9 @@ use super::unit_rows::{UnitRow, pair};
 use super::vector::Vector;
 
 /// Writes the outputs of a row for the only block of tokens.
-///
-/// # Safety
-/// The processor has AVX-512 F, AVX2, FMA and BMI2.
 #[target_feature(enable = "avx512f,avx2,fma,bmi1,bmi2")]
-pub(super) unsafe fn row_avx512(unit: &Unit, row: &UnitRow, table: &BlockTable, out: &mut [f32]) {
-    // SAFETY: the caller guarantees the features.
+pub(super) fn row_avx512(unit: &Unit, row: &UnitRow, table: &BlockTable, out: &mut [f32]) {
+    // SAFETY: the function has the features of the vectors.
     unsafe {
         match unit.tile.blocks()[0].lanes {
             4 => fill::<__m128, 1>(unit, row, table, out),
@@ -32,12 +29,9 @@ pub(super) unsafe fn row_avx512(unit: &Unit, row: &UnitRow, table: &BlockTable, 
 }
 
 /// Writes the outputs of a row for the only block of tokens.
-///
-/// # Safety
-/// The processor has AVX2, FMA and BMI2.
 #[target_feature(enable = "avx2,fma,bmi1,bmi2")]
-pub(super) unsafe fn row_avx2(unit: &Unit, row: &UnitRow, table: &BlockTable, out: &mut [f32]) {
-    // SAFETY: the caller guarantees the features.
+pub(super) fn row_avx2(unit: &Unit, row: &UnitRow, table: &BlockTable, out: &mut [f32]) {
+    // SAFETY: the function has the features of the vectors.
     unsafe {
         match unit.tile.blocks()[0].lanes {
             4 => fill::<__m128, 1>(unit, row, table, out),

@@ -20,7 +20,8 @@ pub(super) unsafe fn block_avx512(
     levels: [f32; 2],
     out: &mut [f32],
 ) {
-    // SAFETY: guaranteed by the caller; the vectors of a call are as wide as `lanes`.
+    // SAFETY: the function has the features of the vectors, which are together as wide as `lanes`; the caller guarantees
+    // the values.
     unsafe {
         match lanes {
             4 => vectors::<__m128, 1, 4>(items, values, levels, out),
@@ -44,7 +45,8 @@ pub(super) unsafe fn block_avx2(
     levels: [f32; 2],
     out: &mut [f32],
 ) {
-    // SAFETY: guaranteed by the caller; the vectors of a call are as wide as `lanes`.
+    // SAFETY: the function has the features of the vectors, which are together as wide as `lanes`; the caller guarantees
+    // the values.
     unsafe {
         match lanes {
             4 => vectors::<__m128, 1, 4>(items, values, levels, out),
@@ -68,7 +70,8 @@ unsafe fn vectors<V: Vector, const N: usize, const STRIDE: usize>(
     out: &mut [f32],
 ) {
     let mut buffer = [0.0f32; 32];
-    // SAFETY: guaranteed by the caller; the lowest bit of an item is 0 or 1; the buffer holds a block's lanes.
+    // SAFETY: the caller guarantees features and values. The lowest bit of an item is 0 or 1, and the buffer holds the
+    // lanes of a block, at most 32.
     unsafe {
         let add = |sums: &mut [V; N], item: u32| {
             let level = V::splat(*levels.as_ptr().add((item & 1) as usize));

@@ -126,7 +126,7 @@ struct Pair(u16);
 /// The two bytes are readable.
 #[inline(always)]
 pub(super) unsafe fn pair(at: *const u8) -> u32 {
-    // SAFETY: guaranteed by the caller; a packed structure needs no alignment, and any two bytes are a valid value.
+    // SAFETY: the caller guarantees two readable bytes; a packed structure needs no alignment, and any two bytes are a valid value.
     let Pair(pair) = unsafe { at.cast::<Pair>().read_volatile() };
     u32::from(u16::from_le(pair))
 }

@@ -25,39 +25,41 @@ pub(super) trait Vector: Copy {
 }
 
 macro_rules! vector {
-    ($type:ty, $lanes:literal, $zero:ident, $splat:ident, $load:ident, $store:ident, $add:ident, $fma:ident) => {
-        // SAFETY (all blocks): the trait's contract implies that of the intrinsics.
+    ($type:ty, $lanes:literal, $features:literal, $zero:ident, $splat:ident, $load:ident, $store:ident, $add:ident,
+        $fma:ident) => {
         impl Vector for $type {
             const LANES: usize = $lanes;
-            #[inline(always)]
+            #[inline]
+            #[target_feature(enable = $features)]
             unsafe fn zero() -> Self {
-                // SAFETY: see above.
-                unsafe { $zero() }
+                $zero()
             }
-            #[inline(always)]
+            #[inline]
+            #[target_feature(enable = $features)]
             unsafe fn splat(value: f32) -> Self {
-                // SAFETY: see above.
-                unsafe { $splat(value) }
+                $splat(value)
             }
-            #[inline(always)]
+            #[inline]
+            #[target_feature(enable = $features)]
             unsafe fn load(from: *const f32) -> Self {
-                // SAFETY: see above.
+                // SAFETY: the caller guarantees `LANES` readable floats at `from`; the load needs no alignment.
                 unsafe { $load(from) }
             }
-            #[inline(always)]
+            #[inline]
+            #[target_feature(enable = $features)]
             unsafe fn store(self, to: *mut f32) {
-                // SAFETY: see above.
+                // SAFETY: the caller guarantees `LANES` writable floats at `to`; the store needs no alignment.
                 unsafe { $store(to, self) }
             }
-            #[inline(always)]
+            #[inline]
+            #[target_feature(enable = $features)]
             unsafe fn add(self, other: Self) -> Self {
-                // SAFETY: see above.
-                unsafe { $add(self, other) }
+                $add(self, other)
             }
-            #[inline(always)]
+            #[inline]
+            #[target_feature(enable = $features)]
             unsafe fn add_product(self, a: Self, b: Self) -> Self {
-                // SAFETY: see above.
-                unsafe { $fma(a, b, self) }
+                $fma(a, b, self)
             }
         }
     };
@@ -66,6 +68,7 @@ macro_rules! vector {
 vector!(
     __m128,
     4,
+    "fma",
     _mm_setzero_ps,
     _mm_set1_ps,
     _mm_loadu_ps,
@@ -76,6 +79,7 @@ vector!(
 vector!(
     __m256,
     8,
+    "fma",
     _mm256_setzero_ps,
     _mm256_set1_ps,
     _mm256_loadu_ps,
@@ -86,6 +90,7 @@ vector!(
 vector!(
     __m512,
     16,
+    "avx512f",
     _mm512_setzero_ps,
     _mm512_set1_ps,
     _mm512_loadu_ps,

@@ -66,11 +66,8 @@ struct Walk {
 }
 
 /// Computes a unit into `out`, one float per row.
-///
-/// # Safety
-/// The processor has AVX2, FMA, BMI1 and BMI2.
 #[target_feature(enable = "avx2,fma,bmi1,bmi2")]
-pub(super) unsafe fn rows(unit: &Unit, ahead: bool, out: &mut [f32]) {
+pub(super) fn rows(unit: &Unit, ahead: bool, out: &mut [f32]) {
     let sorted = RowsByDictionary::new(unit);
     for i in 0..=OTHERS {
         let rows = sorted.with_dictionary(i);
@@ -83,7 +80,7 @@ pub(super) unsafe fn rows(unit: &Unit, ahead: bool, out: &mut [f32]) {
             (_, Code::Fsv8) => StepTable::fsv8(usize::from(unit.view.dictionaries()[i])),
             (_, Code::Dict16) => StepTable::dict16(),
         };
-        // SAFETY: the caller guarantees the features; the constants match the table.
+        // SAFETY: the function has the features; the constants match the table.
         unsafe {
             match (table.class_bits, table.three_slots, ahead) {
                 (0, _, _) => walk_all::<0, 3, false>(unit, rows, table, out),
@@ -143,7 +140,7 @@ unsafe fn walk_all<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: boo
     let mut walks: Vec<(Walk, usize)> = Vec::with_capacity(TOGETHER);
     for rows in rows.chunks(TOGETHER) {
         walks.clear();
-        // SAFETY: as above.
+        // SAFETY: the tile has ROUND + 1 words after the columns; the caller guarantees the features.
         walks.extend(rows.iter().map(|row| unsafe { walker.start(unit, row, tile) }));
         while walks.iter().any(|&(_, rounds)| rounds > 0) {
             for (walk, rounds) in &mut walks {
@@ -223,7 +220,7 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
     /// The two bytes are readable.
     #[inline(always)]
     unsafe fn pair(pairs: *const u8, k: usize) -> u32 {
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: the caller guarantees two readable bytes.
         unsafe { pair(pairs.add(k * Self::BYTES)) }
     }
 
@@ -270,7 +267,8 @@ impl<const CLASS: usize, const SLOTS: usize, const LOOK_AHEAD: bool> Walker<'_, 
     /// ROUND + 1 words after the columns: the position is limited to the last column before each round.
     #[inline(always)]
     unsafe fn rounds(&self, walk: &mut Walk, count: usize) {
-        // SAFETY: as above; SSE is part of x86-64.
+        // SAFETY: the caller guarantees that the row has the bytes of `count` rounds and of the pairs ahead, and the
+        // tile the words of a round after the position, which is limited before each; SSE is part of x86-64.
         unsafe {
             let (mut pairs, mut at) = (walk.pairs, walk.at);
             let (mut even, mut odd) = ([_mm_setzero_ps(); SLOTS], [_mm_setzero_ps(); SLOTS]);
