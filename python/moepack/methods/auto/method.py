@@ -24,6 +24,7 @@ from moepack.calibration import CalibrationRequest, Stage
 from moepack.calibration.fisher import TWO_TEXTS, needed_bytes, too_little
 from moepack.calibration.text import BUILT_IN
 from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.balanced import balanced
 from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.errors import CalibrationError
 from moepack.memory import total_bytes
@@ -206,11 +207,20 @@ class Auto(Method):
         shapes = {part.packed_name: part.shape for layer in model.layers for part in layer.projections}
         linears = (linear for dense in model.dense for linear in dense.only(self.dense_roles).linears)
         shapes |= {linear.source: (1, *linear.shape) for linear in linears}
-        goal = _Goal(checkpoint.path, nbytes, reason, nbytes - kept_bytes(checkpoint, model, shapes), shapes)
+        kept = kept_bytes(self._packed_form(checkpoint, model), model, shapes)
+        goal = _Goal(checkpoint.path, nbytes, reason, nbytes - kept, shapes)
         if goal.bits < LEAST_BITS:
             smallest = nbytes - goal.room + math.ceil(LEAST_BITS * goal.weights / 8)
             raise ValueError(f"{in_words(nbytes)} were requested, but this model needs at least {in_words(smallest)}")
         self._goal, self._packer = goal, None
+
+    def _packed_form(self, checkpoint: Checkpoint, model: MoeModel) -> Checkpoint:
+        """Return the form of a checkpoint that will be packed. No tensor is read."""
+        if not self.needs_balance:
+            return checkpoint
+        sources = {source for layer in model.layers for part in layer.projections for source in part.sources}
+        sources |= {linear.source for dense in model.dense for linear in dense.only(self.dense_roles).linears}
+        return balanced(checkpoint, model, sources) or checkpoint
 
     def _unread(self, checkpoint: Checkpoint, model: MoeModel) -> str | None:
         """Return why the built-in text is not used, and a remedy, as clauses; None if it is used.
