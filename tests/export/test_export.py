@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 import moepack
 from moepack import GroupwiseTensor, OutputExistsError, ResumeError, UnsupportedModelError
+from moepack.checkpoint import Checkpoint, describe
 from moepack.cli import main
 from moepack.export import export
 from moepack.export.compressed_tensors import pack_words
@@ -20,7 +21,12 @@ from moepack.export.gguf import q4_0_blocks, q8_0_blocks
 from moepack.format import PackedDirectory
 from moepack.methods import Method, create
 from moepack.methods.finequant import FineQuant
+<<<<<<< HEAD
 from moepack.methods.qmoe.ternary import Ternary
+=======
+from moepack.methods.ternary import Ternary
+from moepack.pipeline import Assignment
+>>>>>>> refs/heads/balance
 from moepack.pipeline.journal import Workspace
 from places import NOVEL, TINY_MOE
 from runtime_support import ARCHITECTURES, SWITCH, logits, tiny_model, write_packed
@@ -82,7 +88,9 @@ def test_bf16_keeps_unpacked_tensors_bit_for_bit(mixtral: Path, packed: Path, tm
     assert found.keys() == source.keys()
     for name, tensor in source.items():
         assert found[name].shape == tensor.shape
-        if ".experts." not in name:
+        if name.endswith(".gate.weight"):  # stored in the scales of the packed model, rounded to bfloat16
+            torch.testing.assert_close(found[name], tensor, rtol=2**-7, atol=0)
+        elif ".experts." not in name:
             assert torch.equal(found[name], tensor)
     names = {path.name for path in mixtral.iterdir() if not path.name.endswith(".safetensors")}
     assert names <= {path.name for path in (tmp_path / "out").iterdir()}
@@ -126,7 +134,8 @@ def test_compressed_tensors_reads_the_same_values(architecture: str, settings: d
     export(directory, tmp_path / "out", "compressed-tensors")
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     parsed = quantization.QuantizationConfig.model_validate(config)
-    stored, source = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "packed-source")
+    stored, checkpoint = tensors_of(tmp_path / "out"), Checkpoint.open(tmp_path / "packed-source")
+    source, _ = Assignment(FineQuant(**settings)).balanced(checkpoint, describe(checkpoint))
     opened = PackedDirectory.open(directory)
     expected = {}
     for name, record in opened.manifest.packed().items():
@@ -143,7 +152,7 @@ def test_compressed_tensors_reads_the_same_values(architecture: str, settings: d
         assert len(schemes) == 1, module
         state = {key: stored[f"{module}.{key}"] for key in ("weight_packed", "weight_scale", "weight_shape")}
         weight = compressors.PackedQuantizationCompressor.decompress(state, schemes[0])["weight"]
-        original = source[f"{module}.weight"].float()
+        original = source.tensor(f"{module}.weight").float()
         assert (weight.float() - original).norm() < 0.35 * original.norm()  # the right matrix under the right name
         found.append(float(weight.double().sum()))
     assert np.allclose(sorted(found), sums, rtol=1e-6, atol=1e-6)
@@ -257,4 +266,4 @@ def test_bf16_of_every_method_on_the_example(name: str, settings: dict[str, Any]
     expected = moepack.evaluate(tmp_path / "packed", text, 6_000, source)
     found = moepack.evaluate(stock, text, 6_000, tokenizer=tokenizer)
     assert expected.kl is not None and expected.kl > 2e-3
-    assert found.loss == pytest.approx(expected.loss, abs=4e-3)
+    assert found.loss == pytest.approx(expected.loss, abs=1e-2)  # restored weights are rounded to bfloat16

@@ -10,7 +10,7 @@ The value of a source's weight is stored / rows * columns.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -49,6 +49,16 @@ class Balance:
 
     def __contains__(self, key: object) -> bool:
         return f"{key}.{ROWS}" in self.factors or f"{key}.{COLUMNS}" in self.factors
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys, sorted."""
+        return sorted({name.rpartition(".")[0] for name in self.factors})
+
+    def only(self, keys: Iterable[str]) -> Balance:
+        """Return the factors of some keys."""
+        wanted = set(keys)
+        return Balance({name: found for name, found in self.factors.items() if name.rpartition(".")[0] in wanted})
 
     def rows(self, key: str) -> Tensor | None:
         """Return by what rows, or entries of a vector, were multiplied, float32; None for 1."""

@@ -10,13 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from moepack.checkpoint.names import Rules
-from moepack.errors import UnsupportedModelError
-from moepack.format.balance import Balance, balance_of
+from moepack.errors import LoadError, UnsupportedModelError
+from moepack.format.balance import SAME, Balance, balance_of
 from moepack.format.directory import read_manifest
 from moepack.format.manifest import RESIDUALS
 from moepack.stores.module import PackedModule
 
-__all__ = ["CHANNELS", "RESIDUALS", "decode_model", "plain_model", "projection_values", "unpacked_scales"]
+__all__ = [
+    "CHANNELS",
+    "RESIDUALS",
+    "decode_model",
+    "keep_scales",
+    "plain_model",
+    "projection_values",
+    "unpacked_scales",
+]
 
 CHANNELS = "channels"
 """The projection that stores gate and down by channels: gate rows beside down columns."""
@@ -44,7 +52,7 @@ def decode_model(model: Any, dtype: torch.dtype) -> None:
         message = "it runs on the CPU in a model on a GPU; load the model on one device to dequantize it"
         raise UnsupportedModelError(message, tensor=divided)
     plain, cast = plain_model(model), dtype != model.dtype
-    _restore_others(model, plain, packed.values())
+    _restore_others(model, plain)
     trained = any(parameter.requires_grad for parameter in model.parameters())
     tied = dict(getattr(plain, "all_tied_weights_keys", None) or {})
     for path, module in packed.items():
@@ -93,35 +101,64 @@ def plain_model(model: Any) -> Any:
         return type(model)(config)
 
 
-def _restore_others(model: Any, plain: Any, packed: Iterable[PackedModule]) -> None:
-    """Return the parameters that are not packed (norms, routers, biases) to the scales of the model's source."""
-    files = {place["file"] for module in packed for place in module.places.values() if place.get("file")}
-    for directory in {Path(file).parent for file in files}:
-        for name, (key, balance) in unpacked_scales(directory, lambda: plain).items():
-            with torch.no_grad(), suppress(AttributeError):
-                parameter = model.get_parameter(name)
-                parameter.copy_(balance.restored(key, parameter))
+def keep_scales(model: Any, directory: Path, packed: Iterable[PackedModule]) -> None:
+    """Keep the factors of a packed directory with its model, so that copies do not need the directory.
+
+    Models of the hub are loaded without the file of factors; an error is raised when the factors are needed.
+
+    Raises:
+        CorruptionError: the factors are damaged.
+    """
+    try:
+        balance = balance_of(directory)
+    except LoadError:
+        vars(model)[_UNPACKED] = directory
+        return
+    if not balance:
+        return
+    for module in packed:
+        module.keep_scales()
+    vars(model)[_UNPACKED] = _unpacked(directory, balance)
 
 
-def unpacked_scales(directory: Path, plain: Callable[[], Any]) -> dict[str, tuple[str, Balance]]:
+_UNPACKED = "_moepack_balance"
+"""Attribute of a model: the factors of its unpacked tensors, or the directory in which their file is missing."""
+
+
+def _unpacked(directory: Path, balance: Balance) -> Balance:
+    records = read_manifest(directory).tensors
+    return balance.only(name for name, record in records.items() if not record.packed)
+
+
+def unpacked_scales(model: Any, plain: Any = None) -> dict[str, tuple[str, Balance]]:
     """Return the parameters of a model that are stored unpacked in other scales than the source's.
 
     Args:
-        directory: the packed directory.
-        plain: returns the model with transformers' own modules; called only if there are factors.
+        model: a model loaded by moepack.
+        plain: the model with transformers' own modules; None builds it if there are factors.
 
     Returns:
-        The key of each parameter in the directory's factors, and the factors.
+        The key of each parameter in the factors, and the factors.
 
     Raises:
-        LoadError, CorruptionError: the factors cannot be read.
+        LoadError: the file of factors is missing.
     """
-    if not (balance := balance_of(directory)):
+    balance = vars(model).get(_UNPACKED, SAME)
+    if isinstance(balance, Path):
+        balance = _unpacked(balance, balance_of(balance))
+    if not balance:
         return {}
-    manifest = read_manifest(directory)
-    stored = [name for name, record in manifest.tensors.items() if not record.packed and name in balance]
-    rules = Rules(plain())
-    return {target: (name, balance) for name in stored for target, pattern in [rules.target(name)] if pattern is None}
+    rules = Rules(plain_model(model) if plain is None else plain)
+    return {target: (key, balance) for key in balance.keys for target, rule in [rules.target(key)] if rule is None}
+
+
+def _restore_others(model: Any, plain: Any) -> None:
+    """Return the parameters that are not packed (norms, routers, biases) to the scales of the model's source."""
+    for name, (key, balance) in unpacked_scales(model, plain).items():
+        with torch.no_grad(), suppress(AttributeError):
+            parameter = model.get_parameter(name)
+            parameter.copy_(balance.restored(key, parameter))
+    vars(model).pop(_UNPACKED, None)
 
 
 def _filled(original: Any, module: PackedModule, dtype: torch.dtype, trained: bool) -> nn.Module:

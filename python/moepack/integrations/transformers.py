@@ -32,7 +32,7 @@ from moepack.decoding.vocabulary import watch
 from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
 from moepack.format.directory import check_listed
 from moepack.format.plausible import SMALL
-from moepack.integrations.decoding import decode_model
+from moepack.integrations.decoding import decode_model, keep_scales
 from moepack.integrations.placement import Placement, has_gpu, reserve
 from moepack.integrations.saving import Saver
 from moepack.modules.embedding import PackedEmbedding
@@ -225,6 +225,7 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
                     module.decode(tensors[name], device)
                 else:
                     stores[device].put(module, projection, tensors[name], file=file, tensor=name)
+        keep_scales(model, directory.path, self._modules.values())
         _cast_renamed(model, self._dtypes)
         install_decoder(model)
         watch(model)

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.balanced import BalancedCheckpoint
 
 __all__ = ["kept_bytes"]
 
@@ -20,5 +21,6 @@ def kept_bytes(checkpoint: Checkpoint, model: MoeModel, packed: Collection[str])
     """
     kept = set(model.dense_names) - set(packed)
     headers = sum(TENSOR_HEADER + len(name) for name in kept | set(packed))
-    shards = SHARD_HEADER * (1 + len(model.layers) + len(model.dense))
+    factors = checkpoint.form.nbytes if isinstance(checkpoint, BalancedCheckpoint) else 0
+    shards = factors + SHARD_HEADER * (1 + len(model.layers) + len(model.dense))
     return shards + headers + sum(checkpoint.info(name).nbytes for name in kept)

@@ -141,6 +141,12 @@ class PackedModule(ComputingModule):
             values = values / rows[..., None].to(values.device)
         return values if columns is None else values * columns[:, None].to(values.device)
 
+    def keep_scales(self) -> None:
+        """Read the factors of all projections now; errors as of `scales`."""
+        names = () if self.form is None else self.form.shapes
+        for projection in dict.fromkeys([*self.projections, *names]):
+            self.scales(projection)
+
     def enter_source_scales(self) -> None:
         """Take inputs in the scales of the model's source from now on.
 

@@ -22,6 +22,9 @@ IDENTITY = "balanced"
 
 ENDS = ("rows", "columns")
 
+NAMES = 700
+"""Bytes of the names of the factors around a norm, with those of the layer's experts."""
+
 
 @dataclass(frozen=True)
 class _Change:
@@ -49,6 +52,19 @@ class Balanced:
             for change in changes:
                 tensor, first = matrix_of(change.edge.part)
                 self._changes.setdefault(tensor, {}).setdefault(first, []).append(change)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file of all factors, which are two or four bytes each, to within that of their names."""
+        seams = {
+            change.seam.name: change.seam for each in self._changes.values() for own in each.values() for change in own
+        }
+        total = NAMES
+        for seam in seams.values():
+            edge = (*seam.writes, *seam.vectors)[0].part
+            count = edge.of(torch.empty(self.checkpoint.info(edge.tensor).shape, device="meta")).shape[0]
+            total += 2 * count if seam.writes else 4 * count + NAMES
+        return total
 
     def source(self, name: str) -> str:
         """Return the name: every tensor is computed from itself."""

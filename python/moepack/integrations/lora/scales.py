@@ -6,13 +6,12 @@ unpacked parameters therefore return to the source's scales, and packed modules 
 the factors. All of peft then finds the source's function in every module. Removing the adapters restores the model.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moepack.integrations.decoding import plain_model, unpacked_scales
+from moepack.integrations.decoding import unpacked_scales
 from moepack.stores.module import PackedModule
 
 __all__ = ["enter_source_scales", "leave_source_scales"]
@@ -31,12 +30,11 @@ def enter_source_scales(model: Any) -> None:
         return
     packed = [module for module in model.modules() if isinstance(module, PackedModule)]
     stored: dict[str, Tensor] = {}
-    for directory in {Path(place["file"]).parent for module in packed for place in _placed(module)}:
-        for name, (key, balance) in unpacked_scales(directory, lambda: plain_model(model)).items():
-            parameter = model.get_parameter(name)
-            stored[name] = parameter.detach().clone()
-            with torch.no_grad():
-                parameter.copy_(balance.restored(key, parameter))
+    for name, (key, balance) in unpacked_scales(model).items():
+        parameter = model.get_parameter(name)
+        stored[name] = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.copy_(balance.restored(key, parameter))
     for module in packed:
         module.enter_source_scales()
     vars(model)[_STORED] = stored
@@ -50,7 +48,3 @@ def leave_source_scales(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, PackedModule):
             module.leave_source_scales()
-
-
-def _placed(module: PackedModule) -> list[dict[str, Any]]:
-    return [place for place in module.places.values() if place.get("file")]

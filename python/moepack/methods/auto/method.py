@@ -22,6 +22,7 @@ from moepack.backends.speeds import kept_speeds, measure_speeds
 from moepack.calibration import CalibrationRequest
 from moepack.calibration.fisher import TWO_TEXTS, needed_bytes, too_little
 from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.balanced import balanced
 from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.errors import CalibrationError
 from moepack.memory import total_bytes
@@ -132,7 +133,7 @@ class Auto(AutoSettings, Fitted, Method):
         shapes = {part.packed_name: part.shape for layer in model.layers for part in layer.projections}
         linears = (linear for dense in model.dense for linear in dense.only(self.dense_roles).linears)
         shapes |= {linear.source: (1, *linear.shape) for linear in linears}
-        return nbytes - kept_bytes(checkpoint, model, shapes), shapes
+        return nbytes - kept_bytes(self._packed_form(checkpoint, model), model, shapes), shapes
 
     def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
         """Allocate the bytes.
@@ -168,6 +169,14 @@ class Auto(AutoSettings, Fitted, Method):
             token_seconds=packer.seconds if isinstance(packer, Mixed) else None,
             notes=(*((UNREAD.format(unread),) if unread else ()), *importance.notes),
         )
+
+    def _packed_form(self, checkpoint: Checkpoint, model: MoeModel) -> Checkpoint:
+        """Return the form of a checkpoint that will be packed. No tensor is read."""
+        if not self.needs_balance:
+            return checkpoint
+        sources = {source for layer in model.layers for part in layer.projections for source in part.sources}
+        sources |= {linear.source for dense in model.dense for linear in dense.only(self.dense_roles).linears}
+        return balanced(checkpoint, model, sources) or checkpoint
 
     def _unread(self, checkpoint: Checkpoint, model: MoeModel) -> str | None:
         """Return why the built-in text is not used, and a remedy, as clauses; None if it is used.
