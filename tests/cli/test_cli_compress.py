@@ -168,7 +168,7 @@ def shown(plan: Estimate, terminal: bool) -> str:
 def test_the_plan_is_a_table_on_a_terminal(mixtral: Path, tmp_path: Path) -> None:
     odd = tmp_path / "[bold]"
     odd.symlink_to(mixtral)
-    plan = estimate(odd, tmp_path / "out", create("finequant"))
+    plan = estimate(odd, tmp_path / "out", create("finequant", group_size="adaptive"))
     table, lines = shown(plan, True), shown(plan, False)
     assert "Plan" in table and "plan:" not in table and "[bold]" in table
     assert "[bold]" in lines and "about" in next(line for line in lines.splitlines() if "experts:" in line)

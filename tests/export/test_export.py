@@ -21,12 +21,8 @@ from moepack.export.gguf import q4_0_blocks, q8_0_blocks
 from moepack.format import PackedDirectory
 from moepack.methods import Method, create
 from moepack.methods.finequant import FineQuant
-<<<<<<< HEAD
 from moepack.methods.qmoe.ternary import Ternary
-=======
-from moepack.methods.ternary import Ternary
 from moepack.pipeline import Assignment
->>>>>>> refs/heads/balance
 from moepack.pipeline.journal import Workspace
 from places import NOVEL, TINY_MOE
 from runtime_support import ARCHITECTURES, SWITCH, logits, tiny_model, write_packed

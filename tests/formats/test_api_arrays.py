@@ -95,6 +95,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Callable[[torch.Generator], tor
     "pack_int3": (moepack.pack_int3, (drawn(8, 3, 64),)),
     "unpack_int3": (moepack.unpack_int3, (words,)),
     "quantize_ternary": (moepack.quantize_ternary, (weights,)),
+    "encode_coded": (moepack.encode_coded, (ternary_codes, numbers(8))),
     "quantize_groupwise": (lambda w: moepack.quantize_groupwise(w, 3, 32), (weights,)),
     "quantize_groupwise, offsets": (lambda w: moepack.quantize_groupwise(w, 2, symmetric=False), (weights,)),
     "encode_ternary": (lambda codes, pairs: moepack.encode_ternary(codes, levels=pairs), (ternary_codes, levels)),

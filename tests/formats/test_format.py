@@ -13,9 +13,12 @@ from safetensors.torch import load_file, save_file
 import moepack
 import packed_support as support
 from moepack import CorruptionError, DiskError, LoadError
+from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint.balanced import balanced
 from moepack.format import MANIFEST, PackedDirectory, shard
 from moepack.format.atomic import publish_file, write_all, write_file
 from moepack.format.side import LARGEST
+from moepack.methods import Rate
 from moepack.solvers.rtn import quantize_ternary
 
 
@@ -99,7 +102,10 @@ def test_directory_is_a_model_directory(packed: Path, mixtral: Path) -> None:
         assert (packed / name).read_bytes() == (mixtral / name).read_bytes()
 
 
-def test_dense_tensors_are_copied_bit_for_bit(packed: Path, mixtral: Path) -> None:
+def test_dense_tensors_are_copied_bit_for_bit(mixtral: Path, tmp_path: Path) -> None:
+    """By a method that does not pack the balanced form."""
+    packed = tmp_path / "packed"
+    moepack.compress(mixtral, packed, method=Rate(3.0, roles="none"))
     source = load_file(mixtral / "model.safetensors")
     dense = {name: tensor for name, tensor in source.items() if ".experts." not in name}
     found = {}
@@ -111,7 +117,11 @@ def test_dense_tensors_are_copied_bit_for_bit(packed: Path, mixtral: Path) -> No
 
 
 def test_packed_tensors_are_mapped_and_hold_the_quantized_weights(packed: Path, mixtral: Path) -> None:
-    source = load_file(mixtral / "model.safetensors")
+    checkpoint = Checkpoint.open(mixtral)
+    model = describe(checkpoint)
+    sources = {name for layer in model.layers for part in layer.projections for name in part.sources}
+    source = balanced(checkpoint, model, sources)
+    assert source is not None
     directory = PackedDirectory.open(packed)
     assert len(directory.tensors()) == 6
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -121,7 +131,7 @@ def test_packed_tensors_are_mapped_and_hold_the_quantized_weights(packed: Path, 
         layer, projection = name.split(".")[2], names[name.rsplit(".", 1)[1]]
         codes, levels = directory.blob(name).decode(), directory.blob(name).parameters("levels")
         for expert in range(4):
-            weight = source[f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{projection}.weight"]
+            weight = source.tensor(f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{projection}.weight")
             expected, pairs = quantize_ternary(weight)
             assert np.array_equal(codes[expert], expected.numpy())
             assert np.array_equal(levels[expert], pairs.numpy())

@@ -214,10 +214,16 @@ def test_squared_gradients_predict_the_loss_of_noise() -> None:
 
 def test_a_plan_promises_only_measured_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan gives a range with a text, and says "unknown" without one."""
-    known = estimate(TINY_MOE, tmp_path / "out", calibrated(size="3MB"))
-    assert known.loss is not None and 0 < known.loss[0] < known.loss[1]
-    assert estimate(TINY_MOE, tmp_path / "out", Auto(size="3MB")).loss is not None
-    assert estimate(TINY_MOE, tmp_path / "out", Auto(size="3MB", calibration=None)).loss is None
+
+    def loss(method: Auto) -> tuple[float, float] | None:
+        plan = estimate(TINY_MOE, tmp_path / "out", method).plan
+        assert plan is not None
+        return plan.loss
+
+    known = loss(calibrated(size="3MB"))
+    assert known is not None and 0 < known[0] < known[1]
+    assert loss(Auto(size="3MB")) is not None
+    assert loss(Auto(size="3MB", calibration=None)) is None
     options = ("--size", "3MB", "--dry-run", "--calibration", "none")
     said = run(capsys, "compress", TINY_MOE, tmp_path / "out", *options)[1]
     assert re.search(r"loss +unknown without calibration; `--calibration", said), said

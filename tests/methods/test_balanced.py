@@ -232,13 +232,13 @@ def drawn(count: int, seed: int) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed)).exp()
 
 
-def rescaled(model: Path, out: Path) -> Path:
-    """Write the same function in float32 with other scales: norms, channels of experts, values of attention."""
+def in_float32(model: Path, out: Path, scaled: bool) -> Path:
+    """Write the same function in float32, with other scales of norms, channels of experts and values if `scaled`."""
     shutil.copytree(model, out)
     config = json.loads((model / "config.json").read_text())
     for file in out.glob("*.safetensors"):
         tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
-        for layer in range(config["num_hidden_layers"]):
+        for layer in range(config["num_hidden_layers"] if scaled else 0):
             _rescale(tensors, f"model.layers.{layer}", config, 1000 * layer)
         save_file(tensors, file, metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
@@ -270,10 +270,11 @@ def _rescale(tensors: dict[str, Tensor], path: str, config: dict[str, Any], seed
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The example model, and the same function in other scales."""
-    other = rescaled(TINY_MOE, tmp_path_factory.mktemp("rescaled") / "model")
-    loss = [moepack.evaluate(model, NOVEL, 4000).loss for model in (TINY_MOE, other)]
+    folder = tmp_path_factory.mktemp("rescaled")  # both in float32: budgets follow the size of the files
+    one, other = (in_float32(TINY_MOE, folder / name, name == "scaled") for name in ("plain", "scaled"))
+    loss = [moepack.evaluate(model, NOVEL, 4000).loss for model in (one, other)]
     assert loss[0] == pytest.approx(loss[1], abs=2e-3)
-    return TINY_MOE, other
+    return one, other
 
 
 TEXT = {"calibration": BUILT_IN, "samples": 4, "sequence_length": 128}

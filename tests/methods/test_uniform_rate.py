@@ -194,20 +194,21 @@ def test_every_architecture_is_calibrated(architecture: str, tiny_checkpoint: An
     assert {record.details.get("role", "experts") for record in records} == {"experts", *(x.role for x in linears)}
 
 
-def test_a_calibrated_job_continues_to_the_same_bytes(mixtral: Path, text: Path, tmp_path: Path) -> None:
+def test_a_calibrated_job_continues_to_the_same_bytes(
+    mixtral: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moepack.compress(mixtral, tmp_path / "whole", method=calibrated(text))
-    stopping = calibrated(text)
-    solve, calls = stopping.solve, []
+    solve, calls = Coder.solve, []
 
-    def few(stage: Any) -> Any:
+    def few(coder: Coder, stage: Any) -> Any:
         calls.append(stage)
         if len(calls) == 9:
             raise KeyboardInterrupt
-        return solve(stage)
+        return solve(coder, stage)
 
-    stopping.solve = few  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        moepack.compress(mixtral, tmp_path / "again", method=stopping)
+    with monkeypatch.context() as stopping, pytest.raises(KeyboardInterrupt):
+        stopping.setattr(Coder, "solve", few)
+        moepack.compress(mixtral, tmp_path / "again", method=calibrated(text))
     assert moepack.compress(mixtral, tmp_path / "again", method=calibrated(text)).resumed_weights > 0
     assert support.contents(tmp_path / "whole") == support.contents(tmp_path / "again")
 

@@ -58,8 +58,10 @@ def test_weights_near_the_limit_are_reported(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MoepackWarning)
         notes = warned(compress(source, tmp_path / "packed", method=method), caught)
-    assert bool(notes) is told
-    if told:
+    # The balanced form, which finequant packs, moves a tensor's scale to the tensor in front of it.
+    moved = isinstance(method, FineQuant) and where == "w2.weight"
+    assert bool(notes) is (told and not moved)
+    if notes:
         (note,) = notes
         assert "weights come close" in note and f"({round(torch.tensor(largest).half().item()):,})" in note
         assert "--dtype bfloat16" in note

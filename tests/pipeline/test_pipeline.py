@@ -358,7 +358,7 @@ def test_too_little_space_is_reported_before_the_work(
 def test_a_place_that_cannot_be_written_is_known_before_the_work(
     mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Milo, "prepare", lambda *arguments: pytest.fail("worked"))
+    monkeypatch.setattr(Milo, "plan", lambda *arguments: pytest.fail("worked"))
     (tmp_path / "file").write_text("")
     for method in (Ternary(), Milo()):
         with pytest.raises(DiskError, match="out: cannot create: Not a directory"):

@@ -42,7 +42,7 @@ STATES = 1 << 16
 class CodeQuant(CodeQuantSettings, SimpleMethod):
     """The method with its settings."""
 
-    _errors: tuple[float, float, float] | None = field(default=None, init=False, repr=False)
+    _errors: tuple[float, float, float] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
