@@ -126,7 +126,7 @@ class Skipping(Floe):
     def _decide(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> None:
         self._name_tensors(model)
         self._measure(checkpoint, model)
-        shares, threshold = (0.7,) * 6, 1.0 if self.paper_form else 0.05
+        shares, threshold = (0.7,) * 6, 2.0 if self.paper_form else 0.15
         decision = Decision((threshold,) * 6, (), (), shares, shares)
         self._decisions = {layer.name: decision for layer in model.layers}
 

@@ -170,7 +170,6 @@ def test_the_budget_is_kept_for_any_predictions(kind: str, calls: list[tuple[set
         cache.use(*wanted)
         cache.kept.guess(cache.units(guessed))
         assert len(cache.drive.there) <= 16
-    until(lambda: idle(cache))
+    until(lambda: idle(cache) and len(cache.drive.there) * PAGE == cache.kept.statistics.resident)
     counts = cache.kept.statistics
     assert counts.most <= 16 * PAGE and 0 <= counts.bytes_used <= counts.bytes_guessed
-    assert len(cache.drive.there) * PAGE == counts.resident
