@@ -15,7 +15,7 @@ import tiny_models
 from moepack import CorruptionError, ReferenceMismatchError, UnsupportedModelError
 from moepack.evaluation import Reference, evaluate, record_reference
 from moepack.evaluation.reference import fits
-from moepack.integrations.loading import open_model
+from moepack.integrations.loading import open_with
 from runtime_support import ARCHITECTURES, SWITCH, tiny_model
 
 CHARS = 1600
@@ -179,7 +179,7 @@ def test_the_reference_is_gone_before_the_model_is_loaded(mixtral, other, text, 
 
     def opened(directory, *args, **options):
         alive.append(models())
-        return open_model(directory, *args)
+        return open_with(directory, *args)
 
     before = models()
     for module in (measure, reference):

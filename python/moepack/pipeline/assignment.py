@@ -117,7 +117,7 @@ class Assignment:
     def balanced(self, checkpoint: Checkpoint, model: MoeModel) -> tuple[Checkpoint, MoeModel]:
         """Return the balanced form of a checkpoint, and its description, if a method needs it; otherwise the original.
 
-        If norms keep their scales, a note says so.
+        If norms keep their scales, a note says so. Experts after the last layer keep their scales.
 
         Tensors in `others` that were packed from the checkpoint as it is keep their scales, and so does what they share
         scales with.
@@ -125,11 +125,14 @@ class Assignment:
         Raises:
             ValueError: of two packed tensors that share scales, only one was packed from the balanced form.
         """
-        if not any(method.needs_balance for method in self.methods):
+        beyond = {layer.name for layer in model.beyond}
+        layers = (layer for layer in self.layers(model) if layer.name not in beyond)
+        tensors = [weights for layer in layers for weights in layer_tensors(layer).values()]
+        chosen = map(self.of, tensors)
+        if not any(isinstance(method, Method) and method.needs_balance for method in chosen):
             return checkpoint, model
         if not knows_norms(model.architecture):
             model = replace(model, notes=(*model.notes, KEPT_SCALES.format(model.architecture)))
-        tensors = [weights for layer in self.layers(model) for weights in layer_tensors(layer).values()]
         packed = {source for weights in tensors for source in weights.sources}
         form = balanced(checkpoint, model, packed)
         if form is None:
