@@ -170,7 +170,7 @@ def coded_matrix(shape, columns):
     codes, one = np.zeros(shape, np.int8), np.ones((1, 1), np.float32)
     scales = np.random.default_rng(columns).uniform(1, 2, (columns, shape[2])).astype(np.float32) if columns else None
     data = torch.from_numpy(coded.uploaded(_core.encode_coded(codes, one, ndim=3, columns=scales)))
-    own = DeviceMatrix(data, shape, "coded", "coded", {}, {})
+    own = DeviceMatrix(data, shape, "coded", "coded", {"symbols": "plain"}, {})
     coded.KERNELS.prepare(own)
     return own, np.ones(shape[::2], np.float32) if scales is None else np.broadcast_to(scales, shape[::2])
 

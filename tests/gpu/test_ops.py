@@ -93,7 +93,7 @@ def test_stores_that_keep_bytes_elsewhere_are_not_traced():
             pytest.fail("the layer has its bytes elsewhere")
 
         def fetch(self, layer, experts, device):
-            return (moepack.stores.base.matrix_over(gate),)
+            return (moepack.stores.mapped.matrix_over(gate),)
 
         def prefetch(self, layer, experts, device):
             pass

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 import moepack
 from moepack import _core
 from moepack.methods import create
+from moepack.methods.qmoe.ternary import Ternary
 
 ROWS, COLUMNS, MANY = 80, 384, 96
 Bytes = NDArray[np.uint8]
@@ -105,8 +106,8 @@ def test_a_models_loss_moves_by_less_than_a_thousandth(mixtral: Path, tmp_path: 
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 60)
     calibrated = {"calibration": str(text), "samples": 2, "sequence_length": 16}
-    for method, settings in {"codequant": calibrated, "ternary": {}, "finequant": {}}.items():
-        packed = tmp_path / method
-        moepack.compress(mixtral, packed, method=create(method, **settings))
+    for method in create("codequant", **calibrated), Ternary(), create("finequant"):
+        packed = tmp_path / method.name
+        moepack.compress(mixtral, packed, method=method)
         losses = [moepack.evaluate(packed, text, mode=mode).loss for mode in ("exact", "auto")]
-        assert abs(losses[0] - losses[1]) < 0.001, (method, losses)
+        assert abs(losses[0] - losses[1]) < 0.001, (method.name, losses)
