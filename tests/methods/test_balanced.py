@@ -202,7 +202,7 @@ def test_damaged_and_missing_factors_are_reported(tmp_path: Path) -> None:
 
 
 def test_tensors_packed_from_the_checkpoint_as_it_is_keep_their_scales(mixtral: Path, tmp_path: Path) -> None:
-    """Of both forms, that of the given tensor is taken, and what shares its scales follows."""
+    """A job takes the form from which a given tensor was packed, also for tensors that share its scales."""
     layer = describe(open_checkpoint(mixtral)).layers[0]
     *_, down = layer.projections
     plain = torch.stack([down.expert(expert).float() for expert in range(layer.experts)])
