@@ -13,7 +13,7 @@ from moepack.serving.http.answers import Answers, Running, event, streamed
 from moepack.serving.http.body import read
 from moepack.serving.http.chats import Block, Blocks, Prepared, Turn, blocks, parts, prepare
 from moepack.serving.http.refusal import Refusal
-from moepack.serving.http.requests import Fields, Sampled, wrong
+from moepack.serving.http.requests import Fields, Sampled, Stops, wrong
 from moepack.serving.sequence import Piece
 from moepack.serving.text.prompts import has_variable
 
@@ -224,20 +224,13 @@ class MessagesRequest(CountRequest):
     neutral: ClassVar = {"service_tier": ("auto", "standard_only"), "top_k": (-1,)}
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] = Field([], max_length=16)
+    stop_sequences: Stops = Field([])
     stream: bool = False
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     metadata: dict[str, Any] = Field({})
     cache_control: dict[str, Any] = Field({})
-
-    @field_validator("stop_sequences")
-    @classmethod
-    def _not_empty(cls, stop: list[str]) -> list[str]:
-        if not all(0 < len(string) <= 1000 for string in stop):
-            raise wrong("must have strings of 1 to 1000 characters")
-        return stop
 
     def sampled(self) -> Sampled:
         """Return the sampling fields in the form of the other protocols."""

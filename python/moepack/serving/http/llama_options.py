@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from moepack.serving.http.requests import Fields, text_or_many, wrong
+from moepack.serving.http.requests import Fields, OneOrManyStops, wrong
 
 __all__ = ["LlamaOptions"]
 
@@ -35,19 +35,7 @@ class LlamaOptions(Fields):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repeat_last_n: int | None = Field(None, ge=-1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: list[str] = Field([], max_length=16)
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_or_many(cls, stop: Any) -> Any:
-        return text_or_many(stop)
-
-    @field_validator("stop")
-    @classmethod
-    def _not_empty(cls, stop: list[str]) -> list[str]:
-        if not all(0 < len(string) <= 1000 for string in stop):
-            raise wrong("must have strings of 1 to 1000 characters")
-        return stop
+    stop: OneOrManyStops = Field([])
 
     @field_validator("repeat_last_n")
     @classmethod

@@ -6,12 +6,12 @@ rejected. Two groups of fields are accepted and ignored (listed in docs/serving.
 not converted to numbers.
 """
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["NEUTRAL", "Fields", "Sampled", "StreamOptions", "text_or_many", "wrong"]
+__all__ = ["NEUTRAL", "Fields", "OneOrManyStops", "Sampled", "Stops", "StreamOptions", "wrong"]
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -34,6 +34,31 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 MOST_CHOICES = 128
 """Maximum answers per request."""
+
+
+def wrong(sentence: str) -> PydanticCustomError:
+    """Return an error for a field. The field's name is put before the sentence."""
+    return PydanticCustomError("invalid_value", "{sentence}", {"sentence": sentence})
+
+
+def _text_or_many(given: Any) -> Any:
+    """Return a list for a string or a list."""
+    if not isinstance(given, str | list):
+        raise wrong("must be a string or a list of strings")
+    return [given] if isinstance(given, str) else given
+
+
+def _not_empty(strings: list[str]) -> list[str]:
+    if not all(0 < len(string) <= 1000 for string in strings):
+        raise wrong("must have strings of 1 to 1000 characters")
+    return strings
+
+
+Stops = Annotated[list[str], Field(max_length=16), AfterValidator(_not_empty)]
+"""Strings that end an answer."""
+
+OneOrManyStops = Annotated[Stops, BeforeValidator(_text_or_many)]
+"""The same, or a single string."""
 
 
 class Fields(BaseModel):
@@ -84,7 +109,7 @@ class Sampled(Fields):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] = {}
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: list[str] = Field([], max_length=16)
+    stop: OneOrManyStops = Field([])
     stop_token_ids: list[int] = Field([], max_length=1024)
     ignore_eos: bool = False
     n: int = Field(1, ge=1, le=MOST_CHOICES)
@@ -94,18 +119,6 @@ class Sampled(Fields):
     prompt_cache_key: str = ""
     cache_prompt: bool = True
     request_id: str = ""
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_or_many(cls, stop: Any) -> Any:
-        return text_or_many(stop)
-
-    @field_validator("stop")
-    @classmethod
-    def _not_empty(cls, stop: list[str]) -> list[str]:
-        if not all(0 < len(string) <= 1000 for string in stop):
-            raise wrong("must have strings of 1 to 1000 characters")
-        return stop
 
     @field_validator("logit_bias")
     @classmethod
@@ -145,15 +158,3 @@ class Sampled(Fields):
             "stop_token_ids": tuple(self.stop_token_ids),
             "stop": tuple(self.stop),
         }
-
-
-def text_or_many(given: Any) -> Any:
-    """Return a list for a string or a list."""
-    if not isinstance(given, str | list):
-        raise wrong("must be a string or a list of strings")
-    return [given] if isinstance(given, str) else given
-
-
-def wrong(sentence: str) -> PydanticCustomError:
-    """Return an error for a field. The field's name is put before the sentence."""
-    return PydanticCustomError("invalid_value", "{sentence}", {"sentence": sentence})
