@@ -137,7 +137,7 @@ class QuantizedCheckpoint(Checkpoint):
         unquantized = {
             k: v for k, v in original.config.items() if k not in ("quantization_config", "compression_config")
         }
-        super().__init__(original.path, unquantized, original.shards)
+        super().__init__(original.path, unquantized, original.shards, original.files)
         self._original, self.method, self._kind = original, method, kind
         self._codes: dict[str, str] = {}
         taken: set[str] = set()

@@ -49,7 +49,7 @@ class RewrittenCheckpoint(Checkpoint):
     """A checkpoint with a `Rewriting` applied."""
 
     def __init__(self, original: Checkpoint, rewriting: Rewriting) -> None:
-        super().__init__(original.path, {**original.config, **rewriting.config}, original.shards)
+        super().__init__(original.path, {**original.config, **rewriting.config}, original.shards, original.files)
         self.original, self.rewriting, self.notes = original, rewriting, original.notes
         self._tensors = {name: self._described(name) for name in rewriting.names}
 
