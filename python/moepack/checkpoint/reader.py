@@ -127,6 +127,10 @@ class Checkpoint:
         """Return the stored bytes of a tensor. Errors as for `info`."""
         return self.info(name).nbytes
 
+    def stored_infos(self, name: str) -> tuple[TensorInfo, ...]:
+        """Return the places of the stored tensors that a tensor is computed from. Errors as for `info`."""
+        return (self.info(name),)
+
     @property
     def stored(self) -> int:
         """Stored bytes of all tensors."""
@@ -169,11 +173,15 @@ class Checkpoint:
 
         Tensors of a group are read together.
         """
-        self.files.expect([[self.info(name) for name in group] for group in groups])
+        self.files.expect([[info for name in group for info in self.stored_infos(name)] for group in groups])
 
     def gather(self, names: Iterable[str]) -> None:
         """Announce tensors that are read now and again at the end of a job."""
-        self.files.gather([self.info(name) for name in names])
+        self.files.gather([info for name in names for info in self.stored_infos(name)])
+
+    def release(self, names: Iterable[str]) -> None:
+        """Announce that tensors given to `gather` are no longer needed."""
+        self.files.release([info for name in names for info in self.stored_infos(name)])
 
     def stamps(self) -> dict[str, str]:
         """Return the file system stamp of each shard at opening time. A later write changes it."""

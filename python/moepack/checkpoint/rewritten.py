@@ -77,6 +77,11 @@ class RewrittenCheckpoint(Checkpoint):
         self.info(name)
         return self.original.stored_bytes(self.rewriting.source(name))
 
+    def stored_infos(self, name: str) -> tuple[TensorInfo, ...]:
+        """Return the places of the stored tensors of the original. Errors as for `info`."""
+        self.info(name)
+        return self.original.stored_infos(self.rewriting.source(name))
+
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the tensor's bytes in the dtype of `info`."""
         value = self.tensor(name).to(self.info(name).dtype).contiguous()

@@ -7,7 +7,7 @@ Invariant: an array of `raw` is private to its caller. Writes to it never reach 
 """
 
 import mmap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ class ShardFiles:
     Attributes:
         shards: the validated headers by file name.
         is_local: whether all shards are complete files that stay where they are.
+        report: reports the state of downloads to the user.
     """
 
     shards: Mapping[str, Header]
@@ -37,6 +38,7 @@ class ShardFiles:
 
     def __init__(self, shards: Mapping[str, Header]) -> None:
         self.shards = shards
+        self.report: Callable[[], None] = lambda: None
 
     def raw(self, info: TensorInfo) -> Bytes:
         """Return the bytes of a tensor, shape (nbytes,), at least 1.
@@ -60,6 +62,17 @@ class ShardFiles:
 
     def gather(self, infos: Collection[TensorInfo]) -> None:
         """Announce tensors that are read now and again at the end of a job."""
+
+    def release(self, infos: Collection[TensorInfo]) -> None:
+        """Announce that tensors given to `gather` are no longer needed."""
+
+    def clear(self) -> None:
+        """Announce that only tensors given to `gather` will be read."""
+
+    @property
+    def needs(self) -> int:
+        """Bytes that the shards will still take on disk."""
+        return 0
 
 
 def map_range(file: Path, info: TensorInfo, stamp: str | None, offset: int | None = None) -> Bytes:

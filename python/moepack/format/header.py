@@ -124,9 +124,7 @@ def read_header(file: Path, error: type[MoepackError] = CheckpointError) -> Head
     return parse_header(raw, size, file, stamp, error)
 
 
-def parse_header(
-    raw: bytes, size: int, file: Path, stamp: str, error: type[MoepackError] = CheckpointError
-) -> Header:
+def parse_header(raw: bytes, size: int, file: Path, stamp: str, error: type[MoepackError] = CheckpointError) -> Header:
     """Validate the header of a file, which need not exist on this machine.
 
     Args:
