@@ -30,6 +30,9 @@ def cached(cache: Path, name: str, model: Path, commit: str = COMMIT, revision: 
     return snapshot
 
 
+LARGE = 20_000
+
+
 @dataclass
 class Request:
     """A request that the server received: method, path, the range's first byte (None without), and authorization."""
@@ -57,7 +60,7 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     keep: int | None = None
     delay: float = 0.0
-    change: Callable[[bytes], bytes] = staticmethod(lambda body: body)  # type: ignore[assignment]
+    change: Callable[[bytes], bytes] = bytes
     whole: bool = False
 
 
@@ -73,6 +76,7 @@ class Hub:
         fault: decides how a request is answered wrongly; None answers all correctly.
         token: if set, files need it.
         sent: bytes of weights sent so far.
+        pause: seconds before each response of more than `LARGE` bytes.
     """
 
     def __init__(self, models: dict[str, Path], token: str | None = None) -> None:
@@ -156,7 +160,8 @@ class Hub:
 
     def _resolve(self, handler: BaseHTTPRequestHandler, path: str) -> None:
         match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-        assert match, path
+        if match is None:
+            return _send(handler, 404, b"", {})
         if self.token and handler.headers.get("Authorization") != f"Bearer {self.token}":
             return _send(handler, 401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
         file = self._at(f"{match[1]}/{match[3]}")
@@ -176,7 +181,7 @@ class Hub:
     ) -> None:
         request = _request(handler, path)
         self.requests.append(request)
-        answer = self.fault(request) or Answer(delay=self.pause)
+        answer = self.fault(request) or Answer()
         if answer.status:
             return _send(handler, answer.status, b"", answer.headers)
         content = file.read_bytes()
@@ -187,6 +192,8 @@ class Hub:
             content, status = content[start : stop + 1], 206
             more["Content-Range"] = f"bytes {start}-{stop}/{size}"
         content = answer.change(content)
+        if len(content) > LARGE:
+            time.sleep(self.pause)
         sent = _send(handler, status, content, {**more, **answer.headers}, answer.keep, answer.delay)
         self.sent += sent if file.suffix == ".safetensors" else 0
         return None

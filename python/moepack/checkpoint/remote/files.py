@@ -157,6 +157,8 @@ class RemoteFiles(ShardFiles):
         members = [dict.fromkeys(info.file.name for info in group) for group in groups]
         with self._changed:
             self._order = list(dict.fromkeys(name for names in members for name in names))
+            if self.budget is None:
+                self._order += [name for name in self.shards if name not in self._order]
             self._together = max(map(len, members), default=1)
             self._position = 0
             if not self._threads:
@@ -181,16 +183,20 @@ class RemoteFiles(ShardFiles):
                 data = self._transfer.read(shard, info.offset, info.offset + info.nbytes)
                 return np.frombuffer(bytearray(data), np.uint8)
             self._use(shard)
-            while shard not in self._ready:
-                if shard in self._failed:
-                    raise self._failed.pop(shard)
-                if shard not in self._wanted:
-                    self._wanted.append(shard)
-                    self._changed.notify_all()
-                self._changed.wait(WAIT)
-                self._tell()
+            self._await(shard)
             # The file is opened under the lock, because another thread may remove it. A removed file stays readable.
             return map_range(self._ready[shard], info, None)
+
+    def _await(self, shard: str) -> None:
+        """Wait for a shard; raises as `raw`. Call it with the lock."""
+        while shard not in self._ready:
+            if shard in self._failed:
+                raise self._failed.pop(shard)
+            if shard not in self._wanted:
+                self._wanted.append(shard)
+                self._changed.notify_all()
+            self._changed.wait(WAIT)
+            self._tell()
 
     def _tell(self) -> None:
         if threading.get_ident() == self._creator:
@@ -272,8 +278,11 @@ class RemoteFiles(ShardFiles):
         return max(min(total if self.budget is None else self.budget, total) - self.traffic().disk, 0)
 
     def clear(self) -> None:
-        """See `ShardFiles`; removes all shards from the folder."""
+        """See `ShardFiles`; removes all shards from the folder, or completes the Hub's cache. Raises as `raw`."""
         with self._changed:
+            if self.budget is None:
+                for name in self.shards:
+                    self._await(name)
             self._order, self._wanted = [], []
             for name in self._own():
                 self._evict(name)
@@ -303,8 +312,8 @@ class RemoteFiles(ShardFiles):
             self._lock = None
 
     def _own(self) -> list[str]:
-        """Return the complete shards in the folder."""
-        return [name for name in self._ready if name not in self._cached]
+        """Return the complete shards in the folder, which may be removed. Those in the Hub's cache may not."""
+        return [name for name, path in self._ready.items() if path.parent == self._folder]
 
     def _work(self) -> None:
         """Download shards until `close`; runs in several threads."""

@@ -114,11 +114,9 @@ class Transfer:
                 if position < stop:
                     raise OSError("the connection ended early")
             except _failures() as cause:
-                moved = self._locations.pop(name, None) is not None
+                self._locations.pop(name, None)  # its signature may have expired
                 failures += 1
                 wait = _wait(cause, failures - 1)
-                if moved and wait is None and failures == 1:
-                    continue  # the address of the file has expired
                 if wait is None or failures >= ATTEMPTS:
                     raise self._error(name, hub_reason(cause)) from cause
                 time.sleep(wait)
@@ -180,6 +178,8 @@ def _failures() -> tuple[type[Exception], ...]:
 
 def _wait(cause: Exception, failures: int) -> float | None:
     """Return the seconds to wait before another attempt; None if it would fail in the same way."""
+    from huggingface_hub import constants
+
     if isinstance(cause, DownloadError):
         return None
     pause = min(PAUSE * 2.0**failures, LONGEST)
@@ -187,7 +187,8 @@ def _wait(cause: Exception, failures: int) -> float | None:
     if response is None:
         offline = type(cause).__name__ in ("OfflineModeIsEnabled", "LocalTokenNotFoundError", "HFValidationError")
         return None if offline else pause
-    if response.status_code < 500 and response.status_code not in (408, 429):
-        return None
+    refused = response.status_code < 500 and response.status_code not in (408, 429)
+    if refused and str(response.url).startswith(constants.ENDPOINT):
+        return None  # another host refuses expired addresses
     asked = response.headers.get("Retry-After", "")
     return max(pause, float(asked)) if asked.isdigit() else pause
