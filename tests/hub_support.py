@@ -12,6 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
+import pytest
+
+from moepack.checkpoint.remote import transfer
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -238,3 +242,18 @@ def serving(models: dict[str, Path], token: str | None = None) -> Iterator[Hub]:
         yield hub
     finally:
         hub.close()
+
+
+def use(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process use a hub and an empty cache, and wait only briefly after failures."""
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in (
+        ("ENDPOINT", server.url),
+        ("HUGGINGFACE_CO_URL_TEMPLATE", template),
+        ("HF_HUB_CACHE", str(tmp_path / "cache")),
+        ("HF_HUB_OFFLINE", False),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", 1),
+    ):
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setattr(transfer, "PAUSE", 0.02)
+    monkeypatch.setattr(transfer, "LONGEST", 0.05)

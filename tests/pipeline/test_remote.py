@@ -14,9 +14,9 @@ import pytest
 import moepack
 import packed_support as support
 import tiny_models
-from hub_support import COMMIT, Answer, Hub, Request, cached, serving
+from hub_support import COMMIT, Answer, Hub, Request, cached, serving, use
 from moepack.checkpoint.quantized import open_checkpoint
-from moepack.checkpoint.remote import open_remote, transfer
+from moepack.checkpoint.remote import open_remote
 from moepack.errors import CheckpointError, DiskError, DownloadError, InvalidTensorError
 from moepack.methods import create
 from moepack.methods.qmoe.ternary import Ternary
@@ -39,20 +39,6 @@ def hub(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     with serving({NAME: sharded}) as server:
         use(server, tmp_path, monkeypatch)
         yield server
-
-
-def use(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    for name, value in (
-        ("ENDPOINT", server.url),
-        ("HUGGINGFACE_CO_URL_TEMPLATE", template),
-        ("HF_HUB_CACHE", str(tmp_path / "cache")),
-        ("HF_HUB_OFFLINE", False),
-        ("HF_HUB_DOWNLOAD_TIMEOUT", 1),
-    ):
-        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-    monkeypatch.setattr(transfer, "PAUSE", 0.02)
-    monkeypatch.setattr(transfer, "LONGEST", 0.05)
 
 
 def total(model: Path) -> int:
@@ -257,7 +243,8 @@ def test_a_killed_job_is_continued(
     environment = {**os.environ, **there, "PYTHONPATH": str(ROOT / "python")}
     job = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "out.source").glob("*.safetensors")):
+    awaited = {signal.SIGINT: "out.source/*.safetensors", signal.SIGKILL: "out.partial/*.safetensors"}[kill]
+    while not list(tmp_path.glob(awaited)):
         assert job.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     job.send_signal(kill)

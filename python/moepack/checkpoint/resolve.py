@@ -5,9 +5,11 @@ files that moepack reads are downloaded: safetensors, configuration and tokenize
 format.
 """
 
+import importlib
 import re
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
 from moepack.errors import CheckpointError, DownloadError
 
@@ -65,7 +67,14 @@ def hub_id(model: str | PathLike[str]) -> tuple[str, str | None] | None:
 
 def small_files(name: str, revision: str | None) -> Path:
     """Return the snapshot of a Hub model with all files but the weights; errors as for `resolve_model`."""
-    return _fetched(name, revision, tuple(pattern for pattern in WANTED if pattern != _WEIGHTS))
+    utils: Any = importlib.import_module("huggingface_hub.utils")
+    shown = not utils.are_progress_bars_disabled()
+    utils.disable_progress_bars()
+    try:
+        return _fetched(name, revision, tuple(pattern for pattern in WANTED if pattern != _WEIGHTS))
+    finally:
+        if shown:
+            utils.enable_progress_bars()
 
 
 def _refuse_cache(path: Path) -> None:

@@ -38,7 +38,7 @@ class ShardFiles:
 
     def __init__(self, shards: Mapping[str, Header]) -> None:
         self.shards = shards
-        self.report: Callable[[], None] = lambda: None
+        self.report: Callable[[], None] = _no_report
 
     def raw(self, info: TensorInfo) -> Bytes:
         """Return the bytes of a tensor, shape (nbytes,), at least 1.
@@ -73,6 +73,10 @@ class ShardFiles:
     def needs(self) -> int:
         """Bytes that the shards will still take on disk."""
         return 0
+
+
+def _no_report() -> None:
+    """Report nothing. Unlike a lambda, it can be pickled."""
 
 
 def map_range(file: Path, info: TensorInfo, stamp: str | None, offset: int | None = None) -> Bytes:

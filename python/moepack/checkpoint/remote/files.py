@@ -128,8 +128,13 @@ class RemoteFiles(ShardFiles):
         self.budget = budget
         try:
             (self._folder / "tensors").mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                raise
+            self._lock = lock  # from here on, `close` may remove the folder
             commit = self._transfer.listing.commit
             if not (self._folder / commit).exists():  # shards of another commit
                 for entry in [*self._folder.iterdir(), *(self._folder / "tensors").iterdir()]:
@@ -304,7 +309,7 @@ class RemoteFiles(ShardFiles):
             self._stopped = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(5.0)
+            thread.join(5.0 if remove else 0.5)  # a thread may wait for a server that does not answer
         if self._folder is not None and remove and self._lock is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock is not None:

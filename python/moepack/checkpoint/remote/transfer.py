@@ -72,7 +72,8 @@ def list_model(model: str, revision: str | None) -> Listing:
             break
         except _failures() as cause:
             error, wait = cause, _wait(cause, attempt)
-            if wait is None or attempt == ATTEMPTS - 1:
+            unreachable = getattr(cause, "response", None) is None and attempt > 0
+            if wait is None or unreachable or attempt == ATTEMPTS - 1:
                 of = "" if revision is None else f" at the revision '{revision}'"
                 message = f"no such directory, and no model '{model}'{of} could be fetched from the Hub"
                 raise DownloadError(f"{message}: {hub_reason(error)}", file=model) from error
