@@ -22,7 +22,7 @@ from moepack.checkpoint.dense import ROLES
 from moepack.checkpoint.rewritten import Rewriting
 from moepack.codebook import BLOCK_UNIT
 from moepack.errors import ResumeError
-from moepack.methods.base import Expected, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.base import Expected, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.codequant.packing import pack, packed_bytes, solve
 from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, learn, normalized_states, start
 from moepack.methods.codequant.rotation.fold import check
@@ -185,7 +185,7 @@ class CodeQuant(CodeQuantSettings, SimpleMethod):
         """Cluster a stage; every token has equal weight in linear layers."""
         return solve(stage, self._solver, self._rounding, self.weigh_tokens or stage.dense)
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack a tensor."""
         return pack(weights, solution.parts, self._solver, self._rounding)
 

@@ -11,10 +11,10 @@ import torch
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 
 from moepack.backends.gpu import lost
-from moepack.decoding.calls import cache_name
 from moepack.decoding.carried import carried_of
 from moepack.decoding.finite import are_finite, non_finite
 from moepack.decoding.prefix import Prefix, new_cache
+from moepack.decoding.signature import cache_name
 from moepack.decoding.vocabulary import require_head, require_known, vocabulary_of
 from moepack.errors import MoepackWarning, NonFiniteError
 from moepack.serving.text.prompts import Prompt, positions, prompt_ids
