@@ -20,7 +20,7 @@ from moepack.allocation.importance import visits
 from moepack.backends.speeds import kept_speeds, token_seconds
 from moepack.calibration import CalibrationRequest
 from moepack.calibration.stage import layer_tensors
-from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.checkpoint.architectures import EMBEDDING
 from moepack.checkpoint.architectures import described as architecture
 from moepack.checkpoint.quantized import open_checkpoint
@@ -164,16 +164,7 @@ def estimate(
         OutputExistsError, DiskError: `out` exists or cannot be created, or the disk cannot hold the requested size.
     """
     target = Path(os.path.abspath(out))
-    refuse_existing(target)
-    check_text(method)
-    checkpoint = open_checkpoint(resolve_model(model))
-    found = describe(checkpoint)
-    method.check(checkpoint, found)
-    goal = method.goal(checkpoint, found)
-    try_creating(target)
-    assignment = Assignment(method).with_beyond(found, mtp_bits)
-    check_names(checkpoint, found, assignment)
-    checkpoint, found = assignment.balanced(checkpoint, found)
+    checkpoint, found, assignment, goal = _sound(model, target, method, mtp_bits)
     outputs = plan_outputs(checkpoint, found, assignment)
     disk, free = _disk(outputs, checkpoint, target, goal)
     made = method.plan(checkpoint, found, progress) if method.sized_by_plan else None
@@ -206,6 +197,22 @@ def estimate(
             parts, share, method, made, bool(checkpoint.config.get("tie_word_embeddings"))
         ),
     )
+
+
+def _sound(
+    model: str | PathLike[str], target: Path, method: Method, mtp_bits: int | None
+) -> tuple[Checkpoint, MoeModel, Assignment, Goal | None]:
+    """Check a job as `compress` does; return the checkpoint to pack, its description, its methods and its size."""
+    refuse_existing(target)
+    check_text(method)
+    checkpoint = open_checkpoint(resolve_model(model))
+    found = describe(checkpoint)
+    method.check(checkpoint, found)
+    goal = method.goal(checkpoint, found)
+    try_creating(target)
+    assignment = Assignment(method).with_beyond(found, mtp_bits)
+    check_names(checkpoint, found, assignment)
+    return *assignment.balanced(checkpoint, found), assignment, goal
 
 
 def _kept(outputs: Outputs, checkpoint: Checkpoint) -> int:
