@@ -20,7 +20,7 @@ from moepack.allocation.importance import visits
 from moepack.backends.speeds import kept_speeds, token_seconds
 from moepack.calibration import CalibrationRequest
 from moepack.calibration.stage import layer_tensors
-from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.checkpoint.architectures import EMBEDDING
 from moepack.checkpoint.architectures import described as architecture
 from moepack.checkpoint.quantized import open_checkpoint
@@ -31,7 +31,7 @@ from moepack.memory import available_bytes
 from moepack.methods import Goal, Method, MethodPlan, Weights
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.assignment import Assignment
-from moepack.pipeline.plan import Plan, check_text, make_plan, space_bound
+from moepack.pipeline.outputs import Outputs, check_text, plan_outputs, space_bound
 from moepack.pipeline.soundness import check_names
 from moepack.progress import Progress
 
@@ -164,21 +164,12 @@ def estimate(
         OutputExistsError, DiskError: `out` exists or cannot be created, or the disk cannot hold the requested size.
     """
     target = Path(os.path.abspath(out))
-    refuse_existing(target)
-    check_text(method)
-    checkpoint = open_checkpoint(resolve_model(model))
-    found = describe(checkpoint)
-    method.check(checkpoint, found)
-    goal = method.goal(checkpoint, found)
-    try_creating(target)
-    assignment = Assignment(method).with_beyond(found, mtp_bits)
-    check_names(checkpoint, found, assignment)
-    checkpoint, found = assignment.balanced(checkpoint, found)
-    plan = make_plan(checkpoint, found, assignment)
-    disk, free = _disk(plan, checkpoint, target, goal)
+    checkpoint, found, assignment, goal = _sound(model, target, method, mtp_bits)
+    outputs = plan_outputs(checkpoint, found, assignment)
+    disk, free = _disk(outputs, checkpoint, target, goal)
     made = method.plan(checkpoint, found, progress) if method.sized_by_plan else None
-    parts = _parts(plan, assignment, made)
-    kept, request = _kept(plan, checkpoint), method.request if made is None else made.request
+    parts = _parts(outputs, assignment, made)
+    kept, request = _kept(outputs, checkpoint), method.request if made is None else made.request
     workers = threads or torch.get_num_threads()
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
@@ -195,12 +186,12 @@ def estimate(
         kept=kept,
         goal=goal,
         plan=made,
-        memory=_memory(plan, assignment, request, checkpoint, workers),
+        memory=_memory(outputs, assignment, request, checkpoint, workers),
         free_memory=available_bytes(),
         disk=disk,
         free_disk=free,
         threads=workers,
-        seconds=_seconds(plan, parts, share, method, request, workers),
+        seconds=_seconds(outputs, parts, share, method, request, workers),
         run_memory=PROCESS + kept + int(sum(part.after for part in parts)),
         tokens_per_second=_tokens_per_second(
             parts, share, method, made, bool(checkpoint.config.get("tie_word_embeddings"))
@@ -208,15 +199,31 @@ def estimate(
     )
 
 
-def _kept(plan: Plan, checkpoint: Checkpoint) -> int:
+def _sound(
+    model: str | PathLike[str], target: Path, method: Method, mtp_bits: int | None
+) -> tuple[Checkpoint, MoeModel, Assignment, Goal | None]:
+    """Check a job as `compress` does; return the checkpoint to pack, its description, its methods and its size."""
+    refuse_existing(target)
+    check_text(method)
+    checkpoint = open_checkpoint(resolve_model(model))
+    found = describe(checkpoint)
+    method.check(checkpoint, found)
+    goal = method.goal(checkpoint, found)
+    try_creating(target)
+    assignment = Assignment(method).with_beyond(found, mtp_bits)
+    check_names(checkpoint, found, assignment)
+    return *assignment.balanced(checkpoint, found), assignment, goal
+
+
+def _kept(outputs: Outputs, checkpoint: Checkpoint) -> int:
     """Return the bytes of small files and unpacked tensors, which are copied unchanged."""
-    files = sum((checkpoint.path / name).stat().st_size for name in plan.copies)
-    return files + sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)
+    files = sum((checkpoint.path / name).stat().st_size for name in outputs.copies)
+    return files + sum(checkpoint.info(name).nbytes for shard in outputs.shards for name in shard.names)
 
 
-def _disk(plan: Plan, checkpoint: Checkpoint, target: Path, goal: Goal | None) -> tuple[int, int]:
+def _disk(outputs: Outputs, checkpoint: Checkpoint, target: Path, goal: Goal | None) -> tuple[int, int]:
     """Return the maximum bytes written and the free bytes; raise DiskError if a requested size does not fit."""
-    needed = space_bound(plan, checkpoint, (), None if goal is None else goal.nbytes)
+    needed = space_bound(outputs, checkpoint, (), None if goal is None else goal.nbytes)
     free = _free_disk(target)
     if goal is not None and needed > free:
         raise DiskError(f"needs up to {needed:,} bytes, but {free:,} are free", file=target.parent)
@@ -227,14 +234,14 @@ def _free_disk(target: Path) -> int:
     return shutil.disk_usage(next(above for above in target.parents if above.exists())).free
 
 
-def _parts(plan: Plan, assignment: Assignment, made: MethodPlan | None) -> tuple[Part, ...]:
+def _parts(outputs: Outputs, assignment: Assignment, made: MethodPlan | None) -> tuple[Part, ...]:
     """Sum up packed tensors by role.
 
     Unless a plan knows each tensor, tensors with the same shape and position in a layer are assumed to pack
     to the same size.
     """
     alike: dict[tuple[str, str, tuple[int, ...]], list[Weights]] = {}
-    for name, weights in _packed_tensors(plan):
+    for name, weights in _packed_tensors(outputs):
         assigned = weights.name in assignment.others
         place = weights.name if made is not None or assigned else name if weights.role == "experts" else ""
         alike.setdefault((weights.role, place, weights.shape), []).append(weights)
@@ -252,8 +259,8 @@ def _parts(plan: Plan, assignment: Assignment, made: MethodPlan | None) -> tuple
     return tuple(sorted(summed, key=lambda part: part.role != "experts"))
 
 
-def _packed_tensors(plan: Plan) -> Iterable[tuple[str, Weights]]:
-    return (pair for shard in plan.shards if shard.layer is not None for pair in layer_tensors(shard.layer).items())
+def _packed_tensors(outputs: Outputs) -> Iterable[tuple[str, Weights]]:
+    return (pair for shard in outputs.shards if shard.layer is not None for pair in layer_tensors(shard.layer).items())
 
 
 def _sum(role: str, parts: list[Part]) -> Part:
@@ -262,7 +269,7 @@ def _sum(role: str, parts: list[Part]) -> Part:
 
 
 def _memory(
-    plan: Plan, assignment: Assignment, request: CalibrationRequest | None, checkpoint: Checkpoint, workers: int
+    outputs: Outputs, assignment: Assignment, request: CalibrationRequest | None, checkpoint: Checkpoint, workers: int
 ) -> int:
     """Return the memory of a job in bytes.
 
@@ -270,8 +277,8 @@ def _memory(
     being packed. Calibration adds the layer in float32, the Hessians, and the states of all tokens before and after a
     block.
     """
-    layers = [shard.layer for shard in plan.shards if shard.layer is not None]
-    shapes = [weights.shape for _, weights in _packed_tensors(plan)]
+    layers = [shard.layer for shard in outputs.shards if shard.layer is not None]
+    shapes = [weights.shape for _, weights in _packed_tensors(outputs)]
     if not shapes:
         return PROCESS
     codes = max(math.prod(shape) for shape in shapes)
@@ -310,12 +317,12 @@ def _tokens(request: CalibrationRequest | None) -> int:
     return 0 if request is None else request.samples * request.length
 
 
-def _solving(plan: Plan, method: Method, request: CalibrationRequest | None, workers: int) -> float:
+def _solving(outputs: Outputs, method: Method, request: CalibrationRequest | None, workers: int) -> float:
     """Return the seconds of calibrated solving of uniform integers: a fixed part, and a part shared by threads."""
     if request is None or method.kernel != "coded":
         return 0.0
     fixed, shared = 0.0, 0.0
-    for shard in plan.shards:
+    for shard in outputs.shards:
         tensors = [] if shard.layer is None else list(layer_tensors(shard.layer).values())
         solved = [weights for weights in tensors if weights.role not in (EMBEDDING, "head")]
         sparse = any(weights.role == "experts" for weights in solved)
@@ -329,7 +336,7 @@ def _solving(plan: Plan, method: Method, request: CalibrationRequest | None, wor
 
 
 def _seconds(
-    plan: Plan,
+    outputs: Outputs,
     parts: Iterable[Part],
     share: float,
     method: Method,
@@ -341,4 +348,4 @@ def _seconds(
         return None
     seen = sum(part.weights * _tokens(request) * (share if part.role == "experts" else 1) for part in parts)
     work = method.seconds / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * seen
-    return work / min(workers, MAX_WORKERS) + _solving(plan, method, request, workers)
+    return work / min(workers, MAX_WORKERS) + _solving(outputs, method, request, workers)
