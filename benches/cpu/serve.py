@@ -1,12 +1,16 @@
 """Measures `moepack serve`, and llama.cpp's server if installed, under load: first token, tokens per second, memory.
 
     python -m benches.cpu.serve MODEL [--clients 1 8 64] [--tokens 32] [--minutes 0] [--threads 2]
+    python -m benches.cpu.serve MODEL --schema [--clients 1 8] [--rounds 5]
     python -m benches.cpu.serve --random [--clients 1 8] [--directory build/serve]
 
 Each client requests streamed answers one after another, with prompts that start differently; token counts are those
 reported by the servers. Decoding is greedy, and answers end only if the model ends them. With `--minutes`, the last
 number of clients runs for that long, and the server's memory is reported over time: growth after the first quarter is a
 leak.
+
+`--schema` alternates between free answers and answers that follow a JSON schema, of the same number of tokens. Medians
+over rounds count, and the best rounds, which other load of the machine disturbs least.
 
 `--random` creates the random model of `benches/cpu/llama.py` with a tokenizer: in four bits (groups of 32, 8-bit
 activations), the same weights exported by `moepack export --to gguf` for llama.cpp's own server (xllamacpp from PyPI),
@@ -36,6 +40,21 @@ from benches.cpu import llama
 from benches.tools import machine
 
 HEADERS = {"Content-Type": "application/json"}
+SCHEMA = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "id": {"type": "integer"},
+            "title": {"type": "string", "maxLength": 40},
+            "done": {"type": "boolean"},
+        },
+        "required": ["id", "title", "done"],
+        "additionalProperties": False,
+    },
+}
+"""A schema that no answer completes, so all answers have the same number of tokens."""
 TEXT = "{number} clients asked. She opened the door and saw that the sea was not where it had been, and then"
 
 
@@ -65,10 +84,10 @@ def ask(port: int, method: str, path: str, body: Any = None) -> http.client.HTTP
     return connection.getresponse()
 
 
-def stream(port: int, name: str, tokens: int, number: int) -> tuple[float, int]:
-    """Request one answer: seconds to its first piece, and its tokens."""
+def stream(port: int, name: str, tokens: int, number: int, fields: Any = None) -> tuple[float, int]:
+    """Request one answer, with further fields: seconds to its first piece, and its tokens."""
     body = {"model": name, "prompt": TEXT.format(number=number), "max_tokens": tokens, "temperature": 0, "stream": True}
-    body["stream_options"] = {"include_usage": True}
+    body |= {"stream_options": {"include_usage": True}, **(fields or {})}
     start, first, made = time.perf_counter(), 0.0, 0
     response = ask(port, "POST", "/v1/completions", body)
     assert response.status == 200, response.read()
@@ -79,14 +98,14 @@ def stream(port: int, name: str, tokens: int, number: int) -> tuple[float, int]:
     return first, made
 
 
-def load(port: int, name: str, clients: int, tokens: int, seconds: float) -> dict[str, float]:
+def load(port: int, name: str, clients: int, tokens: int, seconds: float, fields: Any = None) -> dict[str, float]:
     """Run clients that send requests for some time."""
     until, start = time.perf_counter() + seconds, time.perf_counter()
 
     def client(number: int) -> list[tuple[float, int]]:
-        answers = [stream(port, name, tokens, number)]
+        answers = [stream(port, name, tokens, number, fields)]
         while time.perf_counter() < until:
-            answers.append(stream(port, name, tokens, number + clients * len(answers)))
+            answers.append(stream(port, name, tokens, number + clients * len(answers), fields))
         return answers
 
     with ThreadPoolExecutor(clients) as pool:
@@ -107,11 +126,35 @@ def own_memory(process: int) -> int:
     return 1024 * int(found[1])
 
 
-def measure(name: str, command: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """All figures of a server."""
+def free_port() -> int:
+    """A port that no server uses."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def constrained(command: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second with and without a schema, alternating."""
+    sides = {"free": {"ignore_eos": True}, "schema": {"ignore_eos": True, "guided_json": SCHEMA}}
+    port, figures = free_port(), {}
+    with running(command, port):
+        model = json.load(ask(port, "GET", "/v1/models"))["data"][0]["id"]
+        for clients in options.clients:
+            speeds: dict[str, list[float]] = {side: [] for side in sides}
+            for number in range(options.rounds + 1):  # the first round compiles the grammar and does not count
+                for side, fields in sides.items():
+                    found = load(port, model, clients, options.tokens, options.seconds, fields)
+                    speeds[side] += [found["tokens_per_second"]] if number else []
+            for name, summary in (("median", statistics.median), ("best", max)):
+                free, schema = map(summary, speeds.values())
+                figures.setdefault(str(clients), {})[name] = {"free": free, "schema": schema, "ratio": schema / free}
+                print(f"{clients} clients, {name}: free {free:.4g}, schema {schema:.4g} tokens/s, {schema / free:.3f}")
+    return figures
+
+
+def measure(name: str, command: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """All figures of a server."""
+    port = free_port()
     figures: dict[str, Any] = {}
     with running(command, port) as process:
         model = json.load(ask(port, "GET", "/v1/models"))["data"][0]["id"]
@@ -196,6 +239,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--random", action="store_true", help="compare the random model with llama.cpp's server")
+    parser.add_argument("--schema", action="store_true", help="compare free answers with those of a JSON schema")
     parser.add_argument("--directory", type=Path, default=Path("build/serve"), help="folder for the random model")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of both servers")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
@@ -224,6 +268,8 @@ def main() -> None:
             "llama.cpp Q4_0": [sys.executable, "-m", __spec__.name, "--peer", str(models["int4.gguf"]), *settings],
         }
         figures = contest(commands, options)
+    elif options.schema:
+        figures = constrained([*serve, str(options.model), *settings], options)
     else:
         figures = {"moepack": measure("moepack", [*serve, str(options.model), *settings], options)}
     machine.save(options.out, options.threads, figures)

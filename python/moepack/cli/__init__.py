@@ -22,7 +22,7 @@ from moepack.errors import MoepackError, MoepackWarning
 
 COMMANDS = {
     "run": "run",
-    "plan": "sizes",
+    "plan": "plan",
     "compress": "compress",
     "compare": "compare",
     "tune": "tune",

@@ -14,7 +14,7 @@ from moepack.cli import options, settings
 from moepack.cli.console import plain_console
 from moepack.cli.inspect import print_directory
 from moepack.cli.placement import usable_device
-from moepack.cli.plan import print_plan
+from moepack.cli.preview import print_plan
 from moepack.cli.usage import wrong_usage
 from moepack.methods import METHODS, create
 from moepack.units import nats, size, speed

@@ -9,7 +9,7 @@ import typer
 
 from moepack.cli import options
 from moepack.cli.console import plain_console
-from moepack.cli.sizes import exact_size, print_outlook
+from moepack.cli.plan import exact_size, print_outlook
 from moepack.cli.usage import wrong_usage
 from moepack.errors import MoepackError
 

@@ -39,13 +39,13 @@ from moepack.format.hub import BALANCE, CONFIG, INDEX, config_bytes, index_bytes
 from moepack.format.manifest import BEYOND, DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
-from moepack.methods import Method, MethodPlan, PackedTensor, create
+from moepack.methods import Method, MethodPlan, PackedBytes, create
 from moepack.pipeline.assignment import Assignment, PlannedAssignment
 from moepack.pipeline.check import checked, is_checked
 from moepack.pipeline.executor import Executor, Here
 from moepack.pipeline.journal import PARTIAL, ShardRecord, Workspace
+from moepack.pipeline.outputs import Outputs, Shard, check_text, plan_outputs, space_bound
 from moepack.pipeline.overflow import LARGEST, is_half, overflow_notes, warn_all
-from moepack.pipeline.plan import Plan, Shard, check_text, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
 from moepack.pipeline.rewrite import STATE, rewritten
 from moepack.pipeline.solving import LayerPacker
@@ -66,7 +66,7 @@ def compress(
     out: str | PathLike[str],
     *,
     method: str | Method | MethodPlan = "auto",
-    others: Mapping[str, Method | PackedTensor] | None = None,
+    others: Mapping[str, Method | PackedBytes] | None = None,
     mtp_bits: int | None = None,
     threads: int | None = None,
     ray: str | None = None,
@@ -225,9 +225,9 @@ def _downloading(source: Source, target: Path, model: MoeModel, assignment: Assi
     if source.remote is None:
         return ()
     check_names(source.checkpoint, model, assignment)  # before anything is downloaded
-    plan = make_plan(source.checkpoint, model, assignment)
+    outputs = plan_outputs(source.checkpoint, model, assignment)
     goal = assignment.method.goal(source.checkpoint, model)
-    packed = space_bound(plan, source.checkpoint, (), None if goal is None else goal.nbytes)
+    packed = space_bound(outputs, source.checkpoint, (), None if goal is None else goal.nbytes)
     free = shutil.disk_usage(next(above for above in target.parents if above.exists())).free
     layers, looks_ahead = assignment.layers(model), any(method.looks_ahead for method in assignment.methods)
     streaming = source.streaming(layers, looks_ahead, free - packed)
@@ -287,7 +287,7 @@ class Job:
         keep_state: Callable[[], None] = lambda: None,
         executor: Executor | None = None,
     ) -> None:
-        """Plan the job; raises as `make_plan` and `LayerPacker`.
+        """Plan the job; raises as `plan_outputs` and `LayerPacker`.
 
         Args:
             checkpoint: the checkpoint to pack.
@@ -302,12 +302,12 @@ class Job:
         self.checkpoint, self.model, self.assignment = checkpoint, model, assignment
         self.method = assignment.plan.method
         self.progress, self.peak = progress, peak
-        self.plan: Plan = make_plan(checkpoint, model, assignment)
+        self.outputs: Outputs = plan_outputs(checkpoint, model, assignment)
         self.packer = LayerPacker(checkpoint, model, assignment, self._advance, executor)
         self.settings = assignment.settings
         if self.packer.samples is not None:
             self.settings["calibration_sha256"] = self.packer.samples.fingerprint()
-        self._sources = Sources(checkpoint, self.plan, assignment)
+        self._sources = Sources(checkpoint, self.outputs, assignment)
 
     def run(self, target: Path, resume: bool, started: float) -> CompressReport:
         """Do the missing work, publish the directory and return the report."""
@@ -354,17 +354,19 @@ class Job:
         }
 
     def _done_weights(self, workspace: Workspace) -> int:
-        return sum(_weights(shard) for shard in self.plan.shards if workspace.complete or shard.file in workspace.done)
+        return sum(
+            _weights(shard) for shard in self.outputs.shards if workspace.complete or shard.file in workspace.done
+        )
 
     def _write(self, workspace: Workspace) -> None:
-        need = space_bound(self.plan, self.checkpoint, workspace.done, self.assignment.goal)
+        need = space_bound(self.outputs, self.checkpoint, workspace.done, self.assignment.goal)
         workspace.reserve(need + self.checkpoint.files.needs)
-        self.progress.start(sum(map(_weights, self.plan.shards)), self._done_weights(workspace))
+        self.progress.start(sum(map(_weights, self.outputs.shards)), self._done_weights(workspace))
         try:
             with ShardWriter(workspace) as writer:
                 self._write_layers(workspace, writer)
                 self.checkpoint.files.clear()
-                for shard in self.plan.shards:
+                for shard in self.outputs.shards:
                     if shard.layer is None and shard.file not in workspace.done:
                         self.progress.stage("dense tensors")
                         path = workspace.path / shard.file
@@ -376,7 +378,7 @@ class Job:
 
     def _write_layers(self, workspace: Workspace, writer: ShardWriter) -> None:
         """Pack the missing layers. The model also runs through the layers that an interrupted run finished."""
-        shards = [(shard, shard.layer) for shard in self.plan.shards if shard.layer is not None]
+        shards = [(shard, shard.layer) for shard in self.outputs.shards if shard.layer is not None]
         missing = [number for number, (shard, _) in enumerate(shards) if shard.file not in workspace.done]
         self.packer.expect([shards[number][1] for number in missing])
         read = range(len(shards)) if self.packer.samples is not None and missing else missing
@@ -413,7 +415,7 @@ class Job:
         if isinstance(self.checkpoint, BalancedCheckpoint):
             content[BALANCE] = serialized(self.checkpoint.form.record(self.model, channels=not self.method.reorders))
         files = {name: shard.file for name, shard in workspace.done.items()}
-        for name, data in [*_read_copies(self.checkpoint.path, self.plan), *content.items()]:
+        for name, data in [*_read_copies(self.checkpoint.path, self.outputs), *content.items()]:
             write_inside(workspace.path, name, data)
             files[name] = FileRecord.of(data)
         manifest = Manifest(method, self.settings, self.model.architecture, self._fingerprint(), tensors, files)
@@ -438,7 +440,7 @@ class Job:
 
     def _report(self, target: Path, manifest: Manifest, before: int, seconds: float) -> CompressReport:
         totals = Totals.of(manifest)
-        source = self.checkpoint.stored + sum(manifest.files[name].size for name in self.plan.copies)
+        source = self.checkpoint.stored + sum(manifest.files[name].size for name in self.outputs.copies)
         return CompressReport(
             path=target,
             method=self.method.name,
@@ -452,10 +454,10 @@ class Job:
             dense_bytes=totals.dense.packed_bytes,
             dense_weights=totals.dense.weights,
             seconds=seconds,
-            weights_per_second=(sum(map(_weights, self.plan.shards)) - before) / seconds,
+            weights_per_second=(sum(map(_weights, self.outputs.shards)) - before) / seconds,
             peak_memory=self.peak.sample(),
             resumed_weights=before,
-            skipped=self.plan.skipped,
+            skipped=self.outputs.skipped,
             notes=self.model.notes + self._notes(manifest),
         )
 
@@ -465,14 +467,14 @@ def _weights(shard: Shard) -> int:
     return 0 if shard.layer is None else sum(math.prod(each.shape) for each in layer_tensors(shard.layer).values())
 
 
-def _read_layer(file: Path, layer: PackedLayer, record: ShardRecord) -> dict[str, PackedTensor]:
+def _read_layer(file: Path, layer: PackedLayer, record: ShardRecord) -> dict[str, PackedBytes]:
     """Memory-map the packed tensors of a finished layer."""
     mapped, records = map_tensors(file, read_header(file), list(record.tensors)), record.tensors
     names = {name: weights.name for name, weights in layer_tensors(layer).items()}
-    return {key: PackedTensor(records[name].kind, mapped[name], records[name].details) for key, name in names.items()}
+    return {key: PackedBytes(records[name].kind, mapped[name], records[name].details) for key, name in names.items()}
 
 
-def _packed_entry(name: str, tensor: PackedTensor) -> Entry:
+def _packed_entry(name: str, tensor: PackedBytes) -> Entry:
     return Entry(name, "U8", (tensor.data.nbytes,), lambda: _view(tensor.data), packed=True)
 
 
@@ -480,7 +482,7 @@ def _view(data: Any) -> memoryview:
     return memoryview(data)
 
 
-def _write_layer(path: Path, layer: PackedLayer, packed: Mapping[str, PackedTensor], beyond: bool) -> ShardRecord:
+def _write_layer(path: Path, layer: PackedLayer, packed: Mapping[str, PackedBytes], beyond: bool) -> ShardRecord:
     """Write the packed tensors of a layer; `beyond` marks a layer that transformers' model does not have."""
     tensors = {name: (weights, packed[name]) for name, weights in layer_tensors(layer).items()}
     entries = [_packed_entry(weights.name, tensor) for weights, tensor in tensors.values()]
@@ -512,8 +514,8 @@ def _raw(checkpoint: Checkpoint, name: str) -> Callable[[], memoryview]:
     return lambda: _view(checkpoint.raw(name))
 
 
-def _read_copies(source: Path, plan: Plan) -> Iterator[tuple[str, bytes]]:
-    for name in plan.copies:
+def _read_copies(source: Path, outputs: Outputs) -> Iterator[tuple[str, bytes]]:
+    for name in outputs.copies:
         try:
             yield name, (source / name).read_bytes()
         except OSError as error:

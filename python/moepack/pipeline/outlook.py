@@ -24,7 +24,7 @@ from moepack.methods.auto.target import weight_count
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.estimate import PROCESS, Part, dense_bytes, job_memory, packed_parts, token_rate
 from moepack.pipeline.machines import DRIVE, GPU, GPU_AND_MEMORY, MEMORY, Machine, this_machine
-from moepack.pipeline.plan import make_plan
+from moepack.pipeline.outputs import plan_outputs
 from moepack.pipeline.source import Source, Streaming, opened
 from moepack.units import byte_count
 
@@ -132,12 +132,12 @@ def _compared(source: Source, sizes: Sequence[str | int], machine: Machine, targ
     if not methods:
         raise ValueError(f"the weights of {source.model} already take less than {BITS[0]:g} bits each")
     assignment = Assignment(methods[0])
-    plan = make_plan(checkpoint, found, assignment)
-    dense, share = dense_bytes(plan, checkpoint), _share(checkpoint, found)
+    outputs = plan_outputs(checkpoint, found, assignment)
+    dense, share = dense_bytes(outputs, checkpoint), _share(checkpoint, found)
     losses, choices, parts = _losses(source, found, methods), [], []
     for method in methods:
         goal = method.goal(checkpoint, found)
-        parts.append(packed_parts(plan, assignment, None, goal.nbytes - dense))
+        parts.append(packed_parts(outputs, assignment, None, goal.nbytes - dense))
         tied = bool(checkpoint.config.get("tie_word_embeddings"))
         rate = token_rate(parts[-1], share, method, None, tied) if machine.here else None
         experts = int(sum(part.after for part in parts[-1] if part.role == "experts"))
@@ -154,7 +154,7 @@ def _compared(source: Source, sizes: Sequence[str | int], machine: Machine, targ
         weights=weights,
         stored=stored,
         parts=parts[0],
-        pack_memory=job_memory(plan, assignment, methods[0].request, checkpoint, torch.get_num_threads()),
+        pack_memory=job_memory(outputs, assignment, methods[0].request, checkpoint, torch.get_num_threads()),
         streaming=streaming,
         machine=machine,
         choices=tuple(choices),
