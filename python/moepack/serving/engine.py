@@ -3,7 +3,8 @@
 Sequences wait in a bounded queue, then occupy a slot until they end. Each step runs one forward pass
 (`moepack.serving.step`) over one token of every sequence whose prompt is read, and up to `CHUNK` prompt tokens, oldest
 sequence first. While slots are free, keys and values of ended sequences are kept for prompts with the same beginning,
-so the next turn of a chat reads only the new tokens.
+so the next turn of a chat reads only the new tokens. A prompt that several sequences wait for is read once: the others
+get copies of its keys and values.
 
 Invariants: Only the engine's thread accesses the model, the slots and the caches. Only the last piece of a sequence
 says how it ended. Sequences that failed, timed out or were cancelled release their slot before the next step. An
@@ -25,11 +26,11 @@ import torch
 
 from moepack.backends.gpu import lost
 from moepack.decoding.finite import non_finite
-from moepack.decoding.prefix import Prefix, new_cache
+from moepack.decoding.prefix import Prefix, forked, new_cache
 from moepack.decoding.vocabulary import require_head, require_known, vocabulary_of
 from moepack.errors import LoadError, MoepackError, NonFiniteError
 from moepack.serving.adapters import Adapters
-from moepack.serving.isolation import Part
+from moepack.serving.isolation import Outcome, Part
 from moepack.serving.reading import Reading
 from moepack.serving.sequence import TEXT_ONLY, Piece, Sequence, Wanted
 from moepack.serving.step import Stepper
@@ -226,24 +227,40 @@ class Engine:
         self._active += admitted
         for sequence in admitted:
             with self._answered(sequence):
-                sequence.begin(self._cache(sequence))
+                self._begin(sequence)
         while self._kept and len(self._kept) + len(self._active) > self.slots:
             self._kept.popleft()
         return True
 
+    def _begin(self, sequence: Sequence) -> None:
+        """Give a sequence a cache, or another sequence that reads the same prompt."""
+        sequence.leader = next((other for other in self._active if sequence.can_follow(other)), None)
+        if sequence.leader is None:
+            sequence.begin(self._cache(sequence))
+
     def _cache(self, sequence: Sequence) -> Any:
-        """Return a cache for a sequence: a kept one with a common prefix if it saves enough, or a new one."""
+        """Return a cache for a sequence: one with a common prefix if it saves enough, or a new one."""
         if sequence.wanted.scores_prompt:  # the logits of cached tokens are not kept
             return new_cache(self.model)
         adapter = sequence.wanted.adapter
-        best = max(self._kept, key=lambda prefix: prefix.shared(sequence.ids, adapter), default=None)
+        running = [self._prefix(other) for other in self._active if other.cache is not None and other is not sequence]
+        known = [*self._kept, *(prefix for prefix in running if prefix.is_useful)]
+        best = max(known, key=lambda prefix: prefix.shared(sequence.ids, adapter), default=None)
         if best is None or best.shared(sequence.ids, adapter) < WORTH:
             return new_cache(self.model)
-        self._kept.remove(best)
+        if best in self._kept:
+            self._kept.remove(best)
+        else:
+            best.cache = forked(best.cache)
         return best.continued(sequence.ids)
 
+    def _prefix(self, sequence: Sequence) -> Prefix:
+        """Return the keys and values of a sequence."""
+        read = sequence.ids[: sequence.read]
+        return Prefix(read, sequence.cache, self._stepper.limit, sequence.wanted.adapter)
+
     def _leave(self) -> None:
-        """Release the slots of cancelled and timed-out sequences."""
+        """Release the slots of cancelled and timed-out sequences. Their followers read the prompt themselves."""
         for sequence in [sequence for sequence in self._active if sequence.cancelled or sequence.is_late]:
             if sequence.cancelled:
                 self._active.remove(sequence)
@@ -254,11 +271,17 @@ class Engine:
                 with self._answered(sequence):
                     sequence.finish("length")
                     self._active.remove(sequence)
+        for sequence in [*self._active]:
+            if sequence.leader is not None and sequence.leader not in self._active:
+                with self._answered(sequence):
+                    self._begin(sequence)
 
     def _parts(self) -> list[tuple[Sequence, Part]]:
         """Return the parts of the next step: one token of each sequence, and up to a chunk of prompt tokens."""
         parts, room = [], CHUNK
         for sequence in self._active:
+            if sequence.leader is not None:
+                continue
             if self._stepper.begins_anew(sequence.read, len(sequence.ids)):
                 sequence.begin(new_cache(self.model))
             is_prompt = len(sequence.ids) - sequence.read > 1
@@ -282,13 +305,26 @@ class Engine:
                 raise failure from error
             return
         for (sequence, part), outcome in zip(parts, outcomes, strict=True):
-            with self._answered(sequence):
-                if isinstance(outcome, Exception):
-                    raise outcome
-                if sequence.take(part, outcome):
-                    self._active.remove(sequence)
-                    read, adapter = sequence.ids[: sequence.read], sequence.wanted.adapter
-                    self._keep(Prefix(read, sequence.cache, self._stepper.limit, adapter))
+            followers = [] if part.end < sequence.prompt or isinstance(outcome, Exception) else self._forked(sequence)
+            for each in (sequence, *followers):
+                self._take(each, part, outcome)
+
+    def _forked(self, sequence: Sequence) -> list[Sequence]:
+        """Return the followers of a sequence whose prompt has been read, with copies of its cache."""
+        followers = [other for other in self._active if other.leader is sequence]
+        for follower in followers:
+            with self._answered(follower):
+                follower.follow(forked(sequence.cache))
+        return [follower for follower in followers if follower.leader is None]
+
+    def _take(self, sequence: Sequence, part: Part, outcome: Outcome) -> None:
+        """Give a sequence the outcome of a part."""
+        with self._answered(sequence):
+            if isinstance(outcome, Exception):
+                raise outcome
+            if sequence.take(part, outcome):
+                self._active.remove(sequence)
+                self._keep(self._prefix(sequence))
 
     def _read(self) -> None:
         """Read the next tokens of the text that has waited longest."""
