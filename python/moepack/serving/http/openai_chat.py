@@ -15,7 +15,7 @@ from moepack.serving.http.answers import Answer, Answers, Running, event, stream
 from moepack.serving.http.body import read
 from moepack.serving.http.chats import CalledFunction, Prepared, Turn, parts, prepare, texts
 from moepack.serving.http.refusal import Refusal
-from moepack.serving.http.requests import NEUTRAL, Fields, wrong
+from moepack.serving.http.requests import NEUTRAL, TEXT, Fields, wrong
 from moepack.serving.http.structure import Structured
 from moepack.serving.sequence import Score
 
@@ -60,6 +60,7 @@ class Message(Fields):
     """A message of a chat."""
 
     neutral: ClassVar = {"annotations": ([],), "tool_calls": ([],)}
+    forms: ClassVar = {"content": TEXT}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: list[ContentPart] | None = Field(None, min_length=1)
@@ -159,6 +160,7 @@ class ChatRequest(Structured):
         "top_logprobs": (0,),
         "echo": (False,),
     }
+    forms: ClassVar = {**Structured.forms, "tool_choice": {"enum": ["auto", "none", "required"]}}
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
