@@ -23,7 +23,10 @@ __all__ = ["BODIES", "GETS", "description"]
 
 Schema = dict[str, Any]
 
-NUMBER, COUNT, YES_NO, ANY = {"type": "number"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}, {}
+NUMBER: Schema = {"type": "number"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+YES_NO: Schema = {"type": "boolean"}
+ANY: Schema = {}
 STREAMS = {"/api/chat": "application/x-ndjson", "/api/generate": "application/x-ndjson"}
 """Content types of streams other than server-sent events."""
 
