@@ -25,10 +25,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moepack.backends.gpu import lost
 from moepack.decoding.cache import GrowingLayer
-from moepack.decoding.calls import cache_argument
 from moepack.decoding.carried import carried_of
 from moepack.decoding.families import decoder_of
 from moepack.decoding.prefix import new_cache
+from moepack.decoding.signature import cache_argument
 from moepack.serving.adapters import Adapters
 from moepack.serving.isolation import Outcome, Part, isolated
 from moepack.serving.pace import Pace
