@@ -74,6 +74,8 @@ class Engine:
         context: maximum number of tokens of a sequence; None uses the model's limit.
         seconds: maximum time of an answer in seconds, including waiting.
         adapters: adapters of the model that sequences may use.
+        deterministic: compute every sequence as if it were alone, to the last bit: in passes of its own, with its
+            prompt in chunks of a fixed size and without keys and values of other prompts.
 
     Raises:
         LoadError: the model is an encoder-decoder.
@@ -82,7 +84,7 @@ class Engine:
 
     def __init__(
         self, model: Any, tokenizer: Any, slots: int = 16, queue: int = 256, context: int | None = None,
-        seconds: float = 600.0, adapters: Adapters | None = None,
+        seconds: float = 600.0, adapters: Adapters | None = None, deterministic: bool = False,
     ) -> None:  # fmt: skip
         if model.config.is_encoder_decoder:
             raise LoadError("only decoder models can be served: this model reads one text and writes another")
@@ -92,7 +94,8 @@ class Engine:
         limit = positions(model)
         self.context = min(value for value in (context, limit, 1 << 30) if value is not None)
         self.adapters = adapters or Adapters(model)
-        self._stepper = Stepper(model, self._relieve, self.adapters)
+        self.deterministic = deterministic
+        self._stepper = Stepper(model, self._relieve, self.adapters, deterministic)
         self.vocabulary = vocabulary_of(model)
         self.logits: int = model.config.get_text_config(decoder=True).vocab_size
         self.ends = end_tokens(model, tokenizer)
@@ -240,7 +243,7 @@ class Engine:
 
     def _cache(self, sequence: Sequence) -> Any:
         """Return a cache for a sequence: one with a common prefix if it saves enough, or a new one."""
-        if sequence.wanted.scores_prompt:  # the logits of cached tokens are not kept
+        if sequence.wanted.scores_prompt or self.deterministic:  # the logits of cached tokens are not kept
             return new_cache(self.model)
         adapter = sequence.wanted.adapter
         running = [self._prefix(other) for other in self._active if other.cache is not None and other is not sequence]
@@ -284,11 +287,12 @@ class Engine:
                 continue
             if self._stepper.begins_anew(sequence.read, len(sequence.ids)):
                 sequence.begin(new_cache(self.model))
-            is_prompt = len(sequence.ids) - sequence.read > 1
-            if is_prompt and room <= 0:
+            left = len(sequence.ids) - sequence.read
+            is_prompt, chunk = left > 1, SCORED if sequence.is_scored else CHUNK
+            if is_prompt and room < (min(left, chunk) if self.deterministic else 1):
                 continue
             is_whole = is_prompt and self._stepper.reads_whole(len(sequence.ids))
-            most = min(room, SCORED) if sequence.is_scored else room
+            most = min(room, chunk)
             part = sequence.part(None if is_whole else most if is_prompt else 1)
             room -= len(part.ids) if is_prompt else 0
             parts.append((sequence, part))
@@ -365,7 +369,7 @@ class Engine:
             return error
 
     def _keep(self, prefix: Prefix) -> None:
-        if prefix.is_useful:
+        if prefix.is_useful and not self.deterministic:
             self._kept.append(prefix)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
