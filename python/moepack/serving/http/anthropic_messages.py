@@ -209,7 +209,7 @@ class CountRequest(Fields):
             continues=continues,
             shape=None if form is None else ("output_config.format", grammar.json_schema(form.schema_)),
             budget=None if self.thinking is None else self.thinking.budget_tokens,
-            params={"messages": "messages", "variables": "output_config"},
+            params={"messages": "messages", "variables": "output_config", "budget": "thinking.budget_tokens"},
         )
 
     def _variables(self, answers: Answers) -> dict[str, Any]:
