@@ -80,6 +80,7 @@ class Hub:
         fault: decides how a request is answered wrongly; None answers all correctly.
         token: if set, files need it.
         sent: bytes of weights sent so far.
+        names_only: list files without sizes and digests, as some mirrors do.
         pause: seconds before each response of more than `LARGE` bytes.
     """
 
@@ -89,6 +90,7 @@ class Hub:
         self.fault: Fault = lambda _: None
         self.sent = 0
         self.pause = 0.0
+        self.names_only = False
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler(place)) for place in ("hub", "network")]
         self.url, self.network = (f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers)
         for server in self._servers:
@@ -157,6 +159,8 @@ class Hub:
                 key = {"oid": sha256} if match[2] == "tree" else {"sha256": sha256}
                 entry["lfs"] = {**key, "size": len(content), "pointerSize": 134}
             listed.append({"type": "file", "path": file.name, "rfilename": file.name, **entry})
+        if self.names_only and match[2] != "tree":
+            listed = [{"rfilename": entry["rfilename"]} for entry in listed]
         found = listed if match[2] == "tree" else {"id": match[1], "sha": COMMIT, "siblings": listed}
         return _send(
             handler, 200, json.dumps(found).encode(), {"Content-Type": "application/json", "X-Repo-Commit": COMMIT}

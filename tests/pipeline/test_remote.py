@@ -61,6 +61,13 @@ def test_a_remote_checkpoint_reads_what_the_directory_holds(hub: Hub, sharded: P
         assert remote.tensor(name).equal(local.tensor(name))
 
 
+def test_a_mirror_may_list_names_only(hub: Hub, sharded: Path) -> None:
+    hub.names_only = True
+    found = open_remote(NAME)
+    assert found is not None and found[0].fingerprint() == open_checkpoint(sharded).fingerprint()
+    assert all(len(stamp.split()[1]) == 64 for stamp in found[0].stamps().values()), "the digests are known"
+
+
 def test_a_plan_reads_headers_only(hub: Hub, sharded: Path, tmp_path: Path) -> None:
     before = estimate(sharded, tmp_path / "out", create("finequant", bits=4))
     plan = estimate(NAME, tmp_path / "out", create("finequant", bits=4))

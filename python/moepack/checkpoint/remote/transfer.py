@@ -8,6 +8,7 @@ Invariant: a stream yields exactly the requested bytes of the listed commit, or 
 """
 
 import importlib
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -24,6 +25,9 @@ CHUNK = 1 << 20
 
 ATTEMPTS = 6
 """Consecutive attempts without a new byte before a transfer fails."""
+
+TIMEOUT = 30.0
+"""Seconds to wait for an answer of the Hub."""
 
 PAUSE = 1.0
 """Seconds before a broken stream continues for the first time; the pause doubles up to `LONGEST`."""
@@ -63,26 +67,38 @@ def list_model(model: str, revision: str | None) -> Listing:
     Raises:
         DownloadError: the Hub has no such model or revision, denies access, or cannot be reached.
     """
-    import huggingface_hub
-
-    error: Exception
-    for attempt in range(ATTEMPTS):
+    attempt = 0
+    while True:
         try:
-            found = huggingface_hub.HfApi().model_info(model, revision=revision, files_metadata=True, timeout=30)
-            break
+            return _listed(model, revision)
         except _failures() as cause:
-            error, wait = cause, _wait(cause, attempt)
-            unreachable = getattr(cause, "response", None) is None and attempt > 0
-            if wait is None or unreachable or attempt == ATTEMPTS - 1:
+            wait, attempt = _wait(cause, attempt), attempt + 1
+            unreachable = getattr(cause, "response", None) is None and attempt > 1
+            if wait is None or unreachable or attempt == ATTEMPTS:
                 of = "" if revision is None else f" at the revision '{revision}'"
                 message = f"no such directory, and no model '{model}'{of} could be fetched from the Hub"
-                raise DownloadError(f"{message}: {hub_reason(error)}", file=model) from error
+                raise DownloadError(f"{message}: {hub_reason(cause)}", file=model) from cause
             time.sleep(wait)
-    files = {}
+
+
+def _listed(model: str, revision: str | None) -> Listing:
+    """Return the files of a model; raises an exception of `_failures`."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    api = huggingface_hub.HfApi()
+    asked = revision or constants.DEFAULT_REVISION
+    found = api.model_info(model, revision=asked, files_metadata=True, timeout=TIMEOUT)
+    commit, files = str(found.sha), {}
     for each in found.siblings or ():
-        sha256 = getattr(each.lfs, "sha256", None)
-        files[each.rfilename] = RemoteFile(each.rfilename, int(each.size or 0), sha256)
-    return Listing(model, revision, str(found.sha), files)
+        files[each.rfilename] = RemoteFile(each.rfilename, int(each.size or 0), getattr(each.lfs, "sha256", None))
+    for name, file in files.items():
+        if name.endswith(".safetensors") and not file.size:  # a mirror may list names only
+            url = huggingface_hub.hf_hub_url(model, name, revision=commit, endpoint=constants.ENDPOINT)
+            known = huggingface_hub.get_hf_file_metadata(url, timeout=TIMEOUT)
+            digest = known.etag if known.etag and re.fullmatch("[0-9a-f]{64}", known.etag) else None
+            files[name] = RemoteFile(name, known.size or 0, digest)
+    return Listing(model, revision, commit, files)
 
 
 class Transfer:
