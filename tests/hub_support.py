@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -152,12 +153,11 @@ class Hub:
         files = sorted(file for file in self.models[match[1]].iterdir() if file.is_file())
         listed = []
         for file in files:
-            content = file.read_bytes()
-            sha256 = hashlib.sha256(content).hexdigest()
-            entry = {"size": len(content), "oid" if match[2] == "tree" else "blobId": sha256[:40]}
+            sha256, size = _digest(file, file.stat().st_mtime_ns), file.stat().st_size
+            entry = {"size": size, "oid" if match[2] == "tree" else "blobId": sha256[:40]}
             if file.suffix == ".safetensors":
                 key = {"oid": sha256} if match[2] == "tree" else {"sha256": sha256}
-                entry["lfs"] = {**key, "size": len(content), "pointerSize": 134}
+                entry["lfs"] = {**key, "size": size, "pointerSize": 134}
             listed.append({"type": "file", "path": file.name, "rfilename": file.name, **entry})
         if self.names_only and match[2] != "tree":
             listed = [{"rfilename": entry["rfilename"]} for entry in listed]
@@ -175,7 +175,7 @@ class Hub:
         file = self._at(f"{match[1]}/{match[3]}")
         if not file.is_file():
             return _send(handler, 404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest = _digest(file, file.stat().st_mtime_ns)
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'}
         if file.suffix != ".safetensors":
             return self._file(handler, path, file, headers)
@@ -192,19 +192,26 @@ class Hub:
         answer = self.fault(request) or Answer()
         if answer.status:
             return _send(handler, answer.status, b"", answer.headers)
-        content = file.read_bytes()
-        size, status, more = len(content), 200, dict(headers or {})
+        size, status, more = file.stat().st_size, 200, dict(headers or {})
+        start, stop = 0, size - 1
         wanted = handler.headers.get("Range", "")
         if (match := re.fullmatch(r"bytes=(\d+)-(\d*)", wanted)) and not answer.whole:
             start, stop = int(match[1]), min(int(match[2] or size - 1), size - 1)
-            content, status = content[start : stop + 1], 206
+            status = 206
             more["Content-Range"] = f"bytes {start}-{stop}/{size}"
-        content = answer.change(content)
+        with file.open("rb") as stream:
+            stream.seek(start)
+            content = answer.change(stream.read(stop + 1 - start))
         if len(content) > LARGE:
             time.sleep(self.pause)
         sent = _send(handler, status, content, {**more, **answer.headers}, answer.keep, answer.delay)
         self.sent += sent if file.suffix == ".safetensors" else 0
         return None
+
+
+@cache
+def _digest(file: Path, modified: int) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _request(handler: BaseHTTPRequestHandler, path: str) -> Request:

@@ -117,6 +117,29 @@ def test_shards_on_disk_stay_within_the_budget(hub: Hub, sharded: Path, tmp_path
     assert len(starts) <= 3 * len(sizes), "headers, fingerprint and one download of each shard"
 
 
+def test_a_sample_of_removed_shards_is_read_by_ranges(hub: Hub, sharded: Path, tmp_path: Path) -> None:
+    found = open_remote(NAME, tmp_path / "shards")
+    assert found is not None
+    checkpoint, files = found
+    names = [name for name in checkpoint.names() if "experts" in name]
+    shards = list(dict.fromkeys(checkpoint.info(name).file.name for name in names))
+    files.claim(3 * max(files.sizes.values()))
+    checkpoint.expect([[name] for name in names])
+    for name in names:
+        checkpoint.tensor(name)
+    local, before = open_checkpoint(sharded), hub.sent
+    for name in names[:: len(names) // 4]:
+        assert checkpoint.tensor(name).equal(local.tensor(name))
+    sample = hub.sent - before
+    assert sample <= 5 * max(checkpoint.info(name).nbytes for name in names)
+    before = hub.sent
+    for name in names:
+        assert checkpoint.tensor(name).equal(local.tensor(name))
+    files.close(remove=True)
+    assert hub.sent - before <= 1.3 * sum(files.sizes[shard] for shard in shards)
+    assert not (tmp_path / "shards").exists()
+
+
 def test_a_budget_below_a_layer_is_refused_before_the_download(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="disk budget of 1 kB is too small: a layer of this model needs"):
         moepack.compress(NAME, tmp_path / "out", method=Ternary(), disk_budget="1kB")

@@ -126,6 +126,8 @@ class Source:
 
             def report() -> None:
                 traffic = remote.traffic()
+                if not traffic.total:
+                    return
                 progress.traffic(traffic.received, traffic.left, traffic.disk)
 
             remote.report = report

@@ -48,6 +48,12 @@ GAP = 256 << 10
 COMPARED = 1 << 23
 """Bytes of two tensors that are compared at a time."""
 
+ALONE = 4
+"""A shard is downloaded again once more than a quarter of it was read by ranges."""
+
+LARGEST_ALONE = 64 << 20
+"""Largest tensor in bytes that is read by its range instead of its shard."""
+
 WAIT = 0.2
 """Seconds between two reports of a reader that waits."""
 
@@ -104,6 +110,7 @@ class RemoteFiles(ShardFiles):
         self._together = 1
         self._position = self._received = 0
         self._gathered: set[str] = set()
+        self._alone: dict[str, int] = {}
         self._changed = threading.Condition()
         self._stopped = False
         self._threads: list[threading.Thread] = []
@@ -184,13 +191,37 @@ class RemoteFiles(ShardFiles):
             return map_range(self._folder / "tensors" / _key(info), info, None, 0)
         shard = info.file.name
         with self._changed:
-            if not self._threads and shard not in self._ready:
-                data = self._transfer.read(shard, info.offset, info.offset + info.nbytes)
-                return np.frombuffer(bytearray(data), np.uint8)
-            self._use(shard)
-            self._await(shard)
-            # The file is opened under the lock, because another thread may remove it. A removed file stays readable.
-            return map_range(self._ready[shard], info, None)
+            alone = self._is_read_alone(info)
+            if not alone:
+                self._use(shard)
+                self._await(shard)
+                # The file is opened under the lock, because another thread may remove it. It stays readable then.
+                return map_range(self._ready[shard], info, None)
+        data = self._transfer.read(shard, info.offset, info.offset + info.nbytes)
+        return np.frombuffer(bytearray(data), np.uint8)
+
+    def _is_read_alone(self, info: TensorInfo) -> bool:
+        """Return whether to read a tensor by its range instead of downloading its shard; counts its bytes.
+
+        A shard that was removed may be needed for a few tensors (a sample of all weights) or for all of them again.
+        Ranges of at most a quarter of a shard are read before it is downloaded again. So a sample costs what it reads,
+        and a complete pass at most a quarter more than without this rule.
+        """
+        shard = info.file.name
+        if shard in self._ready:
+            return False
+        if not self._threads:
+            return True
+        soon = self._order[self._position : self._position + AT_ONCE + self._together]
+        if self.budget is None or shard in soon or shard in self._busy or shard in self._wanted:
+            return False
+        if info.nbytes > LARGEST_ALONE:  # it would take memory
+            return False
+        read = self._alone.get(shard, 0) + info.nbytes
+        if read > self.shards[shard].size // ALONE:
+            return False
+        self._alone[shard] = read
+        return True
 
     def _await(self, shard: str) -> None:
         """Wait for a shard; raises as `raw`. Call it with the lock."""
@@ -343,6 +374,7 @@ class RemoteFiles(ShardFiles):
                     self._wanted.remove(name)
                 if failure is None:
                     self._ready[name] = path
+                    self._alone.pop(name, None)
                 elif not self._stopped:
                     self._failed[name] = failure
                     self._partial |= {name: received} if self.budget is not None else {}
