@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -119,6 +120,12 @@ def load(port: int, name: str, clients: int, tokens: int, seconds: float, fields
     }
 
 
+def processor_seconds(process: int) -> float:
+    """Seconds of processor time that a process has used, in all of its threads."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def own_memory(process: int) -> int:
     """Bytes of a process without mapped files."""
     found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
@@ -133,22 +140,34 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def compared(speeds: dict[str, dict[str, list[float]]], clients: int) -> dict[str, Any]:
+    """Medians and best rounds of both sides by kind of time, and their ratios."""
+    figures: dict[str, Any] = {}
+    for kind in ("clock", "processor"):
+        for name, summary in (("median", statistics.median), ("best", max)):
+            free, schema = (summary(found[kind]) for found in speeds.values())
+            figures[f"{kind}, {name}"] = {"free": free, "schema": schema, "ratio": schema / free}
+            print(f"{clients} clients, {kind}, {name}: free {free:.4g}, schema {schema:.4g}, {schema / free:.3f}")
+    return figures
+
+
 def constrained(command: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second with and without a schema, alternating."""
+    """Tokens per second, and per second of the server's processor time, with and without a schema, alternating."""
     sides = {"free": {"ignore_eos": True}, "schema": {"ignore_eos": True, "guided_json": SCHEMA}}
     port, figures = free_port(), {}
-    with running(command, port):
+    with running(command, port) as process:
         model = json.load(ask(port, "GET", "/v1/models"))["data"][0]["id"]
         for clients in options.clients:
-            speeds: dict[str, list[float]] = {side: [] for side in sides}
+            speeds: dict[str, dict[str, list[float]]] = {side: {"clock": [], "processor": []} for side in sides}
             for number in range(options.rounds + 1):  # the first round compiles the grammar and does not count
                 for side, fields in sides.items():
+                    before = processor_seconds(process)
                     found = load(port, model, clients, options.tokens, options.seconds, fields)
-                    speeds[side] += [found["tokens_per_second"]] if number else []
-            for name, summary in (("median", statistics.median), ("best", max)):
-                free, schema = map(summary, speeds.values())
-                figures.setdefault(str(clients), {})[name] = {"free": free, "schema": schema, "ratio": schema / free}
-                print(f"{clients} clients, {name}: free {free:.4g}, schema {schema:.4g} tokens/s, {schema / free:.3f}")
+                    if number:
+                        speeds[side]["clock"].append(found["tokens_per_second"])
+                        used = processor_seconds(process) - before
+                        speeds[side]["processor"].append(found["answers"] * options.tokens / used)
+            figures[str(clients)] = compared(speeds, clients)
     return figures
 
 
