@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlparse
+from urllib.parse import parse_qs, unquote, urlparse
 
 import pytest
 
@@ -82,6 +82,7 @@ class Hub:
         token: if set, files need it.
         sent: bytes of weights sent so far.
         names_only: list files without sizes and digests, as some mirrors do.
+        tags: the tags of models that a search finds.
         pause: seconds before each response of more than `LARGE` bytes.
     """
 
@@ -92,6 +93,7 @@ class Hub:
         self.sent = 0
         self.pause = 0.0
         self.names_only = False
+        self.tags: dict[str, set[str]] = {}
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler(place)) for place in ("hub", "network")]
         self.url, self.network = (f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers)
         for server in self._servers:
@@ -130,7 +132,7 @@ class Hub:
         try:
             if place == "network":
                 self._file(handler, path, self._at(path.removeprefix("/network/")))
-            elif path.startswith("/api/models/"):
+            elif path.startswith("/api/models"):
                 self._api(handler, path)
             else:
                 self._resolve(handler, path)
@@ -142,6 +144,10 @@ class Hub:
         return self.models[f"{owner}/{name}"] / file
 
     def _api(self, handler: BaseHTTPRequestHandler, path: str) -> None:
+        if path == "/api/models":
+            tags = parse_qs(urlparse(handler.path).query).get("filter", [])
+            listed = [{"id": name} for name, known in self.tags.items() if known >= {*",".join(tags).split(",")}]
+            return _send(handler, 200, json.dumps(listed).encode(), {"Content-Type": "application/json"})
         match = re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/(revision|tree)/([^/]+))?", path)
         assert match, path
         if match[1] not in self.models:

@@ -1,4 +1,4 @@
-"""Uploads of packed directories. The Hub's client is replaced; nothing is uploaded."""
+"""Uploads of packed directories (the Hub's client is replaced; nothing is uploaded), and their discovery on a Hub."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,10 @@ import huggingface_hub
 import pytest
 
 import moepack
-from moepack.errors import LoadError, UploadError
+import packed_support as support
+from hub_support import serving, use
+from moepack.errors import CorruptionError, LoadError, UploadError
+from moepack.pipeline.prepacked import fetch_packed, find_packed
 from moepack.report import push
 from moepack.report.card import is_own_card
 
@@ -70,3 +73,33 @@ def test_a_refusal_is_one_error(packed: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     with pytest.raises(UploadError, match=r"someone/packed': 403 Forbidden$"):
         push(place, "someone/packed")
+
+
+@pytest.fixture
+def versions(packed: Path, mixtral: Path, tmp_path: Path) -> dict[str, Path]:
+    """Two packed versions of a model and a model that only claims to be one."""
+    small = tmp_path / "small"
+    moepack.compress(mixtral, small, method="finequant", bits=2)
+    return {"a/large": shutil.copytree(packed, tmp_path / "large"), "b/small": small, "c/unpacked": mixtral}
+
+
+def test_packed_versions_are_found_and_verified(
+    versions: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {name: sum(file.stat().st_size for file in place.glob("*.safetensors")) for name, place in versions.items()}
+    small, large = sorted(("a/large", "b/small"), key=sizes.__getitem__)
+    with serving(versions) as hub:
+        hub.tags = {name: {"moepack", "base_model:quantized:someone/moe"} for name in versions}
+        use(hub, tmp_path, monkeypatch)
+        assert find_packed("someone/other", None) is None and find_packed(tmp_path, None) is None
+        found = find_packed("someone/moe@v1", sizes[large] - 1)
+        assert found is not None and found.listing.model == small and found.nbytes == sizes[small]
+        assert find_packed("someone/moe", 1) is None
+        best = find_packed("someone/moe", sizes[large])
+        assert best is not None and best.listing.model == large
+        fetch_packed(best, tmp_path / "out")
+        assert support.contents(tmp_path / "out") == support.contents(versions[large])
+        support.flip(next(versions[small].glob("*.safetensors")), 8 * 5000)
+        with pytest.raises(CorruptionError, match=f"{small}: the version on the Hub is damaged"):
+            fetch_packed(found, tmp_path / "damaged")
+    assert not list(tmp_path.glob("damaged*"))
