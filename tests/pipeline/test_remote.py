@@ -17,7 +17,7 @@ import tiny_models
 from hub_support import COMMIT, Answer, Hub, Request, cached, serving, use
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.remote import open_remote
-from moepack.errors import CheckpointError, DiskError, DownloadError, InvalidTensorError
+from moepack.errors import CheckpointError, DiskError, DownloadError, InvalidTensorError, ResumeError
 from moepack.methods import create
 from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline.estimate import estimate
@@ -263,7 +263,7 @@ def test_a_lost_connection_is_continued_by_the_same_call(hub: Hub, packed_shards
 def test_a_killed_job_is_continued(
     hub: Hub, sharded: Path, packed_shards: Path, tmp_path: Path, kill: signal.Signals
 ) -> None:
-    hub.pause = 0.5
+    hub.pause = 0.2
     code = (
         "import sys, moepack; from moepack.methods.qmoe.ternary import Ternary; "
         f"moepack.compress({NAME!r}, sys.argv[1], method=Ternary())"
@@ -316,6 +316,49 @@ def test_shards_of_another_commit_are_not_used(hub: Hub, packed_shards: Path, tm
         (folder / f"model-{number:05d}-of-00008.safetensors").write_bytes(b"old")
     moepack.compress(NAME, tmp_path / "out", method=Ternary())
     assert support.contents(tmp_path / "out") == support.contents(packed_shards)
+
+
+def test_a_folder_of_the_user_is_not_emptied(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "out.source").mkdir()
+    (tmp_path / "out.source" / "notes.txt").write_text("mine")
+    with pytest.raises(ResumeError, match="was not created by moepack"):
+        moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert (tmp_path / "out.source" / "notes.txt").read_text() == "mine"
+
+
+def test_a_budget_for_a_directory_is_refused(sharded: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="applies to a model of the Hub"):
+        moepack.compress(sharded, tmp_path / "out", method=Ternary(), disk_budget="1GB")
+
+
+def test_a_failed_download_ahead_is_repeated_when_it_is_needed(
+    hub: Hub, packed_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moepack.checkpoint.remote.files import RemoteFiles
+
+    receive, failed = RemoteFiles._receive, []
+
+    def once(self: RemoteFiles, name: str, part: Path) -> None:
+        if name not in self._wanted and name not in failed:
+            failed.append(name)
+            raise DownloadError("cannot be downloaded: the server is restarting", file=name)
+        receive(self, name, part)
+
+    monkeypatch.setattr(RemoteFiles, "_receive", once)
+    moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert failed and support.contents(tmp_path / "out") == support.contents(packed_shards)
+
+
+def test_two_jobs_do_not_share_a_folder(hub: Hub, tmp_path: Path) -> None:
+    first, second = (open_remote(NAME, tmp_path / "out.source") for _ in range(2))
+    assert first is not None and second is not None
+    first[1].claim(10**6)
+    with pytest.raises(ResumeError, match="another process"):
+        second[1].claim(10**6)
+    second[1].close(remove=True)
+    assert (tmp_path / "out.source").exists()
+    first[1].close(remove=True)
+    assert not (tmp_path / "out.source").exists()
 
 
 def test_a_defect_of_the_model_leaves_no_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

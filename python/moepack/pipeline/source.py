@@ -19,7 +19,7 @@ from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.remote import RemoteFiles, open_remote
 from moepack.checkpoint.remote.files import AT_ONCE
-from moepack.checkpoint.resolve import resolve_model
+from moepack.checkpoint.resolve import hub_id, resolve_model
 from moepack.errors import DiskError, DownloadError, MoepackError
 from moepack.format.header import TensorInfo
 from moepack.pipeline.journal import PARTIAL
@@ -167,6 +167,8 @@ def opened(
     if isinstance(model, Source):
         yield model
         return
+    if disk_budget is not None and (whole or hub_id(model) is None):
+        raise ValueError("a disk budget applies to a model of the Hub that this machine packs alone")
     folder = target.with_name(target.name + SOURCE)
     found = None if whole else open_remote(model, folder)
     if found is None:

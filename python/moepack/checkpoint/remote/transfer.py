@@ -34,6 +34,9 @@ PAUSE = 1.0
 
 LONGEST = 16.0
 
+PATIENCE = 300.0
+"""Longest pause in seconds that a server can ask for."""
+
 
 @dataclass(frozen=True)
 class RemoteFile:
@@ -207,5 +210,7 @@ def _wait(cause: Exception, failures: int) -> float | None:
     refused = response.status_code < 500 and response.status_code not in (408, 429)
     if refused and str(response.url).startswith(constants.ENDPOINT):
         return None  # another host refuses expired addresses
-    asked = response.headers.get("Retry-After", "")
-    return max(pause, float(asked)) if asked.isdigit() else pause
+    # The Hub names the seconds until the end of a limit as `t` in `RateLimit`, other servers in `Retry-After`.
+    limit = re.search(r"\bt=(\d+)", response.headers.get("RateLimit", ""))
+    asked = limit[1] if limit and response.status_code == 429 else response.headers.get("Retry-After", "")
+    return max(pause, min(float(asked), PATIENCE)) if asked.isdigit() else pause
