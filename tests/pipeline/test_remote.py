@@ -1,15 +1,18 @@
 """Models on a hub, packed while they are downloaded. The hub is a server on loopback (`hub_support`)."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import moepack
 import packed_support as support
@@ -21,6 +24,7 @@ from moepack.errors import CheckpointError, DiskError, DownloadError, InvalidTen
 from moepack.methods import create
 from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline.estimate import estimate
+from moepack.progress import Bar, Lines
 from places import ROOT
 
 NAME = "someone/moe"
@@ -359,6 +363,16 @@ def test_two_jobs_do_not_share_a_folder(hub: Hub, tmp_path: Path) -> None:
     assert (tmp_path / "out.source").exists()
     first[1].close(remove=True)
     assert not (tmp_path / "out.source").exists()
+
+
+@pytest.mark.parametrize("display", [Lines, Bar])
+def test_progress_shows_packing_download_and_disk(hub: Hub, tmp_path: Path, display: type[Lines] | type[Bar]) -> None:
+    hub.pause = 0.05
+    shown = Console(file=StringIO(), force_terminal=display is Bar, width=300)
+    moepack.compress(NAME, tmp_path / "out", method=Ternary(), progress=display(shown))
+    lines = re.split("[\n\r]", shown.file.getvalue())  # type: ignore[attr-defined]
+    together = [line for line in lines if "weights/s" in line and "to download" in line and "on disk" in line]
+    assert together and any("experts" in line for line in together)
 
 
 def test_a_defect_of_the_model_leaves_no_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
