@@ -159,7 +159,7 @@ def opened(
         target: the directory to create.
         keep_source: download shards into the Hub's cache and keep them.
         disk_budget: maximum bytes of shards on disk; None means three shards, or what the method needs.
-        whole: download the whole model first.
+        whole: download the whole model first, and give an absolute path, which is valid on other machines, too.
 
     Raises:
         CheckpointError, UnsupportedModelError, ValueError: as for `open_remote` and `open_checkpoint`.
@@ -172,7 +172,9 @@ def opened(
     folder = target.with_name(target.name + SOURCE)
     found = None if whole else open_remote(model, folder)
     if found is None:
-        yield Source(model, open_checkpoint(resolve_model(model)), None, keep_source, disk_budget)
+        directory = resolve_model(model)
+        checkpoint = open_checkpoint(directory.absolute() if whole else directory)
+        yield Source(model, checkpoint, None, keep_source, disk_budget)
         return
     source, keep = Source(model, *found, keep_source, disk_budget), False
     try:

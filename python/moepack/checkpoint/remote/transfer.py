@@ -127,32 +127,34 @@ class Transfer:
         """
         position, failures = start, 0
         while position < stop:
+            known = self._locations.get(name)
             try:
-                for piece in self._attempt(name, position, stop):
+                for piece in self._attempt(name, known, position, stop):
                     position, failures = position + len(piece), 0
                     yield piece
                 if position < stop:
                     raise OSError("the connection ended early")
             except _failures() as cause:
-                self._locations.pop(name, None)  # its signature may have expired
+                self._locations.pop(name, None)
                 failures += 1
                 wait = _wait(cause, failures - 1)
+                if wait is None and known is not None and not isinstance(cause, DownloadError):
+                    wait = 0.0  # the signature of the address may have expired
                 if wait is None or failures >= ATTEMPTS:
                     raise self._error(name, hub_reason(cause)) from cause
                 time.sleep(wait)
 
-    def _attempt(self, name: str, start: int, stop: int) -> Iterator[bytes]:
-        """Yield bytes of one response, maybe fewer than requested."""
+    def _attempt(self, name: str, known: str | None, start: int, stop: int) -> Iterator[bytes]:
+        """Yield bytes of one response, maybe fewer than requested; `known` is where the last redirect led."""
         import huggingface_hub
         from huggingface_hub import constants
         from huggingface_hub.utils import get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
-        known = self._locations.get(name)
         url = known or huggingface_hub.hf_hub_url(
             self.listing.model, name, revision=self.listing.commit, endpoint=constants.ENDPOINT
         )
-        # A redirect leads to a signed address at another host, which must not see the token.
-        headers = {"Accept-Encoding": "identity"} if known else dict(self._headers)
+        # A redirect usually leads to a signed address at another host, which must not see the token.
+        headers = dict(self._headers) if _is_hub(url) else {"Accept-Encoding": "identity"}
         headers["Range"] = f"bytes={start}-{stop - 1}"
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
@@ -187,6 +189,13 @@ class Transfer:
         return DownloadError(f"cannot be downloaded: {reason}", file=f"{self.listing.model}/{name}")
 
 
+def _is_hub(url: str) -> bool:
+    """Return whether an address is at the Hub itself."""
+    from huggingface_hub import constants
+
+    return url.startswith(f"{constants.ENDPOINT}/")
+
+
 def _failures() -> tuple[type[Exception], ...]:
     """Return the exceptions of a failed request. The package of huggingface_hub's client depends on its version."""
     found: list[type[Exception]] = [OSError, ValueError]
@@ -198,8 +207,6 @@ def _failures() -> tuple[type[Exception], ...]:
 
 def _wait(cause: Exception, failures: int) -> float | None:
     """Return the seconds to wait before another attempt; None if it would fail in the same way."""
-    from huggingface_hub import constants
-
     if isinstance(cause, DownloadError):
         return None
     pause = min(PAUSE * 2.0**failures, LONGEST)
@@ -208,7 +215,7 @@ def _wait(cause: Exception, failures: int) -> float | None:
         offline = type(cause).__name__ in ("OfflineModeIsEnabled", "LocalTokenNotFoundError", "HFValidationError")
         return None if offline else pause
     refused = response.status_code < 500 and response.status_code not in (408, 429)
-    if refused and str(response.url).startswith(constants.ENDPOINT):
+    if refused and _is_hub(str(response.url)):
         return None  # another host refuses expired addresses
     # The Hub names the seconds until the end of a limit as `t` in `RateLimit`, other servers in `Retry-After`.
     limit = re.search(r"\bt=(\d+)", response.headers.get("RateLimit", ""))
