@@ -90,7 +90,7 @@ class Estimate:
     """The expected resources and results of a job.
 
     Attributes:
-        model: directory of the checkpoint.
+        model: directory of the checkpoint, or its Hub id.
         architecture: transformers' model type.
         layers, experts: number of sparse layers, and of experts in the first of them.
         method, settings: name and settings of the method.
@@ -194,7 +194,7 @@ def _estimated(
         + (() if made is None else made.notes)
         + ((streaming.note,) if streaming is not None and streaming.note else ()),
         streaming=streaming,
-        model=checkpoint.path,
+        model=checkpoint.path if source.remote is None else Path(source.model),
         architecture=found.architecture,
         layers=len(found.layers),
         experts=experts,
