@@ -226,7 +226,7 @@ def test_sets_within_their_budget_are_near_the_best_and_more_bytes_lose_no_more(
 
 @given(refined(), st.integers(0, 120), st.integers(0, 20))
 @settings(deadline=None)
-def test_sets_with_chains_do_the_same(tensors: Any, budget: int, more: int) -> None:
+def test_sets_with_chains_give_the_same_results(tensors: Any, budget: int, more: int) -> None:
     assert check(tensors, budget + more) <= check(tensors, budget) + 1e-9
 
 
@@ -382,7 +382,7 @@ def budgets(least: int, most: int) -> list[int]:
     return [least + round((most - least) * share) for share in (0, 0.01, 0.03, 0.1, 0.2, 0.37, 0.5, 0.72, 0.9, 1)]
 
 
-def test_group_sizes_of_a_model_are_those_of_the_heap(checkpoint: Checkpoint) -> None:
+def test_group_sizes_of_a_model_match_the_heap(checkpoint: Checkpoint) -> None:
     roles = {"experts": 4, "attention": 8}
     sets = [one.candidates for one in proposals(checkpoint, describe(checkpoint), roles)]
     least, most = (sum(pick(one.nbytes for one in own) for own in sets) for pick in (min, max))
@@ -393,7 +393,7 @@ def test_group_sizes_of_a_model_are_those_of_the_heap(checkpoint: Checkpoint) ->
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_grids_and_ranks_of_a_model_are_those_of_the_price_and_the_list(checkpoint: Checkpoint, counted: bool) -> None:
+def test_grids_and_ranks_of_a_model_match_the_price_and_the_list(checkpoint: Checkpoint, counted: bool) -> None:
     model = describe(checkpoint)
     rng, counts = np.random.default_rng(0), {}
     if counted:

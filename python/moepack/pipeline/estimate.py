@@ -29,6 +29,7 @@ from moepack.errors import DiskError
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
 from moepack.methods import Goal, Method, MethodPlan, Weights
+from moepack.methods.mixins import goal_of, is_sized_by_plan, requested
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.outputs import Outputs, check_text, plan_outputs, space_bound
@@ -167,9 +168,9 @@ def estimate(
     checkpoint, found, assignment, goal = _sound(model, target, method, mtp_bits)
     outputs = plan_outputs(checkpoint, found, assignment)
     disk, free = _disk(outputs, checkpoint, target, goal)
-    made = method.plan(checkpoint, found, progress) if method.sized_by_plan else None
+    made = method.plan(checkpoint, found, progress) if is_sized_by_plan(method) else None
     parts = _parts(outputs, assignment, made)
-    kept, request = _kept(outputs, checkpoint), method.request if made is None else made.request
+    kept, request = _kept(outputs, checkpoint), requested(method) if made is None else made.request
     workers = threads or torch.get_num_threads()
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
@@ -208,7 +209,7 @@ def _sound(
     checkpoint = open_checkpoint(resolve_model(model))
     found = describe(checkpoint)
     method.check(checkpoint, found)
-    goal = method.goal(checkpoint, found)
+    goal = goal_of(method, checkpoint, found)
     try_creating(target)
     assignment = Assignment(method).with_beyond(found, mtp_bits)
     check_names(checkpoint, found, assignment)

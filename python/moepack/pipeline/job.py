@@ -40,7 +40,8 @@ from moepack.format.hub import BALANCE, CONFIG, INDEX, config_bytes, index_bytes
 from moepack.format.manifest import BEYOND, DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
-from moepack.methods import Method, MethodPlan, PackedBytes, create
+from moepack.methods import Method, MethodPlan, PackedBytes, Rearranges, create
+from moepack.methods.mixins import goal_of
 from moepack.pipeline.assignment import Assignment, PlannedAssignment
 from moepack.pipeline.check import checked, is_checked
 from moepack.pipeline.executor import Executor, Here
@@ -196,7 +197,7 @@ def _sound(
     if plan is not None and plan.source.partition("+")[0] != checkpoint.fingerprint().partition("+")[0]:
         raise ValueError(f"the plan was made for another checkpoint than {checkpoint.path}")
     assignment.method.check(checkpoint, described)
-    assignment.method.goal(checkpoint, described)  # before all weights are read
+    goal_of(assignment.method, checkpoint, described)  # before all weights are read
     try_creating(target)  # before all weights are read
     copied = check_source(checkpoint, described, assignment)
     warn_all(notes := tuple(overflow_notes(copied, {})))
@@ -374,7 +375,8 @@ class Job:
         content = {CONFIG: config_bytes(self.checkpoint.config, quantization), INDEX: index_bytes(tensors)}
         content |= self.assignment.plan.files
         if isinstance(self.checkpoint, BalancedCheckpoint):
-            content[BALANCE] = serialized(self.checkpoint.form.record(self.model, channels=not self.method.reorders))
+            in_order = not isinstance(self.method, Rearranges)
+            content[BALANCE] = serialized(self.checkpoint.form.record(self.model, channels=in_order))
         files = {name: shard.file for name, shard in workspace.done.items()}
         for name, data in [*_read_copies(self.checkpoint.path, self.outputs), *content.items()]:
             write_inside(workspace.path, name, data)

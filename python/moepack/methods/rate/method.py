@@ -20,6 +20,7 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.methods.base import Expected, Method, MethodPlan, Shape, Weights
 from moepack.methods.fitting import Fitted, Wanted
+from moepack.methods.mixins import Calibrates, PacksLinears
 from moepack.methods.rate.coder import Coder, bound, expected
 from moepack.methods.rate.importance import find_importance
 from moepack.methods.rate.sample import take_sample
@@ -33,7 +34,7 @@ _ROLES = (EMBEDDING, *ROLES)
 
 
 @dataclass
-class Rate(RateSettings, Fitted, Method):
+class Rate(RateSettings, Fitted, Calibrates, PacksLinears, Method):
     """The method with its settings."""
 
     def __post_init__(self) -> None:
