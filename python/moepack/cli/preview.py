@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moepack.cli.plan import download_text
 from moepack.methods import METHODS
 from moepack.units import duration, size
 
@@ -41,6 +42,7 @@ def _rows(plan: "Estimate") -> list[tuple[str, str]]:
         ("size", f"{size(plan.before)} -> about {size(plan.after)} ({plan.before / max(plan.after, 1):.2f}x smaller)"),
         *_goal(plan),
         ("memory", f"about {size(plan.memory)} to compress, {_left(plan.free_memory, plan.memory)}"),
+        *_download(plan),
         ("disk", f"writes up to {size(plan.disk)}, {_left(plan.free_disk, plan.disk)}"),
         ("time", _time(plan)),
         ("runs", _running(plan)),
@@ -56,7 +58,14 @@ def _goal(plan: "Estimate") -> list[tuple[str, str]]:
         rows.append(("goal", f"{size(plan.goal.nbytes)} of weights: {plan.goal.reason}"))
     if plan.plan is not None:
         rows.append(("loss", _loss(plan.plan.loss)))
+    elif plan.goal is not None:
+        rows.append(("loss", "unknown before the weights are read"))
     return rows
+
+
+def _download(plan: "Estimate") -> list[tuple[str, str]]:
+    """Return how a model on the Hub is downloaded."""
+    return [] if plan.streaming is None else [("download", download_text(plan.streaming))]
 
 
 def _part(part: "Part") -> str:
