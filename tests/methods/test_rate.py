@@ -171,7 +171,7 @@ def test_a_layer_takes_its_budget(target):
                 price = curves.unit * budget.price(name, group)
                 codes, _, _ = problem(name, group).solve(constant(rows, price), constant(rows, gain))
                 bits = row_bits(codes).sum(1)
-                budget.book(name, group, bits)
+                budget.record_bits(name, group, bits)
                 if budget.excess() is None or abs(budget.excess()) < 0.002:
                     break
             total += float(bits.sum())

@@ -315,7 +315,7 @@ def test_a_price_is_where_the_summed_curves_cross_the_budget(seed: int, share: f
     budget = PricedBudget(share, ladder, {"up": curves})
     assert budget.price("up", range(3)) == pytest.approx(twin_price(curves, ladder, share), rel=1e-9)
     # Booked bytes leave the budget, and curves of the stage are scaled by the error of the estimate.
-    budget.book("up", range(1), torch.tensor([1.0]))
+    budget.record_bits("up", range(1), torch.tensor([1.0]))
     level = float(torch.log2(torch.tensor(budget._last, dtype=torch.float64))) + 6
     below = min(int(level), len(ladder) - 2)
     expected = float(torch.lerp(curves[0, below], curves[0, below + 1], level - below))
@@ -323,7 +323,7 @@ def test_a_price_is_where_the_summed_curves_cross_the_budget(seed: int, share: f
     assert budget.price("up", range(1, 3)) == pytest.approx(
         twin_price(curves[1:] / expected, ladder, share - 1.0), rel=1e-6
     )
-    budget.book("up", range(1, 3), torch.tensor([2.0, 3.0]))
+    budget.record_bits("up", range(1, 3), torch.tensor([2.0, 3.0]))
     assert budget.excess() == pytest.approx(6 / share - 1)
 
 

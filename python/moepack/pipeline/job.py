@@ -400,7 +400,7 @@ class Job:
                     packed = _read_layer(workspace.path / record.name, layer, record)
                     if run is not None:
                         self.packer.pack(layer, run, packed)
-                self.packer.book(layer, packed)
+                self.packer.record_sizes(layer, packed)
 
     def _advance(self, weights: int) -> None:
         self.progress.advance(weights, self.peak.sample())

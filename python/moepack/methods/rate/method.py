@@ -1,7 +1,7 @@
 """The method `rate`: integers with one step for the whole model, rounded with regard to code length, at any bit rate.
 
 Rows and columns of each tensor are multiplied by factors so that all errors have equal weight (`importance`, `scales`).
-The step is derived from the requested bits and a sample of the model (`step`). Weights are rounded to it
+The step is derived from the requested bits and a sample of the model (`step_size`). Weights are rounded to it
 (`moepack.solvers.priced`), and an entropy coder stores the integers in about as many bytes as they carry information.
 With a text, each layer gets the bits that result from this, and GPTQ with the code length as price decides where they
 go (`layer`).
