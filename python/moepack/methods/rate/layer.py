@@ -6,8 +6,8 @@ the Hessians, which share one unit (`moepack.calibration.moments`). A projection
 the price on average; more or less important experts give code length less or more weight when rounding.
 
 Sampled rows of every matrix determine the initial price before the first stage is solved. The actual bits of each group
-of experts are then recorded, and the price is updated for the rest. The first group of a projection is solved once more,
-because compensated weights are wider than the sampled ones.
+of experts are then recorded, and the price is updated for the rest. The first group of a projection is solved once
+more, because compensated weights are wider than the sampled ones.
 """
 
 from __future__ import annotations
