@@ -228,22 +228,7 @@ def test_a_budget_has_less_error_than_the_fixed_size_of_the_same_bytes(outliers:
 
 @pytest.mark.parametrize("group_size", [64, "row", "adaptive", "budget"])
 def test_bytes_do_not_depend_on_threads_or_interruptions(group_size: Any, mixtral: Path, tmp_path: Path) -> None:
-    def method() -> FineQuant:
-        return FineQuant(bits=3, group_size=group_size, dense_bits=8)
-
-    torch_threads, core_threads = torch.get_num_threads(), _core.threads()
-    try:
-        moepack.compress(mixtral, tmp_path / "one", method=method(), threads=1)
-        moepack.compress(mixtral, tmp_path / "four", method=method(), threads=4)
-    finally:
-        torch.set_num_threads(torch_threads)
-        _core.set_threads(core_threads)
-    assert support.contents(tmp_path / "one") == support.contents(tmp_path / "four")
-    with support.interrupted(FineQuant, 12):
-        moepack.compress(mixtral, tmp_path / "again", method=method())
-    report = moepack.compress(mixtral, tmp_path / "again", method=method())
-    assert report.resumed_weights > 0
-    assert support.contents(tmp_path / "one") == support.contents(tmp_path / "again")
+    support.assert_same_bytes(mixtral, tmp_path, lambda: FineQuant(bits=3, group_size=group_size, dense_bits=8), 12)
 
 
 @pytest.mark.parametrize("group_size", [64, "row", "adaptive", "budget"])

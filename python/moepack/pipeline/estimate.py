@@ -28,6 +28,7 @@ from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
 from moepack.methods import Goal, Method, MethodPlan, Weights
 from moepack.methods.base import Expected
+from moepack.methods.mixins import goal_of, is_sized_by_plan, requested
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.outputs import Outputs, check_text, plan_outputs, space_bound
@@ -183,10 +184,10 @@ def _estimated(
     outputs = plan_outputs(checkpoint, found, assignment)
     disk, free = _disk(outputs, checkpoint, target, goal)
     streaming = source.streaming(assignment.layers(found), method.looks_ahead, free - disk)
-    made = method.plan(checkpoint, found, progress) if method.sized_by_plan and streaming is None else None
+    made = method.plan(checkpoint, found, progress) if is_sized_by_plan(method) and streaming is None else None
     room = None if goal is None else goal.nbytes - dense_bytes(outputs, checkpoint)
     parts = packed_parts(outputs, assignment, made, room)
-    kept, request = _kept(outputs, checkpoint), method.request if made is None else made.request
+    kept, request = _kept(outputs, checkpoint), requested(method) if made is None else made.request
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
     return Estimate(
@@ -221,7 +222,7 @@ def _sound(
     """Check a job as `compress` does; return the checkpoint to pack, its description, its methods and its size."""
     found = describe(checkpoint)
     method.check(checkpoint, found)
-    goal = method.goal(checkpoint, found)
+    goal = goal_of(method, checkpoint, found)
     try_creating(target)
     assignment = Assignment(method).with_beyond(found, mtp_bits)
     check_names(checkpoint, found, assignment)
@@ -274,7 +275,7 @@ def packed_parts(
         chosen = assignment.of(middle)
         assert isinstance(chosen, Method), "estimates do not include tensors that are already packed"
         sized = made.packer if made is not None and chosen is made.method else chosen
-        if made is None and chosen.sized_by_plan and room is not None:
+        if made is None and is_sized_by_plan(chosen) and room is not None:
             found = Expected(math.prod(shape) * room / max(every, 1), exact=False)
         else:
             found = sized.expected(middle)

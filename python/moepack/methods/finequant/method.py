@@ -33,6 +33,7 @@ from moepack.methods.finequant.sizes import (
     stored_size,
 )
 from moepack.methods.fitting import DENSE, Fitted, Wanted
+from moepack.methods.mixins import PacksLinears
 from moepack.methods.parallel import for_experts
 from moepack.methods.roles import dense_text, parse_dense_bits
 from moepack.progress import Progress
@@ -43,7 +44,7 @@ __all__ = ["FineQuant"]
 
 
 @dataclass
-class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
+class FineQuant(FineQuantSettings, Fitted, PacksLinears, SimpleMethod):
     """The method with its settings."""
 
     packs_empty: ClassVar[bool] = True
