@@ -81,7 +81,7 @@ unsafe fn rotate<const BANKS: usize, const WIDE: bool, const MORE: bool>(
         for state in single.as_chunks_mut::<1>().0 {
             let out = [out[(count - 1) * registers + register].0.as_mut_ptr().cast()];
             // SAFETY: guaranteed by the caller; the states are those of chains.
-            unsafe { step::<1, BANKS, true, true>(state, out) }
+            unsafe { step::<1, BANKS, WIDE, MORE>(state, out) }
         }
     }
     for (chain, state) in chains.iter_mut().zip(&states) {
