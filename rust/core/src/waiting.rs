@@ -83,10 +83,9 @@ impl Polling {
     /// A round of polling. Returns false if the thread should sleep.
     pub fn goes_on(&mut self) -> bool {
         self.rounds = self.rounds.saturating_add(1);
-        if self.rounds == FEW || self.rounds >= SPINS {
-            if !self.looks_well(&CROWD, Instant::now()) {
-                return false;
-            }
+        let looks = self.rounds == FEW || self.rounds >= SPINS;
+        if looks && !self.looks_well(&CROWD, Instant::now()) {
+            return false;
         }
         match self.rounds < SPINS {
             true => std::hint::spin_loop(),

@@ -30,13 +30,13 @@ fn pass<const SHIFTED: bool>(states: &mut [Register; PERIOD], span: Span, regist
         register::<SHIFTED>(&mut vectors, 2, ends, third);
         register::<SHIFTED>(&mut vectors, 3, ends, fourth);
     }
-    // Indexing by a variable keeps the copy in memory.
-    let mut vectors = vectors;
+    // An array that is indexed by a variable is in memory, so this is another one.
+    let mut last = vectors;
     for (number, symbols) in rest.iter_mut().enumerate() {
-        register::<SHIFTED>(&mut vectors, number, ends, symbols);
+        register::<SHIFTED>(&mut last, number, ends, symbols);
     }
-    vectors.rotate_left(rest.len());
-    for (state, vectors) in states.iter_mut().zip(vectors) {
+    last.rotate_left(rest.len());
+    for (state, vectors) in states.iter_mut().zip(last) {
         store(vectors, state);
     }
 }
