@@ -545,28 +545,43 @@ extern "C" __global__ void prepare_tokens(Activations x, int width, int bits, fl
     }
 }
 
-// The value at a row and a column.
-MOEPACK_DEVICE float weight(const Codebook::Matrix& matrix, int rows, i64 row, int column) {
-    i64 expert = row / rows, panel = expert * ceil_div(rows, PANEL) + row % rows / PANEL;
-    int place = row % rows % PANEL, chunk = column / CHUNK, block = matrix.block_of(chunk);
-    const u8* data = matrix.data + panel * matrix.panel_bytes;
-    const u8 *codes = data + matrix.codes_at(chunk), *books = data + matrix.block_at(block);
-    u32 code = code_of<BITS>(codes, place, column % CHUNK);
-    int centroid = static_cast<signed char>(books[place * Codebook::ENTRIES + code]) * 256;
-    if (PLANES == 2) centroid += static_cast<signed char>(books[(PANEL + place) * Codebook::ENTRIES + code]);
-    const float* scales = reinterpret_cast<const float*>(books + PLANES * PANEL * Codebook::ENTRIES);
-    return __fmul_rn(scales[place], float(centroid));
-}
+// A row of a matrix, numbered over all experts.
+struct CodebookRow {
+    const Codebook::Matrix& matrix;
+    const u8* panel;
+    int place;
+
+    MOEPACK_DEVICE CodebookRow(const Codebook::Matrix& matrix, int rows, i64 row) : matrix(matrix) {
+        i64 expert = row / rows;
+        int in_expert = int(row - expert * rows);
+        panel = matrix.data + (expert * ceil_div(rows, PANEL) + in_expert / PANEL) * matrix.panel_bytes;
+        place = in_expert % PANEL;
+    }
+
+    MOEPACK_DEVICE float value(int column) const {
+        int chunk = column / CHUNK, block = matrix.block_of(chunk);
+        const u8 *codes = panel + matrix.codes_at(chunk), *books = panel + matrix.block_at(block);
+        u32 code = code_of<BITS>(codes, place, column % CHUNK);
+        int centroid = static_cast<signed char>(books[place * Codebook::ENTRIES + code]) * 256;
+        if (PLANES == 2) centroid += static_cast<signed char>(books[(PANEL + place) * Codebook::ENTRIES + code]);
+        const float* scales = reinterpret_cast<const float*>(books + PLANES * PANEL * Codebook::ENTRIES);
+        return __fmul_rn(scales[place], float(centroid));
+    }
+};
 
 // Decodes `count` rows, numbered over all experts, starting at `first`, and reverses the rotation by matrices of
 // `width`.
 extern "C" __global__ void dequantize(Codebook::Matrix matrix, i64 first, i64 count, int rows, int columns, int width,
                                       int wide, void* out) {
     for (i64 i = blockIdx.x; i < count; i += gridDim.x) {
-        auto value = [&](int column) { return weight(matrix, rows, first + i, column); };
+        CodebookRow row(matrix, rows, first + i);
         auto use = [&](int column, float value) { store_value(out, i * columns + column, value, wide); };
-        if (width > 1) rotate_row(columns, width, value, use);
-        else for (int column = threadIdx.x; column < columns; column += blockDim.x) use(column, value(column));
+        if (width > 1) {
+            rotate_row(columns, width, [&](int column) { return row.value(column); }, use);
+            continue;
+        }
+#pragma unroll 4
+        for (int column = threadIdx.x; column < columns; column += blockDim.x) use(column, row.value(column));
     }
 }
 
