@@ -130,9 +130,15 @@ MOEPACK_DEVICE void lay_out_places(const Layout& layout) {
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, product = lane / 4;
     int token = start + lane % 4, place = tile * layout.columns + least(token, tokens - 1);
     int row = layout.top_k ? layout.routes.slot[place] / layout.top_k : place;
+    // Rows of up to 2048 columns stay in registers; the other columns are loaded twice.
+    constexpr int KEPT = 2;
+    Columns<TYPE, Format> kept[KEPT], columns;
     float largest = 0;
-    for (int chunk = warp; chunk < layout.chunks; chunk += WARPS) {
-        Columns<TYPE, Format> columns;
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) kept[i].load(layout.x, row, warp + i * WARPS, product);
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) largest = fmaxf(largest, kept[i].largest());
+    for (int chunk = warp + KEPT * WARPS; chunk < layout.chunks; chunk += WARPS) {
         columns.load(layout.x, row, chunk, product);
         largest = fmaxf(largest, columns.largest());
     }
@@ -145,10 +151,14 @@ MOEPACK_DEVICE void lay_out_places(const Layout& layout) {
     bool exists = token < tokens;
     if (warp == 0 && product == 0 && exists)
         layout.scales[place] = scale.inverse * (layout.units ? layout.units[row] : 1.0f);
-    for (int chunk = warp; chunk < layout.chunks; chunk += WARPS) {
-        Columns<TYPE, Format> columns;
+    int bytes = cell_bytes<Format>(layout.columns);
+    u8* cells = layout.cells + (i64(tile) * layout.chunks + warp) * bytes;
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i, cells += WARPS * bytes)
+        if (warp + i * WARPS < layout.chunks)
+            kept[i].template write<4>(cells, layout.columns, token, product, scale.factor, exists);
+    for (int chunk = warp + KEPT * WARPS; chunk < layout.chunks; chunk += WARPS, cells += WARPS * bytes) {
         columns.load(layout.x, row, chunk, product);
-        u8* cells = layout.cells + (i64(tile) * layout.chunks + chunk) * cell_bytes<Format>(layout.columns);
         columns.template write<4>(cells, layout.columns, token, product, scale.factor, exists);
     }
 }

@@ -47,8 +47,8 @@ PROGRAMS = {
     **{f"codebook {bits} bits": codebook(bits, 2) for bits in (2, 3, 4)},
     "linear int3 by 64 symmetric": groupwise_linear.program(3, 64, True, True),
     **{f"linear int{bits} by 64": groupwise_linear.program(bits, 64, False, True) for bits in (4, 8)},
-    **{f"grouped int{bits} by 64": groupwise_linear.grouped_program(bits, 64, bits > 3, True) for bits in (3, 4, 8)},
-    **{f"grouped codebook, {planes} planes": codebook_kernels._compiled_grouped(4, planes) for planes in (1, 2)},
+    **{f"grouped int{bits} by 64": groupwise_linear.grouped_program(bits, 64, bits > 3, True) for bits in (3, 8)},
+    "grouped codebook": codebook_kernels._compiled_grouped(4, 2),
     "linear codebook 4 bits": codebook_kernels._compiled_linear(4, 2),
     "linear codebook 4 bits, rounded": codebook_kernels._compiled_linear(4, 1),
     "codebook 4 bits, 32 tokens": codebook(4, 2, 32),
@@ -152,7 +152,8 @@ def test_kernels_keep_their_values_in_registers(name, arch):
             assert code.count("HGMMA") > 0 and "serialized" not in cubin.log
         # NVRTC 13.0 used odd registers for descriptors, which a GPU rejects.
         assert not any(re.search(r"desc\[UR\d*[13579]\]", arguments) for _, arguments in code.instructions), kernel
-        assert "gated" not in kernel or name.startswith(("fsv8", "dict16")) or code.count("HMMA", "IMMA", "HGMMA") > 0
+        without = name.startswith(("fsv8", "dict16")) or (tiles and arch != "sm_90a")
+        assert "gated" not in kernel or without or code.count("HMMA", "IMMA", "HGMMA") > 0
 
 
 OPERATIONS = {

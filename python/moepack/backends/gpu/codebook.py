@@ -103,6 +103,10 @@ class CodebookKernels(LayerKernels):
         else:
             super().linear(matrix, x, out)
 
+    def linear_calls(self, matrix: DeviceMatrix) -> int:
+        """See `LayerKernels.linear_calls`."""
+        return 4 if self._has_linear(matrix) else 1
+
     def grouped(self, matrix: DeviceMatrix) -> Grouped | None:
         """See `LayerKernels.grouped`."""
         if not self._has_linear(matrix):

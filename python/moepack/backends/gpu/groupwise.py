@@ -88,6 +88,10 @@ class GroupwiseKernels(LayerKernels):
             kernels, gpu = self._linear(matrix), device_of(matrix.data)
             linear.launch(kernels, matrix, _LINEAR, self.struct(matrix), self._tile_bytes(matrix), x, out, gpu)
 
+    def linear_calls(self, matrix: DeviceMatrix) -> int:
+        """See `LayerKernels.linear_calls`."""
+        return 4 if self._has_linear(matrix) else 1
+
     def grouped(self, matrix: DeviceMatrix) -> Grouped | None:
         """See `LayerKernels.grouped`."""
         if matrix.kind != "groupwise":

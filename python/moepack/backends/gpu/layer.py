@@ -172,6 +172,10 @@ class LayerKernels(ABC):
         """Transform activations for the kernels of a matrix; by default returns x."""
         return x
 
+    def linear_calls(self, matrix: DeviceMatrix) -> int:
+        """The most calls of a linear layer, of 64 tokens each, that are faster than decoding all weights."""
+        return 1
+
     def grouped(self, matrix: DeviceMatrix) -> Grouped | None:
         """The kernels for many tokens on GPUs with warpgroups; None if the matrix's format has none."""
         return None

@@ -143,7 +143,7 @@ def _fits(matrix: DeviceMatrix, x: Tensor) -> bool:
     """Whether all experts can be decoded and multiplied at once."""
     count, *sizes = matrix.shape
     small = x.dtype.itemsize * count * sizes[0] * sizes[1] <= DECODED_BYTES
-    return small and x.dtype is torch.bfloat16 and _can_group(x, sizes)
+    return small and matrix.data.is_cuda and x.dtype is torch.bfloat16 and _can_group(x, sizes)
 
 
 def _can_group(x: Tensor, sizes: Sequence[int]) -> bool:
