@@ -14,7 +14,7 @@ from sass import DISASSEMBLER, INTEGER, disassemble
 from moepack.backends.gpu import channels as channel_kernels
 from moepack.backends.gpu import codebook as codebook_kernels
 from moepack.backends.gpu import coded as coded_kernels
-from moepack.backends.gpu import coded_upload, compiler, groupwise_linear, norm
+from moepack.backends.gpu import coded_upload, compiler, groupwise_linear, step
 from moepack.backends.gpu import groupwise as groupwise_kernels
 from moepack.backends.gpu import ternary as ternary_kernels
 from moepack.backends.gpu.families import FAMILIES
@@ -62,7 +62,7 @@ PROGRAMS = {
     "coded, 16 tokens": coded_kernels._program(16),
     "coded, dependent": coded_kernels._program(1, True),
     "coded, dependent, 16 tokens": coded_kernels._program(16, True),
-    "norm": norm.program(),
+    "step": step.program(),
     "coded upload": coded_upload._program(),
     **{f"channels of {bits} bits": channel_kernels._program(bits) for bits in (4, 8, 16)},
     "residuals of 4 bits": channel_kernels._program(4, refines=True),
@@ -74,7 +74,7 @@ LINEAR = {"prepare", "add", *(f"linear_{columns}" for columns in COLUMNS)}
 
 KERNELS = {
     "channels.cu": {"choose", "compute", "add", "dequantize", "gather"},
-    "norm.cu": {"rms_norm"},
+    "step.cu": {"rms_norm", "rotate"},
     "coded_upload.cu": {"measure", "write_records"},
     "groupwise_linear.cu": LINEAR,
     "codebook_linear.cu": LINEAR,
@@ -208,7 +208,7 @@ def test_a_linear_layer_takes_few_instructions(name, most):
 
 def test_every_family_has_programs():
     families = {f"{module}.cu" for module in FAMILIES.values()}
-    others = {"coded_upload.cu", "norm.cu"} | {
+    others = {"coded_upload.cu", "step.cu"} | {
         f"{name}_{kind}.cu" for name in ("groupwise", "codebook") for kind in ("linear", "grouped")
     }
     assert {program.source for program in PROGRAMS.values()} == families | others

@@ -33,7 +33,7 @@ PROGRAMS = [
     ("codebook_linear.cu", {"BITS": 4, "PLANES": 2}),
     ("coded.cu", {"TOKENS": 8, "MOST_THREADS": 512, "DEPENDENT": 0}),
     ("coded_upload.cu", {}),
-    ("norm.cu", {}),
+    ("step.cu", {}),
     ("channels.cu", {"BITS": 4, "REFINES": 1}),
     ("ternary.cu", {"DICT16": 0, "TOKENS": 1, "LANES": 32, "GLOBAL": 0, "THREADS": 512}),
 ]
