@@ -44,9 +44,9 @@ CHANNELS = "channels"
 _FEWER = {"ternary": 8}
 """The most tokens for the kernels in linear layers, for formats in which decoding all weights is faster above that."""
 
-_IN_CALLS = {"coded": 2, "codebook": 3, "compensated": 8}
+_IN_CALLS = {"coded": 2, "codebook": 4}
 """The most calls of the kernels that are faster than decoding all experts of a layer, for formats that have no kernels
-for many tokens. A call reads the experts of its tokens."""
+for many tokens, measured on an H100 with 128 experts. A call reads the experts of its tokens."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -82,7 +82,8 @@ class GpuBackend(Backend):
             return out.zero_()
         with _current([weights], x):
             kernels = kernels_of(weights.kind)
-            calls = kernels.linear_calls(weights) if isinstance(kernels, LayerKernels) else 1
+            wide = x.dtype is torch.float32
+            calls = kernels.linear_calls(weights) if isinstance(kernels, LayerKernels) and not wide else 1
             if len(x) > _FEWER.get(weights.kind, TOKENS * calls):
                 return prompt.linear(weights, x)
             for some, to in zip(torch.split(x, TOKENS), torch.split(out, TOKENS), strict=True):
@@ -115,7 +116,8 @@ class GpuBackend(Backend):
         if not (index.numel() and all(all(matrix.shape) for matrix in projections)):
             return torch.zeros((len(x), rows), dtype=torch.float32, device=x.device)
         with _current([*projections, index, weights], x):
-            if not has_kernels(projections, index, activation) and not _in_calls(projections, index, activation):
+            fused = has_kernels(projections, index, activation) or _in_calls(projections, x.dtype, index, activation)
+            if not fused:
                 return prompt.experts(projections, x, index, weights, activation)
             if projections[-1].slots:
                 return slots.experts(projections, x, index, weights)
@@ -223,10 +225,10 @@ def _current(needed: Sequence[Any], x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if torch.cuda.current_device() == x.device.index else torch.cuda.device(x.device)
 
 
-def _in_calls(matrices: Sequence[DeviceMatrix], index: Tensor, activation: Activation) -> bool:
-    """Whether several calls of the kernels are faster than decoding all experts."""
+def _in_calls(matrices: Sequence[DeviceMatrix], dtype: torch.dtype, index: Tensor, activation: Activation) -> bool:
+    """Whether several calls of the kernels are faster than decoding all experts; they round float32 activations."""
     tokens, choices = index.shape
-    if choices > PAIRS or matrices[-1].slots:
+    if choices > PAIRS or matrices[-1].slots or dtype is torch.float32:
         return False
     few = min(TOKENS, PAIRS // choices)
     calls = min(_IN_CALLS.get(matrix.kind, 1) for matrix in matrices)

@@ -105,7 +105,7 @@ class CodebookKernels(LayerKernels):
 
     def linear_calls(self, matrix: DeviceMatrix) -> int:
         """See `LayerKernels.linear_calls`."""
-        return 4 if self._has_linear(matrix) else 1
+        return linear.calls(matrix, 3) if self._has_linear(matrix) else 1
 
     def grouped(self, matrix: DeviceMatrix) -> Grouped | None:
         """See `LayerKernels.grouped`."""

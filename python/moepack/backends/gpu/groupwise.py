@@ -90,7 +90,7 @@ class GroupwiseKernels(LayerKernels):
 
     def linear_calls(self, matrix: DeviceMatrix) -> int:
         """See `LayerKernels.linear_calls`."""
-        return 4 if self._has_linear(matrix) else 1
+        return linear.calls(matrix, 3 if matrix.details["bits"] == 8 else 4) if self._has_linear(matrix) else 1
 
     def grouped(self, matrix: DeviceMatrix) -> Grouped | None:
         """See `LayerKernels.grouped`."""
