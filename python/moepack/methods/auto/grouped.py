@@ -20,7 +20,7 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import ROLES
 from moepack.methods.auto.loss import expected_rise
 from moepack.methods.auto.packer import Allocated
-from moepack.methods.base import Expected, PackedTensor, Solution, Weights
+from moepack.methods.base import Expected, PackedBytes, Solution, Weights
 from moepack.methods.finequant.method import FineQuant
 from moepack.methods.finequant.planning import proposals
 from moepack.methods.rate.importance import Importance, role_of
@@ -93,7 +93,7 @@ class Grouped(Allocated):
         (weights,) = stage.tensors.values()
         return self._method(weights.name).solve(stage)
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack the codes of a tensor."""
         return self._method(weights.name).pack(weights, solution)
 

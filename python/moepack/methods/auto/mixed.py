@@ -28,11 +28,11 @@ from moepack.methods.auto.coded import Coded, coded_within
 from moepack.methods.auto.grouped import Grouped
 from moepack.methods.auto.loss import expected_rise
 from moepack.methods.auto.packer import Allocated
-from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
+from moepack.methods.base import Expected, PackedBytes, Shape, Solution, Weights
 from moepack.methods.rate.importance import Importance
 from moepack.methods.rate.method import Rate
 from moepack.methods.rate.sample import Sample, take_sample
-from moepack.methods.rate.step import Step, find_step, free_bits
+from moepack.methods.rate.step_size import Step, find_step, free_bits
 from moepack.solvers.priced import BLOCK_ROWS, WORTH, largest_at, round_priced
 
 __all__ = ["Mixed"]
@@ -149,7 +149,7 @@ class Mixed(Allocated):
         coded = {name: nbytes for name, nbytes in stage.spent.items() if name not in self.grouped.choices}
         return self._of(weights.name).solve(replace(stage, spent=coded))
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack a tensor in its chosen format."""
         return self._of(weights.name).pack(weights, solution)
 

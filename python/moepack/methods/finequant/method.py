@@ -20,7 +20,7 @@ import torch
 from moepack import _core
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
-from moepack.methods.base import Expected, MethodPlan, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.base import Expected, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.finequant.planning import REFERENCE, plan_sizes, proposals
 from moepack.methods.finequant.settings import ADAPTIVE, ALPHA, BUDGET, ROW, FineQuantSettings
 from moepack.methods.finequant.sizes import (
@@ -185,7 +185,7 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         details = {"group_size": size or max(columns, 1), "relative_error": relative}
         return {name: Solution({"codes": codes, "scales": scales, "offsets": offsets}, details=details)}
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack the codes."""
         bits, parts = self._bits(weights.role), {name: part.numpy() for name, part in solution.parts.items()}
         try:
@@ -197,7 +197,7 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
         width = _core.PackedTensor(blob).details()["group_size"]
         details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "dtype": "float16"}
-        return PackedTensor("groupwise", blob, details)
+        return PackedBytes("groupwise", blob, details)
 
 
 def _digits(value: float) -> float:
