@@ -8,7 +8,7 @@ kernels: that decides which kinds of norms and rotations are replaced.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -102,12 +102,12 @@ def fused_rotations(model: nn.Module) -> Iterator[int]:
         for names, own in found:
             if _is_rotation(own, first):
                 stack.callback(names.__setitem__, _ROTATION, own)
-                names[_ROTATION] = _with_kernel(own)
+                names[_ROTATION] = _with_rotation(own)
                 count += 1
         yield count
 
 
-def _with_kernel(own: Callable[..., Any]) -> Callable[..., Any]:
+def _with_rotation(own: Callable[..., Any]) -> Callable[..., Any]:
     """A function that uses the kernel if it supports the arguments."""
 
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **named: Any) -> Any:
@@ -144,11 +144,21 @@ def fused_norms(model: nn.Module) -> Iterator[int]:
             replaced.append((module, cast(Tensor, module.weight), epsilon))
     try:
         for module, weight, epsilon in replaced:
-            module.forward = partial(rms_norm, weight=weight, epsilon=epsilon)
+            module.forward = _with_norm(module.forward, weight, epsilon)
         yield len(replaced)
     finally:
         for module, *_ in replaced:
             vars(module).pop("forward", None)
+
+
+def _with_norm(own: Callable[..., Any], weight: Tensor, epsilon: float) -> Callable[..., Any]:
+    """A forward that uses the kernel if it supports the arguments."""
+
+    def forward(x: Tensor, *args: Any, **named: Any) -> Any:
+        plain = not (args or named) and x.dtype is weight.dtype and x.shape[-1:] == weight.shape and x.numel() > 0
+        return rms_norm(x, weight, epsilon) if plain else own(x, *args, **named)
+
+    return forward
 
 
 def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
