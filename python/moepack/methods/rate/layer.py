@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -255,9 +254,8 @@ class LayerSolver:
 
 def solved_apart(stage: Stage, solver: Callable[[], LayerSolver]) -> dict[str, Solution]:
     """Solve linear layers with the same input one by one, because errors of their columns have different weights."""
-    assert stage.inputs is not None
     found: dict[str, Solution] = {}
-    known = replace(stage, inputs=replace(stage.inputs, moments=cache(stage.inputs.moments)))
+    known = stage.with_cached_moments()
     for name in stage.tensors:
         own, part = solver(), known.only([name])
         own.plan(part)
