@@ -1,7 +1,20 @@
-"""A simulated cache of the hub."""
+"""A simulated cache of the hub, and a server that speaks the hub's API on loopback."""
 
 import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import pytest
+
+from moepack.checkpoint.remote import transfer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -19,3 +32,228 @@ def cached(cache: Path, name: str, model: Path, commit: str = COMMIT, revision: 
         blob.write_bytes(content)
         (snapshot / file.name).symlink_to(Path("../..") / "blobs" / blob.name)
     return snapshot
+
+
+LARGE = 20_000
+
+
+@dataclass
+class Request:
+    """A request that the server received: method, path, the range's first byte (None without), and authorization."""
+
+    method: str
+    path: str
+    start: int | None
+    authorization: str | None
+
+
+@dataclass
+class Answer:
+    """How the server answers instead of correctly.
+
+    Attributes:
+        status: an error status, or 0 for the file.
+        headers: more headers.
+        keep: number of bytes of the body that are sent before the connection closes; None sends all.
+        delay: seconds before each piece of the body.
+        change: changes the body.
+        whole: ignore the range.
+    """
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    keep: int | None = None
+    delay: float = 0.0
+    change: Callable[[bytes], bytes] = bytes
+    whole: bool = False
+
+
+Fault = Callable[[Request], Answer | None]
+
+
+class Hub:
+    """A hub with models from directories, one commit each, and a content network at another address.
+
+    Attributes:
+        url: address of the hub.
+        requests: all requests to files, in order.
+        fault: decides how a request is answered wrongly; None answers all correctly.
+        token: if set, files need it.
+        sent: bytes of weights sent so far.
+        pause: seconds before each response of more than `LARGE` bytes.
+    """
+
+    def __init__(self, models: dict[str, Path], token: str | None = None) -> None:
+        self.models, self.token = models, token
+        self.requests: list[Request] = []
+        self.fault: Fault = lambda _: None
+        self.sent = 0
+        self.pause = 0.0
+        self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler(place)) for place in ("hub", "network")]
+        self.url, self.network = (f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers)
+        for server in self._servers:
+            server.daemon_threads = True
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        """Stop both servers."""
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+
+    def shards(self) -> list[Request]:
+        """Return the requests for shards at the content network."""
+        return [each for each in self.requests if each.path.startswith("/network/")]
+
+    def _handler(self, place: str) -> type[BaseHTTPRequestHandler]:
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def do_HEAD(self) -> None:
+                hub._answer(self, place)
+
+            def do_GET(self) -> None:
+                hub._answer(self, place)
+
+        return Handler
+
+    def _answer(self, handler: BaseHTTPRequestHandler, place: str) -> None:
+        path = unquote(urlparse(handler.path).path)
+        try:
+            if place == "network":
+                self._file(handler, path, self._at(path.removeprefix("/network/")))
+            elif path.startswith("/api/models/"):
+                self._api(handler, path)
+            else:
+                self._resolve(handler, path)
+        except (BrokenPipeError, ConnectionResetError):
+            handler.close_connection = True
+
+    def _at(self, path: str) -> Path:
+        owner, name, file = path.split("/", 2)
+        return self.models[f"{owner}/{name}"] / file
+
+    def _api(self, handler: BaseHTTPRequestHandler, path: str) -> None:
+        match = re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/(revision|tree)/([^/]+))?", path)
+        assert match, path
+        if match[1] not in self.models:
+            return _send(handler, 404, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "not found"})
+        if match[3] not in (None, "main", COMMIT):
+            return _send(handler, 404, b"{}", {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "no revision"})
+        if answer := self.fault(Request(handler.command, path, None, None)):
+            return _send(handler, answer.status, b"{}", answer.headers)
+        files = sorted(file for file in self.models[match[1]].iterdir() if file.is_file())
+        listed = []
+        for file in files:
+            content = file.read_bytes()
+            sha256 = hashlib.sha256(content).hexdigest()
+            entry = {"size": len(content), "oid" if match[2] == "tree" else "blobId": sha256[:40]}
+            if file.suffix == ".safetensors":
+                key = {"oid": sha256} if match[2] == "tree" else {"sha256": sha256}
+                entry["lfs"] = {**key, "size": len(content), "pointerSize": 134}
+            listed.append({"type": "file", "path": file.name, "rfilename": file.name, **entry})
+        found = listed if match[2] == "tree" else {"id": match[1], "sha": COMMIT, "siblings": listed}
+        return _send(
+            handler, 200, json.dumps(found).encode(), {"Content-Type": "application/json", "X-Repo-Commit": COMMIT}
+        )
+
+    def _resolve(self, handler: BaseHTTPRequestHandler, path: str) -> None:
+        match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        if match is None:
+            return _send(handler, 404, b"", {})
+        if self.token and handler.headers.get("Authorization") != f"Bearer {self.token}":
+            return _send(handler, 401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
+        file = self._at(f"{match[1]}/{match[3]}")
+        if not file.is_file():
+            return _send(handler, 404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'}
+        if file.suffix != ".safetensors":
+            return self._file(handler, path, file, headers)
+        self.requests.append(_request(handler, path))
+        location = f"{self.network}/network/{match[1]}/{match[3]}?signature=abc"
+        linked = {"X-Linked-Size": str(file.stat().st_size), "X-Linked-Etag": f'"{digest}"', "Location": location}
+        return _send(handler, 302, b"", {**headers, **linked})
+
+    def _file(
+        self, handler: BaseHTTPRequestHandler, path: str, file: Path, headers: dict[str, str] | None = None
+    ) -> None:
+        request = _request(handler, path)
+        self.requests.append(request)
+        answer = self.fault(request) or Answer()
+        if answer.status:
+            return _send(handler, answer.status, b"", answer.headers)
+        content = file.read_bytes()
+        size, status, more = len(content), 200, dict(headers or {})
+        wanted = handler.headers.get("Range", "")
+        if (match := re.fullmatch(r"bytes=(\d+)-(\d*)", wanted)) and not answer.whole:
+            start, stop = int(match[1]), min(int(match[2] or size - 1), size - 1)
+            content, status = content[start : stop + 1], 206
+            more["Content-Range"] = f"bytes {start}-{stop}/{size}"
+        content = answer.change(content)
+        if len(content) > LARGE:
+            time.sleep(self.pause)
+        sent = _send(handler, status, content, {**more, **answer.headers}, answer.keep, answer.delay)
+        self.sent += sent if file.suffix == ".safetensors" else 0
+        return None
+
+
+def _request(handler: BaseHTTPRequestHandler, path: str) -> Request:
+    match = re.match(r"bytes=(\d+)-", handler.headers.get("Range", ""))
+    return Request(handler.command, path, int(match[1]) if match else None, handler.headers.get("Authorization"))
+
+
+def _send(
+    handler: BaseHTTPRequestHandler,
+    status: int,
+    body: bytes,
+    headers: dict[str, str],
+    keep: int | None = None,
+    delay: float = 0.0,
+) -> int:
+    """Send a response; close the connection early if `keep` is less than the body. Return the bytes sent."""
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name, value)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    if handler.command == "HEAD":
+        return 0
+    kept = body if keep is None else body[:keep]
+    for start in range(0, len(kept), 1 << 16):
+        time.sleep(delay)
+        handler.wfile.write(kept[start : start + (1 << 16)])
+    handler.wfile.flush()
+    if len(kept) < len(body):
+        handler.close_connection = True
+    return len(kept)
+
+
+@contextmanager
+def serving(models: dict[str, Path], token: str | None = None) -> Iterator[Hub]:
+    """Run a hub."""
+    hub = Hub(models, token)
+    try:
+        yield hub
+    finally:
+        hub.close()
+
+
+def use(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process use a hub and an empty cache, and wait only briefly after failures."""
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in (
+        ("ENDPOINT", server.url),
+        ("HUGGINGFACE_CO_URL_TEMPLATE", template),
+        ("HF_HUB_CACHE", str(tmp_path / "cache")),
+        ("HF_HUB_OFFLINE", False),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", 1),
+    ):
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setattr(transfer, "PAUSE", 0.02)
+    monkeypatch.setattr(transfer, "LONGEST", 0.05)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 
-from moepack.methods import PackedTensor, SimpleMethod, Solution
+from moepack.methods import PackedBytes, SimpleMethod, Solution
 from moepack.pipeline import compress
 from moepack.registry import register
 
@@ -197,7 +197,7 @@ class DenseMethod(SimpleMethod):
         return {name: Solution({"values": values})}
 
     def pack(self, weights, solution):
-        return PackedTensor(KIND, dense_blob(solution.parts["values"].numpy(), weights.ndim))
+        return PackedBytes(KIND, dense_blob(solution.parts["values"].numpy(), weights.ndim))
 
 
 def write_packed(model, directory, method=None):

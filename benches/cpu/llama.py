@@ -95,7 +95,7 @@ def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
 def random_method() -> Any:
     """A method that packs random codes into sorted random codebooks, with activations of 8 bits."""
     from moepack import _core
-    from moepack.methods import PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
+    from moepack.methods import PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
 
     class Random(SimpleMethod):
         name = "codequant"
@@ -108,7 +108,7 @@ def random_method() -> Any:
         def solve(self, stage: Stage) -> dict[str, Solution]:
             return {name: Solution({}) for name in stage.tensors}
 
-        def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+        def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
             random = np.random.default_rng(sum(map(ord, weights.name)))
             books = (*weights.shape[:2], 1, 16)
             codes = random.integers(0, 16, weights.shape, np.uint8)
@@ -119,7 +119,7 @@ def random_method() -> Any:
                 codes, centroids, scales, bits=4, block=1 << 16, ndim=weights.ndim, activation_bits=8
             )
             details = {"bits": 4, "block_size": _core.PackedTensor(blob).details()["block_size"], "activation_bits": 8}
-            return PackedTensor("codebook", blob, details)
+            return PackedBytes("codebook", blob, details)
 
     return Random()
 

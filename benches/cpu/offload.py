@@ -123,7 +123,7 @@ def made_up() -> Any:
 
     from moepack import _core
     from moepack.checkpoint import MoeLayer
-    from moepack.methods import PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
+    from moepack.methods import PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
     from moepack.methods.floe.channels import CHANNELS, by_channels
 
     class MadeUp(SimpleMethod):
@@ -139,17 +139,17 @@ def made_up() -> Any:
         def solve(self, stage: Stage) -> dict[str, Solution]:
             return {name: Solution({}, details={"records": name == CHANNELS}) for name in stage.tensors}
 
-        def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+        def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
             random, (experts, rows, columns) = np.random.default_rng(len(weights.name)), weights.shape
             groups = (experts, rows, columns // 64)
             if solution.details["records"]:
                 codes, low = random.integers(0, 256, weights.shape, np.uint8), np.full(groups, 2.0**-12, np.float32)
                 thresholds = np.full(experts, self.threshold(columns // 2), np.float32)
-                return PackedTensor("channels", _core.encode_channels((codes, low), thresholds, bits=8), {"bits": 8})
+                return PackedBytes("channels", _core.encode_channels((codes, low), thresholds, bits=8), {"bits": 8})
             scales = np.repeat(self.scales(rows)[None, :, None], columns // 64, 2).repeat(experts, 0)
             codes = random.integers(0, 4, weights.shape, np.uint8)
             blob = _core.encode_groupwise(codes, scales, -1.5 * scales, bits=2, group_size=64, ndim=3)
-            return PackedTensor("groupwise", blob, _core.PackedTensor(blob).details())
+            return PackedBytes("groupwise", blob, _core.PackedTensor(blob).details())
 
         def scales(self, rows: int) -> Any:
             """Scales of an up projection's rows, largest first, in sixteenths, which are short floats."""

@@ -1,12 +1,16 @@
 """Measures `moepack serve`, and llama.cpp's server if installed, under load: first token, tokens per second, memory.
 
     python -m benches.cpu.serve MODEL [--clients 1 8 64] [--tokens 32] [--minutes 0] [--threads 2]
+    python -m benches.cpu.serve MODEL --schema [--clients 1 8] [--rounds 5]
     python -m benches.cpu.serve --random [--clients 1 8] [--directory build/serve]
 
 Each client requests streamed answers one after another, with prompts that start differently; token counts are those
 reported by the servers. Decoding is greedy, and answers end only if the model ends them. With `--minutes`, the last
 number of clients runs for that long, and the server's memory is reported over time: growth after the first quarter is a
 leak.
+
+`--schema` alternates between free answers and answers that follow a JSON schema, of the same number of tokens. Medians
+over rounds count, and the best rounds, which other load of the machine disturbs least.
 
 `--random` creates the random model of `benches/cpu/llama.py` with a tokenizer: in four bits (groups of 32, 8-bit
 activations), the same weights exported by `moepack export --to gguf` for llama.cpp's own server (xllamacpp from PyPI),
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -36,6 +41,21 @@ from benches.cpu import llama
 from benches.tools import machine
 
 HEADERS = {"Content-Type": "application/json"}
+SCHEMA = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "id": {"type": "integer"},
+            "title": {"type": "string", "maxLength": 40},
+            "done": {"type": "boolean"},
+        },
+        "required": ["id", "title", "done"],
+        "additionalProperties": False,
+    },
+}
+"""A schema that no answer completes, so all answers have the same number of tokens."""
 TEXT = "{number} clients asked. She opened the door and saw that the sea was not where it had been, and then"
 
 
@@ -65,10 +85,10 @@ def ask(port: int, method: str, path: str, body: Any = None) -> http.client.HTTP
     return connection.getresponse()
 
 
-def stream(port: int, name: str, tokens: int, number: int) -> tuple[float, int]:
-    """Request one answer: seconds to its first piece, and its tokens."""
+def stream(port: int, name: str, tokens: int, number: int, fields: Any = None) -> tuple[float, int]:
+    """Request one answer, with further fields: seconds to its first piece, and its tokens."""
     body = {"model": name, "prompt": TEXT.format(number=number), "max_tokens": tokens, "temperature": 0, "stream": True}
-    body["stream_options"] = {"include_usage": True}
+    body |= {"stream_options": {"include_usage": True}, **(fields or {})}
     start, first, made = time.perf_counter(), 0.0, 0
     response = ask(port, "POST", "/v1/completions", body)
     assert response.status == 200, response.read()
@@ -79,14 +99,14 @@ def stream(port: int, name: str, tokens: int, number: int) -> tuple[float, int]:
     return first, made
 
 
-def load(port: int, name: str, clients: int, tokens: int, seconds: float) -> dict[str, float]:
+def load(port: int, name: str, clients: int, tokens: int, seconds: float, fields: Any = None) -> dict[str, float]:
     """Run clients that send requests for some time."""
     until, start = time.perf_counter() + seconds, time.perf_counter()
 
     def client(number: int) -> list[tuple[float, int]]:
-        answers = [stream(port, name, tokens, number)]
+        answers = [stream(port, name, tokens, number, fields)]
         while time.perf_counter() < until:
-            answers.append(stream(port, name, tokens, number + clients * len(answers)))
+            answers.append(stream(port, name, tokens, number + clients * len(answers), fields))
         return answers
 
     with ThreadPoolExecutor(clients) as pool:
@@ -100,6 +120,12 @@ def load(port: int, name: str, clients: int, tokens: int, seconds: float) -> dic
     }
 
 
+def processor_seconds(process: int) -> float:
+    """Seconds of processor time that a process has used, in all of its threads."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def own_memory(process: int) -> int:
     """Bytes of a process without mapped files."""
     found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
@@ -107,11 +133,47 @@ def own_memory(process: int) -> int:
     return 1024 * int(found[1])
 
 
-def measure(name: str, command: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """All figures of a server."""
+def free_port() -> int:
+    """A port that no server uses."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def compared(speeds: dict[str, dict[str, list[float]]], clients: int) -> dict[str, Any]:
+    """Medians and best rounds of both sides by kind of time, and their ratios."""
+    figures: dict[str, Any] = {}
+    for kind in ("clock", "processor"):
+        for name, summary in (("median", statistics.median), ("best", max)):
+            free, schema = (summary(found[kind]) for found in speeds.values())
+            figures[f"{kind}, {name}"] = {"free": free, "schema": schema, "ratio": schema / free}
+            print(f"{clients} clients, {kind}, {name}: free {free:.4g}, schema {schema:.4g}, {schema / free:.3f}")
+    return figures
+
+
+def constrained(command: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second, and per second of the server's processor time, with and without a schema, alternating."""
+    sides = {"free": {"ignore_eos": True}, "schema": {"ignore_eos": True, "guided_json": SCHEMA}}
+    port, figures = free_port(), {}
+    with running(command, port) as process:
+        model = json.load(ask(port, "GET", "/v1/models"))["data"][0]["id"]
+        for clients in options.clients:
+            speeds: dict[str, dict[str, list[float]]] = {side: {"clock": [], "processor": []} for side in sides}
+            for number in range(options.rounds + 1):  # the first round compiles the grammar and does not count
+                for side, fields in sides.items():
+                    before = processor_seconds(process)
+                    found = load(port, model, clients, options.tokens, options.seconds, fields)
+                    if number:
+                        speeds[side]["clock"].append(found["tokens_per_second"])
+                        used = processor_seconds(process) - before
+                        speeds[side]["processor"].append(found["answers"] * options.tokens / used)
+            figures[str(clients)] = compared(speeds, clients)
+    return figures
+
+
+def measure(name: str, command: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """All figures of a server."""
+    port = free_port()
     figures: dict[str, Any] = {}
     with running(command, port) as process:
         model = json.load(ask(port, "GET", "/v1/models"))["data"][0]["id"]
@@ -196,6 +258,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--random", action="store_true", help="compare the random model with llama.cpp's server")
+    parser.add_argument("--schema", action="store_true", help="compare free answers with those of a JSON schema")
     parser.add_argument("--directory", type=Path, default=Path("build/serve"), help="folder for the random model")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of both servers")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
@@ -224,6 +287,8 @@ def main() -> None:
             "llama.cpp Q4_0": [sys.executable, "-m", __spec__.name, "--peer", str(models["int4.gguf"]), *settings],
         }
         figures = contest(commands, options)
+    elif options.schema:
+        figures = constrained([*serve, str(options.model), *settings], options)
     else:
         figures = {"moepack": measure("moepack", [*serve, str(options.model), *settings], options)}
     machine.save(options.out, options.threads, figures)

@@ -108,7 +108,7 @@ def codequant(activation_bits: int) -> dict[str, Setting]:
 
 def floe(sparsity: float, **more: Any) -> Setting:
     """Skip channels below thresholds; without `more`, weights are nearly exact."""
-    return Setting("floe", {"sparsity": sparsity} | ({"up_bits": 8, "bits": 16} | more))
+    return Setting("floe", {"paper_form": True, "sparsity": sparsity} | ({"up_bits": 8, "bits": 16} | more))
 
 
 CLAIMS: dict[str, dict[str, Setting]] = {

@@ -6,7 +6,7 @@
 Models are rounded to a rate without a text, experts only. In bits per weight: the stored size; the entropy of the codes
 with separate frequencies for every stream, and with one set per tensor (the first is below the second if rows differ in
 width, and not achievable, because frequencies must be stored); and the part of the rest taken by states and index
-(`moepack.methods.rate.step.STREAM_BITS` per stream).
+(`moepack.methods.rate.step_size.STREAM_BITS` per stream).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moepack import _core
 from moepack.format import PackedDirectory
 from moepack.methods import create
 from moepack.methods.rate.sample import stream_rows
-from moepack.methods.rate.step import stream_bits
+from moepack.methods.rate.step_size import stream_bits
 from moepack.pipeline import compress
 
 

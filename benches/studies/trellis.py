@@ -14,7 +14,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from moepack.methods.rate.step import encoded
+from moepack.methods.rate.step_size import encoded
 from moepack.solvers.priced import Profile, round_priced, scale_of, worth_of
 
 STEPS = (1.6, 1.0, 0.5, 0.25)

@@ -19,7 +19,7 @@ from moepack import _core, evaluate
 from moepack.calibration.stage import Weights, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeLayer, describe
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.methods import Method, PackedTensor
+from moepack.methods import Method, PackedBytes
 from moepack.pipeline import Assignment
 from moepack.pipeline.solving import LayerPacker
 
@@ -89,12 +89,12 @@ class MethodLoss:
             _fill(module.down_proj, values["down_proj"])
 
 
-def _exact(weights: Weights) -> PackedTensor:
+def _exact(weights: Weights) -> PackedBytes:
     """A tensor, exact up to 2^-25 of its largest weight."""
     values = _stack(weights)
     scale = values.abs().amax().clamp(min=1e-30) * 2.0**-24
     codes = (values / scale).round().int()
-    return PackedTensor("coded", _core.encode_coded(codes.numpy(), scale.view(1, 1).numpy(), ndim=3))
+    return PackedBytes("coded", _core.encode_coded(codes.numpy(), scale.view(1, 1).numpy(), ndim=3))
 
 
 def _stack(weights: Weights) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import moepack as package
 from benches.tools.ggml_quantizer import llama_cpp
 from benches.tools.quantized import Quantized, linear_layers, opened
 
@@ -122,7 +123,6 @@ def llm_compressor(
 
 def moepack(model: Path, ids: Tensor, device: str, bits: float, text: bool = True) -> Quantized:
     """moepack's `auto` at a total size, on a checkpoint with experts."""
-    import moepack as package
     from benches.tools.dequantized import Dequantized
     from moepack.format import PackedDirectory
     from moepack.integrations.loading import open_tokenizer
@@ -155,7 +155,9 @@ QUANTIZERS: dict[str, tuple[str, Callable[..., Quantized]]] = {
 
 
 def version(distribution: str) -> str | None:
-    """The installed version; None if the distribution is absent."""
+    """The installed version; None if the distribution is absent. This package may run from its source."""
+    if distribution == "moepack":
+        return package.__version__
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -523,7 +523,7 @@ class Decoder:
     or bfloat16 as bits in uint16. A matrix is a pair of a tensor and the mode of its products, or None.
 
     Args:
-        layers: a mapping for each layer (see `moepack.decoding.plan`).
+        layers: a mapping for each layer (see `moepack.decoding.translation`).
         rotary: a mapping: `frequencies`, float32, the angle of each pair of a head's values at position 1; `scale`,
             the factor of rotated values; `order`, the order of pairs: "halves", "pairs" or "pairs to halves".
         norm: the final norm: weight, epsilon, and an offset added to the weight.

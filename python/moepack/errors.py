@@ -17,6 +17,7 @@ __all__ = [
     "DeviceError",
     "DeviceMemoryError",
     "DiskError",
+    "DownloadError",
     "InvalidTensorError",
     "LoadError",
     "MoepackError",
@@ -65,6 +66,10 @@ class MoepackWarning(UserWarning):
 
 class CheckpointError(MoepackError):
     """The source checkpoint cannot be read: a missing or damaged shard, a wrong index, no config."""
+
+
+class DownloadError(CheckpointError):
+    """A model on the Hub cannot be listed or downloaded: no access, no connection, or other bytes than listed."""
 
 
 class UnsupportedModelError(MoepackError):

@@ -22,7 +22,7 @@ from moepack.checkpoint.architectures import (
     register,
 )
 from moepack.decoding.families import FAMILIES
-from moepack.decoding.plan import Plan, is_known
+from moepack.decoding.translation import Translation, is_known
 from moepack.export import export
 from moepack.methods.finequant import FineQuant
 from moepack.modules.linear import PackedLinear
@@ -48,7 +48,7 @@ def test_a_described_architecture_is_compressed_and_loaded(model_type: str, tmp_
     assert found.top_k(model.config.to_dict()) == (1 if model_type == SWITCH else 2)
     assert is_known(loaded.get_decoder()) == (model_type in FAMILIES)
     if model_type in FAMILIES:
-        Plan(loaded.get_decoder())
+        Translation(loaded.get_decoder())
 
 
 def test_undescribed_models_are_read_by_the_standard_names() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 import moepack
 from command_support import run
 from hub_support import cached
-from moepack.cli.plan import print_plan
+from moepack.cli.preview import print_plan
 from moepack.cli.settings import SHARED, declared, flag, options_of
 from moepack.methods import METHODS, create, method_class
 from moepack.methods.settings import settings_of as settings_of_method

@@ -17,7 +17,7 @@ import moepack
 from moepack import UnsupportedModelError
 from moepack.export import export
 from moepack.export.gguf import splits
-from moepack.export.gguf.models import model_of
+from moepack.export.gguf.architectures import model_of
 from moepack.export.gguf.pieces import scores
 from moepack.export.gguf.vocabulary import Vocabulary
 from moepack.format import PackedDirectory

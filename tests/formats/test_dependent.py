@@ -12,7 +12,7 @@ from moepack import _core
 from moepack.checkpoint import Checkpoint, describe
 from moepack.format import PackedDirectory
 from moepack.methods.rate import Rate
-from moepack.methods.rate.step import encoded
+from moepack.methods.rate.step_size import encoded
 from moepack.solvers.priced import LARGEST, Profile, least_spread, round_priced, scale_of, symbols_of, worth_of
 from moepack.solvers.uniform import CodeLengths, UniformProblem, dependent_codes, priced_codes
 from moepack.tuning.tensors import Scales

@@ -10,7 +10,7 @@ import moepack
 import runtime_support
 from moepack.backends.gpu.recording import Unwritten
 from moepack.decoding.graphs import StepGraphs
-from moepack.decoding.plan import Unknown
+from moepack.decoding.translation import Unknown
 
 
 class Tape:

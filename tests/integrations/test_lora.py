@@ -10,7 +10,7 @@ import torch
 import moepack
 import runtime_support as support
 from adapter_support import CLOSE, adapted, assert_same, expert_parameters, fresh, gradients, logits, randomized, tokens
-from moepack.decoding.plan import Guard, Plan, Unknown
+from moepack.decoding.translation import Guard, Translation, Unknown
 from moepack.errors import UnsupportedModelError
 from moepack.integrations.loading import open_tokenizer
 from moepack.methods.finequant import FineQuant
@@ -96,13 +96,13 @@ def test_a_projection_that_shares_its_parameter_is_not_adapted_alone(architectur
 def test_no_plan_of_the_core_outlives_adapters(asked: dict[str, Any]) -> None:
     packed, _ = fresh("qwen3_moe")
     decoder = packed.model
-    plan = Plan(decoder)
+    translation = Translation(decoder)
     model = peft.get_peft_model(packed, peft.LoraConfig(r=4, **asked))
-    assert not plan.holds()
+    assert not translation.holds()
     with pytest.raises(Unknown):
-        Plan(decoder)
+        Translation(decoder)
     model.unload()
-    assert Plan(decoder).holds()
+    assert Translation(decoder).holds()
 
 
 def test_no_recorded_step_outlives_a_switch_of_adapters() -> None:

@@ -25,8 +25,8 @@ from moepack.calibration.buffer import ListBuffer
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stacks import Stack
 from moepack.census import check
-from moepack.census.check import EXPORTED, followed
 from moepack.census.tiny import tiny_model
+from moepack.census.trial import EXPORTED, followed
 from moepack.checkpoint.experts import form_of
 from moepack.cli import app
 from moepack.decoding.families import FAMILIES

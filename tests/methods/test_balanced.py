@@ -30,7 +30,7 @@ from moepack.format import PackedDirectory
 from moepack.format.balance import balance_of
 from moepack.format.hub import BALANCE
 from moepack.integrations.loading import open_model
-from moepack.methods import Auto, CodeQuant, FineQuant, Method, Milo, PackedTensor, Qmoe
+from moepack.methods import Auto, CodeQuant, FineQuant, Method, Milo, PackedBytes, Qmoe
 from moepack.methods.floe import Floe
 from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline.estimate import estimate
@@ -207,7 +207,7 @@ def test_tensors_packed_from_the_checkpoint_as_it_is_keep_their_scales(mixtral: 
     *_, down = layer.projections
     plain = torch.stack([down.expert(expert).float() for expert in range(layer.experts)])
     blob = support.dense_blob(plain.numpy())
-    others = {down.packed_name: PackedTensor(support.KIND, blob)}
+    others = {down.packed_name: PackedBytes(support.KIND, blob)}
     moepack.compress(mixtral, tmp_path / "out", method=BalancedDense(), others=others)
     packed, source = (moepack.load(tmp_path / "out", dtype=torch.float32), open_model(mixtral, torch.float32))
     torch.testing.assert_close(support.logits(packed), support.logits(source), rtol=1e-3, atol=1e-3)
@@ -215,11 +215,11 @@ def test_tensors_packed_from_the_checkpoint_as_it_is_keep_their_scales(mixtral: 
     assert not any(down.packed_name in key or layer.projections[1].packed_name + ".rows" in key for key in keys)
     moepack.compress(mixtral, tmp_path / "whole", method=BalancedDense())
     first = PackedDirectory.open(tmp_path / "whole")
-    given = {name: PackedTensor(support.KIND, data) for name, data in first.tensors().items() if "layers.0" in name}
+    given = {name: PackedBytes(support.KIND, data) for name, data in first.tensors().items() if "layers.0" in name}
     moepack.compress(mixtral, tmp_path / "again", method=BalancedDense(), others=given)
     second = PackedDirectory.open(tmp_path / "again").tensors()
     assert all((second[name] == data).all() for name, data in first.tensors().items())
-    mixed = {**given, down.packed_name: PackedTensor(support.KIND, blob)}
+    mixed = {**given, down.packed_name: PackedBytes(support.KIND, blob)}
     with pytest.raises(ValueError, match="other scales"):
         moepack.compress(mixtral, tmp_path / "no", method=BalancedDense(), others=mixed)
 

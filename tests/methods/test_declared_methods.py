@@ -16,7 +16,7 @@ from moepack.cli import make_app
 from moepack.methods import (
     METHODS,
     Method,
-    PackedTensor,
+    PackedBytes,
     SimpleMethod,
     Solution,
     Stage,
@@ -53,10 +53,10 @@ class Toy(Fitted, SimpleMethod):
         parts = {part: torch.stack([getattr(each, part) for each in found]) for part in ("codes", "scales")}
         return {name: Solution(parts)}
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         codes, scales = solution.parts["codes"].numpy(), solution.parts["scales"].float().numpy()
         blob = _core.encode_groupwise(codes, scales, None, bits=self.width, group_size=64, ndim=weights.ndim)
-        return PackedTensor("groupwise", blob, {"bits": self.width})
+        return PackedBytes("groupwise", blob, {"bits": self.width})
 
     @classmethod
     def fitted(cls, wanted: Wanted) -> Method:

@@ -167,7 +167,7 @@ def test_a_rotated_model_packs_loads_and_comes_close(architecture, tiny_checkpoi
 def test_a_resumed_run_uses_its_rotation_again_and_refuses_a_broken_one(tiny_checkpoint, text, tmp_path, monkeypatch):
     source = tiny_models.build("qwen3_moe", tmp_path / "source")
     chosen = {"rotation_steps": 8}
-    compress(source, tmp_path / "whole", method=method(text, **chosen))
+    uninterrupted = compress(source, tmp_path / "whole", method=method(text, **chosen))
     append = Workspace.append
 
     def die_after_the_first(self, shard):
@@ -195,6 +195,7 @@ def test_a_resumed_run_uses_its_rotation_again_and_refuses_a_broken_one(tiny_che
     assert file.read_bytes() == good  # a rejected job keeps the state of the other
     report = compress(source, tmp_path / "pieces", method=method(text, **chosen))
     assert report.resumed_weights > 0
+    assert report.notes == uninterrupted.notes and "learned rotation" in report.notes[0]
     whole, pieces = (sorted((tmp_path / name).iterdir()) for name in ("whole", "pieces"))
     assert [f.read_bytes() for f in whole] == [f.read_bytes() for f in pieces]
     stale = tmp_path / f"stale{STATE}"

@@ -17,7 +17,7 @@ from moepack.methods import create
 from moepack.methods.rate import Rate
 from moepack.methods.rate.coder import Coder
 from moepack.methods.rate.sample import take_sample
-from moepack.methods.rate.step import find_step
+from moepack.methods.rate.step_size import find_step
 from places import NOVEL, TINY_MOE
 
 

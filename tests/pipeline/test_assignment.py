@@ -14,7 +14,7 @@ import packed_support as support
 from moepack.checkpoint import Checkpoint, describe
 from moepack.errors import CalibrationError, InvalidTensorError, ResumeError
 from moepack.format import PackedDirectory
-from moepack.methods import CodeQuant, FineQuant, Method, Milo, PackedTensor, Qmoe
+from moepack.methods import CodeQuant, FineQuant, Method, Milo, PackedBytes, Qmoe
 from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline import Assignment, compress
 from moepack.pipeline.journal import Workspace
@@ -106,7 +106,7 @@ def test_tensors_packed_elsewhere_are_taken_over_and_fed_on(mixtral: Path, text:
     source = PackedDirectory.open(tmp_path / "whole")
     for layer in ("layers.0", "layers.1"):
         others = {
-            name: PackedTensor(source.manifest.tensors[name].kind, data)
+            name: PackedBytes(source.manifest.tensors[name].kind, data)
             for name, data in source.tensors().items()
             if layer in name
         }
@@ -146,7 +146,7 @@ def test_assignments_that_mean_nothing_are_refused(mixtral: Path, tmp_path: Path
     for others, message in (
         ({"model.nothing": Ternary()}, "no tensor 'model.nothing'"),
         ({linear: Ternary()}, "does not pack 'model.layers.0.self_attn.q_proj.weight'"),
-        ({name: PackedTensor("ternary", up)}, "another shape"),
+        ({name: PackedBytes("ternary", up)}, "another shape"),
         ({name: CodeQuant("text.txt", rotation="random")}, "changes the whole checkpoint"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -19,7 +19,7 @@ from moepack.calibration import CalibrationRequest, CalibrationSettings, Calibra
 from moepack.checkpoint import Checkpoint, describe
 from moepack.cli import main
 from moepack.format import PackedDirectory
-from moepack.methods import PackedTensor, Solution
+from moepack.methods import PackedBytes, Solution
 from moepack.modules.linear import PackedLinear
 from places import ROOT
 from runtime_support import ARCHITECTURES, DenseMethod, logits, tiny_model, write_packed
@@ -50,7 +50,7 @@ class TernaryLinears(DenseMethod):
 
     def pack(self, weights, solution):
         codes, levels = (solution.parts[name].numpy() for name in ("codes", "levels"))
-        return PackedTensor("ternary", _core.encode_ternary(codes, levels, ndim=weights.ndim), {"code": "fsv8"})
+        return PackedBytes("ternary", _core.encode_ternary(codes, levels, ndim=weights.ndim), {"code": "fsv8"})
 
 
 class WatchingLinears(TernaryLinears):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from transformers.generation import TopPLogitsWarper
 
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -13,7 +14,7 @@ from test_serve_requests import COMPLETIONS, ask, completion, engine  # noqa: F4
 
 from moepack.serving.http.server import Settings, create_app
 from moepack.serving.text.generation import generate
-from moepack.serving.text.sampling import Sampler, Sampling, Steered
+from moepack.serving.text.sampling import Sampler, Sampling, Steered, TopP
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 
@@ -219,3 +220,47 @@ def test_more_answers_than_the_queue_takes_are_refused(ask, engine):  # noqa: F8
     prompts = ["x"] * (engine.slots + engine.queue + 1)
     status, _, content = ask(COMPLETIONS, completion(prompt=prompts))
     assert (status, content["error"]["code"], content["error"]["param"]) == (400, "too_many_answers", "prompt")
+
+
+class Odd:
+    """Allows odd tokens."""
+
+    def allows(self, token):
+        return token % 2 == 1
+
+    def allowed(self):
+        return torch.arange(5000) % 2 == 1
+
+
+@pytest.mark.parametrize("best", [6, 7])
+def test_greedy_answers_take_the_likeliest_allowed_token(best):
+    logits = torch.zeros(5000)
+    logits[best], logits[101] = 9.0, 8.0
+    assert Sampler(Sampling(), allowed=Odd()).choose(logits, [0]) == (7 if best == 7 else 101)
+
+
+def test_drawn_tokens_are_allowed():
+    sampler = Sampler(Sampling(temperature=2.0), allowed=Odd())
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    assert all(sampler.choose(logits, [0]) % 2 for _ in range(100))
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.3, 3.0, 30.0], ids=lambda spread: f"spread{spread}")
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
+def test_top_p_keeps_the_tokens_of_transformers(spread, top_p):
+    """Whether or not the likeliest tokens suffice."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(1, 3000, generator=generator) * spread
+    kept = TopP(top_p)(None, scores)
+    wanted = TopPLogitsWarper(top_p)(None, scores)
+    assert abs(int(kept.isfinite().sum()) - int(wanted.isfinite().sum())) <= 1  # sums round differently
+    both = kept.isfinite() & wanted.isfinite()
+    assert torch.equal(kept[both], scores[both]) and both.sum() >= 1 and both.sum() >= wanted.isfinite().sum() - 1
+
+
+def test_drawn_tokens_have_the_probabilities_of_the_model():
+    probabilities = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+    sampler = Sampler(Sampling(temperature=1.0, seed=0))
+    drawn = torch.tensor([sampler.choose(probabilities.log(), [0]) for _ in range(4000)])
+    torch.testing.assert_close(drawn.bincount(minlength=6) / 4000, probabilities, rtol=0, atol=0.03)
+    assert not set(drawn.tolist()) & {0, 2, 5}

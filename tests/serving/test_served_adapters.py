@@ -102,22 +102,75 @@ def test_every_sequence_gets_its_own_adapter(architecture: str, tokenizer: Any, 
         engine.close()
 
 
-def test_one_step_reads_parts_of_different_adapters(tokenizer: Any, tmp_path: Path) -> None:
+ORDER = ("linear", None, "experts.v1", None, "linear")
+
+
+def outcomes(stepper: Stepper, model: Any, ids: list[int]) -> list[Any]:
     from moepack.decoding.prefix import new_cache
 
+    with torch.inference_mode():
+        return stepper.forward([Part(ids, 0, new_cache(model), adapter=name) for name in ORDER])
+
+
+def check(architecture: str, directories: dict[str, Path], rows: list[Any], ids: list[int]) -> None:
+    """Compare logits with those of models that have one adapter only."""
+    for name, row in zip(ORDER, rows, strict=True):
+        other, _ = fresh(architecture)
+        if name is not None:
+            peft.PeftModel.from_pretrained(other, str(directories[name])).eval()
+        assert isinstance(row, torch.Tensor), row
+        torch.testing.assert_close(row.flatten(), other(torch.tensor([ids])).logits[0, -1], rtol=1e-3, atol=1e-3)
+
+
+def passes(model: Any) -> list[int]:
+    """A list that grows by the tokens of each pass."""
+    counts: list[int] = []
+    model.register_forward_pre_hook(
+        lambda module, inputs, named: counts.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    return counts
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_one_pass_reads_parts_of_different_adapters(architecture: str, tmp_path: Path) -> None:
+    directories = saved(architecture, tmp_path)
+    model, _ = fresh(architecture)
+    stepper = Stepper(model, adapters=Adapters(model, directories))
+    counts = passes(model)
+    ids = list(PROMPTS[0])
+    check(architecture, directories, outcomes(stepper, model, ids), ids)
+    assert counts == [len(ids) * len(ORDER)]
+
+
+def test_a_layer_that_cannot_share_a_pass_has_one_for_each_adapter(tmp_path: Path) -> None:
+    """DoRA needs the weights of each token's adapter."""
+    directories = saved("mixtral", tmp_path)
+    _, stock = fresh("mixtral")
+    directories["linear"] = tmp_path / "dora"
+    config = peft.LoraConfig(target_modules=["q_proj"], r=4, use_dora=True)
+    randomized(peft.get_peft_model(stock, config), 5).save_pretrained(directories["linear"])
+    model, _ = fresh("mixtral")
+    adapters = Adapters(model, directories)
+    assert not adapters.can_mix
+    ids = list(PROMPTS[0])
+    counts = passes(model)
+    check("mixtral", directories, outcomes(Stepper(model, adapters=adapters), model, ids), ids)
+    assert sorted(counts[-3:]) == [len(ids), 2 * len(ids), 2 * len(ids)]
+
+
+def test_a_layer_that_reads_other_rows_ends_shared_passes(tmp_path: Path) -> None:
+    """For example one expert of a layer that is a module of its own: it reads only the tokens that chose it."""
     directories = saved("mixtral", tmp_path)
     model, _ = fresh("mixtral")
-    stepper = Stepper(model, adapters=Adapters(model, directories))
+    adapters = Adapters(model, directories)
+    layer = model.model.layers[1].self_attn.o_proj
+    stepper = Stepper(model, adapters=adapters)
+    hook = layer.register_forward_pre_hook(lambda module, inputs: inputs[0][:, :7] if adapters.can_mix else None)
     ids = list(PROMPTS[0])
-    order = ["linear", None, "experts.v1", None, "linear"]
-    with torch.inference_mode():
-        rows = stepper.forward([Part(ids, 0, new_cache(model), adapter=name) for name in order])
-        for name, row in zip(order, rows, strict=True):
-            other, _ = fresh("mixtral")
-            if name is not None:
-                peft.PeftModel.from_pretrained(other, str(directories[name])).eval()
-            assert isinstance(row, torch.Tensor)
-            torch.testing.assert_close(row.flatten(), other(torch.tensor([ids])).logits[0, -1], rtol=1e-3, atol=1e-3)
+    rows = outcomes(stepper, model, ids)
+    hook.remove()
+    assert not adapters.can_mix
+    check("mixtral", directories, rows, ids)
 
 
 def test_requests_choose_an_adapter_as_their_model(tokenizer: Any, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ import numpy.typing as npt
 import torch
 
 from moepack.checkpoint.qmoe import QmoeCheckpoint
-from moepack.checkpoint.reader import Checkpoint, sampled
+from moepack.checkpoint.reader import Checkpoint
+from moepack.checkpoint.shards import sampled
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.header import TensorInfo
 from moepack.format.regular import read_json

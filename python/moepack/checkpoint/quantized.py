@@ -34,7 +34,7 @@ from moepack.checkpoint.wrappers import unwrapped
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.header import TensorInfo
 
-__all__ = ["QuantizedCheckpoint", "open_checkpoint"]
+__all__ = ["QuantizedCheckpoint", "adapted", "open_checkpoint"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -80,7 +80,16 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
         UnsupportedModelError: the quantization is not supported; the message names it.
         CheckpointError: scales are missing, or their shape does not match the codes.
     """
-    checkpoint = untied(unwrapped(headed(Checkpoint.open(path))))
+    return adapted(Checkpoint.open(path))
+
+
+def adapted(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the form of a checkpoint that the pipeline reads: plain names, ties and classes, decoded weights.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as for `open_checkpoint`.
+    """
+    checkpoint = untied(unwrapped(headed(checkpoint)))
     settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
     if not isinstance(settings, dict) or settings.get("quant_method") in (None, "moepack"):
         return checkpoint
@@ -137,7 +146,7 @@ class QuantizedCheckpoint(Checkpoint):
         unquantized = {
             k: v for k, v in original.config.items() if k not in ("quantization_config", "compression_config")
         }
-        super().__init__(original.path, unquantized, original.shards)
+        super().__init__(original.path, unquantized, original.shards, original.files)
         self._original, self.method, self._kind = original, method, kind
         self._codes: dict[str, str] = {}
         taken: set[str] = set()
@@ -185,8 +194,14 @@ class QuantizedCheckpoint(Checkpoint):
         """Return the stored bytes of a tensor, including codes, scales and zero points if it is quantized."""
         if name not in self._codes:
             return super().stored_bytes(name)
+        return sum(info.nbytes for info in self.stored_infos(name))
+
+    def stored_infos(self, name: str) -> tuple[TensorInfo, ...]:
+        """Return the places of codes, scales and zero points, or of an unquantized tensor."""
+        if name not in self._codes:
+            return self._original.stored_infos(name)
         parts = [self._codes[name] + end for end in (self._kind.codes, *self._kind.others)]
-        return sum(self._original.info(part).nbytes for part in parts if part in self._original)
+        return tuple(self._original.info(part) for part in parts if part in self._original)
 
     def stored_bits(self, names: Collection[str]) -> float | None:
         """Return the stored bits per weight of some tensors, including scales; None if one is not quantized."""

@@ -12,9 +12,9 @@ Invariants of an open `Checkpoint`:
 * no tensor data have been read.
 """
 
+import copy
 import hashlib
-import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
@@ -25,17 +25,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moepack.checkpoint.shards import ShardFiles
 from moepack.errors import CheckpointError, UnsupportedModelError
-from moepack.format.header import Header, TensorInfo, read_header, stamp_of
+from moepack.format.header import Header, TensorInfo, read_header
 from moepack.format.hub import ADAPTER, INDEX
 from moepack.format.regular import read_json
 from moepack.format.side import may_hold_weights
 from moepack.format.weights import NAMED, weight_files
 
-__all__ = ["Checkpoint", "sampled"]
-
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
+__all__ = ["Checkpoint", "check_listed", "read_config"]
 
 
 class Checkpoint:
@@ -45,6 +43,7 @@ class Checkpoint:
         path: the directory.
         config: the parsed config.json.
         shards: the validated headers, by file name in sorted order.
+        files: returns the bytes of the shards.
         notes: notes for the user on how the checkpoint is read, in full sentences.
     """
 
@@ -53,10 +52,13 @@ class Checkpoint:
     shards: Mapping[str, Header]
     notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path, config: dict[str, Any], shards: Mapping[str, Header]) -> None:
+    def __init__(
+        self, path: Path, config: dict[str, Any], shards: Mapping[str, Header], files: ShardFiles | None = None
+    ) -> None:
         self.path = path
         self.config = config
         self.shards = shards
+        self.files = files or ShardFiles(shards)
         self._tensors = _merge(shards)
 
     @classmethod
@@ -76,16 +78,13 @@ class Checkpoint:
         if (directory / ADAPTER).is_file() and not (directory / "config.json").exists():
             message = "is a peft adapter, not a model: merge it into its base model first (`merge_and_unload`)"
             raise CheckpointError(message, file=directory)
-        config = read_json(directory / "config.json", CheckpointError)
-        if not isinstance(config.get("model_type"), str):
-            raise CheckpointError("has no model_type", file=directory / "config.json")
+        config = read_config(directory)
         files = weight_files(directory)
         if not files:
             raise _no_weights(directory)
         shards = {name: read_header(directory / name) for name in files}
         for shard, tensors in files.items():
-            _check_listed(tensors, shards[shard])
-        config.pop(NAMED, None)  # the files of a packed directory have other names
+            check_listed(tensors, shards[shard])
         return cls(directory, config, shards)
 
     def renamed(self, names: Mapping[str, str], notes: tuple[str, ...]) -> "Checkpoint":
@@ -95,7 +94,7 @@ class Checkpoint:
             names: maps each tensor to its new, unique name.
             notes: notes of the new checkpoint.
         """
-        made = Checkpoint(self.path, self.config, self.shards)
+        made = copy.copy(self)
         made._tensors = {names[name]: replace(info, name=names[name]) for name, info in self._tensors.items()}
         made.notes = notes
         return made
@@ -127,6 +126,10 @@ class Checkpoint:
     def stored_bytes(self, name: str) -> int:
         """Return the stored bytes of a tensor. Errors as for `info`."""
         return self.info(name).nbytes
+
+    def stored_infos(self, name: str) -> tuple[TensorInfo, ...]:
+        """Return the places of the stored tensors that a tensor is computed from. Errors as for `info`."""
+        return (self.info(name),)
 
     @property
     def stored(self) -> int:
@@ -163,21 +166,22 @@ class Checkpoint:
         info = self.info(name)
         if info.nbytes == 0:
             return np.empty(0, dtype=np.uint8)
-        start = info.offset - info.offset % mmap.ALLOCATIONGRANULARITY
-        try:
-            with info.file.open("rb") as stream:
-                if stamp_of(stream) != self.shards[info.file.name].stamp:
-                    raise CheckpointError("changed while it was in use", file=info.file, tensor=name)
-                # Copy-on-write, so that the array is writable, as torch requires. One mapping per tensor, because the
-                # kernel may reject a private mapping larger than the machine's memory.
-                mapping = mmap.mmap(
-                    stream.fileno(), info.offset - start + info.nbytes, access=mmap.ACCESS_COPY, offset=start
-                )
-        except OSError as cause:
-            raise CheckpointError(
-                f"cannot be mapped: {cause.strerror or cause}", file=info.file, tensor=name
-            ) from cause
-        return np.frombuffer(mapping, dtype=np.uint8, count=info.nbytes, offset=info.offset - start)
+        return self.files.raw(info)
+
+    def expect(self, groups: Sequence[Collection[str]]) -> None:
+        """Announce the tensors that will be read, in order, so that a model on the hub is downloaded ahead.
+
+        Tensors of a group are read together.
+        """
+        self.files.expect([[info for name in group for info in self.stored_infos(name)] for group in groups])
+
+    def gather(self, names: Iterable[str]) -> None:
+        """Announce tensors that are read now and again at the end of a job."""
+        self.files.gather([info for name in names for info in self.stored_infos(name)])
+
+    def release(self, names: Iterable[str]) -> None:
+        """Announce that tensors given to `gather` are no longer needed."""
+        self.files.release([info for name in names for info in self.stored_infos(name)])
 
     def stamps(self) -> dict[str, str]:
         """Return the file system stamp of each shard at opening time. A later write changes it."""
@@ -198,34 +202,24 @@ class Checkpoint:
         digest.update(hashlib.sha256((self.path / "config.json").read_bytes()).digest())
         for name, header in self.shards.items():
             digest.update(f"{name}\n{header.size}\n{header.digest}\n".encode())
-            digest.update(sampled(header.file, header.size))
+            digest.update(self.files.sampled(name))
         return digest.hexdigest()
 
 
-def sampled(file: Path, size: int) -> bytes:
-    """Read up to 64 evenly spaced blocks of 4 KiB from a file of `size` bytes.
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read config.json.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: it is missing or damaged, or names no model type.
     """
-    try:
-        with file.open("rb") as stream:
-            blocks = []
-            for position in _sample_positions(size):
-                stream.seek(position)
-                blocks.append(stream.read(_SAMPLE_BYTES))
-    except OSError as cause:
-        raise CheckpointError(f"cannot be read: {cause.strerror or cause}", file=file) from cause
-    return b"".join(blocks)
+    config = read_json(directory / "config.json", CheckpointError)
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError("has no model_type", file=directory / "config.json")
+    config.pop(NAMED, None)  # the files of a packed directory have other names
+    return config
 
 
-def _sample_positions(size: int) -> list[int]:
-    """Return the offsets of the sampled blocks in a file of `size` bytes. A small file is covered completely."""
-    last = max(size - _SAMPLE_BYTES, 0)
-    return sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
-
-
-def _check_listed(tensors: Iterable[str], header: Header) -> None:
+def check_listed(tensors: Iterable[str], header: Header) -> None:
     """Check that a shard has the tensors listed in the index.
 
     The index may use another prefix, because transformers takes the names from the shards.

@@ -5,18 +5,21 @@ files that moepack reads are downloaded: safetensors, configuration and tokenize
 format.
 """
 
+import importlib
 import re
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
-from moepack.errors import CheckpointError
+from moepack.errors import CheckpointError, DownloadError
 
-__all__ = ["resolve_model"]
+__all__ = ["hub_id", "hub_reason", "resolve_model", "small_files"]
 
 _TEMPLATES = "*.jinja"
+_WEIGHTS = "*.safetensors"
 
 WANTED = (
-    *("*.safetensors", "*.json", "*.model", "*.model.*", "*.txt", "*.tiktoken", "*.bpe", "*.spm", "*.vocab"),
+    *(_WEIGHTS, "*.json", "*.model", "*.model.*", "*.txt", "*.tiktoken", "*.bpe", "*.spm", "*.vocab"),
     *(_TEMPLATES, "*.py", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*", "USAGE_POLICY*"),
 )
 """Patterns of files to download: weights, configuration, tokenizer, and small files copied to the packed directory.
@@ -42,13 +45,36 @@ def resolve_model(model: str | PathLike[str]) -> Path:
             existing path takes precedence. Any other value is returned unchanged; opening it reports the error.
 
     Raises:
-        CheckpointError: `model` is the root of a model's Hub cache; or the Hub has no such model or revision, denies
-            access, or cannot be reached and the cache does not hold the model.
+        CheckpointError: `model` is the root of a model's Hub cache.
+        DownloadError: the Hub has no such model or revision, denies access, or cannot be reached and the cache does not
+            hold the model.
+    """
+    found = hub_id(model)
+    return Path(model) if found is None else _fetched(*found, WANTED)
+
+
+def hub_id(model: str | PathLike[str]) -> tuple[str, str | None] | None:
+    """Return the name and the revision of a model on the Hub; None for any other value, which is a path.
+
+    Raises:
+        CheckpointError: `model` is the root of a model's Hub cache.
     """
     given = fspath(model)
     _refuse_cache(Path(given))
     found = None if Path(given).exists() else _HUB_ID.fullmatch(given)
-    return Path(given) if found is None else _fetched(found[1], found[2])
+    return None if found is None else (found[1], found[2])
+
+
+def small_files(name: str, revision: str | None) -> Path:
+    """Return the snapshot of a Hub model with all files but the weights; errors as for `resolve_model`."""
+    utils: Any = importlib.import_module("huggingface_hub.utils")
+    shown = not utils.are_progress_bars_disabled()
+    utils.disable_progress_bars()
+    try:
+        return _fetched(name, revision, tuple(pattern for pattern in WANTED if pattern != _WEIGHTS))
+    finally:
+        if shown:
+            utils.enable_progress_bars()
 
 
 def _refuse_cache(path: Path) -> None:
@@ -59,23 +85,23 @@ def _refuse_cache(path: Path) -> None:
         raise CheckpointError(f"is the Hub cache of a model, not a model; {holds}", file=path)
 
 
-def _fetched(name: str, revision: str | None) -> Path:
-    """Return the snapshot of a Hub model in the Hub's cache."""
+def _fetched(name: str, revision: str | None, wanted: tuple[str, ...]) -> Path:
+    """Return the snapshot of a Hub model in the Hub's cache, with the files that match the patterns."""
     import huggingface_hub
 
     try:
         snapshot = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)
+            name, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)
         )
     except (OSError, ValueError) as error:
         of = "" if revision is None else f" at the revision '{revision}'"
-        message = f"no such directory, and no model '{name}'{of} could be fetched from the Hub: {_reason(error)}"
-        raise CheckpointError(message, file=name) from error
+        message = f"no such directory, and no model '{name}'{of} could be fetched from the Hub: {hub_reason(error)}"
+        raise DownloadError(message, file=name) from error
     return Path(snapshot)
 
 
-def _reason(error: Exception) -> str:
-    """Return the reason in a few words, because the Hub's own messages have many lines."""
+def hub_reason(error: Exception) -> str:
+    """Return the reason of an error of huggingface_hub in a few words, because its own messages have many lines."""
     unreachable = "the Hub cannot be reached, or HF_HUB_OFFLINE is set, and the cache"
     reasons = {
         "GatedRepoError": "it is gated; request access and log in (`hf auth login`)",

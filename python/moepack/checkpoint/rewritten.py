@@ -49,7 +49,7 @@ class RewrittenCheckpoint(Checkpoint):
     """A checkpoint with a `Rewriting` applied."""
 
     def __init__(self, original: Checkpoint, rewriting: Rewriting) -> None:
-        super().__init__(original.path, {**original.config, **rewriting.config}, original.shards)
+        super().__init__(original.path, {**original.config, **rewriting.config}, original.shards, original.files)
         self.original, self.rewriting, self.notes = original, rewriting, original.notes
         self._tensors = {name: self._described(name) for name in rewriting.names}
 
@@ -76,6 +76,11 @@ class RewrittenCheckpoint(Checkpoint):
         """Return the stored bytes of the tensor that a tensor is computed from. Errors as for `info`."""
         self.info(name)
         return self.original.stored_bytes(self.rewriting.source(name))
+
+    def stored_infos(self, name: str) -> tuple[TensorInfo, ...]:
+        """Return the places of the stored tensors of the original. Errors as for `info`."""
+        self.info(name)
+        return self.original.stored_infos(self.rewriting.source(name))
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the tensor's bytes in the dtype of `info`."""

@@ -3,8 +3,6 @@
 Transformers does not tie such heads. Using the packed embedding as the head would give wrong outputs.
 """
 
-import numpy as np
-
 from moepack.checkpoint.architectures import ARCHITECTURES
 from moepack.checkpoint.reader import Checkpoint
 
@@ -29,7 +27,7 @@ def untied(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     infos = checkpoint.info(head), checkpoint.info(embedding)
     alike = infos[0].shape == infos[1].shape and infos[0].dtype == infos[1].dtype
-    if alike and np.array_equal(checkpoint.raw(head), checkpoint.raw(embedding)):
+    if alike and checkpoint.files.equal(*infos):
         return checkpoint
     note = f"{head} differs from {embedding}: they are loaded untied despite config.json, as in transformers."
     checkpoint.config = {**checkpoint.config, _TIED: False}

@@ -21,6 +21,8 @@ from moepack.cli.literal import LiteralCommand, LiteralGroup
 from moepack.errors import MoepackError, MoepackWarning
 
 COMMANDS = {
+    "run": "run",
+    "plan": "plan",
     "compress": "compress",
     "compare": "compare",
     "tune": "tune",
@@ -33,6 +35,8 @@ COMMANDS = {
     "chat": "chat",
     "serve": "serve",
     "export": "export",
+    "list": "library",
+    "remove": "library",
     "doctor": "doctor",
     "models": "models",
     "methods": "methods",

@@ -14,7 +14,7 @@ from moepack.cli import options, settings
 from moepack.cli.console import plain_console
 from moepack.cli.inspect import print_directory
 from moepack.cli.placement import usable_device
-from moepack.cli.plan import print_plan
+from moepack.cli.preview import print_plan
 from moepack.cli.usage import wrong_usage
 from moepack.methods import METHODS, create
 from moepack.units import nats, size, speed
@@ -37,6 +37,8 @@ def compress_command(
     mtp_bits: options.MtpBits = None,
     resume: options.Resume = True,
     check: options.Check = None,
+    keep_source: options.KeepSource = False,
+    disk_budget: options.DiskBudget = None,
     quiet: options.Quiet = False,
     method: str = "auto",
     **method_settings: Any,
@@ -45,13 +47,15 @@ def compress_command(
 
     Set the size of OUT with --size, --bits-per-weight or --ratio. The default is 4 bits per weight, or half of the free
     memory if that is less. Quality is best with a calibration text of your own (--calibration). A Hub model is
-    downloaded first. An interrupted run leaves OUT.partial; run the same command again to continue.
+    packed while it is downloaded; --dry-run reads only its headers. An interrupted run leaves OUT.partial; run the same
+    command again to continue.
     """
     given = {key: value for key, value in method_settings.items() if value is not None}
     usable_device(given.get("device"))
     done = run(
         model, out, method, given,
-        dry_run=dry_run, threads=threads, ray=ray, mtp_bits=mtp_bits, resume=resume, check=check, quiet=quiet,
+        dry_run=dry_run, threads=threads, ray=ray, mtp_bits=mtp_bits, resume=resume, check=check,
+        keep_source=keep_source, disk_budget=disk_budget, quiet=quiet,
     )  # fmt: skip
     if done is not None:
         print_done(done, model, out, report)
@@ -86,15 +90,18 @@ def run(
     mtp_bits: int | None,
     resume: bool,
     check: bool | None = None,
+    keep_source: bool = False,
+    disk_budget: str | None = None,
     quiet: bool,
 ) -> "CompressReport | None":
     """Print the plan, then compress. Return None after a dry run."""
-    from moepack.checkpoint.resolve import resolve_model
     from moepack.cli.evaluate import quiet_transformers
+    from moepack.format.atomic import refuse_existing
     from moepack.methods.auto.settings import NO_TEXT
     from moepack.pipeline import compress
     from moepack.pipeline.distributed import refuse as refuse_sharing
     from moepack.pipeline.estimate import estimate
+    from moepack.pipeline.source import opened
     from moepack.progress import terminal_progress
 
     quiet_transformers()
@@ -108,16 +115,17 @@ def run(
         if ray is not None:
             refuse_sharing(chosen)
         try:
-            directory = resolve_model(model)
-            plan = estimate(directory, out, chosen, threads, progress, mtp_bits)
-            if dry_run or not quiet:
-                print_plan(plan, plain_console())
-            if dry_run:
-                return None
-            return compress(
-                directory, out, method=plan.plan or chosen,
-                mtp_bits=mtp_bits, threads=threads, ray=ray, resume=resume, check=check, progress=progress,
-            )  # fmt: skip
+            refuse_existing(out)
+            with opened(model, out.absolute(), keep_source, disk_budget, whole=ray is not None) as source:
+                plan = estimate(source, out, chosen, threads, progress, mtp_bits)
+                if dry_run or not quiet:
+                    print_plan(plan, plain_console())
+                if dry_run:
+                    return None
+                return compress(
+                    source, out, method=plan.plan or chosen,
+                    mtp_bits=mtp_bits, threads=threads, ray=ray, resume=resume, check=check, progress=progress,
+                )  # fmt: skip
         except KeyboardInterrupt:
             raise interrupted(console, out) from None
 
@@ -126,8 +134,9 @@ def interrupted(console: Console, out: Path) -> typer.Exit:
     """Print how to continue after Ctrl-C; return the exit to raise."""
     from moepack.pipeline import PARTIAL
     from moepack.pipeline.rewrite import STATE
+    from moepack.pipeline.source import SOURCE
 
-    kept = [file for suffix in (PARTIAL, STATE) if (file := out.with_name(out.name + suffix)).exists()]
+    kept = [file for suffix in (PARTIAL, STATE, SOURCE) if (file := out.with_name(out.name + suffix)).exists()]
     rest = f"the same command continues from {kept[0]}" if kept else "nothing was written yet"
     if out.exists():  # only its check was left
         rest = f"{out} is complete"

@@ -21,6 +21,17 @@ Checkpoint = Annotated[
     typer.Argument(help="Checkpoint directory (safetensors) or Hub model: ORGANIZATION/NAME, or with @REVISION."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+KeepSource = Annotated[
+    bool, typer.Option("--keep-source", help="Keep the shards of a Hub model in the Hub's cache; default: delete them.")
+]
+DiskBudget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Disk space for the shards of a Hub model. Default: three shards, or all if the method reads all weights "
+        "several times and they fit.",
+    ),
+]
 Report = Annotated[bool, typer.Option("--report", help="List the format chosen for every tensor.")]
 Ray = Annotated[
     str | None,

@@ -1,94 +1,114 @@
-"""The plan that `moepack compress` prints before it starts."""
+"""`moepack plan`: compare sizes of a model before it is packed, without a download."""
 
-from typing import TYPE_CHECKING
+import json
+from dataclasses import asdict
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from moepack.methods import METHODS
-from moepack.units import duration, size
+from moepack.cli import options
+from moepack.cli.console import plain_console
+from moepack.cli.usage import wrong_usage
+from moepack.units import size
 
 if TYPE_CHECKING:
-    from moepack.pipeline.estimate import Estimate, Part
+    from moepack.pipeline.outlook import Choice, Outlook
+    from moepack.pipeline.source import Streaming
 
-__all__ = ["print_plan"]
+__all__ = ["download_text", "exact_size", "plan_command", "print_outlook"]
 
-
-def print_plan(estimate: "Estimate", console: Console) -> None:
-    """Print a table on a terminal, or one plain line per row in a log."""
-    rows = _rows(estimate)
-    if not console.is_terminal:
-        for label, text in rows:
-            console.print(f"plan: {label:<9} {text}", soft_wrap=True, markup=False, highlight=False)
-        return
-    table = Table(title="Plan", title_justify="left", show_header=False, box=None)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in rows:
-        table.add_row(label, Text(text))
-    console.print(table)
+UNKNOWN = "unknown"
+NOWHERE = "does not fit"
 
 
-def _rows(plan: "Estimate") -> list[tuple[str, str]]:
-    settings = ", ".join(f"{name} {value}" for name, value in plan.settings.items() if value not in ("", None))
+def plan_command(
+    model: options.Checkpoint,
+    *,
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option("--size", help="A size of all weight files, such as 9GB; may be repeated. Default: 2 to 8 bits."),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option("--for", metavar="MACHINE", help="Another machine: RAM=32GB,GPU=12GB,NVMe. Default: this one."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what sizes of MODEL would need, how fast they would be, and where they run: memory, GPU, both, or drive.
+
+    Only the headers of a Hub model are read, a few megabytes. The expected loss is shown if an earlier run on a
+    directory measured the sensitivity of its weights.
+    """
+    from moepack.cli.evaluate import quiet_transformers
+    from moepack.pipeline.machines import Machine
+    from moepack.pipeline.outlook import outlook
+
+    quiet_transformers()
+    with wrong_usage():
+        given = None if machine is None else Machine.described(machine)
+        found = outlook(model, sizes or (), given)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        print_outlook(found, plain_console())
+
+
+def print_outlook(found: "Outlook", console: Console) -> None:
+    """Print the model, the machine, a table of sizes, and the command for the best one."""
+    parts = ", ".join(f"{part.role} {size(part.before)}" for part in found.parts)
     rows = [
-        ("model", f"{plan.model} ({plan.architecture}: {plan.layers} layers of {plan.experts} experts)"),
-        ("method", f"{plan.method}: {METHODS[plan.method].summary if plan.method in METHODS else ''}"),
-        ("settings", settings),
-        *(("packs", _part(part)) for part in plan.parts),
-        ("keeps", f"everything else unchanged: {size(plan.kept)}"),
-        ("size", f"{size(plan.before)} -> about {size(plan.after)} ({plan.before / max(plan.after, 1):.2f}x smaller)"),
-        *_goal(plan),
-        ("memory", f"about {size(plan.memory)} to compress, {_left(plan.free_memory, plan.memory)}"),
-        ("disk", f"writes up to {size(plan.disk)}, {_left(plan.free_disk, plan.disk)}"),
-        ("time", _time(plan)),
-        ("runs", _running(plan)),
-        *(("note", note) for note in plan.notes),
+        ("model", f"{found.model} ({found.architecture}: {found.layers} layers of {found.experts} experts)"),
+        ("weights", f"{found.weights:,} in {size(found.stored)}: {parts}"),
+        *([("download", download_text(found.streaming))] if found.streaming is not None else []),
+        ("to pack", f"about {size(found.pack_memory)} of memory, on any machine"),
+        ("machine", str(found.machine)),
+        *(("note", note) for note in found.notes),
     ]
-    return rows
+    for label, text in rows:
+        console.print(f"{label:<9} {text}", soft_wrap=True)
+    table = [("size", "bits", "expected loss", "to run", "tokens/s", "runs from"), *map(_cells, found.choices)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        console.print(line.rstrip(), soft_wrap=True)
+    _print_next(found, console)
 
 
-def _goal(plan: "Estimate") -> list[tuple[str, str]]:
-    """Return the requested size and the expected loss, as far as they are known."""
-    rows = []
-    if plan.goal is not None and plan.goal.reason:
-        rows.append(("goal", f"{size(plan.goal.nbytes)} of weights: {plan.goal.reason}"))
-    if plan.plan is not None:
-        rows.append(("loss", _loss(plan.plan.loss)))
-    return rows
+def _cells(choice: "Choice") -> tuple[str, ...]:
+    loss = UNKNOWN if choice.loss is None else f"+{choice.loss[0]:.2g} to +{choice.loss[1]:.2g}"
+    speed = UNKNOWN if choice.tokens_per_second is None else f"up to {choice.tokens_per_second:.3g}"
+    places = ", ".join(choice.places) or NOWHERE
+    return size(choice.nbytes), f"{choice.bits:.2f}", loss, size(choice.run_memory), speed, places
 
 
-def _part(part: "Part") -> str:
-    """Return the weights, the bytes before and after, and the rate of a part."""
-    about = "" if part.exact else "about "
-    rate = f"{about}{part.bits_per_weight:.2f} bits per weight"
-    return f"{part.role}: {part.weights:,} weights, {size(part.before)} -> {about}{size(part.after)} ({rate})"
+def _print_next(found: "Outlook", console: Console) -> None:
+    if any(choice.loss is None for choice in found.choices):
+        text = "The loss is unknown until weights are read: `moepack compare` measures it."
+        console.print(text, soft_wrap=True)
+    if found.machine.here and all(choice.tokens_per_second is None for choice in found.choices):
+        console.print("The speed is unknown until `moepack doctor` has measured this machine.")
+    if found.best is None:
+        console.print("None of these sizes fits this machine." if found.machine.here else "None of these sizes fits.")
+    else:
+        command = f"moepack compress {quote(found.model)} OUT --size {exact_size(found.best.nbytes)}"
+        console.print(f"next      {command}", soft_wrap=True)
 
 
-def _left(free: int | None, need: int) -> str:
-    """Return the free bytes, with a warning if they may not suffice."""
-    if free is None:
-        return "free amount unknown"
-    return f"{size(free)} free" + ("" if free >= need else ": this may be TOO LITTLE")
+def exact_size(nbytes: int) -> str:
+    """Return a size for a command, rounded down."""
+    for unit, count in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= count:
+            return f"{nbytes * 100 // count / 100:g}{unit}"
+    return str(nbytes)
 
 
-def _loss(loss: tuple[float, float] | None) -> str:
-    """Return the expected increase of the loss."""
-    if loss is None:
-        return "unknown without calibration; `--calibration FILE` estimates it and about halves the loss"
-    least, most = loss
-    return f"+{least:.2g} to +{most:.2g} nats per token"
-
-
-def _running(plan: "Estimate") -> str:
-    speed = "speed unknown until `moepack doctor` has measured this machine"
-    if plan.tokens_per_second is not None:
-        speed = f"at most about {plan.tokens_per_second:.3g} tokens/s on this processor"
-    return f"in about {size(plan.run_memory)} of memory; {speed}"
-
-
-def _time(plan: "Estimate") -> str:
-    if plan.seconds is None:
-        return "not estimated on this device"
-    return f"about {duration(plan.seconds)} with {plan.threads} thread{'s' if plan.threads > 1 else ''}"
+def download_text(found: "Streaming") -> str:
+    """Describe how a model on the Hub is downloaded."""
+    total = f"{size(found.download)} in {found.shards} shards"
+    if found.budget is None:
+        return f"{total}, kept in the Hub's cache"
+    if found.whole:
+        return f"{total}, kept until the job is done, because the method reads them several times"
+    return f"{total}, at most {size(found.disk)} of them on disk at a time"

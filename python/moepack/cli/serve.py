@@ -4,7 +4,7 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,64 +16,82 @@ from moepack.errors import LoadError
 from moepack.textfile import read_text
 from moepack.units import byte_count
 
+if TYPE_CHECKING:
+    from moepack.decoding.stepping import Stepping
+    from moepack.integrations.options import LoadOptions
+    from moepack.serving.engine import Engine
+
 __all__ = ["serve_command"]
 
 LOCAL = ("127.0.0.1", "localhost")
 
 
+Host = Annotated[
+    str, typer.Option(help="Address to listen on, or unix:PATH for a Unix socket; default: this machine only.")
+]
+Port = Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)]
+ApiKey = Annotated[
+    str | None, typer.Option(help="API key that clients must send.", envvar="MOEPACK_API_KEY", show_envvar=True)
+]
+Name = Annotated[str | None, typer.Option(help="Model name in the API; default: the directory's name.")]
+Slots = Annotated[int, typer.Option(help="Maximum concurrent answers.", min=1)]
+Queue = Annotated[int, typer.Option(help="Maximum requests waiting for a slot.", min=0)]
+Context = Annotated[
+    int | None, typer.Option(help="Maximum tokens of prompt plus answer; default: the model's limit.", min=2)
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Maximum tokens per answer if the request sets none.", min=1)]
+Timeout = Annotated[float, typer.Option(help="Maximum seconds per answer, including waiting.", min=0.1)]
+MaxBody = Annotated[str, typer.Option(help="Maximum size of a request body, such as 4MB.")]
+CorsOrigin = Annotated[
+    list[str] | None, typer.Option(help="Origin whose web pages may send requests, or * for all; may be repeated.")
+]
+ChatTemplate = Annotated[
+    Path | None, typer.Option(help="File with a chat template that replaces the model's.", metavar="FILE")
+]
+ChatTemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        help="Variables of the chat template, unless a request sets them, such as '{\"enable_thinking\": false}'.",
+        metavar="JSON",
+    ),
+]
+Temperature = Annotated[
+    float | None, typer.Option(help="Temperature if the request sets none; default: the model's own, or 0.")
+]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(help="LoRA adapter that requests choose by NAME as their model; may be repeated.", metavar=NAMED),
+]
+Drain = Annotated[float, typer.Option(help="Seconds that running answers may take after Ctrl-C or SIGTERM.", min=0)]
+LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Log the bodies of requests.")]
+PrintUnit = Annotated[bool, typer.Option("--print-unit", help="Print a systemd unit that runs this command, and exit.")]
+
+
 def serve_command(
     context_: typer.Context,
     directory: AnyModel,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on, or unix:PATH for a Unix socket; default: this machine only.")
-    ] = LOCAL[0],
-    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
-    api_key: Annotated[
-        str | None, typer.Option(help="API key that clients must send.", envvar="MOEPACK_API_KEY", show_envvar=True)
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Model name in the API; default: the directory's name.")] = None,
-    slots: Annotated[int, typer.Option(help="Maximum concurrent answers.", min=1)] = 16,
-    queue: Annotated[int, typer.Option(help="Maximum requests waiting for a slot.", min=0)] = 256,
-    context: Annotated[
-        int | None, typer.Option(help="Maximum tokens of prompt plus answer; default: the model's limit.", min=2)
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens per answer if the request sets none.", min=1)
-    ] = 512,
-    timeout: Annotated[float, typer.Option(help="Maximum seconds per answer, including waiting.", min=0.1)] = 600.0,
-    max_body: Annotated[str, typer.Option(help="Maximum size of a request body, such as 4MB.")] = "4MB",
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="Origin whose web pages may send requests, or * for all; may be repeated."),
-    ] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="File with a chat template that replaces the model's.", metavar="FILE")
-    ] = None,
-    chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(
-            help="Variables of the chat template, unless a request sets them, such as '{\"enable_thinking\": false}'.",
-            metavar="JSON",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Temperature if the request sets none; default: the model's own, or 0.")
-    ] = None,
+    host: Host = LOCAL[0],
+    port: Port = 8000,
+    api_key: ApiKey = None,
+    name: Name = None,
+    slots: Slots = 16,
+    queue: Queue = 256,
+    context: Context = None,
+    max_new_tokens: MaxNewTokens = 512,
+    timeout: Timeout = 600.0,
+    max_body: MaxBody = "4MB",
+    cors_origin: CorsOrigin = None,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(help="LoRA adapter that requests choose by NAME as their model; may be repeated.", metavar=NAMED),
-    ] = None,
-    drain: Annotated[
-        float, typer.Option(help="Seconds that running answers may take after Ctrl-C or SIGTERM.", min=0)
-    ] = 5.0,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log the bodies of requests.")] = False,
-    print_unit: Annotated[
-        bool, typer.Option("--print-unit", help="Print a systemd unit that runs this command, and exit.")
-    ] = False,
+    lora: Lora = None,
+    drain: Drain = 5.0,
+    log_prompts: LogPrompts = False,
+    print_unit: PrintUnit = False,
     threads: Threads = None,
     dtype: Dtype = "auto",
     mode: Mode = None,
@@ -89,57 +107,85 @@ def serve_command(
     """
     called = name or (directory.resolve().name if directory.exists() else str(directory))
     if print_unit:
-        from moepack.serving.http.unit import unit
+        return _print_unit(context_, called, drain, device)
+    _prepare()
+    from moepack.checkpoint.resolve import resolve_model
+    from moepack.serving.http.listening import listen
+    from moepack.serving.http.server import Settings, create_app
 
-        command = command_line(context_, without={"print_unit", "api_key"})
-        print(unit(command, called, drain, has_gpu=device is not None), end="")
-        return
+    drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    with wrong_usage():
+        is_private, path = _is_private(host), resolve_model(directory)
+        settings = Settings(
+            called, path, api_key, max_new_tokens, byte_count(max_body), LOCAL if host in LOCAL else (),
+            tuple(cors_origin or ()), None if chat_template is None else read_text(chat_template),
+            _variables(chat_template_kwargs), _sampling(**drawn, repetition_penalty=repetition_penalty), log_prompts,
+        )  # fmt: skip
+        options = loading(dtype, threads, mode, device, host_memory, device_memory, misses, resident=resident)
+        engine, stepping = _engine(path, options, _adapters(lora or []), slots, queue, context, timeout)
+        application = create_app(engine, settings)
+    _announce(called, slots, engine, stepping, is_open=not is_private and api_key is None)
+    listen(application, engine, host, port, drain)
+
+
+def _print_unit(called_with: typer.Context, name: str, drain: float, device: str | None) -> None:
+    """Print a systemd unit for this command line, without its API key."""
+    from moepack.serving.http.unit import unit
+
+    command = command_line(called_with, without={"print_unit", "api_key"})
+    print(unit(command, name, drain, has_gpu=device is not None), end="")
+
+
+def _prepare() -> None:
+    """Check that the server's packages are installed, and silence transformers' progress bars."""
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
         raise LoadError("serving needs FastAPI and uvicorn: pip install 'moepack[serve]'")
-    from moepack.checkpoint.resolve import resolve_model
     from moepack.cli.evaluate import quiet_transformers
+
+    quiet_transformers()
+
+
+def _announce(name: str, slots: int, engine: "Engine", stepping: "Stepping", is_open: bool) -> None:
+    if is_open:
+        print("warning: without --api-key, anyone who can reach this address can use the model", file=sys.stderr)
+    print(f"'{name}': up to {slots} concurrent answers, {engine.context} tokens each", file=sys.stderr)
+    print(f"a single sequence is {stepping}", file=sys.stderr)
+
+
+def _is_private(host: str) -> bool:
+    """Return whether only this machine can connect; raises ValueError for a Unix socket without a path."""
+    from moepack.serving.http.unixsocket import unix_path
+
+    return unix_path(host) is not None or host in LOCAL
+
+
+def _sampling(**settings: Any) -> dict[str, Any]:
+    """Return the sampling settings that are not None; raises ValueError if one is out of range."""
+    from moepack.serving.text.sampling import Sampling, given
+
+    sampling = given(**settings)
+    Sampling(**sampling)
+    return sampling
+
+
+def _engine(
+    path: Path,
+    options: "LoadOptions",
+    adapters: dict[str, Path],
+    slots: int,
+    queue: int,
+    context: int | None,
+    timeout: float,
+) -> tuple["Engine", "Stepping"]:
+    """Load a model; return its engine, and how it decodes a single sequence."""
     from moepack.decoding.stepping import tried
     from moepack.integrations.loading import open_tokenizer, open_with
     from moepack.serving.adapters import Adapters
     from moepack.serving.engine import Engine
-    from moepack.serving.http.listening import listen
-    from moepack.serving.http.server import Settings, create_app
-    from moepack.serving.http.unixsocket import unix_path
-    from moepack.serving.text.sampling import Sampling, given
 
-    quiet_transformers()
-    with wrong_usage():
-        is_private = unix_path(host) is not None
-        path = resolve_model(directory)
-        hosts = LOCAL if host in LOCAL else ()
-        sampling = given(
-            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty
-        )
-        Sampling(**sampling)
-        settings = Settings(
-            called,
-            path,
-            api_key,
-            max_new_tokens,
-            byte_count(max_body),
-            hosts,
-            tuple(cors_origin or ()),
-            None if chat_template is None else read_text(chat_template),
-            _variables(chat_template_kwargs),
-            sampling,
-            log_prompts,
-        )
-        caps = host_memory, device_memory, misses
-        model = open_with(path, loading(dtype, threads, mode, device, *caps, resident=resident))
-        stepping = tried(model)
-        adapters = Adapters(model, _adapters(lora or []))
-        engine = Engine(model, open_tokenizer(path), slots, queue, context, timeout, adapters)
-        application = create_app(engine, settings)
-    if host not in LOCAL and not is_private and api_key is None:
-        print("warning: without --api-key, anyone who can reach this address can use the model", file=sys.stderr)
-    print(f"'{settings.name}': up to {slots} concurrent answers, {engine.context} tokens each", file=sys.stderr)
-    print(f"a single sequence is {stepping}", file=sys.stderr)
-    listen(application, engine, host, port, drain)
+    model = open_with(path, options)
+    stepping = tried(model)
+    return Engine(model, open_tokenizer(path), slots, queue, context, timeout, Adapters(model, adapters)), stepping
 
 
 def _adapters(given: list[str]) -> dict[str, Path]:

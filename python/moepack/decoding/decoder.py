@@ -2,9 +2,9 @@
 
 `install` replaces the `forward` of a model's decoder and head. The replacement handles a call only if it is a plain
 decoding step: evaluation mode, no gradients, and past tokens in a `DynamicCache`. On the CPU, the core runs one token
-of one sequence with full attention, provided that `moepack.decoding.plan` recognizes every part of the model. On a GPU,
-a recorded step is replayed (`moepack.decoding.graphs`). All other calls (prompts, hooks, outputs of layers, other
-models) go to transformers.
+of one sequence with full attention, provided that `moepack.decoding.translation` recognizes every part of the model.
+On a GPU, a recorded step is replayed (`moepack.decoding.graphs`). All other calls (prompts, hooks, outputs of layers,
+other models) go to transformers.
 
 MOEPACK_DECODE or `set_decoding` controls it: "native" is the default, "transformers" disables it.
 """
@@ -20,10 +20,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from moepack.backends.cpu import views
 from moepack.decoding.cache import Tokens
-from moepack.decoding.calls import Call, CallReader, cache_name
 from moepack.decoding.families import decoder_of
 from moepack.decoding.graphs import StepGraphs
-from moepack.decoding.plan import Plan, Unknown, is_known, require, window
+from moepack.decoding.signature import Call, CallReader, cache_name
+from moepack.decoding.translation import Translation, Unknown, is_known, require, window
 from moepack.stores.module import PackedModule
 
 __all__ = ["MODES", "VARIABLE", "decoding", "install", "set_decoding"]
@@ -128,7 +128,7 @@ class DecoderForward(_Forward):
         super().__init__(module)
         self.steps = self.declined = 0
         self.reason = ""
-        self._plan: Plan | None = None
+        self._translation: Translation | None = None
         self._graphs = StepGraphs()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,16 +157,18 @@ class DecoderForward(_Forward):
     def _stepped(self, model: Any, call: Call) -> torch.Tensor:
         """Run a step in the core; return the hidden state `[1, 1, hidden]`."""
         require(_input(call)[1].shape[:2] == (1, 1), "several sequences at once")
-        plan = self._ready(model)
+        translation = self._ready(model)
         length = call.cache.get_seq_length()
         require(_sees_all(call.attention_mask, length + 1), "attention masks that hide tokens")
         position = _position(call.position_ids, length)
         hidden = model.embed_tokens(call.input_ids) if call.inputs_embeds is None else call.inputs_embeds
-        require(hidden.dtype == plan.dtype and hidden.device.type == "cpu", "inputs with a different dtype or device")
-        layers = _taken(call.cache, plan, length)
-        caches = [expected.arrays(layer) for expected, layer in zip(plan.caches, layers, strict=True)]
-        state = views.decode(plan.decoder, hidden[0], position, caches)
-        for expected, layer in zip(plan.caches, layers, strict=True):
+        require(
+            hidden.dtype == translation.dtype and hidden.device.type == "cpu", "inputs with a different dtype or device"
+        )
+        layers = _taken(call.cache, translation, length)
+        caches = [expected.arrays(layer) for expected, layer in zip(translation.caches, layers, strict=True)]
+        state = views.decode(translation.decoder, hidden[0], position, caches)
+        for expected, layer in zip(translation.caches, layers, strict=True):
             if isinstance(expected, Tokens):
                 layer.advance()
         return state.view(hidden.shape)
@@ -177,12 +179,12 @@ class DecoderForward(_Forward):
         seen = {"attention_mask": call.attention_mask, "position_ids": call.position_ids}
         return self._graphs.step(model, self.original, dict([_input(call)]), call.cache, **seen)
 
-    def _ready(self, model: Any) -> Plan:
-        """The plan, rebuilt if the model changed."""
-        if self._plan is None or not self._plan.holds():
-            self._plan = None
-            self._plan = Plan(model)
-        return self._plan
+    def _ready(self, model: Any) -> Translation:
+        """The translation, rebuilt if the model changed."""
+        if self._translation is None or not self._translation.holds():
+            self._translation = None
+            self._translation = Translation(model)
+        return self._translation
 
 
 FEW = 16
@@ -295,14 +297,14 @@ def _position(positions: torch.Tensor | None, length: int) -> int:
     return int(found[0])
 
 
-def _taken(cache: DynamicCache, plan: Plan, length: int) -> list[Any]:
+def _taken(cache: DynamicCache, translation: Translation, length: int) -> list[Any]:
     """Convert the layers of a cache to ones that grow in place.
 
     Raises:
-        Unknown: the layers do not match the plan.
+        Unknown: the layers do not match the translation.
     """
-    require(len(cache.layers) == len(plan.caches), "caches with a different number of layers")
-    layers = [expected.taken(layer, length) for expected, layer in zip(plan.caches, cache.layers, strict=True)]
+    require(len(cache.layers) == len(translation.caches), "caches with a different number of layers")
+    layers = [expected.taken(layer, length) for expected, layer in zip(translation.caches, cache.layers, strict=True)]
     require(all(layer is not None for layer in layers), "caches with unexpected contents")
     cache.layers[:] = layers
     return layers

@@ -1,7 +1,7 @@
 """The architectures that the core decodes, and the properties that cannot be read from their modules.
 
-`moepack.decoding.plan` reads a model module by module. A class name determines what the class computes, because the
-classes of a family come from one file of transformers. Properties that attributes expose (sizes, biases, norms of
+`moepack.decoding.translation` reads a model module by module. A class name determines what the class computes, because
+the classes of a family come from one file of transformers. Properties that attributes expose (sizes, biases, norms of
 heads, expert groups) are not repeated here.
 """
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from moepack.decoding.calls import cache_argument
 from moepack.decoding.prefix import new_cache
+from moepack.decoding.signature import cache_argument
 from moepack.errors import NonFiniteError
 
 __all__ = ["advice", "are_finite", "non_finite", "non_finite_in", "watching"]

@@ -29,8 +29,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moepack.backends.gpu.recording import Unwritten, record
 from moepack.decoding.cache import GrowingLayer, Room
-from moepack.decoding.calls import cache_name
-from moepack.decoding.plan import Guard, Unknown, require
+from moepack.decoding.signature import cache_name
+from moepack.decoding.translation import Guard, Unknown, require
 from moepack.modules.embedding import embedding_dtype
 
 __all__ = ["StepGraphs"]

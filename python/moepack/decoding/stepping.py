@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from moepack.decoding.calls import cache_argument
 from moepack.decoding.decoder import DecoderForward
 from moepack.decoding.families import FAMILIES, decoder_of, family_of
 from moepack.decoding.prefix import new_cache
+from moepack.decoding.signature import cache_argument
 
 __all__ = ["Stepping", "stepping", "tried"]
 

@@ -51,17 +51,10 @@ def evaluate_tasks(
     try:
         from lm_eval import evaluator
         from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise LoadError("tasks need lm-eval: pip install 'moepack[eval]'") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    own = None if task_path is None else fspath(task_path)
-    # Indexing lm-eval's thousands of tasks takes seconds, which tasks of the folder do not need.
-    manager = TaskManager(include_path=own, include_defaults=own is None)
-    if own is not None and not all(manager.match_tasks([name]) for name in tasks):
-        manager = TaskManager(include_path=own)
-    if missing := [name for name in tasks if not manager.match_tasks([name])]:
-        raise ValueError(f"there is no task '{missing[0]}' in lm-eval" + ("" if own is None else f" or {own}"))
+    manager = _manager(tasks, None if task_path is None else fspath(task_path))
     model = open_model(directory, **options)
     tokenizer = open_tokenizer(directory)
     if carried_of(model).limit is not None:  # a batch would use the frequencies of its longest question
@@ -79,6 +72,23 @@ def evaluate_tasks(
         raise LoadError(f"the data of the tasks cannot be loaded: {reason}", file=directory) from error
     assert found is not None
     return {task: _measures(figures) for task, figures in found["results"].items()}
+
+
+def _manager(tasks: Sequence[str], folder: str | None) -> Any:
+    """Return lm-eval's task manager for the tasks.
+
+    Raises:
+        ValueError: unknown task.
+    """
+    from lm_eval.tasks import TaskManager
+
+    # Indexing lm-eval's thousands of tasks takes seconds, which tasks of the folder do not need.
+    manager = TaskManager(include_path=folder, include_defaults=folder is None)
+    if folder is not None and not all(manager.match_tasks([name]) for name in tasks):
+        manager = TaskManager(include_path=folder)
+    if missing := [name for name in tasks if not manager.match_tasks([name])]:
+        raise ValueError(f"there is no task '{missing[0]}' in lm-eval" + ("" if folder is None else f" or {folder}"))
+    return manager
 
 
 def _measures(figures: dict[str, Any]) -> dict[str, float]:

@@ -17,8 +17,7 @@ from moepack.format.hub import BALANCE, CONFIG, INDEX, PREDICTORS, shard_name
 from moepack.format.manifest import MANIFEST
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.mapping import map_file
-from moepack.pipeline.job import PARTIAL
-from moepack.pipeline.journal import Workspace
+from moepack.pipeline.journal import PARTIAL, Workspace
 
 __all__ = ["ModelWriter", "dense_entries", "entry_tensor", "tensor_entry"]
 

@@ -24,7 +24,7 @@ import torch
 from moepack.errors import CheckpointError, MoepackError
 from moepack.format.regular import IS_POINTER, open_regular, parse_json
 
-__all__ = ["DTYPES", "MAX_HEADER", "Header", "TensorInfo", "read_header", "stamp_of"]
+__all__ = ["DTYPES", "MAX_HEADER", "Header", "TensorInfo", "header_length", "parse_header", "read_header", "stamp_of"]
 
 MAX_HEADER = 100_000_000
 """Largest accepted JSON header in bytes, as in the safetensors library."""
@@ -121,6 +121,22 @@ def read_header(file: Path, error: type[MoepackError] = CheckpointError) -> Head
             raw = _read_json_bytes(stream, size, file, error)
     except OSError as cause:
         raise error(f"cannot be read: {cause.strerror or cause}", file=file) from cause
+    return parse_header(raw, size, file, stamp, error)
+
+
+def parse_header(raw: bytes, size: int, file: Path, stamp: str, error: type[MoepackError] = CheckpointError) -> Header:
+    """Validate the header of a file, which need not exist on this machine.
+
+    Args:
+        raw: the 8 bytes of the length and the JSON after them.
+        size: the file's size in bytes.
+        file: the file's path, for tensors and errors.
+        stamp: the file's stamp.
+        error: the exception class to raise.
+
+    Raises:
+        error: the header contradicts the format or the size.
+    """
     fields = parse_json(raw[8:], file, error)
     metadata = _metadata(fields.pop("__metadata__", {}), file, error)
     infos = [_tensor_info(name, field, len(raw), file, error) for name, field in fields.items()]
@@ -132,6 +148,11 @@ def read_header(file: Path, error: type[MoepackError] = CheckpointError) -> Head
 def _read_json_bytes(stream: BinaryIO, size: int, file: Path, error: type[MoepackError]) -> bytes:
     """Return the 8 bytes of the length and the JSON after them."""
     prefix = stream.read(8)
+    return prefix + stream.read(header_length(prefix, size, file, error))
+
+
+def header_length(prefix: bytes, size: int, file: Path, error: type[MoepackError] = CheckpointError) -> int:
+    """Return the length of the JSON from the first 8 bytes of a file of `size` bytes; errors as for `parse_header`."""
     if len(prefix) < 8:
         raise error(f"truncated: {size} bytes, a safetensors file has at least 8", file=file)
     if prefix == _LFS_POINTER:
@@ -141,7 +162,7 @@ def _read_json_bytes(stream: BinaryIO, size: int, file: Path, error: type[Moepac
         raise error(f"the header claims {length} bytes, the limit is {MAX_HEADER}: not a safetensors file?", file=file)
     if 8 + length > size:
         raise error(f"truncated: the header ends at byte {8 + length}, the file at {size}", file=file)
-    return prefix + stream.read(length)
+    return length
 
 
 def _metadata(field: object, file: Path, error: type[MoepackError]) -> dict[str, str]:

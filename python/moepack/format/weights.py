@@ -7,6 +7,7 @@ earlier save, optimizer states, git-lfs pointers. All commands use this module, 
 Invariant: returned names are plain file names inside the directory.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from moepack.errors import CheckpointError, MoepackError
@@ -22,7 +23,9 @@ _SINGLE = "model.safetensors"
 _SUFFIX = ".safetensors"
 
 
-def weight_files(directory: Path, error: type[MoepackError] = CheckpointError) -> dict[str, tuple[str, ...]]:
+def weight_files(
+    directory: Path, error: type[MoepackError] = CheckpointError, present: Callable[[str], bool] | None = None
+) -> dict[str, tuple[str, ...]]:
     """Return the weight files of a model in sorted order, each with the tensors that the index lists for it.
 
     The result is empty if no weights are stored as safetensors. Without an index, no tensors are listed.
@@ -30,11 +33,13 @@ def weight_files(directory: Path, error: type[MoepackError] = CheckpointError) -
     Args:
         directory: a model directory, packed or not.
         error: the exception class to raise.
+        present: returns whether the model has a file of this name; None looks into the directory.
 
     Raises:
         error: the index is damaged, or it or config.json names a file that is missing or not a plain file name.
     """
-    name = _named(directory, error) or (_SINGLE if (directory / _SINGLE).is_file() else INDEX)
+    has = present or (lambda name: (directory / name).is_file())
+    name = _named(directory, error, has) or (_SINGLE if has(_SINGLE) else INDEX)
     if name.endswith(_SUFFIX):
         return {name: ()}
     index = directory / name
@@ -48,7 +53,7 @@ def weight_files(directory: Path, error: type[MoepackError] = CheckpointError) -
         _check_name(shard, index, tensor, error)
         files.setdefault(shard, []).append(tensor)
     for shard, tensors in files.items():
-        if not (directory / shard).is_file():
+        if not has(shard):
             raise error(f"the shard {shard} does not exist", file=index, tensor=tensors[0])
     return {shard: tuple(files[shard]) for shard in sorted(files)}
 
@@ -61,7 +66,7 @@ def _check_name(shard: object, index: Path, tensor: str, error: type[MoepackErro
         raise error(f"the shard {shard!r} is not a plain file name in the directory", file=index, tensor=tensor)
 
 
-def _named(directory: Path, error: type[MoepackError]) -> str:
+def _named(directory: Path, error: type[MoepackError], has: Callable[[str], bool]) -> str:
     """Return the file named in config.json, or an empty string."""
     config = directory / CONFIG
     found = read_json(config, error).get(NAMED) if config.is_file() else None
@@ -70,6 +75,6 @@ def _named(directory: Path, error: type[MoepackError]) -> str:
     ends = (_SUFFIX, f"{_SUFFIX}.index.json")
     if not isinstance(found, str) or not found.endswith(ends) or set(found) & set("/\\\0"):
         raise error(f"{NAMED} is {found!r}, not the name of a safetensors file or of its index", file=config)
-    if not (directory / found).is_file():
+    if not has(found):
         raise error(f"{NAMED} names {found}, which does not exist", file=config)
     return found

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         LayerPlan,
         Method,
         MethodPlan,
-        PackedTensor,
+        PackedBytes,
         Packer,
         Shape,
         SimpleMethod,
@@ -66,7 +66,7 @@ __all__ = [
     "Method",
     "MethodPlan",
     "Milo",
-    "PackedTensor",
+    "PackedBytes",
     "Packer",
     "Qmoe",
     "Rate",
@@ -81,7 +81,7 @@ __all__ = [
 ]
 
 _BASE = (
-    *("Expected", "Goal", "LayerPlan", "Method", "MethodPlan", "PackedTensor"),
+    *("Expected", "Goal", "LayerPlan", "Method", "MethodPlan", "PackedBytes"),
     *("Packer", "Shape", "SimpleMethod", "Solution", "Stage", "Weights"),
 )
 

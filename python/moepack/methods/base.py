@@ -32,7 +32,7 @@ __all__ = [
     "LayerPlan",
     "Method",
     "MethodPlan",
-    "PackedTensor",
+    "PackedBytes",
     "Packer",
     "Shape",
     "SimpleMethod",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class PackedTensor:
+class PackedBytes:
     """A packed projection.
 
     Attributes:
@@ -118,7 +118,7 @@ class Packer(ABC):
         """
 
     @abstractmethod
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack a tensor from the solution for all its experts."""
 
     def expected(self, weights: Weights) -> Expected:
@@ -128,7 +128,7 @@ class Packer(ABC):
         """
         return Expected(self.bound(weights.shape, weights.role), exact=False)
 
-    def sample(self, weights: Weights) -> PackedTensor:
+    def sample(self, weights: Weights) -> PackedBytes:
         """Pack one tensor on its own; only without calibration."""
         stage = Stage(weights.name, {weights.name: weights}, range(weights.shape[0]))
         return self.pack(weights, self.solve(stage)[weights.name])

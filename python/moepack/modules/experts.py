@@ -22,7 +22,7 @@ import torch
 from moepack.backends import Activation, backend_for
 from moepack.backends.gpu.recording import interlude
 from moepack.modules import gradients
-from moepack.modules.adapters import NONE, Adapters, LowRank, joined, split
+from moepack.modules.adapters import NONE, Adapters, LowRank, Place, joined, split
 from moepack.modules.ops import activation_name
 from moepack.modules.ops import experts as traced_experts
 from moepack.modules.ops import grouped as traced_grouped
@@ -43,20 +43,22 @@ __all__ = [
     "SparseExperts",
 ]
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A grouped product of rows sorted by expert and the offsets of each expert's first row (`Backend.grouped`)."""
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""A grouped product of rows sorted by expert, the offsets of each expert's first row (`Backend.grouped`), and the token
+of each row."""
 
 Parts = Callable[..., Iterator[torch.Tensor]]
 """Yields the terms of an output, given the inputs and the factors of adapters (`adapters.split`)."""
 
 
-def _with_adapters(
-    product: Product, adapters: Sequence[LowRank], x: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
+def _adapted(
+    adapters: Sequence[LowRank], product: Callable[..., torch.Tensor], x: torch.Tensor, offsets: torch.Tensor,
+    tokens: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """A grouped product plus the updates of adapters, [N, R] float32."""
     outputs = product(x, offsets)
     for adapter in adapters:
-        outputs = outputs + adapter.product(x, offsets)
+        outputs = outputs + adapter.product(x, offsets, tokens)
     return outputs
 
 
@@ -68,7 +70,7 @@ class _Routed(PackedModule, ABC):
 
     def _parts(
         self,
-        adapted: Sequence[str],
+        adapted: Sequence[Place],
         x: torch.Tensor,
         index: torch.Tensor,
         weights: torch.Tensor,
@@ -84,12 +86,10 @@ class _Routed(PackedModule, ABC):
         """The sum of the terms, [T, H] float32, in the order in which they are yielded."""
         return sum(parts(x, *others), torch.zeros_like(x, dtype=torch.float32))
 
-    def _adapted(self, products: Sequence[Product], adapters: Adapters) -> Sequence[Product]:
+    def _adapted(self, products: Sequence[Callable[..., torch.Tensor]], adapters: Adapters) -> Sequence[Product]:
         """The products of all projections, including their adapters."""
-        if not adapters:
-            return products
         pairs = zip(self.projections, products, strict=True)
-        return [partial(_with_adapters, product, adapters.get(name, ())) for name, product in pairs]
+        return [partial(_adapted, adapters.get(name, ()), product) for name, product in pairs]
 
     def _traced(self, data: Sequence[torch.Tensor], adapters: Adapters) -> Sequence[Product]:
         """The products of all projections in compiled code."""
@@ -104,10 +104,11 @@ class _Routed(PackedModule, ABC):
         order = index.reshape(-1).argsort(stable=True)
         owner = index.reshape(-1)[order]
         offsets = torch.searchsorted(owner, torch.arange(self.num_experts + 1, device=owner.device))
-        rows, expert = x[order // index.shape[1]], owner.clamp(max=self.num_experts - 1)
+        tokens, expert = order // index.shape[1], owner.clamp(max=self.num_experts - 1)
+        rows = x[tokens]
         *first, last = products
-        inner = self.between([product(rows, offsets) for product in first], expert)
-        outputs = self.behind(last(inner, offsets), expert)
+        inner = self.between([product(rows, offsets, tokens) for product in first], expert)
+        outputs = self.behind(last(inner, offsets, tokens), expert)
         share = weights.reshape(-1)[order].float() * (owner < self.num_experts)
         placed = torch.empty_like(outputs).index_copy(0, order, outputs * share.unsqueeze(-1))
         return placed.view(*index.shape, -1).sum(1)

@@ -7,7 +7,8 @@ make a job resumable. `report` counts bytes and weights.
 
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.convert import convert
-from moepack.pipeline.job import PARTIAL, compress
+from moepack.pipeline.job import compress
+from moepack.pipeline.journal import PARTIAL
 from moepack.pipeline.report import CompressReport
 
 __all__ = ["PARTIAL", "Assignment", "CompressReport", "compress", "convert"]

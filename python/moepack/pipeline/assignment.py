@@ -19,7 +19,7 @@ from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel, describe
 from moepack.checkpoint.balanced import balanced, knows_norms
 from moepack.checkpoint.dense import position
-from moepack.methods import Method, MethodPlan, PackedTensor, create
+from moepack.methods import Method, MethodPlan, PackedBytes, create
 from moepack.progress import Progress
 from moepack.registry import open_tensor
 
@@ -42,7 +42,7 @@ class Assignment:
     """
 
     method: Method
-    others: Mapping[str, Method | PackedTensor] = field(default_factory=dict)
+    others: Mapping[str, Method | PackedBytes] = field(default_factory=dict)
 
     @property
     def methods(self) -> list[Method]:
@@ -53,7 +53,7 @@ class Assignment:
                 found.append(other)
         return found
 
-    def of(self, weights: Weights) -> Method | PackedTensor:
+    def of(self, weights: Weights) -> Method | PackedBytes:
         """Return the method that packs a tensor, or the tensor already packed."""
         return self.others.get(weights.name, self.method)
 
@@ -100,7 +100,7 @@ class Assignment:
     def _check(self, weights: Weights) -> None:
         """Raise ValueError if the assigned method or packed tensor does not fit the tensor."""
         chosen = self.of(weights)
-        if isinstance(chosen, PackedTensor):
+        if isinstance(chosen, PackedBytes):
             opened = open_tensor(chosen.data, tensor=weights.name)
             if (*opened.shape, opened.ndim) != (*weights.shape, weights.ndim):
                 raise ValueError(
@@ -138,7 +138,7 @@ class Assignment:
         if form is None:
             return checkpoint, model
         described = self._described(form, model)
-        given = [weights.name for weights in tensors if isinstance(self.of(weights), PackedTensor)]
+        given = [weights.name for weights in tensors if isinstance(self.of(weights), PackedBytes)]
         if not (plain := self._nearer(given, model, described)):
             return form, described
         kept = {source for weights in tensors if weights.name in plain for source in weights.sources}
@@ -161,7 +161,7 @@ class Assignment:
         ]
         for name in names:
             packed = self.others[name]
-            assert isinstance(packed, PackedTensor)
+            assert isinstance(packed, PackedBytes)
             values = torch.from_numpy(open_tensor(packed.data).dequantize()[0])
             near, far = (float((form[name].expert(0).float() - values).norm()) for form in forms)
             if near < far:
@@ -217,7 +217,7 @@ class PlannedAssignment:
 
     assignment: Assignment
     plan: MethodPlan
-    others: Mapping[str, MethodPlan | PackedTensor] = field(default_factory=dict)
+    others: Mapping[str, MethodPlan | PackedBytes] = field(default_factory=dict)
 
     @property
     def plans(self) -> list[MethodPlan]:
@@ -228,7 +228,7 @@ class PlannedAssignment:
                 found.append(other)
         return found
 
-    def of(self, weights: Weights) -> MethodPlan | PackedTensor:
+    def of(self, weights: Weights) -> MethodPlan | PackedBytes:
         """Return the plan that packs a tensor, or the tensor already packed."""
         return self.others.get(weights.name, self.plan)
 
@@ -261,18 +261,18 @@ class PlannedAssignment:
     def decided(self, weights: Weights) -> Any:
         """Return what was decided in advance for a tensor, or the identity of its packed tensor."""
         chosen = self.of(weights)
-        return _identity(chosen) if isinstance(chosen, PackedTensor) else chosen.decisions.get(weights.name)
+        return _identity(chosen) if isinstance(chosen, PackedBytes) else chosen.decisions.get(weights.name)
 
     def bound(self, layer: PackedLayer) -> int:
         """Return the maximum packed size of a layer in bytes."""
         return _bound(layer, self.of)
 
 
-def _bound(layer: PackedLayer, of: Callable[[Weights], Method | MethodPlan | PackedTensor]) -> int:
+def _bound(layer: PackedLayer, of: Callable[[Weights], Method | MethodPlan | PackedBytes]) -> int:
     total = 0
     for weights in layer_tensors(layer).values():
         chosen = of(weights)
-        if isinstance(chosen, PackedTensor):
+        if isinstance(chosen, PackedBytes):
             total += chosen.data.nbytes
         else:
             packer = chosen.packer if isinstance(chosen, MethodPlan) else chosen
@@ -280,8 +280,8 @@ def _bound(layer: PackedLayer, of: Callable[[Weights], Method | MethodPlan | Pac
     return total
 
 
-def _identity(other: Method | PackedTensor) -> str:
+def _identity(other: Method | PackedBytes) -> str:
     """Return a string that identifies a method with its settings, or a packed tensor, for the job's fingerprint."""
-    if isinstance(other, PackedTensor):
+    if isinstance(other, PackedBytes):
         return f"{other.kind} {hashlib.sha256(other.data.data).hexdigest()}"
     return f"{other.name} " + ", ".join(f"{key}={value}" for key, value in sorted(other.settings.items()))

@@ -20,22 +20,22 @@ from moepack.allocation.importance import visits
 from moepack.backends.speeds import kept_speeds, token_seconds
 from moepack.calibration import CalibrationRequest
 from moepack.calibration.stage import layer_tensors
-from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.checkpoint.architectures import EMBEDDING
 from moepack.checkpoint.architectures import described as architecture
-from moepack.checkpoint.quantized import open_checkpoint
-from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import DiskError
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
 from moepack.methods import Goal, Method, MethodPlan, Weights
+from moepack.methods.base import Expected
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.assignment import Assignment
-from moepack.pipeline.plan import Plan, check_text, make_plan, space_bound
+from moepack.pipeline.outputs import Outputs, check_text, plan_outputs, space_bound
 from moepack.pipeline.soundness import check_names
+from moepack.pipeline.source import Source, Streaming, opened
 from moepack.progress import Progress
 
-__all__ = ["Estimate", "Part", "estimate"]
+__all__ = ["Estimate", "Part", "dense_bytes", "estimate", "job_memory", "packed_parts", "token_rate"]
 
 TOKEN_SECONDS = 3e-10
 """Single-thread seconds per packed weight and calibration token that visits it."""
@@ -108,6 +108,7 @@ class Estimate:
         tokens_per_second: approximate upper bound of the decoding speed of one sequence on this machine's processor,
             counting only products of packed weights. None if the format was not measured (`moepack doctor` measures).
         notes: remarks on the source and on a text that is not read, as complete sentences.
+        streaming: how a model on the hub is downloaded; None for a directory.
     """
 
     model: Path
@@ -129,6 +130,7 @@ class Estimate:
     run_memory: int
     tokens_per_second: float | None
     notes: tuple[str, ...] = ()
+    streaming: Streaming | None = None
 
     @property
     def before(self) -> int:
@@ -144,17 +146,20 @@ class Estimate:
 
 
 def estimate(
-    model: str | PathLike[str],
+    model: str | PathLike[str] | Source,
     out: str | PathLike[str],
     method: Method,
     threads: int | None = None,
     progress: Progress | None = None,
     mtp_bits: int | None = None,
+    keep_source: bool = False,
+    disk_budget: str | int | None = None,
 ) -> Estimate:
     """Estimate the resources and results of `compress` with the same arguments.
 
     Args:
-        model, out, mtp_bits: as for `compress`; a model on the hub is downloaded.
+        model, out, mtp_bits, keep_source, disk_budget: as for `compress`. Of a model on the hub, only headers and
+            single experts are read, so that `auto` cannot predict the loss.
         method: the method with its settings.
         threads: number of threads; None means torch's setting.
         progress: shows the progress of the method's measurements.
@@ -166,25 +171,29 @@ def estimate(
     target = Path(os.path.abspath(out))
     refuse_existing(target)
     check_text(method)
-    checkpoint = open_checkpoint(resolve_model(model))
-    found = describe(checkpoint)
-    method.check(checkpoint, found)
-    goal = method.goal(checkpoint, found)
-    try_creating(target)
-    assignment = Assignment(method).with_beyond(found, mtp_bits)
-    check_names(checkpoint, found, assignment)
-    checkpoint, found = assignment.balanced(checkpoint, found)
-    plan = make_plan(checkpoint, found, assignment)
-    disk, free = _disk(plan, checkpoint, target, goal)
-    made = method.plan(checkpoint, found, progress) if method.sized_by_plan else None
-    parts = _parts(plan, assignment, made)
-    kept, request = _kept(plan, checkpoint), method.request if made is None else made.request
-    workers = threads or torch.get_num_threads()
+    with opened(model, target, keep_source, disk_budget) as source:
+        return _estimated(source, target, method, threads or torch.get_num_threads(), progress, mtp_bits)
+
+
+def _estimated(
+    source: Source, target: Path, method: Method, workers: int, progress: Progress | None, mtp_bits: int | None
+) -> Estimate:
+    """Estimate a job from an open checkpoint; arguments and errors as for `estimate`."""
+    checkpoint, found, assignment, goal = _sound(source.checkpoint, target, method, mtp_bits)
+    outputs = plan_outputs(checkpoint, found, assignment)
+    disk, free = _disk(outputs, checkpoint, target, goal)
+    streaming = source.streaming(assignment.layers(found), method.looks_ahead, free - disk)
+    made = method.plan(checkpoint, found, progress) if method.sized_by_plan and streaming is None else None
+    room = None if goal is None else goal.nbytes - dense_bytes(outputs, checkpoint)
+    parts = packed_parts(outputs, assignment, made, room)
+    kept, request = _kept(outputs, checkpoint), method.request if made is None else made.request
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
     return Estimate(
         notes=(*found.notes, *dict.fromkeys(note for each in assignment.methods for note in each.notes({})))
-        + (() if made is None else made.notes),
+        + (() if made is None else made.notes)
+        + ((streaming.note,) if streaming is not None and streaming.note else ()),
+        streaming=streaming,
         model=checkpoint.path,
         architecture=found.architecture,
         layers=len(found.layers),
@@ -195,28 +204,44 @@ def estimate(
         kept=kept,
         goal=goal,
         plan=made,
-        memory=_memory(plan, assignment, request, checkpoint, workers),
+        memory=job_memory(outputs, assignment, request, checkpoint, workers),
         free_memory=available_bytes(),
-        disk=disk,
+        disk=disk + (0 if streaming is None else streaming.disk),
         free_disk=free,
         threads=workers,
-        seconds=_seconds(plan, parts, share, method, request, workers),
+        seconds=_seconds(outputs, parts, share, method, request, workers),
         run_memory=PROCESS + kept + int(sum(part.after for part in parts)),
-        tokens_per_second=_tokens_per_second(
-            parts, share, method, made, bool(checkpoint.config.get("tie_word_embeddings"))
-        ),
+        tokens_per_second=token_rate(parts, share, method, made, bool(checkpoint.config.get("tie_word_embeddings"))),
     )
 
 
-def _kept(plan: Plan, checkpoint: Checkpoint) -> int:
+def _sound(
+    checkpoint: Checkpoint, target: Path, method: Method, mtp_bits: int | None
+) -> tuple[Checkpoint, MoeModel, Assignment, Goal | None]:
+    """Check a job as `compress` does; return the checkpoint to pack, its description, its methods and its size."""
+    found = describe(checkpoint)
+    method.check(checkpoint, found)
+    goal = method.goal(checkpoint, found)
+    try_creating(target)
+    assignment = Assignment(method).with_beyond(found, mtp_bits)
+    check_names(checkpoint, found, assignment)
+    return *assignment.balanced(checkpoint, found), assignment, goal
+
+
+def _kept(outputs: Outputs, checkpoint: Checkpoint) -> int:
     """Return the bytes of small files and unpacked tensors, which are copied unchanged."""
-    files = sum((checkpoint.path / name).stat().st_size for name in plan.copies)
-    return files + sum(checkpoint.info(name).nbytes for shard in plan.shards for name in shard.names)
+    files = sum((checkpoint.path / name).stat().st_size for name in outputs.copies)
+    return files + dense_bytes(outputs, checkpoint)
 
 
-def _disk(plan: Plan, checkpoint: Checkpoint, target: Path, goal: Goal | None) -> tuple[int, int]:
+def dense_bytes(outputs: Outputs, checkpoint: Checkpoint) -> int:
+    """Return the bytes of tensors that are copied unchanged."""
+    return sum(checkpoint.info(name).nbytes for shard in outputs.shards for name in shard.names)
+
+
+def _disk(outputs: Outputs, checkpoint: Checkpoint, target: Path, goal: Goal | None) -> tuple[int, int]:
     """Return the maximum bytes written and the free bytes; raise DiskError if a requested size does not fit."""
-    needed = space_bound(plan, checkpoint, (), None if goal is None else goal.nbytes)
+    needed = space_bound(outputs, checkpoint, (), None if goal is None else goal.nbytes)
     free = _free_disk(target)
     if goal is not None and needed > free:
         raise DiskError(f"needs up to {needed:,} bytes, but {free:,} are free", file=target.parent)
@@ -227,24 +252,32 @@ def _free_disk(target: Path) -> int:
     return shutil.disk_usage(next(above for above in target.parents if above.exists())).free
 
 
-def _parts(plan: Plan, assignment: Assignment, made: MethodPlan | None) -> tuple[Part, ...]:
+def packed_parts(
+    outputs: Outputs, assignment: Assignment, made: MethodPlan | None, room: int | None
+) -> tuple[Part, ...]:
     """Sum up packed tensors by role.
+
+    A method whose plan would know the sizes, but was not made, is assumed to spread `room` bytes evenly.
 
     Unless a plan knows each tensor, tensors with the same shape and position in a layer are assumed to pack
     to the same size.
     """
     alike: dict[tuple[str, str, tuple[int, ...]], list[Weights]] = {}
-    for name, weights in _packed_tensors(plan):
+    for name, weights in _packed_tensors(outputs):
         assigned = weights.name in assignment.others
         place = weights.name if made is not None or assigned else name if weights.role == "experts" else ""
         alike.setdefault((weights.role, place, weights.shape), []).append(weights)
     parts: dict[str, list[Part]] = {}
+    every = sum(math.prod(each.shape) for members in alike.values() for each in members)
     for (role, _, shape), members in alike.items():
         middle = members[len(members) // 2]
         chosen = assignment.of(middle)
         assert isinstance(chosen, Method), "estimates do not include tensors that are already packed"
         sized = made.packer if made is not None and chosen is made.method else chosen
-        found = sized.expected(middle)
+        if made is None and chosen.sized_by_plan and room is not None:
+            found = Expected(math.prod(shape) * room / max(every, 1), exact=False)
+        else:
+            found = sized.expected(middle)
         before = sum(member.nbytes for member in members)
         weights_count = len(members) * math.prod(shape) if before else 0  # what refines weights stands for no more
         parts.setdefault(role, []).append(Part(role, weights_count, before, len(members) * found.nbytes, found.exact))
@@ -252,8 +285,8 @@ def _parts(plan: Plan, assignment: Assignment, made: MethodPlan | None) -> tuple
     return tuple(sorted(summed, key=lambda part: part.role != "experts"))
 
 
-def _packed_tensors(plan: Plan) -> Iterable[tuple[str, Weights]]:
-    return (pair for shard in plan.shards if shard.layer is not None for pair in layer_tensors(shard.layer).items())
+def _packed_tensors(outputs: Outputs) -> Iterable[tuple[str, Weights]]:
+    return (pair for shard in outputs.shards if shard.layer is not None for pair in layer_tensors(shard.layer).items())
 
 
 def _sum(role: str, parts: list[Part]) -> Part:
@@ -261,8 +294,8 @@ def _sum(role: str, parts: list[Part]) -> Part:
     return Part(role, weights, before, sum(part.after for part in parts), all(part.exact for part in parts))
 
 
-def _memory(
-    plan: Plan, assignment: Assignment, request: CalibrationRequest | None, checkpoint: Checkpoint, workers: int
+def job_memory(
+    outputs: Outputs, assignment: Assignment, request: CalibrationRequest | None, checkpoint: Checkpoint, workers: int
 ) -> int:
     """Return the memory of a job in bytes.
 
@@ -270,8 +303,8 @@ def _memory(
     being packed. Calibration adds the layer in float32, the Hessians, and the states of all tokens before and after a
     block.
     """
-    layers = [shard.layer for shard in plan.shards if shard.layer is not None]
-    shapes = [weights.shape for _, weights in _packed_tensors(plan)]
+    layers = [shard.layer for shard in outputs.shards if shard.layer is not None]
+    shapes = [weights.shape for _, weights in _packed_tensors(outputs)]
     if not shapes:
         return PROCESS
     codes = max(math.prod(shape) for shape in shapes)
@@ -286,7 +319,7 @@ def _memory(
     return total
 
 
-def _tokens_per_second(
+def token_rate(
     parts: Iterable[Part], share: float, method: Method, made: MethodPlan | None, tied: bool
 ) -> float | None:
     """Return the decoding speed that products of packed weights allow.
@@ -310,12 +343,12 @@ def _tokens(request: CalibrationRequest | None) -> int:
     return 0 if request is None else request.samples * request.length
 
 
-def _solving(plan: Plan, method: Method, request: CalibrationRequest | None, workers: int) -> float:
+def _solving(outputs: Outputs, method: Method, request: CalibrationRequest | None, workers: int) -> float:
     """Return the seconds of calibrated solving of uniform integers: a fixed part, and a part shared by threads."""
     if request is None or method.kernel != "coded":
         return 0.0
     fixed, shared = 0.0, 0.0
-    for shard in plan.shards:
+    for shard in outputs.shards:
         tensors = [] if shard.layer is None else list(layer_tensors(shard.layer).values())
         solved = [weights for weights in tensors if weights.role not in (EMBEDDING, "head")]
         sparse = any(weights.role == "experts" for weights in solved)
@@ -329,7 +362,7 @@ def _solving(plan: Plan, method: Method, request: CalibrationRequest | None, wor
 
 
 def _seconds(
-    plan: Plan,
+    outputs: Outputs,
     parts: Iterable[Part],
     share: float,
     method: Method,
@@ -341,4 +374,4 @@ def _seconds(
         return None
     seen = sum(part.weights * _tokens(request) * (share if part.role == "experts" else 1) for part in parts)
     work = method.seconds / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * seen
-    return work / min(workers, MAX_WORKERS) + _solving(plan, method, request, workers)
+    return work / min(workers, MAX_WORKERS) + _solving(outputs, method, request, workers)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from moepack.calibration import LayerRun
 from moepack.calibration.stage import PackedLayer, WholeTensor
-from moepack.methods import PackedTensor
+from moepack.methods import PackedBytes
 from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.work import Packed, pack_run
 
@@ -51,11 +51,11 @@ class Executor(ABC):
         """Announce the units that `tensor` will be called with, in order."""
 
     @abstractmethod
-    def tensor(self, unit: Unit) -> PackedTensor:
+    def tensor(self, unit: Unit) -> PackedBytes:
         """Pack a tensor; raises as `LayerPacker.pack`."""
 
     @abstractmethod
-    def run(self, run: LayerRun, known: Packed) -> dict[str, PackedTensor]:
+    def run(self, run: LayerRun, known: Packed) -> dict[str, PackedBytes]:
         """Pack the tensors of a layer while the model runs it, except those in `known`.
 
         Raises as `LayerPacker.pack`.
@@ -76,10 +76,10 @@ class Executor(ABC):
 class Here(Executor):
     """Packs tensors in this process."""
 
-    def tensor(self, unit: Unit) -> PackedTensor:
+    def tensor(self, unit: Unit) -> PackedBytes:
         """See `Executor`."""
         return pack_run(WholeTensor(*unit), {}, self.assignment, self.advance, self.spent)[unit.name]
 
-    def run(self, run: LayerRun, known: Packed) -> dict[str, PackedTensor]:
+    def run(self, run: LayerRun, known: Packed) -> dict[str, PackedBytes]:
         """See `Executor`."""
         return pack_run(run, known, self.assignment, self.advance, self.spent)

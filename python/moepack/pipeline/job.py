@@ -8,6 +8,7 @@ and the blobs of two layers, one of which is written while the next is packed.
 
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,8 +23,6 @@ from moepack.backends.threads import set_threads
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.checkpoint.balanced import BalancedCheckpoint
-from moepack.checkpoint.quantized import open_checkpoint
-from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import (
     CalibrationError,
     CheckpointError,
@@ -40,23 +39,21 @@ from moepack.format.hub import BALANCE, CONFIG, INDEX, config_bytes, index_bytes
 from moepack.format.manifest import BEYOND, DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
-from moepack.methods import Method, MethodPlan, PackedTensor, create
+from moepack.methods import Method, MethodPlan, PackedBytes, create
 from moepack.pipeline.assignment import Assignment, PlannedAssignment
 from moepack.pipeline.check import checked, is_checked
 from moepack.pipeline.executor import Executor, Here
-from moepack.pipeline.journal import ShardRecord, Workspace
+from moepack.pipeline.journal import PARTIAL, ShardRecord, Workspace
+from moepack.pipeline.outputs import Outputs, Shard, check_text, plan_outputs, space_bound
 from moepack.pipeline.overflow import LARGEST, is_half, overflow_notes, warn_all
-from moepack.pipeline.plan import Plan, Shard, check_text, make_plan, space_bound
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
 from moepack.pipeline.rewrite import STATE, rewritten
 from moepack.pipeline.solving import LayerPacker
-from moepack.pipeline.soundness import check_source
+from moepack.pipeline.soundness import check_names, check_source
+from moepack.pipeline.source import KEPT_OUT, Source, opened, sources_of
 from moepack.pipeline.sources import Sources
 from moepack.pipeline.writer import ShardWriter
 from moepack.progress import Progress, Silent
-
-PARTIAL = ".partial"
-"""Suffix of the working directory."""
 
 WEIGHT = "weight"
 """Name of a linear layer's projection in the manifest."""
@@ -65,17 +62,19 @@ _METADATA = {"format": "pt"}
 
 
 def compress(
-    model: str | PathLike[str],
+    model: str | PathLike[str] | Source,
     out: str | PathLike[str],
     *,
     method: str | Method | MethodPlan = "auto",
-    others: Mapping[str, Method | PackedTensor] | None = None,
+    others: Mapping[str, Method | PackedBytes] | None = None,
     mtp_bits: int | None = None,
     threads: int | None = None,
     ray: str | None = None,
     resume: bool = True,
     check: bool | None = None,
     progress: Progress | None = None,
+    keep_source: bool = False,
+    disk_budget: str | int | None = None,
     **settings: Any,
 ) -> CompressReport:
     """Compress a Mixture-of-Experts checkpoint into a packed directory, to a given size or with a given method.
@@ -84,7 +83,8 @@ def compress(
         compress("examples/tiny-moe", "packed", method="finequant", bits=8)
 
     Args:
-        model: directory of a Hugging Face checkpoint (safetensors), or `ORGANIZATION/NAME[@REVISION]` on the hub.
+        model: directory of a Hugging Face checkpoint (safetensors), or `ORGANIZATION/NAME[@REVISION]` on the hub,
+            which is packed while it is downloaded.
         out: directory to create; it must not exist.
         method: name of a method, a method, or its plan for this model (`Method.plan`), which is then not made again.
             `auto` packs a model to a given size (`moepack.methods.Auto`).
@@ -102,11 +102,15 @@ def compress(
             if there is none) and report the loss increase. None runs the check if it takes less than a tenth of the
             time: with methods that use calibration, on models of at least 10^8 weights.
         progress: receives progress; None shows nothing.
+        keep_source: keep the shards of a model on the hub in the hub's cache.
+        disk_budget: maximum size of downloaded shards on disk, in bytes or as text such as `20GB`. None means the three
+            largest, or more if a layer needs more, or all if the method reads all weights several times.
         settings: settings of the method if it is given by its name; for `auto`: size, bits_per_weight or ratio,
             calibration, prefer.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete or damaged, or cannot be downloaded.
+        CheckpointError: the checkpoint is incomplete or damaged.
+        DownloadError: the checkpoint cannot be downloaded.
         UnsupportedModelError: the architecture is unknown, the model is already quantized, or transformers cannot build
             it.
         CalibrationError: the calibration set is unusable, or the model computes NaN on it.
@@ -117,7 +121,8 @@ def compress(
         ValueError: a setting is invalid, or the size cannot be reached.
 
     After any exception, and after Ctrl-C, finished layers remain in `out`.partial, and the same call continues once the
-    cause is fixed. If no layer is finished, nothing remains, except the working directory of an interrupted job.
+    cause is fixed. If no layer is finished, nothing remains, except the working directory of an interrupted job, and
+    after a failed download the shards in `out`.source.
     """
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     refuse_existing(target)
@@ -126,13 +131,18 @@ def compress(
     check_text(assignment.method)
     if threads is not None:
         set_threads(threads)
-    directory = resolve_model(model) if ray is None else resolve_model(model).absolute()  # valid on other machines, too
-    sound = _sound(directory, target, assignment, mtp_bits, plan)
-    report, plan = _packed(*sound, plan, target, ray, resume, progress, peak, started)
-    if not is_checked(check, plan.request, report.expert_weights + report.dense_weights):
-        return report
-    progress.prepare("measuring the loss of the packed model")
-    return checked(report, directory, plan)
+    with opened(model, target, keep_source, disk_budget, whole=ray is not None) as source:
+        if check and not source.has_original:
+            raise ValueError("the check runs the original, which is not kept: add keep_source (--keep-source)")
+        source.show(progress)
+        sound = _sound(source, target, assignment, mtp_bits, plan)
+        report, plan = _packed(*sound, plan, target, ray, resume, progress, peak, started)
+        if not is_checked(check, plan.request, report.expert_weights + report.dense_weights):
+            return report
+        if not source.has_original:
+            return replace(report, notes=(*report.notes, KEPT_OUT))
+        progress.prepare("measuring the loss of the packed model")
+        return checked(report, source.directory(), plan)
 
 
 def _packed(
@@ -187,10 +197,14 @@ def _chosen(method: str | Method | MethodPlan, settings: Mapping[str, Any]) -> t
 
 
 def _sound(
-    model: Path, target: Path, assignment: Assignment, mtp_bits: int | None, plan: MethodPlan | None
+    source: Source, target: Path, assignment: Assignment, mtp_bits: int | None, plan: MethodPlan | None
 ) -> tuple[Checkpoint, MoeModel, Assignment]:
-    """Open and check a checkpoint before the work starts; return it with its description and assignment."""
-    checkpoint = open_checkpoint(model)
+    """Check a checkpoint before the work starts, and start its download.
+
+    Returns:
+        The checkpoint, its description, and the assignment.
+    """
+    checkpoint = source.checkpoint
     described = describe(checkpoint)
     assignment = assignment.with_beyond(described, mtp_bits)
     if plan is not None and plan.source.partition("+")[0] != checkpoint.fingerprint().partition("+")[0]:
@@ -198,9 +212,27 @@ def _sound(
     assignment.method.check(checkpoint, described)
     assignment.method.goal(checkpoint, described)  # before all weights are read
     try_creating(target)  # before all weights are read
+    notes = _downloading(source, target, described, assignment)
     copied = check_source(checkpoint, described, assignment)
-    warn_all(notes := tuple(overflow_notes(copied, {})))
-    return checkpoint, replace(described, notes=(*described.notes, *notes)), assignment
+    if any(method.looks_ahead for method in assignment.methods):
+        checkpoint.expect([sources_of(layer) for layer in assignment.layers(described)])
+    warn_all(halves := tuple(overflow_notes(copied, {})))
+    return checkpoint, replace(described, notes=(*described.notes, *notes, *halves)), assignment
+
+
+def _downloading(source: Source, target: Path, model: MoeModel, assignment: Assignment) -> tuple[str, ...]:
+    """Prepare to download the shards of a model on the hub; return notes about the disk space."""
+    if source.remote is None:
+        return ()
+    check_names(source.checkpoint, model, assignment)  # before anything is downloaded
+    outputs = plan_outputs(source.checkpoint, model, assignment)
+    goal = assignment.method.goal(source.checkpoint, model)
+    packed = space_bound(outputs, source.checkpoint, (), None if goal is None else goal.nbytes)
+    free = shutil.disk_usage(next(above for above in target.parents if above.exists())).free
+    layers, looks_ahead = assignment.layers(model), any(method.looks_ahead for method in assignment.methods)
+    streaming = source.streaming(layers, looks_ahead, free - packed)
+    source.begin(streaming)
+    return (streaming.note,) if streaming is not None and streaming.note else ()
 
 
 def _planned(
@@ -255,7 +287,7 @@ class Job:
         keep_state: Callable[[], None] = lambda: None,
         executor: Executor | None = None,
     ) -> None:
-        """Plan the job; raises as `make_plan` and `LayerPacker`.
+        """Plan the job; raises as `plan_outputs` and `LayerPacker`.
 
         Args:
             checkpoint: the checkpoint to pack.
@@ -270,12 +302,12 @@ class Job:
         self.checkpoint, self.model, self.assignment = checkpoint, model, assignment
         self.method = assignment.plan.method
         self.progress, self.peak = progress, peak
-        self.plan: Plan = make_plan(checkpoint, model, assignment)
+        self.outputs: Outputs = plan_outputs(checkpoint, model, assignment)
         self.packer = LayerPacker(checkpoint, model, assignment, self._advance, executor)
         self.settings = assignment.settings
         if self.packer.samples is not None:
             self.settings["calibration_sha256"] = self.packer.samples.fingerprint()
-        self._sources = Sources(checkpoint, self.plan, assignment)
+        self._sources = Sources(checkpoint, self.outputs, assignment)
 
     def run(self, target: Path, resume: bool, started: float) -> CompressReport:
         """Do the missing work, publish the directory and return the report."""
@@ -305,6 +337,8 @@ class Job:
             workspace.discard()
         elif workspace.done and isinstance(error, InvalidTensorError | CalibrationError):
             # The checkpoint is at fault; its fingerprint will change when it is repaired.
+            if not self.checkpoint.files.is_local:
+                return  # the digests would need all its weights again
             with suppress(MoepackError):
                 workspace.note(self._sources.digests(workspace.done))
 
@@ -320,15 +354,19 @@ class Job:
         }
 
     def _done_weights(self, workspace: Workspace) -> int:
-        return sum(_weights(shard) for shard in self.plan.shards if workspace.complete or shard.file in workspace.done)
+        return sum(
+            _weights(shard) for shard in self.outputs.shards if workspace.complete or shard.file in workspace.done
+        )
 
     def _write(self, workspace: Workspace) -> None:
-        workspace.reserve(space_bound(self.plan, self.checkpoint, workspace.done, self.assignment.goal))
-        self.progress.start(sum(map(_weights, self.plan.shards)), self._done_weights(workspace))
+        need = space_bound(self.outputs, self.checkpoint, workspace.done, self.assignment.goal)
+        workspace.reserve(need + self.checkpoint.files.needs)
+        self.progress.start(sum(map(_weights, self.outputs.shards)), self._done_weights(workspace))
         try:
             with ShardWriter(workspace) as writer:
                 self._write_layers(workspace, writer)
-                for shard in self.plan.shards:
+                self.checkpoint.files.clear()
+                for shard in self.outputs.shards:
                     if shard.layer is None and shard.file not in workspace.done:
                         self.progress.stage("dense tensors")
                         path = workspace.path / shard.file
@@ -340,9 +378,11 @@ class Job:
 
     def _write_layers(self, workspace: Workspace, writer: ShardWriter) -> None:
         """Pack the missing layers. The model also runs through the layers that an interrupted run finished."""
-        shards = [(shard, shard.layer) for shard in self.plan.shards if shard.layer is not None]
+        shards = [(shard, shard.layer) for shard in self.outputs.shards if shard.layer is not None]
         missing = [number for number, (shard, _) in enumerate(shards) if shard.file not in workspace.done]
         self.packer.expect([shards[number][1] for number in missing])
+        read = range(len(shards)) if self.packer.samples is not None and missing else missing
+        self.checkpoint.expect([sources_of(shards[number][1]) for number in read])
         runs = self.packer.runs()
         for shard, layer in shards[: max(missing, default=-1) + 1]:
             record = workspace.done.get(shard.file)
@@ -363,6 +403,7 @@ class Job:
 
     def _advance(self, weights: int) -> None:
         self.progress.advance(weights, self.peak.sample())
+        self.checkpoint.files.report()
 
     def _write_small_files(self, workspace: Workspace) -> None:
         """Write copies, config, index and manifest. This is cheap, so a resumed job rewrites all of them."""
@@ -374,7 +415,7 @@ class Job:
         if isinstance(self.checkpoint, BalancedCheckpoint):
             content[BALANCE] = serialized(self.checkpoint.form.record(self.model, channels=not self.method.reorders))
         files = {name: shard.file for name, shard in workspace.done.items()}
-        for name, data in [*_read_copies(self.checkpoint.path, self.plan), *content.items()]:
+        for name, data in [*_read_copies(self.checkpoint.path, self.outputs), *content.items()]:
             write_inside(workspace.path, name, data)
             files[name] = FileRecord.of(data)
         manifest = Manifest(method, self.settings, self.model.architecture, self._fingerprint(), tensors, files)
@@ -399,7 +440,7 @@ class Job:
 
     def _report(self, target: Path, manifest: Manifest, before: int, seconds: float) -> CompressReport:
         totals = Totals.of(manifest)
-        source = self.checkpoint.stored + sum(manifest.files[name].size for name in self.plan.copies)
+        source = self.checkpoint.stored + sum(manifest.files[name].size for name in self.outputs.copies)
         return CompressReport(
             path=target,
             method=self.method.name,
@@ -413,10 +454,10 @@ class Job:
             dense_bytes=totals.dense.packed_bytes,
             dense_weights=totals.dense.weights,
             seconds=seconds,
-            weights_per_second=(sum(map(_weights, self.plan.shards)) - before) / seconds,
+            weights_per_second=(sum(map(_weights, self.outputs.shards)) - before) / seconds,
             peak_memory=self.peak.sample(),
             resumed_weights=before,
-            skipped=self.plan.skipped,
+            skipped=self.outputs.skipped,
             notes=self.model.notes + self._notes(manifest),
         )
 
@@ -426,14 +467,14 @@ def _weights(shard: Shard) -> int:
     return 0 if shard.layer is None else sum(math.prod(each.shape) for each in layer_tensors(shard.layer).values())
 
 
-def _read_layer(file: Path, layer: PackedLayer, record: ShardRecord) -> dict[str, PackedTensor]:
+def _read_layer(file: Path, layer: PackedLayer, record: ShardRecord) -> dict[str, PackedBytes]:
     """Memory-map the packed tensors of a finished layer."""
     mapped, records = map_tensors(file, read_header(file), list(record.tensors)), record.tensors
     names = {name: weights.name for name, weights in layer_tensors(layer).items()}
-    return {key: PackedTensor(records[name].kind, mapped[name], records[name].details) for key, name in names.items()}
+    return {key: PackedBytes(records[name].kind, mapped[name], records[name].details) for key, name in names.items()}
 
 
-def _packed_entry(name: str, tensor: PackedTensor) -> Entry:
+def _packed_entry(name: str, tensor: PackedBytes) -> Entry:
     return Entry(name, "U8", (tensor.data.nbytes,), lambda: _view(tensor.data), packed=True)
 
 
@@ -441,7 +482,7 @@ def _view(data: Any) -> memoryview:
     return memoryview(data)
 
 
-def _write_layer(path: Path, layer: PackedLayer, packed: Mapping[str, PackedTensor], beyond: bool) -> ShardRecord:
+def _write_layer(path: Path, layer: PackedLayer, packed: Mapping[str, PackedBytes], beyond: bool) -> ShardRecord:
     """Write the packed tensors of a layer; `beyond` marks a layer that transformers' model does not have."""
     tensors = {name: (weights, packed[name]) for name, weights in layer_tensors(layer).items()}
     entries = [_packed_entry(weights.name, tensor) for weights, tensor in tensors.values()]
@@ -465,6 +506,7 @@ def _write_dense(path: Path, checkpoint: Checkpoint, names: tuple[str, ...]) -> 
     for entry in entries:
         crc32 = written.crc32[entry.name]
         records[entry.name] = TensorRecord(path.name, DENSE, entry.dtype, entry.shape, entry.nbytes, crc32)
+    checkpoint.release(names)
     return ShardRecord(path.name, FileRecord(written.size, written.sha256), records)
 
 
@@ -472,8 +514,8 @@ def _raw(checkpoint: Checkpoint, name: str) -> Callable[[], memoryview]:
     return lambda: _view(checkpoint.raw(name))
 
 
-def _read_copies(source: Path, plan: Plan) -> Iterator[tuple[str, bytes]]:
-    for name in plan.copies:
+def _read_copies(source: Path, outputs: Outputs) -> Iterator[tuple[str, bytes]]:
+    for name in outputs.copies:
         try:
             yield name, (source / name).read_bytes()
         except OSError as error:

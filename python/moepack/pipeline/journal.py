@@ -27,6 +27,9 @@ from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
 
 JOURNAL = "journal.jsonl"
 
+PARTIAL = ".partial"
+"""Suffix of the working directory."""
+
 _MADE_OF = "made_of"
 _STAMPS = "stamps"
 

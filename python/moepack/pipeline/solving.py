@@ -11,7 +11,7 @@ from moepack.calibration import Calibrator, LayerRun, Weights
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
-from moepack.methods import MethodPlan, PackedTensor
+from moepack.methods import MethodPlan, PackedBytes
 from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.executor import Executor, Here, Unit
 from moepack.pipeline.work import Packed
@@ -88,7 +88,7 @@ class LayerPacker:
         chosen = self.assignment.of(weights)
         return isinstance(chosen, MethodPlan) and (unseen or chosen.request is None)
 
-    def pack(self, layer: PackedLayer, run: LayerRun | None, done: Packed) -> dict[str, PackedTensor]:
+    def pack(self, layer: PackedLayer, run: LayerRun | None, done: Packed) -> dict[str, PackedBytes]:
         """Pack a layer.
 
         Args:
@@ -104,7 +104,7 @@ class LayerPacker:
         """
         packed, tensors = dict(done), layer_tensors(layer)
         elsewhere = {name: self.assignment.of(weights) for name, weights in tensors.items() if name not in packed}
-        packed |= {name: chosen for name, chosen in elsewhere.items() if isinstance(chosen, PackedTensor)}
+        packed |= {name: chosen for name, chosen in elsewhere.items() if isinstance(chosen, PackedBytes)}
         packed |= {name: self.executor.tensor(Unit(layer, name)) for name in self._alone(layer) if name not in packed}
         if run is not None:
             packed |= self.executor.run(run, packed)

@@ -65,7 +65,8 @@ def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment
         ValueError: the assignment is inconsistent or does not fit the model.
     """
     sources = check_names(checkpoint, model, assignment)
-    copied = (name for name in model.dense_names if name not in sources)
+    copied = [name for name in model.dense_names if name not in sources]
+    checkpoint.gather(copied)
     largest: dict[str, float] = {}
     half = is_half(checkpoint)
     for info in map(checkpoint.info, copied):

@@ -16,16 +16,16 @@ from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.dense import position
 from moepack.pipeline.assignment import PlannedAssignment
-from moepack.pipeline.plan import Plan, Shard
+from moepack.pipeline.outputs import Outputs, Shard
 
 __all__ = ["Sources"]
 
 
 class Sources:
-    """Computes digests of the inputs of each shard of a plan."""
+    """Computes digests of the inputs of each shard of a job."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: Plan, planned: PlannedAssignment) -> None:
-        self.checkpoint, self.plan, self.planned = checkpoint, plan, planned
+    def __init__(self, checkpoint: Checkpoint, outputs: Outputs, planned: PlannedAssignment) -> None:
+        self.checkpoint, self.outputs, self.planned = checkpoint, outputs, planned
         self._digest = cache(self._tensor_digest)
 
     def digests(self, files: Iterable[str]) -> dict[str, str]:
@@ -34,7 +34,7 @@ class Sources:
         Reads all tensors involved.
         """
         wanted = set(files)
-        return {shard.file: self._shard_digest(shard) for shard in self.plan.shards if shard.file in wanted}
+        return {shard.file: self._shard_digest(shard) for shard in self.outputs.shards if shard.file in wanted}
 
     def _shard_digest(self, shard: Shard) -> str:
         tensors = [] if shard.layer is None else layer_tensors(shard.layer).values()
@@ -60,7 +60,7 @@ class Sources:
         if self.planned.request is None:
             return _sources(shard)
         place = position(shard.layer.name)
-        packed = [each for each in self.plan.shards if each.layer is not None]
+        packed = [each for each in self.outputs.shards if each.layer is not None]
         later = [_sources(each) for each in packed[packed.index(shard) + 1 :]]
         return {name for name in self.checkpoint.names() if position(name) <= place}.difference(*later)
 

@@ -26,8 +26,7 @@ from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.integrations.loading import load, open_model
 from moepack.mapping import map_file
 from moepack.memory import PeakMemory
-from moepack.pipeline.job import PARTIAL
-from moepack.pipeline.journal import Workspace
+from moepack.pipeline.journal import PARTIAL, Workspace
 from moepack.pipeline.report import directory_bytes
 from moepack.progress import Progress, Silent
 from moepack.tuning import Tuned, TuneSettings, tune_model

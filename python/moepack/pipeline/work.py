@@ -19,14 +19,14 @@ from moepack.arrays import magnitude
 from moepack.calibration import LayerRun, Stage, Weights
 from moepack.calibration.stage import WholeTensor
 from moepack.errors import MoepackWarning
-from moepack.methods import LayerPlan, MethodPlan, PackedTensor, Solution
+from moepack.methods import LayerPlan, MethodPlan, PackedBytes, Solution
 from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.overflow import LARGEST, near_limit
 from moepack.registry import open_tensor
 
 __all__ = ["LayerWork", "Packed", "pack_run"]
 
-Packed = Mapping[str, PackedTensor]
+Packed = Mapping[str, PackedBytes]
 """Packed tensors of a layer by projection name or linear layer path."""
 
 
@@ -37,7 +37,7 @@ def pack_run(
     assignment: PlannedAssignment,
     advance: Callable[[int], None],
     spent: Mapping[str, int],
-) -> dict[str, PackedTensor]:
+) -> dict[str, PackedBytes]:
     """Solve and answer all stages of a run; return the packed tensors that were not known."""
     work = LayerWork(run, known, assignment, advance, spent)
     work.look_ahead()
@@ -121,7 +121,7 @@ class LayerWork:
                         values[name] = solution.values
         return values
 
-    def pack(self) -> dict[str, PackedTensor]:
+    def pack(self) -> dict[str, PackedBytes]:
         """Pack the solutions. The details of the first expert tensor record what calibration saw of the layer."""
         found = {}
         for position, (name, solution) in enumerate(self.solutions.items()):
@@ -139,7 +139,7 @@ class LayerWork:
                 for each in self.rounded.values():
                     reasons = {**each, **reasons}
                 more |= {"tokens": self.run.tokens.tolist(), "rounded": {str(e): why for e, why in reasons.items()}}
-            found[name] = PackedTensor(packed.kind, packed.data, {**solution.details, **packed.details, **more})
+            found[name] = PackedBytes(packed.kind, packed.data, {**solution.details, **packed.details, **more})
         return found
 
     def _names(self, stage: Stage, plan: MethodPlan) -> list[str]:
@@ -170,7 +170,7 @@ def _slice(experts: range) -> slice:
     return slice(experts.start, experts.stop)
 
 
-def _warn_of_vanished(packed: PackedTensor, weights: Weights) -> None:
+def _warn_of_vanished(packed: PackedBytes, weights: Weights) -> None:
     """Warn about experts whose values are so small that all their packed 16-bit scales are zero."""
     opened = open_tensor(packed.data)
     if not isinstance(opened, _core.PackedTensor):
@@ -185,6 +185,6 @@ def _warn_of_vanished(packed: PackedTensor, weights: Weights) -> None:
             warnings.warn(message, MoepackWarning, stacklevel=2)
 
 
-def _dequantized(packed: PackedTensor) -> Tensor:
+def _dequantized(packed: PackedBytes) -> Tensor:
     """Return the values of a packed tensor, float32 [experts, rows, columns]."""
     return torch.from_numpy(open_tensor(packed.data).dequantize())

@@ -26,6 +26,10 @@ class Progress(Protocol):
         """Add `count` finished units. `memory` is the peak anonymous memory so far, in bytes."""
         ...
 
+    def traffic(self, received: int, left: int, disk: int) -> None:
+        """Report a download: bytes received by this run, bytes left, and bytes of the source on disk. Optional."""
+        ...
+
     def finish(self) -> None:
         """End the display."""
         ...
@@ -45,6 +49,9 @@ class Silent:
 
     def advance(self, count: int, memory: int) -> None:
         """Ignore the advance."""
+
+    def traffic(self, received: int, left: int, disk: int) -> None:
+        """Ignore the download."""
 
     def finish(self) -> None:
         """Ignore the end."""

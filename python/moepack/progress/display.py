@@ -16,6 +16,9 @@ LINE_INTERVAL = 5.0
 class _Clock:
     """Counts finished units and the seconds since `start`. Units of an earlier run do not count for the speed."""
 
+    def __init__(self) -> None:
+        self.start(0, 0, "")
+
     def start(self, total: int, done: int, unit: str) -> None:
         self.total, self.done, self.fresh, self.unit = total, done, 0, unit
         self.began = time.perf_counter()
@@ -46,6 +49,7 @@ class Bar:
             TextColumn("{task.fields[speed]}"),
             TimeRemainingColumn(),
             TextColumn("peak {task.fields[memory]}"),
+            TextColumn("{task.fields[download]}"),
         )
         self._console = console
         self._progress = Progress(*columns, console=console, transient=True)
@@ -58,7 +62,7 @@ class Bar:
     def start(self, total: int, done: int, unit: str = "weights") -> None:
         """Draw the bar."""
         self._clock.start(total, done, unit)
-        self._task = self._progress.add_task("", total=total, completed=done, speed="", memory="")
+        self._task = self._progress.add_task("", total=total, completed=done, speed="", memory="", download="")
         self._progress.start()
 
     def stage(self, name: str) -> None:
@@ -69,6 +73,11 @@ class Bar:
         """Move the bar."""
         self._clock.advance(count)
         self._progress.update(self._task, advance=count, speed=self._clock.speed(), memory=size(memory))
+
+    def traffic(self, received: int, left: int, disk: int) -> None:
+        """Show the download after the bar."""
+        if self._progress.tasks:
+            self._progress.update(self._task, download=_download(self._clock, received, left, disk))
 
     def finish(self) -> None:
         """Remove the bar."""
@@ -82,6 +91,7 @@ class Lines:
     def __init__(self, console: Console, interval: float = LINE_INTERVAL) -> None:
         self._console, self._interval = console, interval
         self._clock, self._stage, self._memory, self._last = _Clock(), "", 0, 0.0
+        self._download = ""
 
     def prepare(self, what: str) -> None:
         """Print a line."""
@@ -105,6 +115,12 @@ class Lines:
         if time.perf_counter() - self._last >= self._interval:
             self._line()
 
+    def traffic(self, received: int, left: int, disk: int) -> None:
+        """Print a line if the last one is older than the interval."""
+        self._download = _download(self._clock, received, left, disk)
+        if time.perf_counter() - self._last >= self._interval:
+            self._line()
+
     def finish(self) -> None:
         """Do nothing."""
 
@@ -114,11 +130,17 @@ class Lines:
         left = clock.remaining()
         if left is not None:
             parts += [clock.speed(), f"{left:.0f} s left", f"peak {size(self._memory)}"]
-        self._print("  ".join(parts))
+        self._print("  ".join([*parts, *([self._download] if self._download else [])]))
         self._last = time.perf_counter()
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _download(clock: _Clock, received: int, left: int, disk: int) -> str:
+    """Describe the download of the source: what is left, its mean speed in this run, and what it takes on disk."""
+    rate = received / max(time.perf_counter() - clock.began, 1e-9)
+    return f"source: {size(left)} to download, {size(rate)}/s, {size(disk)} on disk"
 
 
 def terminal_progress(console: Console, quiet: bool = False) -> Target:

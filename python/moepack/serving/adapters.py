@@ -1,15 +1,19 @@
 """The low-rank adapters of a served model. Each sequence uses one of them or none.
 
-All adapters are loaded next to the weights, packed or not, which never change. One is active at a time: a step runs the
-parts of each adapter in a pass of their own, because layers apply the active adapter to all tokens of a pass. Keys and
+All adapters are loaded next to the weights, packed or not, which never change. A pass runs tokens of several adapters
+and of none: they share the products of the weights, and each adapter adds its low-rank part to its own tokens
+(`moepack.integrations.lora.mixing`). Where a layer does not allow this, each adapter has a pass of its own. Keys and
 values depend on the adapter, too.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from moepack.errors import LoadError, MoepackError
 
@@ -41,9 +45,13 @@ class Adapters:
             except Exception as error:  # peft and safetensors raise all kinds
                 raise LoadError(f"{directory}: the adapter does not fit the model: {error}") from error
         self._peft = adapted
+        self._mixing: Any = None
         if self._keys:
+            from moepack.integrations.lora.mixing import Mixing
+
             self._peft.eval()
             self._peft.base_model.disable_adapter_layers()
+            self._mixing = Mixing(model)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,6 +63,11 @@ class Adapters:
         """The name of the active adapter; None if the model runs without."""
         return self._active
 
+    @property
+    def can_mix(self) -> bool:
+        """Whether one pass can run tokens of several adapters."""
+        return self._mixing is not None and bool(self._mixing.is_possible)
+
     def activate(self, name: str | None) -> None:
         """Activate an adapter; None runs the model without."""
         if name == self._active:
@@ -65,6 +78,24 @@ class Adapters:
             self._peft.base_model.enable_adapter_layers()
             self._peft.set_adapter(self._keys[name])
         self._active = name
+
+    @contextmanager
+    def of(self, names: Sequence[str | None]) -> Iterator[None]:
+        """Run passes in this block with the adapter of each token; several need `can_mix`.
+
+        Raises:
+            UnmixableError: a layer does not know which tokens it reads. From then on, `can_mix` is False.
+        """
+        used = {*names}
+        if len(used) == 1:
+            self.activate(names[0])
+            yield
+            return
+        self.activate(None)
+        used.discard(None)
+        own = {self._keys[str(name)]: torch.tensor([other == name for other in names]) for name in used}
+        with self._mixing.of(own):
+            yield
 
 
 def _loaded(adapted: Any, model: Any, directory: Path, key: str) -> Any:

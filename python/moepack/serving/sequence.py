@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from moepack.serving.isolation import Part
-from moepack.serving.text.sampling import Sampler, Sampling
+from moepack.serving.text.sampling import Allowed, Sampler, Sampling
 from moepack.serving.text.stream import TextStream, hidden_tokens
 
 __all__ = ["TEXT_ONLY", "Constraint", "Piece", "Score", "Sequence", "Wanted"]
@@ -32,15 +32,12 @@ class Score:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Constraint(Protocol):
+class Constraint(Allowed, Protocol):
     """Restricts the tokens of one answer. Called in the engine's thread."""
 
     @property
     def is_complete(self) -> bool:
         """Whether no token can follow."""
-
-    def allowed(self) -> torch.Tensor | None:
-        """Return the mask of allowed tokens, shape (vocabulary,); None allows all."""
 
     def take(self, token: int) -> None:
         """Add a chosen token."""
@@ -136,7 +133,7 @@ class Sequence:
         self.cancelled = False
         constraint = wanted.constraint
         self._ends = sampling.ends(ends)
-        self._sampler = Sampler(sampling, self.prompt, self._ends, constraint.allowed if constraint else None)
+        self._sampler = Sampler(sampling, self.prompt, self._ends, constraint)
         self._stream = TextStream(tokenizer, sampling.stop, hidden_tokens({*ends, *self._ends}, tokenizer))
         self._scores: list[Score] = []
         self._prompt_scores = [Score(self.ids[0], None)] if wanted.scores_prompt else []

@@ -25,10 +25,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moepack.backends.gpu import lost
 from moepack.decoding.cache import GrowingLayer
-from moepack.decoding.calls import cache_argument
 from moepack.decoding.carried import carried_of
 from moepack.decoding.families import decoder_of
 from moepack.decoding.prefix import new_cache
+from moepack.decoding.signature import cache_argument
 from moepack.serving.adapters import Adapters
 from moepack.serving.isolation import Outcome, Part, isolated
 from moepack.serving.pace import Pace
@@ -98,15 +98,6 @@ class Stepper:
         Raises:
             Exception: a GPU is lost (`moepack.backends.gpu.lost`).
         """
-        found: dict[int, Outcome] = {}
-        for adapter in sorted({part.adapter for part in parts}, key=lambda name: name != self._adapters.active):
-            self._adapters.activate(adapter)
-            group = [part for part in parts if part.adapter == adapter]
-            found |= zip(map(id, group), self._forward(group), strict=True)
-        return [found[id(part)] for part in parts]
-
-    def _forward(self, parts: Sequence[Part]) -> list[Outcome]:
-        """Read parts with the active adapter."""
         apart = [part for part in parts if self._carried.depends_on(part.end)]
         alike = [part for part in parts if not self._carried.depends_on(part.end)]
         found = {id(part): outcome for part, outcome in zip(alike, self._alike(alike), strict=True)}
@@ -155,11 +146,20 @@ class Stepper:
         return outcomes
 
     def _together(self, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
-        return _together(self.model, parts)
+        """Read parts in one pass, or in one for each adapter if they cannot share it."""
+        if self._adapters.can_mix or len({part.adapter for part in parts}) == 1:
+            with self._adapters.of([part.adapter for part in parts for _ in part.ids]):
+                return _together(self.model, parts)
+        found: dict[int, torch.Tensor] = {}
+        for adapter in sorted({part.adapter for part in parts}, key=lambda name: name != self._adapters.active):
+            group = [part for part in parts if part.adapter == adapter]
+            found |= zip(map(id, group), self._together(group), strict=True)
+        return [found[id(part)] for part in parts]
 
     def _each(self, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
         rows = []
         for part in parts:
+            self._adapters.activate(part.adapter)
             self._carried.reset()
             rows.append(_alone(self.model, part))
         return rows

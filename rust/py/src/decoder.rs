@@ -53,7 +53,7 @@ impl Cache<'_> {
 /// products or None.
 ///
 /// Args:
-///     layers: a mapping for each layer (see `moepack.decoding.plan`).
+///     layers: a mapping for each layer (see `moepack.decoding.translation`).
 ///     rotary: a mapping: `frequencies`, float32, the angle of each pair of a head's values at position 1; `scale`,
 ///         the factor of rotated values; `order`, the order of pairs: "halves", "pairs" or "pairs to halves".
 ///     norm: the final norm: weight, epsilon, and an offset added to the weight.

@@ -14,13 +14,13 @@ import moepack
 from moepack import _core
 from moepack.decoding import cache as caches
 from moepack.decoding.cache import GrowingLayer
-from moepack.decoding.calls import CallReader, cache_name, cached
 from moepack.decoding.decoder import FEW, VARIABLE, HeadForward, decoding, set_decoding
-from moepack.decoding.plan import Plan, Unknown
 from moepack.decoding.prefix import new_cache
+from moepack.decoding.signature import CallReader, cache_name, cached
 from moepack.decoding.stepping import stepping, tried
+from moepack.decoding.translation import Translation, Unknown
 from moepack.format import PackedDirectory
-from moepack.methods import PackedTensor, SimpleMethod, Solution, create
+from moepack.methods import PackedBytes, SimpleMethod, Solution, create
 from moepack.methods.qmoe.ternary import Ternary
 from runtime_support import tiny_model, write_packed
 
@@ -151,7 +151,7 @@ class _Columns(SimpleMethod):
         step = np.abs(values).max(keepdims=True)[0] / 16
         codes = np.rint(values / (step * columns[:, None])).astype(np.int32)
         blob = _core.encode_coded(codes, step.astype(np.float32), ndim=weights.ndim, columns=columns)
-        return PackedTensor("coded", blob, _core.PackedTensor(blob).details())
+        return PackedBytes("coded", blob, _core.PackedTensor(blob).details())
 
 
 class _Codebooks(SimpleMethod):
@@ -173,7 +173,7 @@ class _Codebooks(SimpleMethod):
         centroids = random.integers(-32639, 32640, (*weights.shape[:2], 1, 16)).astype(np.int16)
         scales = np.full(centroids.shape[:3], 2 / 32639 / weights.shape[2] ** 0.5, np.float32)
         blob = _core.encode_codebook(codes, centroids, scales, bits=4, block=1 << 16, ndim=weights.ndim)
-        return PackedTensor("codebook", blob, {"bits": 4})
+        return PackedBytes("codebook", blob, {"bits": 4})
 
 
 @pytest.mark.parametrize("architecture", KNOWN)
@@ -219,11 +219,13 @@ def test_neither_threads_change_a_bit(model):
 def test_every_instruction_set_takes_a_step(model, isa):
     random = np.random.default_rng(0)
     x = random.standard_normal((1, 32), np.float32)
-    plan = Plan(model.model)
+    translation = Translation(model.model)
     outputs = []
     for name in (isa, "scalar"):
-        buffers = [np.zeros((2, 2, 4, 8), np.float32) for _ in plan.caches]
-        outputs.append([plan.decoder.step(x, n, [(*pair, 0, n) for pair in buffers], isa=name) for n in range(4)])
+        buffers = [np.zeros((2, 2, 4, 8), np.float32) for _ in translation.caches]
+        outputs.append(
+            [translation.decoder.step(x, n, [(*pair, 0, n) for pair in buffers], isa=name) for n in range(4)]
+        )
     np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
 
 
@@ -401,7 +403,7 @@ def test_models_that_are_not_known_are_left_alone(directory):
     clipped = moepack.load(directory("olmoe"), dtype="float32")
     clipped.config.clip_qkv = 0.5
     with pytest.raises(Unknown, match="clipped"):
-        Plan(clipped.model)
+        Translation(clipped.model)
     assert_near(run(clipped, "native")[0], run(clipped, "transformers")[0])
     assert steps_of(clipped) == 0
 
@@ -420,22 +422,22 @@ def test_the_choice_is_checked(monkeypatch):
 
 
 def test_the_core_rejects_mismatched_arguments(model):
-    plan = Plan(model.model)
+    translation = Translation(model.model)
     x = np.zeros((1, 32), np.float32)
-    buffers = [np.zeros((2, 2, 4, 8), np.float32) for _ in plan.caches]
+    buffers = [np.zeros((2, 2, 4, 8), np.float32) for _ in translation.caches]
     caches = [(*pair, 0, 0) for pair in buffers]
     with pytest.raises(ValueError, match="no room"):
-        plan.decoder.step(x, 4, [(*pair, 0, 4) for pair in buffers])
+        translation.decoder.step(x, 4, [(*pair, 0, 4) for pair in buffers])
     with pytest.raises(ValueError, match="visible from 1"):
-        plan.decoder.step(x, 4, [(*pair, 1, 0) for pair in buffers])
+        translation.decoder.step(x, 4, [(*pair, 1, 0) for pair in buffers])
     with pytest.raises(ValueError, match="caches of 2 layers"):
-        plan.decoder.step(x, 0, caches[:1])
+        translation.decoder.step(x, 0, caches[:1])
     with pytest.raises(ValueError, match="one token"):
-        plan.decoder.step(np.zeros((2, 32), np.float32), 0, caches)
+        translation.decoder.step(np.zeros((2, 32), np.float32), 0, caches)
     with pytest.raises(TypeError, match="cache"):
-        plan.decoder.step(x, 0, [(1, 2, 0, 0)])
+        translation.decoder.step(x, 0, [(1, 2, 0, 0)])
     with pytest.raises(ValueError, match="instead of"):
-        plan.decoder.step(np.zeros((1, 31), np.float32), 0, caches)
+        translation.decoder.step(np.zeros((1, 31), np.float32), 0, caches)
     with pytest.raises(ValueError, match="dtype"):
         _core.DenseMatrix(np.zeros(8, np.uint8), "float16", 2, 2)
     with pytest.raises(ValueError, match="do not hold"):

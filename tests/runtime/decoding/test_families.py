@@ -13,8 +13,8 @@ from moepack.census.tiny import tiny_config, tiny_model
 from moepack.decoding.cache import GrowingWindow, Tokens
 from moepack.decoding.decoder import set_decoding
 from moepack.decoding.families import FAMILIES, decoder_of
-from moepack.decoding.plan import Plan, Unknown
-from moepack.decoding.plan import window as window_of
+from moepack.decoding.translation import Translation, Unknown
+from moepack.decoding.translation import window as window_of
 from moepack.methods import create
 from runtime_support import write_packed
 
@@ -133,15 +133,15 @@ def test_generation_is_that_of_transformers(packed: Any, variant: str) -> None:
 @pytest.mark.parametrize("variant", ["deepseek_v2", "glm4_moe", "gpt_oss", "qwen3_next"])
 def test_instruction_sets_and_threads_compute_alike(packed: Any, variant: str) -> None:
     model = decoder_of(moepack.load(packed(variant, False), dtype="float32", mode="exact"))
-    plan, threads = Plan(model), _core.threads()
+    translation, threads = Translation(model), _core.threads()
     outputs: list[torch.Tensor] = []
     try:
         for isa, count in [*((isa, 2) for isa in _core.available_isas()), ("scalar", 1)]:
             _core.set_threads(count)
-            buffers = [empty(expected) for expected in plan.caches]
+            buffers = [empty(expected) for expected in translation.caches]
             x = torch.ones(1, model.config.hidden_size)
             steps = [
-                plan.decoder.step(views.activations(x), n, [(*pair, 0, n) for pair in buffers], isa=isa)
+                translation.decoder.step(views.activations(x), n, [(*pair, 0, n) for pair in buffers], isa=isa)
                 for n in range(3)
             ]
             outputs.append(torch.stack(list(map(torch.from_numpy, steps))))

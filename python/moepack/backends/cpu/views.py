@@ -1,6 +1,7 @@
 """CPU tensors as arrays for the core: float32, or the bits of bfloat16, sharing memory.
 
-In addition to activations, this covers the parts from which `moepack.decoding.plan` builds a decoder of the core.
+In addition to activations, this covers the parts from which `moepack.decoding.translation` builds a
+decoder of the core.
 """
 
 from typing import Any

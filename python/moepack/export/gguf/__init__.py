@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from moepack.errors import LoadError, UnsupportedModelError
 from moepack.export.directory import dense_entries
+from moepack.export.gguf.architectures import model_of
 from moepack.export.gguf.blocks import blocks, open_tensor, q4_0_blocks, q8_0_blocks
 from moepack.export.gguf.model import Model, Piece
-from moepack.export.gguf.models import model_of
 from moepack.export.gguf.vocabulary import Vocabulary
 from moepack.format.atomic import disk_errors
 from moepack.format.directory import PackedDirectory

@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from moepack.integrations.lora.refusals import merge_refusal
-from moepack.modules.adapters import NONE, Adapters, by_projection
+from moepack.modules.adapters import NONE, Adapters, LowRank, by_projection
 from moepack.modules.experts import PackedExpertProducts, PackedExperts, PackedOwnExperts
 from moepack.modules.linear import PackedLinear
 from moepack.stores.module import PackedModule
@@ -63,16 +63,20 @@ class ParamWrapper(StockWrapper):  # type: ignore[misc]
             adapters: adapters of the experts' other parameters, passed by a wrapper around this one.
         """
         self._check_forward_args(x, *arguments, **settings)
-        experts: PackedModule = self.get_base_layer()
-        assert experts.form is not None
         found = {name: [*each] for name, each in adapters.items()}
         for adapter in () if self.disable_adapters else self.active_adapters:
             if adapter in self.lora_A:
-                added = by_projection(experts.form, self.parameter_name, *self.get_delta_factors(adapter))
-                for projection, factors in added.items():
-                    found.setdefault(projection, []).append(factors.scaled(*experts.scales(projection)))
+                for projection, factors in self.factors(adapter).items():
+                    found.setdefault(projection, []).append(factors)
         outputs: torch.Tensor = self.base_layer(x, *arguments, adapters=found, **settings)
         return outputs
+
+    def factors(self, adapter: str) -> dict[str, LowRank]:
+        """Return the factors of an adapter by projection, in the scales of the packed weights."""
+        experts: PackedModule = self.get_base_layer()
+        assert experts.form is not None
+        added = by_projection(experts.form, self.parameter_name, *self.get_delta_factors(adapter))
+        return {name: factors.scaled(*experts.scales(name)) for name, factors in added.items()}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Raise a `RuntimeError`: packed weights never change."""

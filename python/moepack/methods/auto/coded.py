@@ -16,7 +16,7 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
 from moepack.methods.auto.loss import expected_rise, solved_rise
 from moepack.methods.auto.packer import Allocated
-from moepack.methods.base import Expected, PackedTensor, Shape, Solution, Weights
+from moepack.methods.base import Expected, PackedBytes, Shape, Solution, Weights
 from moepack.methods.rate.coder import Coder
 from moepack.methods.rate.importance import Importance, role_of
 from moepack.methods.rate.layer import LayerSolver, solved_apart
@@ -24,7 +24,7 @@ from moepack.methods.rate.method import Rate
 from moepack.methods.rate.sample import Sample, take_sample
 from moepack.methods.rate.scales import Scales
 from moepack.methods.rate.settings import LEAST_BITS, MOST_BITS
-from moepack.methods.rate.step import Step
+from moepack.methods.rate.step_size import Step
 from moepack.solvers.priced import largest_at, low_bits_of, round_priced, scale_of
 
 __all__ = ["Coded", "coded_within"]
@@ -156,7 +156,7 @@ class Coded(Allocated):
         most = math.log2(CORRECTION)
         return self.coder.widened(name, 2.0 ** -min(max((left - due) / weights, -most), most))
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Encode the integers of a tensor."""
         return self.coder.pack(weights, solution)
 

@@ -20,7 +20,7 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import ROLES
 from moepack.methods.auto.loss import expected_rise
 from moepack.methods.auto.packer import Allocated
-from moepack.methods.base import Expected, PackedTensor, Solution, Weights
+from moepack.methods.base import Expected, PackedBytes, Solution, Weights
 from moepack.methods.finequant.method import FineQuant
 from moepack.methods.finequant.planning import proposals
 from moepack.methods.finequant.solving import solve_on_inputs
@@ -103,7 +103,7 @@ class Grouped(Allocated):
     def _grid(self, weights: Weights) -> IntegerSettings:
         return IntegerSettings(*self.choices[weights.name])
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack the codes of a tensor."""
         return self._method(weights.name).pack(weights, solution)
 

@@ -31,11 +31,11 @@ from moepack.methods.auto.coded import Coded, coded_within
 from moepack.methods.auto.grouped import Grouped
 from moepack.methods.auto.loss import expected_rise, solved_rise
 from moepack.methods.auto.packer import Allocated
-from moepack.methods.base import Expected, LayerPlan, PackedTensor, Shape, Solution, Weights
+from moepack.methods.base import Expected, LayerPlan, PackedBytes, Shape, Solution, Weights
 from moepack.methods.rate.importance import Importance
 from moepack.methods.rate.method import Rate
 from moepack.methods.rate.sample import Sample, take_sample
-from moepack.methods.rate.step import Step, find_step, free_bits
+from moepack.methods.rate.step_size import Step, find_step, free_bits
 from moepack.solvers.priced import BLOCK_ROWS, WORTH, largest_at, round_priced
 
 __all__ = ["Mixed"]
@@ -172,7 +172,7 @@ class Mixed(Allocated):
         """Name experts that saw few tokens, and experts that were quantized without error compensation."""
         return () if self.coded is None else self.coded.notes(layers)
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack a tensor in its chosen format."""
         return self._of(weights.name).pack(weights, solution)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,15 +19,16 @@ from moepack.calibration import CalibrationRequest, CalibrationSettings, Samples
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.architectures import described
 from moepack.checkpoint.dense import ROLES
-from moepack.checkpoint.rewritten import Rewriting
+from moepack.checkpoint.rewritten import Rewriting, RewrittenCheckpoint
 from moepack.codebook import BLOCK_UNIT
 from moepack.errors import ResumeError
-from moepack.methods.base import Expected, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.base import Expected, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.codequant.packing import pack, packed_bytes, solve
 from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, learn, normalized_states, start
 from moepack.methods.codequant.rotation.fold import check
 from moepack.methods.codequant.settings import ROW, CodeQuantSettings
 from moepack.methods.coverage import coverage_notes
+from moepack.progress import Progress
 from moepack.solvers.activations import Rounding
 from moepack.solvers.codebooks import ClusterSettings
 from moepack.solvers.fixed_point import centroid_bits
@@ -37,12 +38,13 @@ __all__ = ["CodeQuant"]
 STATES = 1 << 16
 """Number of states from which a rotation is learned."""
 
+ERRORS = "errors"
+"""The entry of the kept state with a learned rotation's errors (`rotation.cayley`), which are reported only."""
+
 
 @dataclass
 class CodeQuant(CodeQuantSettings, SimpleMethod):
     """The method with its settings."""
-
-    _errors: tuple[float, float, float] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,7 +153,7 @@ class CodeQuant(CodeQuantSettings, SimpleMethod):
             return torch.float32 if name in routers else checkpoint.info(folding.source(name)).dtype
 
         digest = hashlib.sha256(f"{grouped} {width}".encode())
-        for name in sorted(state):
+        for name in sorted(state.keys() - {ERRORS}):
             digest.update(state[name].contiguous().numpy().tobytes())
         identity = digest.hexdigest()
         return Rewriting(folding.names, folding.source, tensor, dtype, folding.config, state, identity)
@@ -166,35 +168,41 @@ class CodeQuant(CodeQuantSettings, SimpleMethod):
         identity = f"{samples.fingerprint()} {self.rotation} {self.rotation_steps} {self.seed} {self.activation_bits}"
         mark = torch.frombuffer(bytearray(hashlib.sha256(identity.encode()).digest()), dtype=torch.uint8)
         if kept is None or not torch.equal(kept.get("mark", mark[:0]), mark):
-            return {"rotation": self._rotation(checkpoint, model, samples), "mark": mark}
+            return {**self._rotation(checkpoint, model, samples), "mark": mark}
         if "rotation" not in kept or not is_orthogonal(kept["rotation"]):
             raise ResumeError("the rotation of the interrupted run is not orthogonal; --no-resume starts over")
         return kept
 
-    def _rotation(self, checkpoint: Checkpoint, model: MoeModel, samples: Samples) -> Tensor:
+    def _rotation(self, checkpoint: Checkpoint, model: MoeModel, samples: Samples) -> dict[str, Tensor]:
+        """Return the rotation, and the errors of `rotation.learn` if it is learned."""
         width = checkpoint.info(described(model.architecture).embeddings).shape[-1]
         first = start(width, "hadamard" if self.rotation == "hadamard" else "random", self.seed)
         if self.rotation != "learned":
-            return first
+            return {"rotation": first}
         states = normalized_states(checkpoint, model, samples, STATES, torch.device(self.device), self.seed)
         found = learn(states, self.activation_bits, first, self.rotation_steps, seed=self.seed, device=self.device)
-        self._errors = found.errors
-        return found.rotation
+        return {"rotation": found.rotation, ERRORS: torch.tensor(found.errors, dtype=torch.float64)}
+
+    def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
+        """Return a plan without decisions; its notes report the effect of a learned rotation."""
+        plan = super().plan(checkpoint, model, progress)
+        state = checkpoint.rewriting.state if isinstance(checkpoint, RewrittenCheckpoint) else {}
+        return replace(plan, notes=self._rotation_notes(state[ERRORS])) if ERRORS in state else plan
+
+    def _rotation_notes(self, errors: Tensor) -> tuple[str, ...]:
+        plain, first, last = (f"{error:.2e}" for error in errors.tolist())
+        bits = 4 if self.activation_bits == 16 else self.activation_bits
+        rotation = f"Rounding held-out states to {bits} bits loses {plain} of their energy, {first} rotated at random"
+        return (f"{rotation}, {last} with the learned rotation.",)
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Cluster a stage; every token has equal weight in linear layers."""
         return solve(stage, self._solver, self._rounding, self.weigh_tokens or stage.dense)
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack a tensor."""
         return pack(weights, solution.parts, self._solver, self._rounding)
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-        """Report the effect of a learned rotation; name experts with few tokens or clustered without their inputs."""
-        found = coverage_notes(layers, self.minimum_tokens)
-        if self._errors is None:
-            return found
-        plain, first, last = (f"{error:.2e}" for error in self._errors)
-        bits = 4 if self.activation_bits == 16 else self.activation_bits
-        rotation = f"Rounding held-out states to {bits} bits loses {plain} of their energy, {first} rotated at random"
-        return (f"{rotation}, {last} with the learned rotation.", *found)
+        """Name experts with few tokens or clustered without their inputs."""
+        return coverage_notes(layers, self.minimum_tokens)

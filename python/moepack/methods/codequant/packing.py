@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moepack import _core
 from moepack.calibration.moments import Moments
-from moepack.methods.base import PackedTensor, Shape, Solution, Stage, Weights
+from moepack.methods.base import PackedBytes, Shape, Solution, Stage, Weights
 from moepack.solvers.activations import Rounding, rotated
 from moepack.solvers.codebooks import ClusterSettings, cluster, look_up
 from moepack.solvers.fixed_point import centroid_bits, fixed_point
@@ -59,7 +59,7 @@ def _unweighted(hessians: Tensor) -> Moments:
     return Moments(hessians, torch.zeros_like(hessians))
 
 
-def pack(weights: Weights, parts: Mapping[str, Tensor], settings: ClusterSettings, rounding: Rounding) -> PackedTensor:
+def pack(weights: Weights, parts: Mapping[str, Tensor], settings: ClusterSettings, rounding: Rounding) -> PackedBytes:
     """Pack the codes and centroids of a tensor."""
     stored = fixed_point(parts["centroids"], centroid_bits(rounding.bits))
     blob = _core.encode_codebook(
@@ -69,4 +69,4 @@ def pack(weights: Weights, parts: Mapping[str, Tensor], settings: ClusterSetting
     )  # fmt: skip
     mean = parts["objectives"].sum(0) / max(weights.shape[0], 1)
     objective = [float(f"{value:.5e}") for value in mean.tolist()]
-    return PackedTensor("codebook", blob, {**_core.PackedTensor(blob).details(), "objective": objective})
+    return PackedBytes("codebook", blob, {**_core.PackedTensor(blob).details(), "objective": objective})

@@ -21,7 +21,7 @@ from moepack import _core
 from moepack.calibration import CalibrationRequest
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
-from moepack.methods.base import Expected, MethodPlan, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.base import Expected, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.codequant import packing as codebook
 from moepack.methods.codequant.packing import pack
 from moepack.methods.coverage import coverage_notes
@@ -250,7 +250,7 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         details = {"group_size": size or max(columns, 1), "relative_error": relative}
         return {name: Solution({"codes": codes, "scales": scales, "offsets": offsets}, details=details)}
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack the codes."""
         if self._is_book(weights.role):
             return pack(weights, solution.parts, book_settings(self.bits), Rounding())
@@ -265,7 +265,7 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
         width = _core.PackedTensor(blob).details()["group_size"]
         details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "dtype": "float16"}
-        return PackedTensor("groupwise", blob, details)
+        return PackedBytes("groupwise", blob, details)
 
 
 def _digits(value: float) -> float:

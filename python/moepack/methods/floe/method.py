@@ -27,7 +27,7 @@ from moepack.calibration.settings import CalibrationSettings
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
 from moepack.errors import InvalidTensorError, MoepackError
 from moepack.format.hub import PREDICTORS
-from moepack.methods.base import Expected, MethodPlan, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.base import Expected, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.coverage import listed
 from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.floe.channels import DOWN, GATE, RESIDUALS, UP, by_channels, refuse_other_experts
@@ -311,7 +311,7 @@ class Floe(FloeSettings, SimpleMethod):
         coarse_down = self._coder.values(names[DOWN], expert, down.T.contiguous())
         return gate - coarse_gate, down - coarse_down.T
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack a solution; records include their thresholds."""
         if self._coder is not None and self._is_coarse(weights.name):
             return self._coder.pack(weights, solution)
@@ -325,13 +325,13 @@ class Floe(FloeSettings, SimpleMethod):
             blob = _core.encode_channels(records, np.array(decision.thresholds, np.float32), bits=self._bits)
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
-        return PackedTensor("channels", blob, {"bits": self._bits, **decision.details()})
+        return PackedBytes("channels", blob, {"bits": self._bits, **decision.details()})
 
-    def _packed_up(self, weights: Weights, parts: Mapping[str, Any], bits: int) -> PackedTensor:
+    def _packed_up(self, weights: Weights, parts: Mapping[str, Any], bits: int) -> PackedBytes:
         codes, scales, offsets = (parts[name] for name in ("codes", "scales", "offsets"))
         size = self._spec.group_size
         blob = _core.encode_groupwise(codes, scales, offsets, bits=bits, group_size=size, ndim=weights.ndim)
-        return PackedTensor("groupwise", blob, _core.PackedTensor(blob).details())
+        return PackedBytes("groupwise", blob, _core.PackedTensor(blob).details())
 
     def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
         """Name experts that the text did not reach, and the faster form."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.methods.base import Expected, Goal, MethodPlan, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.base import Expected, Goal, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.fitting import DENSE, Fitted, Wanted
 from moepack.methods.milo.frequency import count_choices
 from moepack.methods.milo.joint import Compensated, JointSettings, compensate
@@ -171,7 +171,7 @@ class Milo(MiloSettings, Fitted, SimpleMethod):
         for_experts(work, len(jobs), lambda: stage.advance(next(sizes)), most=workers(rows * columns), alone=True)
         return {name: Solution(assembly.parts(), details=facts.details())}
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack the codes and the compensators, if any."""
         spec, ranks = self._ranks.specs[weights.name], self._ranks.ranks[weights.name]
         return pack(solution.parts, spec, ranks, self.rank_bits, weights.ndim)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moepack import _core
-from moepack.methods.base import PackedTensor, Shape
+from moepack.methods.base import PackedBytes, Shape
 from moepack.solvers.affine import AffineCodes, GroupSpec
 from moepack.solvers.low_rank import PackedFactors
 
@@ -83,7 +83,7 @@ class Assembly:
         return found
 
 
-def pack(parts: Mapping[str, Tensor], spec: GroupSpec, ranks: Sequence[int], bits: int, ndim: int) -> PackedTensor:
+def pack(parts: Mapping[str, Tensor], spec: GroupSpec, ranks: Sequence[int], bits: int, ndim: int) -> PackedBytes:
     """Pack the parts that an `Assembly` collected."""
     arrays = {name: part.numpy() for name, part in parts.items()}
     base = _core.encode_groupwise(
@@ -97,13 +97,13 @@ def pack(parts: Mapping[str, Tensor], spec: GroupSpec, ranks: Sequence[int], bit
     )
     details = _core.PackedTensor(base).details()
     if not any(ranks):
-        return PackedTensor("groupwise", base, details)
+        return PackedBytes("groupwise", base, details)
     right, left = (
         arrays[f"{side}_values"] if bits == 16 else (arrays[side], arrays[f"{side}_scales"])
         for side in ("right", "left")
     )
     data = _core.encode_compensated(base, np.asarray(ranks, np.int64), right, left, bits=bits)
-    return PackedTensor("compensated", data, {**details, "rank_bits": bits})
+    return PackedBytes("compensated", data, {**details, "rank_bits": bits})
 
 
 class _Side:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moepack import _core
-from moepack.methods.base import PackedTensor, Solution, Stage, Weights
+from moepack.methods.base import PackedBytes, Solution, Stage, Weights
 from moepack.methods.qmoe.forms import groupwise_details
 from moepack.solvers.gptq import GptqSettings, gptq
 from moepack.solvers.grids import SymmetricGrid
@@ -59,10 +59,10 @@ def _solve(stage: Stage, settings: DenseSettings, path: str, weights: Tensor, he
     return Solution(parts, result.values, rounded={} if reason is None else {0: reason})
 
 
-def pack_linear(weights: Weights, parts: Mapping[str, Tensor], settings: DenseSettings) -> PackedTensor:
+def pack_linear(weights: Weights, parts: Mapping[str, Tensor], settings: DenseSettings) -> PackedBytes:
     """Pack a layer."""
     blob = _core.encode_groupwise(
         parts["codes"].numpy(), parts["scales"].numpy(), None,
         bits=settings.bits[weights.role], group_size=settings.group_size, ndim=weights.ndim,
     )  # fmt: skip
-    return PackedTensor("groupwise", blob, groupwise_details(blob))
+    return PackedBytes("groupwise", blob, groupwise_details(blob))

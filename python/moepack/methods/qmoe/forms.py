@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moepack import _core
-from moepack.methods.base import PackedTensor, Shape
+from moepack.methods.base import PackedBytes, Shape
 from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.qmoe.ternary import Ternary
 from moepack.solvers.grids import AffineGrid, TernaryGrid
@@ -38,7 +38,7 @@ class Form(Protocol):
     def values(self, codes: Tensor, parameters: Tensor) -> Tensor:
         """Return the float32 values of codes."""
 
-    def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
+    def pack(self, codes: Tensor, parameters: Tensor) -> PackedBytes:
         """Pack a projection; both tensors must be on the CPU."""
 
     def bound(self, shape: Shape) -> int:
@@ -67,7 +67,7 @@ class TernaryForm:
         low, high = parameters.unsqueeze(2).unbind(-1)
         return torch.where(codes > 0, high, torch.where(codes < 0, low, torch.zeros_like(low)))
 
-    def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
+    def pack(self, codes: Tensor, parameters: Tensor) -> PackedBytes:
         """Encode the codes."""
         levels = parameters.numpy().astype(np.float32) + 0.0  # no negative zeros: opposite levels are stored once
         blob = _core.encode_ternary(
@@ -75,7 +75,7 @@ class TernaryForm:
             levels,
             ndim=3,
         )
-        return PackedTensor(
+        return PackedBytes(
             "ternary", blob, {"code": "fsv8", "nonzeros": _core.PackedTensor(blob).details()["nonzeros"]}
         )
 
@@ -117,12 +117,12 @@ class GroupwiseForm:
         scales, offsets = parameters[..., ::2], parameters[..., 1::2]
         return scales[..., group] * codes + offsets[..., group]
 
-    def pack(self, codes: Tensor, parameters: Tensor) -> PackedTensor:
+    def pack(self, codes: Tensor, parameters: Tensor) -> PackedBytes:
         """Pack the codes."""
         pairs = parameters.reshape(*parameters.shape[:2], parameters.shape[2] // 2, 2)
         scales, offsets = (part.contiguous().numpy() for part in pairs.unbind(-1))
         blob = _core.encode_groupwise(codes.numpy(), scales, offsets, bits=2, group_size=self.group_size, ndim=3)
-        return PackedTensor("groupwise", blob, groupwise_details(blob))
+        return PackedBytes("groupwise", blob, groupwise_details(blob))
 
     def bound(self, shape: Shape) -> int:
         """Return the packed size in bytes."""

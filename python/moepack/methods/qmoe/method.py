@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moepack.calibration import CalibrationRequest, CalibrationSettings
-from moepack.methods.base import Expected, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.base import Expected, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.fitting import DENSE, Fitted, Wanted
@@ -144,7 +144,7 @@ class Qmoe(QmoeSettings, Fitted, SimpleMethod):
             for name, (codes, parameters, values) in zip(stage.tensors, pieces, strict=True)
         }
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack a projection in its form, or a linear layer."""
         if weights.role != "experts":
             return pack_linear(weights, solution.parts, self._dense)

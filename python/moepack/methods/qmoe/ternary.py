@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from moepack import _core
-from moepack.methods.base import Expected, PackedTensor, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.base import Expected, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.parallel import for_experts
 from moepack.methods.settings import setting
 from moepack.solvers.rtn import quantize_ternary
@@ -64,9 +64,9 @@ class Ternary(SimpleMethod):
         for_experts(quantize, experts, lambda: stage.advance(rows * columns))
         return {name: Solution({"codes": codes, "levels": levels})}
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Encode the codes."""
         codes, levels = solution.parts["codes"].numpy(), solution.parts["levels"].numpy()
         blob = _core.encode_ternary(codes, levels, ndim=weights.ndim, code=self.code)
         nonzeros = _core.PackedTensor(blob).details()["nonzeros"]
-        return PackedTensor("ternary", blob, {"code": self.code, "nonzeros": nonzeros})
+        return PackedBytes("ternary", blob, {"code": self.code, "nonzeros": nonzeros})

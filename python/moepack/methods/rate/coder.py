@@ -12,13 +12,13 @@ from torch import Tensor
 
 from moepack import _core
 from moepack.errors import InvalidTensorError
-from moepack.methods.base import Expected, PackedTensor, Packer, Shape, Solution, Stage, Weights
+from moepack.methods.base import Expected, PackedBytes, Packer, Shape, Solution, Stage, Weights
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.rate.importance import Importance
 from moepack.methods.rate.layer import LayerSolver, parts_of, solved_apart
 from moepack.methods.rate.sample import Sample
 from moepack.methods.rate.settings import RateSettings
-from moepack.methods.rate.step import Step, find_step, free_bits
+from moepack.methods.rate.step_size import Step, find_step, free_bits
 from moepack.solvers.priced import coder_symbols, largest_at, low_bits_of, round_priced, scale_of
 from moepack.solvers.uniform import UniformSettings
 
@@ -176,7 +176,7 @@ class Coder(Packer):
         scale = scale_of(self.step_of(weights.name), dependent)
         return {name: Solution(parts_of(whole, torch.tensor([[scale]]), dependent))}
 
-    def pack(self, weights: Weights, solution: Solution) -> PackedTensor:
+    def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Encode the codes."""
         # All experts share one scale; with a text, each group of experts repeats it.
         parts = solution.parts
@@ -189,7 +189,7 @@ class Coder(Packer):
             blob = _core.encode_coded(codes, scale.numpy(), ndim=weights.ndim, columns=columns, symbols=symbols)
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause
-        return PackedTensor("coded", blob, _core.PackedTensor(blob).details())
+        return PackedBytes("coded", blob, _core.PackedTensor(blob).details())
 
     def _scale_bits(self, name: str) -> int:
         return self.importance.scales[name].bits if name in self.importance.scales else 0

@@ -24,7 +24,7 @@ from moepack.calibration import Stage
 from moepack.methods.base import Shape, Solution
 from moepack.methods.rate.sample import stream_rows
 from moepack.methods.rate.scales import Scales
-from moepack.methods.rate.step import encoded, free_bits, once_bytes
+from moepack.methods.rate.step_size import encoded, free_bits, once_bytes
 from moepack.solvers.priced import (
     LEAST_DEPENDENT,
     NEARLY_ZERO,

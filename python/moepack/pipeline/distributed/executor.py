@@ -19,10 +19,10 @@ from moepack.calibration.experts import ExpertsRun
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint
 from moepack.errors import MoepackWarning
-from moepack.methods import Method, PackedTensor
+from moepack.methods import Method, PackedBytes
 from moepack.pipeline.assignment import Assignment, PlannedAssignment
 from moepack.pipeline.distributed.cluster import Cluster
-from moepack.pipeline.distributed.tasks import Done, Found, pack_tensor, solve_group
+from moepack.pipeline.distributed.remote import Done, Found, pack_tensor, solve_group
 from moepack.pipeline.executor import Executor, Unit
 from moepack.pipeline.work import LayerWork, Packed, pack_run
 
@@ -87,11 +87,11 @@ class RayExecutor(Executor):
         """See `Executor`."""
         self._waiting.extend(units)
 
-    def tensor(self, unit: Unit) -> PackedTensor:
+    def tensor(self, unit: Unit) -> PackedBytes:
         """See `Executor`."""
         place = unit.layer.name, unit.name
         self._submit(unit.layer.name)
-        packed: PackedTensor = self._result(self._running.pop(place))
+        packed: PackedBytes = self._result(self._running.pop(place))
         self._submit(unit.layer.name)
         self.advance(math.prod(layer_tensors(unit.layer)[unit.name].shape))
         return packed
@@ -112,7 +112,7 @@ class RayExecutor(Executor):
     def _most(self) -> int:
         return max(AHEAD * self._cluster.slots, 1)
 
-    def run(self, run: LayerRun, known: Packed) -> dict[str, PackedTensor]:
+    def run(self, run: LayerRun, known: Packed) -> dict[str, PackedBytes]:
         """See `Executor`. Linear layers depend on each other, and known tensors are only looked up: both stay here."""
         if not isinstance(run, ExpertsRun) or known.keys() >= run.tensors.keys():
             return pack_run(run, known, self.assignment, self.advance, self.spent)

@@ -11,10 +11,10 @@ import torch
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 
 from moepack.backends.gpu import lost
-from moepack.decoding.calls import cache_name
 from moepack.decoding.carried import carried_of
 from moepack.decoding.finite import are_finite, non_finite
 from moepack.decoding.prefix import Prefix, new_cache
+from moepack.decoding.signature import cache_name
 from moepack.decoding.vocabulary import require_head, require_known, vocabulary_of
 from moepack.errors import MoepackWarning, NonFiniteError
 from moepack.serving.text.prompts import Prompt, positions, prompt_ids
@@ -159,12 +159,8 @@ def generate(
     Warns:
         MoepackWarning: prompt and answer may exceed the model's context length.
     """
-    require_head(model)
     sampling = sampling or Sampling()
-    ids = prompt_ids(tokenizer, prompt)
-    require_known(ids, vocabulary_of(model), tokenizer)
-    require_known(_forced(model), vocabulary_of(model), tokenizer, "generation_config.json")
-    _warn_of_length(model, len(ids), sampling.max_new_tokens)
+    ids = _checked_ids(model, tokenizer, prompt, sampling.max_new_tokens)
     published = end_tokens(model, tokenizer)
     streamer = _streamer(tokenizer, sampling, {*published, *sampling.stop_token_ids}, end_strings(model), on_text)
     inputs = torch.tensor([ids], device=model.device)
@@ -193,6 +189,16 @@ def generate(
             **sampling.arguments(),
         )
     return _report(streamer, len(ids), start)
+
+
+def _checked_ids(model: Any, tokenizer: Any, prompt: Prompt, new: int) -> list[int]:
+    """Return the tokens of a prompt; raises and warns as `generate` does before it runs the model."""
+    require_head(model)
+    ids = prompt_ids(tokenizer, prompt)
+    require_known(ids, vocabulary_of(model), tokenizer)
+    require_known(_forced(model), vocabulary_of(model), tokenizer, "generation_config.json")
+    _warn_of_length(model, len(ids), new)
+    return ids
 
 
 def _streamer(
@@ -230,7 +236,7 @@ def _warn_of_length(model: Any, prompt: int, new: int) -> None:
     limit = positions(model)
     if not model.config.is_encoder_decoder and limit is not None and prompt + new > limit:
         message = f"{prompt} prompt tokens and {new} new tokens exceed the context length of {limit} tokens"
-        warnings.warn(message, MoepackWarning, stacklevel=3)
+        warnings.warn(message, MoepackWarning, stacklevel=4)
 
 
 @contextmanager

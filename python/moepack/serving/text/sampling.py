@@ -1,26 +1,33 @@
 """Sampling settings, and the choice of the next token; shared by everything that generates.
 
 The arithmetic and its order are those of transformers' logits processors: repetition penalty, the processors that
-transformers lacks (`Steered`), temperature, top-k, top-p, min-p, typical-p.
+transformers lacks (`Steered`), allowed tokens, temperature, top-k, top-p, min-p, typical-p.
+
+A token of a small model takes a millisecond, so the work per token over the whole vocabulary is kept small: greedy
+answers compute no mask while their tokens are allowed, top-p sorts only the likeliest tokens, and torch runs in one
+thread, because waking others takes longer than the work.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from moepack.backends.threads import one_thread
 from moepack.decoding.finite import are_finite
 from moepack.decoding.vocabulary import require_head
 from moepack.errors import NonFiniteError
 
-__all__ = ["Sampler", "Sampling", "Steered", "given"]
+__all__ = ["Allowed", "Sampler", "Sampling", "Steered", "TopP", "given"]
 
 PUBLISHED = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 """Settings of generation_config.json that apply if it enables sampling."""
 COLDEST = 1e-6
 """The lowest divisor of logits: float32 logits overflow with less. Sampling is already greedy at this temperature."""
+LIKELIEST = 512
+"""Number of tokens that top-p sorts first. The whole vocabulary is sorted if their probabilities do not suffice."""
 
 
 @dataclass(frozen=True)
@@ -131,20 +138,16 @@ def given(**settings: Any) -> dict[str, Any]:
 
 
 class Steered:
-    """A logits processor for bias, penalties on the answer's tokens, its minimum length, and allowed tokens.
+    """A logits processor for bias, penalties on the answer's tokens, and its minimum length.
 
     Args:
         sampling: the settings.
         prompt: number of tokens before the answer.
         ends: tokens that end the answer.
-        allowed: returns the mask of allowed tokens, shape (vocabulary,), or None if all are; called before each choice.
     """
 
-    def __init__(
-        self, sampling: Sampling, prompt: int, ends: Iterable[int] = (),
-        allowed: Callable[[], torch.Tensor | None] | None = None,
-    ) -> None:  # fmt: skip
-        self._sampling, self._prompt, self._allowed = sampling, prompt, allowed
+    def __init__(self, sampling: Sampling, prompt: int, ends: Iterable[int] = ()) -> None:
+        self._sampling, self._prompt = sampling, prompt
         self._ends = torch.tensor(sorted(ends), dtype=torch.long)
         pairs = sampling.logit_bias
         self._biased = torch.tensor([token for token, _ in pairs], dtype=torch.long)
@@ -155,7 +158,7 @@ class Steered:
         """Whether the processor can change any logit."""
         sampling = self._sampling
         penalties = sampling.presence_penalty or sampling.frequency_penalty
-        return bool(penalties or sampling.logit_bias or sampling.min_tokens or self._allowed)
+        return bool(penalties or sampling.logit_bias or sampling.min_tokens)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next token, shape (1, vocabulary), given the tokens so far, shape (1, tokens)."""
@@ -169,11 +172,39 @@ class Steered:
             scores[0, found] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(scores.dtype)
         if len(answer) < sampling.min_tokens:
             scores[0, self._ends.to(scores.device)] = -math.inf
-        allowed = self._allowed() if self._allowed else None
-        if allowed is not None:
-            # `where` is faster than filling a mask: 5 instead of 290 us for 8,192 logits (torch 2.15, Zen 3).
-            scores = torch.where(allowed.to(scores.device), scores, scores.new_tensor(-math.inf))
         return scores
+
+
+class Allowed(Protocol):
+    """The tokens that may follow, which change with each token of an answer."""
+
+    def allows(self, token: int) -> bool:
+        """Return whether a token can follow."""
+
+    def allowed(self) -> torch.Tensor | None:
+        """Return the mask of tokens that can follow, shape (vocabulary,); None allows all."""
+
+
+class TopP:
+    """transformers' top-p, without sorting the whole vocabulary if the likeliest tokens suffice.
+
+    A sort of 49,152 logits takes 3.3 ms, of the likeliest 512 of them 0.06 ms (Zen 5, one thread).
+    """
+
+    def __init__(self, top_p: float) -> None:
+        from transformers import generation
+
+        self._top_p, self._whole = top_p, generation.TopPLogitsWarper(top_p)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, shape (1, vocabulary), with -inf for excluded tokens."""
+        values, ids = scores.topk(min(LIKELIEST, scores.shape[-1]))
+        sums = (values - scores.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
+        if len(ids[0]) < scores.shape[-1] and sums[0, -1] < self._top_p:
+            found: torch.Tensor = self._whole(input_ids, scores)
+            return found
+        count = 1 + int((sums[0, :-1] < self._top_p).sum())
+        return torch.full_like(scores, -math.inf).scatter_(1, ids[:, :count], values[:, :count])
 
 
 class Sampler:
@@ -183,13 +214,12 @@ class Sampler:
         sampling: the settings.
         prompt: number of tokens before the answer.
         ends: tokens that end the answer.
-        allowed: returns the mask of allowed tokens, as in `Steered`.
+        allowed: restricts the tokens; None allows all.
     """
 
     def __init__(
-        self, sampling: Sampling, prompt: int = 0, ends: Iterable[int] = (),
-        allowed: Callable[[], torch.Tensor | None] | None = None,
-    ) -> None:  # fmt: skip
+        self, sampling: Sampling, prompt: int = 0, ends: Iterable[int] = (), allowed: Allowed | None = None
+    ) -> None:
         from transformers import generation
 
         self._draws = sampling.temperature > 0
@@ -198,23 +228,25 @@ class Sampler:
             self._random.seed()
         else:
             self._random.manual_seed(sampling.seed)
+        self._allowed = allowed
         # Called in turn: transformers' list of processors inspects the signature of each one at every token.
-        self._processors: list[Any] = []
+        self._steering: list[Any] = []
         if sampling.repetition_penalty != 1:
-            self._processors.append(generation.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        steered = Steered(sampling, prompt, ends, allowed)
+            self._steering.append(generation.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        steered = Steered(sampling, prompt, ends)
         if steered.is_needed:
-            self._processors.append(steered)
+            self._steering.append(steered)
+        self._warpers: list[Any] = []
         if self._draws:
-            self._processors.append(generation.TemperatureLogitsWarper(max(sampling.temperature, COLDEST)))
+            self._warpers.append(generation.TemperatureLogitsWarper(max(sampling.temperature, COLDEST)))
             if sampling.top_k:
-                self._processors.append(generation.TopKLogitsWarper(sampling.top_k))
+                self._warpers.append(generation.TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1:
-                self._processors.append(generation.TopPLogitsWarper(sampling.top_p))
+                self._warpers.append(TopP(sampling.top_p))
             if sampling.min_p:
-                self._processors.append(generation.MinPLogitsWarper(sampling.min_p))
+                self._warpers.append(generation.MinPLogitsWarper(sampling.min_p))
             if sampling.typical_p < 1:
-                self._processors.append(generation.TypicalLogitsWarper(sampling.typical_p))
+                self._warpers.append(generation.TypicalLogitsWarper(sampling.typical_p))
 
     def choose(self, logits: torch.Tensor, ids: list[int]) -> int:
         """Return the next token.
@@ -226,18 +258,54 @@ class Sampler:
         Raises:
             NonFiniteError: the model computes NaN or infinity.
         """
-        if not are_finite(logits):
-            raise NonFiniteError("the model's logits are not finite")
-        scores = self.scores(logits, ids)
-        if not self._draws:
-            return int(scores.argmax())
-        return int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self._random))
+        with one_thread():
+            if not are_finite(logits):
+                raise NonFiniteError("the model's logits are not finite")
+            if self._draws:
+                return _drawn(self.scores(logits, ids), self._random)
+            scores = self._steered(logits, ids)
+            token = _likeliest(scores)
+            if self._allowed is None or self._allowed.allows(token):
+                return token
+            return _likeliest(self._masked(scores))
 
     def scores(self, logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
         """Return log-probabilities up to a constant, `[vocabulary]`; arguments as in `choose`."""
-        scores = logits.float().unsqueeze(0)
-        if self._processors:
-            read = torch.tensor([ids], device=scores.device)
-            for process in self._processors:
-                scores = process(read, scores)
+        scores = self._masked(self._steered(logits, ids))
+        for warp in self._warpers:
+            scores = warp(None, scores)  # warpers do not read the tokens
         return scores[0]
+
+    def _steered(self, logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
+        """Return logits that depend on the tokens so far, shape (1, vocabulary)."""
+        scores = logits.float().unsqueeze(0)
+        if self._steering:
+            read = torch.tensor([ids], device=scores.device)
+            for process in self._steering:
+                scores = process(read, scores)
+        return scores
+
+    def _masked(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores with -inf for tokens that cannot follow."""
+        mask = None if self._allowed is None else self._allowed.allowed()
+        if mask is None:
+            return scores
+        # `where` is faster than filling a mask: 5 instead of 290 us for 8,192 logits (torch 2.15, Zen 3).
+        return torch.where(mask.to(scores.device), scores, scores.new_tensor(-math.inf))
+
+
+def _likeliest(scores: torch.Tensor) -> int:
+    """Return the token with the largest score. NumPy's `argmax` takes a tenth of the time of torch's: 2 us for 49,152
+    scores (Zen 5)."""
+    return int(scores.cpu().numpy().argmax())
+
+
+def _drawn(scores: torch.Tensor, random: torch.Generator) -> int:
+    """Draw a token from log-probabilities, shape (vocabulary,), by inverting the cumulative distribution.
+
+    torch's `multinomial` draws one random number per token: 0.83 instead of 0.05 ms for 49,152 of them (Zen 5).
+    """
+    sums = scores.softmax(-1).cpu().cumsum(-1, dtype=torch.float64)
+    # Strictly below the last sum, so a token without probability is never chosen.
+    place = torch.rand(1, generator=random, dtype=torch.float64) * sums[-1] * (1 - 2**-52)
+    return int(torch.searchsorted(sums, place, right=True))

@@ -13,7 +13,6 @@
 pub mod dictionary;
 pub mod encoder;
 pub mod lut;
-pub mod search;
 
 pub use dictionary::{COUNT, Dictionary, Word};
 pub use encoder::Encoder;

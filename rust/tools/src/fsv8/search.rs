@@ -8,16 +8,13 @@
 //! Every class has a fixed number of codes, which a greedy tree uses up too early or too late. Penalties on the
 //! leaves of each class, found by a random search, correct the greedy choice.
 
-mod chain;
-mod source;
-mod splits;
-mod tree;
+use moepack_core::formats::ternary::fsv8::dictionary::{CODES, Dictionary};
+use moepack_core::{Error, Result};
 
-use super::dictionary::{CODES, Dictionary};
-use crate::{Error, Result};
-use source::{Source, StateSet};
-use splits::Split;
-use tree::{Grower, Tree};
+use super::chain;
+use super::source::{Source, StateSet};
+use super::splits::{self, Split};
+use super::tree::{Grower, Tree};
 
 /// The maximum length of a word. Good dictionaries have hardly any longer words, and kernels read ahead by the
 /// longest.
@@ -234,7 +231,8 @@ impl Random {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Encoder, Lut};
+    use moepack_core::formats::ternary::fsv8::{Encoder, Lut};
+
     use super::*;
 
     #[test]

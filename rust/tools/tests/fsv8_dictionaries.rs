@@ -1,12 +1,16 @@
 //! The embedded dictionaries equal their readable form.
 
-#[path = "../examples/fsv8_dictionaries/json.rs"]
-mod json;
-
 use moepack_core::formats::ternary::fsv8::Dictionary;
+use moepack_tools::fsv8::{json, write_all};
 
 /// Names a JSON file to compare with the embedded dictionaries.
 const VARIABLE: &str = "MOEPACK_FSV8_JSON";
+
+#[test]
+fn the_embedded_dictionaries_are_written_back_as_the_same_bytes() {
+    let embedded = include_bytes!("../../core/src/formats/ternary/fsv8/dictionaries.bin");
+    assert!(write_all(Dictionary::all()) == embedded);
+}
 
 #[test]
 fn dictionaries_survive_json() {

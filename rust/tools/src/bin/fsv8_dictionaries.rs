@@ -1,22 +1,20 @@
 //! Creates FSV8 dictionaries and the compact file that the library embeds.
 //!
 //! ```text
-//! cargo run --release -p moepack-core --example fsv8_dictionaries -- search 0.885 0.5       # JSON on standard output
-//! cargo run --release -p moepack-core --example fsv8_dictionaries -- unpack > all.json      # the embedded ones
-//! cargo run --release -p moepack-core --example fsv8_dictionaries -- pack all.json dictionaries.bin
+//! cargo run --release -p moepack-tools --bin fsv8_dictionaries -- search 0.885 0.5       # JSON on standard output
+//! cargo run --release -p moepack-tools --bin fsv8_dictionaries -- unpack > all.json      # the embedded ones
+//! cargo run --release -p moepack-tools --bin fsv8_dictionaries -- pack all.json dictionaries.bin
 //! ```
 //!
 //! The embedded file is rust/core/src/formats/ternary/fsv8/dictionaries.bin. Packed tensors refer to its dictionaries
 //! by index, so dictionaries may be appended but never changed.
 
-mod json;
-
 use std::error::Error;
 use std::time::Instant;
 
 use moepack_core::formats::ternary::fsv8::Dictionary;
-use moepack_core::formats::ternary::fsv8::dictionary::write_all;
-use moepack_core::formats::ternary::fsv8::search::{Goal, search};
+use moepack_tools::fsv8::search::{Goal, search};
+use moepack_tools::fsv8::{json, write_all};
 
 const USAGE: &str = "usage: fsv8_dictionaries search P0 SHARE [EFFORT] | unpack | pack JSON BIN";
 

@@ -1,6 +1,6 @@
-"""Plans the shards, copies and disk space of `compress` before anything is written.
+"""The output files of `compress`, planned before anything is written: shards, copies and their disk space.
 
-The plan depends only on the checkpoint and on which linear layers the methods pack. A resumed job therefore plans the
+Shards depend only on the checkpoint and on which linear layers the methods pack. A resumed job therefore plans the
 same shards under the same names.
 """
 
@@ -40,7 +40,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Outputs:
     """The output files of a job.
 
     Attributes:
@@ -63,8 +63,8 @@ def check_text(method: Method) -> None:
         check_source(source)
 
 
-def make_plan(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment | PlannedAssignment) -> Plan:
-    """Return the plan for a checkpoint.
+def plan_outputs(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment | PlannedAssignment) -> Outputs:
+    """Return the output files of a job.
 
     Raises:
         CheckpointError: the directory cannot be listed.
@@ -78,7 +78,7 @@ def make_plan(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment | 
     first = len(shards) + 1
     shards += [Shard(shard_name(i, count), None, names) for i, names in enumerate(groups, first)]
     copies, skipped = _small_files(checkpoint.path)
-    return Plan(tuple(shards), copies, skipped, assignment)
+    return Outputs(tuple(shards), copies, skipped, assignment)
 
 
 def _dense_groups(checkpoint: Checkpoint, names: Iterable[str]) -> Iterable[tuple[str, ...]]:
@@ -131,19 +131,19 @@ def _is_pointer(file: Path) -> bool:
     return True
 
 
-def space_bound(plan: Plan, checkpoint: Checkpoint, done: Iterable[str], goal: int | None) -> int:
+def space_bound(outputs: Outputs, checkpoint: Checkpoint, done: Iterable[str], goal: int | None) -> int:
     """Return the maximum number of bytes of the copies and of all shards not in `done`.
 
     A requested size `goal` bounds all shards together.
     """
     finished = set(done)
     total = 0
-    for shard in plan.shards:
+    for shard in outputs.shards:
         if shard.file in finished:
             continue
         if shard.layer is not None:
-            total += plan.assignment.bound(shard.layer)
+            total += outputs.assignment.bound(shard.layer)
         total += sum(checkpoint.info(name).nbytes for name in shard.names)
-    copies = sum((checkpoint.path / name).stat().st_size for name in plan.copies)
+    copies = sum((checkpoint.path / name).stat().st_size for name in outputs.copies)
     headers = 1 << 20  # headers, config, index and manifest of any model with few tensors
     return min(total, goal or total) + copies + headers + 1024 * len(list(checkpoint.names()))

@@ -3,7 +3,8 @@
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
-use super::super::dictionary::{CODES, Word};
+use moepack_core::formats::ternary::fsv8::dictionary::{CODES, Word};
+
 use super::source::StateSet;
 use super::splits::{NewLeaf, Split};
 

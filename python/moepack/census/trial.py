@@ -20,8 +20,8 @@ from moepack.census.tiny import VOCABULARY, tiny_model
 from moepack.checkpoint import Checkpoint, describe
 from moepack.checkpoint.classes import model_class
 from moepack.checkpoint.experts import form_of
-from moepack.decoding.calls import cache_name, cached
 from moepack.decoding.families import FAMILIES
+from moepack.decoding.signature import cache_name, cached
 from moepack.decoding.stepping import tried
 from moepack.errors import MoepackError, UnsupportedModelError
 from moepack.export import export

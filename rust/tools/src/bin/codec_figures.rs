@@ -1,7 +1,7 @@
 //! Measures the ternary codes on independent weights: ratio to bf16 with all metadata, and speed of one thread.
 //!
 //! ```text
-//! cargo run --release -p moepack-core --example codec_figures [P0]
+//! cargo run --release -p moepack-tools --bin codec_figures [P0]
 //! ```
 
 use std::error::Error;

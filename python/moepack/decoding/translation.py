@@ -4,8 +4,8 @@ The core's computation is fixed (`_core.Decoder`). A model is accepted only if e
 compute exactly that: its class belongs to one of `moepack.decoding.families`, it has the expected children, and its
 settings have no further effect. Anything else raises `Unknown`, and the transformers code runs.
 
-A plan is valid until something that it read is replaced: modules, tensor storage, hooks, or compute modes. Tensors are
-read in place. Only the packed expansion of latents (DeepSeek's `kv_b_proj`) is decoded for the plan.
+A translation is valid until something that it read is replaced: modules, tensor storage, hooks, or compute modes.
+Tensors are read in place. Only the packed expansion of latents (DeepSeek's `kv_b_proj`) is decoded for the translation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ from moepack.modules.linear import PackedLinear
 from moepack.stores.mapped import MappedStore
 from moepack.stores.module import PackedModule
 
-__all__ = ["Guard", "Plan", "Unknown", "is_known", "require", "window"]
+__all__ = ["Guard", "Translation", "Unknown", "is_known", "require", "window"]
 
 _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose frequencies do not depend on the sequence length."""
@@ -44,7 +44,7 @@ class Unknown(Exception):
 
 
 def is_known(model: nn.Module) -> bool:
-    """Whether a model is the decoder of a known architecture; `Plan` may still reject it."""
+    """Whether a model is the decoder of a known architecture; `Translation` may still reject it."""
     return family_of(model) is not None
 
 
@@ -119,7 +119,7 @@ def _is_at(tensor: torch.Tensor | None, pointer: int) -> bool:
     return tensor is not None and tensor.data_ptr() == pointer
 
 
-class Plan:
+class Translation:
     """A model's decoder in the core.
 
     Attributes:

@@ -19,7 +19,7 @@ from moepack.calibration.experts import ExpertsRun
 from moepack.calibration.stage import PackedLayer, WholeTensor
 from moepack.calibration.stream import Additions
 from moepack.errors import MoepackWarning
-from moepack.methods import PackedTensor, Solution
+from moepack.methods import PackedBytes, Solution
 from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.work import LayerWork, Packed, pack_run
 
@@ -99,7 +99,7 @@ def _layers(reference: Any) -> Mapping[str, PackedLayer]:
 
 
 @lru_cache(maxsize=1)
-def _run(reference: Any) -> tuple[ExpertsRun, dict[str, PackedTensor]]:
+def _run(reference: Any) -> tuple[ExpertsRun, dict[str, PackedBytes]]:
     run, known = _fetched(reference)
     return run, known
 

@@ -1,0 +1,111 @@
+"""Measures `auto` and `rate` with other values of constants that were chosen by experiment.
+
+    python -m benches.studies.constants MODEL --texts FILE ... [--source built-in] [--bits 3] [--set NAME=VALUE ...]
+        [--device cuda] --results FILE
+
+Each run compresses MODEL once, with the given values in place of the package's, and scores it beside the original. One
+line of JSON is appended to the results per run, so that runs can share a file.
+
+| name | constant |
+|---|---|
+| `price` | bits against squared error in rounding, relative to the price that minimizes the squared error |
+| `drift` | share of the error of earlier layers that is corrected by moving the weights |
+| `damping`, `drift_damping` | damping of Hessians and of that correction, relative to the mean diagonal |
+| `exponent` | exponent of F in the factors of rows and columns, times two |
+| `ridge` | increase of the diagonal of a Hessian, times columns over tokens |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moepack
+from benches.quality.sensitivity import loaded
+from benches.tools.scores import SCORED, Scores
+from moepack.methods.rate import layer, scales
+from moepack.solvers import priced, uniform
+
+FIELDS = {"drift": "shift", "damping": "damping", "drift_damping": "shift_damping"}
+"""Constants that are defaults of `UniformSettings`."""
+
+
+def put(before: float, after: float, name: str) -> None:
+    """Replace a constant in all modules of the package that bind it."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("moepack") and getattr(module, name, None) == before:
+            setattr(module, name, after)
+
+
+def use(name: str, value: float) -> None:
+    """Use another value of a constant."""
+    if name == "price":
+        for constant in ("WORTH", "WORTH_OF_DEPENDENT"):
+            before = getattr(priced, constant)
+            put(before, before * value * priced.PRICE / (0.15 * priced.PRICE), constant)
+        default("worth", 0.15 * priced.PRICE, value * priced.PRICE)
+    elif name in FIELDS:
+        field = FIELDS[name]
+        default(field, getattr(uniform.UniformSettings, field), value)
+    elif name == "exponent":
+        put(scales.SHARE, value, "SHARE")
+    elif name == "ridge":
+        put(layer.RIDGE, value, "RIDGE")
+    else:
+        raise SystemExit(f"unknown constant {name!r}")
+
+
+def default(field: str, before: float, after: float) -> None:
+    """Replace a value of `UniformSettings`, whoever makes the settings."""
+    original = uniform.UniformSettings.__init__
+
+    @wraps(original)
+    def start(self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        if getattr(self, field) == before:
+            object.__setattr__(self, field, after)
+
+    uniform.UniformSettings.__init__ = start  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Compress, score, and append a row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--texts", type=Path, nargs="+", required=True, help="evaluation texts")
+    parser.add_argument("--source", default="built-in", help="calibration text")
+    parser.add_argument("--bits", type=float, default=3.0)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--windows", type=int, default=SCORED, help="windows per evaluation text")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--results", type=Path, required=True)
+    options = parser.parse_args()
+    chosen = {name: float(value) for name, value in (each.split("=") for each in options.set)}
+    for name, value in chosen.items():
+        use(name, value)
+    start = time.perf_counter()
+    method = moepack.methods.Auto(bits_per_weight=options.bits, calibration=options.source, device=options.device)
+    with tempfile.TemporaryDirectory() as folder:
+        packed = Path(folder) / "packed"
+        moepack.compress(options.model, packed, method=method, check=False)
+        seconds = round(time.perf_counter() - start)
+        scores = Scores(options.model, options.texts, options.device, options.windows)
+        found = scores.of(loaded(packed, options.device))
+    device = options.device if options.device == "cpu" else torch.cuda.get_device_name(options.device)
+    row = {"model": options.model.name, "bits": options.bits, "source": Path(options.source).stem, "device": device}
+    line = json.dumps({**row, "set": chosen, "seconds": seconds, **found})
+    print(line, flush=True)
+    with options.results.open("a") as file:
+        file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,481 @@
+"""The shards of a model on the Hub, downloaded ahead of their readers into little disk space.
+
+Before `expect`, tensors are read by ranges; those announced by `gather` are kept, because they are needed again at the
+end. After `expect`, threads download whole shards in the order in which layers need them, several at a time, and shards
+that were read are removed when the next ones need their space. Readers wait for missing shards. A shard that was
+removed too early is downloaded again.
+
+Invariants:
+
+* downloaded shards, started ones included, take at most the budget;
+* only shards whose size, header and SHA-256 are those of the listing are read;
+* after a kill at any time, a new object over the same folder and commit continues with what the folder holds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moepack.checkpoint.remote.transfer import RemoteFile, Transfer
+from moepack.checkpoint.resolve import hub_reason
+from moepack.checkpoint.shards import SAMPLE_BYTES, Bytes, ShardFiles, map_range, sample_positions, sampled
+from moepack.errors import CheckpointError, DiskError, DownloadError, MoepackError, ResumeError
+from moepack.format.atomic import disk_errors
+from moepack.format.header import Header, TensorInfo, read_header
+
+__all__ = ["RemoteFiles", "Traffic"]
+
+AT_ONCE = 3
+"""Shards that are downloaded at the same time, and the default budget in shards."""
+
+RANGES_AT_ONCE = 16
+"""Ranges that are requested at the same time. They are small, so that the time of an answer dominates."""
+
+GAP = 256 << 10
+"""Largest hole in bytes between two tensors that are read by one request."""
+
+COMPARED = 1 << 23
+"""Bytes of two tensors that are compared at a time."""
+
+WAIT = 0.2
+"""Seconds between two reports of a reader that waits."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The state of the downloads.
+
+    Attributes:
+        received: bytes received so far by this process.
+        total: bytes of the shards that the job reads.
+        left: bytes of these shards that were not yet received.
+        disk: bytes of shards on disk.
+    """
+
+    received: int
+    total: int
+    left: int
+    disk: int
+
+
+class RemoteFiles(ShardFiles):
+    """The shards of one commit.
+
+    Attributes:
+        budget: the maximum number of bytes of shards on disk; None downloads into the Hub's cache and keeps all.
+        report: also called by the thread that created the object while it waits, every `WAIT` seconds.
+    """
+
+    is_local = False
+
+    def __init__(
+        self, shards: Mapping[str, Header], transfer: Transfer, cached: Mapping[str, Path], folder: Path | None
+    ) -> None:
+        """Prepare to read; nothing is written before `claim`.
+
+        Args:
+            shards: the headers of the shards.
+            transfer: reads ranges.
+            cached: shards that are complete in the Hub's cache, which are never removed.
+            folder: where shards are kept while they are needed; None if only ranges will be read.
+        """
+        super().__init__(shards)
+        self.budget: int | None = 0
+        self._transfer, self._folder, self._creator = transfer, folder, threading.get_ident()
+        self._ready: dict[str, Path] = dict(cached)
+        self._cached = frozenset(cached)
+        self._busy: dict[str, int] = {}
+        self._partial: dict[str, int] = {}
+        self._failed: dict[str, MoepackError] = {}
+        self._wanted: list[str] = []
+        self._order: list[str] = []
+        self._recent: list[str] = []
+        self._together = 1
+        self._position = self._received = 0
+        self._gathered: set[str] = set()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._threads: list[threading.Thread] = []
+        self._lock: int | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each shard in bytes."""
+        return {name: header.size for name, header in self.shards.items()}
+
+    def claim(self, budget: int | None) -> None:
+        """Lock the folder and take over what an interrupted run left in it.
+
+        Args:
+            budget: see the attribute.
+
+        Raises:
+            ResumeError: another process uses the folder.
+            DiskError: the folder cannot be created.
+        """
+        assert self._folder is not None, "a folder is needed to keep shards"
+        self.budget = budget
+        try:
+            (self._folder / "tensors").mkdir(parents=True, exist_ok=True)
+            lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                raise
+            self._lock = lock  # from here on, `close` may remove the folder
+            commit = self._transfer.listing.commit
+            if not (self._folder / commit).exists():  # shards of another commit
+                for entry in [*self._folder.iterdir(), *(self._folder / "tensors").iterdir()]:
+                    if not entry.is_dir():
+                        entry.unlink()
+                (self._folder / commit).touch()
+        except BlockingIOError as cause:
+            raise ResumeError("another process is using it", file=self._folder) from cause
+        except OSError as cause:
+            raise DiskError(f"cannot be created: {cause.strerror}", file=self._folder) from cause
+        for name in self.shards:
+            if name not in self._ready and (self._folder / name).exists():
+                self._ready[name] = self._folder / name  # it was renamed after all checks
+            elif (part := self._folder / f"{name}.part").exists():
+                self._partial[name] = part.stat().st_size
+        self._gathered = {entry.name for entry in (self._folder / "tensors").iterdir() if entry.suffix != ".part"}
+
+    def least(self, groups: Sequence[Collection[TensorInfo]]) -> int:
+        """Return the smallest possible budget: the largest total size of shards that a group needs."""
+        own = ({info.file.name for info in group} - self._cached for group in groups)
+        return max((sum(self.shards[name].size for name in names) for names in own), default=0)
+
+    def expect(self, groups: Sequence[Collection[TensorInfo]]) -> None:
+        """See `ShardFiles`. Starts the downloads; a later call replaces the order of those not yet started."""
+        members = [dict.fromkeys(info.file.name for info in group) for group in groups]
+        with self._changed:
+            self._order = list(dict.fromkeys(name for names in members for name in names))
+            if self.budget is None:
+                self._order += [name for name in self.shards if name not in self._order]
+            self._together = max(map(len, members), default=1)
+            self._position = 0
+            if not self._threads:
+                self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(AT_ONCE)]
+                for thread in self._threads:
+                    thread.start()
+            self._changed.notify_all()
+
+    def raw(self, info: TensorInfo) -> Bytes:
+        """See `ShardFiles`; downloads what is missing.
+
+        Raises:
+            DownloadError: the bytes cannot be downloaded.
+            DiskError: the disk is full.
+        """
+        if _key(info) in self._gathered:
+            assert self._folder is not None
+            return map_range(self._folder / "tensors" / _key(info), info, None, 0)
+        shard = info.file.name
+        with self._changed:
+            if not self._threads and shard not in self._ready:
+                data = self._transfer.read(shard, info.offset, info.offset + info.nbytes)
+                return np.frombuffer(bytearray(data), np.uint8)
+            self._use(shard)
+            self._await(shard)
+            # The file is opened under the lock, because another thread may remove it. A removed file stays readable.
+            return map_range(self._ready[shard], info, None)
+
+    def _await(self, shard: str) -> None:
+        """Wait for a shard; raises as `raw`. Call it with the lock."""
+        while shard not in self._ready:
+            if shard in self._failed:
+                raise self._failed.pop(shard)
+            if shard not in self._wanted:
+                self._wanted.append(shard)
+                self._changed.notify_all()
+            self._changed.wait(WAIT)
+            self._tell()
+
+    def _tell(self) -> None:
+        if threading.get_ident() == self._creator:
+            self.report()
+
+    def _use(self, shard: str) -> None:
+        """Note that a shard is read now."""
+        if self._recent and self._recent[-1] == shard:
+            return
+        self._recent = [*(name for name in self._recent if name != shard), shard]
+        if shard in self._order:
+            self._position = self._order.index(shard)
+            self._changed.notify_all()
+
+    def sampled(self, shard: str) -> bytes:
+        """See `ShardFiles`; requests blocks of a shard that is not on disk."""
+        header, blocks = self.shards[shard], sample_positions(self.shards[shard].size)
+        with self._changed:
+            if shard in self._ready:
+                return sampled(self._ready[shard], header.size)
+        ends = [(at, min(at + SAMPLE_BYTES, header.size)) for at in blocks]
+        with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
+            return b"".join(pool.map(lambda end: self._transfer.read(shard, *end), ends))
+
+    def equal(self, first: TensorInfo, second: TensorInfo) -> bool:
+        """See `ShardFiles`; stops at the first difference. Without a folder, compares only the first 8 MiB."""
+        for at in range(0, first.nbytes, COMPARED):
+            ends = [
+                (each.file.name, each.offset + at, each.offset + min(at + COMPARED, each.nbytes))
+                for each in (first, second)
+            ]
+            one, other = (self._transfer.read(*end) for end in ends)
+            if one != other or self._folder is None:
+                return one == other
+        return True
+
+    def gather(self, infos: Collection[TensorInfo]) -> None:
+        """See `ShardFiles`; keeps the tensors in the folder. Tensors in the Hub's cache are not copied.
+
+        Raises as `raw`.
+        """
+        here = self._cached
+        stored = [info for info in infos if info.nbytes and info.file.name not in here]
+        missing = [info for info in stored if _key(info) not in self._gathered]
+        with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
+            for keys in pool.map(self._keep, _runs(missing)):
+                self._gathered.update(keys)
+                self._tell()
+
+    def _keep(self, run: Sequence[TensorInfo]) -> list[str]:
+        """Download neighbouring tensors into files of their own."""
+        assert self._folder is not None
+        position, stop = run[0].offset, run[-1].offset + run[-1].nbytes
+        pieces = _Pieces(self._transfer.stream(run[0].file.name, position, stop))
+        for info in run:
+            deque(pieces.take(info.offset - position), maxlen=0)
+            part = self._folder / "tensors" / f"{_key(info)}.part"
+            with disk_errors(part), part.open("wb") as stream:
+                stream.writelines(pieces.take(info.nbytes))
+            part.rename(part.with_suffix(""))
+            position = info.offset + info.nbytes
+        return [_key(info) for info in run]
+
+    def release(self, infos: Collection[TensorInfo]) -> None:
+        """See `ShardFiles`; removes the tensors."""
+        for info in infos:
+            if _key(info) in self._gathered and self._folder is not None:
+                self._gathered.discard(_key(info))
+                (self._folder / "tensors" / _key(info)).unlink(missing_ok=True)
+
+    def missing(self) -> list[int]:
+        """Return the sizes of the shards that are not in the Hub's cache."""
+        return [header.size for name, header in self.shards.items() if name not in self._cached]
+
+    @property
+    def needs(self) -> int:
+        """See `ShardFiles`."""
+        total = sum(self.missing())
+        return max(min(total if self.budget is None else self.budget, total) - self.traffic().disk, 0)
+
+    def clear(self) -> None:
+        """See `ShardFiles`; removes all shards from the folder, or completes the Hub's cache. Raises as `raw`."""
+        with self._changed:
+            if self.budget is None:
+                for name in self.shards:
+                    self._await(name)
+            self._order, self._wanted = [], []
+            for name in self._own():
+                self._evict(name)
+
+    def traffic(self) -> Traffic:
+        """Return the state of the downloads."""
+        with self._changed:
+            total = sum(self.shards[name].size for name in self._order)
+            known = sum(self.shards[name].size for name in self._order[: self._position] if name not in self._ready)
+            known += sum(self.shards[name].size for name in self._order if name in self._ready)
+            known += sum(self._busy.values())
+            partial = sum(self._busy.values()) + sum(self._partial.values())
+            disk = sum(self.shards[name].size for name in self._own()) + partial
+            return Traffic(self._received, total, max(total - known, 0), disk)
+
+    def close(self, remove: bool) -> None:
+        """Stop the downloads; also remove the folder if `remove`."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(5.0 if remove else 0.5)  # a thread may wait for a server that does not answer
+        if self._folder is not None and remove and self._lock is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _own(self) -> list[str]:
+        """Return the complete shards in the folder, which may be removed. Those in the Hub's cache may not."""
+        return [name for name, path in self._ready.items() if path.parent == self._folder]
+
+    def _work(self) -> None:
+        """Download shards until `close`; runs in several threads."""
+        while True:
+            with self._changed:
+                while not self._stopped and (name := self._next()) is None:
+                    self._changed.wait()
+                if self._stopped:
+                    return
+                assert name is not None
+                self._busy[name] = self._partial.pop(name, 0)
+            path, failure = Path(), None
+            try:
+                path = self._fetched(name)
+            except MoepackError as error:
+                failure = error
+            except Exception as error:  # its reader raises it
+                failure = DownloadError(f"cannot be downloaded: {hub_reason(error)}", file=name)
+            with self._changed:
+                received = self._busy.pop(name)
+                if name in self._wanted:
+                    self._wanted.remove(name)
+                if failure is None:
+                    self._ready[name] = path
+                elif not self._stopped:
+                    self._failed[name] = failure
+                    self._partial |= {name: received} if self.budget is not None else {}
+                self._changed.notify_all()
+
+    def _next(self) -> str | None:
+        """Return the shard to download now, after making room for it; None to wait."""
+        for name in self._wanted:
+            if name not in self._busy and name not in self._ready and self._make_room(name, urgent=True):
+                return name
+        for name in self._order[self._position :]:
+            if name in self._busy or name in self._ready:
+                continue
+            return name if name not in self._failed and self._make_room(name, urgent=False) else None
+        return None
+
+    def _make_room(self, name: str, urgent: bool) -> bool:
+        """Remove shards until `name` fits into the budget; return whether it does.
+
+        Without urgency, shards that the current layer may still read are kept, and shards that come next, too.
+        """
+        if self.budget is None:
+            return True
+        ahead = set(self._order[self._position :])
+        kept = set(self._recent[-self._together :])
+        used = {name: number for number, name in enumerate(self._recent)}
+        while True:
+            own = self._own()
+            taken = sum(self.shards[each].size for each in (*own, *self._busy))
+            partial = [each for each in self._partial if each != name]
+            if taken + sum(self._partial[each] for each in partial) + self.shards[name].size <= self.budget:
+                return True
+            idle = [each for each in own if urgent or (each not in kept and each not in ahead)]
+            # The least recently read first; those never read, which were downloaded ahead, last.
+            idle.sort(key=lambda each: (each in ahead and each not in used, used.get(each, -1)))
+            if idle:
+                self._evict(idle[0])
+            elif partial:
+                self._drop(partial[-1])
+            else:
+                # A shard larger than the budget is an error of the caller. Refusing it would block its reader forever.
+                return urgent and not own and not self._busy
+
+    def _evict(self, name: str) -> None:
+        self._ready.pop(name).unlink(missing_ok=True)
+
+    def _drop(self, name: str) -> None:
+        assert self._folder is not None
+        del self._partial[name]
+        (self._folder / f"{name}.part").unlink(missing_ok=True)
+
+    def _fetched(self, name: str) -> Path:
+        """Return a shard, downloaded and checked.
+
+        Raises:
+            DownloadError, CheckpointError: it cannot be downloaded, or differs from the listing, twice.
+            DiskError: it cannot be written.
+        """
+        listing = self._transfer.listing
+        if self.budget is None:
+            import huggingface_hub
+
+            return Path(huggingface_hub.hf_hub_download(listing.model, name, revision=listing.commit))
+        assert self._folder is not None
+        part = self._folder / f"{name}.part"
+        for attempt in (1, 2):
+            self._receive(name, part)
+            try:
+                self._check(part, listing.files[name])
+                break
+            except CheckpointError:
+                part.unlink(missing_ok=True)
+                if attempt == 2:
+                    raise
+        part.rename(part.with_suffix(""))
+        return part.with_suffix("")
+
+    def _receive(self, name: str, part: Path) -> None:
+        """Append the missing bytes of a shard to its file."""
+        size = self.shards[name].size
+        with disk_errors(part), part.open("ab") as stream:
+            start = stream.tell()
+            if start > size:
+                stream.truncate(start := 0)
+            with self._changed:
+                self._busy[name] = start
+            for piece in self._transfer.stream(name, start, size):
+                if self._stopped:
+                    raise DownloadError("the download was stopped", file=name)
+                stream.write(piece)
+                with self._changed:
+                    self._busy[name] += len(piece)
+                    self._received += len(piece)
+
+    def _check(self, part: Path, file: RemoteFile) -> None:
+        """Compare a downloaded shard with the listing."""
+        if read_header(part).digest != self.shards[file.name].digest:
+            raise DownloadError("the downloaded header differs from that on the Hub", file=file.name)
+        if file.sha256 is None:
+            return
+        with disk_errors(part), part.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != file.sha256:
+            raise DownloadError(f"has the SHA-256 {found}, the Hub lists {file.sha256}", file=file.name)
+
+
+class _Pieces:
+    """A stream of bytes that is taken apart at given lengths."""
+
+    def __init__(self, stream: Iterator[bytes]) -> None:
+        self._stream, self._rest = stream, b""
+
+    def take(self, count: int) -> Iterator[bytes]:
+        """Yield the next `count` bytes."""
+        while count:
+            piece = self._rest or next(self._stream)
+            taken, self._rest = piece[:count], piece[count:]
+            count -= len(taken)
+            yield taken
+
+
+def _key(info: TensorInfo) -> str:
+    """Return the file name of a kept tensor, which does not depend on how the tensor was renamed."""
+    return f"{info.file.name.removesuffix('.safetensors')}-{info.offset}"
+
+
+def _runs(infos: Collection[TensorInfo]) -> list[list[TensorInfo]]:
+    """Group tensors that are neighbours in their shard."""
+    runs: list[list[TensorInfo]] = []
+    for info in sorted(infos, key=lambda each: (each.file.name, each.offset)):
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.file == info.file and 0 <= info.offset - last.offset - last.nbytes <= GAP:
+            runs[-1].append(info)
+        else:
+            runs.append([info])
+    return runs

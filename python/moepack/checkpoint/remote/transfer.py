@@ -1,0 +1,195 @@
+"""Lists the files of a model on the Hub, and reads ranges of them over HTTP.
+
+Requests use huggingface_hub's client, so that `HF_ENDPOINT`, tokens, proxies and offline mode apply. A failed
+request is repeated after the time that the server asks for (`Retry-After`), or after growing pauses. A broken stream
+continues at the first missing byte. huggingface_hub's own downloads do not continue after the process was killed.
+
+Invariant: a stream yields exactly the requested bytes of the listed commit, or raises.
+"""
+
+import importlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from moepack.checkpoint.resolve import hub_reason
+from moepack.errors import DownloadError
+
+__all__ = ["Listing", "RemoteFile", "Transfer", "list_model"]
+
+CHUNK = 1 << 20
+"""Bytes that are passed on at a time."""
+
+ATTEMPTS = 6
+"""Consecutive attempts without a new byte before a transfer fails."""
+
+PAUSE = 1.0
+"""Seconds before a broken stream continues for the first time; the pause doubles up to `LONGEST`."""
+
+LONGEST = 16.0
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a model on the Hub: its name, size in bytes, and SHA-256 (hexadecimal) if the Hub knows it."""
+
+    name: str
+    size: int
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of one commit of a model.
+
+    Attributes:
+        model: `ORGANIZATION/NAME`.
+        revision: the requested branch, tag or commit; None for the default branch.
+        commit: the commit.
+        files: the files by name.
+    """
+
+    model: str
+    revision: str | None
+    commit: str
+    files: Mapping[str, RemoteFile]
+
+
+def list_model(model: str, revision: str | None) -> Listing:
+    """Return the files of a model.
+
+    Raises:
+        DownloadError: the Hub has no such model or revision, denies access, or cannot be reached.
+    """
+    import huggingface_hub
+
+    error: Exception
+    for attempt in range(ATTEMPTS):
+        try:
+            found = huggingface_hub.HfApi().model_info(model, revision=revision, files_metadata=True, timeout=30)
+            break
+        except _failures() as cause:
+            error, wait = cause, _wait(cause, attempt)
+            unreachable = getattr(cause, "response", None) is None and attempt > 0
+            if wait is None or unreachable or attempt == ATTEMPTS - 1:
+                of = "" if revision is None else f" at the revision '{revision}'"
+                message = f"no such directory, and no model '{model}'{of} could be fetched from the Hub"
+                raise DownloadError(f"{message}: {hub_reason(error)}", file=model) from error
+            time.sleep(wait)
+    files = {}
+    for each in found.siblings or ():
+        sha256 = getattr(each.lfs, "sha256", None)
+        files[each.rfilename] = RemoteFile(each.rfilename, int(each.size or 0), sha256)
+    return Listing(model, revision, str(found.sha), files)
+
+
+class Transfer:
+    """Reads ranges of the files of a listing. Threads may share it."""
+
+    def __init__(self, listing: Listing) -> None:
+        import huggingface_hub
+
+        self.listing = listing
+        headers = huggingface_hub.utils.build_hf_headers()  # type: ignore[attr-defined]
+        self._headers = {**headers, "Accept-Encoding": "identity"}
+        self._locations: dict[str, str] = {}
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` to `stop` of a file; raises as `stream`."""
+        return b"".join(self.stream(name, start, stop))
+
+    def stream(self, name: str, start: int, stop: int) -> Iterator[bytes]:
+        """Yield the bytes from `start` to `stop` of a file, in pieces of at most 1 MiB.
+
+        Raises:
+            DownloadError: the server denies access, does not answer repeatedly, or sends something else.
+        """
+        position, failures = start, 0
+        while position < stop:
+            try:
+                for piece in self._attempt(name, position, stop):
+                    position, failures = position + len(piece), 0
+                    yield piece
+                if position < stop:
+                    raise OSError("the connection ended early")
+            except _failures() as cause:
+                self._locations.pop(name, None)  # its signature may have expired
+                failures += 1
+                wait = _wait(cause, failures - 1)
+                if wait is None or failures >= ATTEMPTS:
+                    raise self._error(name, hub_reason(cause)) from cause
+                time.sleep(wait)
+
+    def _attempt(self, name: str, start: int, stop: int) -> Iterator[bytes]:
+        """Yield bytes of one response, maybe fewer than requested."""
+        import huggingface_hub
+        from huggingface_hub import constants
+        from huggingface_hub.utils import get_session, hf_raise_for_status  # type: ignore[attr-defined]
+
+        known = self._locations.get(name)
+        url = known or huggingface_hub.hf_hub_url(
+            self.listing.model, name, revision=self.listing.commit, endpoint=constants.ENDPOINT
+        )
+        # A redirect leads to a signed address at another host, which must not see the token.
+        headers = {"Accept-Encoding": "identity"} if known else dict(self._headers)
+        headers["Range"] = f"bytes={start}-{stop - 1}"
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
+            hf_raise_for_status(response)
+            skip = self._check(name, response, start)
+            if response.history:
+                self._locations[name] = str(response.url)
+            left = stop - start
+            for piece in response.iter_bytes(CHUNK):
+                kept = piece[skip:][:left]
+                skip, left = max(skip - len(piece), 0), left - len(kept)
+                if kept:
+                    yield kept
+                if not left:
+                    return
+
+    def _check(self, name: str, response: Any, start: int) -> int:
+        """Check the size of the file and the place of the response; return the number of bytes before `start`."""
+        size = self.listing.files[name].size
+        if response.status_code == 206:
+            place, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
+            if place.partition("-")[0] != str(start):
+                raise self._error(name, f"the server sent the range '{place}' instead of that from {start}")
+        else:
+            total = response.headers.get("Content-Length", "*")
+            start, whole = 0, start
+        if total not in ("*", "", str(size)):
+            raise self._error(name, f"the server has {total} bytes, the Hub lists {size}")
+        return 0 if response.status_code == 206 else whole
+
+    def _error(self, name: str, reason: str) -> DownloadError:
+        return DownloadError(f"cannot be downloaded: {reason}", file=f"{self.listing.model}/{name}")
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """Return the exceptions of a failed request. The package of huggingface_hub's client depends on its version."""
+    found: list[type[Exception]] = [OSError, ValueError]
+    for name in ("httpx2", "httpx"):
+        with suppress(ImportError):
+            found.append(importlib.import_module(name).HTTPError)
+    return tuple(found)
+
+
+def _wait(cause: Exception, failures: int) -> float | None:
+    """Return the seconds to wait before another attempt; None if it would fail in the same way."""
+    from huggingface_hub import constants
+
+    if isinstance(cause, DownloadError):
+        return None
+    pause = min(PAUSE * 2.0**failures, LONGEST)
+    response = getattr(cause, "response", None)
+    if response is None:
+        offline = type(cause).__name__ in ("OfflineModeIsEnabled", "LocalTokenNotFoundError", "HFValidationError")
+        return None if offline else pause
+    refused = response.status_code < 500 and response.status_code not in (408, 429)
+    if refused and str(response.url).startswith(constants.ENDPOINT):
+        return None  # another host refuses expired addresses
+    asked = response.headers.get("Retry-After", "")
+    return max(pause, float(asked)) if asked.isdigit() else pause

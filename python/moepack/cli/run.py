@@ -1,0 +1,131 @@
+"""`moepack run`: from a name to a running model."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moepack.cli import options
+from moepack.cli.console import plain_console
+from moepack.cli.plan import exact_size, print_outlook
+from moepack.cli.usage import wrong_usage
+from moepack.errors import MoepackError
+
+if TYPE_CHECKING:
+    from moepack.pipeline.machines import Machine
+
+__all__ = ["run_command"]
+
+SHARE = 0.8
+"""Share of the free memory that streamed experts may take."""
+
+
+def run_command(
+    model: options.Checkpoint,
+    *,
+    size: Annotated[
+        str | None, typer.Option(help="Size of the packed model, such as 9GB. Default: the largest that fits here.")
+    ] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="Calibration text: a file, or none. Default: the built-in text.")
+    ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve over HTTP instead of chatting.")] = False,
+    port: Annotated[int, typer.Option(help="Port of --serve.", min=0, max=65535)] = 8000,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before packing.")] = False,
+    keep_source: options.KeepSource = False,
+    disk_budget: options.DiskBudget = None,
+    threads: options.Threads = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Pack MODEL for this machine if necessary, and chat with it.
+
+    Packed models are kept in the user's data directory: `moepack list` shows them, `moepack remove` deletes them. A
+    packed MODEL runs at once. An interrupted run continues with the same command.
+    """
+    from moepack.cli.evaluate import quiet_transformers
+    from moepack.pipeline.machines import this_machine
+
+    quiet_transformers()
+    path = Path(model) if _is_packed(Path(model)) else None
+    if path is None:
+        with wrong_usage():
+            path = _packed(model, size, calibration, yes, keep_source, disk_budget, threads, quiet)
+    machine = this_machine(path.parent)
+    command = ["serve", str(path), "--port", str(port)] if serve else ["chat", str(path)]
+    command += [] if threads is None else ["--threads", str(threads)]
+    command += _placement(path, machine)
+    os.execv(sys.executable, [sys.executable, "-m", "moepack", *command])
+
+
+def _packed(
+    model: str,
+    size: str | None,
+    calibration: str | None,
+    yes: bool,
+    keep_source: bool,
+    disk_budget: str | None,
+    threads: int | None,
+    quiet: bool,
+) -> Path:
+    """Return the directory of the packed model in the library, after packing it if it is not there.
+
+    Raises:
+        ValueError: no size fits this machine, or there is no terminal to ask.
+    """
+    from moepack.cli.compress import print_report, run
+    from moepack.pipeline.library import entries, library, place_of, title_of
+    from moepack.pipeline.outlook import outlook
+
+    title = title_of(model)
+    known = [entry for entry in entries(title) if size in (None, entry.size)]
+    if complete := [entry for entry in known if entry.complete]:
+        return complete[-1].path
+    if size is None and known:
+        size = known[-1].size  # an interrupted run
+    found = outlook(model, () if size is None else (size,), None, library(), keep_source, disk_budget)
+    if not quiet:
+        print_outlook(found, plain_console())
+    if found.best is None:
+        raise ValueError("no size of this model fits this machine; --size chooses one")
+    size = size or exact_size(found.best.nbytes)
+    target = place_of(title, size)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ValueError("there is no terminal to ask whether to pack the model; --yes packs it without asking")
+        typer.confirm(f"pack to {size} in {target}?", abort=True)
+    library().mkdir(parents=True, exist_ok=True)
+    given = {"size": size, **({} if calibration is None else {"calibration": calibration})}
+    report = run(
+        model, target, "auto", given, dry_run=False, threads=threads, ray=None, mtp_bits=None, resume=True,
+        keep_source=keep_source, disk_budget=disk_budget, quiet=quiet,
+    )  # fmt: skip
+    if report is not None and not quiet:
+        print_report(report)
+    return target
+
+
+def _is_packed(path: Path) -> bool:
+    """Return whether a path is a packed directory."""
+    from moepack.format.directory import read_manifest
+
+    try:
+        return path.is_dir() and bool(read_manifest(path))
+    except MoepackError:
+        return False
+
+
+def _placement(path: Path, machine: "Machine") -> list[str]:
+    """Return the options that place the weights of a packed model on this machine."""
+    from moepack.format.directory import read_manifest
+    from moepack.pipeline.estimate import PROCESS
+    from moepack.pipeline.machines import DRIVE, GPU, GPU_AND_MEMORY
+
+    manifest = read_manifest(path)
+    experts = sum(record.nbytes for record in manifest.packed().values() if record.experts)
+    weights = sum(record.nbytes for record in manifest.tensors.values())
+    places = machine.places(weights, experts, PROCESS)
+    first = places[0] if places else DRIVE
+    streamed = ["--host-memory", str(int(SHARE * (machine.memory or 0)))] if machine.memory else []
+    return {GPU: ["--device", "cuda"], GPU_AND_MEMORY: ["--device", "auto"], DRIVE: streamed}.get(first, [])

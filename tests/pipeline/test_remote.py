@@ -1,0 +1,311 @@
+"""Models on a hub, packed while they are downloaded. The hub is a server on loopback (`hub_support`)."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moepack
+import packed_support as support
+import tiny_models
+from hub_support import COMMIT, Answer, Hub, Request, cached, serving, use
+from moepack.checkpoint.quantized import open_checkpoint
+from moepack.checkpoint.remote import open_remote
+from moepack.errors import CheckpointError, DiskError, DownloadError, InvalidTensorError
+from moepack.methods import create
+from moepack.methods.qmoe.ternary import Ternary
+from moepack.pipeline.estimate import estimate
+from places import ROOT
+
+NAME = "someone/moe"
+TEXT = "the sea and the wolf and the fire said " * 60
+
+
+@pytest.fixture(scope="session")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of many small shards, whose layers share shards."""
+    return tiny_models.build("qwen3_moe", tmp_path_factory.mktemp("sharded") / "model", max_shard_size="60KB")
+
+
+@pytest.fixture
+def hub(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with the model, which this process uses, and an empty cache."""
+    with serving({NAME: sharded}) as server:
+        use(server, tmp_path, monkeypatch)
+        yield server
+
+
+def total(model: Path) -> int:
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
+def downloaded(folder: Path) -> int:
+    """The bytes of shards in a folder, complete or not."""
+    return sum(file.stat().st_size for pattern in ("*.safetensors", "*.part") for file in folder.glob(pattern))
+
+
+def test_a_remote_checkpoint_reads_what_the_directory_holds(hub: Hub, sharded: Path) -> None:
+    found = open_remote(NAME)
+    assert found is not None
+    remote, local = found[0], open_checkpoint(sharded)
+    assert remote.config == local.config and remote.names() == local.names()
+    assert remote.fingerprint() == local.fingerprint()
+    for name in local.names()[::5]:
+        assert remote.info(name).shape == local.info(name).shape
+        assert remote.tensor(name).equal(local.tensor(name))
+
+
+def test_a_plan_reads_headers_only(hub: Hub, sharded: Path, tmp_path: Path) -> None:
+    before = estimate(sharded, tmp_path / "out", create("finequant", bits=4))
+    plan = estimate(NAME, tmp_path / "out", create("finequant", bits=4))
+    assert (plan.parts, plan.kept, plan.seconds) == (before.parts, before.kept, before.seconds)
+    assert plan.streaming is not None and plan.streaming.download == total(sharded)
+    whole = [each for each in hub.shards() if each.start is None]
+    assert not whole and not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("finequant", {"bits": 3}),
+        ("auto", {"calibration": "none"}),
+        ("qmoe", {"samples": 4, "sequence_length": 32}),
+        ("codequant", {"samples": 4, "sequence_length": 32}),
+        ("milo", {}),
+    ],
+)
+def test_the_result_equals_that_of_the_directory(
+    hub: Hub, sharded: Path, tmp_path: Path, method: str, settings: dict[str, Any]
+) -> None:
+    if "samples" in settings:
+        (tmp_path / "text.txt").write_text(TEXT)
+        settings = {**settings, "calibration": str(tmp_path / "text.txt")}
+    moepack.compress(NAME, tmp_path / "remote", method=method, **settings)
+    moepack.compress(sharded, tmp_path / "local", method=method, **settings)
+    assert support.contents(tmp_path / "remote") == support.contents(tmp_path / "local")
+    assert not list(tmp_path.glob("remote.*")), "nothing of the download remains"
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_shards_on_disk_stay_within_the_budget(hub: Hub, sharded: Path, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Watching(moepack.progress.Silent):
+        def traffic(self, received: int, left: int, disk: int) -> None:
+            seen.append(downloaded(tmp_path / "out.source"))
+            assert disk <= budget
+
+    sizes = sorted(file.stat().st_size for file in sharded.glob("*.safetensors"))
+    budget = sum(sizes[-4:])
+    assert budget < total(sharded) / 2, "the test needs a model that exceeds its budget"
+    moepack.compress(NAME, tmp_path / "out", method=Ternary(), progress=Watching(), disk_budget=budget)
+    assert seen and max(seen) <= budget
+    starts = [each.path for each in hub.shards() if each.start == 0]
+    assert len(starts) <= 3 * len(sizes), "headers, fingerprint and one download of each shard"
+
+
+def test_a_budget_below_a_layer_is_refused_before_the_download(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="disk budget of 1 kB is too small: a layer of this model needs"):
+        moepack.compress(NAME, tmp_path / "out", method=Ternary(), disk_budget="1kB")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_method_with_several_passes_downloads_once(hub: Hub, sharded: Path, tmp_path: Path) -> None:
+    plan = estimate(NAME, tmp_path / "out", create("auto", calibration="none"))
+    assert plan.streaming is not None and plan.streaming.whole and plan.plan is None
+    small = estimate(NAME, tmp_path / "out", create("auto", calibration="none"), disk_budget="200kB")
+    assert any("reads all weights several times" in note for note in small.notes)
+    moepack.compress(NAME, tmp_path / "out", calibration="none", disk_budget="200kB")
+    moepack.compress(sharded, tmp_path / "local", calibration="none")
+    assert support.contents(tmp_path / "out") == support.contents(tmp_path / "local")
+
+
+def test_kept_shards_are_in_the_cache_and_serve_the_next_job(hub: Hub, sharded: Path, tmp_path: Path) -> None:
+    moepack.compress(NAME, tmp_path / "out", method=Ternary(), keep_source=True)
+    kept = (tmp_path / "cache").rglob("snapshots/*/*.safetensors")
+    assert {file.name for file in kept} == {file.name for file in sharded.glob("*.safetensors")}
+    assert open_remote(NAME) is None, "the cache holds the model"
+    hub.close()
+    moepack.compress(NAME, tmp_path / "again", method=Ternary())
+    assert support.contents(tmp_path / "out") == support.contents(tmp_path / "again")
+
+
+def test_a_complete_cache_is_used_without_a_connection(hub: Hub, sharded: Path, tmp_path: Path) -> None:
+    cached(tmp_path / "cache", NAME, sharded)
+    assert open_remote(NAME) is None
+    assert not hub.shards()
+
+
+FAULTS = {
+    "too many requests": Answer(status=429, headers={"Retry-After": "0"}),
+    "unavailable": Answer(status=503, headers={"Retry-After": "0"}),
+    "server error": Answer(status=500),
+    "a truncated body": Answer(keep=1000),
+    "an empty body": Answer(keep=0),
+    "a stalling peer": Answer(delay=1.5),
+    "an ignored range": Answer(whole=True),
+    "an expired address": Answer(status=403),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_the_network_do_not_change_the_result(
+    hub: Hub, sharded: Path, packed_shards: Path, tmp_path: Path, fault: str
+) -> None:
+    """Every ninth request for weights is answered wrongly."""
+    counted = [0]
+
+    def broken(request: Request) -> Answer | None:
+        if not request.path.startswith("/network/"):
+            return None
+        counted[0] += 1
+        due = counted[0] % (9 if fault != "a stalling peer" else 150) == 5
+        return FAULTS[fault] if due else None
+
+    hub.fault = broken
+    moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert counted[0] > 5
+    assert support.contents(tmp_path / "out") == support.contents(packed_shards)
+
+
+@pytest.fixture(scope="session")
+def packed_shards(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, packed from its directory."""
+    out = tmp_path_factory.mktemp("sharded") / "packed"
+    moepack.compress(sharded, out, method=Ternary())
+    return out
+
+
+def test_the_token_is_not_sent_to_the_content_network(
+    sharded: Path, packed_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving({NAME: sharded}, token="hf_secret") as server:
+        use(server, tmp_path, monkeypatch)
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        with pytest.raises(DownloadError, match="gated"):
+            moepack.compress(NAME, tmp_path / "out", method=Ternary())
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        moepack.compress(NAME, tmp_path / "out", method=Ternary())
+        assert server.shards() and not any(each.authorization for each in server.shards())
+    assert support.contents(tmp_path / "out") == support.contents(packed_shards)
+
+
+def test_other_bytes_than_listed_are_refused(hub: Hub, tmp_path: Path) -> None:
+    def changed(body: bytes) -> bytes:
+        return body[:-1] + bytes([body[-1] ^ 1]) if len(body) > 20_000 else body
+
+    hub.fault = lambda request: Answer(change=changed) if request.path.startswith("/network/") else None
+    with pytest.raises(DownloadError, match="SHA-256"):
+        moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_lost_connection_is_continued_by_the_same_call(hub: Hub, packed_shards: Path, tmp_path: Path) -> None:
+    def lost(request: Request) -> Answer | None:
+        return Answer(keep=0) if request.path.startswith("/network/") and hub.sent > limit else None
+
+    with pytest.raises(DownloadError, match="cannot be downloaded"):
+        limit = 0
+        hub.fault = lost
+        moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    hub.fault, before = lambda _: None, hub.sent
+    found = open_remote(NAME)
+    assert found is not None
+    found[0].fingerprint()
+    limit = hub.sent + (hub.sent - before) + 250_000  # in the middle of the shards
+    hub.fault = lost
+    with pytest.raises(DownloadError, match=f"{NAME}/model-"):
+        moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert (tmp_path / "out.source").exists()
+    hub.fault = lambda _: None
+    moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert support.contents(tmp_path / "out") == support.contents(packed_shards)
+    assert not list(tmp_path.glob("out.*"))
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_job_is_continued(
+    hub: Hub, sharded: Path, packed_shards: Path, tmp_path: Path, kill: signal.Signals
+) -> None:
+    hub.pause = 0.5
+    code = (
+        "import sys, moepack; from moepack.methods.qmoe.ternary import Ternary; "
+        f"moepack.compress({NAME!r}, sys.argv[1], method=Ternary())"
+    )
+    there = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    environment = {**os.environ, **there, "PYTHONPATH": str(ROOT / "python")}
+    job = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    awaited = {signal.SIGINT: "out.source/*.safetensors", signal.SIGKILL: "out.partial/*.safetensors"}[kill]
+    while not list(tmp_path.glob(awaited)):
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    job.send_signal(kill)
+    job.wait(60)
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.source").exists()
+    hub.pause, before = 0.0, downloaded(tmp_path / "out.source")
+    start = len(hub.requests)
+    moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert support.contents(tmp_path / "out") == support.contents(packed_shards)
+    assert before and start and not list(tmp_path.glob("out.*"))
+
+
+def test_a_full_disk_is_an_error_that_keeps_the_download(
+    hub: Hub, packed_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moepack.checkpoint.remote.files import RemoteFiles
+
+    receive = RemoteFiles._receive
+
+    def full(self: RemoteFiles, name: str, part: Path) -> None:
+        if "00004" in name:
+            raise DiskError("cannot be written: No space left on device", file=part)
+        receive(self, name, part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFiles, "_receive", full)
+        with pytest.raises(DiskError, match="No space left"):
+            moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert (tmp_path / "out.source").exists()
+    moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert support.contents(tmp_path / "out") == support.contents(packed_shards)
+
+
+def test_shards_of_another_commit_are_not_used(hub: Hub, packed_shards: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out.source"
+    (folder / "tensors").mkdir(parents=True)
+    (folder / ("f" * 40)).touch()
+    for number in range(1, 4):
+        (folder / f"model-{number:05d}-of-00008.safetensors").write_bytes(b"old")
+    moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert support.contents(tmp_path / "out") == support.contents(packed_shards)
+
+
+def test_a_defect_of_the_model_leaves_no_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.build("mixtral", tmp_path / "model", max_shard_size="60KB")
+    checkpoint = open_checkpoint(model)
+    info = checkpoint.info(next(name for name in checkpoint.names() if "experts" in name))
+    data = bytearray(info.file.read_bytes())
+    data[info.offset : info.offset + 2] = b"\xff\x7f"  # NaN
+    info.file.write_bytes(data)
+    with serving({NAME: model}) as server:
+        use(server, tmp_path, monkeypatch)
+        with pytest.raises(InvalidTensorError):
+            moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert not list(tmp_path.glob("out.source")) or list(tmp_path.glob("out.partial"))
+
+
+def test_names_and_revisions_that_the_hub_lacks(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(DownloadError, match="does not exist or is private"):
+        moepack.compress("someone/other", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no such revision"):
+        moepack.compress(f"{NAME}@v9", tmp_path / "out")
+    found = open_remote(f"{NAME}@{COMMIT}")
+    assert found is not None and found[0].names()
