@@ -227,10 +227,11 @@ class Floe(FloeSettings, Rearranges, SimpleMethod):
         layer = self._layers[name]
         if layer not in self._decisions:
             return None
-        order = self._order(layer)
-        return self._decisions[layer].details() | (
-            {} if order is None else {"order": sha256(order.numpy().tobytes()).hexdigest()}
-        )
+        decision = self._decisions[layer]
+        arrays = {"order": decision.order, "factors": decision.factors}
+        return decision.details() | {
+            name: sha256(array.numpy().tobytes()).hexdigest() for name, array in arrays.items() if array is not None
+        }
 
     def _order(self, layer: str) -> Tensor | None:
         """Return the storage order of a layer's channels, [E, I]; None is the original order."""
@@ -245,6 +246,14 @@ class Floe(FloeSettings, Rearranges, SimpleMethod):
             return weights.expert(number).index_select(_channel_axis(name), order[number])
 
         return replace(weights, expert=expert)
+
+    def _factors(self, layer: str, expert: int) -> Tensor:
+        """Return the factors of an expert's channels in storage order, [I, 1] or [1, 1]."""
+        decision = self._decisions.get(layer)
+        if decision is None or decision.factors is None:
+            return torch.ones(1, 1)
+        factors = decision.factors[expert]
+        return (factors if decision.order is None else factors[decision.order[expert]])[:, None]
 
     def _is_coarse(self, name: str) -> bool:
         """Return whether the packed tensor `name` is a coarse copy."""
@@ -264,7 +273,8 @@ class Floe(FloeSettings, Rearranges, SimpleMethod):
         def solve(expert: int) -> None:
             given = weights.expert(expert), weights.sources[expert]
             if name == UP:
-                solved[expert] = self._solve_up(stage.layer, *given)
+                factors = self._factors(stage.layer, expert)
+                solved[expert] = self._solve_up(stage.layer, given[0].float() * factors, given[1])
             else:
                 solved[expert] = self._solve_records(stage.layer, expert, *given)
 
@@ -301,7 +311,7 @@ class Floe(FloeSettings, Rearranges, SimpleMethod):
         """Return gate rows and down columns, [I, H] each, minus the values of the coarse copies if there are any."""
         gate, down = (half.float() for half in records.chunk(2, dim=1))
         if self._coder is None:
-            return gate, down
+            return gate, down / self._factors(layer, expert)
         names = self._names[layer]
         coarse_gate = self._coder.values(names[GATE], expert, gate.contiguous())
         coarse_down = self._coder.values(names[DOWN], expert, down.T.contiguous())

@@ -1,8 +1,14 @@
 """Determines the thresholds of a model on a calibration text.
 
-The score that is compared with a threshold is |x W_up| with the quantized up projection (FloE, equation 6). If all
-experts of a layer share one threshold, it is |silu(x W_gate) * x W_up| with both quantized projections, times the
-router weight.
+The score that is compared with a threshold is |x W_up| with the quantized up projection (FloE, equation 6). Its rows are
+first multiplied by factors, and the columns of the down projection divided by them, so that equal scores mean equal
+outputs on average: a factor is the root mean square of the channel's silu(x W_gate) times the norm of its column of the
+down projection. Otherwise the scores would depend on how a checkpoint scales its channels. On SmolLM2-135M, skipping
+80 % of the channels leaves a relative error of a layer's output of 0.41 with factors, 0.51 without, and 0.56 if all
+columns have equal magnitudes.
+
+If all experts of a layer share one threshold, the score is |silu(x W_gate) * x W_up| with both quantized projections,
+times the router weight, and there are no factors.
 
 The model runs block by block with quantized instead of original up projections, and skips no channels. Thresholds come
 from the first seven eighths of each expert's tokens. The last eighth measures how much they skip on unseen text.
@@ -20,9 +26,9 @@ from torch.nn import functional
 
 from moepack.calibration import Calibrator, LayerRun, Samples
 from moepack.calibration.settings import CalibrationSettings
-from moepack.calibration.stage import Stage
+from moepack.calibration.stage import Stage, Weights
 from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
-from moepack.methods.floe.channels import GATE, UP
+from moepack.methods.floe.channels import DOWN, GATE, UP
 from moepack.methods.floe.predictors import HELD_OUT, Pair, fitted
 from moepack.methods.floe.quantiles import Quantiles
 from moepack.stores.streaming.prediction import Predictor
@@ -46,6 +52,8 @@ class Decision:
         achieved: the same share on the held-out tokens.
         order: [E, I], storage order of the channels of each expert; the most frequently needed channels come first, so
             that they are adjacent. None keeps the original order.
+        factors: [E, I] float32 in the original order, by which rows of the up projection are multiplied and columns of
+            the down projection divided. None changes nothing.
         predictor: predicts the experts from the inputs of the previous layer; None for the first layer, or if the
             layer's router predicts best.
         recall: the kind of the predictor, and its recall of experts and channels on the held-out tokens.
@@ -57,6 +65,7 @@ class Decision:
     predicted: tuple[float | None, ...]
     achieved: tuple[float | None, ...]
     order: Tensor | None = None
+    factors: Tensor | None = None
     predictor: Predictor | None = None
     recall: Mapping[str, Any] = field(default_factory=dict)
 
@@ -133,6 +142,7 @@ def _layer(
     experts = run.tensors[UP].shape[0]
     seen, held, channels = Quantiles(experts), Quantiles(experts), _Recall(share, pair)
     wanted = torch.zeros(run.tensors[UP].shape[:2], dtype=torch.int64)
+    factors = torch.ones(run.tensors[UP].shape[:2])
     for stage in run:
         with run.smaller_groups():
             values = dict(stage.finite().weights)
@@ -142,6 +152,9 @@ def _layer(
                     for name in ((GATE, UP) if routed else (UP,))
                 }
                 values[UP] = coarse[UP]
+                if share > 0 and not routed:
+                    factors[list(stage.experts)] = _factors(stage, values[GATE], run.tensors[DOWN])
+                    coarse = {UP: coarse[UP] * factors[list(stage.experts), :, None].to(coarse[UP])}
                 for position, expert in enumerate(stage.experts if share > 0 else ()):
                     # Discard the counts of a larger group that ran out of memory.
                     seen.counts[expert], held.counts[expert], wanted[expert] = 0, 0, 0
@@ -156,12 +169,29 @@ def _layer(
     if share > 0:
         assert run.tokens is not None
         order = wanted.argsort(dim=1, descending=True, stable=True)
-        decision = replace(_decision(seen, held, share, run.tokens, routed), order=order)
+        decision = _decision(seen, held, share, run.tokens, routed)
+        decision = replace(decision, order=order, factors=None if routed else factors)
     if pair is None:
         return decision
     predictor, name, recall = fitted(*pair, experts)
     recalls = {"by": name, "experts": round(recall, 4), "channels": _digits(channels.share)}
     return replace(decision, predictor=None if name == "router" else predictor, recall=recalls)
+
+
+def _factors(stage: Stage, gates: Tensor, down: Weights) -> Tensor:
+    """Return the factors [G, I] of the channels of a stage's experts; 1 for channels and experts without outputs."""
+    assert stage.inputs is not None
+    found = []
+    for position, expert in enumerate(stage.experts):
+        gate, squares, count = gates[position], torch.zeros(()), 0
+        for x in stage.inputs.pieces(position):
+            squares = squares + functional.silu(x @ gate.to(x.dtype).T).float().square().sum(0).cpu()
+            count += len(x)
+        sizes = squares.sqrt() * down.expert(expert).float().norm(dim=0) / max(count, 1) ** 0.5
+        reached = sizes > 0
+        mean = sizes[reached].log().mean().exp() if bool(reached.any()) else 1.0
+        found.append(torch.where(reached, sizes / mean, 1.0) if squares.ndim else torch.ones(len(gate)))
+    return torch.stack(found)
 
 
 def _coarse(quantized: Quantized, name: str, experts: Iterable[int], matrices: Tensor) -> Tensor:
