@@ -25,7 +25,7 @@ from moepack.checkpoint import Checkpoint
 from moepack.format import PackedDirectory, atomic, shard, side
 from moepack.methods import Milo
 from moepack.methods.qmoe.ternary import Ternary
-from moepack.pipeline import journal, plan
+from moepack.pipeline import journal, outputs
 from moepack.progress import Silent
 from places import TESTS, TINY_MOE
 
@@ -393,7 +393,7 @@ def test_small_files_are_copied_and_large_ones_named(mixtral: Path, tmp_path: Pa
 
 
 def test_dense_shards_are_cut(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "DENSE_SHARD", 20_000)
+    monkeypatch.setattr(outputs, "DENSE_SHARD", 20_000)
     moepack.compress(mixtral, tmp_path / "out", method=Ternary())
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 4
     assert moepack.verify(tmp_path / "out").ok

@@ -42,12 +42,13 @@ TOKEN_SECONDS = 3e-10
 """Single-thread seconds per packed weight and calibration token that visits it."""
 
 SOLVER = {"each": 0.33, "column": 3.2e-4, "weight": 8e-8, "cube": 9e-11}
-"""Single-thread seconds of calibrated solving by `auto` and `rate` on a Xeon (Sapphire Rapids): to start a layer of
+"""Single-thread seconds of calibrated solving by `auto`, `rate` and `finequant` on a Xeon (Sapphire Rapids): to start a layer of
 experts or a linear layer ("each"); per column and pass ("column"); per weight and pass ("weight"); and per columns
 cubed to factorize a Hessian ("cube")."""
 
-DENSE_PASSES, EXPERT_PASSES = 3.7, 2.5
-"""Mean number of solver passes over a linear layer and over experts."""
+PASSES = {"coded": (3.7, 2.5), "int": (5.0, 5.0)}
+"""Mean number of solver passes over a linear layer and over experts, by the kind of product. Integers in groups take
+one pass of GPTQ, and three that replace codes and scales."""
 
 PROCESS = 450 << 20
 """Memory in bytes of a process that has imported torch."""
@@ -91,7 +92,7 @@ class Estimate:
     """The expected resources and results of a job.
 
     Attributes:
-        model: directory of the checkpoint.
+        model: directory of the checkpoint, or its Hub id.
         architecture: transformers' model type.
         layers, experts: number of sparse layers, and of experts in the first of them.
         method, settings: name and settings of the method.
@@ -195,7 +196,7 @@ def _estimated(
         + (() if made is None else made.notes)
         + ((streaming.note,) if streaming is not None and streaming.note else ()),
         streaming=streaming,
-        model=checkpoint.path,
+        model=checkpoint.path if source.remote is None else Path(source.model),
         architecture=found.architecture,
         layers=len(found.layers),
         experts=experts,
@@ -345,16 +346,17 @@ def _tokens(request: CalibrationRequest | None) -> int:
 
 
 def _solving(outputs: Outputs, method: Method, request: CalibrationRequest | None, workers: int) -> float:
-    """Return the seconds of calibrated solving of uniform integers: a fixed part, and a part shared by threads."""
-    if request is None or method.kernel != "coded":
+    """Return the seconds of calibrated solving of integers: a fixed part, and a part shared by threads."""
+    if request is None or method.kernel not in PASSES:
         return 0.0
+    dense_passes, expert_passes = PASSES[method.kernel]
     fixed, shared = 0.0, 0.0
     for shard in outputs.shards:
         tensors = [] if shard.layer is None else list(layer_tensors(shard.layer).values())
         solved = [weights for weights in tensors if weights.role not in (EMBEDDING, "head")]
         sparse = any(weights.role == "experts" for weights in solved)
         fixed += SOLVER["each"] * (1 if sparse else len(solved))
-        passes = EXPERT_PASSES if sparse else DENSE_PASSES
+        passes = expert_passes if sparse else dense_passes
         for experts, rows, columns in (weights.shape for weights in solved):
             groups = math.ceil(experts / request.settings.group)
             fixed += passes * SOLVER["column"] * columns * groups

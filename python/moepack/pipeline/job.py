@@ -508,12 +508,16 @@ def _write_dense(path: Path, checkpoint: Checkpoint, names: tuple[str, ...]) -> 
     for entry in entries:
         crc32 = written.crc32[entry.name]
         records[entry.name] = TensorRecord(path.name, DENSE, entry.dtype, entry.shape, entry.nbytes, crc32)
-    checkpoint.release(names)
     return ShardRecord(path.name, FileRecord(written.size, written.sha256), records)
 
 
 def _raw(checkpoint: Checkpoint, name: str) -> Callable[[], memoryview]:
-    return lambda: _view(checkpoint.raw(name))
+    def read() -> memoryview:
+        data = checkpoint.raw(name)
+        checkpoint.release([name])  # the mapping stays valid until it is written
+        return _view(data)
+
+    return read
 
 
 def _read_copies(source: Path, outputs: Outputs) -> Iterator[tuple[str, bytes]]:

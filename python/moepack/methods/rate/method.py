@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from moepack.calibration import CalibrationRequest, CalibrationSettings
+from moepack.calibration import CalibrationRequest
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.methods.base import Expected, Method, MethodPlan, Shape, Weights
@@ -25,6 +23,7 @@ from moepack.methods.rate.coder import Coder, bound, expected
 from moepack.methods.rate.importance import find_importance
 from moepack.methods.rate.sample import take_sample
 from moepack.methods.rate.settings import MOST_BITS, RateSettings
+from moepack.methods.request import TEXT_SETTINGS, request_of
 from moepack.progress import Progress
 from moepack.solvers.priced import largest_at
 
@@ -48,12 +47,7 @@ class Rate(RateSettings, Fitted, Calibrates, PacksLinears, Method):
     @property
     def request(self) -> CalibrationRequest | None:
         """The calibration set, and how the model runs; None without calibration."""
-        if self.calibration is None:
-            return None
-        settings = CalibrationSettings(
-            routing="compressed", drift=True, group=self.group, device=torch.device(self.device)
-        )
-        return CalibrationRequest(self.calibration, self.samples, self.sequence_length, settings, seed=self.seed)
+        return request_of(self)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -64,7 +58,7 @@ class Rate(RateSettings, Fitted, Calibrates, PacksLinears, Method):
             "codes": self.codes,
         }
         if self.calibration is not None:
-            found |= {key: getattr(self, key) for key in ("samples", "sequence_length", "group", "seed")}
+            found |= {key: getattr(self, key) for key in TEXT_SETTINGS}
         return found
 
     @property
