@@ -31,7 +31,7 @@ def bill() -> dict[str, Any]:
 
 def test_crates_come_from_the_registry(locked: dict[tuple[str, str], dict[str, Any]]) -> None:
     own = {name for (name, _), package in locked.items() if "source" not in package}
-    assert own == {"moepack-core", "moepack-fuzz", "moepack-py"}
+    assert own == {"moepack-core", "moepack-fuzz", "moepack-py", "moepack-tools"}
     others = [package for package in locked.values() if "source" in package]
     assert all(package["source"].startswith("registry+") and package["checksum"] for package in others)
 

@@ -40,7 +40,7 @@ def test_every_file_and_module_that_is_named_exists() -> None:
 
 def test_a_file_and_a_module_that_do_not_exist_are_found() -> None:
     assert missing("`rust/core/src/attic.rs`, `docs/none.md`") == ["rust/core/src/attic.rs", "docs/none.md"]
-    assert missing("`moepack.runtime.attic`, `moepack.decoding.plan.Plan`, `moepack.decoding.translation.Guard`") == [
+    assert missing("`moepack.runtime.attic`, `moepack.decoding.plan`, `moepack.decoding.translation.Guard`") == [
         "moepack.runtime.attic",
-        "moepack.decoding.plan.Plan",
+        "moepack.decoding.plan",
     ]

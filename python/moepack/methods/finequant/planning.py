@@ -1,10 +1,10 @@
 """Chooses the group sizes of a whole model under a byte budget.
 
 For each tensor and group size, the squared error is measured on a sample of rows (all rows of small tensors). The
-budget is then spent where a byte reduces the error most. Errors of different tensors are relative to their mean squares,
-because the scale of a tensor depends on how a checkpoint is written: with absolute errors SmolLM2-135M at 3 bits loses
-+0.90 / +0.72 at the bytes of groups of 64, with relative ones +0.54 / +0.55 (4 windows of WikiText-2 / novels). An
-expert's error is weighted by the share of tokens that visit an expert.
+budget is then spent where a byte reduces the error most. Errors of different tensors are relative to their mean
+squares, because the scale of a tensor depends on how a checkpoint is written: with absolute errors SmolLM2-135M at 3
+bits loses +0.90 / +0.72 at the bytes of groups of 64, with relative ones +0.54 / +0.55 (4 windows of WikiText-2 /
+novels). An expert's error is weighted by the share of tokens that visit an expert.
 """
 
 import math
