@@ -249,7 +249,7 @@ def test_a_weight_that_is_not_finite_is_named(value: float, mixtral: Path, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_layers_before_a_bad_weight_are_kept_until_it_is_mended(mixtral: Path, tmp_path: Path) -> None:
+def test_layers_before_a_bad_weight_are_kept_until_it_is_fixed(mixtral: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(mixtral, tmp_path / "model"))
     tensors = load_file(mixtral / "model.safetensors")
     weight = tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"].view(-1)
