@@ -108,10 +108,11 @@ def test_the_loss_is_shown_if_the_sensitivity_is_known(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Machine.described("RAM=32GB")
-    assert outlook(mixtral, ["200kB"], machine).choices[0].loss is None
+    assert outlook(mixtral, ["200kB"], machine, loss=True).choices[0].loss is None
     plan = estimate(mixtral, tmp_path / "out", create("auto", size="200kB")).plan
     assert plan is not None and plan.loss is not None
-    assert outlook(mixtral, ["200kB"], machine).choices[0].loss == plan.loss
+    assert outlook(mixtral, ["200kB"], machine, loss=True).choices[0].loss == plan.loss
+    assert outlook(mixtral, ["200kB"], machine).choices[0].loss is None, "weights are read on request only"
 
 
 def test_the_library_lists_and_removes(
