@@ -9,6 +9,7 @@ from hypothesis import strategies as some
 
 import moepack
 import moepack.cli
+import packed_support as support
 from hub_support import serving, use
 from moepack.methods import create
 from moepack.pipeline.estimate import PROCESS, estimate
@@ -107,10 +108,11 @@ def test_the_loss_is_shown_if_the_sensitivity_is_known(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Machine.described("RAM=32GB")
-    assert outlook(mixtral, ["200kB"], machine).choices[0].loss is None
+    assert outlook(mixtral, ["200kB"], machine, loss=True).choices[0].loss is None
     plan = estimate(mixtral, tmp_path / "out", create("auto", size="200kB")).plan
     assert plan is not None and plan.loss is not None
-    assert outlook(mixtral, ["200kB"], machine).choices[0].loss == plan.loss
+    assert outlook(mixtral, ["200kB"], machine, loss=True).choices[0].loss == plan.loss
+    assert outlook(mixtral, ["200kB"], machine).choices[0].loss is None, "weights are read on request only"
 
 
 def test_the_library_lists_and_removes(
@@ -165,6 +167,17 @@ def test_run_packs_once_and_starts_a_chat(
         ["chat", place],
     ]
     assert not list(Path(place).parent.glob("*.source")) and "runs from" in capsys.readouterr().out
+
+
+def test_run_starts_a_packed_model_of_the_hub(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
+    with serving({NAME: packed}) as hub:
+        use(hub, tmp_path, monkeypatch)
+        with pytest.raises(SystemExit) as left:
+            moepack.cli.main(["run", NAME])
+    assert left.value.code == 0 and started[0][3] == "chat"
+    assert support.contents(Path(started[0][4])) == support.contents(packed)
 
 
 def test_run_asks_before_it_packs(

@@ -7,13 +7,14 @@ format.
 
 import importlib
 import re
+from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from moepack.errors import CheckpointError, DownloadError
 
-__all__ = ["hub_id", "hub_reason", "resolve_model", "small_files"]
+__all__ = ["hub_failures", "hub_id", "hub_reason", "resolve_model", "small_files"]
 
 _TEMPLATES = "*.jinja"
 _WEIGHTS = "*.safetensors"
@@ -93,7 +94,7 @@ def _fetched(name: str, revision: str | None, wanted: tuple[str, ...]) -> Path:
         snapshot = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)
         )
-    except (OSError, ValueError) as error:
+    except hub_failures() as error:
         of = "" if revision is None else f" at the revision '{revision}'"
         message = f"no such directory, and no model '{name}'{of} could be fetched from the Hub: {hub_reason(error)}"
         raise DownloadError(message, file=name) from error
@@ -111,3 +112,12 @@ def hub_reason(error: Exception) -> str:
         "IncompleteSnapshotError": f"{unreachable} holds only part of it",
     }
     return reasons.get(type(error).__name__) or next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def hub_failures() -> tuple[type[Exception], ...]:
+    """Return the exceptions of a failed request. The package of huggingface_hub's client depends on its version."""
+    found: list[type[Exception]] = [OSError, ValueError]
+    for name in ("httpx2", "httpx"):
+        with suppress(ImportError):
+            found.append(importlib.import_module(name).HTTPError)
+    return tuple(found)

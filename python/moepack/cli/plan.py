@@ -34,12 +34,16 @@ def plan_command(
         str | None,
         typer.Option("--for", metavar="MACHINE", help="Another machine: RAM=32GB,GPU=12GB,NVMe. Default: this one."),
     ] = None,
+    loss: Annotated[
+        bool,
+        typer.Option("--loss", help="Predict the loss. Reads the weights of a directory, and takes longer."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what sizes of MODEL would need, how fast they would be, and where they run: memory, GPU, both, or drive.
 
-    Only the headers of a Hub model are read, a few megabytes. The expected loss is shown if an earlier run on a
-    directory measured the sensitivity of its weights.
+    Only headers are read, a few megabytes of a Hub model. --loss predicts the loss if an earlier run on a directory
+    measured the sensitivity of its weights.
     """
     from moepack.cli.evaluate import quiet_transformers
     from moepack.pipeline.machines import Machine
@@ -48,7 +52,7 @@ def plan_command(
     quiet_transformers()
     with wrong_usage():
         given = None if machine is None else Machine.described(machine)
-        found = outlook(model, sizes or (), given)
+        found = outlook(model, sizes or (), given, loss=loss)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:
@@ -85,7 +89,7 @@ def _cells(choice: "Choice") -> tuple[str, ...]:
 
 def _print_next(found: "Outlook", console: Console) -> None:
     if any(choice.loss is None for choice in found.choices):
-        text = "The loss is unknown until weights are read: `moepack compare` measures it."
+        text = "The loss is unknown: --loss predicts it after a first run, and `moepack compare` measures it."
         console.print(text, soft_wrap=True)
     if found.machine.here and all(choice.tokens_per_second is None for choice in found.choices):
         console.print("The speed is unknown until `moepack doctor` has measured this machine.")

@@ -11,7 +11,6 @@ from moepack.cli import options
 from moepack.cli.console import plain_console
 from moepack.cli.plan import exact_size, print_outlook
 from moepack.cli.usage import wrong_usage
-from moepack.errors import MoepackError
 
 if TYPE_CHECKING:
     from moepack.pipeline.machines import Machine
@@ -49,7 +48,7 @@ def run_command(
     from moepack.pipeline.machines import this_machine
 
     quiet_transformers()
-    path = Path(model) if _is_packed(Path(model)) else None
+    path = _packed_already(model)
     if path is None:
         with wrong_usage():
             streaming = {"keep_source": keep_source, "disk_budget": disk_budget}
@@ -110,14 +109,29 @@ def _packed(
     return target
 
 
-def _is_packed(path: Path) -> bool:
-    """Return whether a path is a packed directory."""
-    from moepack.format.directory import read_manifest
+def _packed_already(model: str) -> Path | None:
+    """Return the directory of a model that is packed, here or on the Hub; None for other models.
 
+    Raises:
+        CorruptionError: the directory is a packed one whose manifest is damaged.
+        DownloadError: the packed model cannot be downloaded.
+    """
+    import huggingface_hub
+
+    from moepack.checkpoint.resolve import hub_failures, hub_id, resolve_model
+    from moepack.format.directory import read_manifest
+    from moepack.format.manifest import MANIFEST
+
+    found = hub_id(model)
+    if found is None:
+        path = Path(model)
+        return path if (path / MANIFEST).exists() and read_manifest(path) else None
+    cached = huggingface_hub.try_to_load_from_cache(found[0], MANIFEST, revision=found[1])
     try:
-        return path.is_dir() and bool(read_manifest(path))
-    except MoepackError:
-        return False
+        packed = isinstance(cached, str) or huggingface_hub.HfApi().file_exists(found[0], MANIFEST, revision=found[1])
+    except hub_failures():
+        return None  # opening the model reports the reason
+    return resolve_model(model) if packed else None
 
 
 def _placement(path: Path, machine: "Machine") -> list[str]:

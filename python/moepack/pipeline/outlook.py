@@ -1,7 +1,7 @@
 """Compares sizes of one model before it is packed: what each would lose and need, and where it would run.
 
-Only headers are read. The loss is predicted if the sensitivity of the model's weights is known from an earlier run
-(`calibration.kept`), for a directory of at most `LARGEST` bytes, whose weights are then read.
+Only headers are read. On request, the loss is predicted if the sensitivity of the model's weights is known from an
+earlier run (`calibration.kept`), for a directory of at most `LARGEST` bytes, whose weights are then read.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def outlook(
     place: Path | None = None,
     keep_source: bool = False,
     disk_budget: str | int | None = None,
+    loss: bool = False,
 ) -> Outlook:
     """Compare sizes of a packed model.
 
@@ -114,6 +115,8 @@ def outlook(
         machine: the machine that would run the model; None means this one.
         place: folder in which the model would be packed; None means the current one.
         keep_source, disk_budget: as for `compress`.
+        loss: predict the loss if the sensitivity is known; samples the weights once for each size, which takes a few
+            seconds per size and 10^7 weights.
 
     Raises:
         CheckpointError, UnsupportedModelError: as for `compress`.
@@ -121,10 +124,10 @@ def outlook(
     """
     target = (place or Path.cwd()).absolute() / "packed"
     with opened(model, target, keep_source, disk_budget) as source:
-        return _compared(source, sizes, machine or this_machine(target.parent), target)
+        return _compared(source, sizes, machine or this_machine(target.parent), target, loss)
 
 
-def _compared(source: Source, sizes: Sequence[str | int], machine: Machine, target: Path) -> Outlook:
+def _compared(source: Source, sizes: Sequence[str | int], machine: Machine, target: Path, loss: bool) -> Outlook:
     checkpoint = source.checkpoint
     found = describe(checkpoint)
     weights, stored = weight_count(checkpoint), checkpoint.stored
@@ -134,7 +137,7 @@ def _compared(source: Source, sizes: Sequence[str | int], machine: Machine, targ
     assignment = Assignment(methods[0])
     outputs = plan_outputs(checkpoint, found, assignment)
     dense, share = dense_bytes(outputs, checkpoint), _share(checkpoint, found)
-    losses, choices, parts = _losses(source, found, methods), [], []
+    losses, choices, parts = _losses(source, found, methods) if loss else {}, [], []
     for method in methods:
         goal = method.goal(checkpoint, found)
         parts.append(packed_parts(outputs, assignment, None, goal.nbytes - dense))

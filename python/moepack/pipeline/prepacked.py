@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 
 from moepack.checkpoint.remote.transfer import Listing, list_model
-from moepack.checkpoint.resolve import hub_id, hub_reason
+from moepack.checkpoint.resolve import hub_failures, hub_id, hub_reason
 from moepack.errors import CorruptionError, DownloadError
 from moepack.format import verify
 from moepack.format.atomic import disk_errors, refuse_existing, sync_directory
@@ -54,7 +54,7 @@ def find_packed(model: str | PathLike[str], most: int | None) -> Prepacked | Non
     tags = ["moepack", f"base_model:quantized:{found[0]}"]
     try:
         names = [each.id for each in huggingface_hub.HfApi().list_models(filter=tags, sort="downloads", limit=MOST)]
-    except (OSError, ValueError) as error:
+    except hub_failures() as error:
         raise DownloadError(f"packed versions cannot be searched: {hub_reason(error)}", file=found[0]) from error
     versions = [version for name in names if (version := _version(name)) is not None]
     if most is None:
@@ -88,7 +88,7 @@ def fetch_packed(version: Prepacked, out: str | PathLike[str]) -> Path:
     folder, listing = target.with_name(target.name + DOWNLOAD), version.listing
     try:
         huggingface_hub.snapshot_download(listing.model, revision=listing.commit, local_dir=folder)
-    except (OSError, ValueError) as error:
+    except hub_failures() as error:
         raise DownloadError(f"cannot be downloaded: {hub_reason(error)}", file=listing.model) from error
     report = verify(folder)
     if report.faults:

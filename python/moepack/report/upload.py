@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from moepack.checkpoint.resolve import hub_reason
+from moepack.checkpoint.resolve import hub_failures, hub_reason
 from moepack.errors import TextError, UploadError
 from moepack.format import PackedDirectory
 from moepack.report.card import CARD, is_own_card
@@ -53,6 +53,6 @@ def push(
         done = api.upload_folder(
             folder_path=place, repo_id=made.repo_id, commit_message=message, ignore_patterns=list(SKIPPED)
         )
-    except (OSError, ValueError) as error:
+    except hub_failures() as error:
         raise UploadError(f"cannot be uploaded to '{name}': {hub_reason(error)}", file=place) from error
     return str(made), done.commit_url

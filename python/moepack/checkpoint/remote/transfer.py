@@ -7,15 +7,13 @@ continues at the first missing byte. huggingface_hub's own downloads do not cont
 Invariant: a stream yields exactly the requested bytes of the listed commit, or raises.
 """
 
-import importlib
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from moepack.checkpoint.resolve import hub_reason
+from moepack.checkpoint.resolve import hub_failures, hub_reason
 from moepack.errors import DownloadError
 
 __all__ = ["Listing", "RemoteFile", "Transfer", "list_model"]
@@ -74,7 +72,7 @@ def list_model(model: str, revision: str | None) -> Listing:
     while True:
         try:
             return _listed(model, revision)
-        except _failures() as cause:
+        except hub_failures() as cause:
             wait, attempt = _wait(cause, attempt), attempt + 1
             unreachable = getattr(cause, "response", None) is None and attempt > 1
             if wait is None or unreachable or attempt == ATTEMPTS:
@@ -85,7 +83,7 @@ def list_model(model: str, revision: str | None) -> Listing:
 
 
 def _listed(model: str, revision: str | None) -> Listing:
-    """Return the files of a model; raises an exception of `_failures`."""
+    """Return the files of a model; raises an exception of `hub_failures`."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -134,7 +132,7 @@ class Transfer:
                     yield piece
                 if position < stop:
                     raise OSError("the connection ended early")
-            except _failures() as cause:
+            except hub_failures() as cause:
                 self._locations.pop(name, None)
                 failures += 1
                 wait = _wait(cause, failures - 1)
@@ -194,15 +192,6 @@ def _is_hub(url: str) -> bool:
     from huggingface_hub import constants
 
     return url.startswith(f"{constants.ENDPOINT}/")
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    """Return the exceptions of a failed request. The package of huggingface_hub's client depends on its version."""
-    found: list[type[Exception]] = [OSError, ValueError]
-    for name in ("httpx2", "httpx"):
-        with suppress(ImportError):
-            found.append(importlib.import_module(name).HTTPError)
-    return tuple(found)
 
 
 def _wait(cause: Exception, failures: int) -> float | None:
