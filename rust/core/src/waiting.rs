@@ -2,9 +2,8 @@
 //!
 //! Waits within a parallel region are short if every thread has a core, and waking a sleeping thread takes longer than
 //! they do. With more runnable threads than cores, however, the awaited thread may not be running. A waiting thread
-//! that polls or yields then uses up the processor time that it needs when it has work again: a region of two threads
-//! beside ten busy ones advanced by one phase per time slice. A thread that sleeps keeps its claim, and the scheduler
-//! runs it as soon as it is woken.
+//! that polls or yields then uses up processor time that it lacks when it has work again. A thread that sleeps keeps
+//! its claim, and the scheduler runs it soon after it is woken.
 //!
 //! A thread notices others by the clock: two consecutive rounds of polling are nanoseconds apart, unless its core ran
 //! another thread in between. From then on, threads of this process sleep after a few rounds, and look again later.

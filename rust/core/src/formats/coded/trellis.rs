@@ -19,7 +19,9 @@ use super::decode::Affine;
 use super::register::Register;
 use super::table::Table;
 use super::{LANES, QUAD};
-use crate::simd::{Isa, Kind, vectorized};
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Kind;
+use crate::simd::{Isa, vectorized};
 
 /// The next state, indexed by twice the state plus the parity of the index.
 pub const NEXT: [u8; 16] = [0, 2, 5, 7, 1, 3, 6, 4, 2, 0, 4, 6, 3, 1, 7, 5];
@@ -74,22 +76,18 @@ impl States {
 
     /// Converts the symbols of consecutive registers to bytes that map to codes by the returned [`Affine`].
     pub fn halves(&mut self, isa: Isa, table: &Table, registers: &mut [Register]) -> Affine {
-        match isa.kind() {
-            #[cfg(target_arch = "x86_64")]
-            Kind::Avx2 => {
-                let span = Span::of(table);
-                // SAFETY: `isa` proves that the processor has AVX2.
-                unsafe { avx2::halves(&mut self.0, span, registers) }
-                span.affine()
-            }
-            _ => {
-                halves(isa, self, 2 * (table.lowest() - LOWEST), registers);
-                Affine {
-                    factor: 2,
-                    offset: OFFSET,
-                    most: 128,
-                }
-            }
+        #[cfg(target_arch = "x86_64")]
+        if isa.kind() == Kind::Avx2 {
+            let span = Span::of(table);
+            // SAFETY: `isa` proves that the processor has AVX2.
+            unsafe { avx2::halves(&mut self.0, span, registers) }
+            return span.affine();
+        }
+        halves(isa, self, 2 * (table.lowest() - LOWEST), registers);
+        Affine {
+            factor: 2,
+            offset: OFFSET,
+            most: 128,
         }
     }
 

@@ -1,6 +1,6 @@
 //! AVX2: half a register at a time, with several streams in rotation.
 //!
-//! A half takes about 45 vector operations, which form a chain of some 60 cycles. Its operations must not wait in the
+//! A half takes 37 vector operations, which form a chain of some 40 to 60 cycles. Its operations must not wait in the
 //! scheduler for their operands, or the scheduler is full before the processor reaches independent work. The four
 //! halves of two streams therefore advance in step, operation by operation, and the states of streams are in memory,
 //! which leaves the vector registers to intermediate values.
