@@ -218,8 +218,8 @@ def test_a_budget_has_less_error_than_the_fixed_size_of_the_same_bytes(outliers:
         for layer in form.layers:
             for projection in layer.projections:
                 values = torch.from_numpy(opened.blob(projection.packed_name).dequantize())
-                for expert in range(projection.shape[0]):
-                    error += float((values[expert] - projection.expert(expert).float()).square().sum())
+                given = torch.stack([projection.expert(each).float() for each in range(projection.shape[0])])
+                error += float((values - given).square().sum() / given.square().mean())
                 nbytes += opened.manifest.tensors[projection.packed_name].nbytes
         return error, nbytes
 
