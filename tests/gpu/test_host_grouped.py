@@ -69,10 +69,10 @@ def routing(tokens, top_k, experts, seed):
 
 CASES = [
     # Tokens, experts per token, experts, rows, columns, columns of a product, blocks, type, gated.
-    (19, 2, 3, 300, 300, 16, 3, 0, True),
-    (40, 1, 3, 33, 390, 32, 2, 1, False),
+    (19, 2, 3, 130, 200, 16, 3, 0, True),
+    (40, 1, 3, 33, 260, 32, 2, 1, False),
     (70, 1, 2, 20, 100, 64, 1, 2, True),
-    (9, 3, 5, 270, 130, 16, 4, 0, False),
+    (9, 2, 4, 260, 130, 16, 4, 0, False),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moepack import GroupwiseTensor, _core
-from moepack.backends.gpu import codebook, coded, groupwise, groupwise_linear, layer, linear
+from moepack.backends.gpu import codebook, coded, grouped, groupwise, groupwise_linear, layer, linear
 from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Program
 
@@ -29,7 +29,7 @@ def launches(request, monkeypatch):
 
     monkeypatch.setattr(Program, "launch", record)
     monkeypatch.setattr(Program, "clusters", lambda self, name, cluster, *_: CLUSTERS[cluster])
-    for module in (layer, groupwise, codebook):
+    for module in (layer, groupwise, codebook, grouped):
         monkeypatch.setattr(module, "device_of", lambda tensor: device)
     monkeypatch.setattr(layer, "is_hopper", lambda index: device is H100)
     layer._clusters.cache_clear()
@@ -122,6 +122,40 @@ def test_codebooks_of_whole_rows_have_linear_kernels_of_their_own(launches, bits
         before = ["prepare_tokens"] if activation_bits else []
         assert names == [*before, *(["prepare"] if tokens > 16 else []), f"linear_{tokens}", "add"]
         assert bool(launches[-1][2][0]["units"]) == bool(activation_bits)
+
+
+@pytest.mark.parametrize("launches", [H100], indirect=True)
+@pytest.mark.parametrize(("tokens", "columns"), [(40, 16), (90, 32), (300, 64), (5, 16)])
+def test_layers_of_many_tokens_are_six_launches(launches, tokens, columns):
+    gate, down = matrix(8, 776, 2048), matrix(8, 2048, 776)
+    index, weights = torch.zeros(tokens, 2, dtype=torch.int64), torch.ones(tokens, 2)
+    out = grouped.experts([gate, gate, down], torch.randn(tokens, 2048).bfloat16(), index, weights)
+    assert out.shape == (tokens, 2048) and out.dtype is torch.float32
+    names = [name for name, *_ in launches]
+    assert names == ["route", "lay_out", f"gated_{columns}", "lay_out", f"project_{columns}", "add"]
+    tiles = min(2 * tokens, 2 * tokens // columns + 8)  # the most that any routing of eight experts needs
+    for number, top_k, row_tiles in ((1, 2, 7), (3, 0, 8)):
+        _, grid, (layout,), _ = launches[number]
+        assert grid * grouped._LAYOUT_PLACES == tiles * columns == tiles * layout["columns"][0]
+        assert layout["top_k"] == top_k
+        _, grid, (problem, *_), _ = launches[number + 1]
+        assert problem["row_tiles"] == row_tiles and grid == min(132, tiles * row_tiles)
+        assert problem["cells"] == layout["cells"] and problem["scales"] == layout["scales"]
+
+
+@pytest.mark.parametrize("launches", [H100], indirect=True)
+def test_outputs_of_many_tokens_are_bounded(launches, monkeypatch):
+    monkeypatch.setattr(grouped, "OUTPUT_BYTES", 4 * 2048 * 2 * 64)
+    gate, down = matrix(8, 768, 2048), matrix(8, 2048, 768)
+    index, weights = torch.zeros(150, 2, dtype=torch.int64), torch.ones(150, 2)
+    grouped.experts([gate, gate, down], torch.randn(150, 2048).bfloat16(), index, weights)
+    assert [launch[2][2] for launch in launches if launch[0] == "route"] == [128, 128, 44]
+
+
+@pytest.mark.parametrize(("rows", "calls"), [(14336, 4), (2048, 1)])
+def test_large_linear_layers_use_several_calls_on_hopper(launches, rows, calls):
+    hopper = layer.device_of(torch.empty(0)).has_warpgroups
+    assert groupwise.KERNELS.linear_calls(matrix(1, rows, 4096)) == (calls if hopper else 1)
 
 
 def at(address, dtype, shape):

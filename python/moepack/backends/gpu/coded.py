@@ -51,7 +51,7 @@ _MOST_TABLES = 64
 
 _MATRIX = Struct("coded_block.cuh", "CodedMatrix")
 _PROBLEM = Struct("coded_block.cuh", "CodedProblem", Activations=ACTIVATIONS, Divisor=DIVISOR)
-_COLUMN_SCALES = Struct("coded.cu", "ColumnScales")
+_COLUMN_SCALES = Struct("coded_rows.cuh", "ColumnScales")
 
 
 def uploaded(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
