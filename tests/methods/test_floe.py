@@ -114,9 +114,12 @@ def test_the_paper_s_directory_follows_the_settings(mixtral: Path, text: Path, t
         up, records = (opened.blob(projection.packed_name) for projection in by_channels(layer).projections)
         gate, _, down = layer.projections
         experts = range(layer.experts)
-        wanted = torch.stack([torch.cat([gate.expert(e), down.expert(e).T], 1) for e in experts]).float()
-        if (order := plan.packer._decisions[layer.name].order) is not None:
-            wanted = wanted.take_along_dim(order[..., None], 1)
+        decision = plan.packer._decisions[layer.name]
+        factors = torch.ones(down.shape[0], down.shape[2]) if decision.factors is None else decision.factors
+        assert (decision.factors is None) == (number == 0)
+        wanted = torch.stack([torch.cat([gate.expert(e), down.expert(e).T / factors[e][:, None]], 1) for e in experts])
+        if decision.order is not None:
+            wanted = wanted.take_along_dim(decision.order[..., None], 1)
         found = torch.from_numpy(records.dequantize())
         error = float((found - wanted).square().sum() / wanted.square().sum())
         assert error <= {4: 0.02, 8: 1e-4, 16: 1e-5}[bits]
@@ -169,7 +172,7 @@ def test_thresholds_skip_the_requested_share_on_their_text(mixtral: Path, text: 
     assert details["tokens"] == torch.bincount(index.flatten(), minlength=first.experts).tolist()
     for expert, count in enumerate(details["tokens"]):
         up = plan.packer._up(first.projections[1].expert(expert), first.name).values()
-        values = (x[(index == expert).any(1)] @ up.T).abs()
+        values = (x[(index == expert).any(1)] @ up.T).abs() * plan.packer._decisions[first.name].factors[expert]
         values = values[: count - count // 8]
         threshold = details["thresholds"][expert]
         assert float((values < threshold).double().mean()) == pytest.approx(
@@ -340,7 +343,7 @@ def test_models_without_gates_and_wrong_settings_are_refused(switch: Path, text:
 
 def test_settings_of_the_other_form_are_refused_by_its_name(text: Path, mixtral: Path, tmp_path: Path) -> None:
     for setting, value in {"up_bits": 2, "group_size": 64, "solver": "lsq"}.items():
-        with pytest.raises(ValueError, match=f"{setting}: .* by paper_form \\(--paper-form\\)"):
+        with pytest.raises(ValueError, match=f"{setting} only apply to the paper.s form; set paper_form \\(--paper-form\\)"):
             method(text, **{setting: value})
         assert getattr(paper(text), setting) == value
     with pytest.raises(ValueError, match=r"coarse_bits: the paper's form \(paper_form, --paper-form\) has no"):
