@@ -14,8 +14,10 @@ from command_support import run
 from moepack.calibration.fisher import fisher
 from moepack.checkpoint import Checkpoint, describe
 from moepack.errors import CalibrationError, DiskError, ResumeError
+from moepack.format import PackedDirectory
 from moepack.methods import Auto, Rate
 from moepack.methods.auto.coded import Coded, _held
+from moepack.methods.auto.mixed import Mixed
 from moepack.methods.auto.target import Target
 from moepack.methods.rate.importance import find_balances
 from moepack.methods.rate.scales import Scales
@@ -91,7 +93,7 @@ MET = [{"size": "1.2MB"}, {"ratio": 0.3}, {"bits_per_weight": 4.0}, {"size": "3.
 
 
 @pytest.mark.parametrize("settings", MET)
-def test_a_size_is_met_and_the_plan_knows_it(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_size_is_met_and_expected_by_the_plan(settings: dict[str, Any], tmp_path: Path) -> None:
     method = Auto(**settings)
     plan = estimate(TINY_MOE, tmp_path / "out", method)
     report = moepack.compress(TINY_MOE, tmp_path / "out", method=method)
@@ -124,7 +126,7 @@ def test_measured_speeds_decide_where_speed_is_preferred(tmp_path: Path, monkeyp
     plans, losses = {}, {}
     for name, speeds in (("fast", FAST), ("alike", ALIKE)):
         monkeypatch.setattr("moepack.methods.auto.method.kept_speeds", lambda speeds=speeds: speeds)
-        method = Auto(bits_per_weight=4.0, prefer="speed")
+        method = Auto(bits_per_weight=4.0, prefer="speed", calibration="none")
         plans[name] = estimate(TINY_MOE, tmp_path / "out", method)
         made = plans[name].plan
         losses[name] = made.packer.loss
@@ -132,6 +134,27 @@ def test_measured_speeds_decide_where_speed_is_preferred(tmp_path: Path, monkeyp
         assert formats == ({list, float} if name == "fast" else {float})  # widths, steps
     fast, alike = plans["fast"], plans["alike"]
     assert fast.tokens_per_second > 1.3 * alike.tokens_per_second and losses["fast"] > losses["alike"]
+
+
+def test_a_text_helps_fast_formats_too(tmp_path: Path) -> None:
+    """Some tensors are coded and some have fixed widths; both are solved on the text, and a resumed job continues."""
+    losses = {}
+    methods = {
+        name: Auto(bits_per_weight=3.5, prefer="speed", calibration=source, samples=24, sequence_length=128)
+        for name, source in {"free": "none", "text": str(NOVEL)}.items()
+    }
+    for name, method in methods.items():
+        report = moepack.compress(TINY_MOE, tmp_path / name, method=method)
+        losses[name] = moepack.evaluate(tmp_path / name, NOVEL, 8000).loss
+        records = PackedDirectory.open(tmp_path / name).manifest.packed().values()
+        assert {record.kind for record in records} == {"coded", "groupwise"}
+        assert weight_bytes(tmp_path / name) <= report.packed_bytes
+    original = moepack.evaluate(TINY_MOE, NOVEL, 8000).loss
+    assert losses["text"] - original < 0.8 * (losses["free"] - original), (losses, original)
+    with support.interrupted(Mixed, 12):
+        moepack.compress(TINY_MOE, tmp_path / "again", method=methods["text"])
+    assert moepack.compress(TINY_MOE, tmp_path / "again", method=methods["text"]).resumed_weights > 0
+    assert support.contents(tmp_path / "again") == support.contents(tmp_path / "text")
 
 
 def test_rows_are_held_where_tables_list_their_integers() -> None:

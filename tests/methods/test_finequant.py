@@ -16,6 +16,7 @@ import moepack
 import packed_support as support
 import tiny_models
 from moepack import _core
+from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, describe
 from moepack.cli import main
 from moepack.format import PackedDirectory
@@ -32,6 +33,7 @@ from moepack.methods.finequant.sizes import (
 from moepack.methods.roles import parse_dense_bits
 from moepack.modules.linear import PackedLinear
 from moepack.pipeline import Assignment
+from places import NOVEL, TINY_MOE
 from runtime_support import ARCHITECTURES, logits, tiny_model, write_packed
 
 
@@ -216,8 +218,8 @@ def test_a_budget_has_less_error_than_the_fixed_size_of_the_same_bytes(outliers:
         for layer in form.layers:
             for projection in layer.projections:
                 values = torch.from_numpy(opened.blob(projection.packed_name).dequantize())
-                for expert in range(projection.shape[0]):
-                    error += float((values[expert] - projection.expert(expert).float()).square().sum())
+                given = torch.stack([projection.expert(each).float() for each in range(projection.shape[0])])
+                error += float((values - given).square().sum() / given.square().mean())
                 nbytes += opened.manifest.tensors[projection.packed_name].nbytes
         return error, nbytes
 
@@ -228,22 +230,7 @@ def test_a_budget_has_less_error_than_the_fixed_size_of_the_same_bytes(outliers:
 
 @pytest.mark.parametrize("group_size", [64, "row", "adaptive", "budget"])
 def test_bytes_do_not_depend_on_threads_or_interruptions(group_size: Any, mixtral: Path, tmp_path: Path) -> None:
-    def method() -> FineQuant:
-        return FineQuant(bits=3, group_size=group_size, dense_bits=8)
-
-    torch_threads, core_threads = torch.get_num_threads(), _core.threads()
-    try:
-        moepack.compress(mixtral, tmp_path / "one", method=method(), threads=1)
-        moepack.compress(mixtral, tmp_path / "four", method=method(), threads=4)
-    finally:
-        torch.set_num_threads(torch_threads)
-        _core.set_threads(core_threads)
-    assert support.contents(tmp_path / "one") == support.contents(tmp_path / "four")
-    with support.interrupted(FineQuant, 12):
-        moepack.compress(mixtral, tmp_path / "again", method=method())
-    report = moepack.compress(mixtral, tmp_path / "again", method=method())
-    assert report.resumed_weights > 0
-    assert support.contents(tmp_path / "one") == support.contents(tmp_path / "again")
+    support.assert_same_bytes(mixtral, tmp_path, lambda: FineQuant(bits=3, group_size=group_size, dense_bits=8), 12)
 
 
 @pytest.mark.parametrize("group_size", [64, "row", "adaptive", "budget"])
@@ -287,7 +274,7 @@ def test_the_command_line(mixtral: Path, tmp_path: Path, capsys: Any) -> None:
     assert run(*common[:2], tmp_path / "b", *common[3:], "--group-size", "budget", "--bits-per-weight", "2")[0] == 2
     assert run(*common[:2], tmp_path / "b", *common[3:], "--group-size", "48")[0] == 2
     without_effect = [
-        ("--codes", "plain"), ("--rank", "uniform:8"), ("--calibration", "text.txt"), ("--steps", "3"),
+        ("--codes", "plain"), ("--rank", "uniform:8"), ("--grid", "codebook"), ("--steps", "3"),
         ("--alpha", "0.3"), ("--bits-per-weight", "4.5"),
     ]  # fmt: skip
     for option in without_effect:
@@ -306,3 +293,95 @@ def test_the_mode_of_a_loaded_model(tmp_path: Path) -> None:
     assert torch.equal(logits(exact), logits(moepack.load(directory, mode="exact")))
     with pytest.raises(ValueError, match="mode must be one of"):
         moepack.load(directory, mode="int4")
+
+
+STAGES = 8
+"""Stages that a job solves before it is interrupted, in the second of two layers."""
+
+
+def with_text(text: Path = NOVEL, **settings: Any) -> FineQuant:
+    return FineQuant(calibration=str(text), samples=6, sequence_length=64, group=3, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bits": 3},
+        {"bits": 2, "symmetric": False, "group_size": 32},
+        {"bits": 4, "group_size": "adaptive", "dense_bits": 4},
+        {"bits": 3, "group_size": "budget"},
+        {"bits": 2, "grid": "codebook", "dense_bits": "attention=8"},
+    ],
+    ids=str,
+)
+def test_solved_on_a_text(settings: dict[str, Any], mixtral: Path, tmp_path: Path) -> None:
+    """Sizes are those without a text; the packed model computes what the solver chose; resumed bytes are the same."""
+    report = moepack.compress(mixtral, tmp_path / "packed", method=with_text(**settings))
+    assert all("quantized" not in note for note in report.notes)
+    manifest = PackedDirectory.open(tmp_path / "packed").manifest
+    kinds = {record.kind for record in manifest.packed().values() if record.experts}
+    assert kinds == {"codebook" if settings.get("grid") else "groupwise"}
+    if not settings.get("grid"):
+        moepack.compress(mixtral, tmp_path / "free", method=FineQuant(**settings))
+        free = PackedDirectory.open(tmp_path / "free").manifest.packed()
+        assert {name: record.nbytes for name, record in manifest.packed().items()} == {
+            name: record.nbytes for name, record in free.items()
+        }
+    expected = with_text(**settings).expected
+    for layer in describe(Checkpoint.open(mixtral)).layers:
+        for weights in layer_tensors(layer).values():
+            assert manifest.tensors[weights.name].nbytes <= with_text(**settings).bound(weights.shape)
+            if expected(weights).exact:
+                assert manifest.tensors[weights.name].nbytes == expected(weights).nbytes
+    assert torch.isfinite(logits(moepack.load(tmp_path / "packed"))).all()
+    with support.interrupted(FineQuant, STAGES):
+        moepack.compress(mixtral, tmp_path / "again", method=with_text(**settings))
+    assert moepack.compress(mixtral, tmp_path / "again", method=with_text(**settings)).resumed_weights > 0
+    assert support.contents(tmp_path / "again") == support.contents(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_a_text_lowers_the_loss(bits: int, tmp_path: Path) -> None:
+    novel = NOVEL.read_text(encoding="utf-8")
+    head, tail = tmp_path / "head.txt", tmp_path / "tail.txt"
+    head.write_text(novel[: len(novel) * 3 // 4], encoding="utf-8")
+    tail.write_text(novel[len(novel) * 3 // 4 :], encoding="utf-8")
+    original = moepack.evaluate(TINY_MOE, tail, 12000).loss
+    seen = {"calibration": str(head), "samples": 48, "sequence_length": 256}
+    methods = {
+        "free": FineQuant(bits),
+        "text": FineQuant(bits, **seen),
+        "book": FineQuant(bits, grid="codebook", **seen),
+    }
+    rises = {}
+    for name, method in methods.items():
+        moepack.compress(TINY_MOE, tmp_path / name, method=method)
+        rises[name] = moepack.evaluate(tmp_path / name, tail, 12000).loss - original
+    assert rises["text"] < 0.6 * rises["free"], rises
+    assert rises["book"] < rises["text"], rises
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"grid": "codebook"},
+        {"grid": "codebook", "bits": 8, "calibration": "x"},
+        {"grid": "codebook", "group_size": 32, "calibration": "x"},
+        {"grid": "codebook", "symmetric": False, "calibration": "x"},
+        {"grid": "lattice"},
+    ],
+    ids=str,
+)
+def test_grids_that_do_not_exist_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="grid"):
+        FineQuant(**settings)
+
+
+def test_experts_without_tokens_are_rounded_and_named(mixtral: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("a")
+    for grid in ("integers", "codebook"):
+        method = FineQuant(2, calibration=str(short), samples=1, sequence_length=1, grid=grid)
+        report = moepack.compress(mixtral, tmp_path / grid, method=method)
+        assert any("no calibration token reached" in note for note in report.notes)
+        assert torch.isfinite(logits(moepack.load(tmp_path / grid))).all()

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -148,6 +149,11 @@ class Stage:
         """Return this stage with some of its tensors."""
         weights = {name: weights for name, weights in self.weights.items() if name in names}
         return replace(self, tensors={name: self.tensors[name] for name in names}, weights=weights)
+
+    def with_cached_moments(self) -> Stage:
+        """Return this stage with moments that are computed once, for tensors that are solved one after another."""
+        assert self.inputs is not None
+        return replace(self, inputs=replace(self.inputs, moments=cache(self.inputs.moments)))
 
     def finite(self) -> Stage:
         """Return this stage after checking that its weights are finite.

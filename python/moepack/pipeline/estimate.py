@@ -28,6 +28,7 @@ from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
 from moepack.methods import Goal, Method, MethodPlan, Weights
 from moepack.methods.base import Expected
+from moepack.methods.mixins import goal_of, is_sized_by_plan, requested
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.outputs import Outputs, check_text, plan_outputs, space_bound
@@ -41,12 +42,13 @@ TOKEN_SECONDS = 3e-10
 """Single-thread seconds per packed weight and calibration token that visits it."""
 
 SOLVER = {"each": 0.33, "column": 3.2e-4, "weight": 8e-8, "cube": 9e-11}
-"""Single-thread seconds of calibrated solving by `auto` and `rate` on a Xeon (Sapphire Rapids): to start a layer of
-experts or a linear layer ("each"); per column and pass ("column"); per weight and pass ("weight"); and per columns
-cubed to factorize a Hessian ("cube")."""
+"""Single-thread seconds of calibrated solving by `auto`, `rate` and `finequant` on a Xeon (Sapphire Rapids): to start a
+layer of experts or a linear layer ("each"); per column and pass ("column"); per weight and pass ("weight"); and per
+columns cubed to factorize a Hessian ("cube")."""
 
-DENSE_PASSES, EXPERT_PASSES = 3.7, 2.5
-"""Mean number of solver passes over a linear layer and over experts."""
+PASSES = {"coded": (3.7, 2.5), "int": (5.0, 5.0)}
+"""Mean number of solver passes over a linear layer and over experts, by the kind of product. Integers in groups take
+one pass of GPTQ, and three that replace codes and scales."""
 
 PROCESS = 450 << 20
 """Memory in bytes of a process that has imported torch."""
@@ -90,7 +92,7 @@ class Estimate:
     """The expected resources and results of a job.
 
     Attributes:
-        model: directory of the checkpoint.
+        model: directory of the checkpoint, or its Hub id.
         architecture: transformers' model type.
         layers, experts: number of sparse layers, and of experts in the first of them.
         method, settings: name and settings of the method.
@@ -183,10 +185,10 @@ def _estimated(
     outputs = plan_outputs(checkpoint, found, assignment)
     disk, free = _disk(outputs, checkpoint, target, goal)
     streaming = source.streaming(assignment.layers(found), method.looks_ahead, free - disk)
-    made = method.plan(checkpoint, found, progress) if method.sized_by_plan and streaming is None else None
+    made = method.plan(checkpoint, found, progress) if is_sized_by_plan(method) and streaming is None else None
     room = None if goal is None else goal.nbytes - dense_bytes(outputs, checkpoint)
     parts = packed_parts(outputs, assignment, made, room)
-    kept, request = _kept(outputs, checkpoint), method.request if made is None else made.request
+    kept, request = _kept(outputs, checkpoint), requested(method) if made is None else made.request
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
     return Estimate(
@@ -194,7 +196,7 @@ def _estimated(
         + (() if made is None else made.notes)
         + ((streaming.note,) if streaming is not None and streaming.note else ()),
         streaming=streaming,
-        model=checkpoint.path,
+        model=checkpoint.path if source.remote is None else Path(source.model),
         architecture=found.architecture,
         layers=len(found.layers),
         experts=experts,
@@ -221,7 +223,7 @@ def _sound(
     """Check a job as `compress` does; return the checkpoint to pack, its description, its methods and its size."""
     found = describe(checkpoint)
     method.check(checkpoint, found)
-    goal = method.goal(checkpoint, found)
+    goal = goal_of(method, checkpoint, found)
     try_creating(target)
     assignment = Assignment(method).with_beyond(found, mtp_bits)
     check_names(checkpoint, found, assignment)
@@ -274,7 +276,7 @@ def packed_parts(
         chosen = assignment.of(middle)
         assert isinstance(chosen, Method), "estimates do not include tensors that are already packed"
         sized = made.packer if made is not None and chosen is made.method else chosen
-        if made is None and chosen.sized_by_plan and room is not None:
+        if made is None and is_sized_by_plan(chosen) and room is not None:
             found = Expected(math.prod(shape) * room / max(every, 1), exact=False)
         else:
             found = sized.expected(middle)
@@ -344,16 +346,17 @@ def _tokens(request: CalibrationRequest | None) -> int:
 
 
 def _solving(outputs: Outputs, method: Method, request: CalibrationRequest | None, workers: int) -> float:
-    """Return the seconds of calibrated solving of uniform integers: a fixed part, and a part shared by threads."""
-    if request is None or method.kernel != "coded":
+    """Return the seconds of calibrated solving of integers: a fixed part, and a part shared by threads."""
+    if request is None or method.kernel not in PASSES:
         return 0.0
+    dense_passes, expert_passes = PASSES[method.kernel]
     fixed, shared = 0.0, 0.0
     for shard in outputs.shards:
         tensors = [] if shard.layer is None else list(layer_tensors(shard.layer).values())
         solved = [weights for weights in tensors if weights.role not in (EMBEDDING, "head")]
         sparse = any(weights.role == "experts" for weights in solved)
         fixed += SOLVER["each"] * (1 if sparse else len(solved))
-        passes = EXPERT_PASSES if sparse else DENSE_PASSES
+        passes = expert_passes if sparse else dense_passes
         for experts, rows, columns in (weights.shape for weights in solved):
             groups = math.ceil(experts / request.settings.group)
             fixed += passes * SOLVER["column"] * columns * groups

@@ -26,7 +26,7 @@ from moepack import _core
 from moepack.errors import InvalidTensorError
 from moepack.solvers.drift import corrected
 from moepack.solvers.fixed_point import fixed_point, split_blocks
-from moepack.solvers.gptq import Factors, factorize
+from moepack.solvers.gptq import Factors, damped, factorize
 from moepack.solvers.kmeans import kmeans, uniform
 
 __all__ = ["ClusterSettings", "Clustered", "cluster", "look_up"]
@@ -110,9 +110,9 @@ def cluster(weights: Tensor, hessians: Tensor, drift: Tensor, settings: ClusterS
         raise InvalidTensorError("weights hold NaN or infinite values")
     weights, hessians, drift = (tensor.float().cpu() for tensor in (weights, hessians, drift))
     factors = factorize(hessians, settings.damping)
-    damped = _damped(hessians, factors)
+    metric = damped(hessians, factors.damping, factors.reasons)
     target = corrected(weights, hessians, drift, settings.drift, settings.damping, factors)
-    importance = damped.diagonal(dim1=1, dim2=2) if settings.weighted else torch.ones_like(damped[:, 0])
+    importance = metric.diagonal(dim1=1, dim2=2) if settings.weighted else torch.ones_like(metric[:, 0])
     parts = zip(split_blocks(target, settings.block), split_blocks(importance, settings.block), strict=True)
     if settings.start == "uniform":
         books = [uniform(part, 1 << settings.bits) for part, _ in parts]
@@ -122,9 +122,9 @@ def cluster(weights: Tensor, hessians: Tensor, drift: Tensor, settings: ClusterS
     points = None
     if settings.assignment == "diagonal":
         points = weights * _ratio(hessians, drift, factors)[:, None]
-    codes, centroids, objectives = _refine(target, damped, start, factors.upper, points, settings)
+    codes, centroids, objectives = _refine(target, metric, start, factors.upper, points, settings)
     stored = fixed_point(centroids, settings.centroid_bits).values()
-    energy = torch.einsum("erc,ecd,erd->e", target, damped, target).double().clamp(min=1e-30)
+    energy = torch.einsum("erc,ecd,erd->e", target, metric, target).double().clamp(min=1e-30)
     return Clustered(codes, stored, objectives.sum(1) / energy[:, None], factors.reasons)
 
 
@@ -132,19 +132,6 @@ def look_up(codes: Tensor, centroids: Tensor, block: int | None) -> Tensor:
     """Return the values [..., R, C] of codes [..., R, C] with centroids [..., R, B, K]."""
     parts = split_blocks(codes, block)
     return torch.cat([torch.gather(centroids[..., i, :], -1, part.long()) for i, part in enumerate(parts)], -1)
-
-
-def _damped(hessians: Tensor, factors: Factors) -> Tensor:
-    """Return the factorized matrices, [E, C, C]; the identity if there is no factor."""
-    scale = torch.tensor(factors.scale).clamp(min=torch.finfo(torch.float32).tiny)
-    damped = hessians / scale[:, None, None].to(hessians.dtype)
-    damped.masked_fill_(factors.dead[:, :, None] | factors.dead[:, None, :], 0)
-    extra = torch.tensor(factors.damping)[:, None] + factors.dead
-    damped.diagonal(dim1=1, dim2=2).add_(extra.to(damped.dtype))
-    for expert, reason in enumerate(factors.reasons):
-        if reason is not None:
-            damped[expert] = torch.eye(damped.shape[-1])
-    return damped
 
 
 def _ratio(hessians: Tensor, drift: Tensor, factors: Factors) -> Tensor:
@@ -157,7 +144,7 @@ def _ratio(hessians: Tensor, drift: Tensor, factors: Factors) -> Tensor:
 
 def _refine(
     target: Tensor,
-    damped: Tensor,
+    metric: Tensor,
     start: tuple[Tensor, Tensor],
     factors: Tensor,
     points: Tensor | None,
@@ -166,7 +153,7 @@ def _refine(
     """Return codes, centroids and objectives [E, R, steps + 1]."""
     codes, centroids = start
     found = _core.refine_codebooks(
-        target.contiguous().numpy(), damped.contiguous().numpy(), codes.numpy(), centroids.contiguous().numpy(),
+        target.contiguous().numpy(), metric.contiguous().numpy(), codes.numpy(), centroids.contiguous().numpy(),
         block=settings.block or max(codes.shape[-1], 1), steps=settings.steps,
         factors=None if points is not None else factors.contiguous().numpy(),
         points=None if points is None else points.contiguous().numpy(),

@@ -20,7 +20,7 @@ with an unusable Hessian gets F = I, which is rounding to nearest, and its repor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -196,6 +196,27 @@ def factorize(hessians: Tensor, damping: float) -> Factors:
     for e in todo:
         reasons[e] = "the Hessian has no Cholesky factor under any damping"
     return Factors(upper, pivots, scale.tolist(), used, dead, reasons)
+
+
+def damped(hessians: Tensor, damping: Sequence[float], reasons: Sequence[str | None]) -> Tensor:
+    """Return the matrices that `factorize` found factors of, [E, C, C] float32 with a mean diagonal of 1 + damping.
+
+    Args:
+        hessians: [E, C, C]. Not modified.
+        damping: the relative damping of each expert's factors.
+        reasons: why an expert has no factors, or None; its matrix is the identity.
+    """
+    diagonal = hessians.diagonal(dim1=1, dim2=2).double()
+    dead = diagonal == 0
+    scale = diagonal.sum(1) / (~dead).sum(1).clamp(min=1)
+    found = hessians.float() / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None, None].float()
+    found.masked_fill_(dead[:, :, None] | dead[:, None, :], 0)
+    extra = torch.tensor(damping, device=found.device)[:, None] + dead
+    found.diagonal(dim1=1, dim2=2).add_(extra.to(found.dtype))
+    for expert, reason in enumerate(reasons):
+        if reason is not None:
+            found[expert] = torch.eye(found.shape[-1], device=found.device)
+    return found
 
 
 def _unusable(hessian: Tensor, diagonal: Tensor, scale: float) -> str | None:

@@ -72,7 +72,7 @@ class TernaryGrid:
             return
         low, high = torch.aminmax(weights, dim=-1)
         levels = torch.stack([low.clamp(max=0), high.clamp(min=0)], dim=-1)
-        self.levels = _store(levels, self.storage)
+        self.levels = stored(levels, self.storage)
 
     def enter(self, start: int, weights: Tensor) -> None:
         """Do nothing: the levels belong to the original row."""
@@ -181,7 +181,7 @@ class AffineGrid:
 
     def stored(self, parameters: Tensor) -> Tensor:
         """Round parameters to their stored dtype."""
-        return _store(parameters, self.storage)
+        return stored(parameters, self.storage)
 
     def values(self, codes: Tensor) -> Tensor:
         """Return the float32 values of codes [E, R, C]."""
@@ -237,7 +237,7 @@ class SymmetricGrid:
         return (steps + self.half).to(torch.uint8), steps * scale
 
 
-def _store(values: Tensor, dtype: torch.dtype) -> Tensor:
+def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to the stored dtype, saturating at its largest finite value."""
     limit = torch.finfo(dtype).max
     return values.clamp(-limit, limit).to(dtype).to(values.dtype)

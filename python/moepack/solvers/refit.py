@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moepack.solvers.grids import AffineGrid
+from moepack.solvers.grids import AffineGrid, stored
 
-__all__ = ["refit_groups"]
+__all__ = ["best_parameters", "refit_groups"]
 
 #: Sweeps over the groups; a third sweep changes no measured figure.
 SWEEPS = 2
@@ -45,23 +45,47 @@ def refit_groups(weights: Tensor, codes: Tensor, hessians: Tensor, grid: AffineG
     for group in range(grid.scales.shape[-1] * SWEEPS):
         group %= grid.scales.shape[-1]
         part = slice(group * grid.width, min((group + 1) * grid.width, codes.shape[-1]))
-        steps = _steps(codes[..., part].float(), left[..., part], scaled[:, part, part])
-        scale = grid.stored(grid.scales[..., group] + steps[0] * usable[:, None])
-        offset = grid.stored(grid.offsets[..., group] + steps[1] * usable[:, None])
+        scale, offset = grid.scales[..., group], grid.offsets[..., group]
+        found = best_parameters(
+            codes[..., part].float(), left[..., part], scaled[:, part, part], scale, offset, grid.storage
+        )
+        scale = torch.where(usable[:, None], found[0], scale)
+        offset = offset if found[1] is None else torch.where(usable[:, None], found[1], offset)
         new = scale[..., None] * codes[..., part] + offset[..., None]
         left -= torch.bmm(new - values[..., part], scaled[:, part])
         grid.scales[..., group], grid.offsets[..., group], values[..., part] = scale, offset, new
     return values
 
 
-def _steps(codes: Tensor, left: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Return changes of scale and offset [E, R] that minimize the error over one group; zero if undetermined."""
+def best_parameters(
+    codes: Tensor, left: Tensor, hessian: Tensor, scale: Tensor, offset: Tensor | None, storage: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scale and offset of a group that minimize the output error, rounded as stored.
+
+    Args:
+        codes: [E, R, width], in steps of the scale.
+        left: [E, R, width], the residual of all weights times the Hessian, in the group's columns.
+        hessian: [E, width, width].
+        scale, offset: [E, R], the present parameters; no offset for a symmetric group.
+        storage: dtype of the stored parameters.
+
+    Returns:
+        The parameters [E, R]; the present ones where none are better, or the codes do not determine any.
+    """
     seen = torch.bmm(codes, hessian)
-    cc, c1, one = (seen * codes).sum(-1), seen.sum(-1), hessian.sum((1, 2))[:, None]
-    bc, b1 = (left * codes).sum(-1), left.sum(-1)
+    cc, bc = (seen * codes).sum(-1), (left * codes).sum(-1)
+    if offset is None:
+        sound = cc > 0
+        rise = torch.where(sound, bc / torch.where(sound, cc, 1.0), 0.0)
+        new = stored(scale + rise, storage)
+        rise = new - scale
+        return torch.where(rise * (2 * bc - rise * cc) > 0, new, scale), None
+    c1, one, b1 = seen.sum(-1), hessian.sum((1, 2))[:, None], left.sum(-1)
     determinant = cc * one - c1 * c1
     sound = determinant > SINGULAR * cc * one
     safe = torch.where(sound, determinant, 1.0)
-    changes = (bc * one - b1 * c1) / safe, (b1 * cc - bc * c1) / safe
-    sound &= torch.isfinite(changes[0]) & torch.isfinite(changes[1])
-    return torch.where(sound, changes[0], 0.0), torch.where(sound, changes[1], 0.0)
+    steps = (bc * one - b1 * c1) / safe, (b1 * cc - bc * c1) / safe
+    pair = [stored(old + step, storage) for old, step in zip((scale, offset), steps, strict=True)]
+    rise, shift = pair[0] - scale, pair[1] - offset
+    better = rise * (2 * bc - rise * cc) + shift * (2 * b1 - shift * one) - 2 * rise * shift * c1 > 0
+    return torch.where(sound & better, pair[0], scale), torch.where(sound & better, pair[1], offset)

@@ -1,7 +1,7 @@
 """Fixed-width formats, chosen per tensor: fewer bits or larger groups if errors matter less.
 
-Their matrix products are several times as fast as those of coded integers (docs/performance.md). Packing a tensor needs
-no text.
+Their matrix products are several times as fast as those of coded integers (docs/performance.md). With a text, tensors
+are solved on its inputs (`finequant.solving`), otherwise rounded to nearest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from moepack.methods.auto.packer import Allocated
 from moepack.methods.base import Expected, PackedBytes, Solution, Weights
 from moepack.methods.finequant.method import FineQuant
 from moepack.methods.finequant.planning import proposals
+from moepack.methods.finequant.solving import solve_on_inputs
 from moepack.methods.rate.importance import Importance, role_of
+from moepack.solvers.integers import IntegerSettings
 from moepack.solvers.widths import BITS
 
 __all__ = ["Grouped"]
@@ -54,12 +56,15 @@ class Grouped(Allocated):
     ) -> Iterator[tuple[str, Candidate[Choice]]]:
         """Yield each width and group size for every tensor except the embedding, whose products this format lacks.
 
+        Losses are squared errors of rounded weights, multiplied by the factors that make all errors count equally.
+
         Raises:
             InvalidTensorError: a sampled weight is NaN or infinite.
         """
+        weighing = {name: (scales.rows, scales.columns) for name, scales in importance.scales.items()}
         for bits in BITS:
             widths = {"experts": bits, **dict.fromkeys(ROLES, bits)}
-            for one in proposals(checkpoint, model, widths, importance=importance.values, sizes=SIZES):
+            for one in proposals(checkpoint, model, widths, weighing=weighing, sizes=SIZES):
                 for each in one.candidates:
                     yield one.name, Candidate(each.format, (bits, each.specification), each.nbytes, each.loss)
 
@@ -89,9 +94,14 @@ class Grouped(Allocated):
         return {name: list(choice) for name, choice in self.choices.items()}
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
-        """Round a tensor to nearest."""
+        """Solve the tensors of a stage on their inputs, or round one to nearest."""
+        if stage.inputs is not None:
+            return solve_on_inputs(stage, self._grid)
         (weights,) = stage.tensors.values()
         return self._method(weights.name).solve(stage)
+
+    def _grid(self, weights: Weights) -> IntegerSettings:
+        return IntegerSettings(*self.choices[weights.name])
 
     def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack the codes of a tensor."""

@@ -5,15 +5,15 @@ at one price per bit. The cost of an error of each tensor is measured on the cal
 determines the step of each tensor and the bits of each layer. Within a layer, the text's Hessians allocate the bits.
 The difference between a layer's actual size and its budget is passed on to later layers.
 
-With `prefer="speed"`, a tensor may also use a fixed-width format, whose products are several times as fast. The choice
-minimizes a combination of loss and time (`mixed`).
+With `prefer="speed"`, a tensor may also use a fixed-width format, whose products are several times as fast and which is
+solved on the text as well. The choice minimizes a combination of loss and time (`mixed`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -32,13 +32,15 @@ from moepack.methods.auto.mixed import Mixed
 from moepack.methods.auto.packer import Allocated
 from moepack.methods.auto.settings import NO_TEXT, AutoSettings
 from moepack.methods.auto.target import Target
-from moepack.methods.base import Goal, Method, MethodPlan, Shape
+from moepack.methods.base import Method, MethodPlan, Shape
 from moepack.methods.files import kept_bytes
 from moepack.methods.fitting import Fitted, Wanted
+from moepack.methods.mixins import Calibrates, Goal, MeetsSize, PacksLinears
 from moepack.methods.rate.coder import bound
 from moepack.methods.rate.importance import find_importance
 from moepack.methods.rate.method import Rate
 from moepack.methods.rate.settings import LEAST_BITS, MOST_BITS
+from moepack.methods.request import TEXT_SETTINGS
 from moepack.progress import Progress, Silent
 from moepack.textfile import BUILT_IN
 from moepack.units import size as in_words
@@ -50,7 +52,7 @@ UNREAD = "The built-in text was not used, so the importance of weights is estima
 
 
 @dataclass
-class Auto(AutoSettings, Fitted, Method):
+class Auto(AutoSettings, Fitted, Calibrates, MeetsSize, PacksLinears, Method):
     """The method with its settings."""
 
     sized_by_plan: ClassVar[bool] = True
@@ -59,8 +61,7 @@ class Auto(AutoSettings, Fitted, Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._target = Target(self.size, self.bits_per_weight, self.ratio)
-        # With prefer="speed", formats are compared by rounding errors of the weights, which need no text.
-        if self.calibration == NO_TEXT or (self.calibration == BUILT_IN and self.prefer == "speed"):
+        if self.calibration == NO_TEXT:
             self.calibration = None
         self._rate(self.calibration)  # runs its checks
 
@@ -72,7 +73,7 @@ class Auto(AutoSettings, Fitted, Method):
     @property
     def request(self) -> CalibrationRequest | None:
         """The calibration set if tensors are solved on their inputs, otherwise None."""
-        return self._rate(self.calibration).request if self.prefer == "quality" else None
+        return self._rate(self.calibration).request
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -81,8 +82,8 @@ class Auto(AutoSettings, Fitted, Method):
 
     def _settings(self, source: str | None) -> dict[str, Any]:
         found: dict[str, Any] = {"prefer": self.prefer, "codes": self.codes}
-        if source is not None and self.prefer == "quality":
-            found |= {key: getattr(self, key) for key in ("samples", "sequence_length", "group", "seed")}
+        if source is not None:
+            found |= {key: getattr(self, key) for key in TEXT_SETTINGS}
         return found
 
     @property
@@ -152,8 +153,8 @@ class Auto(AutoSettings, Fitted, Method):
         settings = {**self._settings(source), "size": goal.nbytes}
         packer: Allocated
         if self.prefer == "speed":
-            weighed, speeds = replace(rate, calibration=None), kept_speeds() or measure_speeds()
-            packer = mixed = Mixed.chosen(weighed, checkpoint, model, importance, room, shapes, speeds)
+            speeds = kept_speeds() or measure_speeds()
+            packer = mixed = Mixed.chosen(rate, checkpoint, model, importance, room, shapes, speeds)
             settings["choices"] = mixed.identity
         else:
             packer = Coded.within(rate, checkpoint, model, importance, room, shapes)
@@ -162,7 +163,7 @@ class Auto(AutoSettings, Fitted, Method):
             packer,
             checkpoint.fingerprint(),
             settings,
-            request=rate.request if self.prefer == "quality" else None,
+            request=rate.request,
             decisions=packer.decisions,
             goal=goal,
             loss=(packer.loss / WITHIN, packer.loss * WITHIN) if importance.measured else None,

@@ -4,13 +4,16 @@ The candidates of a tensor are fixed-width integers in groups and coded integers
 the expected loss times the square of the time per token within the given bytes: 1 % less time is worth 2 % more loss.
 Times are those of matrix products on this machine (`moepack.backends.speeds`). Rows of an embedding that is not also
 the head are looked up and take no time.
+
+Losses are compared by the errors of rounded weights in the metric that counts all errors equally. With a text, the
+tensors of either format are then solved on its inputs.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +29,9 @@ from moepack.checkpoint.architectures import described
 from moepack.checkpoint.dense import EMBEDDING
 from moepack.methods.auto.coded import Coded, coded_within
 from moepack.methods.auto.grouped import Grouped
-from moepack.methods.auto.loss import expected_rise
+from moepack.methods.auto.loss import expected_rise, solved_rise
 from moepack.methods.auto.packer import Allocated
-from moepack.methods.base import Expected, PackedBytes, Shape, Solution, Weights
+from moepack.methods.base import Expected, LayerPlan, PackedBytes, Shape, Solution, Weights
 from moepack.methods.rate.importance import Importance
 from moepack.methods.rate.method import Rate
 from moepack.methods.rate.sample import Sample, take_sample
@@ -88,7 +91,7 @@ class Mixed(Allocated):
         """Choose a format for each tensor within `room` bytes.
 
         Args:
-            rate: the method `rate` without a text.
+            rate: the method `rate`, with a text or without one.
             checkpoint, model: the model to pack.
             importance: importance of its tensors.
             room: bytes for all tensors.
@@ -120,9 +123,8 @@ class Mixed(Allocated):
         coded = Coded.within(rate, checkpoint, model, importance, left, rest) if rest else None
         errors = Counter(grouped.errors)
         errors.update(coded.errors if coded else {})
-        return cls(
-            grouped, coded, errors, expected_rise(errors), sum(times[name][number] for name, number in picked.items())
-        )
+        loss = expected_rise(errors) if rate.calibration is None else solved_rise(errors, whole.bits_per_weight)
+        return cls(grouped, coded, errors, loss, sum(times[name][number] for name, number in picked.items()))
 
     @property
     def identity(self) -> str:
@@ -143,15 +145,50 @@ class Mixed(Allocated):
         """The bits and the group size, or the step, of each tensor."""
         return {**({} if self.coded is None else self.coded.decisions), **self.grouped.decisions}
 
+    def layer_plan(self, experts: int, spent: Mapping[str, int]) -> LayerPlan | None:
+        """Return the plan of a layer's coded tensors, which share bits if there is a text."""
+        own = None if self.coded is None else self.coded.layer_plan(experts, self._coded_sizes(spent))
+        return None if own is None else _CodedPart(own, self.grouped.choices)
+
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
-        """Quantize a tensor in its chosen format; coded tensors compensate for the sizes of earlier ones."""
-        (weights,) = stage.tensors.values()
-        coded = {name: nbytes for name, nbytes in stage.spent.items() if name not in self.grouped.choices}
-        return self._of(weights.name).solve(replace(stage, spent=coded))
+        """Quantize tensors in their chosen formats; coded tensors compensate for the sizes of earlier ones."""
+        plan = stage.plan.plan_of_coded if isinstance(stage.plan, _CodedPart) else stage.plan
+        stage = replace(stage, spent=self._coded_sizes(stage.spent), plan=plan)
+        if stage.inputs is None:
+            (weights,) = stage.tensors.values()
+            return self._of(weights.name).solve(stage)
+        stage = stage.with_cached_moments()
+        found: dict[str, Solution] = {}
+        for packer in (self.grouped, self.coded):
+            names = [name for name, weights in stage.tensors.items() if self._of(weights.name) is packer]
+            if packer is not None and names:
+                found |= packer.solve(stage.only(names))
+        return found
+
+    def _coded_sizes(self, spent: Mapping[str, int]) -> dict[str, int]:
+        return {name: nbytes for name, nbytes in spent.items() if name not in self.grouped.choices}
+
+    def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+        """Name experts that saw few tokens, and experts that were quantized without error compensation."""
+        return () if self.coded is None else self.coded.notes(layers)
 
     def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack a tensor in its chosen format."""
         return self._of(weights.name).pack(weights, solution)
+
+
+@dataclass(frozen=True)
+class _CodedPart:
+    """The plan of a layer, which sees only coded tensors."""
+
+    plan_of_coded: LayerPlan
+    fixed: Collection[str]
+
+    def plan(self, stage: Stage) -> None:
+        """Inspect the coded tensors of a stage."""
+        names = [name for name, weights in stage.tensors.items() if weights.name not in self.fixed]
+        if names:
+            self.plan_of_coded.plan(stage.only(names))
 
 
 def _rates(sample: Sample, step: Step) -> Iterator[tuple[str, Candidate[Any]]]:

@@ -1,9 +1,9 @@
-"""The method `finequant`: symmetric integers, rounded to nearest, per row or per group of columns (FineQuant, section
-3).
+"""The method `finequant`: integers per row or per group of columns (FineQuant, section 3).
 
-It needs no calibration. A tensor's group size is fixed, or chosen from its weights: by the paper's adaptive rule
-(section 3.3), or by loss per byte over all tensors of the model. Experts, attention, shared experts and other linear
-layers may use different bits (table 5).
+It needs no calibration: weights are rounded to nearest. With a text they are solved on its inputs (`solving`), and
+experts may have a codebook per row instead. A tensor's group size is fixed, or chosen from its weights: by the paper's
+adaptive rule (section 3.3), or by loss per byte over all tensors of the model. Experts, attention, shared experts and
+other linear layers may use different bits (table 5).
 """
 
 from __future__ import annotations
@@ -18,11 +18,25 @@ import numpy as np
 import torch
 
 from moepack import _core
+from moepack.calibration import CalibrationRequest
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import Expected, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.codequant import packing as codebook
+from moepack.methods.codequant.packing import pack
+from moepack.methods.coverage import coverage_notes
 from moepack.methods.finequant.planning import REFERENCE, plan_sizes, proposals
-from moepack.methods.finequant.settings import ADAPTIVE, ALPHA, BUDGET, ROW, FineQuantSettings
+from moepack.methods.finequant.settings import (
+    ADAPTIVE,
+    ALPHA,
+    BOOK_BITS,
+    BUDGET,
+    CODEBOOK,
+    GROUP,
+    INTEGERS,
+    ROW,
+    FineQuantSettings,
+)
 from moepack.methods.finequant.sizes import (
     GroupSize,
     free_size,
@@ -32,18 +46,25 @@ from moepack.methods.finequant.sizes import (
     sizes_for,
     stored_size,
 )
+from moepack.methods.finequant.solving import Grid, book_settings, solve_on_inputs, solve_without_inputs
 from moepack.methods.fitting import DENSE, Fitted, Wanted
+from moepack.methods.mixins import Calibrates, PacksLinears
 from moepack.methods.parallel import for_experts
+from moepack.methods.request import TEXT_SETTINGS, request_of
 from moepack.methods.roles import dense_text, parse_dense_bits
+from moepack.methods.settings import in_words
 from moepack.progress import Progress
+from moepack.solvers.activations import Rounding
+from moepack.solvers.codebooks import ClusterSettings
 from moepack.solvers.groupwise import group_values, quantize_groupwise
+from moepack.solvers.integers import IntegerSettings
 from moepack.solvers.widths import BITS
 
 __all__ = ["FineQuant"]
 
 
 @dataclass
-class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
+class FineQuant(FineQuantSettings, Fitted, Calibrates, PacksLinears, SimpleMethod):
     """The method with its settings."""
 
     packs_empty: ClassVar[bool] = True
@@ -58,16 +79,37 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         elif self.alpha is not None:
             raise ValueError("alpha requires group_size adaptive")
         self._dense = parse_dense_bits(self.dense_bits)
+        if self.grid == CODEBOOK:
+            self._check_book()
+        _ = self.request  # runs its checks
+
+    def _check_book(self) -> None:
+        """Raise ValueError if other settings do not fit a codebook per row."""
+        if self.calibration is None:
+            raise ValueError("grid codebook requires calibration")
+        if self.bits not in BOOK_BITS:
+            raise ValueError(f"grid codebook requires bits {in_words(BOOK_BITS)}, not {self.bits}")
+        if self.group_size not in (GROUP, ROW) or not self.symmetric:
+            raise ValueError("grid codebook has neither group_size nor offsets: a codebook belongs to a row")
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All settings that change the output."""
+        """All settings that change the output, except the calibration set."""
         values: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size}
+        if self.grid == CODEBOOK:
+            values["grid"] = self.grid
+        if self.calibration is not None:
+            values |= {key: getattr(self, key) for key in TEXT_SETTINGS}
         if self.group_size == BUDGET:
             values["bits_per_weight"] = self.bits_per_weight
         if self.group_size == ADAPTIVE:
             values["alpha"] = self.alpha
         return {**values, "dense_bits": dense_text(self._dense), "symmetric": self.symmetric}
+
+    @property
+    def request(self) -> CalibrationRequest | None:
+        """The calibration set, and how the model runs; None without calibration."""
+        return request_of(self)
 
     @property
     def dense_roles(self) -> frozenset[str]:
@@ -80,9 +122,9 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         return True
 
     @property
-    def kernel(self) -> str:
-        """Products of group-wise integers."""
-        return "int"
+    def kernel(self) -> str | None:
+        """Products of group-wise integers; those of codebooks are not measured."""
+        return "int" if self.grid == INTEGERS else None
 
     @property
     def looks_ahead(self) -> bool:
@@ -91,6 +133,8 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the size with the fixed group size, or with the smallest one if it is not yet known."""
+        if self._is_book(role):
+            return codebook.packed_bytes(shape, self.bits, None, 0)
         bits = self._bits(role)
         if isinstance(self.group_size, int) or self.group_size == ROW:
             return packed_bytes(shape, bits, self._fixed(), self.symmetric)
@@ -102,7 +146,7 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
     def expected(self, weights: Weights) -> Expected:
         """Return the size: exact for a fixed group size, otherwise the budget or an estimate from the first expert."""
         bits = self._bits(weights.role)
-        if isinstance(self.group_size, int) or self.group_size == ROW:
+        if isinstance(self.group_size, int) or self.group_size == ROW or self._is_book(weights.role):
             return Expected(self.bound(weights.shape, weights.role), exact=True)
         if self.group_size != BUDGET:
             return Expected(self.sample(weights.one_expert()).data.nbytes * weights.shape[0], exact=False)
@@ -124,13 +168,18 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         bits = {"experts": self.bits, **self._dense}
         found = list(proposals(checkpoint, model, bits, self.symmetric))
         sizes = plan_sizes(found, self.bits_per_weight, self.symmetric)
-        return MethodPlan(self, self._with_sizes(sizes), checkpoint.fingerprint(), self.settings, decisions=sizes)
+        packer = self._with_sizes(sizes)
+        return MethodPlan(self, packer, checkpoint.fingerprint(), self.settings, self.request, decisions=sizes)
 
     def _with_sizes(self, sizes: Mapping[str, GroupSize]) -> FineQuant:
         """Return a packer with a group size for each tensor."""
         packer = copy(self)
         packer._sizes = sizes
         return packer
+
+    def notes(self, layers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+        """Name experts that saw few tokens, and experts that were quantized without error compensation."""
+        return coverage_notes(layers, self.minimum_tokens)
 
     @classmethod
     def fitted(cls, wanted: Wanted) -> FineQuant:
@@ -139,7 +188,7 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         weights = sum(map(math.prod, shapes))
         for bits in reversed(BITS):
             if rate * weights >= 8 * sum(packed_bytes(shape, bits, 128) for shape in shapes):
-                return cls(bits, BUDGET, rate, dense_bits=bits)
+                return cls(bits, BUDGET, rate, dense_bits=bits, **wanted.text)
         raise ValueError("two bits in groups take more")
 
     def _size(self, weights: Weights) -> GroupSize:
@@ -158,7 +207,24 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
         return free_size(weights.shape, stored_size(columns, ratios.min(0, initial=1.0), self.alpha), self.symmetric)
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
-        """Quantize one tensor, several experts at a time; holds its codes (one byte per weight)."""
+        """Solve a stage on its inputs, or quantize one tensor if there are none."""
+        if stage.inputs is not None:
+            return solve_on_inputs(stage, self._grid_of)
+        (weights,) = stage.tensors.values()
+        grid = self._grid_of(weights)
+        return solve_without_inputs(stage, grid) if isinstance(grid, ClusterSettings) else self._rounded(stage)
+
+    def _grid_of(self, weights: Weights) -> Grid:
+        """Return how a tensor is stored."""
+        if self._is_book(weights.role):
+            return book_settings(self.bits)
+        return IntegerSettings(self._bits(weights.role), self._size(weights), self.symmetric)
+
+    def _is_book(self, role: str) -> bool:
+        return role == "experts" and self.grid == CODEBOOK
+
+    def _rounded(self, stage: Stage) -> dict[str, Solution]:
+        """Round one tensor, several experts at a time; holds its codes (one byte per weight)."""
         ((name, weights),) = stage.tensors.items()
         experts, rows, columns = weights.shape
         size, bits = self._size(weights), self._bits(weights.role)
@@ -187,11 +253,14 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
 
     def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Pack the codes."""
+        if self._is_book(weights.role):
+            return pack(weights, solution.parts, book_settings(self.bits), Rounding())
         bits, parts = self._bits(weights.role), {name: part.numpy() for name, part in solution.parts.items()}
+        width = self._size(weights) or max(weights.shape[2], 1)
         try:
             blob = _core.encode_groupwise(
                 parts["codes"], parts["scales"], None if self.symmetric else parts["offsets"], bits=bits,
-                group_size=solution.details["group_size"], ndim=weights.ndim,
+                group_size=width, ndim=weights.ndim,
             )  # fmt: skip
         except ValueError as cause:
             raise InvalidTensorError(str(cause), tensor=weights.name) from cause

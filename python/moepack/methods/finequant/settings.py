@@ -3,12 +3,21 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from moepack.methods import shared
 from moepack.methods.settings import Settings, setting
 from moepack.solvers.widths import BITS, GROUP_SIZES
 
-__all__ = ["ADAPTIVE", "ALPHA", "BUDGET", "ROW", "FineQuantSettings"]
+__all__ = ["ADAPTIVE", "ALPHA", "BOOK_BITS", "BUDGET", "CODEBOOK", "GROUP", "INTEGERS", "ROW", "FineQuantSettings"]
 
 ROW, ADAPTIVE, BUDGET = "row", "adaptive", "budget"
+
+INTEGERS, CODEBOOK = "integers", "codebook"
+
+BOOK_BITS = (2, 3, 4)
+"""Bits per code of a codebook."""
+
+GROUP = 64
+"""Default group size."""
 
 ALPHA = 0.35
 """Default threshold of the adaptive rule."""
@@ -27,7 +36,7 @@ class FineQuantSettings(Settings):
 
     bits: int = setting(4, help="Bits per code", users="expert", choices=BITS)
     group_size: int | str = setting(
-        64, help="Columns per scale", users="expert", choices=(*GROUP_SIZES, ROW, ADAPTIVE, BUDGET)
+        GROUP, help="Columns per scale", users="expert", choices=(*GROUP_SIZES, ROW, ADAPTIVE, BUDGET)
     )
     bits_per_weight: float | None = setting(
         None,
@@ -55,7 +64,21 @@ class FineQuantSettings(Settings):
         option="--symmetric/--asymmetric",
         users="expert",
     )
+    grid: str = setting(
+        INTEGERS,
+        help="integers (default), or codebook: 4, 8 or 16 values per row of an expert, fitted on the text.",
+        shown="",
+        users="expert",
+        choices=(INTEGERS, CODEBOOK),
+    )
+    calibration: str | None = shared.calibration(None)
+    samples: int = shared.samples()
+    sequence_length: int = shared.sequence_length()
+    group: int = setting(16, help="Experts solved together", minimum=1)
+    minimum_tokens: int = setting(64, help="The notes name experts with fewer tokens", recorded=False)
+    device: str = shared.device()
+    seed: int = setting(0, help="Seed of the span corruption of encoder-decoder models")
     name: ClassVar[str] = "finequant"
-    summary: ClassVar[str] = "group-wise integers of 8, 4, 3 or 2 bits; needs no text"
+    summary: ClassVar[str] = "group-wise integers of 8, 4, 3 or 2 bits; needs no text, better with one"
     implementation: ClassVar[str] = "moepack.methods.finequant.method:FineQuant"
     seconds: ClassVar[float | None] = 90

@@ -1,21 +1,20 @@
 """The calibrated form of `rate`: the model's step fixes each layer's bits, and the text decides where they go.
 
-A model's bits are divided among layers as without a text (`step`), so a layer depends on earlier layers only through
-its inputs. Within a layer, one price of a bit applies to all projections and experts. Errors are weighted by the
-Hessians, which share one unit (`moepack.calibration.moments`). A projection has one step, at which its experts pay the
-price on average; more or less important experts give code length less or more weight when rounding.
+A model's bits are divided among layers as without a text (`step_size`), so a layer depends on earlier layers only
+through its inputs. Within a layer, one price of a bit applies to all projections and experts. Errors are weighted by
+the Hessians, which share one unit (`moepack.calibration.moments`). A projection has one step, at which its experts pay
+the price on average; more or less important experts give code length less or more weight when rounding.
 
 Sampled rows of every matrix determine the initial price before the first stage is solved. The actual bits of each group
-of experts are then booked, and the price is updated for the rest. The first group of a projection is solved once more,
-because compensated weights are wider than the sampled ones.
+of experts are then recorded, and the price is updated for the rest. The first group of a projection is solved once
+more, because compensated weights are wider than the sampled ones.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,6 +34,7 @@ from moepack.solvers.priced import (
     scale_of,
     symbols_of,
 )
+from moepack.solvers.ridge import with_ridge
 from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, dependent_codes, priced_codes, step_of
 
 __all__ = ["LayerSolver", "parts_of", "solved_apart"]
@@ -47,15 +47,6 @@ LADDER = 2.0 ** (torch.arange(-12, 13, dtype=torch.float64) / 4)
 
 LOWEST, HIGHEST, EXACT = -40.0, 8.0, 0.004
 """Search range of the price in octaves, relative to the mean loss of a weight rounded to zero; and its precision."""
-
-RIDGE, SHRINKAGE = 0.25, 64
-"""Relative increase of the diagonal of a Hessian, times columns over tokens; tokens for which its entries and their
-mean weigh the same in the increase.
-
-Without the increase, an expert that received three tokens would be fitted to these alone. With many tokens it is
-relative to each entry because inputs have outliers: relative to the mean, it exceeds most entries, and SmolLM2-135M at
-2.5 bits loses +0.676 / +0.330 instead of +0.578 / +0.286.
-"""
 
 PASSES, TOLERANCE = 4, 0.001
 """Maximum passes over a group, at least two because lengths depend on codes; relative tolerance of a layer's bits."""
@@ -167,7 +158,7 @@ class LayerSolver:
             symbols = symbols_of(result.codes, outlook.dependent)
             lengths = CodeLengths.counted(symbols, runs, self._settings.largest)
             stored = _stored_bits(stage, result.codes, self._settings.largest, outlook.dependent)
-            budget.book(name, stage.experts, stored)
+            budget.record_bits(name, stage.experts, stored)
             excess = budget.excess()
             if outlook.step is None:
                 outlook.step = outlook.step_at(self._unit * budget.price(name, stage.experts))
@@ -219,7 +210,8 @@ class LayerSolver:
         drift = None if stage.dense else moments.drift
         factors = [self._factors(stage, tensor) for tensor in stage.weights]
         weights = torch.cat([own * scale for own, scale in zip(stage.weights.values(), factors, strict=True)], 1)
-        hessians = _with_ridge(moments.hessians, stage)
+        assert stage.inputs is not None
+        hessians = with_ridge(moments.hessians, stage.inputs.tokens)
         if (per := self._divisors(stage)) is not None:
             hessians, drift = hessians / per, None if drift is None else drift / per
         return UniformProblem(weights, hessians, drift, self._settings, dependent=dependent)
@@ -260,22 +252,10 @@ class LayerSolver:
         return free_bits(shape) + (self._scales[tensor].bits if tensor in self._scales else 0)
 
 
-def _with_ridge(hessians: Tensor, stage: Stage) -> Tensor:
-    """Return the Hessians [G, C, C] of a stage with a ridge that is inversely proportional to the number of tokens."""
-    assert stage.inputs is not None
-    if not stage.inputs.tokens.numel():
-        return hessians
-    tokens = stage.inputs.tokens.clamp(min=1).to(hessians)[:, None]
-    entries = hessians.diagonal(dim1=1, dim2=2)
-    expected = torch.lerp(entries, entries.mean(1, keepdim=True), SHRINKAGE / (SHRINKAGE + tokens))
-    return hessians + torch.diag_embed(RIDGE * hessians.shape[1] / tokens * expected)
-
-
 def solved_apart(stage: Stage, solver: Callable[[], LayerSolver]) -> dict[str, Solution]:
     """Solve linear layers with the same input one by one, because errors of their columns have different weights."""
-    assert stage.inputs is not None
     found: dict[str, Solution] = {}
-    known = replace(stage, inputs=replace(stage.inputs, moments=cache(stage.inputs.moments)))
+    known = stage.with_cached_moments()
     for name in stage.tensors:
         own, part = solver(), known.only([name])
         own.plan(part)

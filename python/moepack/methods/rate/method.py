@@ -1,7 +1,7 @@
 """The method `rate`: integers with one step for the whole model, rounded with regard to code length, at any bit rate.
 
 Rows and columns of each tensor are multiplied by factors so that all errors have equal weight (`importance`, `scales`).
-The step is derived from the requested bits and a sample of the model (`step`). Weights are rounded to it
+The step is derived from the requested bits and a sample of the model (`step_size`). Weights are rounded to it
 (`moepack.solvers.priced`), and an entropy coder stores the integers in about as many bytes as they carry information.
 With a text, each layer gets the bits that result from this, and GPTQ with the code length as price decides where they
 go (`layer`).
@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from moepack.calibration import CalibrationRequest, CalibrationSettings
+from moepack.calibration import CalibrationRequest
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.methods.base import Expected, Method, MethodPlan, Shape, Weights
 from moepack.methods.fitting import Fitted, Wanted
+from moepack.methods.mixins import Calibrates, PacksLinears
 from moepack.methods.rate.coder import Coder, bound, expected
 from moepack.methods.rate.importance import find_importance
 from moepack.methods.rate.sample import take_sample
 from moepack.methods.rate.settings import MOST_BITS, RateSettings
+from moepack.methods.request import TEXT_SETTINGS, request_of
 from moepack.progress import Progress
 from moepack.solvers.priced import largest_at
 
@@ -33,7 +33,7 @@ _ROLES = (EMBEDDING, *ROLES)
 
 
 @dataclass
-class Rate(RateSettings, Fitted, Method):
+class Rate(RateSettings, Fitted, Calibrates, PacksLinears, Method):
     """The method with its settings."""
 
     def __post_init__(self) -> None:
@@ -47,12 +47,7 @@ class Rate(RateSettings, Fitted, Method):
     @property
     def request(self) -> CalibrationRequest | None:
         """The calibration set, and how the model runs; None without calibration."""
-        if self.calibration is None:
-            return None
-        settings = CalibrationSettings(
-            routing="compressed", drift=True, group=self.group, device=torch.device(self.device)
-        )
-        return CalibrationRequest(self.calibration, self.samples, self.sequence_length, settings, seed=self.seed)
+        return request_of(self)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -63,7 +58,7 @@ class Rate(RateSettings, Fitted, Method):
             "codes": self.codes,
         }
         if self.calibration is not None:
-            found |= {key: getattr(self, key) for key in ("samples", "sequence_length", "group", "seed")}
+            found |= {key: getattr(self, key) for key in TEXT_SETTINGS}
         return found
 
     @property
