@@ -206,9 +206,6 @@ class Method(Settings, ABC):
     others here are optional, except that a method with decisions has its own `plan`.
     """
 
-    packs_empty: ClassVar[bool] = False
-    """Whether the method packs tensors without values, such as experts of zero width."""
-
     depends_on_sizes: ClassVar[bool] = False
     """Whether the packed sizes of earlier tensors (`Stage.spent`) influence later ones without calibration."""
 
@@ -219,6 +216,11 @@ class Method(Settings, ABC):
     def request(self) -> CalibrationRequest | None:
         """The required calibration. None: the method uses weights only and receives one whole tensor at a time."""
         return None
+
+    @property
+    def packs_empty(self) -> bool:
+        """Whether the method packs tensors without values, such as experts of zero width."""
+        return False
 
     @property
     def dense_roles(self) -> frozenset[str]:

@@ -41,9 +41,9 @@ TOKEN_SECONDS = 3e-10
 """Single-thread seconds per packed weight and calibration token that visits it."""
 
 SOLVER = {"each": 0.33, "column": 3.2e-4, "weight": 8e-8, "cube": 9e-11}
-"""Single-thread seconds of calibrated solving by `auto`, `rate` and `finequant` on a Xeon (Sapphire Rapids): to start a layer of
-experts or a linear layer ("each"); per column and pass ("column"); per weight and pass ("weight"); and per columns
-cubed to factorize a Hessian ("cube")."""
+"""Single-thread seconds of calibrated solving by `auto`, `rate` and `finequant` on a Xeon (Sapphire Rapids): to start a
+layer of experts or a linear layer ("each"); per column and pass ("column"); per weight and pass ("weight"); and per
+columns cubed to factorize a Hessian ("cube")."""
 
 PASSES = {"coded": (3.7, 2.5), "int": (5.0, 5.0)}
 """Mean number of solver passes over a linear layer and over experts, by the kind of product. Integers in groups take

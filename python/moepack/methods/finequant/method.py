@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +66,6 @@ __all__ = ["FineQuant"]
 class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
     """The method with its settings."""
 
-    packs_empty: ClassVar[bool] = True
     _sizes: Mapping[str, GroupSize] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -109,6 +108,11 @@ class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
     def request(self) -> CalibrationRequest | None:
         """The calibration set, and how the model runs; None without calibration."""
         return request_of(self)
+
+    @property
+    def packs_empty(self) -> bool:
+        """True without a text; nothing runs through experts without values."""
+        return self.calibration is None
 
     @property
     def dense_roles(self) -> frozenset[str]:
