@@ -545,28 +545,78 @@ extern "C" __global__ void prepare_tokens(Activations x, int width, int bits, fl
     }
 }
 
-// The value at a row and a column.
-MOEPACK_DEVICE float weight(const Codebook::Matrix& matrix, int rows, i64 row, int column) {
-    i64 expert = row / rows, panel = expert * ceil_div(rows, PANEL) + row % rows / PANEL;
-    int place = row % rows % PANEL, chunk = column / CHUNK, block = matrix.block_of(chunk);
-    const u8* data = matrix.data + panel * matrix.panel_bytes;
-    const u8 *codes = data + matrix.codes_at(chunk), *books = data + matrix.block_at(block);
-    u32 code = code_of<BITS>(codes, place, column % CHUNK);
-    int centroid = static_cast<signed char>(books[place * Codebook::ENTRIES + code]) * 256;
-    if (PLANES == 2) centroid += static_cast<signed char>(books[(PANEL + place) * Codebook::ENTRIES + code]);
-    const float* scales = reinterpret_cast<const float*>(books + PLANES * PANEL * Codebook::ENTRIES);
-    return __fmul_rn(scales[place], float(centroid));
+// A row of a matrix, numbered over all experts.
+struct CodebookRow {
+    const Codebook::Matrix& matrix;
+    const u8* panel;
+    int place;
+
+    MOEPACK_DEVICE CodebookRow(const Codebook::Matrix& matrix, int rows, i64 row) : matrix(matrix) {
+        i64 expert = row / rows;
+        int in_expert = int(row - expert * rows);
+        panel = matrix.data + (expert * ceil_div(rows, PANEL) + in_expert / PANEL) * matrix.panel_bytes;
+        place = in_expert % PANEL;
+    }
+
+    MOEPACK_DEVICE float value(int column) const {
+        int chunk = column / CHUNK, block = matrix.block_of(chunk);
+        const u8 *codes = panel + matrix.codes_at(chunk), *books = panel + matrix.block_at(block);
+        u32 code = code_of<BITS>(codes, place, column % CHUNK);
+        int centroid = static_cast<signed char>(books[place * Codebook::ENTRIES + code]) * 256;
+        if (PLANES == 2) centroid += static_cast<signed char>(books[(PANEL + place) * Codebook::ENTRIES + code]);
+        const float* scales = reinterpret_cast<const float*>(books + PLANES * PANEL * Codebook::ENTRIES);
+        return __fmul_rn(scales[place], float(centroid));
+    }
+};
+
+// Writes 32 columns of a chunk: those that lane t of four takes for products, four neighboring ones at a time.
+MOEPACK_DEVICE void store_codes(const CodebookRow& row, int chunk, int t, int columns, int wide, i64 at, void* out) {
+    const u8* books = row.panel + row.matrix.block_at(row.matrix.block_of(chunk));
+    const u8 *high = books + row.place * Codebook::ENTRIES, *low = high + PANEL * Codebook::ENTRIES;
+    float scale = reinterpret_cast<const float*>(books + PLANES * PANEL * Codebook::ENTRIES)[row.place];
+    u32 step[4];
+    codes_of<BITS>(row.panel + row.matrix.codes_at(chunk), row.place, t, step);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        int column = chunk * CHUNK + (BITS == 2 ? t * 32 + i * 4 : i * 16 + t * 4);
+        float value[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            u32 code = step[i / 2] >> (8 * j + i % 2 * 4) & (Codebook::ENTRIES - 1);
+            int centroid = static_cast<signed char>(high[code]) * 256;
+            if (PLANES == 2) centroid += static_cast<signed char>(low[code]);
+            value[j] = __fmul_rn(scale, float(centroid));
+        }
+        if (columns % 4 == 0 && column < columns && wide) {
+            *reinterpret_cast<float4*>(static_cast<float*>(out) + at + column) = {value[0], value[1], value[2], value[3]};
+        } else if (columns % 4 == 0 && column < columns) {
+            Pair pair = {to_bf16x2(value[0], value[1]), to_bf16x2(value[2], value[3])};
+            *reinterpret_cast<Pair*>(static_cast<u16*>(out) + at + column) = pair;
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (column + j < columns) store_value(out, at + column + j, value[j], wide);
+        }
+    }
 }
 
 // Decodes `count` rows, numbered over all experts, starting at `first`, and reverses the rotation by matrices of
-// `width`.
+// `width`. A block rotates a row at a time; without a rotation, a thread decodes 32 columns.
 extern "C" __global__ void dequantize(Codebook::Matrix matrix, i64 first, i64 count, int rows, int columns, int width,
                                       int wide, void* out) {
-    for (i64 i = blockIdx.x; i < count; i += gridDim.x) {
-        auto value = [&](int column) { return weight(matrix, rows, first + i, column); };
-        auto use = [&](int column, float value) { store_value(out, i * columns + column, value, wide); };
-        if (width > 1) rotate_row(columns, width, value, use);
-        else for (int column = threadIdx.x; column < columns; column += blockDim.x) use(column, value(column));
+    if (width > 1) {
+        for (i64 i = blockIdx.x; i < count; i += gridDim.x) {
+            CodebookRow row(matrix, rows, first + i);
+            auto use = [&](int column, float value) { store_value(out, i * columns + column, value, wide); };
+            rotate_row(columns, width, [&](int column) { return row.value(column); }, use);
+        }
+        return;
+    }
+    int parts = ceil_div(columns, CHUNK) * 4;
+    for (i64 item = i64(blockIdx.x) * blockDim.x + threadIdx.x; item < count * parts; item += i64(gridDim.x) * blockDim.x) {
+        i64 i = item / parts;
+        int part = int(item - i * parts);
+        store_codes(CodebookRow(matrix, rows, first + i), part / 4, part % 4, columns, wide, i * columns, out);
     }
 }
 

@@ -419,17 +419,49 @@ struct Rows {
         return scales ? __ldg(scales + column) : 1.0f;
     }
 
-    MOEPACK_DEVICE void put(int i, int column, int code) const {
-        if (to[i] < 0 || column >= columns) return;
-        store_value(out, to[i] + column, scale[i] * float(code) * scale_of_column(column), wide);
+    // Writes the symbols of 16 columns as returned by `Lanes::decode`. The four lanes of a row exchange values, so that
+    // each writes four neighboring ones.
+    MOEPACK_DEVICE void put(const u32 (&a)[4], int column) const {
+        int t = threadIdx.x % 4, factor = note.factor(), lowest = note.lowest();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float value[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                u32 symbol = a[i + j / 2 * 2] >> j % 2 * 16 & 0xffff;
+                value[j] = scale[i] * float(int(symbol) * factor + lowest);
+                if (scales) value[j] *= scale_of_column(least(column + 4 * j + t, columns - 1));
+            }
+            turn<2>(value, t), turn<1>(value, t);
+            store_four(i, column + 4 * t, value);
+        }
     }
 
-    // Writes the symbols of 16 columns as returned by `Lanes::decode`.
-    MOEPACK_DEVICE void put(const u32 (&a)[4], int column) const {
+    // A step of the transposition of four lanes' values: exchanges those whose lane and index differ in bit DISTANCE.
+    template <int DISTANCE>
+    static MOEPACK_DEVICE void turn(float (&value)[4], int t) {
+        bool upper = t & DISTANCE;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            u32 symbol = a[i % 2 + i / 4 * 2] >> i / 2 % 2 * 16 & 0xffff;
-            put(i % 2, column + i / 2 * 4 + threadIdx.x % 4, int(symbol) * note.factor() + note.lowest());
+        for (int j = 0; j < 4; ++j) {
+            if (j & DISTANCE) continue;
+            float low = value[j], high = value[j + DISTANCE];
+            float received = __shfl_xor_sync(~0u, upper ? low : high, DISTANCE);
+            value[j] = upper ? received : low, value[j + DISTANCE] = upper ? high : received;
+        }
+    }
+
+    MOEPACK_DEVICE void store_four(int i, int column, const float (&value)[4]) const {
+        if (to[i] < 0) return;
+        i64 at = to[i] + column;
+        if (columns % 4 == 0 && column < columns && wide) {
+            *reinterpret_cast<float4*>(static_cast<float*>(out) + at) = {value[0], value[1], value[2], value[3]};
+        } else if (columns % 4 == 0 && column < columns) {
+            Pair pair = {to_bf16x2(value[0], value[1]), to_bf16x2(value[2], value[3])};
+            *reinterpret_cast<Pair*>(static_cast<u16*>(out) + at) = pair;
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (column + j < columns) store_value(out, at + j, value[j], wide);
         }
     }
 
@@ -563,10 +595,14 @@ CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, ColumnScales s
         Rows rows(problem, matrix, scales, block, begin / problem.blocks.by, columns, wide, out);
         Copies copies = tables.find(0, rows.note.table(), areas.tables);
         Lanes<DEPENDENT> lanes;
-        for (int last = least(chunk + problem.of_segment, problem.chunks); chunk < last; ++chunk) {
-            ring.look_up(matrix.starts, u32(block * problem.chunks + chunk));
-            ring.fetch(matrix.records);
-            enter_chunk(lanes, ring.wait<0>(), chunk % problem.of_segment == 0, rows.note.dependent());
+        int last = least(chunk + problem.of_segment, problem.chunks);
+        ring.look_up(matrix.starts, u32(block * problem.chunks + chunk));
+        ring.fetch(matrix.records);
+        for (; chunk < last; ++chunk) {
+            bool more = chunk + 1 < last;
+            if (more) ring.look_up(matrix.starts, u32(block * problem.chunks + chunk + 1)), ring.fetch(matrix.records);
+            const u8* record = more ? ring.wait<1>() : ring.wait<0>();
+            enter_chunk(lanes, record, chunk % problem.of_segment == 0, rows.note.dependent());
             for (int column = 0; column < least(CODED_CHUNK, columns - chunk * CODED_CHUNK); column += CODED_GROUP) {
                 u32 a[4];
                 lanes.decode(copies, problem.one, a);
@@ -574,6 +610,7 @@ CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, ColumnScales s
             }
             __syncwarp();
         }
+        __syncwarp();
         i64 number = block * segments + segment;
         rows.correct(matrix.corrections, matrix.firsts[number], matrix.firsts[number + 1], first);
     }

@@ -11,6 +11,7 @@ import moepack
 import tiny_models
 from moepack.census.tiny import tiny_model
 from moepack.methods.qmoe.ternary import Ternary
+from packed_support import calibration_text
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,6 +47,12 @@ def qwen3_moe(tiny_checkpoint: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def switch(tiny_checkpoint: Callable[[str], Path]) -> Path:
     return tiny_checkpoint("switch_transformers")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A calibration text."""
+    return calibration_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlparse
+from urllib.parse import parse_qs, unquote, urlparse
 
 import pytest
 
@@ -80,6 +81,8 @@ class Hub:
         fault: decides how a request is answered wrongly; None answers all correctly.
         token: if set, files need it.
         sent: bytes of weights sent so far.
+        names_only: list files without sizes and digests, as some mirrors do.
+        tags: the tags of models that a search finds.
         pause: seconds before each response of more than `LARGE` bytes.
     """
 
@@ -89,6 +92,8 @@ class Hub:
         self.fault: Fault = lambda _: None
         self.sent = 0
         self.pause = 0.0
+        self.names_only = False
+        self.tags: dict[str, set[str]] = {}
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler(place)) for place in ("hub", "network")]
         self.url, self.network = (f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers)
         for server in self._servers:
@@ -127,7 +132,7 @@ class Hub:
         try:
             if place == "network":
                 self._file(handler, path, self._at(path.removeprefix("/network/")))
-            elif path.startswith("/api/models/"):
+            elif path.startswith("/api/models"):
                 self._api(handler, path)
             else:
                 self._resolve(handler, path)
@@ -139,6 +144,10 @@ class Hub:
         return self.models[f"{owner}/{name}"] / file
 
     def _api(self, handler: BaseHTTPRequestHandler, path: str) -> None:
+        if path == "/api/models":
+            tags = parse_qs(urlparse(handler.path).query).get("filter", [])
+            listed = [{"id": name} for name, known in self.tags.items() if known >= {*",".join(tags).split(",")}]
+            return _send(handler, 200, json.dumps(listed).encode(), {"Content-Type": "application/json"})
         match = re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/(revision|tree)/([^/]+))?", path)
         assert match, path
         if match[1] not in self.models:
@@ -150,13 +159,14 @@ class Hub:
         files = sorted(file for file in self.models[match[1]].iterdir() if file.is_file())
         listed = []
         for file in files:
-            content = file.read_bytes()
-            sha256 = hashlib.sha256(content).hexdigest()
-            entry = {"size": len(content), "oid" if match[2] == "tree" else "blobId": sha256[:40]}
+            sha256, size = _digest(file, file.stat().st_mtime_ns), file.stat().st_size
+            entry = {"size": size, "oid" if match[2] == "tree" else "blobId": sha256[:40]}
             if file.suffix == ".safetensors":
                 key = {"oid": sha256} if match[2] == "tree" else {"sha256": sha256}
-                entry["lfs"] = {**key, "size": len(content), "pointerSize": 134}
+                entry["lfs"] = {**key, "size": size, "pointerSize": 134}
             listed.append({"type": "file", "path": file.name, "rfilename": file.name, **entry})
+        if self.names_only and match[2] != "tree":
+            listed = [{"rfilename": entry["rfilename"]} for entry in listed]
         found = listed if match[2] == "tree" else {"id": match[1], "sha": COMMIT, "siblings": listed}
         return _send(
             handler, 200, json.dumps(found).encode(), {"Content-Type": "application/json", "X-Repo-Commit": COMMIT}
@@ -171,7 +181,7 @@ class Hub:
         file = self._at(f"{match[1]}/{match[3]}")
         if not file.is_file():
             return _send(handler, 404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest = _digest(file, file.stat().st_mtime_ns)
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'}
         if file.suffix != ".safetensors":
             return self._file(handler, path, file, headers)
@@ -188,19 +198,26 @@ class Hub:
         answer = self.fault(request) or Answer()
         if answer.status:
             return _send(handler, answer.status, b"", answer.headers)
-        content = file.read_bytes()
-        size, status, more = len(content), 200, dict(headers or {})
+        size, status, more = file.stat().st_size, 200, dict(headers or {})
+        start, stop = 0, size - 1
         wanted = handler.headers.get("Range", "")
         if (match := re.fullmatch(r"bytes=(\d+)-(\d*)", wanted)) and not answer.whole:
             start, stop = int(match[1]), min(int(match[2] or size - 1), size - 1)
-            content, status = content[start : stop + 1], 206
+            status = 206
             more["Content-Range"] = f"bytes {start}-{stop}/{size}"
-        content = answer.change(content)
+        with file.open("rb") as stream:
+            stream.seek(start)
+            content = answer.change(stream.read(stop + 1 - start))
         if len(content) > LARGE:
             time.sleep(self.pause)
         sent = _send(handler, status, content, {**more, **answer.headers}, answer.keep, answer.delay)
         self.sent += sent if file.suffix == ".safetensors" else 0
         return None
+
+
+@cache
+def _digest(file: Path, modified: int) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _request(handler: BaseHTTPRequestHandler, path: str) -> Request:

@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import moepack
+from moepack import _core
 from moepack.format import MANIFEST, FileRecord, Manifest
+from moepack.pipeline.journal import Workspace
+
+
+def calibration_text(file: Path) -> Path:
+    """Write a text for calibration; return its file."""
+    file.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
+    return file
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -40,6 +50,36 @@ def interrupted(packer: type, call: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(packer, "solve", interrupting)
         yield
+
+
+@contextmanager
+def stopping_after_each_shard() -> Iterator[None]:
+    """Let the user interrupt every job once it has written a shard."""
+    append = Workspace.append
+
+    def stopping(self: Workspace, shard: Any) -> None:
+        append(self, shard)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workspace, "append", stopping)
+        yield
+
+
+def assert_same_bytes(source: Path, place: Path, method: Callable[[], Any], call: int) -> None:
+    """The bytes of a job depend neither on its threads nor on an interruption at a call of the method's `solve`."""
+    torch_threads, core_threads = torch.get_num_threads(), _core.threads()
+    try:
+        moepack.compress(source, place / "one", method=method(), threads=1)
+        moepack.compress(source, place / "four", method=method(), threads=4)
+    finally:
+        torch.set_num_threads(torch_threads)
+        _core.set_threads(core_threads)
+    assert contents(place / "one") == contents(place / "four")
+    with interrupted(type(method()), call):
+        moepack.compress(source, place / "again", method=method())
+    assert moepack.compress(source, place / "again", method=method()).resumed_weights > 0
+    assert contents(place / "one") == contents(place / "again")
 
 
 def rewrite_manifest(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:

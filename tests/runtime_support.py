@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 
-from moepack.methods import PackedBytes, SimpleMethod, Solution
+from moepack.methods import PackedBytes, PacksLinears, SimpleMethod, Solution
 from moepack.pipeline import compress
 from moepack.registry import register
 
@@ -176,7 +176,7 @@ def logits(model, **kwargs):
         return model(**inputs(model, **kwargs)).logits
 
 
-class DenseMethod(SimpleMethod):
+class DenseMethod(PacksLinears, SimpleMethod):
     """A compression method for tests: float32 weights, of experts and of linear layers of `roles`."""
 
     name = "test-dense"

@@ -95,9 +95,9 @@ def _unfused(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
 def random_method() -> Any:
     """A method that packs random codes into sorted random codebooks, with activations of 8 bits."""
     from moepack import _core
-    from moepack.methods import PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
+    from moepack.methods import PackedBytes, PacksLinears, Shape, SimpleMethod, Solution, Stage, Weights
 
-    class Random(SimpleMethod):
+    class Random(PacksLinears, SimpleMethod):
         name = "codequant"
         settings: Mapping[str, Any] = {"random": True}
         dense_roles = frozenset({"attention", "shared", "mlp"})

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from benches.gpu.cases import FAMILIES, Make, on_device, routing, seen, specifications
 from moepack import _core
+from moepack.backends.gpu import grouped
+from moepack.backends.gpu.backend import GpuBackend
 from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.matrix import DeviceMatrix
 
@@ -27,6 +29,9 @@ logarithm, at most 1.3 for products of about one."""
 
 ROUNDED = 5e-4
 """The bound for float32 activations; kernels keep 11 of their bits."""
+
+DECODED = 1e-2
+"""The bound of layers with many tokens whose weights are decoded to bfloat16."""
 
 
 def error(out: Tensor, expected: Tensor) -> float:
@@ -94,6 +99,32 @@ def check_layer(case: Case, index: Tensor, weights: Tensor, dtype: torch.dtype) 
     return error(hidden[active], expected[active]), error(out, case.combined(hidden, index, weights))
 
 
+def check_prompt(case: Case, tokens: int, generator: torch.Generator) -> tuple[str, float]:
+    """The error of a captured layer of many tokens replayed with another routing, and the name of its bound."""
+    matrices = [case.gate, case.up, case.down]
+    top_k = min(3, case.experts)
+    x = torch.randn(tokens, case.outer, device="cuda").bfloat16()
+    index, weights = routing(tokens, top_k, case.experts, generator)
+    index[0, 0], index[-1, -1] = case.experts, -1
+    backend, name = GpuBackend(), "many" if grouped.supports(matrices) else "decoded"
+    out = backend.experts(matrices, x, index, weights, functional.silu, None)
+    worst = error(out, case.combined(case.hidden(x, index), index, weights))
+    if name == "many":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = backend.experts(matrices, x, index, weights, functional.silu, None)
+        other, scales = routing(tokens, top_k, case.experts, generator)
+        other[other == 1] = 0
+        x.copy_(torch.randn_like(x)), index.copy_(other), weights.copy_(scales), out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        again = out.clone()
+        graph.replay()
+        assert torch.equal(out, again), "not deterministic"
+        worst = max(worst, error(out, case.combined(case.hidden(x, index), index, weights)))
+    return name, worst
+
+
 def check_graph(case: Case, generator: torch.Generator) -> float:
     """The error of a captured layer replayed with other tokens and another routing, next to a busy stream."""
     tokens, top_k = 4, min(2, case.experts)
@@ -146,6 +177,8 @@ def check_specification(make: Make, seed: int) -> dict[str, float]:
             note("gated", hidden)
             note("combine", combined)
         note("graph", check_graph(case, generator))
+        for tokens in (65, 300) if experts > 1 else ():
+            note(*check_prompt(case, tokens, generator))
     return worst
 
 
@@ -167,6 +200,7 @@ def main() -> None:
         rounded = getattr(family, "ERROR", EXACT)
         linear = getattr(family, "LINEAR_ERROR", rounded)
         bounds = {"dequantize": 3e-3, "to float32": EXACT, "linear": linear, "gated": GATED * rounded}
+        bounds |= {"many": GATED * max(linear, ROUNDED), "decoded": DECODED}
         wrong = [kernel for kernel, value in worst.items() if not value <= bounds.get(kernel, ROUNDED)]
         failed = failed or bool(wrong)
         print(f"{name:32}", *(f"{kernel} {value:.1e}" for kernel, value in worst.items()), "WRONG" if wrong else "")

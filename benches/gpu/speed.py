@@ -9,7 +9,7 @@ process, one after the other. "decoded" is the path of prompts: weights to bfloa
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch.nn import functional
 from benches.gpu import baselines
 from benches.gpu.cases import FAMILIES, Make, copies, device_name, on_device, routing, specifications
 from moepack.backends.gpu import prompt
+from moepack.backends.gpu.backend import GpuBackend
 from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.matrix import DeviceMatrix
 
@@ -48,6 +49,7 @@ LAYERS = {
     "DeepSeek-V2-Lite": Sparse(64, 6, 2048, 1408),
 }
 LAYER_TOKENS = (1, 16, 64)
+PROMPT_TOKENS = (128, 256, 1024, 4096)
 
 
 def microseconds(launches: list[Callable[[], Any]], replays: int = 15) -> float:
@@ -154,21 +156,28 @@ def run_layer(
     kernels_of(down.kind).combine(down, hidden, index, scales, out)
 
 
-def time_layer(make: Make, layer: Sparse) -> dict[int, tuple[float, int]]:
+def run_prompt(
+    matrices: tuple[DeviceMatrix, ...], x: Tensor, index: Tensor, scales: Tensor, hidden: Tensor, out: Tensor
+) -> None:
+    """A layer of more tokens than the launches of `run_layer` take."""
+    GpuBackend().experts(matrices, x, index, scales, functional.silu, None)
+
+
+def time_layer(
+    make: Make, layer: Sparse, all_tokens: Sequence[int], run: Callable[..., None]
+) -> dict[int, tuple[float, int]]:
     """Microseconds of a layer for each number of tokens, and the bytes of the chosen experts."""
     shapes = [(layer.inner, layer.outer)] * 2 + [(layer.outer, layer.inner)]
     matrices = [on_device(make(layer.experts, *shape, i)) for i, shape in enumerate(shapes)]
     nbytes = sum(matrix.data.numel() for matrix in matrices)
     sets = list(zip(*(copies(matrix, rotated(nbytes)) for matrix in matrices), strict=True))
     times = {}
-    for tokens in LAYER_TOKENS:
+    for tokens in all_tokens:
         hidden = torch.empty(tokens * layer.top_k, layer.inner, device="cuda")
         out = torch.empty(tokens, layer.outer, device="cuda")
         launches, used = [], 0
         for i, (x, index, scales) in enumerate(inputs(layer, tokens, 16)):
-            gate, up, down = sets[i % len(sets)]
-
-            launches.append(partial(run_layer, (gate, up, down), x, index, scales, hidden, out))
+            launches.append(partial(run, sets[i % len(sets)], x, index, scales, hidden, out))
             used += len(index.unique())
         times[tokens] = microseconds(launches), nbytes * used // (16 * layer.experts)
     return times
@@ -213,7 +222,12 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for tokens, took, nbytes, decoded in time_linear(make, *shape):
                 yield line(name, what, tokens, took, nbytes, known.linear(*shape, tokens) | decoded)
         for what, layer in LAYERS.items() if options.layers else ():
-            for tokens, (took, nbytes) in time_layer(make, layer).items():
+            if not any(part in what for part in options.shapes):
+                continue
+            measured = {} if options.prompts_only else time_layer(make, layer, LAYER_TOKENS, run_layer)
+            if options.prompts or options.prompts_only:
+                measured |= time_layer(make, layer, PROMPT_TOKENS, run_prompt)
+            for tokens, (took, nbytes) in measured.items():
                 yield line(name, what, tokens, took, nbytes, known.layer(layer, tokens))
             torch.cuda.empty_cache()
 
@@ -230,9 +244,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--only", nargs="*", default=[""], help="substrings of the names of specifications")
-    parser.add_argument("--shapes", nargs="*", default=[""], help="substrings of the names of linear layers")
+    parser.add_argument("--shapes", nargs="*", default=[""], help="substrings of the names of shapes")
     parser.add_argument("--no-linear", dest="linear", action="store_false")
     parser.add_argument("--no-experts", dest="experts", action="store_false", help="omit the launch of 8 experts")
+    parser.add_argument("--prompts", action="store_true", help="also time layers of 128 to 4096 tokens")
+    parser.add_argument("--prompts-only", action="store_true", help="time no other layers")
     parser.add_argument("--no-layers", dest="layers", action="store_false")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()

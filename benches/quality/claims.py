@@ -1,7 +1,7 @@
 """Measures the claims of the five papers on a pretrained model: the tables of docs/claims.md.
 
     python -m benches.quality.claims MODEL --calibration FILE --texts FILE ... --results FILE [--only CLAIM ...]
-        [--windows 8] [--samples 32] [--threads 1]
+        [--settings NAME ...] [--windows 8] [--samples 16] [--threads 1] [--device cuda]
     python -m benches.quality.claims table --results FILE
 
 MODEL is a Mixture-of-Experts checkpoint, such as `python -m benches.tools.real OUT` makes. Each setting is compressed
@@ -37,7 +37,7 @@ from benches.tools import machine
 from benches.tools.scores import Kept, Scores
 from moepack import _core
 from moepack.format import PackedDirectory
-from moepack.methods import Method, create
+from moepack.methods import METHODS, Method, create
 from moepack.methods.qmoe import PUBLISHED
 from moepack.pipeline.report import Sizes, Totals
 from moepack.solvers.rtn import quantize_ternary
@@ -174,9 +174,9 @@ class Bench:
             found |= {"calibration": options.calibration.name, "samples": options.samples}
         return found | {"method": setting.method, "arguments": setting.arguments, "bytes_of": setting.bytes_of}
 
-    def run(self, only: list[str]) -> None:
+    def run(self, only: list[str], settings: list[str]) -> None:
         """Measure the missing rows, one setting per claim at a time."""
-        turns = [[(claim, name) for name in CLAIMS[claim]] for claim in only]
+        turns = [[(claim, name) for name in CLAIMS[claim] if not settings or name in settings] for claim in only]
         for claim, name in itertools.chain.from_iterable(map(filter_none, itertools.zip_longest(*turns))):
             if self.find(claim, name) is None:
                 row = self.key(claim, name) | self.measured(claim, CLAIMS[claim][name])
@@ -212,6 +212,8 @@ class Bench:
             other = self.find(claim, setting.bytes_of)
             assert other is not None, f"{setting.bytes_of} comes first"
             arguments["bits_per_weight"] = other["packed_bits"]
+        if "device" in METHODS[setting.method].__dataclass_fields__:
+            arguments["device"] = self.options.device
         return create(setting.method, **arguments)
 
 
@@ -321,16 +323,18 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, nargs="+", default=[], help="evaluation texts")
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=CLAIMS, default=list(CLAIMS))
+    parser.add_argument("--settings", nargs="+", default=[], help="names of settings; default: all")
     parser.add_argument("--windows", type=int, default=8, help="windows per evaluation text")
     parser.add_argument("--samples", type=int, default=16, help="calibration windows")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="device that compresses; models are scored on the CPU")
     options = parser.parse_args()
     if str(options.model) == "table":
         print(table(read(options.results)))
         return
     torch.set_num_threads(options.threads)
     _core.set_threads(options.threads)
-    Bench(options).run(options.only)
+    Bench(options).run(options.only, options.settings)
 
 
 if __name__ == "__main__":

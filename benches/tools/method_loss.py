@@ -53,7 +53,7 @@ class MethodLoss:
             assert isinstance(layer, MoeLayer), "experts only"
             kept = {name: _exact(each) for name, each in layer_tensors(layer).items() if only and name not in only}
             packed = packer.pack(layer, run, kept)
-            packer.book(layer, packed)
+            packer.record_sizes(layer, packed)
             bits += sum(8 * tensor.data.nbytes for name, tensor in packed.items() if name not in kept)
             weights += sum(math.prod(part.shape) for part in layer.projections if part.name not in kept)
             blobs = {name: _core.PackedTensor(tensor.data) for name, tensor in packed.items()}

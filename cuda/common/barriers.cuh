@@ -6,6 +6,13 @@
 
 namespace moepack {
 
+#if defined(__CUDA_ARCH__)
+// Waits for the other warp of a pair (0 to 14) of warps of a block, and for its writes to shared memory.
+MOEPACK_DEVICE void meet(int pair) {
+    asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+}
+#endif
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // Initializes a barrier with a number of arrivals per phase; others may use it after `publish_barriers` and a block
 // barrier.

@@ -16,6 +16,7 @@ from moepack.errors import (
     DeviceError,
     DeviceMemoryError,
     DiskError,
+    DownloadError,
     InvalidTensorError,
     LoadError,
     MoepackError,
@@ -28,6 +29,7 @@ from moepack.errors import (
     TextError,
     TokenError,
     UnsupportedModelError,
+    UploadError,
 )
 from moepack.integrations import register
 
@@ -60,6 +62,7 @@ __all__ = [
     "DeviceError",
     "DeviceMemoryError",
     "DiskError",
+    "DownloadError",
     "EvaluationReport",
     "GroupwiseTensor",
     "InvalidTensorError",
@@ -78,6 +81,7 @@ __all__ = [
     "TextError",
     "TokenError",
     "UnsupportedModelError",
+    "UploadError",
     "VerifyReport",
     "__version__",
     "compress",

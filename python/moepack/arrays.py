@@ -40,7 +40,7 @@ def as_tensor(array: AnyTensor, what: str = "tensor") -> torch.Tensor:
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"the {what} must be a torch tensor or a numpy array, not {type(array).__name__}")
     if array.dtype.kind not in _KINDS or array.dtype.itemsize > 8:
-        raise InvalidTensorError(f"the {what} has dtype {array.dtype}, which torch does not know")
+        raise InvalidTensorError(f"the {what} has dtype {array.dtype}, which torch lacks")
     native = array.astype(array.dtype.newbyteorder("="), order="C", copy=not array.flags.writeable)
     return torch.from_numpy(np.ascontiguousarray(native))
 

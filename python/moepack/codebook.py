@@ -4,7 +4,7 @@
 `lut_matmul` multiplies by unpacked codes and codebooks. Centroids are stored as integers with one scale per codebook:
 16 bits, or 8 bits if products round activations (see `fixed_point`).
 
-Invariants of a `CodebookTensor`: those of a `BlobTensor`.
+A `CodebookTensor` has the invariants of `BlobTensor`.
 """
 
 from typing import Any, Literal, Self

@@ -4,7 +4,7 @@
 `CodedTensor` wraps one packed blob, a flat array of bytes that the kernels read in place, in memory or in a mapped
 file.
 
-Invariants of a `CodedTensor`: those of a `BlobTensor`.
+A `CodedTensor` has the invariants of `BlobTensor`.
 """
 
 import math
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from moepack import _core
-from moepack.arrays import AnyTensor, Array, as_tensor
+from moepack.arrays import AnyTensor, as_tensor
 from moepack.errors import InvalidTensorError
 from moepack.solvers.priced import (
     DENSE_BITS,
@@ -34,7 +34,7 @@ from moepack.solvers.priced import (
     scale_of,
     worth_of,
 )
-from moepack.tensors import FLOATS, BlobTensor
+from moepack.tensors import FLOATS, IntegerTensor
 
 __all__ = ["CodedTensor", "encode_coded"]
 
@@ -55,7 +55,7 @@ STEEP = 1.25
 _INTEGERS = (torch.int8, torch.int16, torch.int32)
 
 
-class CodedTensor(BlobTensor):
+class CodedTensor(IntegerTensor):
     """A matrix of entropy-coded integers of shape (R, C), or a stack of shape (E, R, C).
 
     A weight is `scale * code`, with one scale for the tensor or one per row; columns may have scales as well
@@ -139,23 +139,6 @@ class CodedTensor(BlobTensor):
         """
         with self._corruption():
             return torch.from_numpy(_core.decode_coded(self._data)).reshape(self.shape)
-
-    def matmul(self, x: Array, mode: Literal["auto", "exact", "bf16", "int8"] = "auto") -> Array:
-        """Multiply activations by the packed weights: `y = x W^T`, accumulated in float32. Gradients are W^T g.
-
-        Args:
-            x: activations of shape (tokens, C), or (C,) for one token; (E, tokens, C) for a stack. float32, bfloat16 or
-                float16; torch or numpy.
-            mode: "exact"; "bf16", which rounds both factors, but multiplies few tokens exactly; "auto", the faster of
-                the two; or "int8", which quantizes activations to eight bits per token and group of columns.
-
-        Returns:
-            Outputs of shape (tokens, R), (R,) or (E, tokens, R), with the dtype and on the device of `x`.
-
-        Raises:
-            ValueError: wrong shape, unsupported dtype, or unknown mode.
-        """
-        return self._multiply(x, mode=mode)
 
     def __repr__(self) -> str:
         return (
@@ -321,7 +304,7 @@ class _Source:
                 if found >= (1 - CLOSE) * bits:
                     break
             elif exponent >= zeros:
-                raise ValueError(f"metadata alone take {found:.3f} bits per weight, but {bits} were requested")
+                raise ValueError(f"metadata alone takes {found:.3f} bits per weight, but {bits} were requested")
             else:
                 exceeds = exponent
             if math.isinf(fits):

@@ -30,6 +30,7 @@ __all__ = [
     "TextError",
     "TokenError",
     "UnsupportedModelError",
+    "UploadError",
 ]
 
 
@@ -70,6 +71,10 @@ class CheckpointError(MoepackError):
 
 class DownloadError(CheckpointError):
     """A model on the Hub cannot be listed or downloaded: no access, no connection, or other bytes than listed."""
+
+
+class UploadError(MoepackError):
+    """A packed directory cannot be uploaded to the Hub: no access or no connection."""
 
 
 class UnsupportedModelError(MoepackError):

@@ -4,27 +4,27 @@
 `GroupwiseTensor` wraps one packed blob, a flat array of bytes that the kernels read in place, in memory or in a mapped
 file.
 
-Invariants of a `GroupwiseTensor`: those of a `BlobTensor`.
+A `GroupwiseTensor` has the invariants of `BlobTensor`.
 """
 
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from moepack import _core
-from moepack.arrays import AnyTensor, Array, as_tensor
+from moepack.arrays import AnyTensor, as_tensor
 from moepack.errors import InvalidTensorError
 from moepack.solvers.groupwise import GroupwiseCodes, check_grid, quantize_groupwise
-from moepack.tensors import FLOATS, BlobTensor
+from moepack.tensors import FLOATS, IntegerTensor
 
 __all__ = ["GroupwiseTensor", "encode_groupwise", "quantize_groupwise"]
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-class GroupwiseTensor(BlobTensor):
+class GroupwiseTensor(IntegerTensor):
     """A group-wise quantized matrix of shape (R, C), or a stack of shape (E, R, C).
 
     Created by `GroupwiseTensor.quantize`, `encode_groupwise` and `GroupwiseTensor.load`. Two tensors are equal if they
@@ -78,23 +78,6 @@ class GroupwiseTensor(BlobTensor):
     def offsets(self) -> torch.Tensor | None:
         """The offsets, float32 of shape (R, G) or (E, R, G), or None if symmetric."""
         return None if self.symmetric else self._parameters("offsets")
-
-    def matmul(self, x: Array, mode: Literal["auto", "exact", "bf16", "int8"] = "auto") -> Array:
-        """Multiply activations by the packed weights: `y = x W^T`, accumulated in float32. Gradients are W^T g.
-
-        Args:
-            x: activations of shape (tokens, C), or (C,) for one token; (E, tokens, C) for a stack. float32, bfloat16 or
-                float16; torch or numpy.
-            mode: "exact"; "bf16", which rounds both factors, but multiplies few tokens exactly; "auto", the faster of
-                the two; or "int8", which quantizes activations to eight bits per token and group of columns.
-
-        Returns:
-            Outputs of shape (tokens, R), (R,) or (E, tokens, R), with the dtype and on the device of `x`.
-
-        Raises:
-            ValueError: wrong shape, unsupported dtype, or unknown mode.
-        """
-        return self._multiply(x, mode=mode)
 
     def __repr__(self) -> str:
         symmetry = "symmetric" if self.symmetric else "asymmetric"

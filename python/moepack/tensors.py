@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from moepack.format.regular import open_regular
 from moepack.format.shard import Entry, write_shard
 from moepack.mapping import own_memory
 
-__all__ = ["FLOATS", "BlobTensor"]
+__all__ = ["FLOATS", "BlobTensor", "IntegerTensor"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Supported dtypes of source weights and of dequantized values."""
@@ -234,6 +234,27 @@ class BlobTensor:
             yield
         except _core.CorruptionError as cause:
             raise CorruptionError(str(cause), **self._place) from cause
+
+
+class IntegerTensor(BlobTensor):
+    """A packed tensor of integers with scales; products can also round activations."""
+
+    def matmul(self, x: Array, mode: Literal["auto", "exact", "bf16", "int8"] = "auto") -> Array:
+        """Multiply activations by the packed weights: `y = x W^T`, accumulated in float32. Gradients are W^T g.
+
+        Args:
+            x: activations of shape (tokens, C), or (C,) for one token; (E, tokens, C) for a stack. float32, bfloat16 or
+                float16; torch or numpy.
+            mode: "exact"; "bf16", which rounds both factors, but multiplies few tokens exactly; "auto", the faster of
+                the two; or "int8", which quantizes activations to eight bits per token and group of columns.
+
+        Returns:
+            Outputs of shape (tokens, R), (R,) or (E, tokens, R), with the dtype and on the device of `x`.
+
+        Raises:
+            ValueError: wrong shape, unsupported dtype, or unknown mode.
+        """
+        return self._multiply(x, mode=mode)
 
 
 class _Product(torch.autograd.Function):

@@ -4,7 +4,7 @@
 converts any weight to ternary rows.) A `TernaryTensor` wraps one packed blob, a flat array of bytes that the kernels
 read in place, in memory or in a mapped file.
 
-Invariants of a `TernaryTensor`: those of a `BlobTensor`; the blob's offsets and levels have also been checked.
+A `TernaryTensor` has the invariants of `BlobTensor`; the blob's offsets and levels have also been checked.
 """
 
 import numpy as np

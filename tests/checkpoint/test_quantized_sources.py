@@ -190,7 +190,7 @@ def pair(method: str, plain: Path, folder: Path) -> tuple[Checkpoint, QuantizedC
     return Checkpoint.open(directory), source, "model.layers.1.mlp.experts.2.up_proj."
 
 
-def test_fp8_is_bit_exact_beside_transformers(plain: Path, tmp_path: Path) -> None:
+def test_fp8_equals_transformers_bit_for_bit(plain: Path, tmp_path: Path) -> None:
     finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
     weight = torch.randn(48, 32).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 2)
@@ -216,7 +216,7 @@ def test_stacked_experts_in_fp8(shape: Any, end: str, plain: Path, tmp_path: Pat
     assert all(torch.equal(source.part("x.gate_up_proj", expert), expected[expert]) for expert in range(3))
 
 
-def test_mxfp4_is_bit_exact_beside_transformers(plain: Path, tmp_path: Path) -> None:
+def test_mxfp4_equals_transformers_bit_for_bit(plain: Path, tmp_path: Path) -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     blocks = torch.randint(0, 256, (3, 6, 2, 16), dtype=torch.uint8)
     scales = torch.randint(118, 134, (3, 6, 2), dtype=torch.uint8)
@@ -227,7 +227,7 @@ def test_mxfp4_is_bit_exact_beside_transformers(plain: Path, tmp_path: Path) -> 
     assert torch.equal(source.part("x.up", 1), expected[1]) and torch.equal(source.tensor("y"), torch.ones(2))
 
 
-def test_int4_beside_compressed_tensors(plain: Path, tmp_path: Path) -> None:
+def test_int4_equals_compressed_tensors(plain: Path, tmp_path: Path) -> None:
     library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     codes, source, stem = pair("compressed-tensors", plain, tmp_path)
     words_, scales = (codes.tensor(f"{stem}{end}") for end in ("weight_packed", "weight_scale"))

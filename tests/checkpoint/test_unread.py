@@ -60,7 +60,7 @@ def test_exactly_the_stray_tensors_are_reported(family: str, saved: Saved, tmp_p
     assert any("is not applied" in note and "merge" in note for note in model.notes)
 
 
-def test_plan_and_report_tell_the_same(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_report_agree(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = with_strays(saved("mixtral"), tmp_path / "x", {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)})
     told = "1 tensor has no effect"
     plan = estimate(source, tmp_path / "packed", create("finequant", bits=8))

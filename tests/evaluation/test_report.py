@@ -145,7 +145,7 @@ def test_unknown_entries_are_omitted_and_reported(facts):
     assert "divergence from the original" not in page and "3.5000" in page
 
 
-def test_errors_are_those_of_the_weights(mixtral, packed):
+def test_errors_match_the_weights(mixtral, packed):
     directory = PackedDirectory.open(packed)
     values = read_values(directory, Checkpoint.open(mixtral))
     original = moepack.describe(Checkpoint.open(mixtral)).layers[1].projections[2]

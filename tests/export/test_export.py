@@ -104,7 +104,7 @@ def test_nothing_is_overwritten_and_unknown_formats_are_refused(to: str, packed:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_words_are_those_of_compressed_tensors(bits: int) -> None:
+def test_words_match_compressed_tensors(bits: int) -> None:
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     codes = np.random.default_rng(bits).integers(0, 2**bits, (5, 75)).astype(np.uint8)
     expected = helpers.pack_to_int32(torch.from_numpy(codes.astype(np.int16) - 2 ** (bits - 1)).to(torch.int8), bits)
@@ -177,7 +177,7 @@ def matches(target: str, module: str) -> bool:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_gguf_refuses_rows_that_are_no_blocks(bits: int, tmp_path: Path) -> None:
+def test_gguf_rejects_rows_that_do_not_form_blocks(bits: int, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     model = tiny_model("mixtral")  # 32 and 48 columns
     for size, settings in (("row", {"dense_bits": "attention=8"}), (32, {})):

@@ -252,7 +252,7 @@ def test_rules_of_several_expressions(name: str, files: Callable[[str], tuple[Pa
     assert_llama_cpp_agrees(directory, tmp_path / "model.gguf")
 
 
-def test_merges_that_are_no_order_of_pieces_have_no_scores() -> None:
+def test_merges_that_no_order_of_pieces_reproduces_have_no_scores() -> None:
     tokens, merges = ["a", "b", "c", "ab", "bc", "abc"], [("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]
     assert scores(tokens, merges) == [-3.0, -3.0, -3.0, 0.0, -1.0, -2.0]
     assert scores(tokens, merges[:3]) is None  # llama.cpp would join a and bc too

@@ -48,7 +48,7 @@ def overwrite(file: Path, byte: int) -> None:
 
 
 @pytest.mark.parametrize("byte", [0x00, 0x55, 0xFF])
-def test_an_overwritten_tensor_is_damaged_and_nothing_worse(saved: Path, byte: int) -> None:
+def test_an_overwritten_tensor_is_reported_as_damaged(saved: Path, byte: int) -> None:
     mapped, resident = load(saved), load(saved, resident=True)
     before, x = resident.decode(), torch.ones(3, 5, 128)
     overwrite(saved, byte)

@@ -93,14 +93,14 @@ def test_appended_bytes_are_found(victim: Path, name: str) -> None:
             PackedDirectory.open(victim)
 
 
-def test_shards_in_each_others_place_are_found(victim: Path) -> None:
+def test_swapped_shards_are_found(victim: Path) -> None:
     first, second = ((victim / name).read_bytes() for name in SHARDS[:2])
     with damaged(victim, SHARDS[0], second), damaged(victim, SHARDS[1], first):
         assert {fault.file for fault in moepack.verify(victim).faults} >= set(SHARDS[:2])
         use_everything(victim)
 
 
-def test_tensors_in_each_others_place_are_found(victim: Path) -> None:
+def test_swapped_tensors_are_found(victim: Path) -> None:
     """Equal sizes, so that every offset stays plausible."""
     content = bytearray((victim / SHARDS[0]).read_bytes())
     infos = read_header(victim / SHARDS[0]).tensors

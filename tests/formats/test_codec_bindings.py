@@ -81,7 +81,7 @@ def test_threads_do_not_change_the_bytes() -> None:
 
 @pytest.mark.parametrize("code", ["fsv8", "dict16"])
 @pytest.mark.parametrize("isa", _core.available_isas())
-def test_products_are_those_of_the_decoded_weights(code: str, isa: str) -> None:
+def test_products_match_the_decoded_weights(code: str, isa: str) -> None:
     codes, levels = ternary((3, 70, 301))
     blob = _core.PackedTensor(_core.encode_ternary(codes, levels, ndim=3, code=code))
     weights = blob.dequantize("float32").astype(np.float64)

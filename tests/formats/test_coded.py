@@ -219,7 +219,7 @@ def test_sizes_are_near_the_entropy(columns, deviation):
     ("deviation", "symbols"), [(0.7, "plain"), (1.5, "plain+3"), (80, "plain+3"), (3, "dependent")]
 )
 @pytest.mark.parametrize("own", [None, False, True])
-def test_products_are_those_of_the_weights(mode, deviation, symbols, own):
+def test_products_match_the_weights(mode, deviation, symbols, own):
     shape = (3, 130, 300)
     codes = paths(drawn(shape, deviation)) if symbols == "dependent" else drawn(shape, deviation)
     columns = None if own is None else columns_of(shape, own)

@@ -31,7 +31,7 @@ def test_a_size_is_met_and_never_exceeded(bits: float, codes: str) -> None:
 
 
 @pytest.mark.parametrize("unit", [2.0**-60, 3e-4, 1.0, 2.0**60])
-def test_errors_fall_with_bits_whatever_the_unit_of_the_weights(unit: float) -> None:
+def test_errors_fall_with_bits_in_any_unit_of_the_weights(unit: float) -> None:
     weight = normal(128, 512) * unit
     losses = [loss(weight, CodedTensor.quantize(weight, bits)) for bits in (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)]
     assert losses == sorted(losses, reverse=True)
@@ -106,7 +106,7 @@ def test_threads_do_not_change_bytes() -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "exact", "bf16", "int8"])
 @pytest.mark.parametrize("shape", [(40, 96), (3, 40, 96)])
-def test_products_and_gradients_are_those_of_the_weights(shape: tuple[int, ...], mode: str) -> None:
+def test_products_and_gradients_match_the_weights(shape: tuple[int, ...], mode: str) -> None:
     tensor = CodedTensor.quantize(normal(*shape), 3.0)
     weight, x = tensor.dequantize(), normal(*shape[:-2], 5, shape[-1], seed=1).requires_grad_()
     product = tensor.matmul(x, mode=mode)  # type: ignore[arg-type]

@@ -83,7 +83,7 @@ def test_damage_is_refused_or_read_safely(name: str) -> None:
 
 @pytest.mark.parametrize("name", [case["name"] for case in CASES if sum(case["ranks"])])
 @pytest.mark.parametrize("isa", _core.available_isas())
-def test_products_are_those_of_the_oracle(name: str, isa: str) -> None:
+def test_products_match_the_oracle(name: str, isa: str) -> None:
     data = np.fromfile(FOLDER / f"{name}.bin", np.uint8)
     blob, weights = _core.PackedTensor(data), oracle.read(data.tobytes()).weights()
     x = np.random.default_rng(1).normal(size=(5, blob.shape[2])).astype(np.float32)

@@ -73,7 +73,7 @@ def test_products(bits, group, symmetric, mode, isa):
 
 
 @pytest.mark.parametrize("mode", ["exact", "int8"])
-def test_grouped_products_are_those_of_each_expert(mode):
+def test_grouped_products_match_each_expert(mode):
     blob = _core.PackedTensor(encode(tensor(shape=(3, 19, 130))))
     x = np.random.default_rng(1).standard_normal((7, 130)).astype(np.float32)
     y = blob.matmul_grouped(x, np.array([0, 5, 5, 7]), mode=mode)

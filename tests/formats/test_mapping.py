@@ -69,7 +69,7 @@ def test_own_memory_is_zeroed_writable_and_of_that_size(size):
     assert (memory == 7).all()
 
 
-def test_a_system_without_such_advice_maps_all_the_same(file, monkeypatch):
+def test_mapping_works_on_systems_without_memory_advice(file, monkeypatch):
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     assert np.array_equal(map_file(file), np.frombuffer(file.read_bytes(), np.uint8))
     assert not own_memory(100).any()

@@ -105,6 +105,20 @@ def test_layers_equal_those_of_the_cpu(kernels, tokens, choices, path, dtype):
         assert kernels.calls[0] == (path if activation is functional.silu else "dequantize")
 
 
+@pytest.mark.parametrize(("kind", "tokens"), [("coded", 128), ("codebook", 256), ("ternary", 64)])
+def test_more_tokens_use_several_calls_while_that_is_faster(kernels, kind, tokens):
+    cpu, gpu = matrices(layer(5, 16, 24), kinds=[kind] * 3)
+    x, index, weights = routed(tokens, 2, 5, 24, torch.bfloat16)
+    found = GpuBackend().experts(gpu, x, index, weights, functional.silu, None)
+    expected = CpuBackend().experts(cpu, x, for_the_cpu(index, 5), weights, functional.silu, None)
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
+    assert kernels.calls == ["gated", "combine"] * -(-tokens // 64)
+    kernels.calls.clear()
+    for more in (x.float().repeat(2, 1), x.repeat(2, 1)):  # float32 activations are not rounded
+        GpuBackend().experts(gpu, more, index.repeat(2, 1), weights.repeat(2, 1), functional.silu, None)
+    assert set(kernels.calls) == {"dequantize"}
+
+
 @pytest.mark.parametrize("decoded", [1, 3 * 40 * 48 * 2, 1 << 30])
 @pytest.mark.parametrize("tokens", [1, 70, 300])
 def test_prompts_are_decoded_a_few_experts_at_a_time(kernels, monkeypatch, decoded, tokens):

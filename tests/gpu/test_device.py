@@ -410,7 +410,7 @@ def test_uploads_are_exact():
 
 
 def test_too_little_memory():
-    with pytest.raises(DeviceMemoryError, match=r"'packed' takes 1125899.91 GB .* missing"):
+    with pytest.raises(DeviceMemoryError, match=r"'packed' takes 1125899.91 GB, but .* are missing"):
         allocate(1 << 50, GPU, "'packed'")
 
 

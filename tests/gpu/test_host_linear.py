@@ -1,47 +1,22 @@
 """Warpgroup products of linear layers, compiled for the host, use the core's weights."""
 
-import re
-import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from emulation import Emulator
 
 from moepack import GroupwiseTensor, _core
-from moepack.backends.gpu.compiler import sources
 
-_COMPILER = shutil.which("g++")
 _HEADER = 128
 _TYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(scope="module")
 def linear(tmp_path_factory):
-    """Build the launches of a format for a specification; functions of the host stand in for instructions."""
-    if _COMPILER is None:
-        pytest.skip("g++ is missing")
-    folder = tmp_path_factory.mktemp("linear")
-    shutil.copytree(sources(), folder / "cuda")
-    for name, old, new in [
-        ("ptx", r"#if defined\(__CUDACC__\)", "#if 0"),
-        ("warpgroups", r"#if defined\(__CUDACC__\)", "#if 0"),
-        ("layer", "extern __shared__", "extern"),
-    ]:
-        file = folder / "cuda" / "common" / f"{name}.cuh"
-        file.write_text(re.sub(old, new, file.read_text(), flags=re.MULTILINE))
-    host = Path(__file__).parent / "host"
-
-    def build(source, kind, **definitions):
-        path = folder / "-".join(map(str, (source, *definitions.values())))
-        options = [f"-D{name}={int(value)}" for name, value in definitions.items()]
-        options += [f'-DSOURCE="{source}"', f"-DFORMAT={kind}", f"-I{folder / 'cuda'}", f"-I{host}"]
-        command = [_COMPILER, "-std=c++20", "-O1", "-pthread", *options, str(host / "linear.cpp"), "-o", str(path)]
-        subprocess.run(command, check=True)
-        return path
-
-    return build
+    """Builds the launches of a format for a specification."""
+    return Emulator("linear.cpp", tmp_path_factory.mktemp("linear"))
 
 
 def product(program, folder, data, x, rows, blocks, depth, own):

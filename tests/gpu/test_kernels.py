@@ -14,7 +14,7 @@ from sass import DISASSEMBLER, INTEGER, disassemble
 from moepack.backends.gpu import channels as channel_kernels
 from moepack.backends.gpu import codebook as codebook_kernels
 from moepack.backends.gpu import coded as coded_kernels
-from moepack.backends.gpu import coded_upload, compiler, groupwise_linear
+from moepack.backends.gpu import coded_upload, compiler, groupwise_linear, step
 from moepack.backends.gpu import groupwise as groupwise_kernels
 from moepack.backends.gpu import ternary as ternary_kernels
 from moepack.backends.gpu.families import FAMILIES
@@ -47,6 +47,8 @@ PROGRAMS = {
     **{f"codebook {bits} bits": codebook(bits, 2) for bits in (2, 3, 4)},
     "linear int3 by 64 symmetric": groupwise_linear.program(3, 64, True, True),
     **{f"linear int{bits} by 64": groupwise_linear.program(bits, 64, False, True) for bits in (4, 8)},
+    **{f"grouped int{bits} by 64": groupwise_linear.grouped_program(bits, 64, bits > 3, True) for bits in (3, 8)},
+    "grouped codebook": codebook_kernels._compiled_grouped(4, 2),
     "linear codebook 4 bits": codebook_kernels._compiled_linear(4, 2),
     "linear codebook 4 bits, rounded": codebook_kernels._compiled_linear(4, 1),
     "codebook 4 bits, 32 tokens": codebook(4, 2, 32),
@@ -60,21 +62,30 @@ PROGRAMS = {
     "coded, 16 tokens": coded_kernels._program(16),
     "coded, dependent": coded_kernels._program(1, True),
     "coded, dependent, 16 tokens": coded_kernels._program(16, True),
+    "step": step.program(),
     "coded upload": coded_upload._program(),
     **{f"channels of {bits} bits": channel_kernels._program(bits) for bits in (4, 8, 16)},
     "residuals of 4 bits": channel_kernels._program(4, refines=True),
 }
 """A program of each kind of inner loop."""
 
+GROUPED = {"route", "lay_out", "add", *(f"{kernel}_{n}" for kernel in ("gated", "project") for n in (16, 32, 64))}
 LINEAR = {"prepare", "add", *(f"linear_{columns}" for columns in COLUMNS)}
 
 KERNELS = {
     "channels.cu": {"choose", "compute", "add", "dequantize", "gather"},
+    "step.cu": {"rms_norm", "rotate"},
     "coded_upload.cu": {"measure", "write_records"},
     "groupwise_linear.cu": LINEAR,
     "codebook_linear.cu": LINEAR,
+    "groupwise_grouped.cu": GROUPED,
+    "codebook_grouped.cu": GROUPED,
 }
 """The kernels of sources that have no products of whole matrices."""
+
+CURRENT = compiler._nvrtc().getVersion() >= (13, 2)
+"""Whether NVRTC is as new as the one whose code the bounds describe. Older ones spill more, and lose the logs of
+programs that are compiled at the same time."""
 
 _USE = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -113,7 +124,7 @@ def compiled(request):
     here = (item for item in request.session.items if item.module is request.module and hasattr(item, "callspec"))
     parameters = [item.callspec.params for item in here]
     wanted = {(each["name"], each.get("arch", "sm_90a")) for each in parameters if "name" in each}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count() if CURRENT else 1) as pool:
         backwards = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] in "13579"
         for job in [pool.submit(PROGRAMS[name].cubin, arch) for name, arch in sorted(wanted, reverse=backwards)]:
             job.exception()
@@ -122,7 +133,7 @@ def compiled(request):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_keep_their_values_in_registers(name, arch):
-    cubin, most = PROGRAMS[name].cubin(arch), SPILLS.get(name, 0)
+    cubin, most = PROGRAMS[name].cubin(arch), SPILLS.get(name, 0) * (2 if CURRENT else 3) // 2
     kernels = _USE.findall(cubin.log)
     wanted = KERNELS.get(PROGRAMS[name].source, {"gated", "combine", "dequantize"})
     assert wanted <= {kernel for kernel, *_ in kernels}
@@ -132,19 +143,19 @@ def test_kernels_keep_their_values_in_registers(name, arch):
     for kernel, code in disassemble(cubin.path).items():
         local = code.count("LDL", "STL")
         assert local <= most // 2, f"{kernel}: {local} accesses to local memory"
-        together = kernel.startswith("linear") or (
-            re.match(r"int.* 32 tokens", name) and kernel in ("gated", "combine")
-        )
-        if kernel.startswith("linear_") and arch == "sm_90a":
+        tiles = re.fullmatch(r"(?:linear|gated|project)_\d+", kernel)
+        together = tiles or (re.match(r"int.* 32 tokens", name) and kernel in ("gated", "combine"))
+        if tiles and arch == "sm_90a":
             registers = next(int(registers) for found, *_, registers in kernels if found == kernel)
             moved = code.count("USETMAXREG") > 0
-            assert moved or kernel in ("linear_8", "linear_16"), f"{kernel} keeps registers where its warps copy"
+            assert moved or kernel.endswith(("_8", "_16")), f"{kernel} keeps registers where its warps copy"
             assert registers == 96 if moved else registers <= 96, "what its warps share out (REGISTERS)"
         if arch == "sm_90a" and together:
             assert code.count("HGMMA") > 0 and "serialized" not in cubin.log
         # NVRTC 13.0 used odd registers for descriptors, which a GPU rejects.
         assert not any(re.search(r"desc\[UR\d*[13579]\]", arguments) for _, arguments in code.instructions), kernel
-        assert "gated" not in kernel or name.startswith(("fsv8", "dict16")) or code.count("HMMA", "IMMA", "HGMMA") > 0
+        without = name.startswith(("fsv8", "dict16")) or (tiles and arch != "sm_90a")
+        assert "gated" not in kernel or without or code.count("HMMA", "IMMA", "HGMMA") > 0
 
 
 OPERATIONS = {
@@ -197,7 +208,9 @@ def test_a_linear_layer_takes_few_instructions(name, most):
 
 def test_every_family_has_programs():
     families = {f"{module}.cu" for module in FAMILIES.values()}
-    others = {"coded_upload.cu", "groupwise_linear.cu", "codebook_linear.cu"}
+    others = {"coded_upload.cu", "step.cu"} | {
+        f"{name}_{kind}.cu" for name in ("groupwise", "codebook") for kind in ("linear", "grouped")
+    }
     assert {program.source for program in PROGRAMS.values()} == families | others
     assert {path.name for path in compiler.sources().glob("*.cu")} == {p.source for p in PROGRAMS.values()}
 

@@ -27,10 +27,13 @@ PROGRAMS = [
     ("groupwise.cu", {**GROUPWISE, "RANK_BITS": 0}),
     ("groupwise.cu", {**GROUPWISE, "RANK_BITS": 3}),
     ("groupwise_linear.cu", {**GROUPWISE, "TOKENS": 64, "RANK_BITS": 0}),
+    ("groupwise_grouped.cu", {**GROUPWISE, "TOKENS": 64, "RANK_BITS": 0}),
+    ("codebook_grouped.cu", {"BITS": 4, "PLANES": 2}),
     ("codebook.cu", {"BITS": 4, "PLANES": 2, "TOKENS": 8, "RESIDENT": 2}),
     ("codebook_linear.cu", {"BITS": 4, "PLANES": 2}),
     ("coded.cu", {"TOKENS": 8, "MOST_THREADS": 512, "DEPENDENT": 0}),
     ("coded_upload.cu", {}),
+    ("step.cu", {}),
     ("channels.cu", {"BITS": 4, "REFINES": 1}),
     ("ternary.cu", {"DICT16": 0, "TOKENS": 1, "LANES": 32, "GLOBAL": 0, "THREADS": 512}),
 ]
@@ -60,7 +63,8 @@ def test_every_struct_of_a_kernel_is_read_from_its_source():
     # The macros of kernels are generic over the format, so a source that uses them has a matrix of its own.
     for source, text in ((path, path.read_text()) for path in compiler.sources().glob("*.cu")):
         if found := re.search(r"^MOEPACK_\w+_KERNELS\((?:\w+::)?(\w+)\)", text, re.MULTILINE):
-            base = re.search(rf"struct {found[1]} : (\w+)", text)
+            whole = "".join((compiler.sources() / name).read_text() for name in included(source.name))
+            base = re.search(rf"struct {found[1]} : (\w+)", whole)
             assert f"{(base or found)[1]}::Matrix" in known, source
 
 

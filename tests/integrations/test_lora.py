@@ -245,7 +245,7 @@ def test_training_as_of_quantized_models_with_layers_computed_again() -> None:
         assert (found[0][name] - gradient).norm() <= 1e-2 * gradient.norm(), name
 
 
-def test_nothing_is_merged_and_nothing_half_merged() -> None:
+def test_a_rejected_merge_changes_no_module() -> None:
     """Unpacked layers keep their adapters if a packed layer rejects one."""
     packed, _ = fresh("qwen3_moe", None)
     model = randomized(peft.get_peft_model(packed, peft.LoraConfig(target_modules="all-linear", r=4)))

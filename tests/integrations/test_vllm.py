@@ -72,7 +72,7 @@ def test_layers_multiply_from_packed_bytes(directory: Path) -> None:
         assert not [*ours.parameters()]
 
 
-def test_everything_else_comes_decoded_by_the_hubs_names(directory: Path, tmp_path: Path) -> None:
+def test_everything_else_is_decoded_under_the_hubs_names(directory: Path, tmp_path: Path) -> None:
     packed, decoded = loaded(directory).loaded, loaded(directory, activation="gelu").loaded
     names = {name for name in decoded if ".experts." in name}
     assert len(names) == 2 * 4 * 3 and decoded.keys() - packed.keys() == names

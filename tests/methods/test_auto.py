@@ -93,7 +93,7 @@ MET = [{"size": "1.2MB"}, {"ratio": 0.3}, {"bits_per_weight": 4.0}, {"size": "3.
 
 
 @pytest.mark.parametrize("settings", MET)
-def test_a_size_is_met_and_the_plan_knows_it(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_size_is_met_and_expected_by_the_plan(settings: dict[str, Any], tmp_path: Path) -> None:
     method = Auto(**settings)
     plan = estimate(TINY_MOE, tmp_path / "out", method)
     report = moepack.compress(TINY_MOE, tmp_path / "out", method=method)

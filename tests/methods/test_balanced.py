@@ -168,7 +168,7 @@ def test_decoded_models_have_the_scales_of_the_source(architecture: str, tmp_pat
     assert not (tmp_path / "plain" / BALANCE).exists()
 
 
-def test_adapters_do_not_fit_a_rotated_model_of_which_they_are_not(mixtral: Path, tmp_path: Path) -> None:
+def test_a_rotated_model_rejects_adapters_of_another_model(mixtral: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the extra `train` is not installed")
     method = CodeQuant(str(NOVEL), samples=2, sequence_length=32, rotation="random", steps=1)
     moepack.compress(mixtral, tmp_path / "packed", method=method)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import moepack
+import packed_support as support
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint
 from moepack.cli import app
@@ -20,17 +21,9 @@ from moepack.format import PackedDirectory
 from moepack.methods import CodeQuant
 from moepack.methods.codequant.packing import packed_bytes
 from moepack.pipeline import compress
-from moepack.pipeline.journal import Workspace
 from stream_support import last_states, record_streams
 
 DECODERS = ("mixtral", "qwen3_moe", "deepseek_v2")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
-    return file
 
 
 def method(text, **settings):
@@ -94,17 +87,9 @@ def test_the_packed_model_computes_the_states_of_calibration(tiny_checkpoint, se
 def test_two_runs_and_any_resume_give_the_same_bytes(tiny_checkpoint, text, tmp_path, monkeypatch):
     source = tiny_checkpoint("deepseek_v2")
     compress(source, tmp_path / "whole", method=method(text))
-    append = Workspace.append
-
-    def die_after_the_first(self, shard):
-        append(self, shard)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Workspace, "append", die_after_the_first)
     for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
+        with support.stopping_after_each_shard(), pytest.raises(KeyboardInterrupt):
             compress(source, tmp_path / "pieces", method=method(text))
-    monkeypatch.setattr(Workspace, "append", append)
     with pytest.raises(ResumeError):
         compress(source, tmp_path / "pieces", method=method(text, weight_bits=3))
     report = compress(source, tmp_path / "pieces", method=method(text))

@@ -1,6 +1,7 @@
 """One declaration of a method serves every door: Python, the command line, the plan, the manifest and comparisons."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +134,15 @@ def test_a_registered_method_is_in_the_table(toy: None, capsys: pytest.CaptureFi
 def test_the_page_of_settings_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     _, page, _ = run(capsys, "methods", "--markdown")
     assert (ROOT / "docs" / "methods" / "settings.md").read_text(encoding="utf-8") == page
+
+
+@pytest.mark.parametrize("room", ["codequant", "floe", "milo"])
+def test_a_method_without_others_on_top_is_named_by_the_list_of_methods_only(room: str) -> None:
+    """So a new method changes its room and `methods/__init__.py`."""
+    package = ROOT / "python" / "moepack"
+    imported = re.compile(rf"^ *(?:from|import) moepack\.methods\.{room}\b", re.MULTILINE)
+    files = {str(f.relative_to(package)) for f in package.rglob("*.py") if imported.search(f.read_text("utf-8"))}
+    assert {file for file in files if not file.startswith(f"methods/{room}/")} == {"methods/__init__.py"}
 
 
 def wrong_values(setting: Setting) -> Iterator[Any]:

@@ -42,13 +42,6 @@ from places import NOVEL, TINY_MOE
 STOCK = ("gate_proj", "up_proj", "down_proj")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
-    return file
-
-
 @pytest.fixture(scope="module", params=["refined", "paper"])
 def directory(
     request: pytest.FixtureRequest, mixtral: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
@@ -85,7 +78,7 @@ def sparse_modules(model: Any) -> list[SparseExperts]:
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 0.99])
-def test_streamed_quantiles_are_those_of_all_values(scale: float, share: float) -> None:
+def test_streamed_quantiles_match_all_values(scale: float, share: float) -> None:
     torch.manual_seed(0)
     values, quantiles = torch.randn(20_000) * scale, Quantiles(2)
     for piece in values.split(700):
@@ -357,7 +350,7 @@ def test_settings_of_the_other_form_are_refused_by_its_name(text: Path, mixtral:
     assert refused.exit_code == 2 and "--paper-form" in refused.output and not (tmp_path / "out").exists()
 
 
-def test_defaults_and_recorded_settings_are_those_of_the_form(directory: Path) -> None:
+def test_defaults_and_recorded_settings_match_the_form(directory: Path) -> None:
     settings = PackedDirectory.open(directory).manifest.settings
     own = {"refined": {"coarse_bits": 2.0, "bits": 4, "dense_layers": 0}, "paper": {"paper_form": True, "up_bits": 2}}
     assert own[directory.name].items() <= settings.items() and settings["sparsity"] == 0.8

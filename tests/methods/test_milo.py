@@ -55,7 +55,7 @@ def test_ranks_reduce_the_error_and_joint_beats_one_pass() -> None:
     assert all(a < 0.97 * b for a, b in zip(errors[2], once, strict=True))
 
 
-def test_refining_is_worth_it_and_errors_are_those_of_the_stored_values() -> None:
+def test_refining_is_worth_it_and_errors_match_the_stored_values() -> None:
     weights = heavy()
     late = compensate(weights, 24, SPEC, SOLVER, JointSettings(refine=False))
     inside = compensate(weights, 24, SPEC, SOLVER, JointSettings())
@@ -158,7 +158,7 @@ def test_policies_add_up_and_stop_at_the_matrix() -> None:
 
 
 @pytest.mark.parametrize("spec", ["", "dense", "dense:-1", "dense:1.5", "best:3", "dense:8+", "budget:5+dense:8"])
-def test_specs_that_are_none(spec: str) -> None:
+def test_invalid_specifications_are_rejected(spec: str) -> None:
     with pytest.raises(ValueError, match="rank"):
         parse_ranks(spec)
 
@@ -286,21 +286,7 @@ def test_compensators_bring_the_model_nearer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", ["budget:8", "dense:32+kurtosis:16"])
 def test_bytes_do_not_depend_on_threads_or_interruptions(rank: str, mixtral: Path, tmp_path: Path) -> None:
-    def method() -> Milo:
-        return Milo(rank=rank, rounds=4)
-
-    torch_threads, core_threads = torch.get_num_threads(), _core.threads()
-    try:
-        moepack.compress(mixtral, tmp_path / "one", method=method(), threads=1)
-        moepack.compress(mixtral, tmp_path / "four", method=method(), threads=4)
-    finally:
-        torch.set_num_threads(torch_threads)
-        _core.set_threads(core_threads)
-    assert support.contents(tmp_path / "one") == support.contents(tmp_path / "four")
-    with support.interrupted(Milo, 12):
-        moepack.compress(mixtral, tmp_path / "again", method=method())
-    assert moepack.compress(mixtral, tmp_path / "again", method=method()).resumed_weights > 0
-    assert support.contents(tmp_path / "one") == support.contents(tmp_path / "again")
+    support.assert_same_bytes(mixtral, tmp_path, lambda: Milo(rank=rank, rounds=4), 12)
 
 
 @pytest.mark.parametrize("rank", ["uniform:8", "budget:5"])
@@ -315,9 +301,7 @@ def test_a_weight_that_is_not_a_number_names_its_tensor(rank: str, tmp_path: Pat
     assert caught.value.tensor == name and caught.value.file == str(model / "model.safetensors")
 
 
-def test_frequency_gives_ranks_to_who_is_chosen_and_survives_experts_that_are_not(
-    mixtral: Path, tmp_path: Path
-) -> None:
+def test_frequency_gives_ranks_to_chosen_experts_and_survives_unchosen_ones(mixtral: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("aaaa " * 40)
     out = tmp_path / "out"

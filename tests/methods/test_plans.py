@@ -11,12 +11,34 @@ import packed_support as support
 from command_support import run
 from fault_support import every_method
 from moepack.checkpoint import Checkpoint, describe
-from moepack.methods import METHODS, Auto, SimpleMethod
+from moepack.methods import (
+    METHODS,
+    Auto,
+    Calibrates,
+    MeetsSize,
+    Method,
+    PacksLinears,
+    Rearranges,
+    Rewrites,
+    SimpleMethod,
+)
 from moepack.pipeline.estimate import estimate
 
 
 def test_a_simple_method_has_three_members() -> None:
     assert SimpleMethod.__abstractmethods__ == {"bound", "solve", "pack"}
+
+
+def test_a_method_with_its_own_plan_has_two_members() -> None:
+    assert Method.__abstractmethods__ == {"bound", "plan"}
+
+
+def test_an_ability_needs_its_mixin() -> None:
+    for mixin in (Calibrates, MeetsSize, PacksLinears, Rearranges, Rewrites):
+        for name in {name for name in vars(mixin) if not name.startswith("_")}:
+            with pytest.raises(TypeError, match=f"Alone defines {name}, so it must inherit {mixin.__name__}"):
+                type("Alone", (SimpleMethod,), {name: None})
+            type("Able", (mixin, SimpleMethod), {name: None})
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from typer.testing import CliRunner
 
 import moepack
+import packed_support as support
 from moepack.backends.threads import set_threads
 from moepack.calibration.linears import LinearsRun
 from moepack.calibration.load import load_samples
@@ -39,13 +40,6 @@ from moepack.solvers.grids import TernaryGrid
 from stream_support import last_states, record_streams
 
 ARCHITECTURES = ("mixtral", "qwen3_moe", "deepseek_v2", "switch_transformers")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
-    return file
 
 
 def method(text, **settings):
@@ -94,17 +88,9 @@ def test_calibration_beats_rounding_on_the_models_outputs(mixtral, bits, text, t
 
 def test_two_runs_and_any_resume_give_the_same_bytes(qwen3_moe, text, tmp_path, monkeypatch):
     compress(qwen3_moe, tmp_path / "whole", method=method(text))
-    append = Workspace.append
-
-    def die_after_the_first(self, shard):
-        append(self, shard)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Workspace, "append", die_after_the_first)
     for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
+        with support.stopping_after_each_shard(), pytest.raises(KeyboardInterrupt):
             compress(qwen3_moe, tmp_path / "pieces", method=method(text))
-    monkeypatch.undo()
     report = compress(qwen3_moe, tmp_path / "pieces", method=method(text))
     assert report.resumed_weights > 0
     assert contents(tmp_path / "pieces") == contents(tmp_path / "whole")

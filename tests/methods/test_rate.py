@@ -53,7 +53,7 @@ def test_the_grid_takes_the_cheapest_code(seed, price):
 
 
 @pytest.mark.parametrize("columns, density", [(128, 0.1), (256, 0.2), (256, 0.45), (896, 0.12), (2048, 0.3)])
-def test_estimated_bits_are_those_of_the_coder(columns, density):
+def test_estimated_bits_match_the_coder(columns, density):
     generator = torch.Generator().manual_seed(columns)
     codes = (torch.rand(4, 256, columns, generator=generator) < density).to(torch.int8)
     codes *= 1 - 2 * torch.randint(2, codes.shape, generator=generator, dtype=torch.int8)
@@ -171,7 +171,7 @@ def test_a_layer_takes_its_budget(target):
                 price = curves.unit * budget.price(name, group)
                 codes, _, _ = problem(name, group).solve(constant(rows, price), constant(rows, gain))
                 bits = row_bits(codes).sum(1)
-                budget.book(name, group, bits)
+                budget.record_bits(name, group, bits)
                 if budget.excess() is None or abs(budget.excess()) < 0.002:
                     break
             total += float(bits.sum())
@@ -193,13 +193,6 @@ def test_unreachable_budgets_take_the_end_of_the_ladder():
         curves = RateCurves(target, 3)
         curves.add("up", range(3), RateProblem(weights(), hessians(3, 64)))
         assert curves.budget()[0].price("up", range(3)) == float(step)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
-    return file
 
 
 def method(text, **options):

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
 import moepack
+import packed_support as support
 import tiny_models
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint, describe
@@ -25,17 +26,9 @@ from moepack.methods.codequant.rotation import (
 )
 from moepack.methods.codequant.rotation.cayley import rounding_error
 from moepack.pipeline import compress
-from moepack.pipeline.journal import Workspace
 from moepack.pipeline.rewrite import STATE
 from moepack.solvers.fixed_point import split_blocks
 from moepack.solvers.kmeans import kmeans
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
-    return file
 
 
 def method(text, **settings):
@@ -168,16 +161,8 @@ def test_a_resumed_run_uses_its_rotation_again_and_refuses_a_broken_one(tiny_che
     source = tiny_models.build("qwen3_moe", tmp_path / "source")
     chosen = {"rotation_steps": 8}
     uninterrupted = compress(source, tmp_path / "whole", method=method(text, **chosen))
-    append = Workspace.append
-
-    def die_after_the_first(self, shard):
-        append(self, shard)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Workspace, "append", die_after_the_first)
-    with pytest.raises(KeyboardInterrupt):
+    with support.stopping_after_each_shard(), pytest.raises(KeyboardInterrupt):
         compress(source, tmp_path / "pieces", method=method(text, **chosen))
-    monkeypatch.setattr(Workspace, "append", append)
     file = tmp_path / f"pieces{STATE}"
     good = file.read_bytes()
     state = safetensors.torch.load(good)

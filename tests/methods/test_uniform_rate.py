@@ -143,13 +143,6 @@ def test_the_bound_holds() -> None:
         assert blob.nbytes <= Rate(8.0).bound(shape)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
-    return file
-
-
 def calibrated(text: Path, bits: float = 3.0, **options: Any) -> Rate:
     return Rate(bits, calibration=str(text), samples=6, sequence_length=64, group=3, **options)
 

@@ -21,15 +21,8 @@ from moepack.pipeline.journal import Workspace
 from stream_support import last_states, record_streams
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
-    return str(file)
-
-
-def calibrated(text: str, **settings: Any) -> Qmoe:
-    return Qmoe(text, **{"samples": 6, "sequence_length": 64, **settings})
+def calibrated(text: Path, **settings: Any) -> Qmoe:
+    return Qmoe(str(text), **{"samples": 6, "sequence_length": 64, **settings})
 
 
 def chosen(model: Path, method: Any, wanted: Callable[[str], bool]) -> dict[str, Any]:
@@ -68,7 +61,7 @@ def test_two_methods_without_calibration_share_a_job(other: Method, mixtral: Pat
 
 @pytest.mark.parametrize("wanted", [down, lambda name: "gate_proj" in name, lambda name: "layers.0" in name])
 def test_a_calibrated_and_an_uncalibrated_method_share_a_job(
-    wanted: Callable[[str], bool], mixtral: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wanted: Callable[[str], bool], mixtral: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The packed model computes the states to which the calibrated tensors were fitted."""
     streams = record_streams(monkeypatch)
@@ -88,7 +81,7 @@ def test_a_calibrated_and_an_uncalibrated_method_share_a_job(
 
 
 def test_two_calibrated_methods_share_a_job_if_they_want_to_see_the_same(
-    mixtral: Path, text: str, tmp_path: Path
+    mixtral: Path, text: Path, tmp_path: Path
 ) -> None:
     coarse, fine = calibrated(text, bits_per_weight=1.5), calibrated(text, bits="2")
     compress(mixtral, tmp_path / "out", method=coarse, others=chosen(mixtral, fine, down))
@@ -100,7 +93,7 @@ def test_two_calibrated_methods_share_a_job_if_they_want_to_see_the_same(
         compress(mixtral, tmp_path / "other", method=coarse, others=chosen(mixtral, different, down))
 
 
-def test_tensors_packed_elsewhere_are_taken_over_and_fed_on(mixtral: Path, text: str, tmp_path: Path) -> None:
+def test_tensors_packed_elsewhere_are_taken_over_and_fed_on(mixtral: Path, text: Path, tmp_path: Path) -> None:
     """If another job of the same method supplies one layer, the other layers do not change."""
     compress(mixtral, tmp_path / "whole", method=calibrated(text))
     source = PackedDirectory.open(tmp_path / "whole")
@@ -116,7 +109,7 @@ def test_tensors_packed_elsewhere_are_taken_over_and_fed_on(mixtral: Path, text:
 
 
 def test_a_mixed_job_resumes_to_the_same_bytes_and_another_mixture_is_another_job(
-    mixtral: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mixtral: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mixed(out: str, **settings: Any) -> Any:
         others = chosen(mixtral, FineQuant(**{"bits": 3, **settings}), down)
@@ -139,7 +132,7 @@ def test_a_mixed_job_resumes_to_the_same_bytes_and_another_mixture_is_another_jo
     assert support.contents(tmp_path / "out") == support.contents(tmp_path / "whole")
 
 
-def test_assignments_that_mean_nothing_are_refused(mixtral: Path, tmp_path: Path) -> None:
+def test_meaningless_assignments_are_refused(mixtral: Path, tmp_path: Path) -> None:
     name, linear = "model.layers.0.mlp.experts.down_proj", "model.layers.0.self_attn.q_proj.weight"
     compress(mixtral, tmp_path / "packed", method="finequant")
     up = PackedDirectory.open(tmp_path / "packed").tensor("model.layers.0.mlp.experts.up_proj")
@@ -185,12 +178,12 @@ class Mending:
 EXPERT = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
 
 
-def settings_of(kind: str, text: str) -> Method:
+def settings_of(kind: str, text: Path) -> Method:
     codequant = {"samples": 6, "sequence_length": 64, "steps": 1}
     return {
         "qmoe": lambda: calibrated(text, dense_bits="attention=8"),
-        "codequant": lambda: CodeQuant(text, rotation="none", **codequant),
-        "rotated": lambda: CodeQuant(text, rotation="random", **codequant),
+        "codequant": lambda: CodeQuant(str(text), rotation="none", **codequant),
+        "rotated": lambda: CodeQuant(str(text), rotation="random", **codequant),
         "finequant": lambda: FineQuant(dense_bits=8),
     }[kind]()
 
@@ -198,7 +191,7 @@ def settings_of(kind: str, text: str) -> Method:
 @pytest.mark.parametrize("kind", ["qmoe", "codequant", "rotated", "finequant"])
 @pytest.mark.parametrize("name", [EXPERT, "model.layers.1.self_attn.o_proj.weight"])
 def test_finished_blocks_outlive_the_repair_of_a_weight_that_is_nan(
-    kind: str, name: str, mixtral: Path, text: str, tmp_path: Path
+    kind: str, name: str, mixtral: Path, text: Path, tmp_path: Path
 ) -> None:
     model = Mending(mixtral, tmp_path / "model", name)
     compress(mixtral, tmp_path / "whole", method=settings_of(kind, text))
@@ -214,7 +207,7 @@ def test_finished_blocks_outlive_the_repair_of_a_weight_that_is_nan(
     assert support.contents(tmp_path / "out") == support.contents(tmp_path / "whole")
 
 
-def test_activations_that_are_nan_do_not_throw_away_finished_blocks(mixtral: Path, text: str, tmp_path: Path) -> None:
+def test_activations_that_are_nan_do_not_throw_away_finished_blocks(mixtral: Path, text: Path, tmp_path: Path) -> None:
     """A norm that is finite and too large: the model computes infinity in its last block."""
     model = Mending(mixtral, tmp_path / "model", "model.layers.1.post_attention_layernorm.weight")
     compress(mixtral, tmp_path / "whole", method=calibrated(text))
@@ -234,7 +227,7 @@ def test_activations_that_are_nan_do_not_throw_away_finished_blocks(mixtral: Pat
         "model.layers.0.block_sparse_moe.experts.1.w1.weight",
     ],
 )
-def test_sources_of_finished_blocks_must_be_unchanged(changed: str, mixtral: Path, text: str, tmp_path: Path) -> None:
+def test_sources_of_finished_blocks_must_be_unchanged(changed: str, mixtral: Path, text: Path, tmp_path: Path) -> None:
     model = Mending(mixtral, tmp_path / "model", EXPERT)
     model.break_()
     with pytest.raises(InvalidTensorError):
@@ -254,7 +247,7 @@ def test_sources_of_finished_blocks_must_be_unchanged(changed: str, mixtral: Pat
 
 
 def test_a_change_that_the_fingerprint_misses_is_found_when_a_failed_job_continues(
-    mixtral: Path, text: str, tmp_path: Path
+    mixtral: Path, text: Path, tmp_path: Path
 ) -> None:
     model = Mending(mixtral, tmp_path / "model", EXPERT)
     model.break_()
@@ -276,7 +269,7 @@ def test_a_change_that_the_fingerprint_misses_is_found_when_a_failed_job_continu
     assert support.contents(tmp_path / "out") == support.contents(tmp_path / "whole")
 
 
-def test_a_change_costs_the_layers_that_follow_from_it_and_no_others(mixtral: Path, text: str, tmp_path: Path) -> None:
+def test_a_change_costs_the_layers_that_follow_from_it_and_no_others(mixtral: Path, text: Path, tmp_path: Path) -> None:
     """Linear layers of the last block are finished when its experts fail; repaired ones are packed again."""
     attention = "model.layers.1.self_attn.k_proj.weight"
     model = Mending(mixtral, tmp_path / "model", EXPERT)

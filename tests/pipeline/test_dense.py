@@ -19,7 +19,7 @@ from moepack.calibration import CalibrationRequest, CalibrationSettings, Calibra
 from moepack.checkpoint import Checkpoint, describe
 from moepack.cli import main
 from moepack.format import PackedDirectory
-from moepack.methods import PackedBytes, Solution
+from moepack.methods import Calibrates, PackedBytes, Solution
 from moepack.modules.linear import PackedLinear
 from places import ROOT
 from runtime_support import ARCHITECTURES, DenseMethod, logits, tiny_model, write_packed
@@ -53,7 +53,7 @@ class TernaryLinears(DenseMethod):
         return PackedBytes("ternary", _core.encode_ternary(codes, levels, ndim=weights.ndim), {"code": "fsv8"})
 
 
-class WatchingLinears(TernaryLinears):
+class WatchingLinears(Calibrates, TernaryLinears):
     """A calibrated method: the model runs during the job, and a resumed job must run its packed layers."""
 
     def __init__(self, **settings):

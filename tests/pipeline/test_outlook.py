@@ -130,6 +130,9 @@ def test_the_library_lists_and_removes(
         moepack.cli.main(["list"])
     shown = capsys.readouterr().out
     assert "someone/moe  9GB" in shown and "unfinished" in shown.splitlines()[1]
+    with pytest.raises(SystemExit):
+        moepack.cli.main(["list", "--json"])
+    assert [entry["complete"] for entry in json.loads(capsys.readouterr().out)] == [True, False]
     with pytest.raises(SystemExit) as left:
         moepack.cli.main(["remove", "someone/absent", "--yes"])
     assert left.value.code == 2 and "someone/moe (9GB)" in capsys.readouterr().err

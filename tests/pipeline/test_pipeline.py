@@ -25,7 +25,7 @@ from moepack.checkpoint import Checkpoint
 from moepack.format import PackedDirectory, atomic, shard, side
 from moepack.methods import Milo
 from moepack.methods.qmoe.ternary import Ternary
-from moepack.pipeline import journal, plan
+from moepack.pipeline import journal, outputs
 from moepack.progress import Silent
 from places import TESTS, TINY_MOE
 
@@ -249,7 +249,7 @@ def test_a_weight_that_is_not_finite_is_named(value: float, mixtral: Path, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_layers_before_a_bad_weight_are_kept_until_it_is_mended(mixtral: Path, tmp_path: Path) -> None:
+def test_layers_before_a_bad_weight_are_kept_until_it_is_fixed(mixtral: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(mixtral, tmp_path / "model"))
     tensors = load_file(mixtral / "model.safetensors")
     weight = tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"].view(-1)
@@ -393,7 +393,7 @@ def test_small_files_are_copied_and_large_ones_named(mixtral: Path, tmp_path: Pa
 
 
 def test_dense_shards_are_cut(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "DENSE_SHARD", 20_000)
+    monkeypatch.setattr(outputs, "DENSE_SHARD", 20_000)
     moepack.compress(mixtral, tmp_path / "out", method=Ternary())
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 4
     assert moepack.verify(tmp_path / "out").ok

@@ -76,7 +76,7 @@ class Killing(Silent):
             self.cluster.remove_node(self.node, allow_graceful=False)
 
 
-def test_bytes_are_those_of_a_local_run_though_a_node_dies(mixtral: Path, tmp_path: Path, nodes: Any) -> None:
+def test_bytes_match_a_local_run_although_a_node_dies(mixtral: Path, tmp_path: Path, nodes: Any) -> None:
     first, _ = (nodes.add_node(num_cpus=1) for _ in range(2))
     killing = Killing(nodes, first, 1)
     moepack.compress(mixtral, tmp_path / "shared", method=Slow(4), ray=nodes.address, threads=1, progress=killing)

@@ -1,15 +1,18 @@
 """Models on a hub, packed while they are downloaded. The hub is a server on loopback (`hub_support`)."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import moepack
 import packed_support as support
@@ -17,10 +20,11 @@ import tiny_models
 from hub_support import COMMIT, Answer, Hub, Request, cached, serving, use
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.remote import open_remote
-from moepack.errors import CheckpointError, DiskError, DownloadError, InvalidTensorError
+from moepack.errors import CheckpointError, DiskError, DownloadError, InvalidTensorError, ResumeError
 from moepack.methods import create
 from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline.estimate import estimate
+from moepack.progress import Bar, Lines
 from places import ROOT
 
 NAME = "someone/moe"
@@ -59,6 +63,13 @@ def test_a_remote_checkpoint_reads_what_the_directory_holds(hub: Hub, sharded: P
     for name in local.names()[::5]:
         assert remote.info(name).shape == local.info(name).shape
         assert remote.tensor(name).equal(local.tensor(name))
+
+
+def test_a_mirror_may_list_names_only(hub: Hub, sharded: Path) -> None:
+    hub.names_only = True
+    found = open_remote(NAME)
+    assert found is not None and found[0].fingerprint() == open_checkpoint(sharded).fingerprint()
+    assert all(len(stamp.split()[1]) == 64 for stamp in found[0].stamps().values()), "the digests are known"
 
 
 def test_a_plan_reads_headers_only(hub: Hub, sharded: Path, tmp_path: Path) -> None:
@@ -108,6 +119,29 @@ def test_shards_on_disk_stay_within_the_budget(hub: Hub, sharded: Path, tmp_path
     assert seen and max(seen) <= budget
     starts = [each.path for each in hub.shards() if each.start == 0]
     assert len(starts) <= 3 * len(sizes), "headers, fingerprint and one download of each shard"
+
+
+def test_a_sample_of_removed_shards_is_read_by_ranges(hub: Hub, sharded: Path, tmp_path: Path) -> None:
+    found = open_remote(NAME, tmp_path / "shards")
+    assert found is not None
+    checkpoint, files = found
+    names = [name for name in checkpoint.names() if "experts" in name]
+    shards = list(dict.fromkeys(checkpoint.info(name).file.name for name in names))
+    files.claim(3 * max(files.sizes.values()))
+    checkpoint.expect([[name] for name in names])
+    for name in names:
+        checkpoint.tensor(name)
+    local, before = open_checkpoint(sharded), hub.sent
+    for name in names[:: len(names) // 4]:
+        assert checkpoint.tensor(name).equal(local.tensor(name))
+    sample = hub.sent - before
+    assert sample <= 5 * max(checkpoint.info(name).nbytes for name in names)
+    before = hub.sent
+    for name in names:
+        assert checkpoint.tensor(name).equal(local.tensor(name))
+    files.close(remove=True)
+    assert hub.sent - before <= 1.3 * sum(files.sizes[shard] for shard in shards)
+    assert not (tmp_path / "shards").exists()
 
 
 def test_a_budget_below_a_layer_is_refused_before_the_download(hub: Hub, tmp_path: Path) -> None:
@@ -233,7 +267,7 @@ def test_a_lost_connection_is_continued_by_the_same_call(hub: Hub, packed_shards
 def test_a_killed_job_is_continued(
     hub: Hub, sharded: Path, packed_shards: Path, tmp_path: Path, kill: signal.Signals
 ) -> None:
-    hub.pause = 0.5
+    hub.pause = 0.2
     code = (
         "import sys, moepack; from moepack.methods.qmoe.ternary import Ternary; "
         f"moepack.compress({NAME!r}, sys.argv[1], method=Ternary())"
@@ -286,6 +320,59 @@ def test_shards_of_another_commit_are_not_used(hub: Hub, packed_shards: Path, tm
         (folder / f"model-{number:05d}-of-00008.safetensors").write_bytes(b"old")
     moepack.compress(NAME, tmp_path / "out", method=Ternary())
     assert support.contents(tmp_path / "out") == support.contents(packed_shards)
+
+
+def test_a_folder_of_the_user_is_not_emptied(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "out.source").mkdir()
+    (tmp_path / "out.source" / "notes.txt").write_text("mine")
+    with pytest.raises(ResumeError, match="was not created by moepack"):
+        moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert (tmp_path / "out.source" / "notes.txt").read_text() == "mine"
+
+
+def test_a_budget_for_a_directory_is_refused(sharded: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="applies to a model of the Hub"):
+        moepack.compress(sharded, tmp_path / "out", method=Ternary(), disk_budget="1GB")
+
+
+def test_a_failed_download_ahead_is_repeated_when_it_is_needed(
+    hub: Hub, packed_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moepack.checkpoint.remote.files import RemoteFiles
+
+    receive, failed = RemoteFiles._receive, []
+
+    def once(self: RemoteFiles, name: str, part: Path) -> None:
+        if name not in self._wanted and name not in failed:
+            failed.append(name)
+            raise DownloadError("cannot be downloaded: the server is restarting", file=name)
+        receive(self, name, part)
+
+    monkeypatch.setattr(RemoteFiles, "_receive", once)
+    moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert failed and support.contents(tmp_path / "out") == support.contents(packed_shards)
+
+
+def test_two_jobs_do_not_share_a_folder(hub: Hub, tmp_path: Path) -> None:
+    first, second = (open_remote(NAME, tmp_path / "out.source") for _ in range(2))
+    assert first is not None and second is not None
+    first[1].claim(10**6)
+    with pytest.raises(ResumeError, match="another process"):
+        second[1].claim(10**6)
+    second[1].close(remove=True)
+    assert (tmp_path / "out.source").exists()
+    first[1].close(remove=True)
+    assert not (tmp_path / "out.source").exists()
+
+
+@pytest.mark.parametrize("display", [Lines, Bar])
+def test_progress_shows_packing_download_and_disk(hub: Hub, tmp_path: Path, display: type[Lines] | type[Bar]) -> None:
+    hub.pause = 0.05
+    shown = Console(file=StringIO(), force_terminal=display is Bar, width=300)
+    moepack.compress(NAME, tmp_path / "out", method=Ternary(), progress=display(shown))
+    lines = re.split("[\n\r]", shown.file.getvalue())  # type: ignore[attr-defined]
+    together = [line for line in lines if "weights/s" in line and "to download" in line and "on disk" in line]
+    assert together and any("experts" in line for line in together)
 
 
 def test_a_defect_of_the_model_leaves_no_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,13 +44,6 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
-    return file
-
-
-@pytest.fixture(scope="module")
 def packed(text, tmp_path_factory):
     """A packed two-bit DeepSeek with rotated inputs, and its source."""
     base = tmp_path_factory.mktemp("packed")

@@ -1,21 +1,21 @@
 """Chats as agents send them: variables of the template, tools, histories with calls, reasoning, and control tokens."""
 
-import asyncio
 import json
 
 import pytest
+from transformers import AddedToken
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
 from test_chat_formats import ANSWERS, HARMONY, TOOLS  # noqa: E402
-from test_serve_requests import CHATS, _call, chat  # noqa: E402
 
 from moepack.integrations.loading import open_model, open_tokenizer  # noqa: E402
 from moepack.serving.engine import Engine  # noqa: E402
 from moepack.serving.http.server import Settings, create_app  # noqa: E402
 from moepack.serving.sequence import Piece, Sequence  # noqa: E402
 from moepack.serving.text.prompts import Chat, chat_prompt  # noqa: E402
+from request_support import CHATS, asking, chat  # noqa: E402
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{{ '\\n' }}{% endif %}{% for message in messages %}{{ message.role }}: "
@@ -42,14 +42,8 @@ def engine(packed):
 
 @pytest.fixture(scope="module")
 def ask(engine):
-    with asyncio.Runner() as runner:
-
-        def ask(body, app=None):
-            data, headers = json.dumps(body).encode(), [("Content-Type", "application/json")]
-            app = app or create_app(engine, Settings("tiny"))
-            return runner.run(_call(app, "POST", CHATS, data, headers))[::2]
-
-        yield ask
+    with asking(engine) as send:
+        yield lambda body, app=None: send(CHATS, body, app=app)[::2]
 
 
 @pytest.fixture
@@ -88,6 +82,21 @@ def refused(answer):
     status, content = answer
     assert status == 400, content
     return content["error"]["param"], content["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["thinking_token_budget", "thinking_budget_tokens"])
+def test_a_budget_of_reasoning_reaches_the_engine(ask, engine, monkeypatch, field):
+    """The tokenizer has no token that ends reasoning until one is added; then the answer is bounded."""
+    assert ask(chat(**{field: -1}))[0] == 200
+    assert refused(ask(chat(**{field: 5})))[0] == field
+    added = {**engine.tokenizer.added_tokens_decoder, 7: AddedToken("</think>")}
+    monkeypatch.setattr(type(engine.tokenizer), "added_tokens_decoder", property(lambda self: added))
+    wanted, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda *given: wanted.append(given[3]) or submit(*given))
+    assert ask(chat(**{field: 5}))[0] == 200
+    assert wanted[0].constraint._budget.limit == 5 and wanted[0].constraint._budget.closes == 7
+    both = {"thinking_token_budget": 5, "thinking_budget_tokens": 6}
+    assert refused(ask(chat(**both)))[0] == "thinking_budget_tokens"
 
 
 def test_variables_reach_the_template(ask, prompts, engine):

@@ -226,7 +226,7 @@ def test_sets_within_their_budget_are_near_the_best_and_more_bytes_lose_no_more(
 
 @given(refined(), st.integers(0, 120), st.integers(0, 20))
 @settings(deadline=None)
-def test_sets_with_chains_do_the_same(tensors: Any, budget: int, more: int) -> None:
+def test_sets_with_chains_give_the_same_results(tensors: Any, budget: int, more: int) -> None:
     assert check(tensors, budget + more) <= check(tensors, budget) + 1e-9
 
 
@@ -315,7 +315,7 @@ def test_a_price_is_where_the_summed_curves_cross_the_budget(seed: int, share: f
     budget = PricedBudget(share, ladder, {"up": curves})
     assert budget.price("up", range(3)) == pytest.approx(twin_price(curves, ladder, share), rel=1e-9)
     # Booked bytes leave the budget, and curves of the stage are scaled by the error of the estimate.
-    budget.book("up", range(1), torch.tensor([1.0]))
+    budget.record_bits("up", range(1), torch.tensor([1.0]))
     level = float(torch.log2(torch.tensor(budget._last, dtype=torch.float64))) + 6
     below = min(int(level), len(ladder) - 2)
     expected = float(torch.lerp(curves[0, below], curves[0, below + 1], level - below))
@@ -323,7 +323,7 @@ def test_a_price_is_where_the_summed_curves_cross_the_budget(seed: int, share: f
     assert budget.price("up", range(1, 3)) == pytest.approx(
         twin_price(curves[1:] / expected, ladder, share - 1.0), rel=1e-6
     )
-    budget.book("up", range(1, 3), torch.tensor([2.0, 3.0]))
+    budget.record_bits("up", range(1, 3), torch.tensor([2.0, 3.0]))
     assert budget.excess() == pytest.approx(6 / share - 1)
 
 
@@ -382,7 +382,7 @@ def budgets(least: int, most: int) -> list[int]:
     return [least + round((most - least) * share) for share in (0, 0.01, 0.03, 0.1, 0.2, 0.37, 0.5, 0.72, 0.9, 1)]
 
 
-def test_group_sizes_of_a_model_are_those_of_the_heap(checkpoint: Checkpoint) -> None:
+def test_group_sizes_of_a_model_match_the_heap(checkpoint: Checkpoint) -> None:
     roles = {"experts": 4, "attention": 8}
     sets = [one.candidates for one in proposals(checkpoint, describe(checkpoint), roles)]
     least, most = (sum(pick(one.nbytes for one in own) for own in sets) for pick in (min, max))
@@ -393,7 +393,7 @@ def test_group_sizes_of_a_model_are_those_of_the_heap(checkpoint: Checkpoint) ->
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_grids_and_ranks_of_a_model_are_those_of_the_price_and_the_list(checkpoint: Checkpoint, counted: bool) -> None:
+def test_grids_and_ranks_of_a_model_match_the_price_and_the_list(checkpoint: Checkpoint, counted: bool) -> None:
     model = describe(checkpoint)
     rng, counts = np.random.default_rng(0), {}
     if counted:

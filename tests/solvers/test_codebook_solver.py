@@ -157,7 +157,7 @@ def test_invalid_settings_are_rejected():
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_rotated_activations_are_those_of_the_kernels(bits):
+def test_rotated_activations_match_the_kernels(bits):
     x = torch.randn(9, 192, generator=torch.Generator().manual_seed(2))
     x[:, 5] *= 30
     width = block_width(192)

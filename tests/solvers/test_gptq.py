@@ -243,7 +243,7 @@ def test_a_searched_range_is_never_worse_and_much_better_at_two_bits():
 
 
 @pytest.mark.parametrize(("bits", "group", "search"), [(2, 16, True), (4, 64, True), (4, 32, False), (8, 64, True)])
-def test_symmetric_groups_without_a_hessian_are_those_of_the_groupwise_quantizer(bits, group, search):
+def test_symmetric_groups_without_a_hessian_match_the_groupwise_quantizer(bits, group, search):
     weights, hessians = problem(columns=80)
     weights[0, 0, :64] = 0
     grid = SymmetricGrid(bits, group, search=search)

@@ -102,7 +102,7 @@ def test_constant_rows_zeros_and_outliers() -> None:
     assert not bool(result.codes[1].any()) and bool((result.codes[0, :8] == 1).all())
 
 
-def test_lengths_are_those_of_the_frequencies() -> None:
+def test_lengths_match_the_frequencies() -> None:
     codes = torch.cat([torch.zeros(1, 2, 3000), torch.ones(1, 2, 1000)], 2)
     lengths = CodeLengths.counted(codes, torch.tensor([[0, 1]]))
     assert lengths.of(torch.tensor([[0.0, 1.0]]))[0].tolist() == pytest.approx([math.log2(4 / 3), 2], rel=0.01)

@@ -1,7 +1,7 @@
 """A budget for sizes that are known only after solving: one price of a bit, updated before each solution.
 
 Matrices propose *curves*: estimates of their bits at each price of a ladder. The price is where the sum of all curves
-crosses the budget. The actual bits of a matrix are booked when it is solved. The price is then updated for the
+crosses the budget. The actual bits of a matrix are recorded when it is solved. The price is then updated for the
 remaining ones, with curves scaled by the estimation error; so errors do not accumulate, and stages that missed the
 budget can be solved again.
 """
@@ -44,7 +44,7 @@ class PricedBudget:
         self._last = self._crossing(curve, left)
         return self._last
 
-    def book(self, stage: str, matrices: range, bits: Tensor) -> None:
+    def record_bits(self, stage: str, matrices: range, bits: Tensor) -> None:
         """Record the bits [G] that matrices took at the last returned price."""
         group = slice(matrices.start, matrices.stop)
         self._spent[stage][group] = bits.double().cpu()
@@ -57,7 +57,7 @@ class PricedBudget:
         self.curves[stage] = curves
 
     def excess(self) -> float | None:
-        """Return the relative excess over the budget; `None` while bookings are missing."""
+        """Return the relative excess over the budget; `None` while bits of a matrix are missing."""
         total = float(sum(self._spent.values(), torch.zeros((), dtype=torch.float64)).sum())
         return None if total != total or self.budget == 0 else total / self.budget - 1
 

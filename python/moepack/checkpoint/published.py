@@ -100,6 +100,10 @@ class PublishedCheckpoint(Checkpoint):
             raise CheckpointError("no such tensor in the checkpoint", file=self.path, tensor=name)
         return self._original.tensor(name)
 
+    def part(self, name: str, expert: int) -> torch.Tensor:
+        """Return one matrix of a tensor that stacks experts. Errors as for `tensor`."""
+        return self.tensor(name)[expert]
+
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of the tensor, shape (nbytes,). Errors as for `tensor`."""
         if self._original is not None and name not in self._matrices and name not in self._dense:

@@ -224,8 +224,9 @@ class QuantizedCheckpoint(Checkpoint):
 
     def part(self, name: str, expert: int) -> torch.Tensor:
         """Return one matrix of a stacked tensor, decoding only that matrix."""
-        decoded = name in self._codes and self._kind.stacked
-        return self._decoded(name, expert) if decoded else super().part(name, expert)
+        if name not in self._codes:
+            return self._original.part(name, expert)
+        return self._decoded(name, expert) if self._kind.stacked else self.tensor(name)[expert]
 
     def _decoded(self, name: str, expert: int | None) -> torch.Tensor:
         stem, kind = self._codes[name], self._kind

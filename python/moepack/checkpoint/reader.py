@@ -144,18 +144,25 @@ class Checkpoint:
         Raises:
             CheckpointError: the tensor does not exist, or its file changed after the checkpoint was opened.
         """
-        info = self.info(name)
+        return self._mapped(self.info(name))
+
+    def _mapped(self, info: TensorInfo) -> torch.Tensor:
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
-        data = self.raw(name)
+        data = self.files.raw(info)
         if info.offset % info.dtype.itemsize:
             # A file may place data at any offset, but torch's kernels assume aligned elements.
             data = data.copy()
         return torch.from_numpy(data).view(info.dtype).reshape(info.shape)
 
     def part(self, name: str, expert: int) -> torch.Tensor:
-        """Return one matrix of a tensor that stacks experts, as `tensor` does."""
-        return self.tensor(name)[expert]
+        """Return one matrix of a tensor that stacks experts, as `tensor` does. Only the matrix is read."""
+        info = self.info(name)
+        count, *shape = info.shape
+        if not 0 <= expert < count:
+            raise IndexError(f"'{name}' has {count} experts, not one of number {expert}")
+        nbytes = info.nbytes // count
+        return self._mapped(replace(info, shape=tuple(shape), offset=info.offset + expert * nbytes, nbytes=nbytes))
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the mapped bytes of the tensor in the file, shape (nbytes,).

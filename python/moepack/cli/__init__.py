@@ -35,6 +35,7 @@ COMMANDS = {
     "chat": "chat",
     "serve": "serve",
     "export": "export",
+    "push": "push",
     "list": "library",
     "remove": "library",
     "doctor": "doctor",

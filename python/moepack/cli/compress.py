@@ -17,7 +17,7 @@ from moepack.cli.placement import usable_device
 from moepack.cli.preview import print_plan
 from moepack.cli.usage import wrong_usage
 from moepack.methods import METHODS, create
-from moepack.units import nats, size, speed
+from moepack.units import byte_count, nats, size, speed
 
 if TYPE_CHECKING:
     from moepack.pipeline import CompressReport
@@ -39,6 +39,7 @@ def compress_command(
     check: options.Check = None,
     keep_source: options.KeepSource = False,
     disk_budget: options.DiskBudget = None,
+    prefer_packed: options.PreferPacked = False,
     quiet: options.Quiet = False,
     method: str = "auto",
     **method_settings: Any,
@@ -52,6 +53,9 @@ def compress_command(
     """
     given = {key: value for key, value in method_settings.items() if value is not None}
     usable_device(given.get("device"))
+    if prefer_packed and not dry_run and fetched(model, out, given.get("size")):
+        print_next(model, out)
+        return
     done = run(
         model, out, method, given,
         dry_run=dry_run, threads=threads, ray=ray, mtp_bits=mtp_bits, resume=resume, check=check,
@@ -59,6 +63,20 @@ def compress_command(
     )  # fmt: skip
     if done is not None:
         print_done(done, model, out, report)
+
+
+def fetched(model: str, out: Path, most: str | None) -> bool:
+    """Download a packed version of a model if the Hub has one of at most a size; return whether it had."""
+    from moepack.pipeline.prepacked import fetch_packed, find_packed
+
+    with wrong_usage():
+        version = find_packed(model, None if most is None else byte_count(most))
+    if version is None:
+        print(f"the Hub has no packed version of {model}" + ("" if most is None else f" of at most {most}"))
+        return False
+    print(f"found      {version.listing.model}: {size(version.nbytes)}, packed by its author")
+    print(f"verified   {fetch_packed(version, out)}")
+    return True
 
 
 def command() -> Callable[..., None]:

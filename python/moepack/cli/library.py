@@ -1,5 +1,7 @@
 """`moepack list` and `moepack remove`: the packed models that `moepack run` keeps."""
 
+import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -10,11 +12,14 @@ from moepack.units import size
 __all__ = ["list_command", "remove_command"]
 
 
-def list_command() -> None:
+def list_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the packed models that `moepack run` keeps, with their sizes on disk."""
     from moepack.pipeline.library import entries, library
 
     found = entries()
+    if as_json:
+        print(json.dumps([{**asdict(entry), "path": str(entry.path)} for entry in found], indent=2))
+        return
     for entry in found:
         state = "" if entry.complete else "  (unfinished: the same `moepack run` continues)"
         print(f"{entry.title}  {entry.size}  {size(entry.nbytes)} on disk  {entry.path}{state}")

@@ -32,6 +32,13 @@ DiskBudget = Annotated[
         "several times and they fit.",
     ),
 ]
+PreferPacked = Annotated[
+    bool,
+    typer.Option(
+        "--prefer-packed",
+        help="Download a version that someone packed, if the Hub has one of at most --size, instead of packing.",
+    ),
+]
 Report = Annotated[bool, typer.Option("--report", help="List the format chosen for every tensor.")]
 Ray = Annotated[
     str | None,

@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +36,7 @@ def run_command(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before packing.")] = False,
     keep_source: options.KeepSource = False,
     disk_budget: options.DiskBudget = None,
+    prefer_packed: options.PreferPacked = False,
     threads: options.Threads = None,
     quiet: options.Quiet = False,
 ) -> None:
@@ -51,7 +52,8 @@ def run_command(
     path = Path(model) if _is_packed(Path(model)) else None
     if path is None:
         with wrong_usage():
-            path = _packed(model, size, calibration, yes, keep_source, disk_budget, threads, quiet)
+            streaming = {"keep_source": keep_source, "disk_budget": disk_budget}
+            path = _packed(model, size, calibration, yes, prefer_packed, streaming, threads, quiet)
     machine = this_machine(path.parent)
     command = ["serve", str(path), "--port", str(port)] if serve else ["chat", str(path)]
     command += [] if threads is None else ["--threads", str(threads)]
@@ -64,8 +66,8 @@ def _packed(
     size: str | None,
     calibration: str | None,
     yes: bool,
-    keep_source: bool,
-    disk_budget: str | None,
+    prefer_packed: bool,
+    streaming: dict[str, Any],
     threads: int | None,
     quiet: bool,
 ) -> Path:
@@ -74,7 +76,7 @@ def _packed(
     Raises:
         ValueError: no size fits this machine, or there is no terminal to ask.
     """
-    from moepack.cli.compress import print_report, run
+    from moepack.cli.compress import fetched, print_report, run
     from moepack.pipeline.library import entries, library, place_of, title_of
     from moepack.pipeline.outlook import outlook
 
@@ -84,7 +86,7 @@ def _packed(
         return complete[-1].path
     if size is None and known:
         size = known[-1].size  # an interrupted run
-    found = outlook(model, () if size is None else (size,), None, library(), keep_source, disk_budget)
+    found = outlook(model, () if size is None else (size,), None, library(), **streaming)
     if not quiet:
         print_outlook(found, plain_console())
     if found.best is None:
@@ -96,10 +98,12 @@ def _packed(
             raise ValueError("there is no terminal to ask whether to pack the model; --yes packs it without asking")
         typer.confirm(f"pack to {size} in {target}?", abort=True)
     library().mkdir(parents=True, exist_ok=True)
+    if prefer_packed and fetched(model, target, size):
+        return target
     given = {"size": size, **({} if calibration is None else {"calibration": calibration})}
     report = run(
         model, target, "auto", given, dry_run=False, threads=threads, ray=None, mtp_bits=None, resume=True,
-        keep_source=keep_source, disk_budget=disk_budget, quiet=quiet,
+        quiet=quiet, **streaming,
     )  # fmt: skip
     if report is not None and not quiet:
         print_report(report)

@@ -41,6 +41,9 @@ Context = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Maximum tokens per answer if the request sets none.", min=1)]
 Timeout = Annotated[float, typer.Option(help="Maximum seconds per answer, including waiting.", min=0.1)]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Answers do not depend on other requests, to the last bit; slower.")
+]
 MaxBody = Annotated[str, typer.Option(help="Maximum size of a request body, such as 4MB.")]
 CorsOrigin = Annotated[
     list[str] | None, typer.Option(help="Origin whose web pages may send requests, or * for all; may be repeated.")
@@ -79,6 +82,7 @@ def serve_command(
     context: Context = None,
     max_new_tokens: MaxNewTokens = 512,
     timeout: Timeout = 600.0,
+    deterministic: Deterministic = False,
     max_body: MaxBody = "4MB",
     cors_origin: CorsOrigin = None,
     chat_template: ChatTemplate = None,
@@ -122,7 +126,7 @@ def serve_command(
             _variables(chat_template_kwargs), _sampling(**drawn, repetition_penalty=repetition_penalty), log_prompts,
         )  # fmt: skip
         options = loading(dtype, threads, mode, device, host_memory, device_memory, misses, resident=resident)
-        engine, stepping = _engine(path, options, _adapters(lora or []), slots, queue, context, timeout)
+        engine, stepping = _engine(path, options, _adapters(lora or []), slots, queue, context, timeout, deterministic)
         application = create_app(engine, settings)
     _announce(called, slots, engine, stepping, is_open=not is_private and api_key is None)
     listen(application, engine, host, port, drain)
@@ -176,6 +180,7 @@ def _engine(
     queue: int,
     context: int | None,
     timeout: float,
+    deterministic: bool,
 ) -> tuple["Engine", "Stepping"]:
     """Load a model; return its engine, and how it decodes a single sequence."""
     from moepack.decoding.stepping import tried
@@ -185,7 +190,8 @@ def _engine(
 
     model = open_with(path, options)
     stepping = tried(model)
-    return Engine(model, open_tokenizer(path), slots, queue, context, timeout, Adapters(model, adapters)), stepping
+    adapted = Adapters(model, adapters)
+    return Engine(model, open_tokenizer(path), slots, queue, context, timeout, adapted, deterministic), stepping
 
 
 def _adapters(given: list[str]) -> dict[str, Path]:

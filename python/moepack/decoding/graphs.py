@@ -13,6 +13,7 @@ Invariants:
   alternate are therefore not recorded.
 - Steps that cannot be recorded (a model on several devices, layers on the CPU, an operation that synchronizes with the
   device) run in transformers.
+- A recorded step computes norms and rotary embeddings by kernels with the same results (`moepack.backends.gpu.step`).
 - If experts are moved to and from the device, the host takes part in every layer. The step then consists of one graph
   for each section between two expert layers (`moepack.backends.gpu.recording`).
 """
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moepack.backends.gpu.recording import Unwritten, record
+from moepack.backends.gpu.step import fused
 from moepack.decoding.cache import GrowingLayer, Room
 from moepack.decoding.signature import cache_name
 from moepack.decoding.translation import Guard, Unknown, require
@@ -157,7 +159,8 @@ class _Recording:
         appended = _Appended(self._rooms, self._place)
         inputs = {self._name: self._input, str(cache_name(type(model).forward)): appended}
         step = partial(forward, **inputs, attention_mask=self._mask, position_ids=self._positions, use_cache=True)
-        self._replay, self._output = recorder(lambda: step().last_hidden_state, example.device)
+        with fused(model):
+            self._replay, self._output = recorder(lambda: step().last_hidden_state, example.device)
 
     def is_for(self, given: dict[str, Tensor], rooms: Sequence[Room]) -> bool:
         """Whether the recording is valid for an input and buffers."""

@@ -1,5 +1,6 @@
 """Keeps keys and values for a prompt with the same beginning, such as the next turn of a chat."""
 
+import copy
 import math
 import sys
 from typing import Any
@@ -8,7 +9,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moepack.decoding.cache import GrowingLayer
 
-__all__ = ["Prefix", "common", "new_cache"]
+__all__ = ["Prefix", "common", "forked", "new_cache"]
 
 
 def new_cache(model: Any) -> Any:
@@ -23,6 +24,11 @@ def new_cache(model: Any) -> Any:
     cache = DynamicCache(config=model.config)
     cache.layers = [GrowingLayer.of(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def forked(cache: Any) -> Any:
+    """Return a copy of a cache for another sequence that continues the same tokens."""
+    return copy.deepcopy(cache)
 
 
 def common(first: list[int], second: list[int]) -> int:

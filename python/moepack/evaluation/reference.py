@@ -121,7 +121,7 @@ class Reference:
             ReferenceMismatchError: it was recorded for another text, other tokens or another kind of model.
         """
         if seq2seq != self.seq2seq:
-            message = "the reference and the model are not both decoders, or both encoder-decoders"
+            message = "the reference and the model have different architectures: one is an encoder-decoder"
         elif windows.text != self._text:
             message = "was recorded for another text, or for another number of characters"
         elif windows.tokens != self._ids:

@@ -41,7 +41,7 @@ class Adapter:
         self._path, self._packed = directory, source.manifest.packed()
         self._changes: dict[str, Change] = {}
         self._experts: dict[tuple[str, str], LowRank] = {}
-        model = _beside(source, directory)
+        model = _with_adapter(source, directory)
         base = model.get_base_model()
         self._names = Names(_DenseNames(source), meta_model(source.path, source.config))  # type: ignore[arg-type]
         for path, module in base.named_modules():
@@ -147,7 +147,7 @@ class _DenseNames:
         return self._names
 
 
-def _beside(source: PackedDirectory, directory: Path) -> Any:
+def _with_adapter(source: PackedDirectory, directory: Path) -> Any:
     """Load the adapter onto the model without weights."""
     try:
         from peft import PeftConfig, get_peft_model

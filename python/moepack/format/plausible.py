@@ -47,7 +47,7 @@ def check_config(config: Mapping[str, Any], tensors: int, nbytes: int, file: Pat
     largest = dict.fromkeys(most, 0)
     for key, kind, value in _claims(config):
         if type(value) is not int or value < 0:
-            raise error(f"{key} is {value!r}, not a number from 0 on", file=file)
+            raise error(f"{key} is {value!r}, not a whole number of at least 0", file=file)
         if value > most[kind]:
             raise error(f"{key} is {value}: too many for files of {tensors} tensors and {nbytes} bytes", file=file)
         largest[kind] = max(largest[kind], value)

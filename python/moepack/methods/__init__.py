@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from moepack.methods.auto.method import Auto
     from moepack.methods.base import (
         Expected,
-        Goal,
         LayerPlan,
         Method,
         MethodPlan,
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from moepack.methods.finequant.method import FineQuant
     from moepack.methods.floe.method import Floe
     from moepack.methods.milo.method import Milo
+    from moepack.methods.mixins import Calibrates, Goal, MeetsSize, PacksLinears, Rearranges, Rewrites
     from moepack.methods.qmoe.method import Qmoe
     from moepack.methods.rate.method import Rate
 
@@ -57,19 +57,24 @@ METHODS: dict[str, type[Settings]] = {
 __all__ = [
     "METHODS",
     "Auto",
+    "Calibrates",
     "CodeQuant",
     "Expected",
     "FineQuant",
     "Floe",
     "Goal",
     "LayerPlan",
+    "MeetsSize",
     "Method",
     "MethodPlan",
     "Milo",
     "PackedBytes",
     "Packer",
+    "PacksLinears",
     "Qmoe",
     "Rate",
+    "Rearranges",
+    "Rewrites",
     "Shape",
     "SimpleMethod",
     "Solution",
@@ -81,13 +86,16 @@ __all__ = [
 ]
 
 _BASE = (
-    *("Expected", "Goal", "LayerPlan", "Method", "MethodPlan", "PackedBytes"),
+    *("Expected", "LayerPlan", "Method", "MethodPlan", "PackedBytes"),
     *("Packer", "Shape", "SimpleMethod", "Solution", "Stage", "Weights"),
 )
+
+_MIXINS = ("Calibrates", "Goal", "MeetsSize", "PacksLinears", "Rearranges", "Rewrites")
 
 __getattr__ = lazy(
     __name__,
     dict.fromkeys(_BASE, "moepack.methods.base")
+    | dict.fromkeys(_MIXINS, "moepack.methods.mixins")
     | {each.implementation.partition(":")[2]: each.implementation.partition(":")[0] for each in METHODS.values()},
 )
 

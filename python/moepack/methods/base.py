@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +21,13 @@ from torch import Tensor
 
 from moepack.calibration import CalibrationRequest, Stage
 from moepack.calibration.stage import Shape, Weights
-from moepack.checkpoint import Checkpoint, MoeLayer, MoeModel
-from moepack.checkpoint.rewritten import Rewriting
+from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.methods.mixins import Goal, missing_mixin, requested
 from moepack.methods.settings import Settings
 from moepack.progress import Progress
 
 __all__ = [
     "Expected",
-    "Goal",
     "LayerPlan",
     "Method",
     "MethodPlan",
@@ -155,19 +154,6 @@ class Packer(ABC):
 
 
 @dataclass(frozen=True)
-class Goal:
-    """A requested size.
-
-    Attributes:
-        nbytes: maximum size of all weight files in bytes.
-        reason: how it was chosen, in words; "" if that needs no words.
-    """
-
-    nbytes: int
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class MethodPlan:
     """What a method decided for one model. Plans are values: running a job does not change them.
 
@@ -202,20 +188,16 @@ class MethodPlan:
 class Method(Settings, ABC):
     """A compression method with its settings, a dataclass (see `moepack.methods.settings`).
 
-    A method that decides nothing in advance is a `SimpleMethod` and has three members: `bound`, `solve` and `pack`. All
-    others here are optional, except that a method with decisions has its own `plan`.
+    A method that decides nothing in advance is a `SimpleMethod` and has three members: `bound`, `solve` and `pack`. A
+    method with decisions has `bound` and its own `plan`. All others here are optional, and abilities beyond packing
+    each tensor are the mixins of `moepack.methods.mixins`.
     """
 
-    depends_on_sizes: ClassVar[bool] = False
-    """Whether the packed sizes of earlier tensors (`Stage.spent`) influence later ones without calibration."""
-
-    sized_by_plan: ClassVar[bool] = False
-    """Whether only a plan knows the sizes of tensors. A plan is then made before a job is estimated."""
-
-    @property
-    def request(self) -> CalibrationRequest | None:
-        """The required calibration. None: the method uses weights only and receives one whole tensor at a time."""
-        return None
+    def __init_subclass__(cls) -> None:
+        """Reject a class that has a member of a mixin which it does not inherit: the pipeline would ignore it."""
+        super().__init_subclass__()
+        if missing := missing_mixin(cls):
+            raise TypeError(f"{cls.__name__} defines {missing[0]}, so it must inherit {missing[1].__name__}")
 
     @property
     def packs_empty(self) -> bool:
@@ -223,32 +205,14 @@ class Method(Settings, ABC):
         return False
 
     @property
-    def dense_roles(self) -> frozenset[str]:
-        """Roles of the linear layers outside the experts to pack (`checkpoint.dense.ROLES`); the others are copied.
-
-        The roles depend on the settings only.
-        """
-        return frozenset()
-
-    @property
     def looks_ahead(self) -> bool:
-        """Whether `rewrite` or `plan` takes long because it reads the weights of the whole model."""
+        """Whether `plan` or `Rewrites.rewrite` takes long because it reads the weights of the whole model."""
         return False
 
     @property
     def needs_balance(self) -> bool:
         """Whether the loss depends on the scales of columns, so that the balanced form of a checkpoint is packed
         (`moepack.checkpoint.balanced`)."""
-        return False
-
-    @property
-    def reorders(self) -> bool:
-        """Whether the channels of experts are stored in another order than in the checkpoint."""
-        return False
-
-    @property
-    def sequential(self) -> bool:
-        """Whether the groups of experts of a layer are solved one after another because they share one bit budget."""
         return False
 
     @property
@@ -268,52 +232,12 @@ class Method(Settings, ABC):
         """Return notes before a plan is made, as complete sentences; see `Packer.notes`."""
         return ()
 
-    def arrange(self, layer: MoeLayer) -> MoeLayer:
-        """Return a sparse layer with the projections to pack; only a job's main method may rearrange them.
-
-        Raises:
-            UnsupportedModelError: the method cannot pack such a layer.
-        """
-        return layer
-
     def check(self, checkpoint: Checkpoint, model: MoeModel) -> None:
         """Check a checkpoint against the settings before any weight is read.
 
         Raises:
             UnsupportedModelError: the method cannot pack this model.
         """
-
-    def goal(self, checkpoint: Checkpoint, model: MoeModel) -> Goal | None:
-        """Return the requested size of all weight files, if there is one, before any weight is read.
-
-        Raises:
-            ValueError: the requested size cannot be reached.
-        """
-        return None
-
-    @property
-    def rewrites(self) -> bool:
-        """Whether `rewrite` changes checkpoints; only a job's main method may."""
-        return False
-
-    def rewrite(self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, Tensor] | None) -> Rewriting | None:
-        """Change a checkpoint, including tensors that are not packed.
-
-        Called once per job, before `plan`, which receives the changed checkpoint.
-
-        Args:
-            checkpoint: the original.
-            model: its description.
-            kept: the state saved by an interrupted run. If it is reused, the result's state must be this same object.
-
-        Returns:
-            The changed checkpoint, or None to pack the original.
-
-        Raises:
-            ResumeError: `kept` is damaged.
-            UnsupportedModelError: the method cannot change this model.
-        """
-        return None
 
     @abstractmethod
     def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
@@ -335,4 +259,4 @@ class SimpleMethod(Packer, Method):
 
     def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
         """Return a plan without decisions."""
-        return MethodPlan(self, self, checkpoint.fingerprint(), self.settings, self.request)
+        return MethodPlan(self, self, checkpoint.fingerprint(), self.settings, requested(self))

@@ -4,7 +4,7 @@ from typing import Any
 
 from moepack.methods.settings import REQUIRED, setting
 
-__all__ = ["calibration", "device", "samples", "sequence_length"]
+__all__ = ["calibration", "codes", "device", "group", "minimum_tokens", "samples", "sequence_length", "span_seed"]
 
 
 def calibration(default: Any = REQUIRED, **declared: Any) -> Any:
@@ -21,6 +21,27 @@ def samples(default: int = 128) -> Any:
 def sequence_length(default: int = 512) -> Any:
     """Return the setting `sequence_length`."""
     return setting(default, help="Tokens per window", users="expert", minimum=1)
+
+
+def group() -> Any:
+    """Return the setting `group`, which bounds the memory of a stage."""
+    return setting(16, help="Experts solved together", minimum=1)
+
+
+def minimum_tokens() -> Any:
+    """Return the setting `minimum_tokens`."""
+    return setting(64, help="The notes name experts with fewer tokens", recorded=False)
+
+
+def codes() -> Any:
+    """Return the setting `codes` of methods with coded integers."""
+    about = "dependent (default): less error, at most a sixth slower; or plain."
+    return setting("dependent", help=about, shown="", users="expert", choices=("dependent", "plain"))
+
+
+def span_seed() -> Any:
+    """Return the setting `seed` of methods that calibrate any model."""
+    return setting(0, help="Seed of the span corruption of encoder-decoder models")
 
 
 def device() -> Any:

@@ -24,21 +24,27 @@ class LowRank:
     Attributes:
         down: [E, r, C].
         up: [E, R, r].
-        own: [T] bool, the tokens of a call that the update applies to; None for all.
+        shares: [T, r], multiplied by `down x` of each token of a call, so that tokens can have updates of their own;
+            None for 1.
     """
 
     down: Tensor
     up: Tensor
-    own: Tensor | None = None
+    shares: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
         """Return the factors on the given device."""
-        own = None if self.own is None else self.own.to(device)
-        return type(self)(self.down.to(device), self.up.to(device), own)
+        shares = None if self.shares is None else self.shares.to(device)
+        return type(self)(self.down.to(device), self.up.to(device), shares)
 
-    def of(self, own: Tensor) -> Self:
-        """Return the update of some tokens, [T] bool."""
-        return replace(self, own=own)
+    @classmethod
+    def stacked(cls, updates: Sequence["LowRank"]) -> "LowRank":
+        """Return the sum of updates, with their ranks in order."""
+        return cls(torch.cat([each.down for each in updates], 1), torch.cat([each.up for each in updates], 2))
+
+    def of(self, shares: Tensor) -> Self:
+        """Return the update with shares of tokens, [T, r]."""
+        return replace(self, shares=shares.to(self.down))
 
     def scaled(self, rows: Tensor | None, columns: Tensor | None) -> Self:
         """Return the update where rows were multiplied by [E, R], and columns divided by [E or 1, C]; None means 1."""
@@ -52,18 +58,21 @@ class LowRank:
         Args:
             x: any floating-point dtype.
             offsets: [E + 1], the first row of each expert; rows after the last expert's produce zeros.
-            tokens: [N], the token of each row; needed if the update does not apply to all tokens.
+            tokens: [N], the token of each row; needed if tokens have shares.
         """
-        if self.own is not None:
-            rows = self.own[tokens].nonzero()[:, 0]
-            zeros = torch.zeros(len(x), self.up.shape[1], dtype=self.up.dtype, device=x.device)
-            found = replace(self, own=None).product(x[rows], torch.searchsorted(rows, offsets))
-            return zeros.index_copy(0, rows, found)
         counts = offsets.diff().tolist()
-        *parts, rest = _split(x.to(self.down.dtype), [*counts, len(x) - sum(counts)])
-        factors = zip(parts, self.down.unbind(), self.up.unbind(), strict=True)
-        products = [functional.linear(functional.linear(part, down), up) for part, down, up in factors if len(part)]
+        counts.append(len(x) - sum(counts))
+        *parts, rest = _split(x.to(self.down.dtype), counts)
+        shares = [None] * len(parts) if self.shares is None else _split(self.shares[tokens], counts)[:-1]
+        factors = zip(parts, shares, self.down.unbind(), self.up.unbind(), strict=True)
+        products = [_product(part, share, down, up) for part, share, down, up in factors if len(part)]
         return torch.cat([*products, rest.new_zeros(len(rest), self.up.shape[1])])
+
+
+def _product(x: Tensor, share: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
+    """Multiply the rows of one expert."""
+    inner = functional.linear(x, down)
+    return functional.linear(inner if share is None else inner * share, up)
 
 
 Adapters = Mapping[str, Sequence[LowRank]]
@@ -94,19 +103,19 @@ def by_projection(form: ExpertsForm, parameter: str, left: Tensor, right: Tensor
 
 
 Place = tuple[str, Tensor | None]
-"""The projection of an update, and the tokens that it applies to."""
+"""The projection of an update, and the shares of tokens."""
 
 
 def split(adapters: Adapters, device: torch.device) -> tuple[list[Place], list[Tensor]]:
     """Flatten adapters into their places and their factors on a device, two tensors for each place."""
     pairs = [(projection, factors.to(device)) for projection, each in adapters.items() for factors in each]
-    places = [(name, factors.own) for name, factors in pairs]
+    places = [(name, factors.shares) for name, factors in pairs]
     return places, [tensor for _, factors in pairs for tensor in (factors.down, factors.up)]
 
 
 def joined(places: Sequence[Place], factors: Sequence[Tensor]) -> Adapters:
     """The inverse of `split`."""
     found: dict[str, list[LowRank]] = {}
-    for (projection, own), down, up in zip(places, factors[::2], factors[1::2], strict=True):
-        found.setdefault(projection, []).append(LowRank(down, up, own))
+    for (projection, shares), down, up in zip(places, factors[::2], factors[1::2], strict=True):
+        found.setdefault(projection, []).append(LowRank(down, up, shares))
     return found

@@ -19,15 +19,16 @@ from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel, describe
 from moepack.checkpoint.balanced import balanced, knows_norms
 from moepack.checkpoint.dense import position
-from moepack.methods import Method, MethodPlan, PackedBytes, create
+from moepack.methods import Method, MethodPlan, PackedBytes, Rearranges, Rewrites, create
+from moepack.methods.mixins import linear_roles
 from moepack.progress import Progress
 from moepack.registry import open_tensor
 
 __all__ = ["Assignment", "PlannedAssignment"]
 
 KEPT_SCALES = (
-    "It is not described what reads the norms of '{}' models, so norms keep their scales: what is lost depends on how "
-    "the checkpoint was written (auto and rate do not depend on it)."
+    "moepack does not know which layers read the norms of '{}' models, so norms keep their scales. The loss of every "
+    "method except auto and rate therefore depends on these scales."
 )
 """A note; takes the architecture."""
 
@@ -65,12 +66,12 @@ class Assignment:
             UnsupportedModelError: the main method cannot pack the model's experts.
             ValueError: `others` names an unknown tensor, or assigns an unsuitable method or packed tensor.
         """
-        roles = self.method.dense_roles
+        roles = linear_roles(self.method)
         dense = (
             DenseLayer(layer.name, tuple(x for x in layer.linears if x.role in roles or x.source in self.others))
             for layer in model.dense
         )
-        experts = map(self.method.arrange, model.layers)
+        experts = map(self.method.arrange, model.layers) if isinstance(self.method, Rearranges) else model.layers
         beyond = (layer for layer in model.beyond if any(x.packed_name in self.others for x in layer.projections))
         layers: list[PackedLayer] = [*(layer for layer in dense if layer.linears), *experts, *beyond]
         layers.sort(key=lambda layer: position(layer.name))
@@ -107,9 +108,9 @@ class Assignment:
                     f"'{weights.name}' has shape {list(weights.shape)}, but the packed tensor has another shape"
                 )
             return
-        if weights.role != "experts" and weights.role not in chosen.dense_roles:
+        if weights.role != "experts" and weights.role not in linear_roles(chosen):
             raise ValueError(f"the method {chosen.name} does not pack '{weights.name}' ({weights.role})")
-        if chosen.rewrites and chosen is not self.method:
+        if isinstance(chosen, Rewrites) and chosen.rewrites and chosen is not self.method:
             raise ValueError(
                 f"the method {chosen.name} changes the whole checkpoint and cannot pack only '{weights.name}'"
             )
@@ -119,8 +120,8 @@ class Assignment:
 
         If norms keep their scales, a note says so. Experts after the last layer keep their scales.
 
-        Tensors in `others` that were packed from the checkpoint as it is keep their scales, and so does what they share
-        scales with.
+        Tensors in `others` that were packed from the original checkpoint keep their scales, and so do tensors that
+        share scales with them.
 
         Raises:
             ValueError: of two packed tensors that share scales, only one was packed from the balanced form.

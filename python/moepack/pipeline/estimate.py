@@ -28,6 +28,7 @@ from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
 from moepack.methods import Goal, Method, MethodPlan, Weights
 from moepack.methods.base import Expected
+from moepack.methods.mixins import goal_of, is_sized_by_plan, requested
 from moepack.methods.parallel import MAX_WORKERS
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.outputs import Outputs, check_text, plan_outputs, space_bound
@@ -91,7 +92,7 @@ class Estimate:
     """The expected resources and results of a job.
 
     Attributes:
-        model: directory of the checkpoint.
+        model: directory of the checkpoint, or its Hub id.
         architecture: transformers' model type.
         layers, experts: number of sparse layers, and of experts in the first of them.
         method, settings: name and settings of the method.
@@ -184,10 +185,10 @@ def _estimated(
     outputs = plan_outputs(checkpoint, found, assignment)
     disk, free = _disk(outputs, checkpoint, target, goal)
     streaming = source.streaming(assignment.layers(found), method.looks_ahead, free - disk)
-    made = method.plan(checkpoint, found, progress) if method.sized_by_plan and streaming is None else None
+    made = method.plan(checkpoint, found, progress) if is_sized_by_plan(method) and streaming is None else None
     room = None if goal is None else goal.nbytes - dense_bytes(outputs, checkpoint)
     parts = packed_parts(outputs, assignment, made, room)
-    kept, request = _kept(outputs, checkpoint), method.request if made is None else made.request
+    kept, request = _kept(outputs, checkpoint), requested(method) if made is None else made.request
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
     return Estimate(
@@ -195,7 +196,7 @@ def _estimated(
         + (() if made is None else made.notes)
         + ((streaming.note,) if streaming is not None and streaming.note else ()),
         streaming=streaming,
-        model=checkpoint.path,
+        model=checkpoint.path if source.remote is None else Path(source.model),
         architecture=found.architecture,
         layers=len(found.layers),
         experts=experts,
@@ -222,7 +223,7 @@ def _sound(
     """Check a job as `compress` does; return the checkpoint to pack, its description, its methods and its size."""
     found = describe(checkpoint)
     method.check(checkpoint, found)
-    goal = method.goal(checkpoint, found)
+    goal = goal_of(method, checkpoint, found)
     try_creating(target)
     assignment = Assignment(method).with_beyond(found, mtp_bits)
     check_names(checkpoint, found, assignment)
@@ -275,7 +276,7 @@ def packed_parts(
         chosen = assignment.of(middle)
         assert isinstance(chosen, Method), "estimates do not include tensors that are already packed"
         sized = made.packer if made is not None and chosen is made.method else chosen
-        if made is None and chosen.sized_by_plan and room is not None:
+        if made is None and is_sized_by_plan(chosen) and room is not None:
             found = Expected(math.prod(shape) * room / max(every, 1), exact=False)
         else:
             found = sized.expected(middle)

@@ -39,9 +39,11 @@ from moepack.format.hub import BALANCE, CONFIG, INDEX, config_bytes, index_bytes
 from moepack.format.manifest import BEYOND, DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
 from moepack.memory import PeakMemory
-from moepack.methods import Method, MethodPlan, PackedBytes, create
+from moepack.methods import Method, MethodPlan, PackedBytes, Rearranges, create
+from moepack.methods.mixins import goal_of
 from moepack.pipeline.assignment import Assignment, PlannedAssignment
 from moepack.pipeline.check import checked, is_checked
+from moepack.pipeline.digests import Digests
 from moepack.pipeline.executor import Executor, Here
 from moepack.pipeline.journal import PARTIAL, ShardRecord, Workspace
 from moepack.pipeline.outputs import Outputs, Shard, check_text, plan_outputs, space_bound
@@ -51,7 +53,6 @@ from moepack.pipeline.rewrite import STATE, rewritten
 from moepack.pipeline.solving import LayerPacker
 from moepack.pipeline.soundness import check_names, check_source
 from moepack.pipeline.source import KEPT_OUT, Source, opened, sources_of
-from moepack.pipeline.sources import Sources
 from moepack.pipeline.writer import ShardWriter
 from moepack.progress import Progress, Silent
 
@@ -210,7 +211,7 @@ def _sound(
     if plan is not None and plan.source.partition("+")[0] != checkpoint.fingerprint().partition("+")[0]:
         raise ValueError(f"the plan was made for another checkpoint than {checkpoint.path}")
     assignment.method.check(checkpoint, described)
-    assignment.method.goal(checkpoint, described)  # before all weights are read
+    goal_of(assignment.method, checkpoint, described)  # before all weights are read
     try_creating(target)  # before all weights are read
     notes = _downloading(source, target, described, assignment)
     copied = check_source(checkpoint, described, assignment)
@@ -226,7 +227,7 @@ def _downloading(source: Source, target: Path, model: MoeModel, assignment: Assi
         return ()
     check_names(source.checkpoint, model, assignment)  # before anything is downloaded
     outputs = plan_outputs(source.checkpoint, model, assignment)
-    goal = assignment.method.goal(source.checkpoint, model)
+    goal = goal_of(assignment.method, source.checkpoint, model)
     packed = space_bound(outputs, source.checkpoint, (), None if goal is None else goal.nbytes)
     free = shutil.disk_usage(next(above for above in target.parents if above.exists())).free
     layers, looks_ahead = assignment.layers(model), any(method.looks_ahead for method in assignment.methods)
@@ -307,13 +308,13 @@ class Job:
         self.settings = assignment.settings
         if self.packer.samples is not None:
             self.settings["calibration_sha256"] = self.packer.samples.fingerprint()
-        self._sources = Sources(checkpoint, self.outputs, assignment)
+        self._digests = Digests(checkpoint, self.outputs, assignment)
 
     def run(self, target: Path, resume: bool, started: float) -> CompressReport:
         """Do the missing work, publish the directory and return the report."""
         partial = target.with_name(target.name + PARTIAL)
         stamps = self.checkpoint.stamps()
-        workspace = Workspace.open(partial, self._fingerprint(), resume, self._sources.digests, stamps)
+        workspace = Workspace.open(partial, self._fingerprint(), resume, self._digests.of, stamps)
         try:
             self._keep_state()
             before = self._done_weights(workspace)
@@ -340,7 +341,7 @@ class Job:
             if not self.checkpoint.files.is_local:
                 return  # the digests would need all its weights again
             with suppress(MoepackError):
-                workspace.note(self._sources.digests(workspace.done))
+                workspace.note(self._digests.of(workspace.done))
 
     def _fingerprint(self) -> dict[str, str]:
         """Return the values that must be equal for two runs to be the same job."""
@@ -399,7 +400,7 @@ class Job:
                     packed = _read_layer(workspace.path / record.name, layer, record)
                     if run is not None:
                         self.packer.pack(layer, run, packed)
-                self.packer.book(layer, packed)
+                self.packer.record_sizes(layer, packed)
 
     def _advance(self, weights: int) -> None:
         self.progress.advance(weights, self.peak.sample())
@@ -413,7 +414,8 @@ class Job:
         content = {CONFIG: config_bytes(self.checkpoint.config, quantization), INDEX: index_bytes(tensors)}
         content |= self.assignment.plan.files
         if isinstance(self.checkpoint, BalancedCheckpoint):
-            content[BALANCE] = serialized(self.checkpoint.form.record(self.model, channels=not self.method.reorders))
+            in_order = not isinstance(self.method, Rearranges)
+            content[BALANCE] = serialized(self.checkpoint.form.record(self.model, channels=in_order))
         files = {name: shard.file for name, shard in workspace.done.items()}
         for name, data in [*_read_copies(self.checkpoint.path, self.outputs), *content.items()]:
             write_inside(workspace.path, name, data)
@@ -506,12 +508,16 @@ def _write_dense(path: Path, checkpoint: Checkpoint, names: tuple[str, ...]) -> 
     for entry in entries:
         crc32 = written.crc32[entry.name]
         records[entry.name] = TensorRecord(path.name, DENSE, entry.dtype, entry.shape, entry.nbytes, crc32)
-    checkpoint.release(names)
     return ShardRecord(path.name, FileRecord(written.size, written.sha256), records)
 
 
 def _raw(checkpoint: Checkpoint, name: str) -> Callable[[], memoryview]:
-    return lambda: _view(checkpoint.raw(name))
+    def read() -> memoryview:
+        data = checkpoint.raw(name)
+        checkpoint.release([name])  # the mapping stays valid until it is written
+        return _view(data)
+
+    return read
 
 
 def _read_copies(source: Path, outputs: Outputs) -> Iterator[tuple[str, bytes]]:

@@ -20,7 +20,7 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.rewritten import RewrittenCheckpoint
 from moepack.errors import ResumeError
 from moepack.format.atomic import write_file
-from moepack.methods import Method
+from moepack.methods import Method, Rewrites
 
 __all__ = ["STATE", "rewritten"]
 
@@ -45,7 +45,7 @@ def rewritten(
     """
     owner = _owner(checkpoint, method)
     kept = _kept(file, owner) if resume and file.exists() else None
-    rewriting = method.rewrite(checkpoint, model, kept)
+    rewriting = method.rewrite(checkpoint, model, kept) if isinstance(method, Rewrites) else None
     if rewriting is None:
         return checkpoint, lambda: None
 

@@ -25,7 +25,7 @@ class LayerPacker:
     Attributes:
         layers: the layers to pack, in execution order.
         samples: the calibration set, or None.
-        spent: see `Stage.spent`; `book` adds to it.
+        spent: see `Stage.spent`; `record_sizes` adds to it.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class LayerPacker:
             packed |= self.executor.run(run, packed)
         return {name: packed[name] for name in tensors}
 
-    def book(self, layer: PackedLayer, packed: Packed) -> None:
+    def record_sizes(self, layer: PackedLayer, packed: Packed) -> None:
         """Record the sizes of a layer's tensors, packed now or by an interrupted run, for the layers after it."""
         if layer.name not in self._beyond:
             self.spent |= {each.name: packed[name].data.nbytes for name, each in layer_tensors(layer).items()}

@@ -17,6 +17,7 @@ from moepack.checkpoint.names import check_tensors
 from moepack.checkpoint.quantized import QuantizedCheckpoint
 from moepack.errors import InvalidTensorError, UnsupportedModelError
 from moepack.methods import Method
+from moepack.methods.mixins import is_sized_by_plan
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.overflow import is_half
 
@@ -84,7 +85,7 @@ def _refuse_growth(checkpoint: QuantizedCheckpoint, packed: Iterable[Weights], a
     """Refuse to make a quantized source larger, which would gain nothing."""
     for weights in packed:
         method, stored = assignment.of(weights), checkpoint.stored_bits(set(weights.sources))
-        if stored is None or not isinstance(method, Method) or method.sized_by_plan or 0 in weights.shape:
+        if stored is None or not isinstance(method, Method) or is_sized_by_plan(method) or 0 in weights.shape:
             continue
         bits = 8 * method.expected(weights).nbytes / math.prod(weights.shape)
         if bits > stored + GROWTH:

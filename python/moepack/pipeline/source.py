@@ -19,7 +19,7 @@ from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.remote import RemoteFiles, open_remote
 from moepack.checkpoint.remote.files import AT_ONCE
-from moepack.checkpoint.resolve import resolve_model
+from moepack.checkpoint.resolve import hub_id, resolve_model
 from moepack.errors import DiskError, DownloadError, MoepackError
 from moepack.format.header import TensorInfo
 from moepack.pipeline.journal import PARTIAL
@@ -126,6 +126,8 @@ class Source:
 
             def report() -> None:
                 traffic = remote.traffic()
+                if not traffic.total:
+                    return
                 progress.traffic(traffic.received, traffic.left, traffic.disk)
 
             remote.report = report
@@ -157,7 +159,7 @@ def opened(
         target: the directory to create.
         keep_source: download shards into the Hub's cache and keep them.
         disk_budget: maximum bytes of shards on disk; None means three shards, or what the method needs.
-        whole: download the whole model first.
+        whole: download the whole model first, and give an absolute path, which is valid on other machines, too.
 
     Raises:
         CheckpointError, UnsupportedModelError, ValueError: as for `open_remote` and `open_checkpoint`.
@@ -165,10 +167,14 @@ def opened(
     if isinstance(model, Source):
         yield model
         return
+    if disk_budget is not None and (whole or hub_id(model) is None):
+        raise ValueError("a disk budget applies to a model of the Hub that this machine packs alone")
     folder = target.with_name(target.name + SOURCE)
     found = None if whole else open_remote(model, folder)
     if found is None:
-        yield Source(model, open_checkpoint(resolve_model(model)), None, keep_source, disk_budget)
+        directory = resolve_model(model)
+        checkpoint = open_checkpoint(directory.absolute() if whole else directory)
+        yield Source(model, checkpoint, None, keep_source, disk_budget)
         return
     source, keep = Source(model, *found, keep_source, disk_budget), False
     try:

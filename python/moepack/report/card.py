@@ -10,9 +10,10 @@ from moepack.report.page import loading_code
 from moepack.textfile import read_text
 from moepack.units import size
 
-__all__ = ["CARD", "Source", "read_source", "render_card"]
+__all__ = ["CARD", "Source", "is_own_card", "read_source", "render_card"]
 
 CARD = "README.md"
+LIBRARY = "moepack"
 MARK = "<!-- The original's card follows. -->"
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "base_model")
 """Fields of the original's front matter that also apply to the packed model."""
@@ -46,6 +47,11 @@ def read_source(*places: Path) -> Source:
     return Source({}, "")
 
 
+def is_own_card(text: str) -> bool:
+    """Return whether the text of a card was rendered by `render_card`."""
+    return _fields(ModelCard(text, ignore_metadata_errors=True)).get("library_name") == LIBRARY
+
+
 def _fields(card: Any) -> dict[str, Any]:
     fields: dict[str, Any] = card.data.to_dict()
     return fields
@@ -59,7 +65,7 @@ def render_card(facts: Facts, source: Source) -> str:
         data |= {"base_model": base, "base_model_relation": "quantized"}
     data.setdefault("pipeline_tag", "text2text-generation" if facts.seq2seq else "text-generation")
     tags = ["moepack", "quantized", "mixture-of-experts", facts.manifest.architecture]
-    front = ModelCardData(library_name="moepack", tags=tags, **data).to_yaml()
+    front = ModelCardData(library_name=LIBRARY, tags=tags, **data).to_yaml()
     parts = [f"---\n{front}\n---", f"# {facts.name}, packed", facts.summary(), *_sections(facts)]
     if source.text:
         parts += ["## The original's card", MARK, source.text]

@@ -3,7 +3,8 @@
 Sequences wait in a bounded queue, then occupy a slot until they end. Each step runs one forward pass
 (`moepack.serving.step`) over one token of every sequence whose prompt is read, and up to `CHUNK` prompt tokens, oldest
 sequence first. While slots are free, keys and values of ended sequences are kept for prompts with the same beginning,
-so the next turn of a chat reads only the new tokens.
+so the next turn of a chat reads only the new tokens. A prompt that several sequences wait for is read once: the others
+get copies of its keys and values.
 
 Invariants: Only the engine's thread accesses the model, the slots and the caches. Only the last piece of a sequence
 says how it ended. Sequences that failed, timed out or were cancelled release their slot before the next step. An
@@ -25,11 +26,11 @@ import torch
 
 from moepack.backends.gpu import lost
 from moepack.decoding.finite import non_finite
-from moepack.decoding.prefix import Prefix, new_cache
+from moepack.decoding.prefix import Prefix, forked, new_cache
 from moepack.decoding.vocabulary import require_head, require_known, vocabulary_of
 from moepack.errors import LoadError, MoepackError, NonFiniteError
 from moepack.serving.adapters import Adapters
-from moepack.serving.isolation import Part
+from moepack.serving.isolation import Outcome, Part
 from moepack.serving.reading import Reading
 from moepack.serving.sequence import TEXT_ONLY, Piece, Sequence, Wanted
 from moepack.serving.step import Stepper
@@ -73,6 +74,8 @@ class Engine:
         context: maximum number of tokens of a sequence; None uses the model's limit.
         seconds: maximum time of an answer in seconds, including waiting.
         adapters: adapters of the model that sequences may use.
+        deterministic: compute every sequence as if it were alone, to the last bit: in passes of its own, with its
+            prompt in chunks of a fixed size and without keys and values of other prompts.
 
     Raises:
         LoadError: the model is an encoder-decoder.
@@ -81,7 +84,7 @@ class Engine:
 
     def __init__(
         self, model: Any, tokenizer: Any, slots: int = 16, queue: int = 256, context: int | None = None,
-        seconds: float = 600.0, adapters: Adapters | None = None,
+        seconds: float = 600.0, adapters: Adapters | None = None, deterministic: bool = False,
     ) -> None:  # fmt: skip
         if model.config.is_encoder_decoder:
             raise LoadError("only decoder models can be served: this model reads one text and writes another")
@@ -91,7 +94,8 @@ class Engine:
         limit = positions(model)
         self.context = min(value for value in (context, limit, 1 << 30) if value is not None)
         self.adapters = adapters or Adapters(model)
-        self._stepper = Stepper(model, self._relieve, self.adapters)
+        self.deterministic = deterministic
+        self._stepper = Stepper(model, self._relieve, self.adapters, deterministic)
         self.vocabulary = vocabulary_of(model)
         self.logits: int = model.config.get_text_config(decoder=True).vocab_size
         self.ends = end_tokens(model, tokenizer)
@@ -226,24 +230,40 @@ class Engine:
         self._active += admitted
         for sequence in admitted:
             with self._answered(sequence):
-                sequence.begin(self._cache(sequence))
+                self._begin(sequence)
         while self._kept and len(self._kept) + len(self._active) > self.slots:
             self._kept.popleft()
         return True
 
+    def _begin(self, sequence: Sequence) -> None:
+        """Give a sequence a cache, or another sequence that reads the same prompt."""
+        sequence.leader = next((other for other in self._active if sequence.can_follow(other)), None)
+        if sequence.leader is None:
+            sequence.begin(self._cache(sequence))
+
     def _cache(self, sequence: Sequence) -> Any:
-        """Return a cache for a sequence: a kept one with a common prefix if it saves enough, or a new one."""
-        if sequence.wanted.scores_prompt:  # the logits of cached tokens are not kept
+        """Return a cache for a sequence: one with a common prefix if it saves enough, or a new one."""
+        if sequence.wanted.scores_prompt or self.deterministic:  # the logits of cached tokens are not kept
             return new_cache(self.model)
         adapter = sequence.wanted.adapter
-        best = max(self._kept, key=lambda prefix: prefix.shared(sequence.ids, adapter), default=None)
+        running = [self._prefix(other) for other in self._active if other.cache is not None and other is not sequence]
+        known = [*self._kept, *(prefix for prefix in running if prefix.is_useful)]
+        best = max(known, key=lambda prefix: prefix.shared(sequence.ids, adapter), default=None)
         if best is None or best.shared(sequence.ids, adapter) < WORTH:
             return new_cache(self.model)
-        self._kept.remove(best)
+        if best in self._kept:
+            self._kept.remove(best)
+        else:
+            best.cache = forked(best.cache)
         return best.continued(sequence.ids)
 
+    def _prefix(self, sequence: Sequence) -> Prefix:
+        """Return the keys and values of a sequence."""
+        read = sequence.ids[: sequence.read]
+        return Prefix(read, sequence.cache, self._stepper.limit, sequence.wanted.adapter)
+
     def _leave(self) -> None:
-        """Release the slots of cancelled and timed-out sequences."""
+        """Release the slots of cancelled and timed-out sequences. Their followers read the prompt themselves."""
         for sequence in [sequence for sequence in self._active if sequence.cancelled or sequence.is_late]:
             if sequence.cancelled:
                 self._active.remove(sequence)
@@ -254,18 +274,25 @@ class Engine:
                 with self._answered(sequence):
                     sequence.finish("length")
                     self._active.remove(sequence)
+        for sequence in [*self._active]:
+            if sequence.leader is not None and sequence.leader not in self._active:
+                with self._answered(sequence):
+                    self._begin(sequence)
 
     def _parts(self) -> list[tuple[Sequence, Part]]:
         """Return the parts of the next step: one token of each sequence, and up to a chunk of prompt tokens."""
         parts, room = [], CHUNK
         for sequence in self._active:
+            if sequence.leader is not None:
+                continue
             if self._stepper.begins_anew(sequence.read, len(sequence.ids)):
                 sequence.begin(new_cache(self.model))
-            is_prompt = len(sequence.ids) - sequence.read > 1
-            if is_prompt and room <= 0:
+            left = len(sequence.ids) - sequence.read
+            is_prompt, chunk = left > 1, SCORED if sequence.is_scored else CHUNK
+            if is_prompt and room < (min(left, chunk) if self.deterministic else 1):
                 continue
             is_whole = is_prompt and self._stepper.reads_whole(len(sequence.ids))
-            most = min(room, SCORED) if sequence.is_scored else room
+            most = min(room, chunk)
             part = sequence.part(None if is_whole else most if is_prompt else 1)
             room -= len(part.ids) if is_prompt else 0
             parts.append((sequence, part))
@@ -282,13 +309,26 @@ class Engine:
                 raise failure from error
             return
         for (sequence, part), outcome in zip(parts, outcomes, strict=True):
-            with self._answered(sequence):
-                if isinstance(outcome, Exception):
-                    raise outcome
-                if sequence.take(part, outcome):
-                    self._active.remove(sequence)
-                    read, adapter = sequence.ids[: sequence.read], sequence.wanted.adapter
-                    self._keep(Prefix(read, sequence.cache, self._stepper.limit, adapter))
+            followers = [] if part.end < sequence.prompt or isinstance(outcome, Exception) else self._forked(sequence)
+            for each in (sequence, *followers):
+                self._take(each, part, outcome)
+
+    def _forked(self, sequence: Sequence) -> list[Sequence]:
+        """Return the followers of a sequence whose prompt has been read, with copies of its cache."""
+        followers = [other for other in self._active if other.leader is sequence]
+        for follower in followers:
+            with self._answered(follower):
+                follower.follow(forked(sequence.cache))
+        return [follower for follower in followers if follower.leader is None]
+
+    def _take(self, sequence: Sequence, part: Part, outcome: Outcome) -> None:
+        """Give a sequence the outcome of a part."""
+        with self._answered(sequence):
+            if isinstance(outcome, Exception):
+                raise outcome
+            if sequence.take(part, outcome):
+                self._active.remove(sequence)
+                self._keep(self._prefix(sequence))
 
     def _read(self) -> None:
         """Read the next tokens of the text that has waited longest."""
@@ -329,7 +369,7 @@ class Engine:
             return error
 
     def _keep(self, prefix: Prefix) -> None:
-        if prefix.is_useful:
+        if prefix.is_useful and not self.deterministic:
             self._kept.append(prefix)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:

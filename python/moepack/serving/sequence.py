@@ -102,6 +102,7 @@ class Sequence:
         cache: the cache of the sequence; None until it has a slot.
         cancelled: whether the client no longer waits for it.
         cached: number of tokens of the prompt that the cache held at the start.
+        leader: a sequence with the same prompt, which reads it for both; None if the sequence reads its own.
         asked, started, written: times of the request, its slot and its first token, in seconds of `time.monotonic`.
         gaps: seconds between each two tokens.
 
@@ -131,6 +132,7 @@ class Sequence:
         self.read = self.cached = 0
         self.cache: Any = None
         self.cancelled = False
+        self.leader: Sequence | None = None
         constraint = wanted.constraint
         self._ends = sampling.ends(ends)
         self._sampler = Sampler(sampling, self.prompt, self._ends, constraint)
@@ -171,6 +173,25 @@ class Sequence:
         self.cache, self.read = cache, cache.get_seq_length()
         if self.started is None:
             self.started, self.cached = time.monotonic(), self.read
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether it reads its prompt, and the last part is not read yet."""
+        return self.cache is not None and self.read < self.prompt
+
+    def can_follow(self, other: "Sequence") -> bool:
+        """Return whether the other sequence reads the prompt, so that its keys, values and scores can be copied."""
+        if self.wanted.scores_prompt != other.wanted.scores_prompt or self.wanted.adapter != other.wanted.adapter:
+            return False
+        is_scored_alike = not self.wanted.scores_prompt or self.wanted.top == other.wanted.top
+        return other.is_reading and is_scored_alike and self.ids == other.ids
+
+    def follow(self, cache: Any) -> None:
+        """Continue with a copy of the leader's cache, as if the sequence had read the same parts."""
+        leader, self.leader = self.leader, None
+        assert leader is not None
+        self.cache, self.read, self.cached, self.started = cache, leader.read, leader.cached, leader.started
+        self._prompt_scores, self._scored = [*leader._prompt_scores], leader._scored
 
     def take(self, part: Part, logits: torch.Tensor) -> bool:
         """Process the logits of a part; return whether the sequence ended.

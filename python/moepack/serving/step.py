@@ -69,12 +69,17 @@ class Stepper:
         model: a model in evaluation mode on one device.
         relieve: frees memory that is not needed, called when memory runs out; returns whether it freed any.
         adapters: adapters of the model that parts may use.
+        apart: run each part in a pass of its own, so that its rounding does not depend on others.
     """
 
     def __init__(
-        self, model: Any, relieve: Callable[[], bool] = lambda: False, adapters: Adapters | None = None
+        self,
+        model: Any,
+        relieve: Callable[[], bool] = lambda: False,
+        adapters: Adapters | None = None,
+        apart: bool = False,
     ) -> None:
-        self.model, self._relieve = model, relieve
+        self.model, self._relieve, self._apart = model, relieve, apart
         self._adapters = adapters or Adapters(model)
         self.together = _goes_together(model)
         self.pace = Pace()
@@ -136,10 +141,11 @@ class Stepper:
     def _alike(self, parts: Sequence[Part]) -> list[Outcome]:
         """Read parts that can share a pass."""
         count, are_single = len(parts), all(len(part.ids) == 1 for part in parts)
-        together = not self._alone or (self.together and count > 1 and (not are_single or self.pace.is_together(count)))
+        can_share = self.together and count > 1 and not self._apart
+        together = not self._alone or (can_share and (not are_single or self.pace.is_together(count)))
         start = time.perf_counter()
         outcomes: list[Outcome] = []
-        for group in [parts] if together and parts else [[part] for part in parts]:
+        for group in [parts] if together and parts and not self._apart else [[part] for part in parts]:
             outcomes += isolated(self._together if together else self._each, group, self._relieve)
         if parts and are_single and not any(isinstance(outcome, Exception) for outcome in outcomes):
             self.pace.note(together, count, time.perf_counter() - start)

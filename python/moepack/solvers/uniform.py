@@ -65,7 +65,7 @@ class UniformSettings:
     """
 
     damping: float = 0.5
-    shift: float = 0.75
+    shift: float = 0.5
     shift_damping: float = 0.2
     worth: float = WORTH
     largest: int = LARGEST

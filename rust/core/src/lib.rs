@@ -20,6 +20,7 @@ pub mod solvers;
 pub mod streaming;
 pub mod tensor;
 pub mod types;
+mod waiting;
 mod workers;
 
 pub use error::{Error, Result};

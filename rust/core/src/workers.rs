@@ -5,18 +5,15 @@
 //! they sleep.
 //!
 //! A caller waits for workers that have started its work, but not for others: when its own part is done, no further
-//! worker may start. While the pool works for one caller, other callers compute alone.
+//! worker may start. While the pool works for one caller, other callers compute alone. Waiting threads leave their
+//! cores to others when the machine is busy ([`crate::waiting`]).
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
 
-/// The time for which workers poll for the next call: that between the steps of a decoding model.
-const POLLING: Duration = Duration::from_millis(2);
-/// The rounds of polling before a thread yields its core: some 20 microseconds.
-const SPINS: usize = 1 << 10;
+use crate::waiting::{Event, Polling};
 
 /// The work of a caller; it outlives every worker's use of it.
 #[derive(Clone, Copy)]
@@ -45,6 +42,8 @@ struct WorkerPool {
     calls: AtomicUsize,
     /// The number of running workers; they start and end while they hold `state`.
     running: AtomicUsize,
+    /// The end of workers' running.
+    finished: Event,
 }
 
 static POOL: WorkerPool = WorkerPool {
@@ -60,6 +59,7 @@ static POOL: WorkerPool = WorkerPool {
     called: Condvar::new(),
     calls: AtomicUsize::new(0),
     running: AtomicUsize::new(0),
+    finished: Event::new(),
 };
 
 /// Runs `work` on this thread and concurrently on up to `helpers` workers. Afterwards the workers poll for more work
@@ -82,10 +82,8 @@ impl Drop for Call {
         let mut state = POOL.state();
         state.work = None;
         drop(state);
-        let mut spins = 0;
-        while POOL.running.load(Ordering::Acquire) > 0 {
-            relax(&mut spins);
-        }
+        let idle = || POOL.running.load(Ordering::SeqCst) == 0;
+        POOL.finished.wait(idle, || false);
         let panic = POOL.state().panic.take();
         POOL.taken.store(false, Ordering::Release);
         if let (Some(panic), false) = (panic, std::thread::panicking()) {
@@ -127,24 +125,25 @@ impl WorkerPool {
 
     /// A worker's loop.
     fn serve(&self) {
-        let (mut state, mut until) = (self.state(), Instant::now());
+        let (mut state, mut awake) = (self.state(), false);
         loop {
             let Some(work) = state.work.filter(|_| state.room > 0) else {
-                state = match Instant::now() < until {
-                    true => self.poll(state, until),
-                    false => self.sleep(state),
+                (state, awake) = match awake {
+                    true => self.poll(state),
+                    false => (self.sleep(state), false),
                 };
                 continue;
             };
-            let polling = if state.awake { POLLING } else { Duration::ZERO };
+            awake = state.awake;
             state.room -= 1;
-            self.running.fetch_add(1, Ordering::Relaxed);
+            self.running.fetch_add(1, Ordering::SeqCst);
             drop(state);
             // SAFETY: the work exists as long as this worker is running (see `call`).
             let end = catch_unwind(AssertUnwindSafe(|| unsafe { (*work.0)() }));
-            (state, until) = (self.state(), Instant::now() + polling);
+            state = self.state();
             state.panic = state.panic.take().or(end.err());
-            self.running.fetch_sub(1, Ordering::Release);
+            self.running.fetch_sub(1, Ordering::SeqCst);
+            self.finished.notify();
         }
     }
 
@@ -155,23 +154,17 @@ impl WorkerPool {
         state
     }
 
-    /// Waits for the next call without sleeping, at most until `until`.
-    fn poll<'s>(&'s self, state: MutexGuard<'s, State>, until: Instant) -> MutexGuard<'s, State> {
-        let (seen, mut rounds) = (self.calls.load(Ordering::Relaxed), 0);
+    /// Waits for the next call without sleeping; returns false if it took too long or the machine is busy.
+    fn poll<'s>(&'s self, state: MutexGuard<'s, State>) -> (MutexGuard<'s, State>, bool) {
+        let (seen, mut polling) = (self.calls.load(Ordering::Relaxed), Polling::new());
         drop(state);
-        while self.calls.load(Ordering::Acquire) == seen && Instant::now() < until {
-            relax(&mut rounds);
-        }
-        self.state()
-    }
-}
-
-/// A round of waiting; yields the core after many rounds.
-pub(crate) fn relax(rounds: &mut usize) {
-    *rounds += 1;
-    match *rounds < SPINS {
-        true => std::hint::spin_loop(),
-        false => std::thread::yield_now(),
+        let called = loop {
+            match self.calls.load(Ordering::Acquire) == seen {
+                true if polling.goes_on() => (),
+                waiting => break !waiting,
+            }
+        };
+        (self.state(), called)
     }
 }
 

@@ -43,7 +43,7 @@ int main(int, char** arguments) {
     p.matrix.block_bytes = number[3];
     p.own = number[11] ? least(ceil_div(p.items, p.blocks), p.chunks) : 0;
     size_t outputs = size_t(p.tokens) * p.rows;
-    p.cells = aligned(nullptr, size_t(p.chunks) * p.cell_bytes(p.columns));
+    p.cells = aligned(nullptr, size_t(p.chunks) * cell_bytes<FORMAT>(p.columns));
     p.scales = reinterpret_cast<float*>(aligned(nullptr, 4 * p.tokens));
     p.out = reinterpret_cast<float*>(aligned(nullptr, 4 * outputs));
     p.parts = reinterpret_cast<float*>(aligned(nullptr, 4 * outputs * (p.chunks * p.blocks / p.items + 2)));

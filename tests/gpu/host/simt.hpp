@@ -5,11 +5,14 @@
 // - products of warpgroups run at the last moment, when their sums are waited for: whoever overwrites operand B before
 //   that, or reads sums too early, gets other results.
 #pragma once
+#include <atomic>
 #include <barrier>
+#include <cmath>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -57,7 +60,10 @@ struct Warp {
 struct Block {
     std::vector<Warp> warps;
     std::barrier<> meeting;
-    explicit Block(int threads) : warps(threads / WARP), meeting(threads) {}
+    std::deque<std::barrier<>> pairs;
+    explicit Block(int threads) : warps(threads / WARP), meeting(threads) {
+        for (int i = 0; i < 15; ++i) pairs.emplace_back(2 * WARP);
+    }
 };
 
 inline Block* block;
@@ -165,8 +171,16 @@ unsigned __ballot_sync(unsigned, bool);
 bool __any_sync(unsigned, bool);
 int __syncthreads_count(bool);
 bool __syncthreads_or(bool);
-float __expf(float);
+inline float __expf(float x) {
+    return std::exp(x);
+}
+inline int atomicAdd(int* to, int value) {
+    return std::atomic_ref(*to).fetch_add(value);
+}
 float fmaxf(float, float) noexcept;
+inline float rsqrtf(float x) {
+    return 1 / std::sqrt(x);
+}
 
 namespace moepack {
 extern u8 shared_memory[];
@@ -211,9 +225,24 @@ inline Pair load_pair(const void* from) {
 inline u32 to_half2(float low, float high) {
     return simt::bits_of<u16>(_Float16(high)) << 16 | simt::bits_of<u16>(_Float16(low));
 }
-inline void store_value(void*, i64, float, bool) {}
-inline void store_eight(void*, i64, const float (&)[8], int, bool, bool) {}
+inline u32 to_bf16x2(float low, float high) {
+    auto rounded = [](float value) {
+        u32 bits = simt::bits_of<u32>(value);
+        return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    };
+    return rounded(high) << 16 | rounded(low);
+}
+inline void store_value(void* out, i64 at, float value, bool wide) {
+    if (wide) static_cast<float*>(out)[at] = value;
+    else static_cast<u16*>(out)[at] = u16(to_bf16x2(value, 0));
+}
+inline void store_eight(void* out, i64 at, const float (&value)[8], int count, bool wide, bool) {
+    for (int i = 0; i < count; ++i) store_value(out, at + i, value[i], wide);
+}
 
+inline void meet(int pair) {
+    simt::block->pairs[pair].arrive_and_wait();
+}
 inline void make_barrier(Shared barrier, int arrivals) {
     std::lock_guard lock(simt::mutex);
     simt::phases[barrier] = {arrivals, arrivals};

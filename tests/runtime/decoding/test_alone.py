@@ -273,7 +273,7 @@ def test_every_caller_of_the_model_starts_a_new_sequence(kind):
 
 
 @pytest.mark.parametrize("kind", sorted(VARYING))
-def test_a_loaded_model_begins_anew(kind, tmp_path):
+def test_a_loaded_model_starts_without_state(kind, tmp_path):
     model = rotated("mixtral", kind)
     model.save_pretrained(tmp_path / "model")
     loaded, ids = open_model(tmp_path / "model"), [torch.tensor([tokens(count, 1)]) for count in (80, 40)]

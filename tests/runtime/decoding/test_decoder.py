@@ -20,7 +20,7 @@ from moepack.decoding.signature import CallReader, cache_name, cached
 from moepack.decoding.stepping import stepping, tried
 from moepack.decoding.translation import Translation, Unknown
 from moepack.format import PackedDirectory
-from moepack.methods import PackedBytes, SimpleMethod, Solution, create
+from moepack.methods import PackedBytes, PacksLinears, SimpleMethod, Solution, create
 from moepack.methods.qmoe.ternary import Ternary
 from runtime_support import tiny_model, write_packed
 
@@ -84,7 +84,7 @@ def assert_near(found, expected, bound=2e-5):
 
 @pytest.mark.parametrize("architecture", KNOWN)
 @pytest.mark.parametrize("settings", [{}, {"dense_bits": 8}], ids=["dense", "packed"])
-def test_steps_are_those_of_transformers(directory, architecture, settings):
+def test_steps_match_transformers(directory, architecture, settings):
     model = moepack.load(directory(architecture, **settings), dtype="float32")
     expected, expected_cache = run(model, "transformers")
     assert steps_of(model) == 0
@@ -128,7 +128,7 @@ def test_coded_tensors_with_scales_of_columns_take_part(tmp_path, own):
     assert_near(found, expected)
 
 
-class _Columns(SimpleMethod):
+class _Columns(PacksLinears, SimpleMethod):
     """Weights divided by random scales of columns and rounded to coded integers."""
 
     name = "test-columns"
@@ -154,7 +154,7 @@ class _Columns(SimpleMethod):
         return PackedBytes("coded", blob, _core.PackedTensor(blob).details())
 
 
-class _Codebooks(SimpleMethod):
+class _Codebooks(PacksLinears, SimpleMethod):
     """Random codebooks, multiplied exactly."""
 
     name = "test-codebooks"

@@ -88,7 +88,7 @@ CASES = [(variant, False) for variant in VARIANTS] + [(name, True) for name in (
 
 
 @pytest.mark.parametrize(("variant", "dense"), CASES)
-def test_steps_are_those_of_transformers(packed: Any, variant: str, dense: bool) -> None:
+def test_steps_match_transformers(packed: Any, variant: str, dense: bool) -> None:
     model = moepack.load(packed(variant, dense), dtype="float32", mode="exact")
     expected, expected_cache = run(model, "transformers")
     found, cache = run(model, "native")
@@ -131,7 +131,7 @@ def test_generation_is_that_of_transformers(packed: Any, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["deepseek_v2", "glm4_moe", "gpt_oss", "qwen3_next"])
-def test_instruction_sets_and_threads_compute_alike(packed: Any, variant: str) -> None:
+def test_instruction_sets_and_threads_give_the_same_results(packed: Any, variant: str) -> None:
     model = decoder_of(moepack.load(packed(variant, False), dtype="float32", mode="exact"))
     translation, threads = Translation(model), _core.threads()
     outputs: list[torch.Tensor] = []

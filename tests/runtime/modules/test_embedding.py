@@ -143,7 +143,7 @@ def test_verify_and_inspect(directory: Make, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("roles", ["embedding", "attention"])
-def test_roles_say_whether_it_is_packed(roles: str, mixtral: Path, tmp_path: Path) -> None:
+def test_roles_decide_whether_it_is_packed(roles: str, mixtral: Path, tmp_path: Path) -> None:
     moepack.compress(mixtral, tmp_path / "packed", method=Rate(4.0, roles=roles))
     model = moepack.load(tmp_path / "packed")
     assert type(model.model.embed_tokens) is (PackedEmbedding if roles == "embedding" else nn.Embedding)

@@ -122,7 +122,7 @@ def test_operators_say_where_they_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "deepseek_v2", "gpt_oss", "jetmoe"])
-def test_a_models_gradients_are_those_of_its_dequantized_weights(architecture: str, tmp_path: Path) -> None:
+def test_a_models_gradients_match_its_dequantized_weights(architecture: str, tmp_path: Path) -> None:
     """Gradients of embeddings and of router weights, which depend only on the experts' weights."""
     tiny_model(architecture).save_pretrained(tmp_path / "source")
     moepack.compress(tmp_path / "source", tmp_path / "packed", method=FineQuant(bits=8, group_size=16, dense_bits=8))

@@ -93,7 +93,7 @@ def test_a_token_does_not_depend_on_its_batch(experts):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_comes_back_and_errs_by_the_rounding_of_the_output(weights, experts, dtype):
+def test_half_precision_is_returned_and_errs_by_the_rounding_of_the_output(weights, experts, dtype):
     hidden, index, scale = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in routed(9, 2))
     output = experts(hidden, index, scale)
     assert output.dtype == dtype

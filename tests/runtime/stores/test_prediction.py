@@ -59,10 +59,10 @@ def test_tokens_without_experts_and_layers_without_routers_are_fitted() -> None:
 
 
 @pytest.fixture(scope="module", params=["refined", "paper"])
-def directory(request: pytest.FixtureRequest, mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(
+    request: pytest.FixtureRequest, mixtral: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("prediction")
-    text = folder / "text.txt"
-    text.write_text("".join(f"Line {i} of a text that nobody wrote, {i * i} words long.\n" for i in range(200)))
     settings = {"samples": 6, "sequence_length": 64, "dense_layers": 0, "paper_form": request.param == "paper"}
     method = Floe(str(text), **settings)
     method.files = lambda: {PREDICTORS: serialized({layer: wrong(experts) for layer, experts in layers.items()})}  # type: ignore[method-assign]

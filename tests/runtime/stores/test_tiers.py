@@ -360,7 +360,7 @@ def test_shares_are_measured(directory, least, clock):
     ms."""
     model = on_memory(directory, least, device=Slow(clock, 0.03), misses="auto")
     rates = rates_of(model)
-    assert 0.03 <= rates.bus < 0.06 and 0.03 <= rates.bus_beside < 0.06
+    assert 0.03 <= rates.bus < 0.06 and 0.03 <= rates.bus_concurrent < 0.06
     assert 0 < rates.overhead + rates.product < 0.02
     assert rates.cpu_share([1]) == 1 and rates.cpu_share([1, 1]) == 2 and rates.cpu_share([10**6] * 2) == 0
     assert_near(logits(model), logits(moepack.load(directory, dtype="float32")))
@@ -413,7 +413,7 @@ def test_shares_find_who_is_faster(of_cpu, measured):
     for _ in range(8000):
         left.append(shares.cpu_share([1]))
         if left[-1]:
-            shares.note(1, 1, of_cpu, beside=False)
+            shares.note(1, 1, of_cpu, concurrent=False)
     seconds = np.where(left, of_cpu, 1.0)[6000:].mean()
     assert seconds < 1.02 * min(of_cpu, 1.0)
     assert np.isclose(shares.rates.product, MARGIN * of_cpu) if of_cpu < 1 else shares.rates.product > 0.999
@@ -421,16 +421,16 @@ def test_shares_find_who_is_faster(of_cpu, measured):
 
 def test_many_tokens_of_an_expert_say_when_the_cpu_is_slow_but_not_when_it_is_fast():
     shares = Shares(Rates(1.0, 1.0, 0.0, 0.1, 0.1), follow=True)
-    shares.note(1, 8, 0.2, beside=False)
+    shares.note(1, 8, 0.2, concurrent=False)
     assert shares.rates.product == 0.1
-    shares.note(1, 8, 2.0, beside=True)
-    assert shares.rates.product > 0.1 < shares.rates.product_beside
+    shares.note(1, 8, 2.0, concurrent=True)
+    assert shares.rates.product > 0.1 < shares.rates.product_concurrent
 
 
 def test_arguments_are_not_modified():
     shares = Shares(Rates(1.0, 1.0, 0.0, 2.0, 2.0))
     assert shares.cpu_share([1]) == 0
-    shares.note(1, 1, 0.1, beside=False)
+    shares.note(1, 1, 0.1, concurrent=False)
     assert shares.rates == Rates(1.0, 1.0, 0.0, 2.0, 2.0)
 
 
@@ -458,8 +458,8 @@ def test_no_other_shares_are_done_sooner(seconds, tokens):
         coming = len(tokens) - len(computed)
         if not computed:
             return coming * rates.bus
-        on_cpu = rates.overhead + sum(computed) * (rates.product_beside if coming else rates.product)
-        return max(coming * rates.bus_beside, on_cpu)
+        on_cpu = rates.overhead + sum(computed) * (rates.product_concurrent if coming else rates.product)
+        return max(coming * rates.bus_concurrent, on_cpu)
 
     rates, tokens = Rates(*seconds), sorted(tokens)
     others = (done(some) for size in range(len(tokens) + 1) for some in combinations(tokens, size))

@@ -46,7 +46,7 @@ def test_the_best_policy_is_the_best_and_caches_of_everything_miss_once() -> Non
     assert {hit_rate(trace, policy, 24) for policy in POLICIES} == {1 - distinct / len(trace.requests)}
 
 
-def test_policies_differ_as_they_should() -> None:
+def test_policies_differ_as_expected() -> None:
     loop = Trace(np.arange(6).reshape(-1, 1, 1).repeat(1, 1)[list(range(6)) * 5].astype(np.int64), 6)
     assert hit_rate(loop, "lru", 5) == 0 < hit_rate(loop, "belady", 5)
     often = Trace(np.array([0, 0, 0, *(1 + i % 5 for i in range(10)), 0]).reshape(-1, 1, 1), 6)

@@ -1,9 +1,9 @@
 """Products of packed weights on a GPU.
 
 For few tokens, up to `TOKENS` per call and `PAIRS` of tokens and experts, kernels of the format read the router's
-tensors on the device: two launches per layer, without synchronization. More tokens, and layers that the kernels do not
-support (activations other than SiLU, no gate, biases or clamps), use `prompt`, which decodes weights to bfloat16 a few
-experts at a time.
+tensors on the device: two launches per layer, without synchronization. More tokens use several calls while that is
+faster. Otherwise they, and layers that the kernels do not support (activations other than SiLU, no gate, biases or
+clamps), use `prompt`: kernels for many tokens, or weights decoded to bfloat16.
 
 Compute modes have no effect on GPUs; the sources in the `cuda` folder document how each format rounds activations.
 """
@@ -20,10 +20,11 @@ from torch import Tensor
 from moepack._core import PackedTensor
 from moepack.arrays import as_bytes
 from moepack.backends.base import Activation, Backend, Matrix, is_silu
-from moepack.backends.gpu import channels, coded, prompt, slots
+from moepack.backends.gpu import channels, coded, grouped, prompt, slots
 from moepack.backends.gpu.coded_upload import lay_out
 from moepack.backends.gpu.device import allocate, require
 from moepack.backends.gpu.families import FAMILIES, kernels_of
+from moepack.backends.gpu.layer import LayerKernels
 from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.upload import Uploader
 from moepack.errors import LoadError
@@ -42,6 +43,10 @@ CHANNELS = "channels"
 
 _FEWER = {"ternary": 8}
 """The most tokens for the kernels in linear layers, for formats in which decoding all weights is faster above that."""
+
+_IN_CALLS = {"coded": 2, "codebook": 4}
+"""The most calls of the kernels that are faster than decoding all experts of a layer, for formats that have no kernels
+for many tokens, measured on an H100 with 128 experts. A call reads the experts of its tokens."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -76,9 +81,13 @@ class GpuBackend(Backend):
         if not (len(x) and rows and columns):
             return out.zero_()
         with _current([weights], x):
-            if len(x) > _FEWER.get(weights.kind, TOKENS):
+            kernels = kernels_of(weights.kind)
+            wide = x.dtype is torch.float32
+            calls = kernels.linear_calls(weights) if isinstance(kernels, LayerKernels) and not wide else 1
+            if len(x) > _FEWER.get(weights.kind, TOKENS * calls):
                 return prompt.linear(weights, x)
-            kernels_of(weights.kind).linear(weights, x, out)
+            for some, to in zip(torch.split(x, TOKENS), torch.split(out, TOKENS), strict=True):
+                kernels.linear(weights, some, to)
         return out
 
     def grouped(self, matrix: Matrix, x: Tensor, offsets: Tensor, mode: str | None) -> Tensor:
@@ -107,15 +116,17 @@ class GpuBackend(Backend):
         if not (index.numel() and all(all(matrix.shape) for matrix in projections)):
             return torch.zeros((len(x), rows), dtype=torch.float32, device=x.device)
         with _current([*projections, index, weights], x):
-            if not has_kernels(projections, index, activation):
+            fused = has_kernels(projections, index, activation) or _in_calls(projections, x.dtype, index, activation)
+            if not fused:
                 return prompt.experts(projections, x, index, weights, activation)
             if projections[-1].slots:
                 return slots.experts(projections, x, index, weights)
             gate, up, down = projections
-            hidden = torch.empty((index.numel(), gate.shape[1]), dtype=torch.float32, device=x.device)
             out = torch.empty((len(x), rows), dtype=torch.float32, device=x.device)
-            kernels_of(gate.kind).gated(gate, up, x, index, hidden)
-            kernels_of(down.kind).combine(down, hidden, index, weights, out)
+            for some, chosen, scales, to in _calls(index, x, index, weights, out):
+                hidden = torch.empty((chosen.numel(), gate.shape[1]), dtype=torch.float32, device=x.device)
+                kernels_of(gate.kind).gated(gate, up, some, chosen, hidden)
+                kernels_of(down.kind).combine(down, hidden, chosen, scales, to)
         return out
 
     def sparse_experts(
@@ -212,6 +223,18 @@ def _current(needed: Sequence[Any], x: Tensor) -> AbstractContextManager[Any]:
             what = "indices and weights" if isinstance(other, Tensor) else "packed weights"
             raise LoadError(f"{what} on '{other.device}' cannot be used on '{x.device}'")
     return nullcontext() if torch.cuda.current_device() == x.device.index else torch.cuda.device(x.device)
+
+
+def _in_calls(matrices: Sequence[DeviceMatrix], dtype: torch.dtype, index: Tensor, activation: Activation) -> bool:
+    """Whether several calls of the kernels are faster than decoding all experts; they round float32 activations."""
+    tokens, choices = index.shape
+    if choices > PAIRS or matrices[-1].slots or dtype is torch.float32:
+        return False
+    few = min(TOKENS, PAIRS // choices)
+    calls = min(_IN_CALLS.get(matrix.kind, 1) for matrix in matrices)
+    if tokens > calls * few or not has_kernels(matrices, index[:few], activation):
+        return False
+    return not grouped.supports(matrices)
 
 
 def has_kernels(matrices: Sequence[DeviceMatrix], index: Tensor, activation: Any) -> bool:

@@ -16,6 +16,7 @@ from moepack.backends.gpu.layer import (
     TOKENS,
     Blocks,
     Device,
+    Grouped,
     LayerKernels,
     device_of,
     padded,
@@ -27,7 +28,7 @@ from moepack.backends.gpu.structs import ACTIVATIONS, Struct, StructValue, activ
 __all__ = ["KERNELS", "CodebookKernels"]
 
 _MATRIX = Struct("codebook.cu", "Codebook::Matrix")
-_LINEAR_MATRIX = Struct("codebook_linear.cu", "CodebookLinear::Matrix")
+_LINEAR_MATRIX = Struct("codebook_tiles.cuh", "CodebookLinear::Matrix")
 _LINEAR = linear.arguments(_LINEAR_MATRIX)
 _FEW = Struct("codebook.cu", "Few", Activations=ACTIVATIONS)
 _PAYS_FROM = 5
@@ -94,16 +95,30 @@ class CodebookKernels(LayerKernels):
     def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
         """See `Kernels.linear`; uses memory from torch's allocator."""
         if _PAYS_FROM <= len(x) <= linear.COLUMNS[-1] and self._has_linear(matrix):
-            rounded = matrix.details["activation_bits"]
-            steps = torch.empty(len(x), dtype=torch.float32, device=x.device) if rounded else None
-            x, (data, panel_bytes) = self.activations(matrix, x, steps), self._base(matrix)
-            struct = _LINEAR_MATRIX(data=data, block_bytes=panel_bytes)
+            x, steps = self.scaled(matrix, x)
             kernels, gpu = self._linear(matrix), device_of(matrix.data)
-            linear.launch(kernels, matrix, _LINEAR, struct, 2 * CHUNK, x, out, gpu, steps)
+            linear.launch(kernels, matrix, _LINEAR, self._tiles(matrix), 2 * CHUNK, x, out, gpu, steps)
         elif len(x) <= _FEW_TOKENS and _few_bytes(matrix, 1, len(x)):
             self._few("combine_few", [matrix], x, None, None, out)
         else:
             super().linear(matrix, x, out)
+
+    def linear_calls(self, matrix: DeviceMatrix) -> int:
+        """See `LayerKernels.linear_calls`."""
+        return linear.calls(matrix, 3) if self._has_linear(matrix) else 1
+
+    def grouped(self, matrix: DeviceMatrix) -> Grouped | None:
+        """See `LayerKernels.grouped`."""
+        if not self._has_linear(matrix):
+            return None
+        bits, planes, *_ = self.specification(matrix)
+        return Grouped(_compiled_grouped(bits, planes), self._tiles(matrix), 2 * CHUNK)
+
+    def scaled(self, matrix: DeviceMatrix, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `LayerKernels.scaled`; rounded activations become integers in units of their steps."""
+        rounded = matrix.details["activation_bits"]
+        steps = torch.empty(len(x), dtype=torch.float32, device=x.device) if rounded else None
+        return self.activations(matrix, x, steps), steps
 
     def gated(self, gate: DeviceMatrix, up: DeviceMatrix, x: Tensor, index: Tensor, hidden: Tensor) -> None:
         """See `LayerKernels.gated`."""
@@ -185,6 +200,11 @@ class CodebookKernels(LayerKernels):
         bits, planes, *_ = self.specification(matrix)
         return _compiled_linear(bits, planes)
 
+    def _tiles(self, matrix: DeviceMatrix) -> StructValue:
+        """The kernels' `CodebookLinear::Matrix` structure."""
+        data, panel_bytes = self._base(matrix)
+        return _LINEAR_MATRIX(data=data, block_bytes=panel_bytes)
+
     def _base(self, matrix: DeviceMatrix) -> tuple[int, int]:
         """The address of the first panel, and the bytes per panel."""
         experts, rows, _ = matrix.shape
@@ -219,3 +239,8 @@ def _compiled(bits: int, planes: int, tokens: int) -> Program:
 @cache
 def _compiled_linear(bits: int, planes: int) -> Program:
     return Program("codebook_linear.cu", BITS=bits, PLANES=planes)
+
+
+@cache
+def _compiled_grouped(bits: int, planes: int) -> Program:
+    return Program("codebook_grouped.cu", BITS=bits, PLANES=planes)

@@ -19,6 +19,7 @@ from moepack.backends.gpu.layer import (
     TOKENS,
     Blocks,
     Device,
+    Grouped,
     LayerKernels,
     device_of,
 )
@@ -84,10 +85,19 @@ class GroupwiseKernels(LayerKernels):
         if many or len(x) < groupwise_linear.pays_from(matrix):
             super().linear(matrix, x, out)
         else:
-            _, group, symmetric, *_ = self.specification(matrix)
-            cell_bytes = 2 * CHUNK + 4 * _sums(group, symmetric)
             kernels, gpu = self._linear(matrix), device_of(matrix.data)
-            linear.launch(kernels, matrix, _LINEAR, self.struct(matrix), cell_bytes, x, out, gpu)
+            linear.launch(kernels, matrix, _LINEAR, self.struct(matrix), self._tile_bytes(matrix), x, out, gpu)
+
+    def linear_calls(self, matrix: DeviceMatrix) -> int:
+        """See `LayerKernels.linear_calls`."""
+        return linear.calls(matrix, 3 if matrix.details["bits"] == 8 else 4) if self._has_linear(matrix) else 1
+
+    def grouped(self, matrix: DeviceMatrix) -> Grouped | None:
+        """See `LayerKernels.grouped`."""
+        if matrix.kind != "groupwise":
+            return None
+        program = groupwise_linear.grouped_program(*self.specification(matrix)[:4])
+        return Grouped(program, self.struct(matrix), self._tile_bytes(matrix))
 
     def blocks(self, tokens: int) -> Blocks:
         """One large block for large tiles: its warps share the activations of more rows."""
@@ -148,6 +158,11 @@ class GroupwiseKernels(LayerKernels):
 
     def _has_linear(self, matrix: DeviceMatrix) -> bool:
         return matrix.kind == "groupwise" and device_of(matrix.data).has_warpgroups
+
+    def _tile_bytes(self, matrix: DeviceMatrix) -> int:
+        """Bytes of a token's chunk for products of tiles of rows (`cell_bytes` in common/tiles.cuh)."""
+        _, group, symmetric, *_ = self.specification(matrix)
+        return 2 * CHUNK + 4 * _sums(group, symmetric)
 
     def _linear(self, matrix: DeviceMatrix) -> Program:
         return groupwise_linear.program(*self.specification(matrix)[:4])

@@ -1,4 +1,5 @@
-"""Linear layers of group-wise integers on Hopper: `cuda/groupwise_linear.cu`, and when to use it."""
+"""Linear layers, and layers of experts with many tokens, of group-wise integers on Hopper: `cuda/groupwise_linear.cu`,
+and when to use it, and `cuda/groupwise_grouped.cu`."""
 
 import math
 from functools import cache
@@ -7,7 +8,7 @@ from moepack.backends.gpu.linear import COLUMNS
 from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Program
 
-__all__ = ["pays_from", "program"]
+__all__ = ["grouped_program", "pays_from", "program"]
 
 _SMALL, _LARGE = 1 << 22, 1 << 24
 """Matrix sizes in weights: few bits pay off with one token from the first on; other widths pay off with a few tokens
@@ -29,8 +30,17 @@ def pays_from(matrix: DeviceMatrix) -> int:
 
 @cache
 def program(bits: int, group: int, symmetric: bool, halves: bool) -> Program:
-    """The kernels for a specification (`GroupwiseKernels.specification`)."""
+    """The kernels of linear layers for a specification (`GroupwiseKernels.specification`)."""
+    return _program("groupwise_linear.cu", bits, group, symmetric, halves)
+
+
+@cache
+def grouped_program(bits: int, group: int, symmetric: bool, halves: bool) -> Program:
+    """The kernels of layers of experts with many tokens for a specification."""
+    return _program("groupwise_grouped.cu", bits, group, symmetric, halves)
+
+
+def _program(source: str, bits: int, group: int, symmetric: bool, halves: bool) -> Program:
     return Program(
-        "groupwise_linear.cu", BITS=bits, GROUP=group, SYMMETRIC=int(symmetric), HALVES=int(halves),
-        TOKENS=COLUMNS[-1], RANK_BITS=0,
-    )  # fmt: skip
+        source, BITS=bits, GROUP=group, SYMMETRIC=int(symmetric), HALVES=int(halves), TOKENS=COLUMNS[-1], RANK_BITS=0
+    )

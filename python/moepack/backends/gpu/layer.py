@@ -21,6 +21,7 @@ __all__ = [
     "Blocks",
     "Device",
     "Division",
+    "Grouped",
     "LayerKernels",
     "device_of",
     "padded",
@@ -105,6 +106,20 @@ class Division(NamedTuple):
     in_parts: bool = False
 
 
+class Grouped(NamedTuple):
+    """The kernels for many tokens of a matrix (`cuda/common/grouped.cuh`).
+
+    Attributes:
+        program: the kernels; equal for matrices with the same specification.
+        matrix: the Format's `Matrix` structure.
+        cell_bytes: bytes of a token's chunk.
+    """
+
+    program: Program
+    matrix: StructValue
+    cell_bytes: int
+
+
 class LayerKernels(ABC):
     """Launches of a family whose Format implements `Layer` (`cuda/common/layer.cuh`)."""
 
@@ -157,10 +172,28 @@ class LayerKernels(ABC):
         """Transform activations for the kernels of a matrix; by default returns x."""
         return x
 
+    def linear_calls(self, matrix: DeviceMatrix) -> int:
+        """The most calls of a linear layer, of 64 tokens each, that are faster than decoding all weights."""
+        return 1
+
+    def grouped(self, matrix: DeviceMatrix) -> Grouped | None:
+        """The kernels for many tokens on GPUs with warpgroups; None if the matrix's format has none."""
+        return None
+
+    def scaled(self, matrix: DeviceMatrix, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Transform activations as `activations` does, for kernels that multiply results by units.
+
+        Returns:
+            The activations, and [N] float32, the units of each row; None if they are 1.
+        """
+        return self.activations(matrix, x), None
+
     def prepare(self, matrix: DeviceMatrix) -> None:
         """See `Kernels.prepare`."""
         for tokens in TOKENS:
             self.program(matrix, tokens).load()
+        if matrix.shape[0] > 1 and device_of(matrix.data).has_warpgroups and (many := self.grouped(matrix)):
+            many.program.load()
 
     def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
         """See `Kernels.linear`."""

@@ -1,5 +1,7 @@
 """Linear layers with up to 64 tokens on Hopper: the three launches of `cuda/common/linear.cuh`."""
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Program
 from moepack.backends.gpu.structs import ACTIVATIONS, Struct, StructValue, activations
 
-__all__ = ["COLUMNS", "TILE_ROWS", "arguments", "launch"]
+__all__ = ["COLUMNS", "TILE_ROWS", "arguments", "calls", "launch"]
 
 COLUMNS = (8, 16, 32, 64)
 """Tokens per product; each has its own kernel."""
@@ -26,6 +28,16 @@ _OWN_TOKENS, _OWN_BYTES = 16, 64 << 10
 def arguments(matrix: Struct) -> Struct:
     """The kernels' `Linear` structure for a Format's `Matrix` structure."""
     return Struct("common/linear.cuh", "Linear", Activations=ACTIVATIONS, Matrix=matrix)
+
+
+_LARGE = 1 << 25
+"""Weights of a matrix from which several calls are faster than decoding; on an H100, they are with 2^26 and not with
+2^22."""
+
+
+def calls(matrix: DeviceMatrix, most: int) -> int:
+    """The most calls that are faster than decoding a matrix; `most` for large ones."""
+    return most if math.prod(matrix.shape) >= _LARGE else 1
 
 
 def launch(

@@ -19,7 +19,7 @@ from torch import Tensor
 from moepack.backends.gpu.compiler import Cubin, architecture, compile_source
 from moepack.errors import DeviceError
 
-__all__ = ["Program", "is_hopper"]
+__all__ = ["Argument", "Program", "is_hopper"]
 
 Argument = Tensor | int | float | np.generic | np.ndarray[Any, Any] | None
 

@@ -1,9 +1,12 @@
-"""Products of many tokens: weights are decoded a few experts at a time and multiplied by cuBLAS, in float32 for float32
-activations, otherwise in bfloat16.
+"""Products of many tokens.
 
-Decoding writes as many bytes as a bfloat16 model reads, once per call instead of once per token. With more than about
-60 tokens per expert, this costs less than the arithmetic. The number of tokens of each expert is copied to the host,
-which synchronizes with the device, so this path cannot be captured in a CUDA graph.
+Gated layers of formats with kernels for many tokens use those (`grouped`) for 16-bit activations. Otherwise, weights
+are decoded and multiplied by cuBLAS, in float32 for float32 activations, which are not rounded, otherwise in bfloat16.
+Decoding writes as many bytes as a bfloat16 model reads, once per call instead of once per token.
+
+On Hopper, all experts of a bfloat16 layer are decoded and multiplied at once if they fit in `DECODED_BYTES`: the host
+only needs shapes, so nothing synchronizes. Otherwise the number of tokens of each expert is copied to the host, and a
+few experts are decoded at a time; this cannot be captured in a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -11,13 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moepack.backends.base import Activation
+from moepack.backends.base import Activation, is_silu
+from moepack.backends.gpu import grouped as grouped_kernels
 from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.matrix import DeviceMatrix
 
 __all__ = ["experts", "grouped", "linear"]
 
-DECODED_BYTES = 512 << 20
+DECODED_BYTES = 1 << 30
 """The most bytes of decoded weights at once, unless a single expert of a layer exceeds it."""
 
 
@@ -31,17 +35,25 @@ def experts(
     matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor, activation: Activation
 ) -> Tensor:
     """Sum the outputs of each token's experts; arguments and result as in `Backend.experts`, on one GPU."""
+    if is_silu(activation) and x.dtype is not torch.float32 and grouped_kernels.supports(matrices):
+        return grouped_kernels.experts(matrices, x, index, weights)
     count = matrices[0].shape[0]
     flat = index.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < count), flat, count)
     sorted_experts, order = flat.sort(stable=True)
-    # A search finds the end of each expert's run. Counting with atomics is no faster and would also synchronize.
-    ends = torch.searchsorted(sorted_experts, torch.arange(count, device=flat.device), right=True).tolist()
-    outputs = torch.zeros((flat.numel(), matrices[-1].shape[1]), dtype=torch.float32, device=x.device)
+    # A search finds the end of each expert's run. Counting with atomics is no faster.
+    ends = torch.searchsorted(sorted_experts, torch.arange(count, device=flat.device), right=True)
     x = x.to(_computing(x))
-    for run in _runs(matrices, ends, x.dtype.itemsize):
-        places = order[run.tokens]
-        outputs[places] = _run(matrices, x[places // index.shape[1]], run, activation)
+    if all(_fits(matrix, x) for matrix in matrices):
+        rows = _whole(matrices, x[order // index.shape[1]], ends.int(), activation)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        # Rows of experts that do not exist are not written.
+        outputs = torch.where((flat < count).unsqueeze(1), rows[places], 0).float()
+    else:
+        outputs = torch.zeros((flat.numel(), matrices[-1].shape[1]), dtype=torch.float32, device=x.device)
+        for run in _runs(matrices, ends.tolist(), x.dtype.itemsize):
+            places = order[run.tokens]
+            outputs[places] = _run(matrices, x[places // index.shape[1]], run, activation)
     shape = (*index.shape, outputs.shape[1])
     return torch.einsum("tk,tkh->th", weights, outputs.view(shape))
 
@@ -103,7 +115,7 @@ def _run(matrices: Sequence[DeviceMatrix], x: Tensor, run: _Run, activation: Act
 def _product(matrix: DeviceMatrix, x: Tensor, run: _Run) -> Tensor:
     """Multiply each expert's rows of x by its weights, in the dtype of x."""
     weights = _decoded(matrix, run.first, len(run.ends), x.dtype)
-    if x.dtype is torch.bfloat16 and _can_group(weights):
+    if x.dtype is torch.bfloat16 and _can_group(x, weights.shape[1:]):
         ends = torch.tensor(run.ends, dtype=torch.int32, device=x.device)
         product: Tensor = torch._grouped_mm(x, weights.transpose(1, 2), offs=ends)
         return product
@@ -112,10 +124,32 @@ def _product(matrix: DeviceMatrix, x: Tensor, run: _Run) -> Tensor:
     return torch.cat([x[place] @ weights[expert].T for expert, place in enumerate(places)])
 
 
-def _can_group(weights: Tensor) -> bool:
+def _whole(matrices: Sequence[DeviceMatrix], x: Tensor, ends: Tensor, activation: Activation) -> Tensor:
+    """Compute the outputs [n, H] of rows x [n, C] sorted by expert; `ends` are on the device, as by `experts`."""
+
+    def product(matrix: DeviceMatrix, x: Tensor) -> Tensor:
+        weights = _decoded(matrix, 0, matrix.shape[0], x.dtype)
+        found: Tensor = torch._grouped_mm(x, weights.transpose(1, 2), offs=ends)
+        return found
+
+    first, *middle, last = matrices
+    inner = activation(product(first, x))
+    for matrix in middle:
+        inner = inner * product(matrix, x)
+    return product(last, inner)
+
+
+def _fits(matrix: DeviceMatrix, x: Tensor) -> bool:
+    """Whether all experts can be decoded and multiplied at once."""
+    count, *sizes = matrix.shape
+    small = x.dtype.itemsize * count * sizes[0] * sizes[1] <= DECODED_BYTES
+    return small and matrix.data.is_cuda and x.dtype is torch.bfloat16 and _can_group(x, sizes)
+
+
+def _can_group(x: Tensor, sizes: Sequence[int]) -> bool:
     """Whether torch can multiply all experts in one launch."""
-    aligned = all(size % 8 == 0 for size in weights.shape[1:])
-    return aligned and weights.is_cuda and torch.cuda.get_device_capability(weights.device) >= (9, 0)
+    aligned = all(size % 8 == 0 for size in sizes)
+    return aligned and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def _decoded(matrix: DeviceMatrix, first: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -46,7 +46,7 @@ def open_remote(model: str | PathLike[str], folder: Path | None = None) -> tuple
     from huggingface_hub import constants, try_to_load_from_cache
 
     found = hub_id(model)
-    if found is None or constants.is_offline_mode():
+    if found is None or constants.HF_HUB_OFFLINE:
         return None
     try:
         listing = list_model(*found)

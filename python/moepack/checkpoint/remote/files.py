@@ -48,6 +48,12 @@ GAP = 256 << 10
 COMPARED = 1 << 23
 """Bytes of two tensors that are compared at a time."""
 
+ALONE = 4
+"""A shard is downloaded again once more than a quarter of it was read by ranges."""
+
+LARGEST_ALONE = 64 << 20
+"""Largest tensor in bytes that is read by its range instead of its shard."""
+
 WAIT = 0.2
 """Seconds between two reports of a reader that waits."""
 
@@ -98,12 +104,14 @@ class RemoteFiles(ShardFiles):
         self._busy: dict[str, int] = {}
         self._partial: dict[str, int] = {}
         self._failed: dict[str, MoepackError] = {}
+        self._postponed: set[str] = set()
         self._wanted: list[str] = []
         self._order: list[str] = []
         self._recent: list[str] = []
         self._together = 1
         self._position = self._received = 0
         self._gathered: set[str] = set()
+        self._alone: dict[str, int] = {}
         self._changed = threading.Condition()
         self._stopped = False
         self._threads: list[threading.Thread] = []
@@ -127,6 +135,8 @@ class RemoteFiles(ShardFiles):
         assert self._folder is not None, "a folder is needed to keep shards"
         self.budget = budget
         try:
+            if self._folder.exists() and not (self._folder / "tensors").is_dir():
+                raise ResumeError("exists and was not created by moepack; remove it", file=self._folder)
             (self._folder / "tensors").mkdir(parents=True, exist_ok=True)
             lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -145,12 +155,12 @@ class RemoteFiles(ShardFiles):
             raise ResumeError("another process is using it", file=self._folder) from cause
         except OSError as cause:
             raise DiskError(f"cannot be created: {cause.strerror}", file=self._folder) from cause
-        for name in self.shards:
-            if name not in self._ready and (self._folder / name).exists():
-                self._ready[name] = self._folder / name  # it was renamed after all checks
+        for name, header in self.shards.items():
+            file = self._folder / name
+            if name not in self._ready and file.exists() and file.stat().st_size == header.size:
+                self._ready[name] = file  # it was renamed after all checks
             elif (part := self._folder / f"{name}.part").exists():
                 self._partial[name] = part.stat().st_size
-        self._gathered = {entry.name for entry in (self._folder / "tensors").iterdir() if entry.suffix != ".part"}
 
     def least(self, groups: Sequence[Collection[TensorInfo]]) -> int:
         """Return the smallest possible budget: the largest total size of shards that a group needs."""
@@ -184,13 +194,37 @@ class RemoteFiles(ShardFiles):
             return map_range(self._folder / "tensors" / _key(info), info, None, 0)
         shard = info.file.name
         with self._changed:
-            if not self._threads and shard not in self._ready:
-                data = self._transfer.read(shard, info.offset, info.offset + info.nbytes)
-                return np.frombuffer(bytearray(data), np.uint8)
-            self._use(shard)
-            self._await(shard)
-            # The file is opened under the lock, because another thread may remove it. A removed file stays readable.
-            return map_range(self._ready[shard], info, None)
+            alone = self._is_read_alone(info)
+            if not alone:
+                self._use(shard)
+                self._await(shard)
+                # The file is opened under the lock, because another thread may remove it. It stays readable then.
+                return map_range(self._ready[shard], info, None)
+        data = self._transfer.read(shard, info.offset, info.offset + info.nbytes)
+        return np.frombuffer(bytearray(data), np.uint8)
+
+    def _is_read_alone(self, info: TensorInfo) -> bool:
+        """Return whether to read a tensor by its range instead of downloading its shard; counts its bytes.
+
+        A shard that was removed may be needed for a few tensors (a sample of all weights) or for all of them again.
+        Ranges of at most a quarter of a shard are read before it is downloaded again. So a sample costs what it reads,
+        and a complete pass at most a quarter more than without this rule.
+        """
+        shard = info.file.name
+        if shard in self._ready:
+            return False
+        if not self._threads:
+            return True
+        soon = self._order[self._position : self._position + AT_ONCE + self._together]
+        if self.budget is None or shard in soon or shard in self._busy or shard in self._wanted:
+            return False
+        if info.nbytes > LARGEST_ALONE:  # it would take memory
+            return False
+        read = self._alone.get(shard, 0) + info.nbytes
+        if read > self.shards[shard].size // ALONE:
+            return False
+        self._alone[shard] = read
+        return True
 
     def _await(self, shard: str) -> None:
         """Wait for a shard; raises as `raw`. Call it with the lock."""
@@ -223,6 +257,9 @@ class RemoteFiles(ShardFiles):
             if shard in self._ready:
                 return sampled(self._ready[shard], header.size)
         ends = [(at, min(at + SAMPLE_BYTES, header.size)) for at in blocks]
+        if header.size <= len(blocks) * SAMPLE_BYTES:
+            whole = self._transfer.read(shard, 0, header.size)
+            return b"".join(whole[start:stop] for start, stop in ends)
         with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
             return b"".join(pool.map(lambda end: self._transfer.read(shard, *end), ends))
 
@@ -243,9 +280,14 @@ class RemoteFiles(ShardFiles):
 
         Raises as `raw`.
         """
-        here = self._cached
-        stored = [info for info in infos if info.nbytes and info.file.name not in here]
-        missing = [info for info in stored if _key(info) not in self._gathered]
+        assert self._folder is not None
+        missing = []
+        for info in infos:
+            file = self._folder / "tensors" / _key(info)
+            if file.exists() and file.stat().st_size == info.nbytes:
+                self._gathered.add(_key(info))  # by an interrupted run
+            elif info.nbytes and info.file.name not in self._cached:
+                missing.append(info)
         with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
             for keys in pool.map(self._keep, _runs(missing)):
                 self._gathered.update(keys)
@@ -339,13 +381,16 @@ class RemoteFiles(ShardFiles):
                 failure = DownloadError(f"cannot be downloaded: {hub_reason(error)}", file=name)
             with self._changed:
                 received = self._busy.pop(name)
-                if name in self._wanted:
-                    self._wanted.remove(name)
                 if failure is None:
                     self._ready[name] = path
-                elif not self._stopped:
-                    self._failed[name] = failure
+                    self._alone.pop(name, None)
+                else:
                     self._partial |= {name: received} if self.budget is not None else {}
+                    # A reader that needs the shard later tries again; one that waits for it gets the error.
+                    self._postponed.add(name)
+                    self._failed |= {name: failure} if name in self._wanted else {}
+                if name in self._wanted:
+                    self._wanted.remove(name)
                 self._changed.notify_all()
 
     def _next(self) -> str | None:
@@ -356,7 +401,7 @@ class RemoteFiles(ShardFiles):
         for name in self._order[self._position :]:
             if name in self._busy or name in self._ready:
                 continue
-            return name if name not in self._failed and self._make_room(name, urgent=False) else None
+            return name if name not in self._postponed and self._make_room(name, urgent=False) else None
         return None
 
     def _make_room(self, name: str, urgent: bool) -> bool:
@@ -376,8 +421,8 @@ class RemoteFiles(ShardFiles):
             if taken + sum(self._partial[each] for each in partial) + self.shards[name].size <= self.budget:
                 return True
             idle = [each for each in own if urgent or (each not in kept and each not in ahead)]
-            # The least recently read first; those never read, which were downloaded ahead, last.
-            idle.sort(key=lambda each: (each in ahead and each not in used, used.get(each, -1)))
+            # The least recently read first, then those downloaded ahead, and those of the current layer last.
+            idle.sort(key=lambda each: (each in kept, each in ahead and each not in used, used.get(each, -1)))
             if idle:
                 self._evict(idle[0])
             elif partial:

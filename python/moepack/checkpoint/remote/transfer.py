@@ -8,6 +8,7 @@ Invariant: a stream yields exactly the requested bytes of the listed commit, or 
 """
 
 import importlib
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -25,10 +26,16 @@ CHUNK = 1 << 20
 ATTEMPTS = 6
 """Consecutive attempts without a new byte before a transfer fails."""
 
+TIMEOUT = 30.0
+"""Seconds to wait for an answer of the Hub."""
+
 PAUSE = 1.0
 """Seconds before a broken stream continues for the first time; the pause doubles up to `LONGEST`."""
 
 LONGEST = 16.0
+
+PATIENCE = 300.0
+"""Longest pause in seconds that a server can ask for."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +70,38 @@ def list_model(model: str, revision: str | None) -> Listing:
     Raises:
         DownloadError: the Hub has no such model or revision, denies access, or cannot be reached.
     """
-    import huggingface_hub
-
-    error: Exception
-    for attempt in range(ATTEMPTS):
+    attempt = 0
+    while True:
         try:
-            found = huggingface_hub.HfApi().model_info(model, revision=revision, files_metadata=True, timeout=30)
-            break
+            return _listed(model, revision)
         except _failures() as cause:
-            error, wait = cause, _wait(cause, attempt)
-            unreachable = getattr(cause, "response", None) is None and attempt > 0
-            if wait is None or unreachable or attempt == ATTEMPTS - 1:
+            wait, attempt = _wait(cause, attempt), attempt + 1
+            unreachable = getattr(cause, "response", None) is None and attempt > 1
+            if wait is None or unreachable or attempt == ATTEMPTS:
                 of = "" if revision is None else f" at the revision '{revision}'"
                 message = f"no such directory, and no model '{model}'{of} could be fetched from the Hub"
-                raise DownloadError(f"{message}: {hub_reason(error)}", file=model) from error
+                raise DownloadError(f"{message}: {hub_reason(cause)}", file=model) from cause
             time.sleep(wait)
-    files = {}
+
+
+def _listed(model: str, revision: str | None) -> Listing:
+    """Return the files of a model; raises an exception of `_failures`."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    api = huggingface_hub.HfApi()
+    asked = revision or constants.DEFAULT_REVISION
+    found = api.model_info(model, revision=asked, files_metadata=True, timeout=TIMEOUT)
+    commit, files = str(found.sha), {}
     for each in found.siblings or ():
-        sha256 = getattr(each.lfs, "sha256", None)
-        files[each.rfilename] = RemoteFile(each.rfilename, int(each.size or 0), sha256)
-    return Listing(model, revision, str(found.sha), files)
+        files[each.rfilename] = RemoteFile(each.rfilename, int(each.size or 0), getattr(each.lfs, "sha256", None))
+    for name, file in files.items():
+        if name.endswith(".safetensors") and not file.size:  # a mirror may list names only
+            url = huggingface_hub.hf_hub_url(model, name, revision=commit, endpoint=constants.ENDPOINT)
+            known = huggingface_hub.get_hf_file_metadata(url, timeout=TIMEOUT)
+            digest = known.etag if known.etag and re.fullmatch("[0-9a-f]{64}", known.etag) else None
+            files[name] = RemoteFile(name, known.size or 0, digest)
+    return Listing(model, revision, commit, files)
 
 
 class Transfer:
@@ -108,32 +127,34 @@ class Transfer:
         """
         position, failures = start, 0
         while position < stop:
+            known = self._locations.get(name)
             try:
-                for piece in self._attempt(name, position, stop):
+                for piece in self._attempt(name, known, position, stop):
                     position, failures = position + len(piece), 0
                     yield piece
                 if position < stop:
                     raise OSError("the connection ended early")
             except _failures() as cause:
-                self._locations.pop(name, None)  # its signature may have expired
+                self._locations.pop(name, None)
                 failures += 1
                 wait = _wait(cause, failures - 1)
+                if wait is None and known is not None and not isinstance(cause, DownloadError):
+                    wait = 0.0  # the signature of the address may have expired
                 if wait is None or failures >= ATTEMPTS:
                     raise self._error(name, hub_reason(cause)) from cause
                 time.sleep(wait)
 
-    def _attempt(self, name: str, start: int, stop: int) -> Iterator[bytes]:
-        """Yield bytes of one response, maybe fewer than requested."""
+    def _attempt(self, name: str, known: str | None, start: int, stop: int) -> Iterator[bytes]:
+        """Yield bytes of one response, maybe fewer than requested; `known` is where the last redirect led."""
         import huggingface_hub
         from huggingface_hub import constants
         from huggingface_hub.utils import get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
-        known = self._locations.get(name)
         url = known or huggingface_hub.hf_hub_url(
             self.listing.model, name, revision=self.listing.commit, endpoint=constants.ENDPOINT
         )
-        # A redirect leads to a signed address at another host, which must not see the token.
-        headers = {"Accept-Encoding": "identity"} if known else dict(self._headers)
+        # A redirect usually leads to a signed address at another host, which must not see the token.
+        headers = dict(self._headers) if _is_hub(url) else {"Accept-Encoding": "identity"}
         headers["Range"] = f"bytes={start}-{stop - 1}"
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
@@ -168,6 +189,13 @@ class Transfer:
         return DownloadError(f"cannot be downloaded: {reason}", file=f"{self.listing.model}/{name}")
 
 
+def _is_hub(url: str) -> bool:
+    """Return whether an address is at the Hub itself."""
+    from huggingface_hub import constants
+
+    return url.startswith(f"{constants.ENDPOINT}/")
+
+
 def _failures() -> tuple[type[Exception], ...]:
     """Return the exceptions of a failed request. The package of huggingface_hub's client depends on its version."""
     found: list[type[Exception]] = [OSError, ValueError]
@@ -179,8 +207,6 @@ def _failures() -> tuple[type[Exception], ...]:
 
 def _wait(cause: Exception, failures: int) -> float | None:
     """Return the seconds to wait before another attempt; None if it would fail in the same way."""
-    from huggingface_hub import constants
-
     if isinstance(cause, DownloadError):
         return None
     pause = min(PAUSE * 2.0**failures, LONGEST)
@@ -189,7 +215,9 @@ def _wait(cause: Exception, failures: int) -> float | None:
         offline = type(cause).__name__ in ("OfflineModeIsEnabled", "LocalTokenNotFoundError", "HFValidationError")
         return None if offline else pause
     refused = response.status_code < 500 and response.status_code not in (408, 429)
-    if refused and str(response.url).startswith(constants.ENDPOINT):
+    if refused and _is_hub(str(response.url)):
         return None  # another host refuses expired addresses
-    asked = response.headers.get("Retry-After", "")
-    return max(pause, float(asked)) if asked.isdigit() else pause
+    # The Hub names the seconds until the end of a limit as `t` in `RateLimit`, other servers in `Retry-After`.
+    limit = re.search(r"\bt=(\d+)", response.headers.get("RateLimit", ""))
+    asked = limit[1] if limit and response.status_code == 429 else response.headers.get("Retry-After", "")
+    return max(pause, min(float(asked), PATIENCE)) if asked.isdigit() else pause

@@ -32,9 +32,10 @@ from moepack.methods.auto.mixed import Mixed
 from moepack.methods.auto.packer import Allocated
 from moepack.methods.auto.settings import NO_TEXT, AutoSettings
 from moepack.methods.auto.target import Target
-from moepack.methods.base import Goal, Method, MethodPlan, Shape
+from moepack.methods.base import Method, MethodPlan, Shape
 from moepack.methods.files import kept_bytes
 from moepack.methods.fitting import Fitted, Wanted
+from moepack.methods.mixins import Calibrates, Goal, MeetsSize, PacksLinears
 from moepack.methods.rate.coder import bound
 from moepack.methods.rate.importance import find_importance
 from moepack.methods.rate.method import Rate
@@ -51,7 +52,7 @@ UNREAD = "The built-in text was not used, so the importance of weights is estima
 
 
 @dataclass
-class Auto(AutoSettings, Fitted, Method):
+class Auto(AutoSettings, Fitted, Calibrates, MeetsSize, PacksLinears, Method):
     """The method with its settings."""
 
     sized_by_plan: ClassVar[bool] = True

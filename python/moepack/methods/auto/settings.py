@@ -36,19 +36,13 @@ class AutoSettings(Settings):
         users="basic",
         choices=("quality", "speed"),
     )
-    codes: str = setting(
-        "dependent",
-        help="dependent (default): less error, at most a sixth slower; or plain.",
-        shown="",
-        users="expert",
-        choices=("dependent", "plain"),
-    )
+    codes: str = shared.codes()
     samples: int = shared.samples()
     sequence_length: int = shared.sequence_length()
-    group: int = setting(16, help="Experts solved together", minimum=1)
-    minimum_tokens: int = setting(64, help="The notes name experts with fewer tokens", recorded=False)
+    group: int = shared.group()
+    minimum_tokens: int = shared.minimum_tokens()
     device: str = shared.device()
-    seed: int = setting(0, help="Seed of the span corruption of encoder-decoder models")
+    seed: int = shared.span_seed()
     name: ClassVar[str] = "auto"
     summary: ClassVar[str] = "best quality at a given size (the default); better with a calibration text"
     implementation: ClassVar[str] = "moepack.methods.auto.method:Auto"

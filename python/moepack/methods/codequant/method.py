@@ -28,6 +28,7 @@ from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, le
 from moepack.methods.codequant.rotation.fold import check
 from moepack.methods.codequant.settings import ROW, CodeQuantSettings
 from moepack.methods.coverage import coverage_notes
+from moepack.methods.mixins import Calibrates, PacksLinears, Rewrites
 from moepack.progress import Progress
 from moepack.solvers.activations import Rounding
 from moepack.solvers.codebooks import ClusterSettings
@@ -43,7 +44,7 @@ ERRORS = "errors"
 
 
 @dataclass
-class CodeQuant(CodeQuantSettings, SimpleMethod):
+class CodeQuant(CodeQuantSettings, Calibrates, PacksLinears, Rewrites, SimpleMethod):
     """The method with its settings."""
 
     def __post_init__(self) -> None:

@@ -66,8 +66,8 @@ class CodeQuantSettings(Settings):
     dense: str = setting(
         "attention,shared,mlp", help="Linear layers to pack besides the experts: roles, separated by commas"
     )
-    group: int = setting(16, help="Experts solved together", minimum=1)
-    minimum_tokens: int = setting(64, help="The notes name experts with fewer tokens", recorded=False)
+    group: int = shared.group()
+    minimum_tokens: int = shared.minimum_tokens()
     device: str = shared.device()
     name: ClassVar[str] = "codequant"
     summary: ClassVar[str] = "fitted codebooks with codes of 4, 3 or 2 bits; activations of 8 or 4 bits; needs a text"

@@ -48,6 +48,7 @@ from moepack.methods.finequant.sizes import (
 )
 from moepack.methods.finequant.solving import Grid, book_settings, solve_on_inputs, solve_without_inputs
 from moepack.methods.fitting import DENSE, Fitted, Wanted
+from moepack.methods.mixins import Calibrates, PacksLinears
 from moepack.methods.parallel import for_experts
 from moepack.methods.request import TEXT_SETTINGS, request_of
 from moepack.methods.roles import dense_text, parse_dense_bits
@@ -63,7 +64,7 @@ __all__ = ["FineQuant"]
 
 
 @dataclass
-class FineQuant(FineQuantSettings, Fitted, SimpleMethod):
+class FineQuant(FineQuantSettings, Fitted, Calibrates, PacksLinears, SimpleMethod):
     """The method with its settings."""
 
     _sizes: Mapping[str, GroupSize] | None = field(default=None, init=False, repr=False)

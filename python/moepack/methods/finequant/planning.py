@@ -1,9 +1,10 @@
 """Chooses the group sizes of a whole model under a byte budget.
 
 For each tensor and group size, the squared error is measured on a sample of rows (all rows of small tensors). The
-budget is then spent where a byte reduces the error most. Errors of different tensors are added directly, because the
-mean squared error of an output is the squared error of its row times the mean square of the inputs. An expert's error
-is weighted by the share of tokens that visit an expert.
+budget is then spent where a byte reduces the error most. Errors of different tensors are relative to their mean
+squares, because the scale of a tensor depends on how a checkpoint is written: with absolute errors SmolLM2-135M at 3
+bits loses +0.90 / +0.72 at the bytes of groups of 64, with relative ones +0.54 / +0.55 (4 windows of WikiText-2 /
+novels). An expert's error is weighted by the share of tokens that visit an expert.
 """
 
 import math
@@ -91,7 +92,7 @@ def proposals(
         bits: bits per code by role ("experts" and the linear layers to pack).
         symmetric: whether groups have no offset.
         weighing: factors that make the squared errors of a tensor's weights count equally, by packed tensor name. The
-            default weights all errors of a tensor alike: by the share of tokens that visit an expert, or by 1.
+            default is relative errors, weighted by the share of tokens that visit an expert.
         sizes: group sizes to try; None means all distinct ones.
 
     Raises:
@@ -103,7 +104,7 @@ def proposals(
         values, rows = _sample(shape, matrices)
         factor = shape[1] / max(len(rows), 1)
         factors = _factors(known[name], rows) if name in known else None
-        factor *= usual if factors is None else 1.0
+        factor *= usual / _mean_square(values) if factors is None else 1.0
         found = []
         for size in sizes or sizes_for(shape[2]):
             groups = quantize_groupwise(values, width, size, symmetric=symmetric, name=name)
@@ -131,6 +132,12 @@ def _sample(shape: Shape, matrices: Iterable[torch.Tensor]) -> tuple[torch.Tenso
     chosen = torch.arange(count) * rows // max(count, 1)
     parts = [matrix[chosen].float() for matrix in matrices]
     return torch.cat([torch.empty(0, columns), *parts]), chosen
+
+
+def _mean_square(values: torch.Tensor) -> float:
+    """Return the mean square of the values, or 1 if they are all zero."""
+    # NumPy, as for errors.
+    return float(values.square().sum(-1).numpy().sum(dtype="float64")) / max(values.numel(), 1) or 1.0
 
 
 def _factors(weighing: Weighing, rows: torch.Tensor) -> torch.Tensor:

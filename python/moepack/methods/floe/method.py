@@ -33,6 +33,7 @@ from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.floe.channels import DOWN, GATE, RESIDUALS, UP, by_channels, refuse_other_experts
 from moepack.methods.floe.settings import COARSE_BITS, PAPER, FloeSettings
 from moepack.methods.floe.thresholds import Decision, decide
+from moepack.methods.mixins import Rearranges
 from moepack.methods.parallel import for_experts
 from moepack.methods.rate.coder import Coder
 from moepack.methods.rate.method import Rate
@@ -56,7 +57,7 @@ DENSE_BITS = 8
 
 
 @dataclass
-class Floe(FloeSettings, SimpleMethod):
+class Floe(FloeSettings, Rearranges, SimpleMethod):
     """The method with its settings."""
 
     _bits: int = field(default=4, init=False, repr=False)
@@ -81,7 +82,7 @@ class Floe(FloeSettings, SimpleMethod):
         if not self.paper_form:
             if foreign := [name for name in PAPER if getattr(self, name) is not None]:
                 names = ", ".join(foreign)
-                raise ValueError(f"{names}: settings of the paper's form, which is chosen by paper_form (--paper-form)")
+                raise ValueError(f"{names} only apply to the paper's form; set paper_form (--paper-form)")
             self.coarse_bits = COARSE_BITS if self.coarse_bits is None else self.coarse_bits
             try:
                 self._coarse = Rate(self.coarse_bits, roles="none", codes="plain")
@@ -113,7 +114,7 @@ class Floe(FloeSettings, SimpleMethod):
         refuse_other_experts(checkpoint, model)
 
     def arrange(self, layer: MoeLayer) -> MoeLayer:
-        """Join gate and down projection by channels; see `Method.arrange`."""
+        """Join gate and down projection by channels; see `Rearranges.arrange`."""
         return by_channels(layer, coarse=self._coarse is not None)
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
@@ -123,11 +124,6 @@ class Floe(FloeSettings, SimpleMethod):
         else:
             other = packed_bytes(shape, DENSE_BITS, self._spec.group_size, symmetric=False)
         return max(other, 0 if shape[2] % 2 else _core.packed_bytes("channels", shape, bits=self._bits))
-
-    @property
-    def reorders(self) -> bool:
-        """True: channels that are often refined together are stored together."""
-        return True
 
     @property
     def needs_balance(self) -> bool:

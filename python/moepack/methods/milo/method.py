@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.methods.base import Expected, Goal, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.base import Expected, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.fitting import DENSE, Fitted, Wanted
 from moepack.methods.milo.frequency import count_choices
 from moepack.methods.milo.joint import Compensated, JointSettings, compensate
@@ -24,6 +24,7 @@ from moepack.methods.milo.planning import DENSE_ROLES, Planner, RankPlan, batche
 from moepack.methods.milo.ranks import parse_ranks
 from moepack.methods.milo.settings import DEFAULT_RANK, SAMPLES, SEQUENCE_LENGTH, MiloSettings
 from moepack.methods.milo.statistics import FULL_SIDE, kurtosis, residual_rank, residual_spectrum
+from moepack.methods.mixins import Goal, MeetsSize, PacksLinears
 from moepack.methods.parallel import for_experts
 from moepack.progress import Progress
 from moepack.solvers.affine import GroupSpec, Solver, check_range, quantize_affine, round_to_nearest
@@ -38,7 +39,7 @@ SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic(), "rt
 
 
 @dataclass
-class Milo(MiloSettings, Fitted, SimpleMethod):
+class Milo(MiloSettings, Fitted, MeetsSize, PacksLinears, SimpleMethod):
     """The method with its settings."""
 
     _ranks: RankPlan = field(default_factory=RankPlan, init=False, repr=False)

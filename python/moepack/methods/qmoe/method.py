@@ -19,6 +19,7 @@ from moepack.methods.base import Expected, PackedBytes, Shape, SimpleMethod, Sol
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.fitting import DENSE, Fitted, Wanted
+from moepack.methods.mixins import Calibrates, PacksLinears
 from moepack.methods.qmoe.dense import DenseSettings, pack_linear, solve_linears
 from moepack.methods.qmoe.forms import Form, GroupwiseForm, TernaryForm
 from moepack.methods.qmoe.grid import GridSolver, Rounding
@@ -39,7 +40,7 @@ PUBLISHED: Mapping[str, Any] = MappingProxyType(
 
 
 @dataclass
-class Qmoe(QmoeSettings, Fitted, SimpleMethod):
+class Qmoe(QmoeSettings, Fitted, Calibrates, PacksLinears, SimpleMethod):
     """The method with its settings."""
 
     def __post_init__(self) -> None:

@@ -104,7 +104,7 @@ class RateSolver:
             price = self.curves.unit * budget.price(name, stage.experts)
             every = torch.ones(problem.weights.shape[1], device=problem.weights.device)
             codes, levels, reports = problem.solve(price * every, gain * every)
-            budget.book(name, stage.experts, row_bits(codes).sum(1))
+            budget.record_bits(name, stage.experts, row_bits(codes).sum(1))
             excess = budget.excess()
             if excess is None or abs(excess) <= TOLERANCE:
                 break

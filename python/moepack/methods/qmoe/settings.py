@@ -64,12 +64,12 @@ class QmoeSettings(Settings):
         "compressed", help="Whose router assigns tokens for the Hessians"
     )
     premask: bool = setting(True, help="Exclude positions of special tokens (span corruption)")
-    group: int = setting(16, help="Experts solved together", minimum=1)
+    group: int = shared.group()
     buffer: Literal["memory", "device"] = setting(
         "memory", help="Where the hidden states of the calibration set are kept", recorded=False
     )
     token_cap: float = setting(4.0, help="Maximum number of tokens held per expert, as a multiple of the mean")
-    minimum_tokens: int = setting(64, help="The notes name experts with fewer tokens", recorded=False)
+    minimum_tokens: int = shared.minimum_tokens()
     device: str = shared.device()
     seed: int = setting(0, help="Seed of the span corruption")
     name: ClassVar[str] = "qmoe"

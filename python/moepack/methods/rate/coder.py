@@ -148,13 +148,15 @@ class Coder(Packer):
     def values(self, name: str, expert: int, matrix: Tensor) -> Tensor:
         """The values [R, C], float32, that the tensor `name` stores for a matrix that is rounded without a text.
 
+        Rounding runs on the CPU. The values are on the matrix's device.
+
         Raises:
             ValueError: a weight is NaN or infinite.
         """
         scales = self.importance.scales[name]
-        codes, worth = self.rounded(name, scales.scaled(expert, matrix))
+        codes, worth = self.rounded(name, scales.scaled(expert, matrix.cpu()))
         rows, columns = scales.stored(worth, range(expert, expert + 1))
-        return codes * rows[0, :, None] * columns[0]
+        return (codes * rows[0, :, None] * columns[0]).to(matrix.device)
 
     def _rounded(self, stage: Stage) -> dict[str, Solution]:
         """Round one tensor, expert by expert; holds its codes, one byte per weight if none exceeds 127."""

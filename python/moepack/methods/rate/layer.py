@@ -1,13 +1,13 @@
 """The calibrated form of `rate`: the model's step fixes each layer's bits, and the text decides where they go.
 
-A model's bits are divided among layers as without a text (`step`), so a layer depends on earlier layers only through
-its inputs. Within a layer, one price of a bit applies to all projections and experts. Errors are weighted by the
-Hessians, which share one unit (`moepack.calibration.moments`). A projection has one step, at which its experts pay the
-price on average; more or less important experts give code length less or more weight when rounding.
+A model's bits are divided among layers as without a text (`step_size`), so a layer depends on earlier layers only
+through its inputs. Within a layer, one price of a bit applies to all projections and experts. Errors are weighted by
+the Hessians, which share one unit (`moepack.calibration.moments`). A projection has one step, at which its experts pay
+the price on average; more or less important experts give code length less or more weight when rounding.
 
 Sampled rows of every matrix determine the initial price before the first stage is solved. The actual bits of each group
-of experts are then booked, and the price is updated for the rest. The first group of a projection is solved once more,
-because compensated weights are wider than the sampled ones.
+of experts are then recorded, and the price is updated for the rest. The first group of a projection is solved once
+more, because compensated weights are wider than the sampled ones.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class LayerSolver:
             symbols = symbols_of(result.codes, outlook.dependent)
             lengths = CodeLengths.counted(symbols, runs, self._settings.largest)
             stored = _stored_bits(stage, result.codes, self._settings.largest, outlook.dependent)
-            budget.book(name, stage.experts, stored)
+            budget.record_bits(name, stage.experts, stored)
             excess = budget.excess()
             if outlook.step is None:
                 outlook.step = outlook.step_at(self._unit * budget.price(name, stage.experts))

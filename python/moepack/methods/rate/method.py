@@ -1,7 +1,7 @@
 """The method `rate`: integers with one step for the whole model, rounded with regard to code length, at any bit rate.
 
 Rows and columns of each tensor are multiplied by factors so that all errors have equal weight (`importance`, `scales`).
-The step is derived from the requested bits and a sample of the model (`step`). Weights are rounded to it
+The step is derived from the requested bits and a sample of the model (`step_size`). Weights are rounded to it
 (`moepack.solvers.priced`), and an entropy coder stores the integers in about as many bytes as they carry information.
 With a text, each layer gets the bits that result from this, and GPTQ with the code length as price decides where they
 go (`layer`).
@@ -18,6 +18,7 @@ from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.methods.base import Expected, Method, MethodPlan, Shape, Weights
 from moepack.methods.fitting import Fitted, Wanted
+from moepack.methods.mixins import Calibrates, PacksLinears
 from moepack.methods.rate.coder import Coder, bound, expected
 from moepack.methods.rate.importance import find_importance
 from moepack.methods.rate.sample import take_sample
@@ -32,7 +33,7 @@ _ROLES = (EMBEDDING, *ROLES)
 
 
 @dataclass
-class Rate(RateSettings, Fitted, Method):
+class Rate(RateSettings, Fitted, Calibrates, PacksLinears, Method):
     """The method with its settings."""
 
     def __post_init__(self) -> None:

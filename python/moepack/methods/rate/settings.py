@@ -26,20 +26,14 @@ class RateSettings(Settings):
         shown="",
         users="expert",
     )
-    codes: str = setting(
-        "dependent",
-        help="dependent (default): less error, at most a sixth slower; or plain.",
-        shown="",
-        users="expert",
-        choices=("dependent", "plain"),
-    )
+    codes: str = shared.codes()
     calibration: str | None = shared.calibration(None)
     samples: int = shared.samples()
     sequence_length: int = shared.sequence_length()
-    group: int = setting(16, help="Experts solved together", minimum=1)
-    minimum_tokens: int = setting(64, help="The notes name experts with fewer tokens", recorded=False)
+    group: int = shared.group()
+    minimum_tokens: int = shared.minimum_tokens()
     device: str = shared.device()
-    seed: int = setting(0, help="Seed of the span corruption of encoder-decoder models")
+    seed: int = shared.span_seed()
     name: ClassVar[str] = "rate"
     summary: ClassVar[str] = (
         "entropy-coded integers at any rate from 0.4 to 8 bits, all linear layers too; better with a text"

@@ -19,7 +19,7 @@ from moepack.calibration.experts import ExpertsRun
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint
 from moepack.errors import MoepackWarning
-from moepack.methods import Method, PackedBytes
+from moepack.methods import Calibrates, MeetsSize, Method, PackedBytes
 from moepack.pipeline.assignment import Assignment, PlannedAssignment
 from moepack.pipeline.distributed.cluster import Cluster
 from moepack.pipeline.distributed.remote import Done, Found, pack_tensor, solve_group
@@ -38,7 +38,7 @@ def refuse(method: Method) -> None:
     Raises:
         ValueError: it solves experts one after another, or on a GPU.
     """
-    if method.sequential:
+    if isinstance(method, Calibrates) and method.sequential:
         raise ValueError(
             f"with these settings the method {method.name} solves the experts of a layer one after another, because "
             "they share one bit budget: --ray would not make that faster; it supports methods without calibration, "
@@ -60,7 +60,7 @@ class RayExecutor(Executor):
         """
         for method in assignment.methods:
             refuse(method)
-        self._in_order = any(method.depends_on_sizes for method in assignment.methods)
+        self._in_order = any(isinstance(each, MeetsSize) and each.depends_on_sizes for each in assignment.methods)
         self._cluster = Cluster(address, torch.get_num_threads())
         self._waiting: deque[Unit] = deque()
         self._running: dict[tuple[str, str], Any] = {}

@@ -13,7 +13,7 @@ from moepack.serving.http.answers import Answers, Running, event, streamed
 from moepack.serving.http.body import read
 from moepack.serving.http.chats import Block, Blocks, Prepared, Turn, blocks, parts, prepare
 from moepack.serving.http.refusal import Refusal
-from moepack.serving.http.requests import Fields, Sampled, Stops, wrong
+from moepack.serving.http.requests import TEXT, Fields, Sampled, Stops, wrong
 from moepack.serving.sequence import Piece
 from moepack.serving.text.prompts import has_variable
 
@@ -28,6 +28,7 @@ class Content(Fields):
     """
 
     neutral: ClassVar = {"citations": ([],)}
+    forms: ClassVar = {"content": TEXT}
 
     type: Literal["text", "tool_use", "tool_result", "thinking"]
     text: str | None = None
@@ -73,6 +74,8 @@ class Content(Fields):
 
 class Message(Fields):
     """A message of a chat."""
+
+    forms: ClassVar = {"content": TEXT}
 
     role: Literal["user", "assistant"]
     content: list[Content]
@@ -162,6 +165,8 @@ class OutputConfig(Fields):
 class CountRequest(Fields):
     """The fields that make the prompt."""
 
+    forms: ClassVar = {"system": TEXT}
+
     model: str
     messages: list[Message] = Field(min_length=1)
     system: list[Content] = Field([])
@@ -204,7 +209,7 @@ class CountRequest(Fields):
             continues=continues,
             shape=None if form is None else ("output_config.format", grammar.json_schema(form.schema_)),
             budget=None if self.thinking is None else self.thinking.budget_tokens,
-            params={"messages": "messages", "variables": "output_config"},
+            params={"messages": "messages", "variables": "output_config", "budget": "thinking.budget_tokens"},
         )
 
     def _variables(self, answers: Answers) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Turn:
         shape: the field that constrains the answer, and the grammar's rule `body`.
         splits_reasoning: reasoning is separated from content.
         budget: maximum tokens of reasoning; None for no limit.
-        params: names of the fields `messages`, `tools` and `variables` in the request.
+        params: names of the fields `messages`, `tools`, `variables` and `budget` in the request.
     """
 
     messages: Ordered[Mapping[str, Any]]
@@ -152,8 +152,8 @@ def _budget(answers: Answers, turn: Turn, form: Format, text: str) -> Budget | N
     marks = form.thoughts or ("<|channel|>analysis", "<|end|>")
     names = {token.content: number for number, token in answers.engine.tokenizer.added_tokens_decoder.items()}
     if form.is_harmony or marks[1] not in names:
-        message = "thinking.budget_tokens is not supported: the model has no token that ends its reasoning"
-        raise _refusal("thinking.budget_tokens", message)
+        name = turn.param("budget")
+        raise _refusal(name, f"{name} is not supported: the model has no token that ends its reasoning")
     return Budget(turn.budget, names.get(marks[0]), names[marks[1]], form.is_reasoning(text))
 
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from moepack.serving.http.requests import Fields, OneOrManyStops, wrong
+from moepack.serving.http.requests import TEXT, Fields, OneOrManyStops, wrong
 
 __all__ = ["LlamaOptions"]
 
@@ -24,6 +24,7 @@ class LlamaOptions(Fields):
         "top_n_sigma": (-1,),
         "min_keep": (0,),
     }
+    forms: ClassVar[dict[str, Any]] = {"stop": TEXT}
 
     temperature: float | None = Field(None, ge=0, le=100)
     top_k: int | None = Field(None, ge=0)

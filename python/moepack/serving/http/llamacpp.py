@@ -45,6 +45,8 @@ class Generation(LlamaOptions):
         "stream_options": ({},),
     }
 
+    forms: ClassVar = {**LlamaOptions.forms, "logit_bias": {"type": "array", "items": {"type": "array"}}}
+
     model: str | None = None
     n_predict: int | None = Field(None, ge=1)
     stream: bool = False

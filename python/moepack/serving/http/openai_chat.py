@@ -15,7 +15,7 @@ from moepack.serving.http.answers import Answer, Answers, Running, event, stream
 from moepack.serving.http.body import read
 from moepack.serving.http.chats import CalledFunction, Prepared, Turn, parts, prepare, texts
 from moepack.serving.http.refusal import Refusal
-from moepack.serving.http.requests import NEUTRAL, Fields, wrong
+from moepack.serving.http.requests import NEUTRAL, TEXT, Fields, wrong
 from moepack.serving.http.structure import Structured
 from moepack.serving.sequence import Score
 
@@ -60,6 +60,7 @@ class Message(Fields):
     """A message of a chat."""
 
     neutral: ClassVar = {"annotations": ([],), "tool_calls": ([],)}
+    forms: ClassVar = {"content": TEXT}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: list[ContentPart] | None = Field(None, min_length=1)
@@ -158,7 +159,10 @@ class ChatRequest(Structured):
         "add_special_tokens": (False,),
         "top_logprobs": (0,),
         "echo": (False,),
+        "thinking_token_budget": (-1,),
+        "thinking_budget_tokens": (-1,),
     }
+    forms: ClassVar = {**Structured.forms, "tool_choice": {"enum": ["auto", "none", "required"]}}
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -170,6 +174,8 @@ class ChatRequest(Structured):
     chat_template_kwargs: dict[str, Any] = Field({})
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = Field(None, ge=0)
+    thinking_budget_tokens: int | None = Field(None, ge=0)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     include_reasoning: bool = True
@@ -210,6 +216,10 @@ class ChatRequest(Structured):
         if self.continue_final_message and opens:
             said = "continue_final_message cannot be combined with add_generation_prompt"
             raise Refusal(400, said, "invalid_value", param="continue_final_message")
+        names = ("thinking_token_budget", "thinking_budget_tokens")  # as vLLM and llama.cpp name it
+        budgets = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if len({*budgets.values()}) > 1:
+            raise Refusal(400, f"{names[1]} must equal {names[0]} if both are given", "invalid_value", param=names[1])
         named = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
         variables = {**self.chat_template_kwargs, **{name: value for name, value in named.items() if value is not None}}
         return Turn(
@@ -221,7 +231,8 @@ class ChatRequest(Structured):
             self.add_generation_prompt and not self.continue_final_message,
             self.continue_final_message,
             self.constraint(),
-            params={"variables": "chat_template_kwargs"},
+            budget=next(iter(budgets.values()), None),
+            params={"variables": "chat_template_kwargs", "budget": next(iter(budgets), "")},
         )
 
 
@@ -231,7 +242,7 @@ async def chats(answers: Answers, request: HttpRequest) -> Any:
     answers.require_model(body.model)
     prepared = await prepare(answers, body.turn())
     top = body.top_logprobs if body.logprobs else None
-    running = answers.run(body, [prepared.ids], "messages", top=top, lark=prepared.lark)
+    running = answers.run(body, [prepared.ids], "messages", top=top, lark=prepared.lark, budget=prepared.budget)
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
     if body.stream:
         head["object"] = "chat.completion.chunk"

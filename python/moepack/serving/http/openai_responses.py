@@ -14,7 +14,7 @@ from moepack.serving.http.answers import Answers, Running, event, streamed
 from moepack.serving.http.body import read
 from moepack.serving.http.chats import Block, Blocks, Prepared, Turn, blocks, parts, prepare
 from moepack.serving.http.refusal import Refusal
-from moepack.serving.http.requests import Fields, Sampled, wrong
+from moepack.serving.http.requests import TEXT, Fields, Sampled, wrong
 from moepack.serving.sequence import Piece
 from moepack.serving.text.prompts import text_ids
 
@@ -34,6 +34,7 @@ class Item(Fields):
     """An item of the input: a message, a call, its result, or reasoning."""
 
     neutral: ClassVar = {"encrypted_content": ("",)}
+    forms: ClassVar = {"content": TEXT, "output": TEXT}
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str = ""
@@ -130,6 +131,7 @@ class ResponsesRequest(Fields):
         "top_logprobs": (0,),
         "include": ([], ["reasoning.encrypted_content"]),
     }
+    forms: ClassVar = {"input": TEXT, "tool_choice": {"enum": ["auto", "none", "required"]}}
 
     model: str
     input: list[Item] = Field(min_length=1)

@@ -8,10 +8,19 @@ not converted to numbers.
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-__all__ = ["NEUTRAL", "Fields", "OneOrManyStops", "Sampled", "Stops", "StreamOptions", "wrong"]
+__all__ = ["NEUTRAL", "TEXT", "Fields", "OneOrManyStops", "Sampled", "Stops", "StreamOptions", "wrong"]
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -31,6 +40,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "priority": (0,),
 }
 """Unsupported fields, and values of supported ones, that ask for nothing. They are accepted and ignored."""
+
+TEXT = {"type": "string"}
+"""The JSON schema of a text, a form of many fields."""
 
 MOST_CHOICES = 128
 """Maximum answers per request."""
@@ -66,6 +78,20 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    forms: ClassVar[dict[str, Any]] = {}
+    """Other forms of fields, as JSON schemas."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the schema for clients, with other forms and neutral values."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        required, fields = schema.get("required", []), schema.setdefault("properties", {})
+        for name in {**fields, **cls.neutral}:
+            forms = [fields[name]] if name in fields else []
+            forms += [cls.forms[name]] if name in cls.forms else []
+            forms += [] if name in required else [{"enum": [*cls.neutral.get(name, ()), None]}]
+            fields[name] = {"anyOf": forms} if len(forms) > 1 else forms[0]
+        return schema
 
     @model_validator(mode="before")
     @classmethod
@@ -93,6 +119,7 @@ class Sampled(Fields):
     """The fields of every request that generates. Those from `user` on cannot change an answer."""
 
     neutral = NEUTRAL
+    forms = {"stop": TEXT}
 
     model: str
     stream: bool = False

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 
 from moepack.serving.engine import Engine
-from moepack.serving.http import llamacpp, ollama
+from moepack.serving.http import llamacpp, ollama, openapi
 from moepack.serving.http.answers import Answers
 from moepack.serving.http.anthropic_messages import count_tokens, messages
 from moepack.serving.http.bounds import Bounds, has_key
@@ -48,6 +48,7 @@ POST: dict[str, Callable[[Answers, Request], Awaitable[Any]]] = {
 
 GET: dict[str, Callable[[Answers], Any]] = {
     "/metrics": lambda answers: answers.metrics.response(),
+    "/openapi.json": lambda answers: openapi.description(answers.models),
     "/props": llamacpp.props,
     "/slots": llamacpp.slots,
     "/api/tags": ollama.tags,

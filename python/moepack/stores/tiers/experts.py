@@ -96,7 +96,7 @@ class TierStore(ExpertStore):
         misses: Misses,
     ) -> None:
         self._device, self._lock = device, RLock()
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="moepack-beside")
+        self._multiplier = ThreadPoolExecutor(1, thread_name_prefix="moepack-multiply")
         self._counts = Statistics()
         self._layers: WeakKeyDictionary[Any, _Layer] = WeakKeyDictionary()
         counts = slot_counts(stacks, budget, top_k)
@@ -160,14 +160,14 @@ class TierStore(ExpertStore):
         on_cpu, others = torch.from_numpy(np.where(of_cpu, chosen, none)), np.where(of_cpu, none, chosen)
         # Copy before launching anything that these copies would have to wait for.
         home = Call(call.x.cpu(), on_cpu, call.weights.cpu())
-        share = self._beside.submit(_timed, self._host.portions(layer, on_cpu, _CPU), home, multiply, start)
+        share = self._multiplier.submit(_timed, self._host.portions(layer, on_cpu, _CPU), home, multiply, start)
         try:
             outputs = sum_portions(self._portions(layer, others), call, multiply) if (others < none).any() else 0
         finally:
             wait([share])  # must be done before the lock is released, even after an error
         of_share, seconds = share.result()
         shares = self._shares[self._layers[layer].arena]
-        shares.note(len(left), int(of_cpu.sum()), seconds, beside=self._counts.reads > reads)
+        shares.note(len(left), int(of_cpu.sum()), seconds, concurrent=self._counts.reads > reads)
         return of_share.to(call.x.device, non_blocking=True).add_(outputs)
 
     def _refuse_elsewhere(self, device: torch.device) -> None:

@@ -64,17 +64,17 @@ class Rates(NamedTuple):
 
     Attributes:
         bus: seconds to move an expert to the device while the CPU is idle.
-        bus_beside: the same while the CPU multiplies.
+        bus_concurrent: the same while the CPU multiplies.
         overhead: seconds per CPU call in addition to the time for its experts.
         product: seconds for the CPU to multiply an expert by one token while the bus is idle.
-        product_beside: the same while experts are moved.
+        product_concurrent: the same while experts are moved.
     """
 
     bus: float
-    bus_beside: float
+    bus_concurrent: float
     overhead: float
     product: float
-    product_beside: float
+    product_concurrent: float
 
     def cpu_share(self, tokens: Sequence[int]) -> int:
         """How many missing experts, from the first, the CPU should multiply so that everything finishes earliest.
@@ -88,8 +88,8 @@ class Rates(NamedTuple):
         def seconds(count: int, pairs: int) -> float:
             if not count:
                 return missing * self.bus
-            beside = count < missing
-            return max((missing - count) * self.bus_beside, self.of_cpu(pairs, beside=beside))
+            concurrent = count < missing
+            return max((missing - count) * self.bus_concurrent, self.of_cpu(pairs, concurrent=concurrent))
 
         times = [seconds(*each) for each in enumerate(accumulate(tokens, initial=0))]
         return times.index(min(times))
@@ -101,17 +101,17 @@ class Rates(NamedTuple):
         Moving an expert pays off if it will have this many more uses than the expert that it replaces; `Slots.gain`
         returns the difference in uses so far.
         """
-        each = self.of_cpu(1, beside=False)
+        each = self.of_cpu(1, concurrent=False)
         return self.bus / each if each else inf
 
-    def of_cpu(self, pairs: int, *, beside: bool) -> float:
+    def of_cpu(self, pairs: int, *, concurrent: bool) -> float:
         """CPU seconds for a number of (expert, token) pairs."""
-        return self.overhead + pairs * (self.product_beside if beside else self.product)
+        return self.overhead + pairs * (self.product_concurrent if concurrent else self.product)
 
     def with_cpu(self, factor: float) -> "Rates":
         """Return rates with CPU times multiplied by a factor."""
-        bus, bus_beside, *of_cpu = self
-        return Rates(bus, bus_beside, *(factor * time for time in of_cpu))
+        bus, bus_concurrent, *of_cpu = self
+        return Rates(bus, bus_concurrent, *(factor * time for time in of_cpu))
 
 
 MOVED, COMPUTED = Rates(0.0, 0.0, 1.0, 1.0, 1.0), Rates(1.0, 1.0, 0.0, 0.0, 0.0)
@@ -139,16 +139,16 @@ class Shares:
             self.rates = self.rates.with_cpu(AGEING)
         return share
 
-    def note(self, experts: int, pairs: int, seconds: float, *, beside: bool) -> None:
+    def note(self, experts: int, pairs: int, seconds: float, *, concurrent: bool) -> None:
         """Record the CPU time of a call.
 
         Args:
             experts: the number of experts.
             pairs: the number of (expert, token) pairs.
             seconds: the time.
-            beside: whether other experts were moved at the same time.
+            concurrent: whether other experts were moved at the same time.
         """
-        expected = self.rates.of_cpu(pairs, beside=beside)
+        expected = self.rates.of_cpu(pairs, concurrent=concurrent)
         if self._follow and expected:
             # Several tokens of one expert take less time than predicted, regardless of the CPU's speed.
             least = 1 / _MOST if experts == pairs else 1.0
@@ -171,28 +171,29 @@ def measured(device: Device, arena: Arena, host: Host, layer: Any, top_k: int, s
         trial = _Trial(device, arena, host, layer, top_k, pool)
         while len(rounds) < _ROUNDS or time.perf_counter() < end:
             rounds.append(trial.round())
-    bus, bus_beside, one, many, beside = (median(times) for times in zip(*rounds[len(rounds) // 2 :], strict=True))
+    last = rounds[len(rounds) // 2 :]
+    bus, bus_concurrent, one, many, concurrent = (median(times) for times in zip(*last, strict=True))
     share = many / trial.many
     each = min(max((many - one) / (trial.many - 1), share / 2), share)  # from the slope, which may be noisy
     overhead = max(one - each, 0.0)
-    of_cpu = overhead, each, max((beside - overhead) / trial.many, each)
-    return Rates(bus, bus_beside, *of_cpu).with_cpu(MARGIN)
+    of_cpu = overhead, each, max((concurrent - overhead) / trial.many, each)
+    return Rates(bus, bus_concurrent, *of_cpu).with_cpu(MARGIN)
 
 
 class _Round(NamedTuple):
     """Seconds of one measurement.
 
     Attributes:
-        bus, bus_beside: as in `Rates`.
+        bus, bus_concurrent: as in `Rates`.
         one, many: products with one expert and with many.
-        beside: a product with many experts while others are moved.
+        concurrent: a product with many experts while others are moved.
     """
 
     bus: float
-    bus_beside: float
+    bus_concurrent: float
     one: float
     many: float
-    beside: float
+    concurrent: float
 
 
 class _Trial:
@@ -220,8 +221,8 @@ class _Trial:
         # Repeat each until the other has completed at least once.
         multiplied, moved = Event(), Event()
         products = self._pool.submit(_again, lambda: self._product(self.many), multiplied, moved)
-        bus_beside = _again(self._bus, moved, multiplied)
-        return _Round(bus, bus_beside, one, many, products.result())
+        bus_concurrent = _again(self._bus, moved, multiplied)
+        return _Round(bus, bus_concurrent, one, many, products.result())
 
     def _numbers(self, count: int) -> Tensor:
         """Different experts on each call, [1, count], which are not in the CPU's caches."""

@@ -53,26 +53,8 @@ pub(super) fn assemble(
     scales::write(&layout, given.rows, &mut out[sections.scales.clone()]);
     let columns = given.columns.unwrap_or_default();
     scales::write(&layout, columns, &mut out[sections.columns.clone()]);
-    let entries = out[sections.index.clone()].chunks_exact_mut(layout.entry);
-    for (entry, stream) in entries.zip(streams) {
-        let (length, table) = ((stream.bytes.len() - STATE_BYTES) as u64, stream.table as u64);
-        let exceptions = stream.exceptions.len() as u64;
-        let word = match layout.entry {
-            4 => length | table << 16 | exceptions << 24,
-            _ => length | table << 32 | exceptions << 40,
-        };
-        entry.copy_from_slice(&word.to_le_bytes()[..layout.entry]);
-    }
-    let all = streams.iter().flat_map(|stream| &stream.exceptions);
-    for (bytes, &(place, difference)) in out[sections.exceptions.clone()]
-        .chunks_exact_mut(layout.exception)
-        .zip(all)
-    {
-        let (difference, place) = (difference.to_le_bytes(), place.to_le_bytes());
-        let width = if layout.exception == 4 { 1 } else { 4 };
-        bytes[..width].copy_from_slice(&difference[..width]);
-        bytes[width..].copy_from_slice(&place[..layout.exception - width]);
-    }
+    write_index(&layout, streams, &mut out[sections.index.clone()]);
+    write_exceptions(&layout, streams, &mut out[sections.exceptions.clone()]);
     let mut payload = &mut out[sections.payload.clone()];
     let places: Vec<_> = parts()
         .map(|part| (payload.split_off_mut(..part.len()), part))
@@ -82,4 +64,28 @@ pub(super) fn assemble(
         None => unreachable!("the payload has room for all parts"),
     });
     out
+}
+
+/// Writes the entry of each stream: its length, its table, and the number of its exceptions.
+fn write_index(layout: &Layout, streams: &[Stream], out: &mut [u8]) {
+    for (entry, stream) in out.chunks_exact_mut(layout.entry).zip(streams) {
+        let (length, table) = ((stream.bytes.len() - STATE_BYTES) as u64, stream.table as u64);
+        let exceptions = stream.exceptions.len() as u64;
+        let word = match layout.entry {
+            4 => length | table << 16 | exceptions << 24,
+            _ => length | table << 32 | exceptions << 40,
+        };
+        entry.copy_from_slice(&word.to_le_bytes()[..layout.entry]);
+    }
+}
+
+/// Writes the exceptions of all streams: differences, then positions, in 1 + 3 or 4 + 4 bytes.
+fn write_exceptions(layout: &Layout, streams: &[Stream], out: &mut [u8]) {
+    let all = streams.iter().flat_map(|stream| &stream.exceptions);
+    for (bytes, &(place, difference)) in out.chunks_exact_mut(layout.exception).zip(all) {
+        let (difference, place) = (difference.to_le_bytes(), place.to_le_bytes());
+        let width = if layout.exception == 4 { 1 } else { 4 };
+        bytes[..width].copy_from_slice(&difference[..width]);
+        bytes[width..].copy_from_slice(&place[..layout.exception - width]);
+    }
 }

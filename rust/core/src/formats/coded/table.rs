@@ -6,6 +6,8 @@ use super::LANES;
 pub(super) const SLOTS: usize = 256;
 /// The slots of a bucket.
 pub(super) const BUCKET: usize = 16;
+/// The number by which buckets shift slots.
+pub(super) const SHIFT: usize = BUCKET / 2;
 
 /// A table. Symbols without slots are never decoded.
 #[derive(Debug, Clone)]
@@ -25,34 +27,39 @@ pub struct Table {
     pub(super) wide: bool,
 }
 
-/// The form for AVX2, whose lookups have 16 entries. Rare symbols lie at both ends, so the first and the last bucket
-/// have their own tables. Most other buckets have one edge, a slot where the symbol rises by one.
+/// The form for AVX2, whose lookups have 16 entries. Rare symbols lie at both ends. Slots are therefore shifted by
+/// [`SHIFT`], so that the first eight and the last eight form bucket 0, which has a table of its own. Most other buckets
+/// have one edge, a slot where the symbol rises by one. Shifted slots are compared as signed bytes.
 #[derive(Debug, Clone)]
 pub(super) struct Buckets {
-    /// For each bucket, the symbol of its first slot, minus the number of edges in `edges` before it.
+    /// For each bucket, the symbol of its first slot (0 for bucket 0), minus the number of edges in `edges` before it
+    /// in signed order.
     pub bases: [u8; BUCKET],
-    /// For each bucket, the slot before its first edge, as [`signed`]; the largest value if there is no edge.
+    /// For each bucket, the shifted slot before its first edge; the bucket's last one if there is no edge.
     pub first_edges: [u8; BUCKET],
-    /// For each slot of the first and the last bucket, its symbol minus that of the bucket's first slot.
-    pub outer: [[u8; BUCKET]; 2],
-    /// The slots before all other edges, encoded like `first_edges`.
+    /// The symbol of each slot of bucket 0.
+    pub outer: [u8; BUCKET],
+    /// The shifted slots before all other edges.
     pub edges: Vec<[u8; 2 * BUCKET]>,
 }
 
 impl Buckets {
     fn new(symbols: &[u8; SLOTS]) -> Buckets {
-        let (buckets, _) = symbols.as_chunks::<BUCKET>();
-        let above = |bucket: usize| buckets[bucket].map(|symbol| symbol - buckets[bucket][0]);
+        let mut shifted = *symbols;
+        shifted.rotate_right(SHIFT);
+        let (buckets, _) = shifted.as_chunks::<BUCKET>();
         let mut found = Buckets {
             bases: [0; BUCKET],
-            first_edges: [signed(SLOTS - 1); BUCKET],
-            outer: [above(0), above(BUCKET - 1)],
+            first_edges: std::array::from_fn(|bucket| (bucket * BUCKET + BUCKET - 1) as u8),
+            outer: buckets[0],
             edges: Vec::new(),
         };
-        for (bucket, symbols) in buckets.iter().enumerate() {
-            found.bases[bucket] = symbols[0].wrapping_sub(found.edges.len() as u8);
-            if (1..BUCKET - 1).contains(&bucket) {
-                found.add_edges(bucket, symbols);
+        // The upper half of all bytes is negative.
+        for bucket in (BUCKET / 2..BUCKET).chain(0..BUCKET / 2) {
+            let first = if bucket == 0 { 0 } else { buckets[bucket][0] };
+            found.bases[bucket] = first.wrapping_sub(found.edges.len() as u8);
+            if bucket > 0 {
+                found.add_edges(bucket, &buckets[bucket]);
             }
         }
         found
@@ -60,7 +67,7 @@ impl Buckets {
 
     fn add_edges(&mut self, bucket: usize, symbols: &[u8; BUCKET]) {
         let pairs = symbols.windows(2).enumerate();
-        let edges = pairs.flat_map(|(i, pair)| (pair[0]..pair[1]).map(move |_| signed(bucket * BUCKET + i)));
+        let edges = pairs.flat_map(|(i, pair)| (pair[0]..pair[1]).map(move |_| (bucket * BUCKET + i) as u8));
         for (number, edge) in edges.enumerate() {
             match number {
                 0 => self.first_edges[bucket] = edge,
@@ -68,11 +75,6 @@ impl Buckets {
             }
         }
     }
-}
-
-/// Maps a byte such that signed comparison orders the results like unsigned comparison orders the bytes.
-fn signed(slot: usize) -> u8 {
-    slot as u8 ^ 0x80
 }
 
 impl Table {

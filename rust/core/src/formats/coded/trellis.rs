@@ -11,11 +11,15 @@
 //! Source: trellis-coded quantization (Marcellin and Fischer, 1990); the trellis is the eight-state one of dependent
 //! quantization in video codecs after H.266 (Schwarz et al., 2019).
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+
 use super::code::Code;
+use super::decode::Affine;
 use super::register::Register;
 use super::table::Table;
 use super::{LANES, QUAD};
-use crate::simd::{Isa, vectorized};
+use crate::simd::{Isa, Kind, vectorized};
 
 /// The next state, indexed by twice the state plus the parity of the index.
 pub const NEXT: [u8; 16] = [0, 2, 5, 7, 1, 3, 6, 4, 2, 0, 4, 6, 3, 1, 7, 5];
@@ -48,7 +52,7 @@ pub(super) fn indices<T: Code>(codes: &[T], out: &mut Vec<T>) -> Option<()> {
 /// The period of mirrors in registers: a consumed mirror is reused after this many.
 const PERIOD: usize = 4;
 
-/// Whether the states of a stream's lanes are odd (all bits of a byte, or none): now, and at the next three registers
+/// Whether the states of a stream's lanes are odd (all bits of a byte, or none; with AVX2, the highest bit): now, and at the next three registers
 /// as far as past symbols determine it. The states of [`NEXT`] form a shift register: the parity of an index flips
 /// the values two and three registers ahead, and the value four ahead starts as the current one.
 #[derive(Debug, Clone)]
@@ -58,16 +62,34 @@ impl States {
     /// The states at the start of a row block.
     pub const START: States = States([Register::ZERO; PERIOD]);
 
-    /// Converts the symbols of consecutive registers to codes as signed bytes, or to their halves.
-    pub fn pass<const HALVES: bool>(&mut self, isa: Isa, lowest: i8, registers: &mut [Register]) {
-        match HALVES {
-            true => halves(
-                isa,
-                self,
-                lowest.wrapping_mul(2).wrapping_add(LANES as i8),
-                registers,
-            ),
-            false => codes(isa, self, lowest.wrapping_mul(4).wrapping_add(1), registers),
+    /// Converts the symbols of consecutive registers to codes as signed bytes.
+    pub fn codes(&mut self, isa: Isa, table: &Table, registers: &mut [Register]) {
+        codes(
+            isa,
+            self,
+            table.lowest().wrapping_mul(4).wrapping_add(1),
+            registers,
+        );
+    }
+
+    /// Converts the symbols of consecutive registers to bytes that map to codes by the returned [`Affine`].
+    pub fn halves(&mut self, isa: Isa, table: &Table, registers: &mut [Register]) -> Affine {
+        match isa.kind() {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2 => {
+                let span = Span::of(table);
+                // SAFETY: `isa` proves that the processor has AVX2.
+                unsafe { avx2::halves(&mut self.0, span, registers) }
+                span.affine()
+            }
+            _ => {
+                halves(isa, self, 2 * (table.lowest() - LOWEST), registers);
+                Affine {
+                    factor: 2,
+                    offset: OFFSET,
+                    most: 128,
+                }
+            }
         }
     }
 
@@ -104,13 +126,48 @@ impl States {
     }
 }
 
+/// The halves of a table's indices. Bytes of halves start at the least one; smaller bytes are multiplied faster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Span {
+    /// The least half.
+    least: u8,
+    /// The byte of symbol 0 in even states, and in odd ones.
+    even: u8,
+    odd: u8,
+}
+
+impl Span {
+    /// The halves of a table that is valid for dependent codes.
+    fn of(table: &Table) -> Span {
+        // The halves of even states rise by two from `first` to `last`, at most 126; those of odd ones are 127 minus
+        // these.
+        let first = (2 * (table.lowest() - LOWEST)) as u8;
+        let last = first + 2 * (table.count as u8 - 1);
+        let least = first.min(127 - last);
+        Span {
+            least,
+            even: first - least,
+            odd: 127 - first - least,
+        }
+    }
+
+    fn affine(self) -> Affine {
+        let least = i32::from(self.least);
+        Affine {
+            factor: 2,
+            offset: OFFSET + 2 * least,
+            most: (128 - 2 * least) as usize,
+        }
+    }
+}
+
 vectorized! {
-    /// See [`States::pass`].
+    /// See [`States::halves`].
     fn halves(states: &mut States, lowest: i8, registers: &mut [Register]) = States::registers::<true>;
 }
 
 vectorized! {
-    /// See [`States::pass`].
+    /// See [`States::codes`].
     fn codes(states: &mut States, lowest: i8, registers: &mut [Register]) = States::registers::<false>;
 }
 
@@ -136,16 +193,24 @@ mod tests {
         lanes.map(|&byte| i32::from(byte as i8)).collect()
     }
 
+    /// The table of `count` symbols from `lowest` on.
+    fn table(lowest: i8, count: usize) -> Table {
+        let mut frequencies = vec![1; count];
+        frequencies[0] += 128;
+        frequencies[1] += (128 - count) as u8;
+        Table::new(lowest, &frequencies).unwrap()
+    }
+
+    /// A table of all symbols.
+    fn whole() -> Table {
+        table(LOWEST, LANES)
+    }
+
     #[test]
-    fn codes_have_the_indices_of_their_symbols_and_halves() {
+    fn codes_have_the_indices_of_their_symbols() {
         let given = symbols(40);
-        let (mut codes, mut halves) = (given.clone(), given.clone());
-        States::START
-            .clone()
-            .pass::<false>(Isa::SCALAR, LOWEST, &mut codes);
-        States::START
-            .clone()
-            .pass::<true>(Isa::SCALAR, LOWEST, &mut halves);
+        let mut codes = given.clone();
+        States::START.clone().codes(Isa::SCALAR, &whole(), &mut codes);
         for row in 0..LANES / QUAD {
             let (mut found, codes) = (Vec::new(), row_of(&codes, row));
             assert_eq!(indices(&codes, &mut found), Some(()));
@@ -155,8 +220,42 @@ mod tests {
                     .into_iter()
                     .eq(wanted.map(|symbol| symbol + i32::from(LOWEST)))
             );
-            let halves = row_of(&halves, row).into_iter();
-            assert!(codes.into_iter().eq(halves.map(|half| 2 * half + OFFSET)));
+        }
+    }
+
+    #[test]
+    fn halves_map_to_codes() {
+        for (lowest, count) in [
+            (LOWEST, LANES),
+            (-32, 2),
+            (30, 2),
+            (-6, 12),
+            (-6, 13),
+            (-4, 13),
+            (8, 20),
+        ] {
+            let (table, mut given) = (table(lowest, count), symbols(77));
+            given
+                .iter_mut()
+                .flat_map(|register| &mut register.0)
+                .for_each(|symbol| *symbol %= count as u8);
+            let mut codes = given.clone();
+            States::START.clone().codes(Isa::SCALAR, &table, &mut codes);
+            for isa in Isa::all_available() {
+                let (mut found, mut states) = (given.clone(), States::START);
+                for (registers, codes) in found.chunks_mut(9).zip(codes.chunks(9)) {
+                    let affine = states.halves(isa, &table, registers);
+                    let pairs = registers
+                        .iter()
+                        .zip(codes)
+                        .flat_map(|(a, b)| a.0.iter().zip(&b.0));
+                    for (&half, &code) in pairs {
+                        assert!(usize::from(half) < affine.most);
+                        let value = affine.factor * i32::from(half) + affine.offset;
+                        assert_eq!(value, i32::from(code as i8), "{lowest} {count} {isa:?}");
+                    }
+                }
+            }
         }
     }
 
@@ -174,13 +273,11 @@ mod tests {
     fn instruction_sets_agree_and_pieces_follow_one_another() {
         let given = symbols(77);
         let mut wanted = given.clone();
-        States::START
-            .clone()
-            .pass::<false>(Isa::SCALAR, LOWEST, &mut wanted);
+        States::START.clone().codes(Isa::SCALAR, &whole(), &mut wanted);
         for isa in Isa::all_available() {
             let (mut found, mut states) = (given.clone(), States::START);
             for registers in found.chunks_mut(9) {
-                states.pass::<false>(isa, LOWEST, registers);
+                states.codes(isa, &whole(), registers);
             }
             assert!(found == wanted, "{isa:?}");
         }

@@ -266,17 +266,23 @@ impl<'a> Coded<'a> {
             for (stream, sums) in streams.filter(|(stream, _)| layout.rows_of(*stream, block) > 0) {
                 let row = (stream * layout.stream_blocks() + block) * BLOCK_ROWS;
                 let (high, low) = sums.split_at(each);
-                for token in 0..part.tokens.len() {
-                    let mut values = self.of_rows(high, token);
-                    if !low.is_empty() {
-                        let pairs = values.iter_mut().zip(self.of_rows(low, token));
-                        pairs.for_each(|(high, low)| *high = *high * (1 << layout.low_bits()) as f32 + low);
-                    }
-                    let out = part.from(token, row);
-                    let count = out.len().min(BLOCK_ROWS);
-                    out[..count].copy_from_slice(&values[..count]);
-                }
+                self.store(row, high, low, part);
             }
+        }
+    }
+
+    /// Stores the outputs of a block of rows: the sums of high bits, with those of low bits if there are any.
+    fn store(&self, row: usize, high: &[f32], low: &[f32], part: &mut Part) {
+        for token in 0..part.tokens.len() {
+            let mut values = self.of_rows(high, token);
+            if !low.is_empty() {
+                let unit = (1 << self.view.layout().low_bits()) as f32;
+                let pairs = values.iter_mut().zip(self.of_rows(low, token));
+                pairs.for_each(|(high, low)| *high = *high * unit + low);
+            }
+            let out = part.from(token, row);
+            let count = out.len().min(BLOCK_ROWS);
+            out[..count].copy_from_slice(&values[..count]);
         }
     }
 

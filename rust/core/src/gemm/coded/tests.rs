@@ -178,7 +178,7 @@ fn isas() -> impl Iterator<Item = Isa> {
 }
 
 #[test]
-fn products_are_those_of_the_codes() {
+fn products_match_the_codes() {
     let shapes = [(1, 1, 1), (1, 16, 128), (2, 100, 130), (3, 33, 259), (1, 70, 515)];
     for (experts, rows, columns) in shapes {
         let shape = Shape {

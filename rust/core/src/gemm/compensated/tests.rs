@@ -50,7 +50,7 @@ fn naive(
 }
 
 #[test]
-fn products_are_those_of_the_naive_sum_on_every_set() {
+fn products_match_the_naive_sum_on_every_set() {
     let pool = pool::current().unwrap();
     for width in Width::ALL {
         for (ranks, rows, columns, counts) in [

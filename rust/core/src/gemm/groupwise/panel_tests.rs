@@ -158,7 +158,7 @@ fn nan_and_infinity_affect_only_their_token() {
 }
 
 #[test]
-fn hostile_parameters_give_numbers_and_nothing_else() {
+fn hostile_parameters_only_give_numbers() {
     let mut blob = case(1, 20, 100, spec(4, 32, false)).blob;
     blob[crate::formats::groupwise::HEADER_BYTES..].fill(0xff);
     let view = View::parse(&blob).unwrap();

@@ -162,7 +162,7 @@ fn products(view: &View, x: &[f32], offsets: &[usize], mode: Mode, isa: Isa) -> 
 }
 
 #[test]
-fn products_are_those_of_the_decoded_weights_for_every_spec_and_set() {
+fn products_match_the_decoded_weights_for_every_spec_and_set() {
     for spec in specs() {
         let blob = case(2, 19, 330, spec).blob;
         let view = View::parse(&blob).unwrap();

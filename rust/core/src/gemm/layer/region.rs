@@ -1,4 +1,4 @@
-//! Runs several phases of work in one parallel region: threads that finish a phase wait at a spinning barrier and may
+//! Runs several phases of work in one parallel region: threads that finish a phase wait for its end ([`Event`]) and may
 //! prefetch memory meanwhile ([`Prefetch`]).
 //!
 //! Waking a sleeping thread costs more than a phase of few activations, so a call wakes threads once. A phase ends
@@ -20,6 +20,7 @@ use rayon::ThreadPool;
 
 use super::cut::share;
 use super::prefetch::Prefetch;
+use crate::waiting::Event;
 use crate::workers;
 
 /// The threads that take part in a region.
@@ -81,15 +82,18 @@ struct Region {
     /// The number of threads that have entered.
     entered: AtomicUsize,
     broken: AtomicBool,
+    /// The end of a phase, or a panic.
+    event: Event,
 }
 
 /// Signals the other threads if its thread panics, so that they do not wait forever.
-struct Watch<'a>(&'a AtomicBool);
+struct Watch<'a>(&'a Region);
 
 impl Drop for Watch<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.store(true, Ordering::Release);
+            self.0.broken.store(true, Ordering::SeqCst);
+            self.0.event.notify();
         }
     }
 }
@@ -112,9 +116,10 @@ pub fn run<'a>(pool: &ThreadPool, threads: Threads, work: impl Fn(&mut Thread<'_
         counters: Counters::new(count),
         entered: AtomicUsize::new(0),
         broken: AtomicBool::new(false),
+        event: Event::new(),
     };
     let enter = || {
-        let _watch = Watch(&region.broken);
+        let _watch = Watch(&region);
         work(&mut Thread {
             region: &region,
             index: region.entered.fetch_add(1, Ordering::Relaxed) % count,
@@ -146,7 +151,9 @@ impl<'a> Thread<'_, 'a> {
                 let unit = taken[index].fetch_add(1, Ordering::Relaxed);
                 if unit < share.len() {
                     work(share.start + unit);
-                    done.fetch_add(1, Ordering::Release);
+                    if done.fetch_add(1, Ordering::SeqCst) + 1 == count {
+                        self.region.event.notify();
+                    }
                 }
             }
         }
@@ -163,14 +170,11 @@ impl<'a> Thread<'_, 'a> {
     }
 
     fn wait(&self, done: &AtomicUsize, count: usize) {
-        let mut rounds = 0;
-        while done.load(Ordering::Acquire) < count {
-            let broken = self.region.broken.load(Ordering::Acquire);
-            assert!(!broken, "another thread panicked");
-            if !self.prefetch.is_some_and(|prefetch| prefetch.ask(self.index)) {
-                workers::relax(&mut rounds);
-            }
-        }
+        let broken = || self.region.broken.load(Ordering::SeqCst);
+        let done = || done.load(Ordering::SeqCst) >= count;
+        let prefetch = || self.prefetch.is_some_and(|prefetch| prefetch.ask(self.index));
+        self.region.event.wait(|| done() || broken(), prefetch);
+        assert!(done(), "another thread panicked");
     }
 }
 

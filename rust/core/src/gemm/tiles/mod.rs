@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn products_are_those_of_bytes() {
+    fn products_match_bytes() {
         if !available() {
             return eprintln!("skipped: this processor has no AMX, or the system does not permit its use");
         }

@@ -99,7 +99,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn objectives_fall_and_are_those_of_the_answer(
+    fn objectives_fall_and_match_the_answer(
         rows in 1usize..11, columns in 1usize..40, block in 1usize..50, clusters in 1usize..17, seed: u64,
         diagonal: bool,
     ) {

@@ -139,7 +139,7 @@ fn errors_are_at_most_those_of_the_naive_solver() {
 }
 
 #[test]
-fn residuals_and_squares_are_those_of_the_stored_values() {
+fn residuals_and_squares_match_the_stored_values() {
     for (symmetric, columns, group_size) in [(false, 70, 32), (true, 70, 32), (false, 5, 64), (true, 64, 64)]
     {
         let (grid, x) = (grid(3, group_size, symmetric), weights(19 * columns));

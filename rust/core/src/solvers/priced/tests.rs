@@ -131,7 +131,7 @@ fn plain<'a>(weights: Activations<'a>, columns: usize, lengths: &'a [f32]) -> Pr
 }
 
 #[test]
-fn bf16_and_f32_are_rounded_alike() {
+fn bf16_and_f32_are_rounded_identically() {
     let bits: Vec<u16> = weights(20, 50)
         .iter()
         .map(|&w| bf16::from_f32(w).to_bits())
@@ -174,7 +174,7 @@ fn the_largest_magnitude_is_returned_and_narrow_types_keep_low_bits() {
 }
 
 #[test]
-fn counts_are_those_of_every_value() {
+fn counts_match_every_value() {
     const BINS: usize = 64;
     let (columns, classes, pool) = (33, 128, pool::current().unwrap());
     let weights = weights(50, columns);

@@ -120,7 +120,7 @@ fn rounding_finds_the_cheapest_of_all_paths() {
 }
 
 #[test]
-fn every_instruction_set_rounds_alike() {
+fn every_instruction_set_rounds_identically() {
     let lengths: Vec<f32> = (0..128).flat_map(|_| lengths(INDICES)).collect();
     for (rows, columns) in [(1, 1), (3, 5), (17, 6), (40, 303), (16, 64), (32, 1027)] {
         let mut weights = weights(rows * columns, 3.0);
@@ -406,7 +406,7 @@ fn overflow_and_bad_matrices_are_noticed() {
 }
 
 #[test]
-fn cells_know_the_cheapest_codes() {
+fn cells_list_the_cheapest_codes() {
     let lengths = lengths(INDICES);
     let cells = Cells::new(&lengths, 0.05);
     for number in -140..=140 {

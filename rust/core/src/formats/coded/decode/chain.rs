@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::formats::coded::layout::STATE_BYTES;
 use crate::formats::coded::register::Register;
 use crate::formats::coded::table::Table;
-use crate::formats::coded::trellis::{self, States};
+use crate::formats::coded::trellis::States;
 use crate::formats::coded::{BLOCK_ROWS, LANES, QUAD};
 use crate::simd::{Isa, vectorized};
 
@@ -31,11 +31,11 @@ pub struct Chain<'a> {
 /// Maps bytes to codes: a code is `factor` times the byte plus `offset`.
 #[derive(Debug, Clone, Copy)]
 pub struct Affine {
-    /// 1, or 2 for dependent codes, whose bytes are below 128.
+    /// 1, or 2 for dependent codes.
     pub factor: i32,
     /// The code of byte zero.
     pub offset: i32,
-    /// The exclusive upper bound of all bytes.
+    /// The exclusive upper bound of all bytes, at most 128.
     pub most: usize,
 }
 
@@ -80,7 +80,7 @@ impl<'a> Chain<'a> {
     pub fn codes(&mut self, isa: Isa, symbols: &mut [Register]) {
         match &mut self.states {
             None => shift(isa, symbols, self.table.lowest()),
-            Some(states) => states.pass::<false>(isa, self.table.lowest(), symbols),
+            Some(states) => states.codes(isa, self.table, symbols),
         }
     }
 
@@ -93,14 +93,7 @@ impl<'a> Chain<'a> {
                 offset: self.table.lowest().into(),
                 most: self.table.count,
             },
-            Some(states) => {
-                states.pass::<true>(isa, self.table.lowest(), symbols);
-                Affine {
-                    factor: 2,
-                    offset: trellis::OFFSET,
-                    most: 128,
-                }
-            }
+            Some(states) => states.halves(isa, self.table, symbols),
         }
     }
 

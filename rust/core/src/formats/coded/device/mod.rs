@@ -449,14 +449,7 @@ impl CodedView<'_> {
             .flat_map(|part| part.corrections.iter().copied())
             .collect();
         let scales: Vec<u32> = self.row_scales().into_iter().map(f32::to_bits).collect();
-        let mut columns = Vec::new();
-        for row in self
-            .column_scales()
-            .chunks_exact(self.layout().shape.columns.max(1))
-        {
-            columns.extend(row.iter().map(|scale| scale.to_bits()));
-            columns.resize(columns.len().next_multiple_of(GROUP), 0);
-        }
+        let columns = self.column_words();
         let blocks: Vec<u32> = (0..cut.streams())
             .flat_map(|stream| cut.blocks_of(stream).map(move |_| start_table(self, stream)))
             .map(|table| self.note(table))
@@ -488,18 +481,35 @@ impl CodedView<'_> {
                 .zip(words)
                 .for_each(|(bytes, word)| *bytes = word.to_le_bytes());
         }
-        let mut rest = &mut out[places[SECTIONS - 1].clone()];
-        let mut pairs = Vec::with_capacity(parts.len());
-        for part in parts {
-            let (place, behind) = rest.split_at_mut(part.records.len());
-            pairs.push((place, &part.records));
-            rest = behind;
-        }
-        pairs
-            .into_par_iter()
-            .for_each(|(place, records)| place.copy_from_slice(records));
+        copy_records(parts, &mut out[places[SECTIONS - 1].clone()]);
         Ok(out)
     }
+
+    /// The scales of columns as words, each row of them padded to whole groups.
+    fn column_words(&self) -> Vec<u32> {
+        let mut words = Vec::new();
+        for row in self
+            .column_scales()
+            .chunks_exact(self.layout().shape.columns.max(1))
+        {
+            words.extend(row.iter().map(|scale| scale.to_bits()));
+            words.resize(words.len().next_multiple_of(GROUP), 0);
+        }
+        words
+    }
+}
+
+/// Copies the records of all parts, one after another, in parallel.
+fn copy_records(parts: &[Part], mut out: &mut [u8]) {
+    let mut pairs = Vec::with_capacity(parts.len());
+    for part in parts {
+        let (place, behind) = out.split_at_mut(part.records.len());
+        pairs.push((place, &part.records));
+        out = behind;
+    }
+    pairs
+        .into_par_iter()
+        .for_each(|(place, records)| place.copy_from_slice(records));
 }
 
 fn start_table(view: &CodedView, stream: usize) -> usize {

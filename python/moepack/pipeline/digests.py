@@ -18,17 +18,17 @@ from moepack.checkpoint.dense import position
 from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.outputs import Outputs, Shard
 
-__all__ = ["Sources"]
+__all__ = ["Digests"]
 
 
-class Sources:
+class Digests:
     """Computes digests of the inputs of each shard of a job."""
 
     def __init__(self, checkpoint: Checkpoint, outputs: Outputs, planned: PlannedAssignment) -> None:
         self.checkpoint, self.outputs, self.planned = checkpoint, outputs, planned
         self._digest = cache(self._tensor_digest)
 
-    def digests(self, files: Iterable[str]) -> dict[str, str]:
+    def of(self, files: Iterable[str]) -> dict[str, str]:
         """Return the SHA-256 (hexadecimal) of the inputs of each planned shard in `files`.
 
         Reads all tensors involved.

@@ -1,0 +1,96 @@
+"""Times decoding steps by batch size, and first tokens by prompt length, of a made-up model of Qwen3-30B-A3B's shapes.
+
+"separate" launches norms and rotary embeddings operation by operation, as transformers does.
+
+    PYTHONPATH=python python -m benches.gpu.steps "int4 group 64 symmetric" [--layers 48] [--results FILE]
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benches.gpu import models
+from benches.gpu.cases import device_name
+from moepack.decoding import graphs
+from moepack.decoding.decoder import DecoderForward
+
+BATCHES, PROMPTS = (1, 8, 32), (512, 2048)
+PROMPT, STEPS, WARM = 64, 80, 10
+
+
+@torch.inference_mode()
+def tokens_per_second(model: Any, batch: int) -> tuple[float, list[int]]:
+    """Tokens per second of all sequences, and the tokens of the first."""
+    model.model.forward = DecoderForward(model.model)
+    ids = torch.randint(3, 4000, (batch, PROMPT), generator=torch.Generator().manual_seed(1)).cuda()
+    state, found, start = model(ids, use_cache=True), [], 0.0
+    for step in range(STEPS):
+        token = state.logits[:, -1].argmax(-1, keepdim=True)
+        found.append(token[0])
+        if step == WARM:
+            models.wait()
+            start = time.perf_counter()
+        state = model(token, past_key_values=state.past_key_values, use_cache=True)
+    models.wait()
+    return batch * (STEPS - WARM) / (time.perf_counter() - start), torch.cat(found).tolist()
+
+
+@torch.inference_mode()
+def first_token(model: Any, tokens: int) -> float:
+    """Median milliseconds of a prompt."""
+    ids, times = torch.randint(3, 4000, (1, tokens), generator=torch.Generator().manual_seed(2)).cuda(), []
+    for _ in range(8):
+        models.wait()
+        start = time.perf_counter()
+        model(ids, use_cache=True, logits_to_keep=1)
+        models.wait()
+        times.append(1000 * (time.perf_counter() - start))
+    return sorted(times[2:])[3]
+
+
+@contextmanager
+def separate() -> Iterator[None]:
+    """Record steps without the kernels that replace several operations."""
+    own: Callable[..., Any] = graphs.fused
+    graphs.fused = lambda model: nullcontext()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        graphs.fused = own  # type: ignore[assignment]
+
+
+def main() -> None:
+    """Run the measurements."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("specifications", nargs="+")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--results", type=Path)
+    options = parser.parse_args()
+    models.LARGE["layers"] = options.layers
+    rows = []
+    for name in options.specifications:
+        model = models.large("cuda", name)
+        row: dict[str, Any] = {"specification": name, "layers": options.layers}
+        for batch in BATCHES:
+            rate, tokens = tokens_per_second(model, batch)
+            with separate():
+                before, others = tokens_per_second(model, batch)
+            same = sum(one == other for one, other in zip(tokens, others, strict=True))
+            row[f"tokens/s of {batch}"] = {"fused": round(rate, 1), "separate": round(before, 1), "same tokens": same}
+        row |= {f"ms to first token after {tokens}": round(first_token(model, tokens), 1) for tokens in PROMPTS}
+        print(row, flush=True)
+        rows.append(row)
+        del model
+        torch.cuda.empty_cache()
+    if options.results:
+        options.results.write_text(json.dumps({**device_name(), "lines": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+// Layers of experts of group-wise integers (groupwise.cuh) for more than 64 tokens (common/grouped.cuh).
+//
+// Definitions: those of groupwise.cuh.
+#include "common/grouped.cuh"
+#include "groupwise_tiles.cuh"
+
+MOEPACK_GROUPED_KERNELS(moepack::GroupwiseLinear)

@@ -1,0 +1,185 @@
+"""Operations of a decoding step in one launch each of `cuda/step.cu`: RMS norms, in place of the eight launches of
+transformers' modules, and rotary embeddings, in place of twelve.
+
+Operations are replaced only while a step is recorded, and only if their own results for random rows are those of the
+kernels: that decides which kinds of norms and rotations are replaced.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from moepack.backends.gpu.program import Program
+from moepack.backends.gpu.structs import activations
+
+__all__ = ["fused", "fused_norms", "fused_rotations", "rms_norm"]
+
+_THREADS = 256
+_EIGHT = 8
+"""Columns per thread; rows are multiples of them."""
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_EPSILONS = ("variance_epsilon", "eps")
+"""The names that modules use."""
+
+_SAME = 0.99
+"""The least share of equal values. Sums in another order change the others by one unit in the last place."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Normalize x [..., C] by its root mean square and multiply by weight [C], both of the same dtype on one GPU."""
+    rows = x.contiguous().view(-1, x.shape[-1])
+    out = torch.empty_like(rows)
+    threads = min(_THREADS, -(-rows.shape[1] // (32 * _EIGHT)) * 32)
+    program().launch(
+        "rms_norm", len(rows), threads, [activations(rows), activations(weight[None]), epsilon, out], early=True
+    )
+    return out.view(x.shape)
+
+
+@cache
+def program() -> Program:
+    """The kernels."""
+    return Program("step.cu")
+
+
+def rotated(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Rotate queries [B, heads, T, D] and keys by cos and sin [B, T, D]; None if the kernel does not support them."""
+    tensors = queries, keys, cos, sin
+    if torch.is_grad_enabled() or not queries.is_cuda or len({(each.dtype, each.device) for each in tensors}) > 1:
+        return None
+    if queries.dtype not in _DTYPES or not queries.ndim == keys.ndim == 4 or not cos.ndim == sin.ndim == 3:
+        return None
+    (batch, heads, tokens, width), rows = queries.shape, queries.shape[0] * queries.shape[2]
+    if cos.shape != sin.shape or cos.shape != (batch, tokens, width) or width % (2 * _EIGHT):
+        return None
+    if keys.shape != (batch, keys.shape[1], tokens, width) or not rows:
+        return None
+    own = [each.transpose(1, 2).contiguous() for each in (queries, keys)]
+    out = [torch.empty_like(each) for each in own]
+    items = rows * (heads + keys.shape[1]) * width // _EIGHT
+    program().launch(
+        "rotate", -(-items // _THREADS), _THREADS,
+        [
+            *(activations(each.view(-1, width)) for each in own),
+            *(activations(each.contiguous().view(-1, width)) for each in (cos, sin)),
+            rows, heads, keys.shape[1], *out,
+        ],
+        early=True,
+    )  # fmt: skip
+    return out[0].transpose(1, 2), out[1].transpose(1, 2)
+
+
+@contextmanager
+def fused(model: nn.Module) -> Iterator[None]:
+    """Replace what kernels compute in a model on a GPU within the context. The calling thread runs the model."""
+    with fused_norms(model), fused_rotations(model):
+        yield
+
+
+_ROTATION = "apply_rotary_pos_emb"
+"""The function of transformers' models that rotates queries and keys."""
+
+
+@contextmanager
+def fused_rotations(model: nn.Module) -> Iterator[int]:
+    """Replace the functions that rotate queries and keys within the context; gives their number.
+
+    They are functions of modules that other threads may use: those calls give the same results.
+    """
+    places = {type(module).__module__: vars(sys.modules[type(module).__module__]) for module in model.modules()}
+    first = next(model.parameters(), None)
+    found = [(names, names[_ROTATION]) for names in places.values() if _ROTATION in names]
+    if first is None or not first.is_cuda or first.dtype not in _DTYPES:
+        found = []
+    with ExitStack() as stack:
+        count = 0
+        for names, own in found:
+            if _is_rotation(own, first):
+                stack.callback(names.__setitem__, _ROTATION, own)
+                names[_ROTATION] = _with_rotation(own)
+                count += 1
+        yield count
+
+
+def _with_rotation(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that uses the kernel if it supports the arguments."""
+
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **named: Any) -> Any:
+        done = None if args or named else rotated(q, k, cos, sin)
+        return own(q, k, cos, sin, *args, **named) if done is None else done
+
+    return apply
+
+
+def _is_rotation(own: Callable[..., Any], like: Tensor | None) -> bool:
+    """Whether a function computes what the kernel does."""
+    assert like is not None
+    generator = torch.Generator(like.device).manual_seed(0)
+    shapes = (2, 3, 1, 64), (2, 2, 1, 64), (2, 1, 64), (2, 1, 64)
+    given = [torch.randn(shape, generator=generator, device=like.device).to(like.dtype) for shape in shapes]
+    with torch.no_grad():
+        found = rotated(*given)
+        try:
+            expected = own(*given)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return False
+    if found is None or not (isinstance(expected, tuple) and len(expected) == 2):
+        return False
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@contextmanager
+def fused_norms(model: nn.Module) -> Iterator[int]:
+    """Replace a model's RMS norms on GPUs within the context; gives their number. The calling thread runs the model."""
+    replaced: list[tuple[nn.Module, Tensor, float]] = []
+    for module in model.modules():
+        epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
+        if isinstance(epsilon, float) and "forward" not in vars(module) and _is_rms_norm(module, epsilon):
+            replaced.append((module, cast(Tensor, module.weight), epsilon))
+    try:
+        for module, weight, epsilon in replaced:
+            module.forward = _with_norm(module.forward, weight, epsilon)
+        yield len(replaced)
+    finally:
+        for module, *_ in replaced:
+            vars(module).pop("forward", None)
+
+
+def _with_norm(own: Callable[..., Any], weight: Tensor, epsilon: float) -> Callable[..., Any]:
+    """A forward that uses the kernel if it supports the arguments."""
+
+    def forward(x: Tensor, *args: Any, **named: Any) -> Any:
+        plain = not (args or named) and x.dtype is weight.dtype and x.shape[-1:] == weight.shape and x.numel() > 0
+        return rms_norm(x, weight, epsilon) if plain else own(x, *args, **named)
+
+    return forward
+
+
+def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
+    """Whether a module computes what the kernel does, for rows with large and small values."""
+    weight = getattr(module, "weight", None)
+    if not (isinstance(weight, Tensor) and weight.is_cuda and weight.ndim == 1 and weight.dtype in _DTYPES):
+        return False
+    if len(weight) % _EIGHT or len(list(module.parameters())) != 1 or len(list(module.modules())) != 1:
+        return False
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(2, len(weight), generator=generator, device=weight.device)
+    x = (x * torch.tensor([[3.0], [epsilon**0.5]], device=weight.device)).to(weight.dtype)
+    with torch.no_grad():
+        try:
+            own = module(x)
+        except (RuntimeError, TypeError, ValueError):
+            return False
+        if not isinstance(own, Tensor) or own.shape != x.shape or own.dtype != x.dtype:
+            return False
+        found = rms_norm(x, weight, epsilon)
+        close = torch.isclose(found, own, rtol=2 * torch.finfo(x.dtype).eps, atol=0)
+        # Float32 has no second rounding that would make values equal.
+        same = close if x.dtype is torch.float32 else found == own
+        return bool(close.all()) and float(same.float().mean()) >= _SAME

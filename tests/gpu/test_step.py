@@ -1,0 +1,128 @@
+"""Norms and rotary embeddings in one launch: the kernels compiled for the host, and what they replace."""
+
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from emulation import Emulator
+from torch import nn
+
+from moepack.backends.gpu import step
+
+_TYPES = torch.bfloat16, torch.float16, torch.float32
+
+
+class Norm(nn.Module):
+    """RMS norm as in transformers; `late` multiplies by the weight before rounding, `more` adds to the weight."""
+
+    def __init__(self, columns, dtype, *, late=False, more=0.0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(columns)
+        self.weight = nn.Parameter((1 + 0.3 * torch.randn(columns, generator=generator)).to(dtype))
+        self.variance_epsilon, self.late, self.more = 1e-6, late, more
+
+    def forward(self, x):
+        wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        weight = self.weight + self.more
+        return (weight.float() * wide).to(x.dtype) if self.late else weight * wide.to(x.dtype)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return Emulator("step.cpp", tmp_path_factory.mktemp("step"))("step.cu", "none")
+
+
+@pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize(("rows", "columns", "threads"), [(3, 8, 32), (2, 128, 32), (2, 2056, 64)])
+@torch.no_grad()
+def test_rows_are_normalized_as_by_transformers(program, tmp_path, kind, rows, columns, threads):
+    dtype = _TYPES[kind]
+    module = Norm(columns, dtype)
+    x = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(kind)) * 3).to(dtype)
+    x[0] *= 3e-4
+    for name, tensor in (("x", x), ("weight", module.weight)):
+        (tmp_path / name).write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    numbers = map(str, (kind, rows, columns, module.variance_epsilon, threads))
+    command = [program, tmp_path / "x", tmp_path / "weight", *numbers]
+    printed = np.frombuffer(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout, np.uint8)
+    found, expected = torch.from_numpy(printed.copy()).view(dtype).view(rows, columns), module(x)
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert kind == 2 or (found == expected).float().mean() > 0.99
+
+
+def apply_rotary_pos_emb(q, k, cos, sin):
+    """As in transformers; `fused_rotations` finds it by its name."""
+
+    def one(x):
+        first, second = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
+
+    return one(q), one(k)
+
+
+@pytest.mark.parametrize("kind", range(3))
+@torch.no_grad()
+def test_heads_are_rotated_as_by_transformers(program, tmp_path, kind):
+    dtype, (batch, tokens, heads, width) = _TYPES[kind], (2, 3, (5, 2), 48)
+    generator = torch.Generator().manual_seed(kind)
+    shapes = *((batch, tokens, count, width) for count in heads), *[(batch, tokens, width)] * 2
+    q, k, cos, sin = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    for name, tensor in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+        (tmp_path / name).write_bytes(tensor.view(torch.uint8).numpy().tobytes())
+    numbers = list(map(str, (kind, batch * tokens, width, 0, 64)))
+    files = [tmp_path / name for name in ("q", "k", "cos", "sin")]
+    command = [program, *files[:2], *numbers, *files[2:], *map(str, heads)]
+    printed = np.frombuffer(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout, np.uint8)
+    found = torch.from_numpy(printed.copy()).view(dtype)
+    expected = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    both = torch.cat([each.transpose(1, 2).reshape(-1) for each in expected])
+    torch.testing.assert_close(found, both, rtol=0, atol=1e-6 if kind == 2 else 0)
+
+
+def test_rotations_on_the_cpu_are_left_alone():
+    with step.fused_rotations(nn.Sequential(Norm(64, torch.bfloat16))) as count:
+        assert count == 0 and globals()["apply_rotary_pos_emb"] is apply_rotary_pos_emb
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@torch.no_grad()
+def test_rotations_are_replaced_if_their_results_are_the_same():
+    own = apply_rotary_pos_emb
+    model = nn.Sequential(Norm(64, torch.bfloat16)).cuda()
+    q, k = (torch.randn(2, 1, heads, 128, device="cuda").bfloat16().transpose(1, 2) for heads in (8, 2))
+    cos, sin = (torch.randn(2, 1, 128, device="cuda").bfloat16() for _ in range(2))
+    with step.fused_rotations(model) as count:
+        assert count == 1
+        replaced = globals()["apply_rotary_pos_emb"]
+        assert replaced is not own
+        for found, expected in zip(replaced(q, k, cos, sin), own(q, k, cos, sin), strict=True):
+            assert torch.equal(found, expected)
+        narrow = [each[..., :24] for each in (q, k, cos, sin)]  # not a multiple of 16
+        assert torch.equal(replaced(*narrow)[0], own(*narrow)[0])
+    assert globals()["apply_rotary_pos_emb"] is own
+
+
+def test_norms_on_the_cpu_are_left_alone():
+    model = nn.Sequential(Norm(64, torch.bfloat16))
+    with step.fused_norms(model) as count:
+        assert count == 0 and "forward" not in vars(model[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@torch.no_grad()
+def test_norms_are_replaced_if_their_results_are_the_same():
+    for dtype in _TYPES:
+        model = nn.Sequential(
+            Norm(128, dtype), Norm(2048, dtype), Norm(128, dtype, more=1.0), Norm(12, dtype), nn.LayerNorm(64, 1e-6)
+        ).cuda()
+        x = torch.randn(5, 3, 128, device="cuda").to(dtype)
+        expected = model[0](x)
+        with step.fused_norms(model) as count:
+            assert count == 2 and "forward" not in vars(model[2])
+            found = model[0](x)
+        assert "forward" not in vars(model[0])
+        torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    late = nn.Sequential(Norm(2048, torch.bfloat16, late=True)).cuda()
+    with step.fused_norms(late) as count:
+        assert count == 0
