@@ -21,9 +21,9 @@ from moepack import _core
 from moepack.calibration import CalibrationRequest
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
+from moepack.methods import books
 from moepack.methods.base import Expected, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
-from moepack.methods.codequant import packing as codebook
-from moepack.methods.codequant.packing import pack
+from moepack.methods.books import pack
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.finequant.planning import REFERENCE, plan_sizes, proposals
 from moepack.methods.finequant.settings import (
@@ -138,7 +138,7 @@ class FineQuant(FineQuantSettings, Fitted, Calibrates, PacksLinears, SimpleMetho
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the size with the fixed group size, or with the smallest one if it is not yet known."""
         if self._is_book(role):
-            return codebook.packed_bytes(shape, self.bits, None, 0)
+            return books.packed_bytes(shape, self.bits, None, 0)
         bits = self._bits(role)
         if isinstance(self.group_size, int) or self.group_size == ROW:
             return packed_bytes(shape, bits, self._fixed(), self.symmetric)
