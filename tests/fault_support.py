@@ -35,12 +35,15 @@ def faulty(
 
 
 def every_method(place: Path) -> dict[str, Method]:
-    """Each method by name; those that calibrate read a text in `place`."""
+    """Each method by name, and `finequant` with a text as well; those that calibrate read a text in `place`."""
     text = place / "text.txt"
     text.write_text("".join(f"Line {i} of a text that nobody wrote.\n" for i in range(200)))
     seen = {"calibration": str(text), "samples": 4, "sequence_length": 32}
     settings = {"codequant": seen, "floe": seen, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}
-    return {name: create(name, **settings.get(name, {})) for name in METHODS}
+    found = {name: create(name, **settings.get(name, {})) for name in METHODS}
+    found["finequant with a text"] = create("finequant", bits=3, **seen)
+    found["finequant with codebooks"] = create("finequant", grid="codebook", **seen)
+    return found
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from moepack.errors import CalibrationError, InvalidTensorError, ResumeError
 from moepack.export import export
 from moepack.format import PackedDirectory
 from moepack.methods import CodeQuant
-from moepack.methods.codequant.packing import packed_bytes
+from moepack.methods.books import packed_bytes
 from moepack.pipeline import compress
 from stream_support import last_states, record_streams
 

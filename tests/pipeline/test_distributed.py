@@ -71,7 +71,7 @@ def methods(place: Path) -> dict[str, Method]:
     return found
 
 
-@pytest.mark.parametrize("name", ["auto", "codequant", "finequant", "floe", "qmoe"])
+@pytest.mark.parametrize("name", ["auto", "codequant", "finequant", "finequant with a text", "floe", "qmoe"])
 def test_shared_work_gives_the_same_bytes(name: str, mixtral: Path, tmp_path: Path, copies: list[Copies]) -> None:
     for out, address in (("alone", None), ("shared", "anywhere")):
         method = methods(tmp_path)[name]

@@ -86,7 +86,7 @@ def naive(weights, hessian, settings):
 def test_equals_the_naive_reference(settings, sweeps):
     weights, hessians = problem(experts=2, rows=5, columns=64)
     settings = replace(settings, sweeps=sweeps)
-    found = solve_integers(weights, hessians, None, settings)
+    found = solve_integers(weights, hessians, settings)
     for expert in range(2):
         codes, scales, _ = naive(weights[expert], hessians[expert], settings)
         differing = (found.codes[expert].numpy() != codes).mean()
@@ -110,7 +110,7 @@ def test_every_step_lowers_the_output_error(settings):
     before = errors(weights, alone, metric)
     assert before.sum() < errors(weights, rounded, metric).sum()
     for sweeps in range(3):
-        found = solve_integers(weights, hessians, None, replace(settings, sweeps=sweeps))
+        found = solve_integers(weights, hessians, replace(settings, sweeps=sweeps))
         after = errors(weights, found.values, metric)
         assert (after <= before * 1.0001).all()
         assert torch.allclose(found.errors.double(), after.sum(1), rtol=1e-3)
@@ -122,8 +122,8 @@ def test_every_step_lowers_the_output_error(settings):
 def test_rows_and_experts_are_independent():
     weights, hessians = problem(experts=3, rows=8, columns=96)
     settings = IntegerSettings(3, 32)
-    together = solve_integers(weights, hessians, None, settings)
-    alone = solve_integers(weights[1:2, 4:6], hessians[1:2], None, settings)
+    together = solve_integers(weights, hessians, settings)
+    alone = solve_integers(weights[1:2, 4:6], hessians[1:2], settings)
     assert (together.codes[1:2, 4:6] != alone.codes).float().mean() < 0.01
     assert torch.allclose(together.values[1:2, 4:6], alone.values, atol=1e-2)
 
@@ -132,9 +132,9 @@ def test_rows_and_experts_are_independent():
 def test_scales_with_the_weights_and_not_with_the_hessian(factor):
     weights, hessians = problem(columns=64)
     settings = IntegerSettings(3, 32)
-    plain = solve_integers(weights, hessians, None, settings)
-    assert torch.equal(solve_integers(weights, hessians * factor, None, settings).codes, plain.codes)
-    scaled = solve_integers(weights * factor, hessians, None, settings)
+    plain = solve_integers(weights, hessians, settings)
+    assert torch.equal(solve_integers(weights, hessians * factor, settings).codes, plain.codes)
+    scaled = solve_integers(weights * factor, hessians, settings)
     assert torch.equal(scaled.codes, plain.codes) and torch.equal(scaled.values, plain.values * factor)
 
 
@@ -145,7 +145,7 @@ def test_an_expert_with_an_unusable_hessian_is_rounded(bad):
         hessians[0] = 0
     else:
         hessians[0, 3, 3] = {"nan": float("nan"), "inf": float("inf"), "negative": -1.0}[bad]
-    found = solve_integers(weights, hessians, torch.ones_like(hessians), IntegerSettings(3, 64))
+    found = solve_integers(weights, hessians, IntegerSettings(3, 64))
     expected = quantize_groupwise(weights, 3, 64)
     assert found.reports[0].reason and not found.reports[1].reason
     squares = (found.values[0] - weights[0]).square().sum()
@@ -157,7 +157,7 @@ def test_constant_and_zero_groups_stay_finite():
     weights, hessians = problem(experts=1, columns=64)
     weights[:, 0], weights[:, 1, :32], weights[:, 2] = 0.0, 0.0, 0.25
     for symmetric in (True, False):
-        found = solve_integers(weights, hessians, None, IntegerSettings(2, 32, symmetric))
+        found = solve_integers(weights, hessians, IntegerSettings(2, 32, symmetric))
         assert torch.isfinite(found.values).all() and not found.values[0, 0].any()
 
 
@@ -166,10 +166,10 @@ def test_unusable_weights_are_refused(value):
     weights, hessians = problem(experts=1, columns=64)
     weights[0, 0, 0] = value
     with pytest.raises(InvalidTensorError):
-        solve_integers(weights, hessians, None, IntegerSettings(4, 64))
+        solve_integers(weights, hessians, IntegerSettings(4, 64))
 
 
 def test_empty_matrices():
     for shape in [(2, 0, 16), (2, 3, 0), (0, 3, 16)]:
         hessians = torch.zeros(shape[0], shape[2], shape[2])
-        assert solve_integers(torch.zeros(shape), hessians, None, IntegerSettings(4, 64)).codes.shape == shape
+        assert solve_integers(torch.zeros(shape), hessians, IntegerSettings(4, 64)).codes.shape == shape

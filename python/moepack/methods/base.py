@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -193,14 +193,16 @@ class Method(Settings, ABC):
     each tensor are the mixins of `moepack.methods.mixins`.
     """
 
-    packs_empty: ClassVar[bool] = False
-    """Whether the method packs tensors without values, such as experts of zero width."""
-
     def __init_subclass__(cls) -> None:
         """Reject a class that has a member of a mixin which it does not inherit: the pipeline would ignore it."""
         super().__init_subclass__()
         if missing := missing_mixin(cls):
             raise TypeError(f"{cls.__name__} defines {missing[0]}, so it must inherit {missing[1].__name__}")
+
+    @property
+    def packs_empty(self) -> bool:
+        """Whether the method packs tensors without values, such as experts of zero width."""
+        return False
 
     @property
     def looks_ahead(self) -> bool:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from moepack.solvers.drift import corrected
 from moepack.solvers.gptq import ExpertReport, GptqSettings, damped, gptq
+from moepack.solvers.grids import stored
 from moepack.solvers.groupwise import quantize_groupwise
 from moepack.solvers.refit import best_parameters
 
@@ -41,8 +41,6 @@ class IntegerSettings:
         symmetric: one scale per group; otherwise a scale and an offset.
         damping: damping of the Hessians, relative to their mean diagonal. With less, codes follow the text's
             covariance too closely: on another kind of text, 0.1 has a twentieth more error than 0.5.
-        shift: share of the accumulated error of earlier layers that is corrected by moving the weights, 0 to 1.
-        shift_damping: damping of that regression.
         sweeps: number of alternations of steps 2 and 3.
     """
 
@@ -50,8 +48,6 @@ class IntegerSettings:
     group: int | None = 64
     symmetric: bool = True
     damping: float = 0.5
-    shift: float = 0.75
-    shift_damping: float = 0.2
     sweeps: int = 3
 
 
@@ -116,6 +112,12 @@ class Groups:
         found = self.scales[..., places] * (codes - float(self.middle))
         return found if self.offsets is None else found + self.offsets[..., places]
 
+    def scaled(self, factors: Tensor) -> Groups:
+        """Return a copy whose values are those of each row times a factor [E, R], up to the rounding of parameters."""
+        scales = stored(self.scales * factors[..., None], torch.float16)
+        offsets = None if self.offsets is None else stored(self.offsets * factors[..., None], torch.float16)
+        return replace(self, scales=scales, offsets=offsets)
+
     def refitted(self, codes: Tensor, left: Tensor, metric: Tensor) -> Groups:
         """Return a copy with better parameters for the codes [E, R, C], and update `left`.
 
@@ -148,8 +150,7 @@ class SolvedIntegers:
         grid: scales and offsets, exactly as a packed tensor stores them.
         values: [E, R, C] float32, the values of the codes.
         reports: the report of GPTQ for each expert.
-        errors: [E], the damped output error of the weights that were approximated, relative to the mean diagonal of
-            each Hessian.
+        errors: [E], the damped output error, relative to the mean diagonal of each Hessian.
     """
 
     codes: Tensor
@@ -159,24 +160,19 @@ class SolvedIntegers:
     errors: Tensor
 
 
-def solve_integers(
-    weights: Tensor, hessians: Tensor, drift: Tensor | None, settings: IntegerSettings
-) -> SolvedIntegers:
+def solve_integers(weights: Tensor, hessians: Tensor, settings: IntegerSettings) -> SolvedIntegers:
     """Quantize a batch of matrices.
 
     Args:
         weights: [E, R, C], finite.
         hessians: [E, C, C], sums of a x^T x over the inputs x, each weighted by the effect a of an error. An expert
             whose Hessian is unusable is rounded to nearest.
-        drift: [E, C, C], sums of a (x' - x)^T x, where x' are the inputs in the original model; None for no correction.
         settings: see `IntegerSettings`.
 
     Raises:
         InvalidTensorError: a weight is NaN or infinite, or a parameter is out of range of float16.
     """
     weights = weights.float()
-    if drift is not None and settings.shift:
-        weights = corrected(weights, hessians, drift, settings.shift, settings.shift_damping)
     grid = Groups.of(weights, settings)
     result = gptq(weights, hessians, grid, GptqSettings(settings.damping, act_order=True))
     metric = damped(hessians, [report.damping for report in result.reports], [r.reason for r in result.reports])

@@ -23,7 +23,7 @@ from moepack.checkpoint.rewritten import Rewriting, RewrittenCheckpoint
 from moepack.codebook import BLOCK_UNIT
 from moepack.errors import ResumeError
 from moepack.methods.base import Expected, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
-from moepack.methods.codequant.packing import pack, packed_bytes, solve
+from moepack.methods.books import pack, packed_bytes, solve
 from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, learn, normalized_states, start
 from moepack.methods.codequant.rotation.fold import check
 from moepack.methods.codequant.settings import ROW, CodeQuantSettings

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,9 @@ from moepack import _core
 from moepack.calibration import CalibrationRequest
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.errors import InvalidTensorError
+from moepack.methods import books
 from moepack.methods.base import Expected, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
-from moepack.methods.codequant import packing as codebook
-from moepack.methods.codequant.packing import pack
+from moepack.methods.books import pack
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.finequant.planning import REFERENCE, plan_sizes, proposals
 from moepack.methods.finequant.settings import (
@@ -67,7 +67,6 @@ __all__ = ["FineQuant"]
 class FineQuant(FineQuantSettings, Fitted, Calibrates, PacksLinears, SimpleMethod):
     """The method with its settings."""
 
-    packs_empty: ClassVar[bool] = True
     _sizes: Mapping[str, GroupSize] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -112,6 +111,11 @@ class FineQuant(FineQuantSettings, Fitted, Calibrates, PacksLinears, SimpleMetho
         return request_of(self)
 
     @property
+    def packs_empty(self) -> bool:
+        """True without a text; nothing runs through experts without values."""
+        return self.calibration is None
+
+    @property
     def dense_roles(self) -> frozenset[str]:
         """The roles with bits."""
         return frozenset(self._dense)
@@ -134,7 +138,7 @@ class FineQuant(FineQuantSettings, Fitted, Calibrates, PacksLinears, SimpleMetho
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the size with the fixed group size, or with the smallest one if it is not yet known."""
         if self._is_book(role):
-            return codebook.packed_bytes(shape, self.bits, None, 0)
+            return books.packed_bytes(shape, self.bits, None, 0)
         bits = self._bits(role)
         if isinstance(self.group_size, int) or self.group_size == ROW:
             return packed_bytes(shape, bits, self._fixed(), self.symmetric)

@@ -30,7 +30,11 @@ class Ternary(SimpleMethod):
 
     code: str = setting("fsv8", help="Entropy code", choices=tuple(_ROW_BYTES))
     name: ClassVar[str] = "ternary"
-    packs_empty: ClassVar[bool] = True
+
+    @property
+    def packs_empty(self) -> bool:
+        """True: empty experts are packed as a header."""
+        return True
 
     @property
     def needs_balance(self) -> bool:
