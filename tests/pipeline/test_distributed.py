@@ -20,7 +20,8 @@ from faults.test_disk_errors import failing
 from moepack.errors import ClusterError, DiskError
 from moepack.methods import FineQuant, Method, create
 from moepack.methods.qmoe.ternary import Ternary
-from moepack.pipeline.distributed import cluster, executor, probe, tasks
+from moepack.pipeline.distributed import cluster, executor, probe
+from moepack.pipeline.distributed import remote as tasks
 
 
 class Copies:

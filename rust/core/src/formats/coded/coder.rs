@@ -1,7 +1,7 @@
 //! Maps codes to symbols by a table, and encodes symbols into the bytes of a stream.
 
 use super::code::Code;
-use super::give_off::{self, GiveOff};
+use super::compact::{self, Compact};
 use super::histogram::INTEGERS;
 use super::layout::STATE_BYTES;
 use super::register::Register;
@@ -102,7 +102,7 @@ impl Coder {
             let lanes = rows(block) * QUAD;
             let silent = states[..lanes].iter_mut().filter(|state| **state == 0);
             silent.for_each(|state| *state = 256);
-            let give_off = give_off::fastest(isa);
+            let compact = compact::fastest(isa);
             at = take_up(
                 isa,
                 &self.steps,
@@ -110,7 +110,7 @@ impl Coder {
                 lanes,
                 &mut states,
                 &mut buffer[..at],
-                give_off,
+                compact,
             );
         }
         let mut bytes = Vec::with_capacity(STATE_BYTES + buffer.len() - at);
@@ -160,7 +160,7 @@ vectorized! {
         lanes: usize,
         states: &mut [u32; LANES],
         buffer: &mut [u8],
-        give_off: GiveOff,
+        compact: Compact,
     ) -> usize = take_up_portable;
 }
 
@@ -171,7 +171,7 @@ fn take_up_portable(
     lanes: usize,
     states: &mut [u32; LANES],
     buffer: &mut [u8],
-    give_off: GiveOff,
+    compact: Compact,
 ) -> usize {
     let mut at = buffer.len();
     for register in symbols.iter().rev() {
@@ -188,7 +188,7 @@ fn take_up_portable(
         let Some((_, room)) = buffer[..at].split_last_chunk_mut::<LANES>() else {
             unreachable!("there is room for all symbols and one more register");
         };
-        at -= give_off(&bytes, &marks, room);
+        at -= compact(&bytes, &marks, room);
     }
     at
 }

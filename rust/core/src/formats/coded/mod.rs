@@ -50,14 +50,15 @@
 //! instruction sets give the same result. [`CodedView::verify`] decodes everything: a stream must end with its last
 //! byte and with all states at 256.
 
+mod affine;
 mod code;
 mod coder;
 mod column_scales;
+mod compact;
 mod decode;
 pub mod device;
 mod encode;
 mod fit;
-mod give_off;
 mod histogram;
 mod layout;
 mod planes;
@@ -73,9 +74,10 @@ pub mod trellis;
 mod verify;
 mod view;
 
+pub use affine::Affine;
 pub use code::Code;
 pub use column_scales::ColumnScales;
-pub use decode::{Affine, Chain, decode, side_by_side};
+pub use decode::{Chain, decode, side_by_side};
 pub use encode::encode;
 pub use layout::Layout;
 pub use planes::lows;

@@ -13,22 +13,22 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+mod span;
 
+use super::affine::Affine;
 use super::code::Code;
-use super::decode::Affine;
 use super::register::Register;
 use super::table::Table;
 use super::{LANES, QUAD};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::Kind;
 use crate::simd::{Isa, vectorized};
+pub(super) use span::LOWEST;
+pub use span::OFFSET;
+use span::{PERIOD, Span};
 
 /// The next state, indexed by twice the state plus the parity of the index.
 pub const NEXT: [u8; 16] = [0, 2, 5, 7, 1, 3, 6, 4, 2, 0, 4, 6, 3, 1, 7, 5];
-/// The lowest index of a table, which has at most [`LANES`].
-pub(super) const LOWEST: i8 = -32;
-/// A code is twice a *half* plus this constant; halves, 0 to 127, are the operands of integer dot products.
-pub const OFFSET: i32 = -127;
 
 /// Returns whether a table is valid for dependent codes.
 pub(super) fn holds(table: &Table) -> bool {
@@ -51,10 +51,8 @@ pub(super) fn indices<T: Code>(codes: &[T], out: &mut Vec<T>) -> Option<()> {
     (wrong == 0).then_some(())
 }
 
-/// The period of mirrors in registers: a consumed mirror is reused after this many.
-const PERIOD: usize = 4;
-
-/// Whether the states of a stream's lanes are odd (all bits of a byte, or none; with AVX2, the highest bit): now, and at the next three registers
+/// Whether the states of a stream's lanes are odd (all bits of a byte, or none; with AVX2, the highest bit): now, and at
+/// the next three registers
 /// as far as past symbols determine it. The states of [`NEXT`] form a shift register: the parity of an index flips
 /// the values two and three registers ahead, and the value four ahead starts as the current one.
 #[derive(Debug, Clone)]
@@ -121,41 +119,6 @@ impl States {
         }
         states.0.rotate_left(rest.len());
         *self = states;
-    }
-}
-
-/// The halves of a table's indices. Bytes of halves start at the least one; smaller bytes are multiplied faster.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Span {
-    /// The least half.
-    least: u8,
-    /// The byte of symbol 0 in even states, and in odd ones.
-    even: u8,
-    odd: u8,
-}
-
-impl Span {
-    /// The halves of a table that is valid for dependent codes.
-    fn of(table: &Table) -> Span {
-        // The halves of even states rise by two from `first` to `last`, at most 126; those of odd ones are 127 minus
-        // these.
-        let first = (2 * (table.lowest() - LOWEST)) as u8;
-        let last = first + 2 * (table.count as u8 - 1);
-        let least = first.min(127 - last);
-        Span {
-            least,
-            even: first - least,
-            odd: 127 - first - least,
-        }
-    }
-
-    fn affine(self) -> Affine {
-        let least = i32::from(self.least);
-        Affine {
-            factor: 2,
-            offset: OFFSET + 2 * least,
-            most: (128 - 2 * least) as usize,
-        }
     }
 }
 

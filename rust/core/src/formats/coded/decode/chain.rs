@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::formats::coded::affine::Affine;
 use crate::formats::coded::layout::STATE_BYTES;
 use crate::formats::coded::register::Register;
 use crate::formats::coded::table::Table;
@@ -26,17 +27,6 @@ pub struct Chain<'a> {
     pub(super) rows: usize,
     /// The states of dependent codes.
     states: Option<States>,
-}
-
-/// Maps bytes to codes: a code is `factor` times the byte plus `offset`.
-#[derive(Debug, Clone, Copy)]
-pub struct Affine {
-    /// 1, or 2 for dependent codes.
-    pub factor: i32,
-    /// The code of byte zero.
-    pub offset: i32,
-    /// The exclusive upper bound of all bytes, at most 128.
-    pub most: usize,
 }
 
 impl<'a> Chain<'a> {

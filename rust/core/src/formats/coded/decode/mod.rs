@@ -13,7 +13,7 @@ mod scalar;
 #[cfg(test)]
 mod tests;
 
-pub use chain::{Affine, Chain};
+pub use chain::Chain;
 
 use super::register::Register;
 use crate::simd::{Isa, Kind};

@@ -4,8 +4,8 @@
 use std::arch::x86_64::*;
 use std::array::from_fn;
 
-use super::{PERIOD, Span};
-use crate::formats::coded::Register;
+use super::span::{PERIOD, Span};
+use crate::formats::coded::register::Register;
 
 type Vectors = [[__m256i; 2]; PERIOD];
 

@@ -7,15 +7,15 @@ use crate::simd::Kind;
 
 /// Packs the bytes of marked lanes (255; others are 0) at the end of `room`, in order; returns their number. Bytes
 /// before them are unspecified.
-pub(super) type GiveOff = fn(bytes: &[u8; LANES], marks: &[u8; LANES], room: &mut [u8; LANES]) -> usize;
+pub(super) type Compact = fn(bytes: &[u8; LANES], marks: &[u8; LANES], room: &mut [u8; LANES]) -> usize;
 
 /// The fastest implementation for an instruction set.
-pub(super) fn fastest(isa: Isa) -> GiveOff {
+pub(super) fn fastest(isa: Isa) -> Compact {
     match isa.kind() {
         #[cfg(target_arch = "x86_64")]
         Kind::Avx2 | Kind::Avx512 | Kind::Amx => |bytes, marks, room| {
             // SAFETY: `isa` proves that the processor has AVX2 and POPCNT, which all three sets include.
-            unsafe { x86::give_off(bytes, marks, room) }
+            unsafe { x86::compact(bytes, marks, room) }
         },
         _ => portable,
     }
@@ -57,12 +57,12 @@ mod x86 {
         sources
     };
 
-    /// See [`super::GiveOff`].
+    /// See [`super::Compact`].
     ///
     /// # Safety
     /// The processor has AVX2 and POPCNT.
     #[target_feature(enable = "avx2,popcnt")]
-    pub(super) unsafe fn give_off(bytes: &[u8; LANES], marks: &[u8; LANES], room: &mut [u8; LANES]) -> usize {
+    pub(super) unsafe fn compact(bytes: &[u8; LANES], marks: &[u8; LANES], room: &mut [u8; LANES]) -> usize {
         let mut left = LANES;
         for group in (0..LANES / GROUP).rev() {
             // SAFETY: eight bytes of a register are read. Eight bytes that end at `left` are written. Each later
