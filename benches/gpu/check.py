@@ -49,13 +49,17 @@ class Case:
         self.values = [torch.from_numpy(_core.PackedTensor(data).dequantize()).double().cuda() for data in packed]
         self.kernels = kernels_of(self.gate.kind)
         self.experts, self.inner, self.outer = experts, inner, outer
+        self.rounds = True  # whether products round activations: decoded weights do not
+
+    def _seen(self, matrix: Any, x: Tensor) -> Tensor:
+        return seen(matrix, x) if self.rounds else x.double()
 
     def hidden(self, x: Tensor, index: Tensor) -> Tensor:
         """The expected output of `gated`; rows of missing experts stay poisoned."""
         out = torch.full((index.numel(), self.inner), float("nan"), dtype=torch.float64, device="cuda")
         for slot, expert in enumerate(index.flatten().tolist()):
             if 0 <= expert < self.experts:
-                token = seen(self.gate, x[slot // index.shape[1]].unsqueeze(0))[0]
+                token = self._seen(self.gate, x[slot // index.shape[1]].unsqueeze(0))[0]
                 out[slot] = functional.silu(self.values[0][expert] @ token) * (self.values[1][expert] @ token)
         return out
 
@@ -64,7 +68,7 @@ class Case:
         out = torch.zeros(len(index), self.outer, dtype=torch.float64, device="cuda")
         for slot, expert in enumerate(index.flatten().tolist()):
             if 0 <= expert < self.experts:
-                value = self.values[2][expert] @ seen(self.down, hidden[slot].unsqueeze(0))[0]
+                value = self.values[2][expert] @ self._seen(self.down, hidden[slot].unsqueeze(0))[0]
                 out[slot // index.shape[1]] += weights.flatten()[slot].double() * value
         return out
 
@@ -107,6 +111,7 @@ def check_prompt(case: Case, tokens: int, generator: torch.Generator) -> tuple[s
     index, weights = routing(tokens, top_k, case.experts, generator)
     index[0, 0], index[-1, -1] = case.experts, -1
     backend, name = GpuBackend(), "many" if grouped.supports(matrices) else "decoded"
+    case.rounds = name == "many"
     out = backend.experts(matrices, x, index, weights, functional.silu, None)
     worst = error(out, case.combined(case.hidden(x, index), index, weights))
     if name == "many":
@@ -122,6 +127,7 @@ def check_prompt(case: Case, tokens: int, generator: torch.Generator) -> tuple[s
         graph.replay()
         assert torch.equal(out, again), "not deterministic"
         worst = max(worst, error(out, case.combined(case.hidden(x, index), index, weights)))
+    case.rounds = True
     return name, worst
 
 
