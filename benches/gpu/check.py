@@ -51,7 +51,7 @@ class Case:
         self.experts, self.inner, self.outer = experts, inner, outer
         self.rounds = True  # whether products round activations: decoded weights do not
 
-    def _seen(self, matrix: Any, x: Tensor) -> Tensor:
+    def _seen(self, matrix: DeviceMatrix, x: Tensor) -> Tensor:
         return seen(matrix, x) if self.rounds else x.double()
 
     def hidden(self, x: Tensor, index: Tensor) -> Tensor:
