@@ -201,7 +201,7 @@ def test_a_declaration_has_all_settings_of_its_method() -> None:
 
 
 FOREIGN = [
-    ("finequant", ["--calibration", "x"]),
+    ("finequant", ["--sparsity", "0.5"]),
     ("finequant", ["--rank", "uniform:16", "--codes", "plain"]),
     ("qmoe", ["--calibration", "x", "--codes", "plain"]),
     ("finequant", ["--size", "9GB"]),
