@@ -126,7 +126,7 @@ def test_a_tokenizer_without_enough_sentinels(switch, text):
 
 
 def test_another_vocabulary_is_refused(mixtral, switch, text):
-    with pytest.raises(ValueError, match="both decoders"):
+    with pytest.raises(ValueError, match="one is an encoder-decoder"):
         evaluate(mixtral, text, 600, reference=switch)
 
 

@@ -15,8 +15,16 @@ from moepack.methods.qmoe.ternary import Ternary
 
 ABSURD = {
     "million layers": ({"num_hidden_layers": 10**6}, r"2 has no tensor", "num_hidden_layers is 1000000: too many"),
-    "negative layers": ({"num_hidden_layers": -1}, "no layer with experts", "num_hidden_layers is -1, not a number"),
-    "no number": ({"num_hidden_layers": "2"}, "no valid number of layers", "num_hidden_layers is '2', not a number"),
+    "negative layers": (
+        {"num_hidden_layers": -1},
+        "no layer with experts",
+        "num_hidden_layers is -1, not a whole number",
+    ),
+    "no number": (
+        {"num_hidden_layers": "2"},
+        "no valid number of layers",
+        "num_hidden_layers is '2', not a whole number",
+    ),
     "million experts": ({"num_local_experts": 10**6}, "experts are configured", "num_local_experts is 1000000: too"),
     "a lattice": ({"num_hidden_layers": 20, "num_local_experts": 10**4}, "configured", "20 layers of 10000 experts"),
     "hidden size": ({"hidden_size": 10**9}, "hidden_size is 1000000000: too many", "hidden_size is 1000000000"),
