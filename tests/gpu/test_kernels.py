@@ -106,6 +106,7 @@ SPILLS = {
     "codebook 3 bits": 144,
     "codebook 4 bits": 192,
     "codebook 4 bits, rounded": 96,
+    "grouped codebook": 8,
     "fsv8, long rows": 64,
     "coded, 16 tokens": 16,
     "coded, dependent, 16 tokens": 144,
