@@ -5,7 +5,7 @@
 // warps of a scheduler have 54 chunks of 4096 x 14336, and the tensor cores take 8 us for 64 tokens. One token takes 15
 // us, 3 of them for `add`; 64 take 30, the products alone 22.
 //
-// Definitions: those of groupwise.cuh.
+// The definitions are the same as for groupwise.cuh.
 #include "common/linear.cuh"
 #include "groupwise_tiles.cuh"
 

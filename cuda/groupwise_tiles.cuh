@@ -1,6 +1,6 @@
 // Tiles of rows of group-wise integers (groupwise.cuh) for products of warpgroups (common/tiles.cuh).
 //
-// Definitions: those of groupwise.cuh.
+// The definitions are the same as for groupwise.cuh.
 #pragma once
 #include "common/tiles.cuh"
 #include "groupwise.cuh"

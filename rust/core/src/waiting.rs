@@ -104,7 +104,7 @@ impl Polling {
 
 /// Changes of atomics for which threads wait.
 ///
-/// Those who change an atomic call [`notify`](Self::notify) afterwards, and `ready` of [`wait`](Self::wait) reads it.
+/// A thread that changes an atomic calls [`notify`](Self::notify) afterwards; `ready` of [`wait`](Self::wait) reads the atomic.
 /// All of these accesses are sequentially consistent. Either the change precedes a sleeper's last look, or the
 /// sleeper's entry in `sleepers` precedes the notifier's look; therefore no thread sleeps after the last change.
 #[derive(Default)]

@@ -70,7 +70,7 @@ Stops = Annotated[list[str], Field(max_length=16), AfterValidator(_not_empty)]
 """Strings that end an answer."""
 
 OneOrManyStops = Annotated[Stops, BeforeValidator(_text_or_many)]
-"""The same, or a single string."""
+"""Strings that end an answer, or a single one."""
 
 
 class Fields(BaseModel):
