@@ -25,7 +25,9 @@ use crate::simd::Kind;
 use crate::simd::{Isa, vectorized};
 pub(super) use span::LOWEST;
 pub use span::OFFSET;
-use span::{PERIOD, Span};
+use span::PERIOD;
+#[cfg(target_arch = "x86_64")]
+use span::Span;
 
 /// The next state, indexed by twice the state plus the parity of the index.
 pub const NEXT: [u8; 16] = [0, 2, 5, 7, 1, 3, 6, 4, 2, 0, 4, 6, 3, 1, 7, 5];
