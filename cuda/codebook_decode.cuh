@@ -33,7 +33,7 @@ struct CodebookRow {
     }
 };
 
-// Writes 32 columns of a chunk: those that lane t of four takes for products, four neighboring ones at a time.
+// Writes the 32 columns of a chunk that lane t of four multiplies, four neighboring columns at a time.
 template <class Matrix>
 MOEPACK_DEVICE void store_codes(const CodebookRow<Matrix>& row, int chunk, int t, int columns, int wide, i64 at, void* out) {
     const u8* books = row.panel + row.matrix.block_at(row.matrix.block_of(chunk));

@@ -9,7 +9,7 @@
 // Work: a *tile of tokens* is up to `columns` slots of one expert; its columns are *places*, numbered over all tiles.
 // Blocks take (tile of tokens, tile of rows) in turn and multiply all chunks, so no sum is shared. Neighboring blocks
 // have the same tokens, and weights are read from memory about once. In `gated`, eight warps multiply row blocks of
-// gate and eight those of up; pairs of them exchange sums through shared memory.
+// gate and the other eight row blocks of up; pairs of them exchange sums through shared memory.
 //
 // Cells and Formats: common/tiles.cuh.
 #pragma once
@@ -307,7 +307,7 @@ struct Gating {
     }
 };
 
-// Multiplies a row block of each item; BLOCKS of the sixteen warps have those of the first matrix.
+// Multiplies a row block of each item; BLOCKS of the sixteen warps multiply the first matrix.
 template <class Format, int N, int BLOCKS>
 struct GroupedConsumer : Multiplier<Format, N> {
     static constexpr bool GATED = BLOCKS < TILE_BLOCKS;

@@ -195,7 +195,7 @@ struct Multiplier {
         }
     }
 
-    // Starts the products of a step, and completes those of groups that end inside it.
+    // Starts the products of a step, and completes the groups that end inside it.
     MOEPACK_DEVICE void begin(const u8* stage, int step) {
         Described b(cells, 8 * N);
         float(&c)[N][4] = sums_of(step);

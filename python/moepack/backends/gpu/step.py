@@ -1,8 +1,8 @@
 """Operations of a decoding step in one launch each of `cuda/step.cu`: RMS norms, in place of the eight launches of
 transformers' modules, and rotary embeddings, in place of twelve.
 
-Operations are replaced only while a step is recorded, and only if their own results for random rows are those of the
-kernels: that decides which kinds of norms and rotations are replaced.
+Operations are replaced only while a step is recorded. A norm or rotation is replaced if a trial on random rows shows
+that the kernel computes the same function.
 """
 
 import sys

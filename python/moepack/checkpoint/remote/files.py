@@ -8,7 +8,7 @@ removed too early is downloaded again.
 Invariants:
 
 * downloaded shards, started ones included, take at most the budget;
-* only shards whose size, header and SHA-256 are those of the listing are read;
+* only shards with the size, header and SHA-256 of the listing are read;
 * after a kill at any time, a new object over the same folder and commit continues with what the folder holds.
 """
 
@@ -421,7 +421,7 @@ class RemoteFiles(ShardFiles):
             if taken + sum(self._partial[each] for each in partial) + self.shards[name].size <= self.budget:
                 return True
             idle = [each for each in own if urgent or (each not in kept and each not in ahead)]
-            # The least recently read first, then those downloaded ahead, and those of the current layer last.
+            # Evict the least recently read shard first, then shards downloaded ahead, and the current layer last.
             idle.sort(key=lambda each: (each in kept, each in ahead and each not in used, used.get(each, -1)))
             if idle:
                 self._evict(idle[0])

@@ -39,6 +39,10 @@ Quantized = Callable[[str, int, Tensor], Tensor]
 """Returns the packed values [R, C] of an expert's matrix, from the packed tensor's name, the expert and the weights."""
 
 
+WIDEST = 256.0
+"""Largest factor of a channel, and the inverse of the smallest: scales of packed rows have 16 bits."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """The decision for one layer.
@@ -188,9 +192,10 @@ def _factors(stage: Stage, gates: Tensor, down: Weights) -> Tensor:
             squares = squares + functional.silu(x @ gate.to(x.dtype).T).float().square().sum(0).cpu()
             count += len(x)
         sizes = squares.sqrt() * down.expert(expert).float().norm(dim=0) / max(count, 1) ** 0.5
-        reached = sizes > 0
+        reached = sizes.isfinite() & (sizes > 0)  # damaged weights are reported when they are packed
         mean = sizes[reached].log().mean().exp() if bool(reached.any()) else 1.0
-        found.append(torch.where(reached, sizes / mean, 1.0) if squares.ndim else torch.ones(len(gate)))
+        factors = (sizes / mean).clamp(1 / WIDEST, WIDEST)
+        found.append(torch.where(reached, factors, 1.0) if squares.ndim else torch.ones(len(gate)))
     return torch.stack(found)
 
 
