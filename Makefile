@@ -54,15 +54,17 @@ test-arm: ## Run the core's tests for 64-bit Arm under qemu-user, on a processor
 	done
 
 TEST_WORKERS ?= 2
+TESTS ?=
 
-test-python: setup tools ## Run the Python tests in TEST_WORKERS processes
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal
+test-python: setup tools ## Run the Python tests (TESTS, or all) in TEST_WORKERS processes
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
+	    $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal $(TESTS)
 
-newest: setup ## Try the newest release of every dependency and say what breaks
-	$(BIN)/python .ci/versions.py newest
+newest: setup ## Run the Python tests (TESTS, or all) with the newest releases of the dependencies
+	$(BIN)/python .ci/versions.py newest $(TESTS)
 
-lowest: setup ## Run the Python tests with the lowest versions that pyproject.toml allows
-	$(BIN)/python .ci/versions.py lowest
+lowest: setup ## Run the Python tests (TESTS, or all) with the lowest versions that pyproject.toml allows
+	$(BIN)/python .ci/versions.py lowest $(TESTS)
 
 tools: ## Install a C++ compiler and Chromium, which some tests need, through apt where the user is root
 	@wanted=$$([ "$$(type -P g++)" ] || echo g++; \

@@ -1,5 +1,6 @@
 """Shared fixtures: tiny random checkpoints, built once per session. Treat them as read-only."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import transformers
 
 import moepack
 import tiny_models
+from moepack.backends.gpu import compiler
 from moepack.census.tiny import tiny_model
 from moepack.methods.qmoe.ternary import Ternary
 from packed_support import calibration_text
@@ -16,9 +18,16 @@ from packed_support import calibration_text
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A separate cache directory for the session: no measurement of another run is used."""
+    """Separate cache directories for the session: no measurement of another run is used.
+
+    Processes of one run share compiled kernels, whose names tell everything that they depend on.
+    """
+    run = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        run = run.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(compiler.VARIABLE, str(run / "compiled"))
         yield
 
 
