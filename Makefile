@@ -11,7 +11,7 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name 
 # pip reads this: whatever a target installs has the versions that the tests have passed with.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help setup demo test test-rust test-arm test-python tools newest lowest lint lint-arm format fuzz wheels docs bench clean
+.PHONY: help setup demo test test-rust test-arm test-python tools newest lowest lint lint-rust lint-python lint-arm format fuzz wheels docs bench clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -75,9 +75,13 @@ tools: ## Install a C++ compiler and Chromium, which some tests need, through ap
 	    DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $$wanted >/dev/null; \
 	else echo "tests are skipped that need" $$wanted; fi
 
-lint: setup lint-arm ## Check formatting, lints, imports, types and stubs; warnings are errors
+lint: lint-rust lint-python ## Check formatting, lints, imports, types and stubs; warnings are errors
+
+lint-rust: lint-arm
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
+
+lint-python: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports

@@ -13,7 +13,7 @@ import tiny_models
 from moepack.backends.gpu import compiler
 from moepack.census.tiny import tiny_model
 from moepack.methods.qmoe.ternary import Ternary
-from packed_support import calibration_text
+from packed_support import FAST, calibration_text
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -93,3 +93,9 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def fast_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that prefers speed reads `packed_support.FAST` instead of measuring this machine."""
+    monkeypatch.setattr("moepack.methods.auto.method.kept_speeds", lambda: FAST)

@@ -2,10 +2,10 @@
 
     python crash_worker.py MODEL WORK_DIRECTORY [METHOD [KILLS]]
 
-Forks before any thread exists. The child counts everything that reaches the disk (writes, flushes, renames, removals)
-and kills itself with SIGKILL during the k-th operation; a write is interrupted after half of its bytes. A second child
-then resumes, and the result must equal an uninterrupted run byte for byte. All moments are tried, or KILLS of them,
-spread over the run. Prints the number of kills.
+Forks, so it must run in a process without threads. The child counts everything that reaches the disk (writes, flushes,
+renames, removals) and kills itself with SIGKILL during the k-th operation; a write is interrupted after half of its
+bytes. A second child then resumes, and the result must equal an uninterrupted run byte for byte. All moments are tried,
+or KILLS of them, spread over the run. WORK_DIRECTORY/kills receives the number of kills.
 
 Methods that run the model read WORK_DIRECTORY/text.txt.
 """
@@ -78,8 +78,9 @@ def arm(moment: int = 0) -> list[int]:
 def main(model: Path, work: Path, name: str = "ternary", wanted: int = 0) -> None:
     def compress(out: Path) -> None:
         seen = {"calibration": str(work / "text.txt"), "samples": 4, "sequence_length": 32}
-        settings = {"codequant": seen, "floe": seen, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}.get(name, {})
-        method = Ternary() if name == "ternary" else moepack.methods.create(name, **settings)
+        settings = {name: seen for name in ("codequant", "floe", "qmoe")}
+        settings |= {"auto": {**seen, "bits_per_weight": 6.0}, "rate": {"bits_per_weight": 2.5}}
+        method = Ternary() if name == "ternary" else moepack.methods.create(name, **settings.get(name, {}))
         moepack.pipeline.job.compress(model, out, method=method, threads=1)
 
     def counted() -> None:
@@ -110,7 +111,7 @@ def main(model: Path, work: Path, name: str = "ternary", wanted: int = 0) -> Non
         assert contents(out) == reference, f"other bytes after a kill at moment {moment}"
         assert not partial.exists()
         shutil.rmtree(out)
-    print(kills)
+    (work / "kills").write_text(str(kills))
 
 
 if __name__ == "__main__":
