@@ -2,10 +2,10 @@
 
     python crash_worker.py MODEL WORK_DIRECTORY [METHOD [KILLS]]
 
-Forks, so it must run in a process without threads. The child counts everything that reaches the disk (writes, flushes,
-renames, removals) and kills itself with SIGKILL during the k-th operation; a write is interrupted after half of its
-bytes. A second child then resumes, and the result must equal an uninterrupted run byte for byte. All moments are tried,
-or KILLS of them, spread over the run. WORK_DIRECTORY/kills receives the number of kills.
+Forks before any thread exists. The child counts everything that reaches the disk (writes, flushes, renames, removals)
+and kills itself with SIGKILL during the k-th operation; a write is interrupted after half of its bytes. A second child
+then resumes, and the result must equal an uninterrupted run byte for byte. All moments are tried, or KILLS of them,
+spread over the run. Prints the number of kills.
 
 Methods that run the model read WORK_DIRECTORY/text.txt.
 """
@@ -111,7 +111,7 @@ def main(model: Path, work: Path, name: str = "ternary", wanted: int = 0) -> Non
         assert contents(out) == reference, f"other bytes after a kill at moment {moment}"
         assert not partial.exists()
         shutil.rmtree(out)
-    (work / "kills").write_text(str(kills))
+    print(kills)
 
 
 if __name__ == "__main__":
