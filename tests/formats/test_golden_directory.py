@@ -1,4 +1,4 @@
-"""A golden directory stays readable. `rust/core/tests/directory_golden.rs` reads the same files."""
+"""A golden directory stays readable. `rust/core/tests/formats/golden/directory.rs` reads the same files."""
 
 import json
 from typing import Any

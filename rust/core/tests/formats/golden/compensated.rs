@@ -1,36 +1,11 @@
 //! Golden compensated tensors remain readable, and encoding gives the same bytes.
 
-use std::fs;
-use std::path::PathBuf;
-
 use moepack_core::formats::compensated::chunk::Width;
 use moepack_core::formats::compensated::{self, Factor, View};
 use moepack_core::pool;
 use serde_json::Value;
 
-fn golden(name: &str) -> PathBuf {
-    PathBuf::from(concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../tests/golden/compensated"
-    ))
-    .join(name)
-}
-
-fn number(value: &Value) -> usize {
-    value.as_u64().unwrap() as usize
-}
-
-fn floats(value: &Value) -> Vec<f32> {
-    let list = value.as_array().unwrap();
-    list.iter().map(|x| x.as_f64().unwrap() as f32).collect()
-}
-
-fn bytes(hex: &str) -> Vec<u8> {
-    (0..hex.len())
-        .step_by(2)
-        .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap())
-        .collect()
-}
+use super::{bytes, cases, floats, list, number, read};
 
 /// Codes and scales, or values.
 struct Rows(Option<Vec<u8>>, Vec<f32>);
@@ -57,18 +32,15 @@ impl Rows {
 #[test]
 fn golden_files_decode_and_are_written_the_same() {
     let pool = pool::current().unwrap();
-    let json: Value = serde_json::from_str(&fs::read_to_string(golden("cases.json")).unwrap()).unwrap();
-    let cases = json.as_array().unwrap();
-    assert!(!cases.is_empty());
-    for case in cases {
+    for case in cases("compensated") {
         let name = case["name"].as_str().unwrap();
-        let data = fs::read(golden(&format!("{name}.bin"))).unwrap();
+        let data = read(&format!("compensated/{name}.bin"));
         let view = View::parse(&data).unwrap();
         view.verify(&pool).unwrap();
         let shape = view.layout().shape();
-        let expected: Vec<usize> = case["shape"].as_array().unwrap().iter().map(number).collect();
+        let expected = list(&case["shape"], number);
         assert_eq!([shape.experts, shape.rows, shape.columns], *expected, "{name}");
-        let ranks: Vec<usize> = case["ranks"].as_array().unwrap().iter().map(number).collect();
+        let ranks = list(&case["ranks"], number);
         assert_eq!(
             (0..shape.experts).map(|e| view.rank(e)).collect::<Vec<_>>(),
             ranks

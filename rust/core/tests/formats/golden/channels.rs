@@ -1,24 +1,16 @@
 //! Golden tensors of channels remain readable.
 
-use std::fs;
-use std::path::PathBuf;
-
 use moepack_core::formats::channels::View;
 use moepack_core::pool;
 use serde_json::Value;
 
+use super::{cases, read};
+
 #[test]
 fn golden_files_are_read() {
-    let folder = PathBuf::from(concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../tests/golden/channels"
-    ));
-    let json: Value = serde_json::from_str(&fs::read_to_string(folder.join("cases.json")).unwrap()).unwrap();
-    let cases = json.as_array().unwrap();
-    assert!(!cases.is_empty());
-    for case in cases {
+    for case in cases("channels") {
         let name = case["name"].as_str().unwrap();
-        let data = fs::read(folder.join(format!("{name}.bin"))).unwrap();
+        let data = read(&format!("channels/{name}.bin"));
         let view = View::parse(&data).unwrap();
         view.verify(&pool::current().unwrap()).unwrap();
         let (layout, shape) = (view.layout(), view.layout().shape());

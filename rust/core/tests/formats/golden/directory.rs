@@ -1,19 +1,9 @@
 //! The packed tensors of a golden directory, located through its shard's own header, decode to the original values.
 
-use std::fs;
-use std::path::PathBuf;
-
 use moepack_core::formats::ternary::{self, TernaryView};
 use moepack_core::pool;
-use serde_json::Value;
 
-fn golden(name: &str) -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden")).join(name)
-}
-
-fn json(bytes: &[u8]) -> Value {
-    serde_json::from_slice(bytes).unwrap()
-}
+use super::{floats, json, read};
 
 /// The bytes of a tensor in a safetensors file, and where they start.
 fn tensor<'a>(file: &'a [u8], name: &str) -> (usize, &'a [u8]) {
@@ -26,13 +16,13 @@ fn tensor<'a>(file: &'a [u8], name: &str) -> (usize, &'a [u8]) {
 #[test]
 fn version_1_decodes() {
     let pool = pool::current().unwrap();
-    let manifest = json(&fs::read(golden("directory-v1/moepack.json")).unwrap());
-    let expected = json(&fs::read(golden("directory-v1.json")).unwrap());
+    let manifest = json(&read("directory-v1/moepack.json"));
+    let expected = json(&read("directory-v1.json"));
     let packed = expected["packed"].as_object().unwrap();
     assert_eq!(packed.len(), 3);
     for (name, content) in packed {
         let file = manifest["tensors"][name]["file"].as_str().unwrap();
-        let file = fs::read(golden("directory-v1").join(file)).unwrap();
+        let file = read(&format!("directory-v1/{file}"));
         let (start, bytes) = tensor(&file, name);
         assert_eq!(start % 64, 0, "{name}");
         let view = TernaryView::parse(bytes).unwrap();
@@ -52,8 +42,6 @@ fn version_1_decodes() {
             .map(|row| view.levels(row))
             .flat_map(|(a, b)| [a, b])
             .collect();
-        let written = content["levels"].as_array().unwrap().iter();
-        let written: Vec<_> = written.map(|level| level.as_f64().unwrap() as f32).collect();
-        assert_eq!(levels, written, "{name}");
+        assert_eq!(levels, floats(&content["levels"]), "{name}");
     }
 }

@@ -1,16 +1,11 @@
 //! Golden packed tensors remain readable, and encoding gives the same bytes.
 
-use std::fs;
-use std::path::PathBuf;
-
 use moepack_core::formats::ternary::{self, Code, TernaryView};
 use moepack_core::pool;
 use moepack_core::types::Shape;
 use serde_json::Value;
 
-fn golden(name: &str) -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/ternary")).join(name)
-}
+use super::{cases, read};
 
 struct Case {
     name: String,
@@ -62,18 +57,11 @@ fn case(json: &Value) -> Option<Case> {
 #[test]
 fn golden_files_decode_and_are_written_the_same() {
     let pool = pool::current().unwrap();
-    let json: Value = serde_json::from_str(&fs::read_to_string(golden("cases.json")).unwrap()).unwrap();
-    let cases: Vec<Case> = json
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|json| case(json).unwrap())
-        .collect();
-    assert!(!cases.is_empty());
-    for case in &cases {
+    for json in cases("ternary") {
+        let case = case(&json).unwrap();
         for code in Code::ALL {
             let file = format!("{}.{}.bin", case.name, code.name());
-            let bytes = fs::read(golden(&file)).unwrap();
+            let bytes = read(&format!("ternary/{file}"));
             let view = TernaryView::parse(&bytes).unwrap();
             view.verify(&pool).unwrap();
             assert_eq!(

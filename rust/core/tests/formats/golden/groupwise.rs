@@ -1,45 +1,17 @@
 //! Golden group-wise tensors remain readable, and encoding gives the same bytes.
 
-use std::fs;
-use std::path::PathBuf;
-
 use moepack_core::formats::groupwise::{self, ParameterType, Spec, View};
 use moepack_core::pool;
 use moepack_core::types::Shape;
-use serde_json::Value;
 
-fn golden(name: &str) -> PathBuf {
-    PathBuf::from(concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../tests/golden/groupwise"
-    ))
-    .join(name)
-}
-
-fn number(value: &Value) -> usize {
-    value.as_u64().unwrap() as usize
-}
-
-fn floats(value: &Value) -> Option<Vec<f32>> {
-    let list = value.as_array()?;
-    Some(list.iter().map(|x| x.as_f64().unwrap() as f32).collect())
-}
-
-fn bytes(hex: &str) -> Vec<u8> {
-    (0..hex.len())
-        .step_by(2)
-        .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap())
-        .collect()
-}
+use super::{bytes, cases, floats, number, read};
 
 #[test]
 fn golden_files_decode_and_are_written_the_same() {
     let pool = pool::current().unwrap();
-    let json: Value = serde_json::from_str(&fs::read_to_string(golden("cases.json")).unwrap()).unwrap();
-    let cases = json.as_array().unwrap();
-    assert!(!cases.is_empty());
-    for case in cases {
-        let (scales, offsets) = (floats(&case["scales"]).unwrap(), floats(&case["offsets"]));
+    for case in cases("groupwise") {
+        let scales = floats(&case["scales"]);
+        let offsets = case["offsets"].is_array().then(|| floats(&case["offsets"]));
         let shape = Shape {
             experts: number(&case["shape"][0]),
             rows: number(&case["shape"][1]),
@@ -54,7 +26,7 @@ fn golden_files_decode_and_are_written_the_same() {
         };
         let codes = bytes(case["codes"].as_str().unwrap());
         let name = case["name"].as_str().unwrap();
-        let data = fs::read(golden(&format!("{name}.bin"))).unwrap();
+        let data = read(&format!("groupwise/{name}.bin"));
         let view = View::parse(&data).unwrap();
         view.verify(&pool).unwrap();
         assert_eq!(

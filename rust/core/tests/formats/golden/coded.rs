@@ -1,16 +1,11 @@
 //! Golden coded tensors remain readable.
 
-use std::fs;
-use std::path::PathBuf;
-
 use moepack_core::formats::coded::{self, Coded};
 use moepack_core::pool;
 use moepack_core::simd::Isa;
 use serde_json::Value;
 
-fn golden(name: &str) -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/coded")).join(name)
-}
+use super::{cases, floats, list, read};
 
 fn codes(data: &[u8], isa: Isa) -> Vec<i32> {
     let (coded, pool) = (Coded::parse(data).unwrap(), pool::current().unwrap());
@@ -27,17 +22,11 @@ fn codes(data: &[u8], isa: Isa) -> Vec<i32> {
 
 #[test]
 fn golden_files_decode_on_every_set() {
-    let json: Value = serde_json::from_str(&fs::read_to_string(golden("cases.json")).unwrap()).unwrap();
-    let cases = json.as_array().unwrap();
-    assert!(!cases.is_empty());
-    for case in cases {
+    for case in cases("coded") {
         let name = case["name"].as_str().unwrap();
-        let data = fs::read(golden(&format!("{name}.bin"))).unwrap();
-        let list = |field: &str| case[field].as_array().unwrap().iter();
-        let wanted: Vec<i32> = list("codes").map(|code| code.as_i64().unwrap() as i32).collect();
-        let scales: Vec<f32> = list("scales")
-            .map(|scale| scale.as_f64().unwrap() as f32)
-            .collect();
+        let data = read(&format!("coded/{name}.bin"));
+        let wanted = list(&case["codes"], |code| code.as_i64().unwrap() as i32);
+        let scales = floats(&case["scales"]);
         let coded = Coded::parse(&data).unwrap();
         let view = coded.view(&data).unwrap();
         let (layout, shape) = (coded.layout(), coded.layout().shape());
