@@ -102,7 +102,7 @@ def test_packed_experts_compute_the_same_as_the_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "by"), [("glm4_moe", "decoded by the core"), ("dots1", "decoded by transformers (")]
+    ("architecture", "by"), [("glm4_moe", "decoded by moepack's decoder"), ("dots1", "decoded by transformers (")]
 )
 def test_doctor_names_the_decoder_of_a_model(architecture: str, by: str, tmp_path: Path) -> None:
     saved(architecture, tmp_path / "source")

@@ -47,8 +47,8 @@ def _decoding() -> dict[str, str]:
 
     quiet_transformers()
     found = core_decodes()
-    others = {family: answer for family, answer in found.items() if answer != "decoded by the core"}
-    return {"by the core": ", ".join(family for family in found if family not in others) or "-"} | others
+    others = {family: answer for family, answer in found.items() if answer != "decoded by moepack's decoder"}
+    return {"by moepack's decoder": ", ".join(family for family in found if family not in others) or "-"} | others
 
 
 def _rows(section: str, content: Any) -> list[tuple[str, str]]:

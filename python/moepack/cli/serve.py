@@ -152,8 +152,9 @@ def _prepare() -> None:
 def _announce(name: str, slots: int, engine: "Engine", stepping: "Stepping", is_open: bool) -> None:
     if is_open:
         print("warning: without --api-key, anyone who can reach this address can use the model", file=sys.stderr)
-    print(f"'{name}': up to {slots} concurrent answers, {engine.context} tokens each", file=sys.stderr)
-    print(f"a single sequence is {stepping}", file=sys.stderr)
+    context = f"{engine.context} tokens each (prompt and answer)"
+    print(f"'{name}': up to {slots} concurrent requests, {context}", file=sys.stderr)
+    print(f"a single request is {stepping}", file=sys.stderr)
 
 
 def _is_private(host: str) -> bool:
