@@ -225,7 +225,7 @@ class ExpertsRun(LayerRun):
         return Stage(self.layer.name, {name: self.tensors[name] for name in names}, group, weights, inputs)
 
     def _tokens(self, group: range, position: int, original: Group, feeding: Group | None) -> Iterator[Tokens]:
-        """Yield, in pieces, the inputs of one expert in the compressed and the original model, and the token weights."""
+        """Yield, in pieces, the inputs of one expert in both models (compressed, original), and token weights."""
         for tokens, share in self._counted.pieces(group[position], self._cap):
             x, before = (self._rows(stream, tokens) for stream in (0, -1))
             counts = share.to(x.device).float().square()

@@ -82,7 +82,7 @@ class Tail:
         return non_finite_in(self._skeleton.module, lambda: self._run(ids, states), self._skeleton.dtype)
 
     def _run(self, ids: Tensor, states: Tensor, factor: float = 1.0) -> Tensor:
-        """Return the logits with stand-ins for the blocks: the last returns `states`, the others `factor` x their input."""
+        """Return the logits if the last block returns `states`, and all others their input times `factor`."""
         stack, whole, device = self._stack, self._skeleton.module, self._skeleton.device
         states = states.to(device).view(*states.shape[:2], *stack.shape)
         with stack.stand_ins() as stand_ins:
