@@ -47,11 +47,12 @@
 //! Sections start at multiples of 64; the tensor ends at a multiple of 64 with at least 64 zeros after the payload,
 //! so that a decoder may read whole vectors.
 //!
-//! Invariants of [`Coded`]: the frequencies of each table add up to 256, so any byte is the slot of a symbol; streams lie
-//! in the payload, and each has a table; a tensor has at most 1,424 symbols per byte. Decoders clamp their position
-//! in a stream after every register. For arbitrary bytes they therefore read at most 64 bytes past its end, and all
-//! instruction sets give the same result. [`CodedView::verify`] decodes everything: decoding must consume exactly the
-//! bytes of each stream and leave all states at 256.
+//! Invariants of [`Coded`]: the frequencies of each table add up to 256, so any byte is the slot of a symbol; streams
+//! lie in the payload, and each has a table; a tensor has at most 1,424 symbols per byte (the most that rANS can code),
+//! so that a small file cannot declare a huge tensor. Decoders clamp their position in a stream after every register.
+//! For arbitrary bytes they therefore read at most 64 bytes past its end, and all instruction sets give the same
+//! result. [`CodedView::verify`] decodes everything: decoding must consume exactly the bytes of each stream and leave
+//! all states at 256.
 
 mod affine;
 mod code;

@@ -56,8 +56,9 @@ pub(super) fn indices<T: Code>(codes: &[T], out: &mut Vec<T>) -> Option<()> {
 /// Masks of the lanes whose state is odd, for the current register (64 symbols, one of each lane) and the next three.
 ///
 /// A byte of a mask is 0xFF or 0; with AVX2, only its highest bit is used. Masks of later registers contain what the
-/// symbols decoded so far determine. The transitions of [`NEXT`] act like a linear-feedback shift register: an odd index
-/// flips the lane's masks two and three registers ahead, and the mask four registers ahead starts as the current one.
+/// symbols decoded so far determine. The transitions of [`NEXT`] act like a linear-feedback shift register: an odd
+/// index flips the lane's masks two and three registers ahead, and the mask four registers ahead starts as the current
+/// one.
 #[derive(Debug, Clone)]
 pub(super) struct States([Register; PERIOD]);
 
