@@ -245,7 +245,7 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     gone = next(name for name in tensors if ".experts.3.up_proj" in name)
     del tensors[gone]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"4 experts are configured, the checkpoint has 3 tensors"):
+    with pytest.raises(CheckpointError, match=r"config.json declares 4 experts, but the checkpoint has 3 tensors"):
         describe(Checkpoint.open(path))
 
 

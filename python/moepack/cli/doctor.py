@@ -13,7 +13,10 @@ __all__ = ["doctor_command"]
 
 def doctor_command(
     model: Annotated[
-        str | None, typer.Argument(help="Model directory or Hub id: show what decodes it, and why.")
+        str | None,
+        typer.Argument(
+            help="Model directory or Hub id: also show whether moepack's decoder or transformers decodes it, and why."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -41,7 +44,7 @@ def doctor_command(
 
 
 def _decoding() -> dict[str, str]:
-    """Return the families that the core decodes with the installed transformers, and why it skips the others."""
+    """Return the families that moepack's decoder supports with the installed transformers, and why not the others."""
     from moepack.census import core_decodes
     from moepack.cli.evaluate import quiet_transformers
 
