@@ -353,7 +353,9 @@ def test_projections_that_do_not_fit(built: Build, tmp_path: Path) -> None:
         for name in [name for name in tensors if name.endswith(".w2.weight")]:
             tensors[name] = tensors[name].T
 
-    refused(rewrite(built("mixtral"), tmp_path, transpose), CheckpointError, "shapes of the projections are inconsistent")
+    refused(
+        rewrite(built("mixtral"), tmp_path, transpose), CheckpointError, "shapes of the projections are inconsistent"
+    )
 
 
 @pytest.mark.parametrize(
