@@ -7,8 +7,9 @@ so the next turn of a chat reads only the new tokens. A prompt that several sequ
 get copies of its keys and values.
 
 Invariants: Only the engine's thread accesses the model, the slots and the caches. Only the last piece of a sequence
-says how it ended. Sequences that failed, timed out or were cancelled release their slot before the next step. An
-exception ends only the sequence that caused it, unless a GPU is lost.
+says how it ended. Sequences that failed, timed out or were cancelled release their slot before the next step. A
+sequence without a slot holds no keys and values, however long its client refers to it. An exception ends only the
+sequence that caused it, unless a GPU is lost.
 """
 
 import math
@@ -213,6 +214,7 @@ class Engine:
         for reading in readings:
             reading.fail(ClosedError("the server is shutting down"))
         for sequence in left:
+            sequence.cache = None
             sequence.finish("error", error="the server is shutting down")
 
     def _admit(self) -> bool:
@@ -266,14 +268,14 @@ class Engine:
         """Release the slots of cancelled and timed-out sequences. Their followers read the prompt themselves."""
         for sequence in [sequence for sequence in self._active if sequence.cancelled or sequence.is_late]:
             if sequence.cancelled:
-                self._active.remove(sequence)
+                self._release(sequence)
             elif len(sequence.ids) == sequence.prompt:
-                self._active.remove(sequence)
+                self._release(sequence)
                 sequence.finish("error", error="the server was too busy to answer in time")
             else:
                 with self._answered(sequence):
                     sequence.finish("length")
-                    self._active.remove(sequence)
+                    self._release(sequence)
         for sequence in [*self._active]:
             if sequence.leader is not None and sequence.leader not in self._active:
                 with self._answered(sequence):
@@ -327,8 +329,14 @@ class Engine:
             if isinstance(outcome, Exception):
                 raise outcome
             if sequence.take(part, outcome):
-                self._active.remove(sequence)
-                self._keep(self._prefix(sequence))
+                prefix = self._prefix(sequence)
+                self._release(sequence)
+                self._keep(prefix)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take slot, keys and values from a sequence, which its client may hold for longer."""
+        self._active.remove(sequence)
+        sequence.cache = None
 
     def _read(self) -> None:
         """Read the next tokens of the text that has waited longest."""
@@ -341,6 +349,7 @@ class Engine:
             if failure := lost(error):
                 raise failure from error
         if is_done:
+            reading.cache = None
             with self._changed:
                 self._readings.popleft()
 
@@ -381,5 +390,5 @@ class Engine:
         else:
             traceback.print_exception(error)
         if sequence in self._active:  # it has not ended yet
-            self._active.remove(sequence)
+            self._release(sequence)
             sequence.finish("error", error=str(error) if foreseen else f"the model failed: {type(error).__name__}")
