@@ -2,9 +2,9 @@
 
 Sequences wait in a bounded queue, then occupy a slot until they end. Each step runs one forward pass
 (`moepack.serving.step`) over one token of every sequence whose prompt is read, and up to `CHUNK` prompt tokens, oldest
-sequence first. While slots are free, keys and values of ended sequences are kept for prompts with the same beginning,
-so the next turn of a chat reads only the new tokens. A prompt that several sequences wait for is read once: the others
-get copies of its keys and values.
+sequence first. Answers wait for a burst of short prompts (`BURST`). While slots are free, keys and values of ended
+sequences are kept for prompts with the same beginning, so the next turn of a chat reads only the new tokens. A prompt
+that several sequences wait for is read once: the others get copies of its keys and values.
 
 Invariants: Only the engine's thread accesses the model, the slots and the caches. Only the last piece of a sequence
 says how it ended. Sequences that failed, timed out or were cancelled release their slot before the next step. A
@@ -42,7 +42,10 @@ from moepack.serving.text.stream import end_strings, end_tokens
 __all__ = ["ClosedError", "Engine", "QueueFullError"]
 
 CHUNK = 512
-"""Prompt tokens per step. More read prompts faster but delay the running answers."""
+"""Prompt tokens per step. More do not read prompts faster, and delay the running answers."""
+BURST = 2048
+"""Answers wait while several prompts of together up to this many tokens are read, for at most `BURST / CHUNK - 1` steps.
+In a burst of 64 prompts of 26 tokens, answers would take 10 % of the time until the last first token."""
 SCORED = 128
 """Prompt tokens per step of a sequence whose prompt is scored, because logits take 4 bytes per token of the vocabulary:
 77 MB for 128 tokens of a vocabulary of 150,000."""
@@ -107,6 +110,7 @@ class Engine:
         self._kept: deque[Prefix] = deque()
         self._changed = threading.Condition()
         self._closing = math.inf  # when answers must have ended
+        self._paused = 0  # steps in a row for which answers have waited
         self._thread = threading.Thread(target=self._run, name="moepack-engine", daemon=True)
 
     def start(self) -> "Engine":
@@ -283,9 +287,9 @@ class Engine:
 
     def _parts(self) -> list[tuple[Sequence, Part]]:
         """Return the parts of the next step: one token of each sequence, and up to a chunk of prompt tokens."""
-        parts, room = [], CHUNK
+        parts, room, pauses = [], CHUNK, self._pauses()
         for sequence in self._active:
-            if sequence.leader is not None:
+            if sequence.leader is not None or (pauses and sequence.generated):
                 continue
             if self._stepper.begins_anew(sequence.read, len(sequence.ids)):
                 sequence.begin(new_cache(self.model))
@@ -299,6 +303,13 @@ class Engine:
             room -= len(part.ids) if is_prompt else 0
             parts.append((sequence, part))
         return parts
+
+    def _pauses(self) -> bool:
+        """Return whether answers wait for this step, because a burst of prompts does not fit into it."""
+        new = [sequence for sequence in self._active if sequence.leader is None and not sequence.generated]
+        is_burst = len(new) > 1 and CHUNK < sum(len(sequence.ids) - sequence.read for sequence in new) <= BURST
+        self._paused = self._paused + 1 if is_burst and self._paused < BURST // CHUNK - 1 else 0
+        return self._paused > 0
 
     def _step(self) -> None:
         parts = self._parts()
