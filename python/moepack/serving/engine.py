@@ -44,7 +44,7 @@ __all__ = ["ClosedError", "Engine", "QueueFullError"]
 CHUNK = 512
 """Prompt tokens per step. More do not read prompts faster, and delay the running answers."""
 BURST = 2048
-"""Answers wait while several prompts of together up to this many tokens are read, for at most `BURST / CHUNK - 1` steps.
+"""Answers wait while several prompts with together up to this many tokens are read, at most `BURST / CHUNK - 1` steps.
 In a burst of 64 prompts of 26 tokens, answers would take 10 % of the time until the last first token."""
 SCORED = 128
 """Prompt tokens per step of a sequence whose prompt is scored, because logits take 4 bytes per token of the vocabulary:
