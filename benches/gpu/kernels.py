@@ -34,7 +34,7 @@ def profiled(function: Callable[[], Any]) -> list[Kernel]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         function()
         torch.cuda.synchronize()
-    events = [event for event in profiler.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     found = [Kernel(event.name, event.time_range.start, event.time_range.elapsed_us()) for event in events]
     return sorted(found, key=lambda kernel: kernel.start)
 

@@ -2,6 +2,7 @@
 //
 // Usage: attention SEQUENCES GROUPS GROUP CAPACITY SPLITS SCALE QUERIES KEYS VALUES MASK SINKS: files of 16-bit values as
 // the struct Attention describes them; MASK and SINKS may be "-". The standard output is the result.
+#include "files.hpp"
 #include "products.hpp"
 
 #include SOURCE
@@ -9,15 +10,6 @@
 using namespace moepack;
 
 alignas(128) u8 moepack::shared_memory[1];
-
-static u16* read(const char* path, size_t count) {
-    if (!std::strcmp(path, "-")) return nullptr;
-    u16* data = static_cast<u16*>(std::aligned_alloc(16, (count / 8 + 1) * 16));
-    std::FILE* file = std::fopen(path, "rb");
-    if (!file || std::fread(data, 2, count, file) != count) std::exit(1);
-    std::fclose(file);
-    return data;
-}
 
 int main(int, char** a) {
     int sequences = std::atoi(a[1]), groups = std::atoi(a[2]), group = std::atoi(a[3]), capacity = std::atoi(a[4]);
@@ -28,8 +20,8 @@ int main(int, char** a) {
     std::vector<float2> stats(size_t(rows) * splits * 8, float2{NAN, NAN});
     std::vector<int> arrived(rows);
     Attention attention = {
-        read(a[7], size_t(sequences) * heads * KEY_WIDTH), read(a[8], tokens * KEY_WIDTH), read(a[9], tokens * VALUE_WIDTH),
-        read(a[10], size_t(sequences) * capacity), read(a[11], heads), out.data(), &stats[0].x, &parts[0].x,
+        read<u16>(a[7], size_t(sequences) * heads * KEY_WIDTH), read<u16>(a[8], tokens * KEY_WIDTH), read<u16>(a[9], tokens * VALUE_WIDTH),
+        read<u16>(a[10], size_t(sequences) * capacity), read<u16>(a[11], heads), out.data(), &stats[0].x, &parts[0].x,
         arrived.data(), groups, group, capacity, std::strtof(a[6], nullptr)};
     for (int launch = 0; launch < 2; ++launch)  // the second one finds `arrived` as the first one left it
         simt::launch({splits, rows}, attention::WARPS * WARP, 0, [&] { attend(attention); });

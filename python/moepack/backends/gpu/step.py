@@ -1,5 +1,5 @@
 """Operations of a decoding step in one launch each of `cuda/step.cu`: RMS norms, in place of the eight launches of
-transformers' modules, and rotary embeddings, in place of twelve.
+transformers' modules, rotary embeddings, in place of twelve, and the preparation of heads.
 
 Operations are replaced only while a step is recorded. A norm or rotation is replaced if a trial on random rows shows
 that the kernel computes the same function.
@@ -9,15 +9,24 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from moepack.backends.gpu.program import Program
-from moepack.backends.gpu.structs import activations
+from moepack.backends.gpu.structs import ACTIVATIONS, TYPES, Struct, StructValue, activations
 
-__all__ = ["fused", "fused_norms", "fused_rotations", "rms_norm"]
+__all__ = [
+    "HeadRows",
+    "add_norm",
+    "fused",
+    "fused_norms",
+    "fused_rotations",
+    "prepare_heads",
+    "rms_norm",
+    "supports_heads",
+]
 
 _THREADS = 256
 _EIGHT = 8
@@ -40,6 +49,92 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         "rms_norm", len(rows), threads, [activations(rows), activations(weight[None]), epsilon, out], early=True
     )
     return out.view(x.shape)
+
+
+def add_norm(x: Tensor, addend: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return x + addend, rounded, and its norm.
+
+    Args:
+        x: [T, C], bfloat16, float16 or float32; C is a multiple of 8 and at most 16,384.
+        addend: [T, C], rounded to the dtype of x first.
+        weight: [C], of the norm, in the dtype of x.
+        epsilon: of the norm.
+    """
+    x, addend = x.contiguous(), addend.contiguous()
+    out = torch.empty_like(x), torch.empty_like(x)
+    threads = min(4 * _THREADS, -(-x.shape[1] // (32 * _EIGHT)) * 32)
+    arguments = [*map(activations, (x, addend, weight[None])), epsilon, *out]
+    program().launch("add_norm", len(x), threads, arguments, early=True)
+    return out
+
+
+class HeadRows(NamedTuple):
+    """Queries, keys and values of one token per sequence, as rows of a product [B, rows of heads, D].
+
+    Attributes:
+        queries, keys, values: [B, heads, D], with any stride between sequences that is a multiple of D.
+        query_norm, key_norm: weights [D] of the heads' RMS norms, or None.
+        epsilon: of the norms.
+        cos, sin: [B, R], which rotate the first R columns; R is a multiple of 16.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    epsilon: float
+    cos: Tensor
+    sin: Tensor
+
+
+_HEADS = Struct("step.cu", "Heads", Activations=ACTIVATIONS)
+_HEAD_THREADS = 128
+_MOST_WIDTH = 256
+
+
+def supports_heads(width: int, rotated: int) -> bool:
+    """Whether `prepare_heads` supports heads of a width, with their first columns rotated."""
+    return not width % _EIGHT and width <= _MOST_WIDTH and not rotated % (2 * _EIGHT) and rotated <= width
+
+
+def prepare_heads(heads: HeadRows, place: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Normalize and rotate heads; append keys and values to buffers.
+
+    Args:
+        heads: the heads, all of one dtype.
+        place: [1] int64, the token of the buffers that is written.
+        keys, values: buffers [B, groups, capacity, D].
+
+    Returns:
+        The queries [B, heads, D].
+    """
+    batch, count, width = heads.queries.shape
+    groups, capacity = keys.shape[1:3]
+    queries = heads.queries.new_empty((batch, count, width))
+    strides = {
+        f"{name}_stride": rows.stride(0) // width
+        for name, rows in zip(("query", "key", "value"), heads[:3], strict=True)
+    }
+    argument = _HEADS(
+        queries=_rows(heads.queries), keys=_rows(heads.keys), values=_rows(heads.values),
+        query_norm=_rows(heads.query_norm), key_norm=_rows(heads.key_norm),
+        cos=_rows(heads.cos.contiguous()), sin=_rows(heads.sin.contiguous()), place=place,
+        queries_out=queries, keys_out=keys, values_out=values, epsilon=heads.epsilon,
+        query_heads=count, key_heads=groups, **strides, capacity=capacity,
+    )  # fmt: skip
+    rows = batch * (count + 2 * groups)
+    program().launch("prepare_heads", -(-rows * 32 // _HEAD_THREADS), _HEAD_THREADS, [argument, rows], early=True)
+    return queries
+
+
+def _rows(x: Tensor | None) -> StructValue:
+    """Rows of any tensor's last dimension."""
+    return (
+        ACTIVATIONS(data=None, type=0, columns=0)
+        if x is None
+        else ACTIVATIONS(data=x, type=TYPES[x.dtype], columns=x.shape[-1])
+    )
 
 
 @cache

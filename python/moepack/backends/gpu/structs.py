@@ -21,7 +21,7 @@ from torch import Tensor
 from moepack.backends.gpu.compiler import sources
 from moepack.errors import DeviceError
 
-__all__ = ["ACTIVATIONS", "DIVISOR", "Struct", "StructValue", "activations", "divisor"]
+__all__ = ["ACTIVATIONS", "DIVISOR", "TYPES", "Struct", "StructValue", "activations", "divisor"]
 
 StructValue = NDArray[Any]
 """One struct: an array with a single element of a `Struct`'s type."""
@@ -32,7 +32,7 @@ _SCALARS = {
 }  # fmt: skip
 """The fixed-width types of `cuda/common/types.cuh`; `Type` is an enumeration of int."""
 
-_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """The values of `Type`."""
 
 _MEMBER = re.compile(r"(?:const )?(?:typename )?(?P<type>[\w:]+) (?P<names>\*?\w+(?:, \*?\w+)*)")
@@ -143,7 +143,7 @@ DIVISOR = Struct("common/schedule.cuh", "Divisor")
 
 def activations(x: Tensor) -> StructValue:
     """Rows of bfloat16, float16 or float32 as the kernels' `Activations`."""
-    return ACTIVATIONS(data=x, type=_TYPES[x.dtype], columns=x.shape[1])
+    return ACTIVATIONS(data=x, type=TYPES[x.dtype], columns=x.shape[1])
 
 
 def divisor(by: int) -> StructValue:
