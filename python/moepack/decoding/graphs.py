@@ -13,7 +13,8 @@ Invariants:
   alternate are therefore not recorded.
 - Steps that cannot be recorded (a model on several devices, layers on the CPU, an operation that synchronizes with the
   device) run in transformers.
-- A recorded step computes norms and rotary embeddings by kernels with the same results (`moepack.backends.gpu.step`).
+- A recorded step computes norms and rotary embeddings by kernels with the same results (`moepack.backends.gpu.step`),
+  and layers of known families in few launches (`moepack.decoding.layers`).
 - If experts are moved to and from the device, the host takes part in every layer. The step then consists of one graph
   for each section between two expert layers (`moepack.backends.gpu.recording`).
 """
@@ -30,7 +31,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moepack.backends.gpu.recording import Unwritten, record
 from moepack.backends.gpu.step import fused
-from moepack.decoding.cache import GrowingLayer, Room
+from moepack.decoding.cache import Appended, GrowingLayer, Room
+from moepack.decoding.layers import fused_layers
 from moepack.decoding.signature import cache_name
 from moepack.decoding.translation import Guard, Unknown, require
 from moepack.modules.embedding import embedding_dtype
@@ -156,10 +158,10 @@ class _Recording:
         for room in rooms:  # masked slots are multiplied by zero, and zero times NaN is NaN
             room.keys[:, :, length:].zero_()
             room.values[:, :, length:].zero_()
-        appended = _Appended(self._rooms, self._place)
+        appended = Appended(self._rooms, self._place)
         inputs = {self._name: self._input, str(cache_name(type(model).forward)): appended}
         step = partial(forward, **inputs, attention_mask=self._mask, position_ids=self._positions, use_cache=True)
-        with fused(model):
+        with fused_layers(model), fused(model):
             self._replay, self._output = recorder(lambda: step().last_hidden_state, example.device)
 
     def is_for(self, given: dict[str, Tensor], rooms: Sequence[Room]) -> bool:
@@ -188,31 +190,6 @@ class _Recording:
             seen.zero_()
         self._mask[:, 0, 0, tokens : max(tokens, self._visible)].fill_(self._hidden)  # after the cache was cropped
         self._visible, self._sees_all = tokens, mask is None
-
-
-class _Appended:
-    """Replaces the cache while a step is recorded: attention appends to it and reads it.
-
-    Args:
-        rooms: the buffers of each layer.
-        place: [1], the index of the new token.
-    """
-
-    is_compileable = False
-
-    def __init__(self, rooms: Sequence[Room], place: Tensor) -> None:
-        self._rooms, self._place = rooms, place
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the token's keys and values; return the whole buffers."""
-        room = self._rooms[layer_idx]
-        room.keys.index_copy_(2, self._place, keys)
-        room.values.index_copy_(2, self._place, values)
-        return room.keys, room.values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Count all slots; the mask determines which hold tokens."""
-        return self._rooms[layer_idx].capacity - 1
 
 
 def _growing(cache: DynamicCache) -> list[GrowingLayer]:

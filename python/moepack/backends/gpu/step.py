@@ -232,18 +232,22 @@ def _is_rotation(own: Callable[..., Any], like: Tensor | None) -> bool:
 @contextmanager
 def fused_norms(model: nn.Module) -> Iterator[int]:
     """Replace a model's RMS norms on GPUs within the context; gives their number. The calling thread runs the model."""
-    replaced: list[tuple[nn.Module, Tensor, float]] = []
-    for module in model.modules():
-        epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
-        if isinstance(epsilon, float) and "forward" not in vars(module) and _is_rms_norm(module, epsilon):
-            replaced.append((module, cast(Tensor, module.weight), epsilon))
+    replaced = [(module, norm) for module in model.modules() if (norm := norm_of(module)) is not None]
     try:
-        for module, weight, epsilon in replaced:
+        for module, (weight, epsilon) in replaced:
             module.forward = _with_norm(module.forward, weight, epsilon)
         yield len(replaced)
     finally:
         for module, *_ in replaced:
             vars(module).pop("forward", None)
+
+
+def norm_of(module: nn.Module) -> tuple[Tensor, float] | None:
+    """Weight and epsilon of an RMS norm on a GPU that computes what the kernel does; None for other modules."""
+    epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
+    if not isinstance(epsilon, float) or "forward" in vars(module) or not _is_rms_norm(module, epsilon):
+        return None
+    return cast(Tensor, module.weight), epsilon
 
 
 def _with_norm(own: Callable[..., Any], weight: Tensor, epsilon: float) -> Callable[..., Any]:
