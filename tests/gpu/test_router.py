@@ -45,7 +45,8 @@ def test_the_first_of_equal_experts_is_chosen(emulators, tmp_path):
 
 @pytest.mark.parametrize("kind", range(2))
 @pytest.mark.parametrize(
-    ("tokens", "columns", "rows", "team"), [(1, 32, (16, 0, 0), 4), (3, 352, (32, 16, 48), 4), (13, 1056, (16, 32, 0), 8)]
+    ("tokens", "columns", "rows", "team"),
+    [(1, 32, (16, 0, 0), 4), (3, 352, (32, 16, 48), 4), (13, 1056, (16, 32, 0), 8)],
 )
 def test_tokens_are_multiplied_by_matrices(emulators, tmp_path, kind, tokens, columns, rows, team):
     program = emulators["dense"]("dense.cu", "none", HALF=kind, COLUMNS=8 if tokens <= 8 else 16, TEAM=team)
@@ -62,7 +63,11 @@ def test_tokens_are_multiplied_by_matrices(emulators, tmp_path, kind, tokens, co
             if tensor is not None:
                 path.write_bytes(tensor.view(torch.uint8).numpy().tobytes())
             parts.append("-" if tensor is None else str(path))
-    found = _run(program, tmp_path, (), *parts, mode=[tmp_path / "x", str(tokens), str(columns)]).view(dtype).view(tokens, -1)
+    found = (
+        _run(program, tmp_path, (), *parts, mode=[tmp_path / "x", str(tokens), str(columns)])
+        .view(dtype)
+        .view(tokens, -1)
+    )
     expected = torch.cat(
         [
             x.double() @ weight.double().T + (0 if bias is None else bias.double())

@@ -1,6 +1,6 @@
-"""Layers of a recorded decoding step in few launches.
+"""Layers on a GPU in few launches.
 
-transformers' modules launch 66 kernels per layer. While a step is recorded, the layers of known families
+transformers' modules launch 66 kernels per layer. In recorded decoding steps, the layers of known families
 (`moepack.decoding.families`) run as follows, for models of bfloat16 and float16:
 
 1. sum of the residual and the previous layer's output, and norm (`add_norm`);
@@ -13,20 +13,21 @@ transformers' modules launch 66 kernels per layer. While a step is recorded, the
 8. choice and weights of experts;
 9. experts (two or more launches, by format).
 
-Each part falls back to its module: latent or gated attention, routers that choose by groups, packed projections. In
-other families, attention reads grouped heads without copies, too.
+Prompts use the same norms, sums and routers, and products and attention of torch. Each part falls back to its module:
+latent or gated attention, routers that choose by groups, packed projections. In other families, attention of single
+tokens reads grouped heads without copies, too.
 
 Invariants:
 - Norms and routers are replaced only if a trial shows the same results. Other parts are replaced by the class of their
   module, which `Family` describes.
 - Operations are rounded like transformers' modules; sums may be in another order.
-- Modules are restored at the end of the context. The calling thread runs the model. The attention function is global:
-  other threads that call it meanwhile get the same results.
+- Modules are restored at the end of the context. Other threads that call them meanwhile get the same results, and
+  gradients, because replacements leave calls that record gradients to the modules.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from moepack.backends.gpu.attention import Attention
 from moepack.decoding.cache import Appended
 from moepack.decoding.families import Family, family_of
 
-__all__ = ["Operations", "fused_layers"]
+__all__ = ["Operations", "Replacements"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -71,50 +72,57 @@ class Operations:
         return functional.linear(x, weight, bias)
 
 
-@contextmanager
-def fused_layers(model: nn.Module, operations: Operations | None = None) -> Iterator[int]:
-    """Replace parts of a model on a GPU within the context; gives the number of replaced layers.
+class Replacements:
+    """What takes the place of a model's modules on a GPU.
 
     Args:
-        model: a decoder without its head.
+        model: a decoder without its head; unchanged and without hooks as long as replacements are used.
         operations: what computes the parts; None for the kernels.
     """
-    first = next(model.parameters(), None)
-    if operations is None and first is not None and first.is_cuda:
-        operations = Operations(first.device)
-    if operations is None or first is None:
-        yield 0
-        return
-    family = family_of(model)
-    with ExitStack() as stack:
-        _replace_attention(stack, operations)
+
+    def __init__(self, model: nn.Module, operations: Operations | None = None) -> None:
+        self.layers: list[_Layer] = []
+        self._places: list[step.Place] = []
+        self._devices = {tensor.device for tensor in model.parameters()}
+        with self._device():
+            self._make(model, operations)
+
+    def _device(self) -> AbstractContextManager[Any]:
+        """A context in which kernels run on the model's GPU."""
+        return torch.cuda.device(*self._devices) if self._is_on_gpu() else nullcontext()
+
+    def _is_on_gpu(self) -> bool:
+        return len(self._devices) == 1 and next(iter(self._devices)).type == "cuda"
+
+    def _make(self, model: Any, operations: Operations | None) -> None:
+        """Find the modules to replace."""
+        if operations is None and self._is_on_gpu():
+            operations = Operations(*self._devices)
+        self._operations = operations
+        if operations is None:
+            return
+        family = family_of(model)
+        if family is not None:
+            self.layers = _layers(model, family, operations)
+        inner: list[tuple[Any, Callable[..., Any] | None]] = [(layer.module, layer) for layer in self.layers]
+        if self.layers:
+            inner.append((model.norm, _Last(self.layers[-1].chain, model.norm)))
         for module in model.modules():
             if family is not None and family.has(module, family.router):
-                _replace(stack, module, _Router.of(module, family, operations))
+                inner.append((module, _Router.of(module, family, operations)))
             elif type(module) is nn.Linear:
-                _replace(stack, module, _Linear(module, operations))
-        layers = [] if family is None else _layers(model, family, operations)
-        for layer in layers:
-            _replace(stack, layer.module, layer)
-        if layers:
-            _replace(stack, model.norm, _Last(layers[-1].chain, model.norm.forward))
-        yield len(layers)
+                inner.append((module, _Linear(module, operations)))
+        self._places = [*step.norms(model), *step.rotations(model)]
+        self._places += [(vars(module), "forward", forward) for module, forward in inner if forward is not None]
 
-
-def _replace(stack: ExitStack, module: Any, forward: Callable[..., Any] | None) -> None:
-    """Replace a module's forward until the stack is closed."""
-    if forward is None:
-        return
-    before = vars(module).get("forward")
-    stack.callback(_restore, module, before)
-    module.forward = forward
-
-
-def _restore(module: Any, before: Any) -> None:
-    if before is None:
-        vars(module).pop("forward", None)
-    else:
-        module.forward = before
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Replace modules within the context. One thread at a time."""
+        if self._operations is None:
+            yield
+            return
+        with self._device(), step.replaced(self._places), _grouped_attention(self._operations):
+            yield
 
 
 class _Linear:
@@ -126,7 +134,11 @@ class _Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if x.dtype is not self._weight.dtype or not self._operations.multiplies([self._weight], len(rows)):
+        if (
+            torch.is_grad_enabled()
+            or x.dtype is not self._weight.dtype
+            or not self._operations.multiplies([self._weight], len(rows))
+        ):
             return self._own(x)
         return self._operations.multiply(rows, [self._weight], [self._bias]).view(*x.shape[:-1], -1)
 
@@ -136,6 +148,7 @@ class _Router:
 
     def __init__(self, module: Any, family: Family, operations: Operations) -> None:
         self._module, self._operations, self._sigmoid = module, operations, family.sigmoid
+        self._own = module.forward
         always = family.normalized
         self._normalized = bool(module.norm_topk_prob if always is None else always)
         self._scale = float(getattr(module, "routed_scaling_factor", 1.0))
@@ -153,7 +166,8 @@ class _Router:
         dtype = weight.dtype if weight.dtype in _DTYPES else torch.float32
         x = torch.randn(3, weight.shape[1], generator=generator, device=weight.device).to(dtype)
         try:
-            (_, own, index), (_, scores, chosen) = module(x), found(x)
+            with torch.no_grad():
+                (_, own, index), (_, scores, chosen) = module(x), found(x)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return None
         tolerance = 8 * torch.finfo(dtype).eps
@@ -161,6 +175,8 @@ class _Router:
         return found if same else None
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if torch.is_grad_enabled():
+            return self._own(hidden_states)  # type: ignore[no-any-return]
         x, weight = hidden_states.reshape(-1, hidden_states.shape[-1]), self._module.weight
         if self._sigmoid:  # these routers compute in float32
             x, weight = x.float(), weight.float()
@@ -194,8 +210,8 @@ class _Chain:
 class _Last:
     """The forward of the norm behind the last layer."""
 
-    def __init__(self, chain: _Chain, own: Callable[[Tensor], Tensor]) -> None:
-        self._chain, self._own = chain, own
+    def __init__(self, chain: _Chain, module: Any) -> None:
+        self._chain, self._own = chain, module.forward
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         normed = self._chain.take(hidden_states)
@@ -209,54 +225,55 @@ Norm = tuple[Tensor, float]
 def _layers(model: Any, family: Family, operations: Operations) -> list["_Layer"]:
     """The layers of a model whose parts are known; none if any layer has another form."""
     layers, chain = list(model.layers)[: model.config.num_hidden_layers], _Chain()
-    norms = [[operations.norm_of(norm) for norm in _norms(layer)] for layer in layers]
-    last = operations.norm_of(model.norm)
-    known = all(
-        family.has(layer, "DecoderLayer")
-        and {"mlp", "input_layernorm", "post_attention_layernorm"} <= layer._modules.keys()
-        and len(layer._modules) == 4
-        for layer in layers
-    )
-    if not known or last is None or any(norm is None for pair in norms for norm in pair):
+    parts = {"mlp", "input_layernorm", "post_attention_layernorm"}
+    for layer in layers:
+        if not family.has(layer, "DecoderLayer") or not parts <= layer._modules.keys() or len(layer._modules) != 4:
+            return []
+    places = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    norms = [norm for place in (*places, model.norm) if (norm := operations.norm_of(place)) is not None]
+    if len(norms) != 2 * len(layers) + 1:
         return []
-    firsts = [*(pair[0] for pair in norms[1:]), last]
     return [
-        _Layer(layer, _Attention.of(layer, model.config, family, operations), *pair, following, chain, operations)
-        for layer, pair, following in zip(layers, norms, firsts, strict=True)
+        _Layer(
+            layer, _Attention.of(layer, model.config, family, operations), norms[2 * n : 2 * n + 3], chain, operations
+        )
+        for n, layer in enumerate(layers)
     ]
 
 
-def _norms(layer: Any) -> tuple[nn.Module, nn.Module]:
-    return layer.input_layernorm, layer.post_attention_layernorm
-
-
 class _Layer:
-    """The forward of a layer, for one token per sequence."""
+    """The forward of a layer.
+
+    Args:
+        module: the layer.
+        attention: its attention, or None to run the module's.
+        norms: before attention, before the experts, and of the following layer.
+        chain: passes the output's norm on.
+        operations: what computes the parts.
+    """
 
     def __init__(
         self,
         module: Any,
         attention: "_Attention | None",
-        norm: Norm,
-        middle: Norm,
-        following: Norm,
+        norms: list[Norm],
         chain: _Chain,
         operations: Operations,
     ) -> None:
         self.module, self.chain = module, chain
         self._own, self._attention, self._operations = module.forward, attention, operations
-        self._norm, self._middle, self._following = norm, middle, following
+        self._norm, self._middle, self._following = norms
 
     def __call__(self, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
         cache = next((value for value in named.values() if isinstance(value, Appended)), None)
-        if args or cache is None or hidden_states.shape[1] != 1:
+        if args or torch.is_grad_enabled() or not hidden_states.numel():
             return self._own(hidden_states, *args, **named)
         shape, operations = hidden_states.shape, self._operations
-        residual = hidden_states.reshape(shape[0], shape[2])
+        residual = hidden_states.reshape(-1, shape[2])
         normed = self.chain.take(hidden_states)
         if normed is None:
             normed = operations.rms_norm(residual, *self._norm)
-        if self._attention is not None:
+        if self._attention is not None and cache is not None and shape[1] == 1:
             mixed = self._attention(normed, cache, named["position_embeddings"], named.get("attention_mask"))
         else:
             mixed = self.module.self_attn(hidden_states=normed.view(shape), **named)[0]
@@ -265,15 +282,6 @@ class _Layer:
         output = output[0] if isinstance(output, tuple) else output
         total, normed = operations.add_norm(residual, output.reshape(residual.shape), *self._following)
         return self.chain.put(total.view(shape), normed)
-
-
-class _Parts(NamedTuple):
-    """The products of attention."""
-
-    queries: nn.Module
-    keys: nn.Module
-    values: nn.Module
-    output: nn.Module
 
 
 class _Attention:
@@ -287,7 +295,7 @@ class _Attention:
 
     def __init__(self, module: Any, norms: list[Norm | None], operations: Operations) -> None:
         self._module, self._operations, self._width = module, operations, int(module.head_dim)
-        self._parts = _Parts(module.q_proj, module.k_proj, module.v_proj, module.o_proj)
+        self._inputs: list[Any] = [module.q_proj, module.k_proj, module.v_proj]
         self._norms = norms
         self._sinks = getattr(module, "sinks", None)
 
@@ -317,17 +325,16 @@ class _Attention:
     def __call__(self, x: Tensor, cache: Appended, turns: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """Attend with normed inputs [B, H]; cos and sin are [1 or B, 1, R], the mask [B, 1, 1, capacity]."""
         room, width = cache.rooms[self._module.layer_idx], self._width
-        queries, keys, values = self._products(x)
+        queries, keys, values = (part.view(len(x), -1, width) for part in self._products(x))
         cos, sin = (part.reshape(-1, part.shape[-1]).expand(len(x), -1) for part in turns)
-        heads = step.HeadRows(
-            *(part.unflatten(-1, (-1, width)) for part in (queries, keys, values)), *self._weights(), cos, sin
-        )  # type: ignore[call-arg]
+        heads = step.HeadRows(queries, keys, values, *self._weights(), cos, sin)
         turned = self._operations.prepare_heads(heads, cache.place, room.keys, room.values)
         mask = None if mask is None else mask.reshape(len(x), -1)
         mixed = self._operations.attend(turned, room.keys, room.values, mask, float(self._module.scaling), self._sinks)
         if mixed is None:
             raise RuntimeError("attention of this form")  # ends the recording; `of` admits no such form
-        return self._parts.output(mixed.flatten(1))
+        output: Tensor = self._module.o_proj(mixed.flatten(1))
+        return output
 
     def _weights(self) -> tuple[Tensor | None, Tensor | None, float]:
         """Norms of single heads, and their epsilon."""
@@ -338,15 +345,15 @@ class _Attention:
 
     def _products(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, rows]; views of one product if it is possible."""
-        parts = self._parts[:3]
+        parts = self._inputs
         if all(type(part) is nn.Linear for part in parts):
-            weights = [part.weight for part in parts]
+            weights: list[Tensor] = [part.weight for part in parts]
             if self._operations.multiplies(weights, len(x)):
                 joint = self._operations.multiply(x, weights, [part.bias for part in parts])
-                queries, keys, values = joint.split([len(weight) for weight in weights], 1)
-                return self._normalized(queries, keys) + (values,)
+                queries, keys, values = torch.split(joint, [len(weight) for weight in weights], 1)
+                return *self._normalized(queries, keys), values
         queries, keys, values = (part(x) for part in parts)
-        return self._normalized(queries, keys) + (values,)
+        return *self._normalized(queries, keys), values
 
     def _normalized(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Apply norms that extend over all heads."""
@@ -356,7 +363,8 @@ class _Attention:
         return self._operations.rms_norm(queries, *query), self._operations.rms_norm(keys, *key)
 
 
-def _replace_attention(stack: ExitStack, operations: Operations) -> None:
+@contextmanager
+def _grouped_attention(operations: Operations) -> Iterator[None]:
     """Let transformers' attention read grouped heads of one token without copies."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # imports this package, so not at the top
 
@@ -373,7 +381,7 @@ def _replace_attention(stack: ExitStack, operations: Operations) -> None:
         scaling: float | None = None,
         **named: Any,
     ) -> Any:
-        (batch, _, tokens, width), plain = query.shape, not args and not named.get("dropout")
+        (batch, _, tokens, width), plain = query.shape, not (args or named.get("dropout") or torch.is_grad_enabled())
         plain = plain and named.get("s_aux") is None and named.get("position_bias") is None
         if plain and tokens == 1 and (attention_mask is None or attention_mask.shape[:3] == (batch, 1, 1)):
             mask = None if attention_mask is None else attention_mask.reshape(batch, -1)
@@ -383,10 +391,10 @@ def _replace_attention(stack: ExitStack, operations: Operations) -> None:
                 return found[:, None], None
         return own(module, query, key, value, attention_mask, *args, scaling=scaling, **named)
 
-    def restore() -> None:
+    ALL_ATTENTION_FUNCTIONS[name] = attention
+    try:
+        yield
+    finally:  # without shadowing what others register later
         del ALL_ATTENTION_FUNCTIONS[name]
         if ALL_ATTENTION_FUNCTIONS.get(name) is not own:
             ALL_ATTENTION_FUNCTIONS[name] = own
-
-    stack.callback(restore)
-    ALL_ATTENTION_FUNCTIONS[name] = attention

@@ -1,4 +1,4 @@
-"""Attention of decoding steps by `cuda/attention.cu`: one query per head, grouped heads without copies of keys and values.
+"""Attention of single tokens by `cuda/attention.cu`: one query per head, grouped heads without copies.
 
 Splits of a sequence are combined in the same launch, with counters that each launch leaves at zero. They belong to an
 object, because they must be written before a recording.

@@ -1,12 +1,11 @@
 """Operations of a decoding step in one launch each of `cuda/step.cu`: RMS norms, in place of the eight launches of
 transformers' modules, rotary embeddings, in place of twelve, and the preparation of heads.
 
-Operations are replaced only while a step is recorded. A norm or rotation is replaced if a trial on random rows shows
-that the kernel computes the same function.
+A norm or rotation is replaced if a trial on random rows shows that the kernel computes the same function.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -18,15 +17,9 @@ from moepack.backends.gpu.program import Program
 from moepack.backends.gpu.structs import ACTIVATIONS, TYPES, Struct, StructValue, activations
 
 __all__ = [
-    "HeadRows",
-    "add_norm",
-    "fused",
-    "fused_norms",
-    "fused_rotations",
-    "prepare_heads",
-    "rms_norm",
-    "supports_heads",
-]
+    "HeadRows", "Place", "add_norm", "norm_of", "norms", "prepare_heads", "program", "replaced", "rms_norm",
+    "rotations", "supports_heads",
+]  # fmt: skip
 
 _THREADS = 256
 _EIGHT = 8
@@ -63,8 +56,8 @@ def add_norm(x: Tensor, addend: Tensor, weight: Tensor, epsilon: float) -> tuple
     x, addend = x.contiguous(), addend.contiguous()
     out = torch.empty_like(x), torch.empty_like(x)
     threads = min(4 * _THREADS, -(-x.shape[1] // (32 * _EIGHT)) * 32)
-    arguments = [*map(activations, (x, addend, weight[None])), epsilon, *out]
-    program().launch("add_norm", len(x), threads, arguments, early=True)
+    rows = (activations(each) for each in (x, addend, weight[None]))
+    program().launch("add_norm", len(x), threads, [*rows, epsilon, *out], early=True)
     return out
 
 
@@ -170,36 +163,40 @@ def rotated(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     return out[0].transpose(1, 2), out[1].transpose(1, 2)
 
 
+Place = tuple[MutableMapping[str, Any], str, Any]
+"""A namespace, a name in it, and the value that it gets."""
+
+
 @contextmanager
-def fused(model: nn.Module) -> Iterator[None]:
-    """Replace what kernels compute in a model on a GPU within the context. The calling thread runs the model."""
-    with fused_norms(model), fused_rotations(model):
-        yield
+def replaced(places: Iterable[Place]) -> Iterator[int]:
+    """Set values in namespaces within the context, and restore them afterwards; gives their number."""
+    with ExitStack() as stack:
+        count = 0
+        for namespace, name, value in places:
+            if name in namespace:
+                stack.callback(namespace.__setitem__, name, namespace[name])
+            else:
+                stack.callback(namespace.pop, name, None)
+            namespace[name] = value
+            count += 1
+        yield count
 
 
 _ROTATION = "apply_rotary_pos_emb"
 """The function of transformers' models that rotates queries and keys."""
 
 
-@contextmanager
-def fused_rotations(model: nn.Module) -> Iterator[int]:
-    """Replace the functions that rotate queries and keys within the context; gives their number.
+def rotations(model: nn.Module) -> list[Place]:
+    """Replacements of the functions that rotate a model's queries and keys on a GPU.
 
     They are functions of modules that other threads may use: those calls give the same results.
     """
     places = {type(module).__module__: vars(sys.modules[type(module).__module__]) for module in model.modules()}
     first = next(model.parameters(), None)
-    found = [(names, names[_ROTATION]) for names in places.values() if _ROTATION in names]
     if first is None or not first.is_cuda or first.dtype not in _DTYPES:
-        found = []
-    with ExitStack() as stack:
-        count = 0
-        for names, own in found:
-            if _is_rotation(own, first):
-                stack.callback(names.__setitem__, _ROTATION, own)
-                names[_ROTATION] = _with_rotation(own)
-                count += 1
-        yield count
+        return []
+    found = [(names, names[_ROTATION]) for names in places.values() if _ROTATION in names]
+    return [(names, _ROTATION, _with_rotation(own)) for names, own in found if _is_rotation(own, first)]
 
 
 def _with_rotation(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,17 +226,10 @@ def _is_rotation(own: Callable[..., Any], like: Tensor | None) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@contextmanager
-def fused_norms(model: nn.Module) -> Iterator[int]:
-    """Replace a model's RMS norms on GPUs within the context; gives their number. The calling thread runs the model."""
-    replaced = [(module, norm) for module in model.modules() if (norm := norm_of(module)) is not None]
-    try:
-        for module, (weight, epsilon) in replaced:
-            module.forward = _with_norm(module.forward, weight, epsilon)
-        yield len(replaced)
-    finally:
-        for module, *_ in replaced:
-            vars(module).pop("forward", None)
+def norms(model: nn.Module) -> list[Place]:
+    """Replacements of the forwards of a model's RMS norms on GPUs."""
+    found = [(module, norm) for module in model.modules() if (norm := norm_of(module)) is not None]
+    return [(vars(module), "forward", _with_norm(module.forward, *norm)) for module, norm in found]
 
 
 def norm_of(module: nn.Module) -> tuple[Tensor, float] | None:
@@ -254,7 +244,8 @@ def _with_norm(own: Callable[..., Any], weight: Tensor, epsilon: float) -> Calla
     """A forward that uses the kernel if it supports the arguments."""
 
     def forward(x: Tensor, *args: Any, **named: Any) -> Any:
-        plain = not (args or named) and x.dtype is weight.dtype and x.shape[-1:] == weight.shape and x.numel() > 0
+        plain = not (args or named or torch.is_grad_enabled()) and x.dtype is weight.dtype and x.numel() > 0
+        plain = plain and x.shape[-1:] == weight.shape
         return rms_norm(x, weight, epsilon) if plain else own(x, *args, **named)
 
     return forward
