@@ -34,7 +34,7 @@ struct Attention {
 #if defined(__CUDACC__)
 namespace attention {
 
-constexpr int WARPS = 4;
+constexpr int WARPS = VALUE_WIDTH > 128 ? 4 : 8;
 constexpr int TILE = 16;   // tokens of a product
 constexpr int HEADS = 8;   // of a product
 constexpr int SEGMENT = 64;  // columns of values that eight lanes load at once
@@ -166,21 +166,20 @@ MOEPACK_DEVICE void attend_to_tiles(const Attention& a, const Heads& heads, Seen
             seen.total[h] += __shfl_xor_sync(~0u, seen.total[h], distance);
 }
 
-// Eight columns of a head as the sum over parts, which have their own largest scores.
+// Four columns of a head as the sum over parts, which have their own largest scores.
 struct Combined {
-    float most = NONE, total = 0, value[8] = {};
+    float most = NONE, total = 0, value[4] = {};
 
     template <class StatsOf>
     MOEPACK_DEVICE void find_most(int parts, StatsOf stats) {
-#pragma unroll 4
+#pragma unroll 8
         for (int i = 0; i < parts; ++i) most = fmaxf(most, stats(i).most);
     }
 
-    MOEPACK_DEVICE void add(Stats part, float4 low, float4 high) {
+    MOEPACK_DEVICE void add(Stats part, float4 v) {
         float factor = __expf(part.most - most);
         total += part.sum * factor;
-        value[0] += low.x * factor, value[1] += low.y * factor, value[2] += low.z * factor, value[3] += low.w * factor;
-        value[4] += high.x * factor, value[5] += high.y * factor, value[6] += high.z * factor, value[7] += high.w * factor;
+        value[0] += v.x * factor, value[1] += v.y * factor, value[2] += v.z * factor, value[3] += v.w * factor;
     }
 
     // Writes the result of a head.
@@ -190,23 +189,22 @@ struct Combined {
             float factor = __expf(most - largest);
             total = total * factor + __expf(sink - largest);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) value[i] *= factor;
+            for (int i = 0; i < 4; ++i) value[i] *= factor;
         }
         float by = total > 0 ? 1.0f / total : 0.0f;
-        Quad* to = reinterpret_cast<Quad*>(a.out + i64(head) * VALUE_WIDTH + column);
-        *to = {pair_of(value[0] * by, value[1] * by), pair_of(value[2] * by, value[3] * by),
-               pair_of(value[4] * by, value[5] * by), pair_of(value[6] * by, value[7] * by)};
+        Pair* to = reinterpret_cast<Pair*>(a.out + i64(head) * VALUE_WIDTH + column);
+        *to = {pair_of(value[0] * by, value[1] * by), pair_of(value[2] * by, value[3] * by)};
     }
 };
 
-constexpr int PARTS = VALUE_WIDTH / 8;  // of a head, eight columns each
+constexpr int PARTS = VALUE_WIDTH / 4;  // of a head, four columns each
 
 // Combines the splits of a block row; the caller is the last of its blocks.
 MOEPACK_DEVICE void combine_splits(const Attention& a, const Heads& heads) {
     int splits = gridDim.x;
     i64 first = i64(blockIdx.y) * splits * HEADS;
     for (int item = threadIdx.x; item < heads.count * PARTS; item += WARPS * WARP) {
-        int head = item / PARTS, column = item % PARTS * 8;
+        int head = item / PARTS, column = item % PARTS * 4;
         const float2* stats = reinterpret_cast<const float2*>(a.stats) + first + head;
         const float4* parts = reinterpret_cast<const float4*>(a.parts + (first + head) * VALUE_WIDTH + column);
         auto stats_of = [&](int split) {
@@ -215,11 +213,9 @@ MOEPACK_DEVICE void combine_splits(const Attention& a, const Heads& heads) {
         };
         Combined combined;
         combined.find_most(splits, stats_of);
-#pragma unroll 4
-        for (int split = 0; split < splits; ++split) {
-            const float4* part = parts + i64(split) * HEADS * (VALUE_WIDTH / 4);
-            combined.add(stats_of(split), load_shared_by_blocks(part), load_shared_by_blocks(part + 1));
-        }
+#pragma unroll 8
+        for (int split = 0; split < splits; ++split)
+            combined.add(stats_of(split), load_shared_by_blocks(parts + i64(split) * HEADS * PARTS));
         combined.finish(a, heads.first + head, column);
     }
 }
@@ -250,15 +246,13 @@ MOEPACK_DEVICE void attend(const Attention& a) {
         int head = item / PARTS, part = item % PARTS;
         Combined combined;
         combined.find_most(WARPS, [&](int i) { return stats[i][head]; });
-        for (int i = 0; i < WARPS; ++i)
-            combined.add(stats[i][head], values[i][head][2 * part], values[i][head][2 * part + 1]);
+        for (int i = 0; i < WARPS; ++i) combined.add(stats[i][head], values[i][head][part]);
         if (alone) {
-            combined.finish(a, heads.first + head, part * 8);
+            combined.finish(a, heads.first + head, part * 4);
             continue;
         }
-        const float(&v)[8] = combined.value;
-        float4* to = reinterpret_cast<float4*>(a.parts + (first + head) * VALUE_WIDTH) + 2 * part;
-        to[0] = {v[0], v[1], v[2], v[3]}, to[1] = {v[4], v[5], v[6], v[7]};
+        const float(&v)[4] = combined.value;
+        reinterpret_cast<float4*>(a.parts + (first + head) * VALUE_WIDTH)[part] = {v[0], v[1], v[2], v[3]};
         if (part == 0) reinterpret_cast<float2*>(a.stats)[first + head] = {combined.most, combined.total};
     }
     if (alone) return;
@@ -279,7 +273,7 @@ MOEPACK_DEVICE void attend(const Attention& a) {
 
 #if defined(__CUDACC__)
 // Grid: splits, and sequences * groups * ceil(group / 8).
-extern "C" __global__ void __launch_bounds__(moepack::attention::WARPS* moepack::WARP)
+extern "C" __global__ void __launch_bounds__(moepack::attention::WARPS* moepack::WARP, VALUE_WIDTH > 128 ? 1 : 2)
 attend(moepack::Attention attention) {
     moepack::enter_launch();
     moepack::attention::attend(attention);

@@ -7,7 +7,7 @@
 //
 // Sums in f32, rounded to the activations' type, then added to the bias and rounded again.
 //
-// Definitions: HALF (1: f16, 0: bf16), COLUMNS: tokens, 8 or 16; TEAM: warps of a block.
+// Definitions: HALF (1: f16, 0: bf16), COLUMNS: tokens, 8 or 16; TEAM: warps of a block, 4, 8 or 16.
 #include "common/layer.cuh"
 
 namespace moepack {

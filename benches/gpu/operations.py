@@ -22,7 +22,7 @@ from moepack.backends.gpu import dense, router, step
 from moepack.backends.gpu.attention import Attention
 
 HEADS, GROUPS, WIDTH, HIDDEN, EXPERTS, TOP_K = 32, 4, 128, 2048, 128, 8
-BATCHES, CONTEXTS = (1, 8, 32), (1024, 8192, 32768)
+BATCHES, CONTEXTS = (1, 8, 32), (512, 2048, 8192, 32768)
 LARGEST, OUTSIDE = 2.3e9, 3e8
 """Bytes of keys and values at most, and those that do not fit into the cache."""
 
@@ -152,7 +152,10 @@ def product_times(batch: int, *rows: int, columns: int = HIDDEN) -> dict[str, fl
 
     times = {"bytes at 3 TB/s": sum(rows) * columns * 2 / 3e6, "cuBLAS": timed(separate)}
     if batch <= dense.MOST_TOKENS:
-        times["kernel"] = timed(lambda number: dense.multiply(x, sets[number % copies], none))
+        for warps in (4, 8, 16):
+            times[f"kernel, {warps} warps"] = timed(
+                lambda number, warps=warps: dense.multiply(x, sets[number % copies], none, warps)
+            )
     return times
 
 

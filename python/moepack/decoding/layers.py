@@ -167,11 +167,13 @@ class _Router:
         x = torch.randn(3, weight.shape[1], generator=generator, device=weight.device).to(dtype)
         try:
             with torch.no_grad():
-                (_, own, index), (_, scores, chosen) = module(x), found(x)
+                (_, own, index), (logits, scores, chosen) = module(x), found(x)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return None
         tolerance = 8 * torch.finfo(dtype).eps
-        same = torch.equal(index, chosen) and torch.allclose(own.float(), scores, rtol=tolerance, atol=tolerance)
+        # Experts with equal logits may be chosen in any order.
+        pairs = (own.float(), scores), (logits.gather(1, index), logits.gather(1, chosen))
+        same = all(torch.allclose(*pair, rtol=tolerance, atol=tolerance) for pair in pairs)
         return found if same else None
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

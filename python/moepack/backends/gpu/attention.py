@@ -15,11 +15,14 @@ from moepack.backends.gpu.structs import Struct
 __all__ = ["Attention", "program"]
 
 _ATTENTION = Struct("attention.cu", "Attention")
-_HEADS, _TOKENS = 8, 64
-"""Heads of a block, and the tokens that its warps read at once."""
+_HEADS, _TILE = 8, 16
+"""Heads of a block, and tokens of a warp."""
 
-_BLOCKS = 4
+_BLOCKS = 2
 """Per multiprocessor."""
+
+_SPLITS = 32
+"""The most blocks that share a sequence; the last one of them adds the sums of all."""
 
 _ROWS = 16384
 """The most rows of blocks; each has a counter."""
@@ -74,7 +77,8 @@ class Attention:
         rows = batch * groups * -(-heads // groups // _HEADS)
         if rows > _ROWS:
             return None
-        splits = max(1, min(-(-capacity // _TOKENS), self._blocks // rows))
+        warps = 4 if value_width > 128 else 8
+        splits = max(1, min(-(-capacity // (_TILE * warps)), self._blocks // rows, _SPLITS))
         parts, stats = (
             torch.empty(rows * splits * _HEADS * width, dtype=torch.float32, device=queries.device)
             for width in (value_width, 2)
@@ -85,7 +89,7 @@ class Attention:
             arrived=self._arrived, groups=groups, group=heads // groups, capacity=capacity, scale=scale,
         )  # fmt: skip
         kernels = program(_DTYPES[queries.dtype], key_width, value_width)
-        kernels.launch("attend", (splits, rows), 128, [argument], early=True)
+        kernels.launch("attend", (splits, rows), 32 * warps, [argument], early=True)
         return out
 
 

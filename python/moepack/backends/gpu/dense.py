@@ -40,8 +40,13 @@ def supports(weights: Sequence[Tensor], tokens: int) -> bool:
     )
 
 
-def multiply(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """Multiply x [T, C] by the matrices [R, C], below each other: [T, all rows] in the dtype of x."""
+def multiply(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], warps: int | None = None
+) -> Tensor:
+    """Multiply x [T, C] by the matrices [R, C], below each other: [T, all rows] in the dtype of x.
+
+    `warps` of a block, 4, 8 or 16, determine speed only.
+    """
     rows = [len(weight) for weight in weights]
     out = x.new_empty((len(x), sum(rows)))
     members: dict[str, Tensor | int | None] = {}
@@ -51,7 +56,7 @@ def multiply(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | Non
         members |= {name: weight, f"{name}_bias": bias, f"{name}_rows": count}
     x, blocks = x.contiguous(), out.shape[1] // _ROWS
     argument = _DENSE(**members, columns=x.shape[1], x=x, out=out, tokens=len(x))
-    warps = 4 if blocks > _MANY else 8
+    warps = warps or (4 if blocks > _MANY else 16)
     kernels = program(_DTYPES[x.dtype], 8 if len(x) <= 8 else 16, warps)
     kernels.launch("multiply", blocks, 32 * warps, [argument], early=True)
     return out
