@@ -40,9 +40,7 @@ def supports(weights: Sequence[Tensor], tokens: int) -> bool:
     )
 
 
-def multiply(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], warps: int | None = None
-) -> Tensor:
+def multiply(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], warps: int | None = None) -> Tensor:
     """Multiply x [T, C] by the matrices [R, C], below each other: [T, all rows] in the dtype of x.
 
     `warps` of a block, 4, 8 or 16, determine speed only.
