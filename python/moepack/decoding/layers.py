@@ -37,6 +37,7 @@ from moepack.backends.gpu import dense, router, step
 from moepack.backends.gpu.attention import Attention
 from moepack.decoding.cache import Appended
 from moepack.decoding.families import Family, family_of
+from moepack.modules.experts import PackedExperts
 
 __all__ = ["Operations", "Replacements"]
 
@@ -173,7 +174,7 @@ class _Router:
         tolerance = 8 * torch.finfo(dtype).eps
         # Experts with equal logits may be chosen in any order.
         pairs = (own.float(), scores), (logits.gather(1, index), logits.gather(1, chosen))
-        same = all(torch.allclose(*pair, rtol=tolerance, atol=tolerance) for pair in pairs)
+        same = all(torch.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in pairs)
         return found if same else None
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,7 +238,12 @@ def _layers(model: Any, family: Family, operations: Operations) -> list["_Layer"
         return []
     return [
         _Layer(
-            layer, _Attention.of(layer, model.config, family, operations), norms[2 * n : 2 * n + 3], chain, operations
+            layer,
+            _Attention.of(layer, model.config, family, operations),
+            norms[2 * n : 2 * n + 3],
+            chain,
+            operations,
+            _only_experts(layer.mlp, family),
         )
         for n, layer in enumerate(layers)
     ]
@@ -252,6 +258,7 @@ class _Layer:
         norms: before attention, before the experts, and of the following layer.
         chain: passes the output's norm on.
         operations: what computes the parts.
+        experts: the router and the experts, if they are all that follows attention; None to run the module.
     """
 
     def __init__(
@@ -261,7 +268,9 @@ class _Layer:
         norms: list[Norm],
         chain: _Chain,
         operations: Operations,
+        experts: tuple[Any, PackedExperts] | None,
     ) -> None:
+        self._experts = experts
         self.module, self.chain = module, chain
         self._own, self._attention, self._operations = module.forward, attention, operations
         self._norm, self._middle, self._following = norms
@@ -280,10 +289,29 @@ class _Layer:
         else:
             mixed = self.module.self_attn(hidden_states=normed.view(shape), **named)[0]
         residual, normed = operations.add_norm(residual, mixed.reshape(residual.shape), *self._middle)
-        output = self.module.mlp(normed.view(shape))
-        output = output[0] if isinstance(output, tuple) else output
+        output = self._feed_forward(normed, shape)
         total, normed = operations.add_norm(residual, output.reshape(residual.shape), *self._following)
         return self.chain.put(total.view(shape), normed)
+
+    def _feed_forward(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """The output of the experts, [T, H], float32 if they are all that the module has."""
+        if self._experts is not None:
+            router, experts = self._experts
+            _, weights, index = router(x)
+            found: Tensor = experts.in_float32(x, index, weights)
+            return found
+        output: Any = self.module.mlp(x.view(shape))
+        first: Tensor = output[0] if isinstance(output, tuple) else output
+        return first
+
+
+def _only_experts(module: Any, family: Family) -> tuple[Any, PackedExperts] | None:
+    """The router and the experts of a module that has nothing else."""
+    experts = module._modules.get("experts")
+    if not family.has(module, family.sparse) or type(experts) is not PackedExperts or len(module._modules) != 2:
+        return None
+    (router,) = (child for child in module._modules.values() if child is not experts)
+    return (router, experts) if family.has(router, family.router) else None
 
 
 class _Attention:

@@ -84,9 +84,10 @@ class Struct:
     @cached_property
     def _packer(self) -> tuple[tuple[str, ...], Packer]:
         """The members' names, and what packs their values; a launch takes less time than NumPy takes for a struct."""
+        fields: Mapping[str, Any] = self.dtype.fields or {}
         names, form, end = self.dtype.names or (), "<", 0
         for name in names:
-            kind, offset = (self.dtype.fields or {})[name][:2]
+            kind, offset = fields[name][:2]
             form += f"{offset - end}x" + (f"{kind.itemsize}s" if kind.names else _CODES[kind.str[1:]])
             end = offset + kind.itemsize
         return names, Packer(form + f"{self.dtype.itemsize - end}x")
