@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_serve_random import ENDPOINTS, LIKELY
-from test_serve_requests import CHATS, COMPLETIONS, ask, engine, values  # noqa: F401
+from test_serve_requests import CHATS, COMPLETIONS, values
 
 from moepack.serving.http.openapi import BODIES, GETS, description
 from moepack.serving.http.page import PATHS

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-from test_serve_requests import ask, engine, values  # noqa: F401
+from test_serve_requests import values
 
 from moepack.serving.http.anthropic_messages import CountRequest, MessagesRequest
 from moepack.serving.http.openai_embeddings import EmbeddingRequest

@@ -10,7 +10,7 @@ from transformers.generation import TopPLogitsWarper
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-from test_serve_requests import COMPLETIONS, ask, completion, engine  # noqa: F401
+from test_serve_requests import COMPLETIONS, completion
 
 from moepack.serving.http.server import Settings, create_app
 from moepack.serving.text.generation import generate
