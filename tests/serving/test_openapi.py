@@ -46,7 +46,7 @@ def check(path, status, headers, content):
     fits(content, described["content"][headers["content-type"].partition(";")[0]]["schema"])
 
 
-def test_every_endpoint_is_described(engine):  # noqa: F811
+def test_every_endpoint_is_described(engine):
     routes = [route for route in create_app(engine, Settings("tiny")).routes if isinstance(route, APIRoute)]
     paths = {route.path.replace("{name:path}", "{name}") for route in routes}
     assert set(DESCRIPTION["paths"]) == paths - set(PATHS)
@@ -54,12 +54,12 @@ def test_every_endpoint_is_described(engine):  # noqa: F811
 
 
 @pytest.mark.parametrize("path", [path for path in GETS if path != "/metrics"])
-def test_descriptions_of_the_server_fit(ask, path):  # noqa: F811
+def test_descriptions_of_the_server_fit(ask, path):
     check(path, *ask(path.replace("{name}", "tiny")))
 
 
 @pytest.mark.parametrize("path", VALID)
-def test_answers_and_refusals_fit(ask, path):  # noqa: F811
+def test_answers_and_refusals_fit(ask, path):
     schema = DESCRIPTION["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     fits(VALID[path], schema)
     if path != "/infill":  # refused: the tokenizer has no tokens for it
@@ -81,7 +81,7 @@ def test_answers_and_refusals_fit(ask, path):  # noqa: F811
         ("/completion", {"logit_bias": [[5, 1.0]], "n_predict": -1, "stop": "x"}),
     ],
 )
-def test_other_forms_and_neutral_values_are_described(ask, path, fields):  # noqa: F811
+def test_other_forms_and_neutral_values_are_described(ask, path, fields):
     body = {**VALID[path], **fields}
     fits(body, DESCRIPTION["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"])
     assert ask(path, body)[0] == 200
@@ -98,7 +98,7 @@ def requests(draw):
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(request=requests())
-def test_any_answer_fits(ask, request):  # noqa: F811
+def test_any_answer_fits(ask, request):
     path, body = request
     if not path.startswith("/api/"):  # `ask` expects OpenAI's errors
         check(path, *ask(path, body))

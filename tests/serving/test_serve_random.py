@@ -80,7 +80,7 @@ def requests(draw):
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(request=requests())
-def test_any_request_gets_a_well_formed_answer(ask, request):  # noqa: F811
+def test_any_request_gets_a_well_formed_answer(ask, request):
     path, body = request
     status, _, content = ask(path, body)
     assert status in (200, 400, 404), (body, content)
@@ -92,7 +92,7 @@ def test_any_request_gets_a_well_formed_answer(ask, request):  # noqa: F811
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_unknown_fields_are_refused_by_name(ask, path):  # noqa: F811
+def test_unknown_fields_are_refused_by_name(ask, path):
     for value in (0, "x", [1], {"a": 1}):
         status, _, content = ask(path, {**ENDPOINTS[path][1], "surprise": value})
         assert (status, content["error"]["param"]) == (400, "surprise")

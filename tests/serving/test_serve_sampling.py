@@ -20,7 +20,7 @@ GREEDY = {"temperature": 0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
-def write(ask):  # noqa: F811
+def write(ask):
     """A function that returns the choices of a completion."""
 
     def write(**fields):
@@ -37,7 +37,7 @@ def plain(write):
 
 
 @pytest.fixture(scope="module")
-def tokens(write, engine):  # noqa: F811
+def tokens(write, engine):
     """The ids of the tokens of the plain answer."""
     scores = write(logprobs=0)[0]["logprobs"]
     ids = {engine.tokenizer.decode([token]): token for token in range(len(engine.tokenizer))}
@@ -50,7 +50,7 @@ def test_bias_removes_and_forces_tokens(write, plain, tokens):
 
 
 @pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty"])
-def test_penalties_count_the_answer_alone(engine, field):  # noqa: F811
+def test_penalties_count_the_answer_alone(engine, field):
     """A token of the prompt is not penalized, a token of the answer is: by each occurrence, or once."""
     steered = Steered(Sampling(**{field: 0.5}, max_new_tokens=9), prompt=2)
     scores = steered(torch.tensor([[7, 7, 5, 5, 6]]), torch.zeros(1, 10))[0]
@@ -82,14 +82,14 @@ def test_stop_tokens_end_an_answer_and_are_not_in_its_text(write, plain, tokens)
     assert len(later) >= 8
 
 
-def test_end_tokens_are_ignored_on_request(write, engine, monkeypatch, plain, tokens):  # noqa: F811
+def test_end_tokens_are_ignored_on_request(write, engine, monkeypatch, plain, tokens):
     monkeypatch.setattr(engine, "ends", frozenset({tokens[2]}))
     assert write()[0]["text"] == plain[: tokens.index(tokens[2])]
     assert write()[0]["finish_reason"] == "stop"
     assert write(ignore_eos=True)[0]["finish_reason"] == "length"
 
 
-def test_several_prompts_and_answers_in_order(ask, engine):  # noqa: F811
+def test_several_prompts_and_answers_in_order(ask, engine):
     prompts = ["The sea", engine.tokenizer("a wolf").input_ids]
     choices = ask(COMPLETIONS, completion(**GREEDY | {"prompt": prompts, "n": 2}))[2]["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
@@ -117,7 +117,7 @@ def test_the_best_answers_are_the_likeliest(write):
     assert best["text"] == max(every, key=mean)["text"]
 
 
-def test_scores_are_those_of_the_model(ask, engine):  # noqa: F811
+def test_scores_are_those_of_the_model(ask, engine):
     """The scores of the prompt and of the answer are those of one pass over both."""
     prompt = "The sea and the wolf"
     body = completion(prompt=prompt, **GREEDY, logprobs=3, echo=True) | {"max_tokens": 4}
@@ -141,13 +141,13 @@ def test_scores_are_those_of_the_model(ask, engine):  # noqa: F811
     ] == scores["tokens"]
 
 
-def test_a_prompt_alone_is_scored(ask):  # noqa: F811
+def test_a_prompt_alone_is_scored(ask):
     choice = ask(COMPLETIONS, completion(prompt="The sea", logprobs=1, echo=True) | {"max_tokens": 0})[2]["choices"][0]
     assert choice["text"] == "The sea" and len(choice["logprobs"]["tokens"]) == 7
     assert choice["finish_reason"] == "length"
 
 
-def test_long_prompts_are_scored_in_parts_as_in_one(ask, engine, monkeypatch):  # noqa: F811
+def test_long_prompts_are_scored_in_parts_as_in_one(ask, engine, monkeypatch):
     body = completion(prompt="the wolf and the sea " * 9, logprobs=0, echo=True) | {"max_tokens": 0}
     whole = ask(COMPLETIONS, body)[2]["choices"][0]["logprobs"]["token_logprobs"]
     monkeypatch.setattr("moepack.serving.engine.SCORED", 7)
@@ -155,14 +155,14 @@ def test_long_prompts_are_scored_in_parts_as_in_one(ask, engine, monkeypatch):  
     torch.testing.assert_close(torch.tensor(parts[1:]), torch.tensor(whole[1:]), rtol=1e-4, atol=1e-4)
 
 
-def test_a_length_beyond_the_context_is_clamped_and_said(ask, engine):  # noqa: F811
+def test_a_length_beyond_the_context_is_clamped_and_said(ask, engine):
     _, _, content = ask(COMPLETIONS, completion(prompt="The sea", max_tokens=9999) | {"temperature": 0})
     assert content["usage"]["max_tokens"] == engine.context - 7
     assert content["usage"]["completion_tokens"] <= engine.context - 7
     assert "max_tokens" not in ask(COMPLETIONS, completion())[2]["usage"]
 
 
-def test_settings_of_the_server_apply_where_a_request_sets_none(ask, engine):  # noqa: F811
+def test_settings_of_the_server_apply_where_a_request_sets_none(ask, engine):
     app = create_app(engine, Settings("tiny", sampling={"temperature": 1.5, "top_k": 5}))
     texts = {ask(COMPLETIONS, completion(max_tokens=8), app=app)[2]["choices"][0]["text"] for _ in range(4)}
     assert len(texts) > 1
@@ -196,7 +196,7 @@ def test_answers_follow_a_grammar(write, field, holds):
         assert choice["finish_reason"] == "stop" and holds(choice["text"]), choice
 
 
-def test_streams_of_several_prompts_are_the_whole_answers(ask):  # noqa: F811
+def test_streams_of_several_prompts_are_the_whole_answers(ask):
     """With the prompts, their scores and two answers each."""
     body = completion(prompt=["The sea", "a wolf"], logprobs=2, echo=True, n=2, temperature=1.1, seed=9, max_tokens=6)
     whole = ask(COMPLETIONS, body)[2]["choices"]
@@ -216,7 +216,7 @@ def test_streams_of_several_prompts_are_the_whole_answers(ask):  # noqa: F811
                 assert found == expected
 
 
-def test_more_answers_than_the_queue_takes_are_refused(ask, engine):  # noqa: F811
+def test_more_answers_than_the_queue_takes_are_refused(ask, engine):
     prompts = ["x"] * (engine.slots + engine.queue + 1)
     status, _, content = ask(COMPLETIONS, completion(prompt=prompts))
     assert (status, content["error"]["code"], content["error"]["param"]) == (400, "too_many_answers", "prompt")
