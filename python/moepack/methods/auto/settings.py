@@ -5,12 +5,8 @@ from typing import ClassVar
 
 from moepack.methods import shared
 from moepack.methods.settings import Settings, setting
-from moepack.textfile import BUILT_IN
 
-__all__ = ["NO_TEXT", "AutoSettings"]
-
-NO_TEXT = "none"
-"""Value of `calibration` that disables it."""
+__all__ = ["AutoSettings"]
 
 
 @dataclass
@@ -25,9 +21,7 @@ class AutoSettings(Settings):
     )
     ratio: float | None = setting(None, help="Size relative to the checkpoint: 0.25.", users="basic", recorded=False)
     calibration: str | None = shared.calibration(
-        BUILT_IN,
-        shown="",
-        note="by default a built-in text, if the model's largest layer fits in memory with gradients; none disables it",
+        note="by default built-in, if the model's largest layer fits in memory with gradients"
     )
     prefer: str = setting(
         "quality",
