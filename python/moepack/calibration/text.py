@@ -104,6 +104,8 @@ def token_windows(
         if source == BUILT_IN
         else _spaced_windows(tokenizer, source, samples, length)
     )
+    if not len(windows):
+        raise CalibrationError(f"the text is shorter than one sample of {length} tokens", file=source)
     if (token := first_unknown(windows, vocabulary)) is not None:
         raise CalibrationError(unknown(token, vocabulary, tokenizer), file=source)
     return windows

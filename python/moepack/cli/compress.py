@@ -115,7 +115,7 @@ def run(
     """Print the plan, then compress. Return None after a dry run."""
     from moepack.cli.evaluate import quiet_transformers
     from moepack.format.atomic import refuse_existing
-        from moepack.pipeline import compress
+    from moepack.pipeline import compress
     from moepack.pipeline.distributed import refuse as refuse_sharing
     from moepack.pipeline.estimate import estimate
     from moepack.pipeline.source import opened
