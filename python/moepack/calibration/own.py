@@ -54,7 +54,8 @@ def own_windows(checkpoint: Checkpoint, tokenizer: Any, samples: int, length: in
         raise CalibrationError("an encoder-decoder cannot generate its own calibration text", file=checkpoint.path)
     file = _cache_file(checkpoint, samples, length)
     with suppress(OSError, SafetensorError, KeyError):
-        return load_file(file)["windows"]
+        kept: Tensor = load_file(file)["windows"]
+        return kept
     _check_memory(checkpoint)
     windows = _generate(checkpoint.path, tokenizer, samples, length, vocabulary)
     with suppress(OSError, SafetensorError):
@@ -92,7 +93,7 @@ def _generate(path: Path, tokenizer: Any, samples: int, length: int, vocabulary:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         first = allowed[torch.randint(len(allowed), (samples, 1))]
-        for part in first.split(BATCH):
+        for part in torch.split(first, BATCH):
             written = model.generate(
                 part, attention_mask=torch.ones_like(part), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
                 max_length=length, min_length=length, suppress_tokens=special or None, pad_token_id=0,
