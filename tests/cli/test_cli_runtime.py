@@ -173,10 +173,11 @@ def test_generate_with_switch_shows_sentinels_and_no_prompt(run, switch):
 
 def test_the_decoder_is_reported(run, packed, mixtral, monkeypatch):
     asked = "--prompt", "The sea", "--max-new-tokens", 4
-    assert "decoded by the core\n" in run("generate", packed, *asked).stderr
-    assert "decoded by transformers (the core decodes packed models" in run("generate", mixtral, *asked).stderr
+    assert "decoded by moepack's decoder\n" in run("generate", packed, *asked).stderr
+    assert "decoded by transformers (moepack's decoder needs a packed model" in run("generate", mixtral, *asked).stderr
     monkeypatch.setenv("MOEPACK_DECODE", "transformers")
-    assert "decoded by transformers (not supported by the core: steps while" in run("generate", packed, *asked).stderr
+    declined = "decoded by transformers (not supported by moepack's decoder: steps while"
+    assert declined in run("generate", packed, *asked).stderr
 
 
 def test_doctor(run):
@@ -186,7 +187,7 @@ def test_doctor(run):
     assert facts["versions"]["torch"]
     assert facts["processor"]["instruction set used"] in facts["processor"]["instruction sets found"]
     assert facts["kernels"]
-    assert facts["decoding"] == {"by the core": ", ".join(FAMILIES)}
+    assert facts["decoding"] == {"by moepack's decoder": ", ".join(FAMILIES)}
     assert facts["memory"]["read bandwidth GB/s"] > 0.1
     table = run("doctor")
     assert table.exit_code == 0
