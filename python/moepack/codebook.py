@@ -150,7 +150,7 @@ def encode_codebook(
     blocks = -(-given.shape[-1] // block) if block else min(given.shape[-1], 1)
     expected = [*given.shape[:-1], blocks, books.shape[-1]]
     if list(books.shape) != expected:
-        message = f"codebooks have shape {list(books.shape)}, codes {list(given.shape)} with block {block}"
+        message = f"codebooks have shape {list(books.shape)}, but codes of shape {list(given.shape)} with block {block}"
         raise InvalidTensorError(f"{message} need {expected}")
     if books.dtype not in FLOATS:
         raise InvalidTensorError(f"centroids must be floating-point, got {books.dtype}")

@@ -177,10 +177,12 @@ def encode_coded(
     experts, (rows, width) = 1 if given.ndim == 2 else given.shape[0], given.shape[-2:]
     rows_of, columns_of = _floats(scales, "scales"), None if columns is None else _floats(columns, "column scales")
     if tuple(rows_of.shape) not in {(), (1,), tuple(given.shape[:-1])}:
-        raise InvalidTensorError(f"scales have shape {list(rows_of.shape)}, codes {list(given.shape)}")
+        raise InvalidTensorError(f"scales have shape {list(rows_of.shape)}, but codes have {list(given.shape)}")
     if columns_of is not None:
         if tuple(columns_of.shape) not in {(width,), (1, width), (experts, width)}:
-            raise InvalidTensorError(f"column scales have shape {list(columns_of.shape)}, codes {list(given.shape)}")
+            raise InvalidTensorError(
+                f"column scales have shape {list(columns_of.shape)}, but codes have {list(given.shape)}"
+            )
         columns_of = columns_of.reshape(-1, width)
     one = rows_of.ndim == 0 or rows_of.shape == (1,) != given.shape[:-1]
     stored = rows_of.reshape((1, 1) if one else (experts, rows))

@@ -404,7 +404,7 @@ def test_other_layouts_are_refused_with_the_list(model_type: str, tmp_path: Path
 
 def test_unknown_to_transformers(built: Build, tmp_path: Path) -> None:
     path = rewrite(built("mixtral"), tmp_path, lambda tensors: None, model_type="no_such_model")
-    refused(path, UnsupportedModelError, "the installed transformers does not know it")
+    refused(path, UnsupportedModelError, "the installed transformers does not support this architecture")
 
 
 @pytest.mark.parametrize(

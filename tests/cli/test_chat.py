@@ -124,7 +124,7 @@ def test_an_encoder_decoder_is_refused_in_a_sentence(command, switch, capsys):
         pytest.importorskip("fastapi")
     with pytest.raises(SystemExit, match="1"):
         main([command, str(switch)])
-    assert "this model reads one text and writes another" in capsys.readouterr().err
+    assert "this model is an encoder-decoder" in capsys.readouterr().err
 
 
 def test_models_without_a_template_continue_the_text(talk, packed):

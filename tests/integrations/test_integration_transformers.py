@@ -317,7 +317,7 @@ def test_shapes_that_are_not_the_models(packed, tmp_path):
     _, directory = packed("mixtral")
     copy = shutil.copytree(directory, tmp_path / "copy")
     edit_config(copy, lambda config: config.update(num_local_experts=7))
-    with pytest.raises(LoadError, match="model's configuration says"):
+    with pytest.raises(LoadError, match="but the model's configuration has"):
         moepack.load(copy)
 
 

@@ -153,7 +153,7 @@ def test_policies_add_up_and_stop_at_the_matrix() -> None:
     assert sum(ranks("uniform:12")) == 10 * 12
     assert ranks("uniform:0") == [0] * 10
     assert ranks("sparse:1000") == [0] * 2 + [64] * 8
-    with pytest.raises(ValueError, match="requires a text"):
+    with pytest.raises(ValueError, match="requires a calibration text"):
         named_ranks(parse_ranks("frequency:8"), *found, flat, None)
 
 

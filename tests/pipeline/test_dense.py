@@ -223,7 +223,7 @@ def test_a_linear_layer_that_the_model_lacks_or_sizes_otherwise(tmp_path: Any) -
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"]["packed"]["model.layers.0.self_attn.q_proj"]["weight"] = [8, 32]
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(moepack.LoadError, match="configuration says"):
+    with pytest.raises(moepack.LoadError, match="but the model's configuration has"):
         moepack.load(directory)
     config["quantization_config"]["packed"]["model.norm"] = {"weight": [8, 32]}
     del config["quantization_config"]["packed"]["model.layers.0.self_attn.q_proj"]

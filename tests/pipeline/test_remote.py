@@ -331,7 +331,7 @@ def test_a_folder_of_the_user_is_not_emptied(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_budget_for_a_directory_is_refused(sharded: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="applies to a model of the Hub"):
+    with pytest.raises(ValueError, match="applies only to a Hub model"):
         moepack.compress(sharded, tmp_path / "out", method=Ternary(), disk_budget="1GB")
 
 

@@ -210,7 +210,7 @@ def test_adapters_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"none: there is no adapter_config.json"):
         Adapters(model, {"a": tmp_path / "none"})
     peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]).save_pretrained(tmp_path / "ia3")
-    with pytest.raises(LoadError, match="only LoRA adapters can be served, and this is IA3"):
+    with pytest.raises(LoadError, match="only LoRA adapters can be served, but this is IA3"):
         Adapters(model, {"a": tmp_path / "ia3"})
     other = tmp_path / "other"
     peft.get_peft_model(fresh("mixtral")[1], peft.LoraConfig(target_modules=["o_proj"])).save_pretrained(other)

@@ -111,7 +111,7 @@ class LinearsRun(LayerRun):
             next(self._forward(0))
         silent = set(self.modules) - {path for stage in stages for path in stage}
         if silent:
-            raise UnsupportedModelError(f"the block does not run '{min(silent)}'")
+            raise UnsupportedModelError(f"the forward pass of the block does not use '{min(silent)}'")
         return stages
 
     @torch.no_grad()

@@ -44,7 +44,7 @@ def decoder_blocks(model: MoeModel) -> tuple[str, str]:
     first = model.layers[0].name
     found = re.match(r"(.+?)\.(\w+)\.\d+\.", first)
     if found is None:
-        raise UnsupportedModelError(f"do not know the list of blocks that '{first}' is in")
+        raise UnsupportedModelError(f"the list of blocks that contains '{first}' is unknown")
     return found[1], found[2]
 
 

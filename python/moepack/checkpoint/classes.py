@@ -58,7 +58,9 @@ def configuration(checkpoint_path: Path, config: Mapping[str, Any]) -> Any:
 
         own = "; code that comes with a checkpoint is never run" if config.get("auto_map") else ""
         own += f" (version {transformers.__version__}; a newer one may)"
-        raise UnsupportedModelError(f"the installed transformers does not know it{own}", file=checkpoint_path)
+        raise UnsupportedModelError(
+            f"the installed transformers does not support this architecture{own}", file=checkpoint_path
+        )
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
     decode = getattr(PretrainedConfig, "_decode_special_floats", dict)
     return CONFIG_MAPPING[config["model_type"]].from_dict(decode(plain))

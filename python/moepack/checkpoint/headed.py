@@ -33,7 +33,9 @@ def headed(checkpoint: Checkpoint) -> Checkpoint:
     if known[kind] not in mapping or not (stored or config.get("tie_word_embeddings")):
         return checkpoint
     name = mapping[known[kind]].__name__
-    note = f"config.json names {classes[0]}, a model without head; the head is there, so it is read as {name}."
+    note = (
+        f"config.json names {classes[0]}, a model without a head; the checkpoint has a head, so it is read as {name}."
+    )
     checkpoint.config = {**config, _CLASSES: [name]}
     checkpoint.notes = (*checkpoint.notes, note)
     return checkpoint

@@ -197,7 +197,7 @@ class Names:
             return Source([[replace(part, transposed=True) for part in piece] for piece in source.pieces])
         if (kind, axis) == ("Interleave", 1) and len(source.pieces) == 1:
             return replace(source, interleaved=not operation.inverse)
-        raise UnknownConversion(f"transformers makes {parameter} by {kind}, which moepack does not know")
+        raise UnknownConversion(f"transformers makes {parameter} by {kind}, which moepack does not support")
 
 
 def _natural(name: str) -> list[Any]:

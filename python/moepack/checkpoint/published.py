@@ -72,7 +72,7 @@ class PublishedCheckpoint(Checkpoint):
         for key in _SIZES:
             here, there = packed.config.get(key), config.get(key)
             if here is not None and there is not None and here != there:
-                raise CheckpointError(f"another model: {key} is {there}, {here} in the published one", file=file)
+                raise CheckpointError(f"is another model: {key} is {there}, but {here} in the published one", file=file)
         has_weights = original is not None and bool(weight_files(path))
         return cls(path, config, packed, Checkpoint.open(path) if has_weights else None)
 

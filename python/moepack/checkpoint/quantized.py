@@ -260,7 +260,7 @@ def _fp8(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
 def _modelopt(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
     algorithm = settings.get("quant_algo") or (settings.get("quantization") or {}).get("quant_algo")
     known = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
-    _require(algorithm in known, f"quant_algo {algorithm!r}; {' and '.join(known)} are read")
+    _require(algorithm in known, f"quant_algo {algorithm!r}; only {' and '.join(known)} are supported")
     return _fp8({}, names)
 
 
@@ -269,7 +269,8 @@ def _quark(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
     found = weight.get("dtype"), weight.get("qscheme")
     _require(
         found[0] == "fp8_e4m3" and found[1] in ("per_tensor", "per_channel"),
-        f"weights of dtype {found[0]!r} and qscheme {found[1]!r}; fp8_e4m3 per_tensor and per_channel are read",
+        f"weights of dtype {found[0]!r} and qscheme {found[1]!r}; only fp8_e4m3 per_tensor and per_channel are "
+        "supported",
     )
     return _fp8({}, names)
 
@@ -278,7 +279,7 @@ def _float_quantized(settings: Mapping[str, Any], names: Collection[str]) -> _Ki
     schemes = [group["weights"] for group in settings["config_groups"].values()]
     blocks = {tuple(scheme.get("block_structure") or ()) for scheme in schemes}
     kinds = {(scheme["num_bits"], scheme.get("type")) for scheme in schemes}
-    _require(kinds == {(8, "float")}, f"{_listed(kinds)} in groups of float-quantized; 8-bit floats are read")
+    _require(kinds == {(8, "float")}, f"{_listed(kinds)} in groups of float-quantized; only 8-bit floats are supported")
     _require(len(blocks) == 1, f"blocks of several sizes: {_listed(blocks)}")
     block = next(iter(blocks))
     return _float8("_scale", (int(block[0]), int(block[1])) if block else None)
@@ -349,7 +350,9 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _compressed_tensors(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
     kinds = {"pack-quantized": _pack_quantized, "float-quantized": _float_quantized}
-    _require(settings.get("format") in kinds, f"format {settings.get('format')!r}; {' and '.join(kinds)} are read")
+    _require(
+        settings.get("format") in kinds, f"format {settings.get('format')!r}; only {' and '.join(kinds)} are supported"
+    )
     return kinds[settings["format"]](settings, names)
 
 
@@ -391,7 +394,7 @@ def _grouped_shape(codes: tuple[int, ...], scales: tuple[int, ...], zeros: tuple
 
 
 def _gptq(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
-    _require(settings.get("bits") == 4, f"{settings.get('bits')} bits; 4 are read")
+    _require(settings.get("bits") == 4, f"{settings.get('bits')} bits; only 4 are supported")
     one = int(settings.get("checkpoint_format", "gptq") == "gptq")  # version 1 stores zero points minus one
 
     def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -412,9 +415,9 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def _awq(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
-    _require(settings.get("bits") == 4, f"{settings.get('bits')} bits; 4 are read")
+    _require(settings.get("bits") == 4, f"{settings.get('bits')} bits; only 4 are supported")
     version = settings.get("version", "gemm")
-    _require(str(version).lower() == "gemm", f"version {version!r}; 'gemm' is read")
+    _require(str(version).lower() == "gemm", f"version {version!r}; only 'gemm' is supported")
 
     def shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         columns, words = shapes["qweight"]

@@ -80,7 +80,9 @@ def _built(checkpoint: Checkpoint) -> Any:
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         layers = part.get("num_hidden_layers", 0)
         if not isinstance(layers, int) or layers > len(checkpoint):
-            raise unreadable(checkpoint, f"{layers} layers are configured for {len(checkpoint)} tensors")
+            raise unreadable(
+                checkpoint, f"config.json declares {layers} layers, but the checkpoint has {len(checkpoint)} tensors"
+            )
     try:
         return meta_model(checkpoint.path, config)
     except UnsupportedModelError as cause:
@@ -182,7 +184,7 @@ def _check(checkpoint: Checkpoint, path: str, parts: tuple[Part, ...], shape: tu
         except (IndexError, RuntimeError):
             found = info.shape
         if found != shape[1:]:
-            message = f"an expert of {path} has shape {list(found)}, config.json expects {list(shape[1:])}"
+            message = f"an expert of {path} has shape {list(found)}, but config.json expects {list(shape[1:])}"
             raise unreadable(checkpoint, f"{message} ({part.tensor})")
 
 

@@ -39,7 +39,7 @@ def remove_command(
         found = [each for each in entries() if each.title in (model, title_of(model)) and only in (None, each.size)]
         if not found:
             known = ", ".join(f"{each.title} ({each.size})" for each in entries()) or "none"
-            raise ValueError(f"no model {model!r}{f' of {only}' if only else ''} is kept; kept are: {known}")
+            raise ValueError(f"there is no packed model {model!r}{f' of {only}' if only else ''}; available: {known}")
     for entry in found:
         if yes or typer.confirm(f"delete {entry.path} ({size(entry.nbytes)})?"):
             entry.remove()

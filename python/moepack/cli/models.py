@@ -73,7 +73,7 @@ table for your version of transformers; `moepack models --markdown` generates th
 Each architecture is tested on a tiny random model of its own configuration class. The model is compressed to 8-bit
 group-wise integers, loaded, run with and without a cache, used for generation if it can generate, exported to bf16 and
 read back. The median relative error of a token's logits must stay below 5 % against the original and below 3 % against
-the export. The test says nothing about quality on real weights; see [quality](quality.md).
+the export. The test does not measure quality on real weights; for that, see [quality](quality.md).
 
 Calibrated methods (`auto`, `rate`, `qmoe`, `codequant`, `milo`) need the inputs of each layer. They work with
 {followed} architectures (column *calibrated*): run block by block, these compute the same hidden states as
@@ -88,13 +88,14 @@ Kinds of experts:
 
 - *gated*: `down(act(gate x) * up x)`.
 - *plain*: no gate.
-- *own*: with clamps, biases or norms between and after the products, computed by transformers' own code.
+- *own*: with clamps, biases or norms between and after the matrix multiplications, computed by transformers' own code.
 - *every*: all experts get all tokens, scaled by the caller.
 - *identity*: gated; indices beyond the last expert return the token unchanged.
 - *product*: one matrix per expert.
 
-On the CPU, the Rust core runs whole decoding steps of {core} architectures (column *decoded by*). transformers decodes
-the others and calls moepack's kernels for packed layers. `moepack doctor packed` shows which applies, and why.
+On the CPU, moepack's decoder (in the Rust core) runs whole decoding steps of {core} architectures (`core` in the column
+*decoded by*). transformers decodes the others and calls moepack's kernels for packed layers. `moepack doctor packed`
+shows which applies, and why.
 
 moepack reads tensors under the names that transformers loads. It also accepts the prefixes that training tools leave
 (`module.`, `_orig_mod.`, `base_model.model.`, `model.language_model.`) and prints a note. Tensors that are not part of

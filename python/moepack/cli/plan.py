@@ -97,7 +97,9 @@ def _cells(choice: "Choice") -> tuple[str, ...]:
 
 def _print_next(found: "Outlook", console: Console) -> None:
     if any(choice.loss is None for choice in found.choices):
-        text = "The loss is unknown: --loss predicts it after a first run, and `moepack compare` measures it."
+        text = (
+            "The loss is unknown. --loss predicts it after a first `moepack compress`; `moepack compare` measures it."
+        )
         console.print(text, soft_wrap=True)
     if found.machine.here and all(choice.tokens_per_second is None for choice in found.choices):
         console.print("The speed is unknown until `moepack doctor` has measured this machine.")

@@ -90,12 +90,14 @@ def _packed(
     if not quiet:
         print_outlook(found, plain_console())
     if found.best is None:
-        raise ValueError("no size of this model fits this machine; --size chooses one")
+        raise ValueError("no size of this model fits this machine; choose one with --size")
     size = size or exact_size(found.best.nbytes)
     target = place_of(title, size)
     if not yes:
         if not sys.stdin.isatty():
-            raise ValueError("there is no terminal to ask whether to pack the model; --yes packs it without asking")
+            raise ValueError(
+                "cannot ask whether to pack the model without a terminal; use --yes to pack without asking"
+            )
         typer.confirm(f"pack to {size} in {target}?", abort=True)
     library().mkdir(parents=True, exist_ok=True)
     if prefer_packed and fetched(model, target, size):

@@ -63,7 +63,7 @@ def set_decoding(mode: str | None) -> None:
 
 def _checked(mode: str) -> str:
     if mode not in MODES:
-        raise ValueError(f"decoding is one of {', '.join(MODES)}, not {mode!r}")
+        raise ValueError(f"the decoding mode must be one of {', '.join(MODES)}, not {mode!r}")
     return mode
 
 

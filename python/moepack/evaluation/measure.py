@@ -147,14 +147,17 @@ class _Totals:
 
     def _compare(self, log_p: torch.Tensor, expected: torch.Tensor, target: torch.Tensor) -> None:
         if expected.shape != log_p.shape:
-            message = f"the reference predicts {tuple(expected.shape)}, the model {tuple(log_p.shape)}"
-            raise ReferenceMismatchError(message)
+            message = f"predictions of the reference have shape {tuple(expected.shape)}"
+            raise ReferenceMismatchError(f"{message}, but those of the model have {tuple(log_p.shape)}")
         log_q = F.log_softmax(expected, dim=-1)
         self.reference_loss += _finite_loss(log_q, target)
         terms = F.kl_div(log_p, log_q, reduction="none", log_target=True)
         self.kl += terms.masked_fill_(log_q.isneginf(), 0.0).sum().item()  # tokens that both models mask
         if not math.isfinite(self.kl):
-            raise NonFiniteError("the divergence is not finite: the model rules out tokens that the reference expects")
+            raise NonFiniteError(
+                "the divergence is not finite: the model gives probability zero to tokens that the reference considers "
+                "possible"
+            )
         self.agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
 
     def report(self, seconds: float) -> EvaluationReport:
@@ -178,5 +181,7 @@ def _finite_loss(log_p: torch.Tensor, target: torch.Tensor) -> float:
     losses = F.nll_loss(log_p, target, reduction="none")
     if not bool(losses.isfinite().all()):
         token = int(target[~losses.isfinite()][0])
-        raise NonFiniteError(f"the loss is not finite: the model rules out token {token}, which is in the text")
+        raise NonFiniteError(
+            f"the loss is not finite: the model gives probability zero to token {token}, which is in the text"
+        )
     return losses.sum().item()

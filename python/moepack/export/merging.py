@@ -157,7 +157,7 @@ def _with_adapter(source: PackedDirectory, directory: Path) -> Any:
         config = PeftConfig.from_pretrained(str(directory))
         method = str(getattr(config.peft_type, "value", config.peft_type))
         if method != "LORA":
-            raise UnsupportedModelError(f"only LoRA adapters can be merged, this one is {method}", file=directory)
+            raise UnsupportedModelError(f"only LoRA adapters can be merged, but this one is {method}", file=directory)
         model = meta_model(source.path, source.config)
         _without_memory(model)
         model = get_peft_model(model, config)

@@ -120,7 +120,7 @@ def balance_of(directory: Path) -> Balance:
     if BALANCE not in read_manifest(directory).files:
         return SAME
     if not file.is_file():
-        message = "is missing. Download it: it holds the model's scales relative to its source"
+        message = "is missing; download it, because it contains the factors between the packed and the original weights"
         raise LoadError(message, file=file)
     return _read(file, file.stat().st_mtime_ns)
 

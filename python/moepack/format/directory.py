@@ -133,7 +133,7 @@ def check_header(file: Path, manifest: Manifest) -> Header:
     expected = {name: record for name, record in manifest.tensors.items() if record.file == file.name}
     for name in sorted(header.tensors.keys() ^ expected.keys()):
         where = "the manifest" if name in header.tensors else "the file"
-        raise CorruptionError(f"{where} does not know it", file=file, tensor=name)
+        raise CorruptionError(f"is missing from {where}", file=file, tensor=name)
     for name, record in expected.items():
         info = header.tensors[name]
         shape = (record.nbytes,) if record.packed else record.shape

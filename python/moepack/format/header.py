@@ -154,14 +154,16 @@ def _read_json_bytes(stream: BinaryIO, size: int, file: Path, error: type[Moepac
 def header_length(prefix: bytes, size: int, file: Path, error: type[MoepackError] = CheckpointError) -> int:
     """Return the length of the JSON from the first 8 bytes of a file of `size` bytes; errors as for `parse_header`."""
     if len(prefix) < 8:
-        raise error(f"truncated: {size} bytes, a safetensors file has at least 8", file=file)
+        raise error(f"truncated: has {size} bytes, but a safetensors file has at least 8", file=file)
     if prefix == _LFS_POINTER:
         raise error(IS_POINTER, file=file)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER:
-        raise error(f"the header claims {length} bytes, the limit is {MAX_HEADER}: not a safetensors file?", file=file)
+        raise error(
+            f"the header claims {length} bytes, but the limit is {MAX_HEADER}: not a safetensors file?", file=file
+        )
     if 8 + length > size:
-        raise error(f"truncated: the header ends at byte {8 + length}, the file at {size}", file=file)
+        raise error(f"truncated: the header ends at byte {8 + length}, but the file at {size}", file=file)
     return length
 
 
@@ -206,6 +208,6 @@ def _check_tiling(infos: list[TensorInfo], start: int, size: int, file: Path, er
             raise error(f"{kind}: begins at byte {info.offset}, expected {position}", file=file, tensor=info.name)
         position += info.nbytes
     if position > size:
-        raise error(f"truncated: the tensors end at byte {position}, the file at {size}", file=file)
+        raise error(f"truncated: the tensors end at byte {position}, but the file at {size}", file=file)
     if position < size:
         raise error(f"{size - position} bytes after the last tensor", file=file)

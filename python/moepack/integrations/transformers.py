@@ -387,7 +387,7 @@ def _sparse(
 
 def _require_shapes(path: str, shapes: Shapes, expected: Mapping[str, tuple[int, ...]]) -> None:
     if shapes != dict(expected):
-        raise LoadError(f"the directory packs '{path}' as {shapes}, the model's configuration says {dict(expected)}")
+        raise LoadError(f"the directory packs '{path}' as {shapes}, but the model's configuration has {dict(expected)}")
 
 
 def _packed_linear(original: nn.Module, path: str, shape: tuple[int, ...]) -> PackedLinear:
@@ -398,7 +398,7 @@ def _packed_linear(original: nn.Module, path: str, shape: tuple[int, ...]) -> Pa
         )
     expected = original.out_features, original.in_features
     if shape != expected:
-        raise LoadError(f"the directory packs '{path}' as {shape}, the model's configuration says {expected}")
+        raise LoadError(f"the directory packs '{path}' as {shape}, but the model's configuration has {expected}")
     return PackedLinear(*expected, original.bias)
 
 
@@ -408,7 +408,7 @@ def _packed_embedding(original: nn.Module, path: str, shape: tuple[int, ...]) ->
         raise UnsupportedModelError(f"'{path}' ({type(original).__name__}) does more than look up rows")
     expected = original.num_embeddings, original.embedding_dim
     if shape != expected:
-        raise LoadError(f"the directory packs '{path}' as {shape}, the model's configuration says {expected}")
+        raise LoadError(f"the directory packs '{path}' as {shape}, but the model's configuration has {expected}")
     return PackedEmbedding(*expected, original.weight.dtype)
 
 

@@ -137,7 +137,9 @@ def compress(
         set_threads(threads)
     with opened(model, target, keep_source, disk_budget, whole=ray is not None) as source:
         if check and not source.has_original:
-            raise ValueError("the check runs the original, which is not kept: add keep_source (--keep-source)")
+            raise ValueError(
+                "the check needs the original model, which is deleted after packing; add keep_source (--keep-source)"
+            )
         source.show(progress)
         sound = _sound(source, target, assignment, mtp_bits, plan)
         report, plan = _packed(*sound, plan, target, ray, resume, progress, peak, started)

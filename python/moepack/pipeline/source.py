@@ -168,7 +168,7 @@ def opened(
         yield model
         return
     if disk_budget is not None and (whole or hub_id(model) is None):
-        raise ValueError("a disk budget applies to a model of the Hub that this machine packs alone")
+        raise ValueError("a disk budget applies only to a Hub model that is packed without --ray")
     folder = target.with_name(target.name + SOURCE)
     found = None if whole else open_remote(model, folder)
     if found is None:

@@ -110,7 +110,7 @@ def _loaded(adapted: Any, model: Any, directory: Path, key: str) -> Any:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA" or getattr(config, "alora_invocation_tokens", None):
         kind = "activated LoRA" if kind == "LORA" else kind
-        raise LoadError(f"{directory}: only LoRA adapters can be served, and this is {kind}")
+        raise LoadError(f"{directory}: only LoRA adapters can be served, but this is {kind}")
     with warnings.catch_warnings():
         # peft leaves adapters whose weights are missing at their random initial values.
         warnings.filterwarnings("error", message="Found missing adapter keys")

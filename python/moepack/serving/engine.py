@@ -91,7 +91,7 @@ class Engine:
         seconds: float = 600.0, adapters: Adapters | None = None, deterministic: bool = False,
     ) -> None:  # fmt: skip
         if model.config.is_encoder_decoder:
-            raise LoadError("only decoder models can be served: this model reads one text and writes another")
+            raise LoadError("only decoder models can be served, but this model is an encoder-decoder")
         require_head(model)
         self.model, self.tokenizer = model, tokenizer
         self.slots, self.queue, self.seconds = slots, queue, seconds

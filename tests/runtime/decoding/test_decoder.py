@@ -417,7 +417,7 @@ def test_the_choice_is_checked(monkeypatch):
     monkeypatch.setenv(VARIABLE, "torch")
     with pytest.raises(ValueError, match="native, transformers"):
         decoding()
-    with pytest.raises(ValueError, match="decoding is"):
+    with pytest.raises(ValueError, match="the decoding mode must be"):
         set_decoding("python")
 
 

@@ -289,5 +289,5 @@ def test_a_masked_vocabulary_is_sound(packed, text):
     hook.remove()
     letter = tokenizer("w").input_ids[0]
     model.lm_head.register_forward_hook(lambda _, given, logits: logits.index_fill(-1, torch.tensor([letter]), -INF))
-    with pytest.raises(NonFiniteError, match=f"rules out token {letter}, which is in the text"):
+    with pytest.raises(NonFiniteError, match=f"gives probability zero to token {letter}, which is in the text"):
         evaluate(model, text, CHARS, tokenizer=tokenizer)

@@ -50,7 +50,7 @@ def architecture(capability: tuple[int, int]) -> str:
     """
     if capability < _LEAST:
         have, least = (".".join(map(str, pair)) for pair in (capability, _LEAST))
-        raise DeviceError(f"the GPU has compute capability {have}, packed weights need {least} or newer")
+        raise DeviceError(f"the GPU has compute capability {have}, but packed weights need {least} or newer")
     major, minor = capability
     return f"sm_{major}{minor}" + ("a" if capability == (9, 0) else "")
 

@@ -27,6 +27,6 @@ def kernels_of(kind: str) -> Kernels:
         LoadError: there are none: the format is written in Python, or only runs on the CPU.
     """
     if kind not in FAMILIES:
-        raise LoadError(f"tensors of the kind '{kind}' run on the CPU, there are no GPU kernels for them")
+        raise LoadError(f"tensors of the kind '{kind}' run only on the CPU, because there are no GPU kernels for them")
     kernels: Kernels = import_module(f"{__package__}.{FAMILIES[kind]}").KERNELS
     return kernels

@@ -64,7 +64,7 @@ class TernaryKernels:
         words = [_words(number) for number in numbers]
         codes = matrix.sections["payload"][1] // (2 if _is_dict16(matrix) else 1)
         if codes >= 1 << 32:
-            raise LoadError(f"GPU kernels support at most 2^32 ternary codes per tensor, this one has {codes}")
+            raise LoadError(f"GPU kernels support at most 2^32 ternary codes per tensor, but this one has {codes}")
         device = matrix.device
         entries = torch.from_numpy(np.concatenate([word.entries for word in words]).view(np.int32))
         matrix.tables["entries"] = entries.to(device)

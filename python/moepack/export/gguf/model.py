@@ -71,7 +71,7 @@ class Model:
         for setting, values in required.items():
             found = config.get(setting, values[0])
             if found not in values:
-                message = f"llama.cpp's '{self.name}' computes {setting}={values[0]!r}, this model has {found!r}"
+                message = f"llama.cpp's '{self.name}' computes {setting}={values[0]!r}, but this model has {found!r}"
                 raise UnsupportedModelError(message, file="config.json")
         rope = rope_of(config)
         if rope.get("rope_type", "default") not in self.scalings:

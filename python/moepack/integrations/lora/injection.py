@@ -222,4 +222,4 @@ def _check_parameters(config: Any, path: str, module: PackedModule) -> None:
     for projection in module.form.places:
         if projection not in module.stock and any(name.endswith(f"experts.{projection}") for name in wanted):
             there = " and ".join(module.stock)
-            raise UnsupportedModelError(f"'{path}' is packed and has the parameters {there}, no {projection}")
+            raise UnsupportedModelError(f"'{path}' is packed and has the parameters {there}, but no {projection}")

@@ -52,9 +52,9 @@ class Milo(MiloSettings, Fitted, MeetsSize, PacksLinears, SimpleMethod):
         self._terms = parse_ranks(self.rank or DEFAULT_RANK)
         if self.calibration is None:
             if any(term.policy == "frequency" for term in self._terms):
-                raise ValueError("rank by frequency requires a text: set calibration")
+                raise ValueError("rank by frequency requires a calibration text: set calibration")
             if (self.samples, self.sequence_length) != (SAMPLES, SEQUENCE_LENGTH):
-                raise ValueError("samples and sequence_length require a text: set calibration")
+                raise ValueError("samples and sequence_length require a calibration text: set calibration")
         self._specs = [GroupSpec(self.bits, self.group_size, bool(self.symmetric))]
         if self.symmetric is None and (self.memory_budget is not None or self._terms[0].policy == "budget"):
             self._specs.append(GroupSpec(self.bits, self.group_size, True))

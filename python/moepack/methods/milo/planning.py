@@ -165,7 +165,9 @@ class Planner:
     def _by_budget(self, sources: Sequence[Source], step: int, memory: int, fixed: int) -> RankPlan:
         bare = fixed + sum(min(base_bytes(source.shape, spec) for spec in self.specs) for source in sources)
         if memory < bare:
-            raise ValueError(f"the memory budget, {memory:,} bytes, is below the size without compensators, {bare:,}")
+            raise ValueError(
+                f"the memory budget of {memory:,} bytes is less than the size without compensators, {bare:,} bytes"
+            )
 
         def stored(choices: Sequence[Choice[GroupSpec]]) -> int:
             return sum(

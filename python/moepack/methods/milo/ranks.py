@@ -92,7 +92,7 @@ def named_ranks(
             found = _share(order, term.amount, most[chosen], step)
         elif term.policy == "frequency":
             if frequency is None:
-                raise ValueError("rank by frequency requires a text: set calibration")
+                raise ValueError("rank by frequency requires a calibration text: set calibration")
             found = _share(frequency[chosen], term.amount, most[chosen], step)
         else:
             found = np.minimum(_spread(int(chosen.sum()), int(term.amount), step), most[chosen])

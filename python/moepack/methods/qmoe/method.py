@@ -112,7 +112,7 @@ class Qmoe(QmoeSettings, Fitted, Calibrates, PacksLinears, SimpleMethod):
     def fitted(cls, wanted: Wanted) -> Qmoe:
         """Meet a size by two bits or by the rate of ternary experts, and 8 bits elsewhere; see `Fitted`."""
         if not wanted.text:
-            raise ValueError("requires a text")
+            raise ValueError("requires a calibration text")
         rate = wanted.bits(DENSE, 8.25)
         if rate >= 2.4:
             return cls(bits="2", dense_bits=8, **wanted.text)

@@ -40,7 +40,7 @@ class Conversation:
     def __init__(self, model: Any, tokenizer: Any, sampling: Sampling, system: str | None = None) -> None:
         if model.config.is_encoder_decoder:
             raise LoadError(
-                "chat requires a decoder-only model: this model reads one text and writes another (moepack generate)"
+                "chat requires a decoder-only model, but this model is an encoder-decoder; use `moepack generate`"
             )
         self.model, self.tokenizer, self.sampling, self.system = model, tokenizer, sampling, system
         self.messages: list[dict[str, str]] = []
