@@ -10,7 +10,6 @@ from transformers import MixtralForCausalLM
 
 from moepack.decoding.prefix import new_cache
 from moepack.errors import LoadError
-from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.serving import engine as engines
 from moepack.serving import sequence
 from moepack.serving.engine import CHUNK, ClosedError, Engine, QueueFullError
@@ -43,16 +42,6 @@ class Collector:
     @property
     def finish(self):
         return self.pieces[-1].finish
-
-
-@pytest.fixture(scope="module")
-def model(packed):
-    return open_model(packed, "float32", mode="exact")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return open_tokenizer(packed)
 
 
 @pytest.fixture
