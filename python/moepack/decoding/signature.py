@@ -5,6 +5,7 @@ Calls are bound by the signature of the installed class, so positional and keywo
 spellings are accepted, regardless of which one the class declares.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class CallReader:
         return Call(cache=cache, others=found, **named)
 
 
+@functools.cache
 def cache_name(function: Callable[..., Any]) -> str | None:
     """Return the name of the parameter for keys and values; None if there is no such parameter.
 
