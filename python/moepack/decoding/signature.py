@@ -89,7 +89,6 @@ class CallReader:
         return Call(cache=cache, others=found, **named)
 
 
-@functools.cache
 def cache_name(function: Callable[..., Any]) -> str | None:
     """Return the name of the parameter for keys and values; None if there is no such parameter.
 
@@ -103,7 +102,13 @@ def cache_name(function: Callable[..., Any]) -> str | None:
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     """Return keys and values as a keyword argument of the model's forward, in the spelling that is not deprecated."""
-    return {cache_name(type(model).forward) or _SPELLINGS[-1]: cache}
+    return {_spelling(type(model).forward): cache}
+
+
+@functools.cache
+def _spelling(forward: Callable[..., Any]) -> str:
+    """Return the name of a forward's parameter for keys and values. Cached, because each decoding step needs it."""
+    return cache_name(forward) or _SPELLINGS[-1]
 
 
 def cached(output: Any) -> Any:
