@@ -75,6 +75,8 @@ def test_answers_and_refusals_fit(ask, path):
     [
         (CHATS, {"stop": "x", "tool_choice": "none", "seed": -1, "tools": []}),
         (CHATS, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "temperature": None}),
+        (CHATS, {"skip_special_tokens": True, "mirostat": 0, "xtc_probability": 0, "reasoning_format": "auto"}),
+        (COMPLETIONS, {"spaces_between_special_tokens": True, "bad_words": [], "dry_multiplier": 0, "id_slot": -1}),
         (COMPLETIONS, {"stop": ["x"], "use_beam_search": False, "suffix": ""}),
         ("/v1/responses", {"input": "x", "store": False}),
         ("/v1/messages", {"system": "x"}),

@@ -160,6 +160,8 @@ def test_ollama_describes_the_model(port, engine):
         ("/api/generate", {"model": "tiny", "prompt": "x", "format": "xml"}, 400, "format must be 'json'"),
         ("/api/generate", {"model": "tiny", "prompt": "x" * CONTEXT}, 400, "the context is 300 tokens"),
         ("/api/show", {}, 400, "model is required"),
+        ("/api/pull", {"model": "tiny"}, 404, "there is no /api/pull"),
+        ("/api/chat", None, 405, "/api/chat does not take GET"),
     ],
 )  # fmt: skip
 def test_ollama_s_errors_are_texts(port, path, body, status, said):

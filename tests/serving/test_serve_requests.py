@@ -22,7 +22,8 @@ from moepack.serving.http.openai_chat import ChatRequest  # noqa: E402
 from moepack.serving.http.openai_completions import CompletionRequest  # noqa: E402
 from request_support import CHATS, COMPLETIONS, chat, completion  # noqa: E402
 
-HARMLESS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "cache_prompt", "request_id"}
+HARMLESS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "cache_prompt", "request_id",
+            "guided_decoding_backend"}  # fmt: skip
 SAMPLED = {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "typical_p": 0.75, "repetition_penalty": 1.5,
            "presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 1, "ignore_eos": True,
            "seed": 7}  # fmt: skip
@@ -30,6 +31,7 @@ SAMPLED = {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "typical
 REFUSED = [
     *("mirostat", "bad_words", "allowed_token_ids", "use_beam_search", "length_penalty", "samplers", "chat_template"),
     *("logits_processors", "prompt_logprobs", "truncate_prompt_tokens", "priority", "documents", "mm_processor_kwargs"),
+    *("skip_special_tokens", "top_n_sigma", "xtc_probability", "cache_salt", "guided_whitespace_pattern"),
     *("lora", "id_slot", "functions", "function_call", "modalities", "store", "suffix", "audio", "prediction"),
 ]
 """Fields of OpenAI, vLLM and llama.cpp that are not supported."""
@@ -118,7 +120,7 @@ def test_values_that_ask_for_nothing_and_harmless_fields_change_nothing(ask, pat
     plain = ask(path, {**body, "temperature": 0})[2]["choices"]
     neutral = {name: same for name, values in kinds[path].neutral.items() for same in values if name != "max_tokens"}
     harmless = {"user": "x", "metadata": {"a": 1}, "safety_identifier": "y", "prompt_cache_key": "z",
-                "cache_prompt": False, "request_id": "r"}  # fmt: skip
+                "cache_prompt": False, "request_id": "r", "guided_decoding_backend": "xgrammar"}  # fmt: skip
     neutral |= {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stop_token_ids": [],
                 "min_tokens": 0, "ignore_eos": False, "typical_p": 1, "min_p": 0, "repetition_penalty": 1,
                 "stop": []}  # fmt: skip

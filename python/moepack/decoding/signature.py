@@ -5,6 +5,7 @@ Calls are bound by the signature of the installed class, so positional and keywo
 spellings are accepted, regardless of which one the class declares.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,7 +102,13 @@ def cache_name(function: Callable[..., Any]) -> str | None:
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     """Return keys and values as a keyword argument of the model's forward, in the spelling that is not deprecated."""
-    return {cache_name(type(model).forward) or _SPELLINGS[-1]: cache}
+    return {_spelling(type(model).forward): cache}
+
+
+@functools.cache
+def _spelling(forward: Callable[..., Any]) -> str:
+    """Return the name of a forward's parameter for keys and values. Cached, because each decoding step needs it."""
+    return cache_name(forward) or _SPELLINGS[-1]
 
 
 def cached(output: Any) -> Any:

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from moepack.serving.http.requests import TEXT, Fields, OneOrManyStops, wrong
+from moepack.serving.http.requests import SAMPLERS, TEXT, Fields, OneOrManyStops, wrong
 
 __all__ = ["LlamaOptions"]
 
@@ -16,13 +16,7 @@ class LlamaOptions(Fields):
         "seed": (-1,),
         "top_k": (-1,),
         "stop": ("", []),
-        "mirostat": (0,),
-        "tfs_z": (1,),
-        "dry_multiplier": (0,),
-        "dynatemp_range": (0,),
-        "xtc_probability": (0,),
-        "top_n_sigma": (-1,),
-        "min_keep": (0,),
+        **SAMPLERS,
     }
     forms: ClassVar[dict[str, Any]] = {"stop": TEXT}
 

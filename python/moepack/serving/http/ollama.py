@@ -6,12 +6,11 @@ Answers are streamed as lines of JSON unless a request says otherwise. Errors ar
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal
 
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse
 from pydantic import Field, field_validator
 
 from moepack.format.weights import weight_files
@@ -193,28 +192,6 @@ class ShowRequest(Fields):
     verbose: bool = False
 
 
-Handler = Callable[[Answers, HttpRequest], Awaitable[Any]]
-
-
-def _errors(handler: Handler) -> Handler:
-    """Return errors in ollama's form."""
-
-    async def answered(answers: Answers, request: HttpRequest) -> Any:
-        try:
-            return await handler(answers, request)
-        except Refusal as refusal:
-            response = refusal.response()
-            headers = {name: value for name, value in response.headers.items() if name == "retry-after"}
-            return JSONResponse(_error(refusal), refusal.status, headers)
-
-    return answered
-
-
-def _error(refusal: Refusal) -> dict[str, Any]:
-    return {"error": refusal.content["error"]["message"]}
-
-
-@_errors
 async def chat(answers: Answers, request: HttpRequest) -> Any:
     """Answer a chat."""
     body = await read(request, ChatRequest)
@@ -228,7 +205,6 @@ async def chat(answers: Answers, request: HttpRequest) -> Any:
     return await _chatted(answers, request, body, turn, _message)
 
 
-@_errors
 async def generate(answers: Answers, request: HttpRequest) -> Any:
     """Answer a prompt as a user's message, or continue it if the model has no chat template or `raw` is set."""
     body = await read(request, GenerateRequest)
@@ -275,7 +251,7 @@ async def _chatted(answers: Answers, request: HttpRequest, body: Asked, turn: Tu
 async def _answered(request: HttpRequest, body: Asked, running: Running, writer: "_Writer") -> Any:
     """Return the answer, streamed or not."""
     if body.stream:
-        return streamed(running, writer.lines(running), lambda refusal: _line(_error(refusal)), LINES)
+        return streamed(running, writer.lines(running), lambda refusal: _line(refusal.ollama), LINES)
     (found,) = await running.whole(request)
     return {**writer.part(writer.text(found.text)), **writer.end(running, found.last)}
 
@@ -426,7 +402,6 @@ def running_models(answers: Answers) -> dict[str, Any]:
     return {"models": entries}
 
 
-@_errors
 async def show(answers: Answers, request: HttpRequest) -> Any:
     """Describe a model."""
     body = await read(request, ShowRequest)

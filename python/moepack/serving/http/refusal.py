@@ -52,9 +52,15 @@ class Refusal(Exception):
         kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {**self.content["error"], "type": kind}}
 
+    @property
+    def ollama(self) -> dict[str, Any]:
+        """The content in ollama's form."""
+        return {"error": self.content["error"]["message"]}
+
     def response(self, path: str = "") -> JSONResponse:
-        """Return the HTTP response to a request of a path."""
-        content = self.anthropic if path.startswith("/v1/messages") else self.content
+        """Return the HTTP response to a request of a path, in the form of its protocol."""
+        forms = {"/v1/messages": self.anthropic, "/api/": self.ollama}
+        content = next((form for start, form in forms.items() if path.startswith(start)), self.content)
         return JSONResponse(content, self.status, self.headers)
 
 

@@ -20,7 +20,18 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-__all__ = ["NEUTRAL", "TEXT", "Fields", "OneOrManyStops", "Sampled", "Stops", "StreamOptions", "wrong"]
+__all__ = ["NEUTRAL", "SAMPLERS", "TEXT", "Fields", "OneOrManyStops", "Sampled", "Stops", "StreamOptions", "wrong"]
+
+SAMPLERS: dict[str, tuple[Any, ...]] = {
+    "mirostat": (0,),
+    "tfs_z": (1,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "xtc_probability": (0,),
+    "top_n_sigma": (-1,),
+    "min_keep": (0,),
+}
+"""llama.cpp's samplers that are not supported, and the values that turn them off."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -38,6 +49,26 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "length_penalty": (1,),
     "priority": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "return_token_ids": (False,),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "documents": ([],),
+    "verbosity": ("medium",),
+    "reasoning_format": ("auto", "deepseek"),
+    "parse_tool_calls": (True,),
+    "thinking_forced_open": (False,),
+    "timings_per_token": (False,),
+    "return_progress": (False,),
+    "id_slot": (-1,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "n_keep": (0,),
+    "t_max_predict_ms": (0, -1),
+    "repeat_penalty": (1,),
+    **SAMPLERS,
 }
 """Unsupported fields, and values of supported ones, that ask for nothing. They are accepted and ignored."""
 
@@ -146,6 +177,7 @@ class Sampled(Fields):
     prompt_cache_key: str = ""
     cache_prompt: bool = True
     request_id: str = ""
+    guided_decoding_backend: str = ""
 
     @field_validator("logit_bias")
     @classmethod
