@@ -112,6 +112,29 @@ def test_only_used_files_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert [*huggingface_hub.utils.filter_repo_objects([*wanted, *others], **asked)] == wanted
 
 
+@pytest.mark.parametrize("has_safetensors", [False, True])
+def test_pickles_are_downloaded_only_without_safetensors(
+    has_safetensors: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        (tmp_path / "config.json").write_text("{}")
+        if has_safetensors:
+            (tmp_path / "model.safetensors").write_bytes(b"")
+        asked.append(options)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_model("someone/model") == tmp_path and len(asked) == 2 - has_safetensors
+    options = asked[-1]
+    del options["revision"]
+    shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "pytorch_model.bin"]
+    others = ["training_args.bin", "original/pytorch_model.bin", "optimizer.bin"]
+    found = [*huggingface_hub.utils.filter_repo_objects([*shards, *others], **options)]
+    assert found == ([] if has_safetensors else shards)
+
+
 def test_the_root_of_a_cache_is_not_a_model(hub_cache: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--someone--moe" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)

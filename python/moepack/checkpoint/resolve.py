@@ -2,7 +2,7 @@
 
 A Hub model is downloaded into the Hub's own cache, or found there; its files are links to the cache's blobs. Only the
 files that moepack reads are downloaded: safetensors, configuration and tokenizer, but no copy of the weights in another
-format.
+format. PyTorch pickles are downloaded if there are no safetensors.
 """
 
 import importlib
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moepack.errors import CheckpointError, DownloadError
+from moepack.format.hub import CONFIG
+from moepack.format.weights import weight_files
 
 __all__ = ["hub_failures", "hub_id", "hub_reason", "resolve_model", "small_files"]
 
@@ -35,6 +37,8 @@ UNWANTED = (
 """Patterns of files to skip: folders hold other formats, except templates (`additional_chat_templates/`), and
 `consolidated` files repeat the weights under other names."""
 
+_PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(.+))?", re.ASCII)
 
 
@@ -51,7 +55,12 @@ def resolve_model(model: str | PathLike[str]) -> Path:
             hold the model.
     """
     found = hub_id(model)
-    return Path(model) if found is None else _fetched(*found, WANTED)
+    if found is None:
+        return Path(model)
+    snapshot = _fetched(*found, WANTED)
+    if (snapshot / CONFIG).is_file() and not weight_files(snapshot):
+        return _fetched(*found, (*WANTED, *_PICKLES), UNWANTED[:-1])
+    return snapshot
 
 
 def hub_id(model: str | PathLike[str]) -> tuple[str, str | None] | None:
@@ -86,13 +95,13 @@ def _refuse_cache(path: Path) -> None:
         raise CheckpointError(f"is the Hub cache of a model, not a model; {holds}", file=path)
 
 
-def _fetched(name: str, revision: str | None, wanted: tuple[str, ...]) -> Path:
+def _fetched(name: str, revision: str | None, wanted: tuple[str, ...], unwanted: tuple[str, ...] = UNWANTED) -> Path:
     """Return the snapshot of a Hub model in the Hub's cache, with the files that match the patterns."""
     import huggingface_hub
 
     try:
         snapshot = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)
+            name, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(unwanted)
         )
     except hub_failures() as error:
         of = "" if revision is None else f" at the revision '{revision}'"
