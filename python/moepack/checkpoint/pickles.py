@@ -120,7 +120,8 @@ def _place(name: str, tensor: torch.Tensor, members: Mapping[int, int], file: Pa
     offset = tensor.storage_offset() * tensor.dtype.itemsize
     strides = None if tensor.is_contiguous() else tuple(tensor.stride())
     nbytes = tensor.numel() * tensor.dtype.itemsize
-    info = TensorInfo(name, tuple(tensor.shape), tensor.dtype, file, (start or 0) + offset, nbytes, strides)
-    if nbytes and (start not in members or offset + info.span > members[start]):
+    place = int(offset) + (start or 0)
+    info = TensorInfo(name, tuple(tensor.shape), tensor.dtype, file, place, nbytes, strides)
+    if nbytes and offset + info.span > members.get(-1 if start is None else start, -1):
         raise CheckpointError("lies outside of its member of the archive", file=file, tensor=name)
     return info

@@ -81,16 +81,17 @@ class Checkpoint:
             message = "is a peft adapter, not a model: merge it into its base model first (`merge_and_unload`)"
             raise CheckpointError(message, file=directory)
         config = read_config(directory)
-        files, read, note = weight_files(directory), read_header, ""
-        if not files:
-            files, read, note = pickle_files(directory), read_pickle, PICKLED
-        if not files:
+        files = weight_files(directory)
+        pickles = {} if files else pickle_files(directory)
+        if not files and not pickles:
             raise _no_weights(directory)
-        shards = {name: read(directory / name) for name in files}
+        shards = {name: read_header(directory / name) for name in files}
+        shards |= {name: read_pickle(directory / name) for name in pickles}
+        files |= pickles
         for shard, tensors in files.items():
             check_listed(tensors, shards[shard])
         opened = cls(directory, config, shards)
-        opened.notes = (note,) if note else ()
+        opened.notes = (PICKLED,) if pickles else ()
         return opened
 
     def renamed(self, names: Mapping[str, str], notes: tuple[str, ...]) -> "Checkpoint":

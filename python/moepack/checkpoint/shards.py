@@ -56,8 +56,10 @@ class ShardFiles:
 
     def equal(self, first: TensorInfo, second: TensorInfo) -> bool:
         """Return whether two tensors of one shape, dtype and strides have the same bytes. Errors as for `raw`."""
-        spans = (replace(info, nbytes=info.span) for info in (first, second))
-        return first.nbytes == 0 or np.array_equal(*map(self.raw, spans))
+        if first.nbytes == 0:
+            return True
+        one, other = (self.raw(replace(info, nbytes=info.span)) for info in (first, second))
+        return np.array_equal(one, other)
 
     def expect(self, groups: Sequence[Collection[TensorInfo]]) -> None:
         """Announce the tensors that will be read, in order. Those of a group are read together, more than once."""
