@@ -12,6 +12,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from moepack.checkpoint.gguf import companion, is_gguf
 from moepack.errors import CheckpointError, DownloadError
 from moepack.format.hub import CONFIG
 from moepack.format.weights import weight_files
@@ -46,17 +47,19 @@ def resolve_model(model: str | PathLike[str]) -> Path:
     """Return the directory of a model.
 
     Args:
-        model: a directory, or a Hub id `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` (branch, tag or commit). An
-            existing path takes precedence. Any other value is returned unchanged; opening it reports the error.
+        model: a directory, a GGUF file, or a Hub id `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` (branch, tag or
+            commit). An existing path takes precedence. Any other value is returned unchanged; opening it reports the
+            error.
 
     Raises:
-        CheckpointError: `model` is the root of a model's Hub cache.
+        CheckpointError: `model` is the root of a model's Hub cache, or a damaged GGUF file.
+        UnsupportedModelError: a GGUF file of an architecture that is not supported.
         DownloadError: the Hub has no such model or revision, denies access, or cannot be reached and the cache does not
             hold the model.
     """
     found = hub_id(model)
     if found is None:
-        return Path(model)
+        return companion(Path(model)) if is_gguf(Path(model)) else Path(model)
     snapshot = _fetched(*found, WANTED)
     if (snapshot / CONFIG).is_file() and not weight_files(snapshot):
         return _fetched(*found, (*WANTED, *_PICKLES), UNWANTED[:-1])

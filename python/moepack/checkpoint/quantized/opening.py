@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from moepack.checkpoint.dense import FLOATS
+from moepack.checkpoint.gguf import companion, gguf_files, is_gguf, open_gguf
 from moepack.checkpoint.headed import headed
 from moepack.checkpoint.quantized.checkpoint import QuantizedCheckpoint
 from moepack.checkpoint.quantized.scheme import Scheme
@@ -28,11 +30,17 @@ _PLAIN = "start from the f32, f16 or bf16 weights"
 def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     """Open a checkpoint, quantized or not. Arguments and errors as for `Checkpoint.open`.
 
+    Args:
+        path: a directory as for `Checkpoint.open`, a GGUF file, or its folder.
+
     Raises:
         UnsupportedModelError: the quantization is not supported; the message names it.
         CheckpointError: scales are missing, or their shape does not match the codes.
     """
-    return adapted(Checkpoint.open(path))
+    directory = companion(Path(path)) if is_gguf(Path(path)) else Path(path)
+    if parts := gguf_files(directory):
+        return adapted(open_gguf(directory, parts))
+    return adapted(Checkpoint.open(directory))
 
 
 def adapted(checkpoint: Checkpoint) -> Checkpoint:
