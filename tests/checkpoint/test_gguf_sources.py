@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from gguf_support import converted, finish, quantized, write_gguf, write_merged_tokenizer
 from moepack import Checkpoint, CheckpointError, UnsupportedModelError, compress
@@ -20,7 +21,8 @@ from moepack.checkpoint import describe
 from moepack.checkpoint.gguf import checkpoint as reading
 from moepack.checkpoint.gguf.header import read_gguf
 from moepack.checkpoint.quantized import open_checkpoint
-from moepack.checkpoint.resolve import resolve_model
+from moepack.checkpoint.resolve import configured, resolve_model
+from moepack.cli import app
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.methods.finequant import FineQuant
@@ -224,6 +226,24 @@ def test_a_configuration_beside_the_file_comes_first(
     if others:
         with pytest.raises(CheckpointError, match=r"several GGUF models \(model\.gguf, other0\.gguf\)"):
             open_checkpoint(tmp_path)
+
+
+def test_a_configuration_that_is_given(source: Callable[[str], Path], tmp_path: Path) -> None:
+    """For architectures whose metadata do not suffice, and through the command line."""
+    original = source("mixtral")
+    file = write_gguf(original, tmp_path / "model.gguf")
+    arguments = ["compress", str(file), str(tmp_path / "out"), "--method", "finequant", "--dry-run"]
+    done = CliRunner().invoke(app, [*arguments, "--config", str(original)])
+    assert done.exit_code == 0, done.output
+    directory = configured(file, original)
+    assert Path(directory) != resolve_model(file)
+    config = json.loads((Path(directory) / "config.json").read_text())
+    assert config == json.loads((original / "config.json").read_text())
+    assert len(open_checkpoint(directory)) == len(open_checkpoint(file))
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        configured(file, tmp_path)
+    with pytest.raises(ValueError, match="--config applies to GGUF files"):
+        configured(original, original)
 
 
 def test_experts_in_older_and_newer_layouts(tmp_path: Path) -> None:

@@ -135,6 +135,31 @@ def test_pickles_are_downloaded_only_without_safetensors(
     assert found == ([] if has_safetensors else shards)
 
 
+def test_a_gguf_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All parts of the file are downloaded, and the small files of its repository."""
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match="of the Hub has no such file"):
+        resolve_model("someone/model-GGUF@abc/Q4/model-00001-of-00002.gguf")
+    assert asked.pop("name") == "someone/model-GGUF" and asked.pop("revision") == "abc"
+    wanted = ["Q4/model-00001-of-00002.gguf", "Q4/model-00002-of-00002.gguf", "config.json"]
+    others = ["Q8/model-00001-of-00002.gguf", "Q4/model-00001-of-00003.gguf", "model.gguf", "model.safetensors"]
+    assert [*huggingface_hub.utils.filter_repo_objects([*wanted, *others], **asked)] == wanted
+
+
+def test_a_repository_of_gguf_files_lists_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = ["README.md", "Q4.gguf", "Q8.gguf"]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
+    with pytest.raises(CheckpointError, match=r"GGUF files \(Q4\.gguf, Q8\.gguf\); .* such as a/b@c/Q4\.gguf"):
+        resolve_model("a/b@c")
+
+
 def test_the_root_of_a_cache_is_not_a_model(hub_cache: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--someone--moe" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)

@@ -76,7 +76,8 @@ class Checkpoint:
         """
         directory = Path(path)
         if not directory.is_dir():
-            raise CheckpointError("no such directory, and not a Hub id (ORGANIZATION/NAME)", file=directory)
+            what = "file" if directory.suffix == ".gguf" else "directory"
+            raise CheckpointError(f"no such {what}, and not a Hub id (ORGANIZATION/NAME)", file=directory)
         if (directory / ADAPTER).is_file() and not (directory / "config.json").exists():
             message = "is a peft adapter, not a model: merge it into its base model first (`merge_and_unload`)"
             raise CheckpointError(message, file=directory)

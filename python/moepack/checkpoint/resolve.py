@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from moepack.checkpoint.gguf import companion, is_gguf
+from moepack.checkpoint.gguf.files import SUFFIX
 from moepack.errors import CheckpointError, DownloadError
 from moepack.format.hub import CONFIG
-from moepack.format.weights import weight_files
+from moepack.format.weights import pickle_files, weight_files
 
-__all__ = ["hub_failures", "hub_id", "hub_reason", "resolve_model", "small_files"]
+__all__ = ["configured", "hub_failures", "hub_id", "hub_reason", "resolve_model", "small_files"]
 
 _TEMPLATES = "*.jinja"
 _WEIGHTS = "*.safetensors"
@@ -40,6 +41,10 @@ UNWANTED = (
 
 _PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
+_HUB_FILE = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[^/]+))?/(?P<file>.+\.gguf)", re.ASCII
+)
+
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(.+))?", re.ASCII)
 
 
@@ -47,9 +52,9 @@ def resolve_model(model: str | PathLike[str]) -> Path:
     """Return the directory of a model.
 
     Args:
-        model: a directory, a GGUF file, or a Hub id `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` (branch, tag or
-            commit). An existing path takes precedence. Any other value is returned unchanged; opening it reports the
-            error.
+        model: a directory, a GGUF file, a Hub id `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` (branch, tag or
+            commit), or a GGUF file of the Hub, `ORGANIZATION/NAME/FILE.gguf`. An existing path takes precedence. Any
+            other value is returned unchanged; opening it reports the error.
 
     Raises:
         CheckpointError: `model` is the root of a model's Hub cache, or a damaged GGUF file.
@@ -59,11 +64,68 @@ def resolve_model(model: str | PathLike[str]) -> Path:
     """
     found = hub_id(model)
     if found is None:
-        return companion(Path(model)) if is_gguf(Path(model)) else Path(model)
+        path = _gguf(model)
+        return Path(model) if path is None else companion(path)
     snapshot = _fetched(*found, WANTED)
-    if (snapshot / CONFIG).is_file() and not weight_files(snapshot):
-        return _fetched(*found, (*WANTED, *_PICKLES), UNWANTED[:-1])
+    if weight_files(snapshot):
+        return snapshot
+    if (snapshot / CONFIG).is_file():
+        snapshot = _fetched(*found, (*WANTED, *_PICKLES), UNWANTED[:-1])
+    _refuse_gguf_only(snapshot, *found)
     return snapshot
+
+
+def configured(model: str | PathLike[str], config: Path | None) -> str | PathLike[str]:
+    """Return the model directory of a GGUF file with the configuration and tokenizer of a folder.
+
+    Without a folder, the model is returned unchanged.
+
+    Raises:
+        ValueError: the model is not a GGUF file.
+        CheckpointError, UnsupportedModelError, DownloadError: as for `resolve_model`.
+    """
+    if config is None:
+        return model
+    path = _gguf(model)
+    if path is None:
+        raise ValueError("--config applies to GGUF files; other models have a config.json")
+    return companion(path, config)
+
+
+def _gguf(model: str | PathLike[str]) -> Path | None:
+    """Return a GGUF file, or the folder of one, after downloading all its parts; None for any other model.
+
+    The small files of its repository come along, because they may have a configuration.
+    """
+    given = fspath(model)
+    if is_gguf(Path(given)):
+        return Path(given)
+    found = None if Path(given).exists() else _HUB_FILE.fullmatch(given)
+    if found is None:
+        return None
+    parts = re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", found["file"])
+    small = [pattern for pattern in WANTED if pattern != _WEIGHTS]
+    file = _fetched(found["name"], found["revision"], (*small, parts)) / found["file"]
+    if not file.is_file():
+        raise DownloadError(f"the model '{found['name']}' of the Hub has no such file", file=given)
+    return file
+
+
+def _refuse_gguf_only(snapshot: Path, name: str, revision: str | None) -> None:
+    """Reject a repository whose only weights are GGUF files, and list them."""
+    import huggingface_hub
+
+    if weight_files(snapshot) or pickle_files(snapshot):
+        return
+    try:
+        files = huggingface_hub.list_repo_files(name, revision=revision)
+    except hub_failures():
+        return
+    if found := [file for file in files if file.endswith(SUFFIX)]:
+        shown = ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
+        title = name if revision is None else f"{name}@{revision}"
+        message = f"has no weights but GGUF files ({shown}); name one of them, such as {title}/{found[0]}"
+        raise CheckpointError(message, file=name)
 
 
 def hub_id(model: str | PathLike[str]) -> tuple[str, str | None] | None:
@@ -74,7 +136,7 @@ def hub_id(model: str | PathLike[str]) -> tuple[str, str | None] | None:
     """
     given = fspath(model)
     _refuse_cache(Path(given))
-    found = None if Path(given).exists() else _HUB_ID.fullmatch(given)
+    found = None if Path(given).exists() or given.endswith(SUFFIX) else _HUB_ID.fullmatch(given)
     return None if found is None else (found[1], found[2])
 
 

@@ -18,7 +18,18 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 Checkpoint = Annotated[
     str,
-    typer.Argument(help="Checkpoint directory (safetensors) or Hub model: ORGANIZATION/NAME, or with @REVISION."),
+    typer.Argument(
+        help="Checkpoint directory, GGUF file, or Hub model: ORGANIZATION/NAME, with @REVISION, or with /FILE.gguf."
+    ),
+]
+Configuration = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="DIR",
+        help="Folder of config.json and tokenizer for a GGUF file. Default: the folder of the file if it has a "
+        "config.json, otherwise the file's metadata.",
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 KeepSource = Annotated[

@@ -38,6 +38,7 @@ def plan_command(
         bool,
         typer.Option("--loss", help="Predict the loss. Reads the weights of a directory, and takes longer."),
     ] = False,
+    config: options.Configuration = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what sizes of MODEL would need, how fast they would be, and where they run: memory, GPU, both, or drive.
@@ -45,6 +46,7 @@ def plan_command(
     Only headers are read, a few megabytes of a Hub model. --loss predicts the loss if an earlier run on a directory
     measured the sensitivity of its weights.
     """
+    from moepack.checkpoint.resolve import configured
     from moepack.cli.evaluate import quiet_transformers
     from moepack.pipeline.machines import Machine
     from moepack.pipeline.outlook import outlook
@@ -52,7 +54,7 @@ def plan_command(
     quiet_transformers()
     with wrong_usage():
         given = None if machine is None else Machine.described(machine)
-        found = outlook(model, sizes or (), given, loss=loss)
+        found = outlook(configured(model, config), sizes or (), given, loss=loss)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:

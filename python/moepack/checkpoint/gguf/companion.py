@@ -20,7 +20,7 @@ from typing import Any
 from moepack.checkpoint.gguf.config import configuration
 from moepack.checkpoint.gguf.files import SUFFIX, gguf_files, parts_of
 from moepack.checkpoint.gguf.model import GgufModel, read_model
-from moepack.errors import DiskError
+from moepack.errors import CheckpointError, DiskError
 from moepack.format.hub import CONFIG
 from moepack.format.side import side_names
 
@@ -34,20 +34,24 @@ def is_gguf(path: Path) -> bool:
     return not (path / CONFIG).exists() and bool(gguf_files(path))
 
 
-def companion(path: Path) -> Path:
+def companion(path: Path, config: Path | None = None) -> Path:
     """Return the model directory of a GGUF file, which is built on the first call.
 
     Args:
         path: any part of the model, or its folder.
+        config: folder of config.json and tokenizer; None means the folder of the file if it has a config.json,
+            otherwise the file's metadata.
 
     Raises:
         CheckpointError, UnsupportedModelError: as for `read_model` and `configuration`.
         DiskError: the cache cannot be written.
     """
     parts = [part.absolute() for part in (parts_of(path) if path.is_file() else gguf_files(path))]
-    folder = parts[0].parent
+    folder = (config or parts[0].parent).absolute()
+    if config is not None and not (folder / CONFIG).is_file():
+        raise CheckpointError("has no config.json", file=config)
     if (folder / CONFIG).is_file():
-        if len([*folder.glob(f"*{SUFFIX}")]) == len(parts):
+        if folder == parts[0].parent and len([*folder.glob(f"*{SUFFIX}")]) == len(parts):
             return folder
         model, sides = None, [name for entry in sorted(folder.iterdir()) for name in side_names(entry)]
     else:
