@@ -54,7 +54,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "gguf-cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def saved(architecture: str, folder: Path, **settings: Any) -> Path:
@@ -242,7 +242,7 @@ def test_a_configuration_that_is_given(source: Callable[[str], Path], tmp_path: 
     assert len(open_checkpoint(directory)) == len(open_checkpoint(file))
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         configured(file, tmp_path)
-    with pytest.raises(ValueError, match="--config applies to GGUF files"):
+    with pytest.raises(ValueError, match="--config applies to files"):
         configured(original, original)
 
 

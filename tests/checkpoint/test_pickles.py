@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from moepack import Checkpoint, CheckpointError, UnsupportedModelError, compress
 from moepack.census.tiny import tiny_model
 from moepack.checkpoint.quantized import open_checkpoint
+from moepack.checkpoint.resolve import configured, resolve_model
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model
 from moepack.methods.finequant import FineQuant
@@ -61,6 +62,25 @@ def test_pickles_are_packed_like_safetensors(shards: int, plain: Path, tmp_path:
     with torch.inference_mode():
         logits = [open_model(path, torch.float32)(input_ids=ids).logits for path in (plain, directory)]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_one_file_of_any_name(suffix: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = plain if suffix == ".safetensors" else pickled(plain, tmp_path / "pickled")
+    weights = source / ("model.safetensors" if suffix == ".safetensors" else NAME)
+    assert resolve_model(weights) == source
+    (tmp_path / "mine").mkdir()
+    file = tmp_path / "mine" / f"weights{suffix}"
+    file.write_bytes(weights.read_bytes())
+    with pytest.raises(CheckpointError, match=r"mine: has no config\.json, .*--config DIR"):
+        open_checkpoint(file)
+    expected = Checkpoint.open(source)
+    given = configured(file, source)
+    (tmp_path / "mine" / "config.json").write_bytes((plain / "config.json").read_bytes())
+    for opened in (open_checkpoint(file), open_checkpoint(resolve_model(file)), open_checkpoint(given)):
+        assert opened.names() == expected.names()
+        assert all(torch.equal(opened.tensor(name), expected.tensor(name)) for name in opened.names())
 
 
 def test_safetensors_come_first(plain: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from moepack.checkpoint.gguf import companion, is_gguf
+from moepack.checkpoint.companion import companion, is_file
 from moepack.checkpoint.gguf.files import SUFFIX
 from moepack.errors import CheckpointError, DownloadError
 from moepack.format.hub import CONFIG
@@ -52,9 +52,9 @@ def resolve_model(model: str | PathLike[str]) -> Path:
     """Return the directory of a model.
 
     Args:
-        model: a directory, a GGUF file, a Hub id `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` (branch, tag or
-            commit), or a GGUF file of the Hub, `ORGANIZATION/NAME/FILE.gguf`. An existing path takes precedence. Any
-            other value is returned unchanged; opening it reports the error.
+        model: a directory, a file of weights, a Hub id `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` (branch,
+            tag or commit), or a GGUF file of the Hub, `ORGANIZATION/NAME/FILE.gguf`. An existing path takes precedence.
+            Any other value is returned unchanged; opening it reports the error.
 
     Raises:
         CheckpointError: `model` is the root of a model's Hub cache, or a damaged GGUF file.
@@ -64,7 +64,7 @@ def resolve_model(model: str | PathLike[str]) -> Path:
     """
     found = hub_id(model)
     if found is None:
-        path = _gguf(model)
+        path = _file(model)
         return Path(model) if path is None else companion(path)
     snapshot = _fetched(*found, WANTED)
     if weight_files(snapshot):
@@ -76,29 +76,30 @@ def resolve_model(model: str | PathLike[str]) -> Path:
 
 
 def configured(model: str | PathLike[str], config: Path | None) -> str | PathLike[str]:
-    """Return the model directory of a GGUF file with the configuration and tokenizer of a folder.
+    """Return the model directory of a file of weights with the configuration and tokenizer of a folder.
 
     Without a folder, the model is returned unchanged.
 
     Raises:
-        ValueError: the model is not a GGUF file.
+        ValueError: the model is not a file.
         CheckpointError, UnsupportedModelError, DownloadError: as for `resolve_model`.
     """
     if config is None:
         return model
-    path = _gguf(model)
+    path = _file(model)
     if path is None:
-        raise ValueError("--config applies to GGUF files; other models have a config.json")
+        raise ValueError("--config applies to files of weights; directories and models of the Hub have a config.json")
     return companion(path, config)
 
 
-def _gguf(model: str | PathLike[str]) -> Path | None:
-    """Return a GGUF file, or the folder of one, after downloading all its parts; None for any other model.
+def _file(model: str | PathLike[str]) -> Path | None:
+    """Return a file of weights, or the folder of a GGUF model; None for any other model.
 
-    The small files of its repository come along, because they may have a configuration.
+    All parts of a GGUF file of the Hub are downloaded. The small files of its repository come along, because they may
+    have a configuration.
     """
     given = fspath(model)
-    if is_gguf(Path(given)):
+    if is_file(Path(given)):
         return Path(given)
     found = None if Path(given).exists() else _HUB_FILE.fullmatch(given)
     if found is None:

@@ -19,7 +19,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Checkpoint = Annotated[
     str,
     typer.Argument(
-        help="Checkpoint directory, GGUF file, or Hub model: ORGANIZATION/NAME, with @REVISION, or with /FILE.gguf."
+        help="Checkpoint directory, file of weights (safetensors, GGUF, PyTorch), or Hub model: ORGANIZATION/NAME, "
+        "with @REVISION, or with /FILE.gguf."
     ),
 ]
 Configuration = Annotated[
@@ -27,8 +28,8 @@ Configuration = Annotated[
     typer.Option(
         "--config",
         metavar="DIR",
-        help="Folder of config.json and tokenizer for a GGUF file. Default: the folder of the file if it has a "
-        "config.json, otherwise the file's metadata.",
+        help="Folder of config.json and tokenizer for a file of weights. Default: the folder of the file if it has a "
+        "config.json, otherwise the metadata of the GGUF file.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from moepack.checkpoint.companion import companion, is_file
 from moepack.checkpoint.dense import FLOATS
-from moepack.checkpoint.gguf import companion, gguf_files, is_gguf, open_gguf
+from moepack.checkpoint.gguf import gguf_files, open_gguf
 from moepack.checkpoint.headed import headed
 from moepack.checkpoint.quantized.checkpoint import QuantizedCheckpoint
 from moepack.checkpoint.quantized.scheme import Scheme
@@ -31,13 +32,13 @@ def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
     """Open a checkpoint, quantized or not. Arguments and errors as for `Checkpoint.open`.
 
     Args:
-        path: a directory as for `Checkpoint.open`, a GGUF file, or its folder.
+        path: a directory as for `Checkpoint.open`, or a file as for `companion`.
 
     Raises:
         UnsupportedModelError: the quantization is not supported; the message names it.
         CheckpointError: scales are missing, or their shape does not match the codes.
     """
-    directory = companion(Path(path)) if is_gguf(Path(path)) else Path(path)
+    directory = companion(Path(path)) if is_file(Path(path)) else Path(path)
     if parts := gguf_files(directory):
         return adapted(open_gguf(directory, parts))
     return adapted(Checkpoint.open(directory))
