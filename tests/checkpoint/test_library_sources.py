@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from golden.make_bitsandbytes import FILE, stored
+from golden.make_modelopt import FILE as MODELOPT
 from moepack import CheckpointError, UnsupportedModelError
 from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.quantized import open_checkpoint
@@ -118,17 +119,10 @@ NVFP4 = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, 
 
 
 def modelopt() -> tuple[Tensors, torch.Tensor]:
-    """A weight in ModelOpt's NVFP4, which stores the reciprocal of the other library's scale of a tensor."""
-    tensors, expected, _ = compressed(WEIGHTS["nvfp4-pack-quantized"], "nvfp4-pack-quantized")
-    whole = tensors["x.weight_global_scale"].reciprocal().reshape(())
-    return {
-        "x.weight": tensors["x.weight_packed"],
-        "x.weight_scale": tensors["x.weight_scale"],
-        "x.weight_scale_2": whole,
-        "x.input_scale": torch.tensor(1.0),
-        "k_proj.k_scale": torch.tensor(1.0),
-        "v_proj.v_scale": torch.tensor(1.0),
-    }, expected
+    """A weight in ModelOpt's NVFP4 with scales of keys and values, and the library's decoding."""
+    tensors = load_file(MODELOPT)
+    scales = {"k_proj.k_scale": torch.tensor(1.0), "v_proj.v_scale": torch.tensor(1.0)}
+    return of("x", tensors) | scales, tensors["expected"].float()
 
 
 @pytest.mark.parametrize("place", ["config.json", "hf_quant_config.json"])
