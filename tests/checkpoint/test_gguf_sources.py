@@ -511,6 +511,21 @@ def test_models_that_are_refused(case: str, tmp_path: Path) -> None:
     assert caught.value.file == str(tmp_path / "model.gguf")
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_hidden_layers": "two"}, {"num_hidden_layers": 0}])
+def test_a_configuration_beside_the_file_without_sizes(settings: dict[str, Any], tmp_path: Path) -> None:
+    changed_model(tmp_path, lambda _: None)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **settings}))
+    with pytest.raises(CheckpointError, match=r"model\.gguf: .* has no valid num_hidden_layers"):
+        open_checkpoint(tmp_path)
+
+
+def test_experts_of_gpt_oss_that_do_not_match(tmp_path: Path) -> None:
+    changed_model(tmp_path, add("blk.0.ffn_gate_exps.weight"), "gpt-oss")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss", "num_hidden_layers": 1}')
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj': gate, up and down .* do not match"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_file_that_changes(source: Callable[[str], Path], tmp_path: Path) -> None:
     file = write_gguf(source("mixtral"), tmp_path / "model.gguf")
     opened = open_checkpoint(file)

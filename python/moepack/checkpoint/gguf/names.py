@@ -130,12 +130,21 @@ def made_of(model: GgufModel, config: Mapping[str, Any]) -> tuple[list[Made], li
             made.append(Made(f"{_OUTER[stem]}.{end}", model.shapes[name], (Piece(name, model.shapes[name]),)))
         elif name not in _NO_WEIGHTS:
             raise _unknown(model, name, config)
+    count = _size(config, "num_hidden_layers", model)
     for number in sorted(layers):
-        if number >= config["num_hidden_layers"]:
+        if number >= count:
             unread += [f"blk.{number}.{name}" for name in layers[number]]
         else:
             made += _layer(model, config, number, layers[number])
     return made, unread
+
+
+def _size(config: Mapping[str, Any], key: str, model: GgufModel) -> int:
+    """Return a number of the configuration, which may come from a file of the user."""
+    found = config.get(key)
+    if not isinstance(found, int) or found < 1:
+        raise CheckpointError(f"the configuration beside it has no valid {key}", file=model.file)
+    return found
 
 
 def _unknown(model: GgufModel, name: str, config: Mapping[str, Any]) -> UnsupportedModelError:
@@ -184,7 +193,7 @@ def _plain(name: str, piece: Piece, stem: str, model: GgufModel, config: Mapping
         return Made(name, (1, *piece.shape), (piece,), lambda tensor: tensor.unsqueeze(0))
     if model.architecture != "llama" or stem not in ("attn_q", "attn_k"):
         return Made(name, piece.shape, (piece,))
-    heads = config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
+    heads = _size(config, "num_attention_heads" if stem == "attn_q" else "num_key_value_heads", model)
     if piece.shape[0] % (2 * heads):
         raise CheckpointError(f"{piece.shape[0]} rows are not {heads} heads", file=model.file, tensor=piece.name)
 
@@ -232,7 +241,8 @@ def _joined(prefix: str, stacks: Mapping[str, Piece], model: GgufModel) -> list[
     made = []
     for end, suffix in (("weight", ""), ("bias", "_bias")):
         gate, up, down = (stacks.get(f"ffn_{part}_exps.{end}") for part in ("gate", "up", "down"))
-        if gate is None or up is None or down is None or gate.shape != up.shape:
+        axes = 3 if end == "weight" else 2
+        if not gate or not up or not down or gate.shape != up.shape or {len(gate.shape), len(down.shape)} != {axes}:
             message = f"gate, up and down of the experts ({end}) do not match or are missing"
             raise CheckpointError(message, file=model.file, tensor=f"{prefix}.gate_up_proj{suffix}")
         if end == "bias":
