@@ -530,7 +530,7 @@ def test_a_file_that_changes(source: Callable[[str], Path], tmp_path: Path) -> N
     file = write_gguf(source("mixtral"), tmp_path / "model.gguf")
     opened = open_checkpoint(file)
     os.truncate(file, 2000)
-    with pytest.raises(CheckpointError, match=r"model\.gguf: tensor '.*': changed while it was in use"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf: tensor '.*': the file was modified during the run"):
         opened.tensor("model.embed_tokens.weight")
     with pytest.raises(CheckpointError, match=r"model\.gguf: (tensor '.*': )?truncated"):
         open_checkpoint(file)

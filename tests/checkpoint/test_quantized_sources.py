@@ -373,12 +373,12 @@ def test_no_refusal_contradicts_itself(method: str, settings: dict[str, Any], pl
     ("settings", "message"),
     [
         ({"quant_method": "made_up"}, "'made_up'"),
-        ({"quant_method": "gptq", "bits": 3}, "'gptq' .3 bits"),
+        ({"quant_method": "gptq", "bits": 3}, "'gptq' with settings .* .3 bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}, "format 'marlin-24'"),
         ({"quant_method": "fp8"}, "already quantized by 'fp8', but none of the tensors is in float8_e4m3fn"),
         ({"quant_method": "gptq", "bits": 4}, r"by 'gptq', but none of the tensors is called \*qweight"),
-        ({"quant_method": "gptq"}, "'gptq' .None bits; 2, 4 and 8 are read"),
+        ({"quant_method": "gptq"}, "'gptq' with settings .* .None bits; 2, 4 and 8 are read"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'; FP8, "),
         ({"quant_method": "quark"}, "weights of dtype None and qscheme None"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "no setting 'config_groups'"),
@@ -399,4 +399,4 @@ def test_codes_of_another_type_are_rejected(dtype: torch.dtype, plain: Path, tmp
     directory = write(plain, tmp_path / "x", tensors, {"quant_method": "fp8"})
     with pytest.raises(UnsupportedModelError, match=rf"q_proj\.weight is in {str(dtype)[6:]}, which") as caught:
         open_checkpoint(directory)
-    assert "remove the setting" not in str(caught.value)
+    assert "remove quantization_config" not in str(caught.value)

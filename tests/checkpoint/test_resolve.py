@@ -74,7 +74,7 @@ def answer(status: int, kind: type[Exception]) -> Exception:
     [
         (404, "RepositoryNotFoundError", "does not exist or is private"),
         (403, "GatedRepoError", "it is gated"),
-        (404, "RevisionNotFoundError", "at the revision 'v9'"),
+        (404, "RevisionNotFoundError", "at revision 'v9'"),
     ],
 )
 def test_errors_of_the_hub_are_one_line(status: int, kind: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ class Checkpoint:
         info = self.info(name)
         count = info.shape[0]
         if not 0 <= expert < count:
-            raise IndexError(f"'{name}' has {count} experts, not one of number {expert}")
+            raise IndexError(f"expert index {expert} is out of range: '{name}' has {count} experts")
         return self._mapped(info.at(expert))
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:

@@ -77,7 +77,7 @@ class GgufCheckpoint(DecodedCheckpoint):
     def part(self, name: str, expert: int) -> torch.Tensor:
         """Return one matrix of a stacked tensor, decoding only that matrix."""
         if name in self._made and not 0 <= expert < self.info(name).shape[0]:
-            raise IndexError(f"'{name}' has {self.info(name).shape[0]} experts, not one of number {expert}")
+            raise IndexError(f"expert index {expert} is out of range: '{name}' has {self.info(name).shape[0]} experts")
         return super().part(name, expert)
 
     def _decoded(self, name: str, expert: int | None) -> torch.Tensor:

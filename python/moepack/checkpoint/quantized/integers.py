@@ -12,7 +12,10 @@ __all__ = ["awq", "gptq", "int8", "pack_quantized"]
 def pack_quantized(schemes: Collection[Settings]) -> Scheme:
     """The scheme `pack-quantized` of compressed-tensors: codes in words, and zero points packed along the rows."""
     bits = {scheme["num_bits"] for scheme in schemes}
-    require(len(bits) == 1 and bits <= {4, 8}, f"groups of {listed(bits)} bits; 4 or 8 are read, the same in all")
+    require(
+        len(bits) == 1 and bits <= {4, 8},
+        f"groups of {listed(bits)} bits; only 4 or 8 bits, the same in all groups, are supported",
+    )
     (width,) = bits
     zeros, order = "weight_zero_point", "weight_g_idx"
 

@@ -76,12 +76,12 @@ def _schemes(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Sequence[Sc
         schemes = known(settings, checkpoint.names())
     except (AttributeError, KeyError, TypeError, ValueError) as cause:
         detail = f"no setting {cause}" if isinstance(cause, KeyError) else str(cause)
-        message = f"already quantized by '{method}' ({detail}), a form that moepack does not read; {_PLAIN}"
+        message = f"already quantized by '{method}' with settings that moepack does not support ({detail}); {_PLAIN}"
         raise UnsupportedModelError(message, file=file) from cause
     if not any(scheme.holds(checkpoint, name) for scheme in schemes for name in checkpoint.names()):
         sought = " or ".join(scheme.sought for scheme in schemes)
         found = next(filter(lambda name: _may_be_codes(checkpoint, name), checkpoint.names()), None)
-        advice = "remove the setting if they are not quantized"
+        advice = "if they are not, remove quantization_config from config.json"
         if found is not None:
             dtype = str(checkpoint.info(found).dtype).removeprefix("torch.")
             advice = f"{found} is in {dtype}, which is not supported here; {_PLAIN}"
