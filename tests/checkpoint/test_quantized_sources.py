@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from moepack import Checkpoint, CheckpointError, UnsupportedModelError, compress
 from moepack.census import architectures
 from moepack.census.tiny import tiny_model
-from moepack.checkpoint.quantized import _KINDS, QuantizedCheckpoint, open_checkpoint
+from moepack.checkpoint.quantized import QuantizedCheckpoint, open_checkpoint
+from moepack.checkpoint.quantized.schemes import METHODS
 from moepack.evaluation.streaming import StreamedDecoder
 from moepack.evaluation.windows import Windows
 from moepack.format import PackedDirectory
@@ -352,7 +353,7 @@ def test_scales_without_codes(plain: Path, tmp_path: Path) -> None:
         open_checkpoint(directory)
 
 
-@pytest.mark.parametrize("method", [*_KINDS, "bitsandbytes", "made_up"])
+@pytest.mark.parametrize("method", [*METHODS, "hqq", "made_up"])
 @pytest.mark.parametrize(
     "settings", [{}, {"bits": 5}, {"format": "none", "config_groups": {}}, {"quant_algo": "NVFP4"}]
 )
@@ -364,7 +365,7 @@ def test_no_refusal_contradicts_itself(method: str, settings: dict[str, Any], pl
     with pytest.raises(UnsupportedModelError) as caught:
         open_checkpoint(directory)
     before, _, known = str(caught.value).partition("moepack decodes ")
-    assert f"'{method}'" in before and (method in _KINDS) is not bool(known)
+    assert f"'{method}'" in before and (method in METHODS) is not bool(known)
     assert method not in known.partition(":")[0].split(", ")
 
 
@@ -372,13 +373,13 @@ def test_no_refusal_contradicts_itself(method: str, settings: dict[str, Any], pl
     ("settings", "message"),
     [
         ({"quant_method": "made_up"}, "'made_up'"),
-        ({"quant_method": "gptq", "bits": 3}, "'gptq' .3 bits"),
+        ({"quant_method": "gptq", "bits": 3}, "'gptq' with settings .* .3 bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}, "format 'marlin-24'"),
         ({"quant_method": "fp8"}, "already quantized by 'fp8', but none of the tensors is in float8_e4m3fn"),
         ({"quant_method": "gptq", "bits": 4}, r"by 'gptq', but none of the tensors is called \*qweight"),
-        ({"quant_method": "gptq"}, "'gptq' .None bits; 4 are read"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'; FP8 and"),
+        ({"quant_method": "gptq"}, "'gptq' with settings .* .None bits; only 2, 4 and 8 are supported"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'; FP8, "),
         ({"quant_method": "quark"}, "weights of dtype None and qscheme None"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "no setting 'config_groups'"),
         ({"quant_method": ["fp8"]}, "already quantized"),

@@ -198,7 +198,7 @@ def test_no_weights(pair: Path) -> None:
         Checkpoint.open(pair)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth"])
+@pytest.mark.parametrize("name", ["consolidated.00.pth", "model.bin"])
 def test_pickles_only(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / name).write_bytes(b"")
@@ -380,7 +380,7 @@ def test_damage_is_refused_or_harmless(data: st.DataObject, tmp_path: Path) -> N
         (("training_args.bin", "optimizer.pt"), r"holds neither .*; it has optimizer\.pt, training_args\.bin$"),
         (("consolidated.safetensors",), r"holds neither .*; it has consolidated\.safetensors$"),
         (("model-00001-of-00002.safetensors", "a.gguf", "b.gguf", "c.gguf"), r"it has a\.gguf, .* and others$"),
-        (("pytorch_model.bin", "optimizer.pt"), r"only as pickles \(pytorch_model\.bin\)"),
+        (("consolidated.00.pth", "optimizer.pt"), r"only as pickles \(consolidated\.00\.pth\)"),
     ],
 )
 def test_a_directory_without_weights_names_its_files(files: tuple[str, ...], message: str, tmp_path: Path) -> None:

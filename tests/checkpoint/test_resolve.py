@@ -74,7 +74,7 @@ def answer(status: int, kind: type[Exception]) -> Exception:
     [
         (404, "RepositoryNotFoundError", "does not exist or is private"),
         (403, "GatedRepoError", "it is gated"),
-        (404, "RevisionNotFoundError", "at the revision 'v9'"),
+        (404, "RevisionNotFoundError", "at revision 'v9'"),
     ],
 )
 def test_errors_of_the_hub_are_one_line(status: int, kind: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +110,54 @@ def test_only_used_files_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_pat
         *("model.gguf", "tf_model.h5", "flax_model.msgpack", "a.pt"),
     ]
     assert [*huggingface_hub.utils.filter_repo_objects([*wanted, *others], **asked)] == wanted
+
+
+@pytest.mark.parametrize("has_safetensors", [False, True])
+def test_pickles_are_downloaded_only_without_safetensors(
+    has_safetensors: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        (tmp_path / "config.json").write_text("{}")
+        if has_safetensors:
+            (tmp_path / "model.safetensors").write_bytes(b"")
+        asked.append(options)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_model("someone/model") == tmp_path and len(asked) == 2 - has_safetensors
+    options = asked[-1]
+    del options["revision"]
+    shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "pytorch_model.bin"]
+    others = ["training_args.bin", "original/pytorch_model.bin", "optimizer.bin"]
+    found = [*huggingface_hub.utils.filter_repo_objects([*shards, *others], **options)]
+    assert found == ([] if has_safetensors else shards)
+
+
+def test_a_gguf_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All parts of the file are downloaded, and the small files of its repository."""
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match="of the Hub has no such file"):
+        resolve_model("someone/model-GGUF@abc/Q4/model-00001-of-00002.gguf")
+    assert asked.pop("name") == "someone/model-GGUF" and asked.pop("revision") == "abc"
+    wanted = ["Q4/model-00001-of-00002.gguf", "Q4/model-00002-of-00002.gguf", "config.json"]
+    others = ["Q8/model-00001-of-00002.gguf", "Q4/model-00001-of-00003.gguf", "model.gguf", "model.safetensors"]
+    assert [*huggingface_hub.utils.filter_repo_objects([*wanted, *others], **asked)] == wanted
+
+
+def test_a_repository_of_gguf_files_lists_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = ["README.md", "Q4.gguf", "Q8.gguf"]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
+    with pytest.raises(CheckpointError, match=r"GGUF files \(Q4\.gguf, Q8\.gguf\); .* such as a/b@c/Q4\.gguf"):
+        resolve_model("a/b@c")
 
 
 def test_the_root_of_a_cache_is_not_a_model(hub_cache: Path, tmp_path: Path) -> None:

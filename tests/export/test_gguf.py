@@ -14,6 +14,7 @@ import transformers
 from tokenizers import Tokenizer, models, normalizers, processors
 
 import moepack
+from gguf_support import write_merged_tokenizer
 from moepack import UnsupportedModelError
 from moepack.export import export
 from moepack.export.gguf import splits
@@ -22,7 +23,6 @@ from moepack.export.gguf.pieces import scores
 from moepack.export.gguf.vocabulary import Vocabulary
 from moepack.format import PackedDirectory
 from moepack.methods.finequant import FineQuant
-from tiny_models import write_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
@@ -69,16 +69,6 @@ def write_pieces(directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
-def add_merges(directory: Path) -> None:
-    """Write a tokenizer of single bytes and two merges."""
-    write_tokenizer(directory)
-    file = directory / "tokenizer.json"
-    content = json.loads(file.read_text())
-    content["model"]["vocab"] |= {"th": 285, "the": 286}
-    content["model"]["merges"] = [["t", "h"], ["th", "e"]]
-    file.write_text(json.dumps(content))
-
-
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Packed directories of tiny models with changed settings."""
@@ -93,7 +83,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Make:
                 parameter.copy_(torch.randn(parameter.shape) * scale)
         folder = tmp_path_factory.mktemp(architecture)
         model.save_pretrained(folder / "source")
-        add_merges(folder / "source")
+        write_merged_tokenizer(folder / "source")
         method = FineQuant(bits=4, group_size=32, dense_bits=dense_bits)
         moepack.compress(folder / "source", folder / "packed", method=method)
         return folder / "packed"

@@ -1,8 +1,8 @@
-"""Reads a Hugging Face checkpoint directory lazily: config.json and safetensors shards.
+"""Reads a Hugging Face checkpoint directory lazily: config.json and shards of safetensors or PyTorch pickles.
 
 `safe_open` is not sufficient, because the directory is untrusted and the index decides which files are opened. This
-reader validates every header when it opens the checkpoint (see `header`), ensures that every name is in exactly one
-shard, and maps a tensor's bytes only while the tensor is alive.
+reader validates every header when it opens the checkpoint (see `header`, `pickles`), ensures that every name is in
+exactly one shard, and maps a tensor's bytes only while the tensor is alive.
 
 Invariants of an open `Checkpoint`:
 
@@ -25,13 +25,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moepack.checkpoint.pickles import PICKLED, read_pickle
 from moepack.checkpoint.shards import ShardFiles
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.header import Header, TensorInfo, read_header
 from moepack.format.hub import ADAPTER, INDEX
 from moepack.format.regular import read_json
 from moepack.format.side import may_hold_weights
-from moepack.format.weights import NAMED, weight_files
+from moepack.format.weights import NAMED, pickle_files, weight_files
 
 __all__ = ["Checkpoint", "check_listed", "read_config"]
 
@@ -66,26 +67,33 @@ class Checkpoint:
         """Open `path` and validate all headers. No tensor is read.
 
         Args:
-            path: a directory with config.json and either model.safetensors or a safetensors index with its shards.
+            path: a directory with config.json and model.safetensors, pytorch_model.bin, or the index of either with its
+                shards. Of both, safetensors are read.
 
         Raises:
             CheckpointError: a file is missing, unreadable, truncated or contradicts another one.
-            UnsupportedModelError: the weights are stored only as pickles (`pytorch_model.bin`).
+            UnsupportedModelError: the weights are stored only in other files (`consolidated.00.pth`).
         """
         directory = Path(path)
         if not directory.is_dir():
-            raise CheckpointError("no such directory, and not a Hub id (ORGANIZATION/NAME)", file=directory)
+            what = "file" if directory.suffix == ".gguf" else "directory"
+            raise CheckpointError(f"no such {what}, and not a Hub id (ORGANIZATION/NAME)", file=directory)
         if (directory / ADAPTER).is_file() and not (directory / "config.json").exists():
             message = "is a peft adapter, not a model: merge it into its base model first (`merge_and_unload`)"
             raise CheckpointError(message, file=directory)
         config = read_config(directory)
         files = weight_files(directory)
-        if not files:
+        pickles = {} if files else pickle_files(directory)
+        if not files and not pickles:
             raise _no_weights(directory)
         shards = {name: read_header(directory / name) for name in files}
+        shards |= {name: read_pickle(directory / name) for name in pickles}
+        files |= pickles
         for shard, tensors in files.items():
             check_listed(tensors, shards[shard])
-        return cls(directory, config, shards)
+        opened = cls(directory, config, shards)
+        opened.notes = (PICKLED,) if pickles else ()
+        return opened
 
     def renamed(self, names: Mapping[str, str], notes: tuple[str, ...]) -> "Checkpoint":
         """Return a checkpoint with the same tensors under other names.
@@ -149,23 +157,23 @@ class Checkpoint:
     def _mapped(self, info: TensorInfo) -> torch.Tensor:
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
-        data = self.files.raw(info)
+        data = self.files.raw(replace(info, nbytes=info.span))
         if info.offset % info.dtype.itemsize:
             # A file may place data at any offset, but torch's kernels assume aligned elements.
             data = data.copy()
-        return torch.from_numpy(data).view(info.dtype).reshape(info.shape)
+        values = torch.from_numpy(data).view(info.dtype)
+        return values.reshape(info.shape) if info.strides is None else values.as_strided(info.shape, info.strides)
 
     def part(self, name: str, expert: int) -> torch.Tensor:
         """Return one matrix of a tensor that stacks experts, as `tensor` does. Only the matrix is read."""
         info = self.info(name)
-        count, *shape = info.shape
+        count = info.shape[0]
         if not 0 <= expert < count:
             raise IndexError(f"expert index {expert} is out of range: '{name}' has {count} experts")
-        nbytes = info.nbytes // count
-        return self._mapped(replace(info, shape=tuple(shape), offset=info.offset + expert * nbytes, nbytes=nbytes))
+        return self._mapped(info.at(expert))
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the mapped bytes of the tensor in the file, shape (nbytes,).
+        """Return the bytes of the tensor, shape (nbytes,), mapped from the file if they are contiguous in it.
 
         Raises:
             CheckpointError: the tensor does not exist, or its file changed after the checkpoint was opened.
@@ -173,7 +181,10 @@ class Checkpoint:
         info = self.info(name)
         if info.nbytes == 0:
             return np.empty(0, dtype=np.uint8)
-        return self.files.raw(info)
+        if info.strides is None:
+            return self.files.raw(info)
+        data: npt.NDArray[np.uint8] = self._mapped(info).contiguous().reshape(-1).view(torch.uint8).numpy()
+        return data
 
     def expect(self, groups: Sequence[Collection[str]]) -> None:
         """Announce the tensors that will be read, in order, so that a model on the hub is downloaded ahead.

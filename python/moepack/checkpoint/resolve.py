@@ -2,7 +2,7 @@
 
 A Hub model is downloaded into the Hub's own cache, or found there; its files are links to the cache's blobs. Only the
 files that moepack reads are downloaded: safetensors, configuration and tokenizer, but no copy of the weights in another
-format.
+format. PyTorch pickles are downloaded if there are no safetensors.
 """
 
 import importlib
@@ -12,9 +12,13 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from moepack.checkpoint.companion import companion, is_file
+from moepack.checkpoint.gguf.files import SUFFIX
 from moepack.errors import CheckpointError, DownloadError
+from moepack.format.hub import CONFIG
+from moepack.format.weights import pickle_files, weight_files
 
-__all__ = ["hub_failures", "hub_id", "hub_reason", "resolve_model", "small_files"]
+__all__ = ["configured", "hub_failures", "hub_id", "hub_reason", "resolve_model", "small_files"]
 
 _TEMPLATES = "*.jinja"
 _WEIGHTS = "*.safetensors"
@@ -35,6 +39,12 @@ UNWANTED = (
 """Patterns of files to skip: folders hold other formats, except templates (`additional_chat_templates/`), and
 `consolidated` files repeat the weights under other names."""
 
+_PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+_HUB_FILE = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[^/]+))?/(?P<file>.+\.gguf)", re.ASCII
+)
+
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(.+))?", re.ASCII)
 
 
@@ -42,16 +52,81 @@ def resolve_model(model: str | PathLike[str]) -> Path:
     """Return the directory of a model.
 
     Args:
-        model: a directory, or a Hub id `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` (branch, tag or commit). An
-            existing path takes precedence. Any other value is returned unchanged; opening it reports the error.
+        model: a directory, a file of weights, a Hub id `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` (branch,
+            tag or commit), or a GGUF file of the Hub, `ORGANIZATION/NAME/FILE.gguf`. An existing path takes precedence.
+            Any other value is returned unchanged; opening it reports the error.
 
     Raises:
-        CheckpointError: `model` is the root of a model's Hub cache.
+        CheckpointError: `model` is the root of a model's Hub cache, or a damaged GGUF file.
+        UnsupportedModelError: a GGUF file of an architecture that is not supported.
         DownloadError: the Hub has no such model or revision, denies access, or cannot be reached and the cache does not
             hold the model.
     """
     found = hub_id(model)
-    return Path(model) if found is None else _fetched(*found, WANTED)
+    if found is None:
+        path = _file(model)
+        return Path(model) if path is None else companion(path)
+    snapshot = _fetched(*found, WANTED)
+    if weight_files(snapshot):
+        return snapshot
+    if (snapshot / CONFIG).is_file():
+        snapshot = _fetched(*found, (*WANTED, *_PICKLES), UNWANTED[:-1])
+    _refuse_gguf_only(snapshot, *found)
+    return snapshot
+
+
+def configured(model: str | PathLike[str], config: Path | None) -> str | PathLike[str]:
+    """Return the model directory of a file of weights with the configuration and tokenizer of a folder.
+
+    Without a folder, the model is returned unchanged.
+
+    Raises:
+        ValueError: the model is not a file.
+        CheckpointError, UnsupportedModelError, DownloadError: as for `resolve_model`.
+    """
+    if config is None:
+        return model
+    path = _file(model)
+    if path is None:
+        raise ValueError("--config applies to files of weights; directories and models of the Hub have a config.json")
+    return companion(path, config)
+
+
+def _file(model: str | PathLike[str]) -> Path | None:
+    """Return a file of weights, or the folder of a GGUF model; None for any other model.
+
+    All parts of a GGUF file of the Hub are downloaded. The small files of its repository come along, because they may
+    have a configuration.
+    """
+    given = fspath(model)
+    if is_file(Path(given)):
+        return Path(given)
+    found = None if Path(given).exists() else _HUB_FILE.fullmatch(given)
+    if found is None:
+        return None
+    parts = re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", found["file"])
+    small = [pattern for pattern in WANTED if pattern != _WEIGHTS]
+    file = _fetched(found["name"], found["revision"], (*small, parts)) / found["file"]
+    if not file.is_file():
+        raise DownloadError(f"the model '{found['name']}' of the Hub has no such file", file=given)
+    return file
+
+
+def _refuse_gguf_only(snapshot: Path, name: str, revision: str | None) -> None:
+    """Reject a repository whose only weights are GGUF files, and list them."""
+    import huggingface_hub
+
+    if weight_files(snapshot) or pickle_files(snapshot):
+        return
+    try:
+        files = huggingface_hub.list_repo_files(name, revision=revision)
+    except hub_failures():
+        return
+    if found := [file for file in files if file.endswith(SUFFIX)]:
+        shown = ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
+        title = name if revision is None else f"{name}@{revision}"
+        message = f"has no weights but GGUF files ({shown}); name one of them, such as {title}/{found[0]}"
+        raise CheckpointError(message, file=name)
 
 
 def hub_id(model: str | PathLike[str]) -> tuple[str, str | None] | None:
@@ -62,7 +137,7 @@ def hub_id(model: str | PathLike[str]) -> tuple[str, str | None] | None:
     """
     given = fspath(model)
     _refuse_cache(Path(given))
-    found = None if Path(given).exists() else _HUB_ID.fullmatch(given)
+    found = None if Path(given).exists() or given.endswith(SUFFIX) else _HUB_ID.fullmatch(given)
     return None if found is None else (found[1], found[2])
 
 
@@ -86,13 +161,13 @@ def _refuse_cache(path: Path) -> None:
         raise CheckpointError(f"is the Hub cache of a model, not a model; {holds}", file=path)
 
 
-def _fetched(name: str, revision: str | None, wanted: tuple[str, ...]) -> Path:
+def _fetched(name: str, revision: str | None, wanted: tuple[str, ...], unwanted: tuple[str, ...] = UNWANTED) -> Path:
     """Return the snapshot of a Hub model in the Hub's cache, with the files that match the patterns."""
     import huggingface_hub
 
     try:
         snapshot = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)
+            name, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(unwanted)
         )
     except hub_failures() as error:
         of = "" if revision is None else f" at revision '{revision}'"

@@ -26,8 +26,8 @@ def untied(checkpoint: Checkpoint) -> Checkpoint:
     if head not in checkpoint or embedding not in checkpoint:
         return checkpoint
     infos = checkpoint.info(head), checkpoint.info(embedding)
-    alike = infos[0].shape == infos[1].shape and infos[0].dtype == infos[1].dtype
-    if alike and checkpoint.files.equal(*infos):
+    alike = [(info.shape, info.dtype, info.strides) for info in infos]
+    if alike[0] == alike[1] and checkpoint.files.equal(*infos):
         return checkpoint
     note = f"{head} differs from {embedding}: they are loaded untied despite config.json, as in transformers."
     checkpoint.config = {**checkpoint.config, _TIED: False}

@@ -40,6 +40,7 @@ def compress_command(
     keep_source: options.KeepSource = False,
     disk_budget: options.DiskBudget = None,
     prefer_packed: options.PreferPacked = False,
+    config: options.Configuration = None,
     quiet: options.Quiet = False,
     method: str = "auto",
     **method_settings: Any,
@@ -59,7 +60,7 @@ def compress_command(
     done = run(
         model, out, method, given,
         dry_run=dry_run, threads=threads, ray=ray, mtp_bits=mtp_bits, resume=resume, check=check,
-        keep_source=keep_source, disk_budget=disk_budget, quiet=quiet,
+        keep_source=keep_source, disk_budget=disk_budget, config=config, quiet=quiet,
     )  # fmt: skip
     if done is not None:
         print_done(done, model, out, report)
@@ -110,9 +111,11 @@ def run(
     check: bool | None = None,
     keep_source: bool = False,
     disk_budget: str | None = None,
+    config: Path | None = None,
     quiet: bool,
 ) -> "CompressReport | None":
     """Print the plan, then compress. Return None after a dry run."""
+    from moepack.checkpoint.resolve import configured
     from moepack.cli.evaluate import quiet_transformers
     from moepack.format.atomic import refuse_existing
     from moepack.pipeline import compress
@@ -134,7 +137,9 @@ def run(
             refuse_sharing(chosen)
         try:
             refuse_existing(out)
-            with opened(model, out.absolute(), keep_source, disk_budget, whole=ray is not None) as source:
+            with opened(
+                configured(model, config), out.absolute(), keep_source, disk_budget, whole=ray is not None
+            ) as source:
                 plan = estimate(source, out, chosen, threads, progress, mtp_bits)
                 if dry_run or not quiet:
                     print_plan(plan, plain_console())

@@ -101,12 +101,11 @@ moepack reads tensors under the names that transformers loads. It also accepts t
 (`module.`, `_orig_mod.`, `base_model.model.`, `model.language_model.`) and prints a note. Tensors that are not part of
 the model have no effect and are listed.
 
-Source checkpoints may be quantized: fp8 with scales per block, row, expert or tensor (`fp8`, `fbgemm_fp8`, `modelopt`,
-`quark`, `compressed-tensors`), mxfp4, 4-bit or 8-bit integers of compressed-tensors, and 4-bit gptq and awq. They are
-decoded one matrix at a time. Compressing synthetic checkpoints of two layers of 50 million weights (101 MB each in
-bf16) on one thread of a shared Zen 3 took at most 606 MB of anonymous memory from fp8 and
-590 MB from mxfp4. The guaranteed limit is 1 GiB + 4 times the largest layer, here 1,476 MB
-(`python -m benches.cpu.sources --experts 8`, benches/results/sources-zen3.json).
+Source checkpoints may be safetensors, PyTorch pickles or GGUF files, and may be quantized
+([table](how-to.md#start-from-another-format)). They are decoded one matrix at a time. Compressing synthetic checkpoints
+of two layers of 50 million weights (101 MB each in bf16) on one thread of a shared Zen 3 took at most 606 MB of
+anonymous memory from fp8 and 590 MB from mxfp4. The guaranteed limit is 1 GiB + 4 times the largest layer, here
+1,476 MB (`python -m benches.cpu.sources --experts 8`, benches/results/sources-zen3.json).
 
 | architecture | verdict | experts | calibrated | decoded by | reason |
 |---|---|---|---|---|---|

@@ -19,7 +19,17 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Checkpoint = Annotated[
     str,
     typer.Argument(
-        help="Checkpoint directory (safetensors) or id of a Hugging Face Hub model: ORGANIZATION/NAME[@REVISION]."
+        help="Checkpoint directory, file of weights (safetensors, GGUF, PyTorch), or id of a Hugging Face Hub model: "
+        "ORGANIZATION/NAME[@REVISION][/FILE.gguf]."
+    ),
+]
+Configuration = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="DIR",
+        help="Folder of config.json and tokenizer for a file of weights. Default: the folder of the file if it has a "
+        "config.json, otherwise the metadata of the GGUF file.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]

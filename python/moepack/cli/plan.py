@@ -46,6 +46,7 @@ def plan_command(
             "--loss", help="Predict the loss increase of a local checkpoint. Takes longer, because weights are read."
         ),
     ] = False,
+    config: options.Configuration = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show memory, speed and placement (RAM, GPU, both, or experts on the drive) of MODEL at several packed sizes.
@@ -53,6 +54,7 @@ def plan_command(
     Only headers are read, a few megabytes of a Hub model. --loss predicts the loss increase of a local checkpoint, if
     an earlier `moepack compress` measured the sensitivity of its weights.
     """
+    from moepack.checkpoint.resolve import configured
     from moepack.cli.evaluate import quiet_transformers
     from moepack.pipeline.machines import Machine
     from moepack.pipeline.outlook import outlook
@@ -60,7 +62,7 @@ def plan_command(
     quiet_transformers()
     with wrong_usage():
         given = None if machine is None else Machine.described(machine)
-        found = outlook(model, sizes or (), given, loss=loss)
+        found = outlook(configured(model, config), sizes or (), given, loss=loss)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:

@@ -15,7 +15,7 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -65,7 +65,8 @@ class TensorInfo:
         dtype: element type.
         file: the file that holds the tensor.
         offset: offset of the first byte from the start of the file.
-        nbytes: size in bytes.
+        nbytes: size of the elements in bytes.
+        strides: strides in elements; None if the elements are contiguous, as in every safetensors file.
     """
 
     name: str
@@ -74,6 +75,24 @@ class TensorInfo:
     file: Path
     offset: int
     nbytes: int
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def span(self) -> int:
+        """Bytes of the file from the first to the last element."""
+        if self.strides is None or self.nbytes == 0:
+            return self.nbytes
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    def at(self, index: int) -> "TensorInfo":
+        """Return the place of `tensor[index]` of a tensor with at least one dimension; `index` is not checked."""
+        count, *shape = self.shape
+        strides = None if self.strides is None else self.strides[1:]
+        nbytes = self.nbytes // count
+        step = nbytes if self.strides is None else self.strides[0] * self.dtype.itemsize
+        start = self.offset + index * step
+        return replace(self, shape=tuple(shape), offset=start, nbytes=nbytes, strides=strides)
 
 
 @dataclass(frozen=True, slots=True)

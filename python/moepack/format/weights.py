@@ -14,13 +14,16 @@ from moepack.errors import CheckpointError, MoepackError
 from moepack.format.hub import CONFIG, INDEX
 from moepack.format.regular import read_json
 
-__all__ = ["NAMED", "weight_files"]
+__all__ = ["NAMED", "PICKLE", "pickle_files", "weight_files"]
 
 NAMED = "transformers_weights"
 """The config.json key for the name of the weight file or its index."""
 
 _SINGLE = "model.safetensors"
 _SUFFIX = ".safetensors"
+
+PICKLE = "pytorch_model.bin"
+"""Name of a model's weights as a PyTorch pickle. Its shards and their index derive from it."""
 
 
 def weight_files(
@@ -42,7 +45,21 @@ def weight_files(
     name = _named(directory, error, has) or (_SINGLE if has(_SINGLE) else INDEX)
     if name.endswith(_SUFFIX):
         return {name: ()}
-    index = directory / name
+    return _shards(directory / name, _SUFFIX, error, has)
+
+
+def pickle_files(
+    directory: Path, error: type[MoepackError] = CheckpointError, present: Callable[[str], bool] | None = None
+) -> dict[str, tuple[str, ...]]:
+    """Return the PyTorch pickles of a model, as `weight_files` does. They count only if that function finds none."""
+    has = present or (lambda name: (directory / name).is_file())
+    return {PICKLE: ()} if has(PICKLE) else _shards(directory / f"{PICKLE}.index.json", ".bin", error, has)
+
+
+def _shards(
+    index: Path, suffix: str, error: type[MoepackError], has: Callable[[str], bool]
+) -> dict[str, tuple[str, ...]]:
+    """Return the shards of an index in sorted order with their tensors; empty if there is no index."""
     if not index.exists():
         return {}
     found = read_json(index, error).get("weight_map")
@@ -50,7 +67,7 @@ def weight_files(
         raise error("has no weight_map", file=index)
     files: dict[str, list[str]] = {}
     for tensor, shard in found.items():
-        _check_name(shard, index, tensor, error)
+        _check_name(shard, suffix, index, tensor, error)
         files.setdefault(shard, []).append(tensor)
     for shard, tensors in files.items():
         if not has(shard):
@@ -58,10 +75,10 @@ def weight_files(
     return {shard: tuple(files[shard]) for shard in sorted(files)}
 
 
-def _check_name(shard: object, index: Path, tensor: str, error: type[MoepackError]) -> None:
+def _check_name(shard: object, suffix: str, index: Path, tensor: str, error: type[MoepackError]) -> None:
     """Check that a shard is a plain file name, so that an index cannot make moepack open other files."""
-    if not isinstance(shard, str) or not shard.endswith(_SUFFIX):
-        raise error(f"the shard {shard!r} is not a safetensors file", file=index, tensor=tensor)
+    if not isinstance(shard, str) or not shard.endswith(suffix):
+        raise error(f"the shard {shard!r} is not a {suffix.lstrip('.')} file", file=index, tensor=tensor)
     if any(mark in shard for mark in "/\\\0"):
         raise error(f"the shard {shard!r} is not a plain file name in the directory", file=index, tensor=tensor)
 

@@ -16,7 +16,8 @@ from moepack.backends.compute import set_compute_mode
 from moepack.backends.threads import set_threads
 from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.classes import configuration, model_class
-from moepack.checkpoint.quantized import QuantizedCheckpoint, open_checkpoint
+from moepack.checkpoint.decoded import DecodedCheckpoint
+from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.decoding.carried import carried_of
 from moepack.decoding.vocabulary import watch
@@ -160,7 +161,7 @@ def _read_differently(config: Mapping[str, Any], directory: Path) -> Checkpoint 
             source = open_checkpoint(directory)
     except CheckpointError as error:
         raise LoadError(error.detail, file=error.file, tensor=error.tensor) from error
-    if isinstance(source, QuantizedCheckpoint):
+    if isinstance(source, DecodedCheckpoint):
         return source
     return source if source is not None and (source.notes or (directory / ADAPTER).is_file()) else None
 

@@ -12,9 +12,9 @@ import torch
 from moepack.arrays import magnitude
 from moepack.calibration.stage import Weights, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.decoded import DecodedCheckpoint
 from moepack.checkpoint.dense import FLOATS
 from moepack.checkpoint.names import check_tensors
-from moepack.checkpoint.quantized import QuantizedCheckpoint
 from moepack.errors import InvalidTensorError, UnsupportedModelError
 from moepack.methods import Method
 from moepack.methods.mixins import is_sized_by_plan
@@ -43,7 +43,7 @@ def check_names(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment)
         if 0 in weights.shape and isinstance(method, Method) and not method.packs_empty:
             message = f"has no values (shape {list(weights.shape)}), which the method {method.name} does not pack"
             raise UnsupportedModelError(message, file=checkpoint.path, tensor=weights.name)
-    if isinstance(checkpoint, QuantizedCheckpoint):
+    if isinstance(checkpoint, DecodedCheckpoint):
         _refuse_growth(checkpoint, packed, assignment)
     check_tensors(checkpoint, [layer.name for layer in model.layers])
     return {source for weights in packed for source in weights.sources}
@@ -81,7 +81,7 @@ def check_source(checkpoint: Checkpoint, model: MoeModel, assignment: Assignment
     return largest
 
 
-def _refuse_growth(checkpoint: QuantizedCheckpoint, packed: Iterable[Weights], assignment: Assignment) -> None:
+def _refuse_growth(checkpoint: DecodedCheckpoint, packed: Iterable[Weights], assignment: Assignment) -> None:
     """Refuse to make a quantized source larger, which would gain nothing."""
     for weights in packed:
         method, stored = assignment.of(weights), checkpoint.stored_bits(set(weights.sources))

@@ -1,0 +1,142 @@
+"""Gives a file of weights the form of a model directory: configuration and tokenizer beside links to the weights.
+
+All other code reads model directories. That of a file lies in the user's cache (`~/.cache/moepack/files/NAME-DIGEST`)
+and may be deleted at any time. Configuration and tokenizer come from the folder of the file if it has a config.json,
+otherwise from the metadata of a GGUF file.
+
+Invariant: a directory in the cache is complete; it is built under another name and renamed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from moepack.checkpoint.gguf.config import configuration
+from moepack.checkpoint.gguf.files import SUFFIX, gguf_files, parts_of
+from moepack.checkpoint.gguf.model import GgufModel, read_model
+from moepack.errors import CheckpointError, DiskError
+from moepack.format.hub import CONFIG
+from moepack.format.side import side_names
+from moepack.format.weights import PICKLE, pickle_files, weight_files
+
+__all__ = ["companion", "is_file"]
+
+_NAMES = {".safetensors": "model.safetensors", ".bin": PICKLE}
+"""Name of a model's only file of weights, by its suffix."""
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path is a file of weights, or a directory of a GGUF model without config.json."""
+    if path.suffix in (SUFFIX, *_NAMES):
+        return path.is_file()
+    return not (path / CONFIG).exists() and bool(gguf_files(path))
+
+
+def companion(path: Path, config: Path | None = None) -> Path:
+    """Return the model directory of a file, which is built on the first call.
+
+    Args:
+        path: a safetensors file, a PyTorch pickle, any part of a GGUF model, or the folder of one.
+        config: folder of config.json and tokenizer; None means the folder of the file if it has a config.json,
+            otherwise the metadata of the GGUF file.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as for `read_model` and `configuration`, or there is no config.json.
+        DiskError: the cache cannot be written.
+    """
+    links = {name: file.absolute() for name, file in _links(path).items()}
+    first = next(iter(links.values()))
+    folder = (config or first.parent).absolute()
+    if config is None and _is_whole(folder, first, len(links)):
+        return folder
+    model, sides = None, []
+    if (folder / CONFIG).is_file():
+        sides = [name for entry in sorted(folder.iterdir()) for name in side_names(entry)]
+    elif config is not None or first.suffix != SUFFIX:
+        advice = "" if config is not None else ", which the model needs; --config DIR gives one of another folder"
+        raise CheckpointError(f"has no {CONFIG}{advice}", file=folder)
+    else:
+        model = read_model(list(links.values()))
+    target = _cache() / f"{first.stem}-{_digest(links.values(), [folder / name for name in sides])}"
+    if not target.is_dir():
+        try:
+            _build(target, links, folder, sides, model)
+        except OSError as cause:
+            raise DiskError(f"cannot be written: {cause.strerror or cause}", file=target) from cause
+    return target
+
+
+def _links(path: Path) -> dict[str, Path]:
+    """Return the files of a model by their names in its directory."""
+    if path.suffix in _NAMES and path.is_file():
+        return {_NAMES[path.suffix]: path}
+    return {part.name: part for part in (parts_of(path) if path.is_file() else gguf_files(path))}
+
+
+def _is_whole(folder: Path, file: Path, parts: int) -> bool:
+    """Return whether the folder of a file is the model directory that has this file and no other weights."""
+    if not (folder / CONFIG).is_file():
+        return False
+    if file.suffix == SUFFIX:
+        return len([*folder.glob(f"*{SUFFIX}")]) == parts
+    return file.name in (weight_files(folder) or pickle_files(folder))
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "moepack" / "files"
+
+
+def _digest(parts: Iterable[Path], others: Iterable[Path]) -> str:
+    """Return a digest of names, sizes and times of the files."""
+    digest = hashlib.sha256()
+    for file in (*parts, *others):
+        status = file.stat()
+        digest.update(f"{file}\n{status.st_size}\n{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _build(
+    target: Path, links: Mapping[str, Path], folder: Path, sides: Sequence[str], model: GgufModel | None
+) -> None:
+    """Write a directory: links to the files, and the small files of a folder or those made from the metadata."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+    try:
+        for name, file in links.items():
+            (partial / name).symlink_to(file)
+        for name in sides:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, partial / name)
+        if model is not None:
+            config = configuration(model)
+            _write_tokenizer(partial, model.file)
+            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        with suppress(FileExistsError):  # another process was faster
+            partial.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_tokenizer(folder: Path, file: Path) -> None:
+    """Write the tokenizer of a file, if transformers can convert it. Otherwise the folder has none."""
+    import transformers
+
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+        tokenizer.save_pretrained(folder)
+    except Exception:  # transformers raises several kinds for vocabularies that it does not convert
+        return
+    finally:
+        transformers.logging.set_verbosity(verbosity)

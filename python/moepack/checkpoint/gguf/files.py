@@ -1,0 +1,49 @@
+"""Finds GGUF files: which files of a directory are a model, and the parts of a split one."""
+
+import re
+from pathlib import Path
+
+from moepack.errors import CheckpointError
+from moepack.format.weights import pickle_files, weight_files
+
+__all__ = ["SUFFIX", "gguf_files", "parts_of"]
+
+SUFFIX = ".gguf"
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_NO_MODEL = ("mmproj", "imatrix")
+"""Beginnings of the names of files that hold an image encoder or importances."""
+
+
+def gguf_files(directory: Path) -> list[Path]:
+    """Return the parts of the GGUF model in a directory; empty if there is none, or if it has other weights.
+
+    Raises:
+        CheckpointError: there are several models, or a part is missing.
+    """
+    if not directory.is_dir():
+        return []
+    found = sorted(file for file in directory.glob(f"*{SUFFIX}") if not file.name.startswith(_NO_MODEL))
+    if not found or weight_files(directory) or pickle_files(directory):
+        return []
+    parts = parts_of(found[0])
+    if others := [file.name for file in found if file not in parts]:
+        names = ", ".join([found[0].name, *others][:4])
+        raise CheckpointError(f"holds several GGUF models ({names}); give one of the files", file=directory)
+    return parts
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Return all parts of a split model in order, from any of them; the file itself if it is not split.
+
+    Raises:
+        CheckpointError: a part is missing.
+    """
+    match = _PART.fullmatch(file.name)
+    if match is None:
+        return [file]
+    count = int(match["count"])
+    parts = [file.with_name(f"{match['stem']}-{number:05d}-of-{count:05d}{SUFFIX}") for number in range(1, count + 1)]
+    if missing := [part for part in parts if not part.exists()]:
+        raise CheckpointError(f"is a part of a split model, and {missing[0].name} does not exist", file=file)
+    return parts
