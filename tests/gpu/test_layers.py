@@ -8,6 +8,7 @@ from torch.nn import functional
 
 import moepack
 import runtime_support
+from moepack.census.tiny import tiny_model
 from moepack.decoding import layers
 from moepack.decoding.graphs import StepGraphs
 
@@ -69,13 +70,22 @@ def _rotated(x, cos, sin):
     return torch.cat((turned, x[..., width:]), -1)
 
 
-WHOLE = {"mixtral": True, "qwen2_moe": True, "qwen3_moe": True, "olmoe": True, "deepseek_v2": False}
+WHOLE = {
+    "mixtral": True, "qwen2_moe": True, "qwen3_moe": True, "olmoe": True, "glm4_moe": True, "deepseek_v2": False,
+    "deepseek_v3": False,
+}  # fmt: skip
 """Families, and whether attention is replaced with the rest of a layer."""
+
+
+SETTINGS = {"glm4_moe": {"use_qk_norm": True, "attention_bias": True}, "deepseek_v3": {"n_group": 2, "topk_group": 1}}
+"""Models of the census, and their settings."""
 
 
 @pytest.fixture(params=WHOLE)
 def model(request, tmp_path):
-    directory = runtime_support.write_packed(runtime_support.tiny_model(request.param), tmp_path / "packed")
+    own = SETTINGS.get(request.param)
+    made = runtime_support.tiny_model(request.param) if own is None else tiny_model(request.param, own=own)
+    directory = runtime_support.write_packed(made, tmp_path / "packed")
     return moepack.load(directory, dtype="float32").model
 
 
