@@ -22,6 +22,9 @@ class Reference(layers.Operations):
     def attends(self, dtype, width):
         return True
 
+    def rotates(self, width, rotated):
+        return True
+
     def multiplies(self, weights, tokens):
         return True
 
