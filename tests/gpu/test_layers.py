@@ -11,6 +11,7 @@ import runtime_support
 from moepack.census.tiny import tiny_model
 from moepack.decoding import layers
 from moepack.decoding.graphs import StepGraphs
+from moepack.methods import create
 
 
 class Reference(layers.Operations):
@@ -110,6 +111,19 @@ def test_steps_compute_the_same_as_the_model(model, reference):
     assert {"attend", "multiply", "norm"} <= set(reference.calls)
     assert ("heads" in reference.calls) == WHOLE[model.config.model_type]
     assert [dict(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_packed_attention_computes_the_same_as_the_model(architecture, reference, tmp_path):
+    method = create("finequant", bits=8, dense_bits=8)
+    directory = runtime_support.write_packed(runtime_support.tiny_model(architecture), tmp_path / "packed", method)
+    model = moepack.load(directory, dtype="float32").model
+    assert not list(model.layers[0].self_attn.q_proj.parameters())
+    tokens = ids(1, 6, seed=1)
+    expected = decode(model, None, prefill(model, ids(1, 7)), tokens)
+    found = decode(model, StepGraphs(Recorded()), prefill(model, ids(1, 7)), tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert "heads" in reference.calls
 
 
 def test_padded_batches_compute_the_same_as_the_model(model, reference):

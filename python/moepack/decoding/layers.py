@@ -342,7 +342,7 @@ class _Attention:
             return None
         if getattr(config, "clip_qkv", None) is not None:
             return None
-        if not operations.attends(next(module.parameters()).dtype, int(module.head_dim)):
+        if not operations.attends(layer.input_layernorm.weight.dtype, int(module.head_dim)):
             return None
         norms = [operations.norm_of(getattr(module, name)) if name in module._modules else None
                  for name in ("q_norm", "k_norm")]  # fmt: skip
