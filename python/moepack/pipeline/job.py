@@ -141,12 +141,19 @@ def compress(
         source.show(progress)
         sound = _sound(source, target, assignment, mtp_bits, plan)
         report, plan = _packed(*sound, plan, target, ray, resume, progress, peak, started)
-        if not is_checked(check, plan.request, report.expert_weights + report.dense_weights):
-            return report
-        if not source.has_original:
-            return replace(report, notes=(*report.notes, KEPT_OUT))
-        progress.prepare("measuring the loss of the packed model")
-        return checked(report, source.directory(), plan)
+        return _checked(report, plan, source, check, progress)
+
+
+def _checked(
+    report: CompressReport, plan: MethodPlan, source: Source, check: bool | None, progress: Progress
+) -> CompressReport:
+    """Return the report with the measured loss increase if the check is wanted and possible."""
+    if not is_checked(check, plan.request, report.expert_weights + report.dense_weights):
+        return report
+    if not source.has_original:
+        return replace(report, notes=(*report.notes, KEPT_OUT))
+    progress.prepare("measuring the loss of the packed model")
+    return checked(report, source.directory(), plan)
 
 
 def _packed(
