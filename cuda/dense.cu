@@ -7,7 +7,7 @@
 //
 // Sums in f32, rounded to the activations' type, then added to the bias and rounded again.
 //
-// Definitions: HALF (1: f16, 0: bf16), COLUMNS: tokens, 8 or 16; TEAM: warps of a block, 4, 8 or 16.
+// Definitions: HALF (1: f16, 0: bf16), COLUMNS: tokens, 8, 16 or 32; TEAM: warps of a block, 4, 8 or 16.
 #include "common/layer.cuh"
 
 namespace moepack {
@@ -28,7 +28,7 @@ namespace dense {
 constexpr int ROWS = 16;
 constexpr int STEP = 32;     // columns that a lane's two loads cover
 constexpr int TILES = COLUMNS / 8;
-constexpr int AHEAD = 6;      // steps whose weights are in flight
+constexpr int AHEAD = TILES > 2 ? 3 : 6;  // steps whose weights are in flight
 
 MOEPACK_DEVICE void product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     if (HALF) multiply_add(c, a0, a1, a2, a3, b0, b1);

@@ -88,7 +88,13 @@ def check() -> dict[str, float]:
         for dtype in (torch.bfloat16, torch.float16):
             name = f"attention {batch} x {groups} x {group}, {capacity} tokens of {width}, {dtype}"
             found[name] = attention_error(batch, groups, group, capacity, width, dtype)
-    for tokens, rows in [(1, (4096, 512, 512)), (5, (2048,)), (16, (128, 48)), (9, (64, 16, 16))]:
+    for tokens, rows in [
+        (1, (4096, 512, 512)),
+        (5, (2048,)),
+        (16, (128, 48)),
+        (9, (64, 16, 16)),
+        (27, (4096, 512, 512)),
+    ]:
         weights = [random(count, 1056) * 1056**-0.5 for count in rows]
         biases = [random(count) if count % 32 else None for count in rows]
         x = random(tokens, 1056)

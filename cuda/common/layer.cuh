@@ -201,7 +201,7 @@ struct Layer {
     // Chunks that are requested before the previous launch has ended, because only the activations depend on it. The
     // index of a layer was complete before that launch: the launch of the first products has waited for it.
     MOEPACK_DEVICE int early() const {
-        return MODE != Mode::combine ? 0 : problem.index ? Format::DEPTH - 1 : 1;
+        return MODE == Mode::combine;
     }
 
     // Switches to a round that `prepare` has processed. The first call fills the ring after its own reads, so that
@@ -427,11 +427,7 @@ struct Layer {
         int first = team * share + least(team, more);
         stop = even(first + share + (team < more));
         ahead.start(first, stop);
-        if (MODE == Mode::combine) {
-#pragma unroll 1
-            for (int i = 0; i < early(); ++i) fetch();
-            enter_launch();
-        }
+        if (MODE == Mode::combine) fetch(), enter_launch();
         Round round = {first - 1, 0, 0, {0, 0, 0}};
         do {
             Round next = even(next_round(round));

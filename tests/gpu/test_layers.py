@@ -8,8 +8,10 @@ from torch.nn import functional
 
 import moepack
 import runtime_support
+from moepack.census.tiny import tiny_model
 from moepack.decoding import layers
 from moepack.decoding.graphs import StepGraphs
+from moepack.methods import create
 
 
 class Reference(layers.Operations):
@@ -19,6 +21,9 @@ class Reference(layers.Operations):
         self.calls = []
 
     def attends(self, dtype, width):
+        return True
+
+    def rotates(self, width, rotated):
         return True
 
     def multiplies(self, weights, tokens):
@@ -69,13 +74,22 @@ def _rotated(x, cos, sin):
     return torch.cat((turned, x[..., width:]), -1)
 
 
-WHOLE = {"mixtral": True, "qwen2_moe": True, "qwen3_moe": True, "olmoe": True, "deepseek_v2": False}
+WHOLE = {
+    "mixtral": True, "qwen2_moe": True, "qwen3_moe": True, "olmoe": True, "glm4_moe": True, "deepseek_v2": False,
+    "deepseek_v3": False,
+}  # fmt: skip
 """Families, and whether attention is replaced with the rest of a layer."""
+
+
+SETTINGS = {"glm4_moe": {"use_qk_norm": True, "attention_bias": True}, "deepseek_v3": {"n_group": 2, "topk_group": 1}}
+"""Models of the census, and their settings."""
 
 
 @pytest.fixture(params=WHOLE)
 def model(request, tmp_path):
-    directory = runtime_support.write_packed(runtime_support.tiny_model(request.param), tmp_path / "packed")
+    own = SETTINGS.get(request.param)
+    made = runtime_support.tiny_model(request.param) if own is None else tiny_model(request.param, own=own)
+    directory = runtime_support.write_packed(made, tmp_path / "packed")
     return moepack.load(directory, dtype="float32").model
 
 
@@ -97,6 +111,19 @@ def test_steps_compute_the_same_as_the_model(model, reference):
     assert {"attend", "multiply", "norm"} <= set(reference.calls)
     assert ("heads" in reference.calls) == WHOLE[model.config.model_type]
     assert [dict(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_packed_attention_computes_the_same_as_the_model(architecture, reference, tmp_path):
+    method = create("finequant", bits=8, dense_bits=8)
+    directory = runtime_support.write_packed(runtime_support.tiny_model(architecture), tmp_path / "packed", method)
+    model = moepack.load(directory, dtype="float32").model
+    assert not list(model.layers[0].self_attn.q_proj.parameters())
+    tokens = ids(1, 6, seed=1)
+    expected = decode(model, None, prefill(model, ids(1, 7)), tokens)
+    found = decode(model, StepGraphs(Recorded()), prefill(model, ids(1, 7)), tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert "heads" in reference.calls
 
 
 def test_padded_batches_compute_the_same_as_the_model(model, reference):

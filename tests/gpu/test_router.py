@@ -43,13 +43,20 @@ def test_the_first_of_equal_experts_is_chosen(emulators, tmp_path):
     assert found[40:].view(torch.float32).tolist() == pytest.approx([0.2] * 5)
 
 
+def columns_for(tokens):
+    """The columns of a product, as `dense.multiply` chooses them."""
+    return next(columns for columns in (8, 16, 32) if tokens <= columns)
+
+
 @pytest.mark.parametrize("kind", range(2))
 @pytest.mark.parametrize(
     ("tokens", "columns", "rows", "team"),
-    [(1, 32, (16, 0, 0), 4), (3, 352, (32, 16, 48), 4), (13, 1056, (16, 32, 0), 8)],
+    [(1, 32, (16, 0, 0), 4), (3, 352, (32, 16, 48), 4), (13, 1056, (16, 32, 0), 8), (27, 544, (32, 0, 0), 4)],
 )
 def test_tokens_are_multiplied_by_matrices(emulators, tmp_path, kind, tokens, columns, rows, team):
-    program = emulators["dense"]("dense.cu", "none", HALF=kind, COLUMNS=8 if tokens <= 8 else 16, TEAM=team)
+    program = emulators["dense"](
+        "dense.cu", "none", HALF=kind, COLUMNS=8 * (1 if tokens <= 8 else 2 if tokens <= 16 else 4), TEAM=team
+    )
     dtype, generator = TYPES[kind], torch.Generator().manual_seed(columns)
     x = torch.randn(tokens, columns, generator=generator).to(dtype)
     weights = [torch.randn(count, columns, generator=generator).to(dtype) if count else None for count in rows]

@@ -57,6 +57,7 @@ class Operations:
     rms_norm = staticmethod(step.rms_norm)
     norm_of = staticmethod(step.norm_of)
     prepare_heads = staticmethod(step.prepare_heads)
+    rotates = staticmethod(step.supports_heads)
     choose = staticmethod(router.choose)
 
     def __init__(self, device: torch.device) -> None:
@@ -284,7 +285,7 @@ class _Layer:
         normed = self.chain.take(hidden_states)
         if normed is None:
             normed = operations.rms_norm(residual, *self._norm)
-        if self._attention is not None and cache is not None and shape[1] == 1:
+        if self._attention is not None and cache is not None and self._attention.supports(shape, named):
             mixed = self._attention(normed, cache, named["position_embeddings"], named.get("attention_mask"))
         else:
             mixed = self.module.self_attn(hidden_states=normed.view(shape), **named)[0]
@@ -341,7 +342,7 @@ class _Attention:
             return None
         if getattr(config, "clip_qkv", None) is not None:
             return None
-        if not operations.attends(next(module.parameters()).dtype, int(module.head_dim)):
+        if not operations.attends(layer.input_layernorm.weight.dtype, int(module.head_dim)):
             return None
         norms = [operations.norm_of(getattr(module, name)) if name in module._modules else None
                  for name in ("q_norm", "k_norm")]  # fmt: skip
@@ -351,6 +352,11 @@ class _Attention:
         if not missing and norms[0][1] != norms[1][1]:  # type: ignore[index]
             return None
         return cls(module, norms, operations)
+
+    def supports(self, shape: torch.Size, named: dict[str, Any]) -> bool:
+        """Whether this is one token per sequence, with columns to rotate that the kernel supports."""
+        turns = named.get("position_embeddings")
+        return shape[1] == 1 and turns is not None and self._operations.rotates(self._width, turns[0].shape[-1])
 
     def __call__(self, x: Tensor, cache: Appended, turns: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """Attend with normed inputs [B, H]; cos and sin are [1 or B, 1, R], the mask [B, 1, 1, capacity]."""

@@ -11,7 +11,7 @@ from moepack.backends.gpu.structs import Struct
 
 __all__ = ["MOST_TOKENS", "multiply", "program", "supports"]
 
-MOST_TOKENS = 16
+MOST_TOKENS = 32
 
 _DENSE = Struct("dense.cu", "Dense")
 _PARTS = "first", "second", "third"
@@ -55,7 +55,8 @@ def multiply(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | Non
     x, blocks = x.contiguous(), out.shape[1] // _ROWS
     argument = _DENSE(**members, columns=x.shape[1], x=x, out=out, tokens=len(x))
     warps = warps or (4 if blocks > _MANY else 16)
-    kernels = program(_DTYPES[x.dtype], 8 if len(x) <= 8 else 16, warps)
+    columns = next(columns for columns in (8, 16, 32) if len(x) <= columns)
+    kernels = program(_DTYPES[x.dtype], columns, warps)
     kernels.launch("multiply", blocks, 32 * warps, [argument], early=True)
     return out
 

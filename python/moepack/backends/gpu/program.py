@@ -150,9 +150,10 @@ def _configuration(
     grid: int | tuple[int, ...], block: int | tuple[int, ...], shared: int, *, early: bool, cluster: int
 ) -> _Configuration:
     """Configure a launch on torch's current stream."""
-    template = _template(grid, block, shared, early, cluster, is_hopper(torch.cuda.current_device()))
-    configuration = _Configuration.from_buffer_copy(template)
-    configuration.stream = torch.cuda.current_stream().cuda_stream
+    device = torch.cuda.current_device()
+    configuration = _Configuration.from_buffer_copy(_template(grid, block, shared, early, cluster, is_hopper(device)))
+    # `torch.cuda.current_stream()` makes an object, which takes longer than the launch.
+    configuration.stream = torch._C._cuda_getCurrentRawStream(device)
     return configuration
 
 
@@ -180,7 +181,7 @@ def _passed(argument: Argument) -> Any:
     if isinstance(argument, Tensor):
         return ctypes.c_uint64(argument.data_ptr())
     if isinstance(argument, np.ndarray | np.generic):
-        return ctypes.create_string_buffer(argument.tobytes(), argument.nbytes)
+        return (ctypes.c_char * argument.nbytes).from_buffer_copy(argument.tobytes())
     if argument is None:
         return ctypes.c_uint64(0)
     return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int32(argument)
