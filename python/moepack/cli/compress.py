@@ -41,7 +41,8 @@ def compress_command(
     disk_budget: options.DiskBudget = None,
     prefer_packed: options.PreferPacked = False,
     quiet: options.Quiet = False,
-    method: str = "auto",
+    recipe: options.Recipe = None,
+    method: str | None = None,
     **method_settings: Any,
 ) -> None:
     """Compress MODEL into the packed directory OUT. Prints a plan first.
@@ -59,7 +60,7 @@ def compress_command(
     done = run(
         model, out, method, given,
         dry_run=dry_run, threads=threads, ray=ray, mtp_bits=mtp_bits, resume=resume, check=check,
-        keep_source=keep_source, disk_budget=disk_budget, quiet=quiet,
+        keep_source=keep_source, disk_budget=disk_budget, quiet=quiet, recipe=recipe,
     )  # fmt: skip
     if done is not None:
         print_done(done, model, out, report)
@@ -82,8 +83,8 @@ def fetched(model: str, out: Path, most: str | None) -> bool:
 def command() -> Callable[..., None]:
     """Return `compress_command` with the settings of all methods as options, those that most people need first."""
     own = dict(signature(compress_command).parameters)
-    method = typer.Option(help=f"Compression method: {', '.join(METHODS)}.")
-    own["method"] = own["method"].replace(annotation=Annotated[str, method])
+    method = typer.Option(help=f"Compression method: {', '.join(METHODS)}.", show_default="auto")
+    own["method"] = own["method"].replace(annotation=Annotated[str | None, method])
     del own["method_settings"]
     arguments = [own.pop("model"), own.pop("out")]
 
@@ -99,7 +100,7 @@ def command() -> Callable[..., None]:
 def run(
     model: str,
     out: Path,
-    method: str,
+    method: str | None,
     given: dict[str, Any],
     *,
     dry_run: bool,
@@ -111,6 +112,7 @@ def run(
     keep_source: bool = False,
     disk_budget: str | None = None,
     quiet: bool,
+    recipe: Path | None = None,
 ) -> "CompressReport | None":
     """Print the plan, then compress. Return None after a dry run."""
     from moepack.cli.evaluate import quiet_transformers
@@ -119,6 +121,7 @@ def run(
     from moepack.pipeline import compress
     from moepack.pipeline.distributed import refuse as refuse_sharing
     from moepack.pipeline.estimate import estimate
+    from moepack.pipeline.recipe import Recipe
     from moepack.pipeline.source import opened
     from moepack.progress import terminal_progress
 
@@ -126,7 +129,16 @@ def run(
     console = plain_console(stderr=True)
     progress = terminal_progress(console, quiet)
     with wrong_usage():
-        settings.refuse_foreign(method, given)
+        known = None if recipe is None else Recipe.read(recipe)
+        if known is not None:
+            settings.refuse_foreign(method or known.method, settings.without_names(given))
+            method, given, said = known.merged(method, given)
+            mtp_bits = known.mtp_bits if mtp_bits is None else mtp_bits
+            for note in said:
+                print(f"note: {note}")
+        method = method or "auto"
+        if known is None:
+            settings.refuse_foreign(method, settings.without_names(given))
         if ray is not None and method == "auto":
             given.setdefault("calibration", NO_TEXT)  # solving on a text cannot be shared
         chosen = create(method, **given)
@@ -143,6 +155,7 @@ def run(
                 return compress(
                     source, out, method=plan.plan or chosen,
                     mtp_bits=mtp_bits, threads=threads, ray=ray, resume=resume, check=check, progress=progress,
+                    recipe=known,
                 )  # fmt: skip
         except KeyboardInterrupt:
             raise interrupted(console, out) from None

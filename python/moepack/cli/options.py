@@ -39,6 +39,15 @@ PreferPacked = Annotated[
         help="Download a version that someone packed, if the Hub has one of at most --size, instead of packing.",
     ),
 ]
+Recipe = Annotated[
+    Path | None,
+    typer.Option(
+        "--recipe",
+        metavar="FILE",
+        help="Take the method and all settings from a recipe: the recipe.yaml of a packed directory, or the directory. "
+        "Options given beside it replace its entries.",
+    ),
+]
 Report = Annotated[bool, typer.Option("--report", help="List the format chosen for every tensor.")]
 Ray = Annotated[
     str | None,

@@ -137,6 +137,19 @@ class Source:
         """Whether the whole checkpoint is on this machine after the job."""
         return self.remote is None or self._keep
 
+    @property
+    def name(self) -> str:
+        """The name of a model on the Hub; empty for a directory."""
+        found = hub_id(self.model)
+        return "" if found is None else found[0]
+
+    @property
+    def commit(self) -> str | None:
+        """The commit of a model on the Hub; None for a directory."""
+        if self.remote is not None:
+            return self.remote.commit
+        return self.checkpoint.path.name if hub_id(self.model) is not None else None
+
     def directory(self) -> Path:
         """Return the directory of the whole checkpoint, if `has_original`; raises as `resolve_model`."""
         return self.checkpoint.path if self.remote is None else resolve_model(self.model)
