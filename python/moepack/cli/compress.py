@@ -42,6 +42,8 @@ def compress_command(
     prefer_packed: options.PreferPacked = False,
     quiet: options.Quiet = False,
     recipe: options.Recipe = None,
+    prune: options.Prune = None,
+    prune_by: options.PruneBy = None,
     method: str | None = None,
     **method_settings: Any,
 ) -> None:
@@ -61,6 +63,7 @@ def compress_command(
         model, out, method, given,
         dry_run=dry_run, threads=threads, ray=ray, mtp_bits=mtp_bits, resume=resume, check=check,
         keep_source=keep_source, disk_budget=disk_budget, quiet=quiet, recipe=recipe,
+        prune=prune, prune_by=prune_by,
     )  # fmt: skip
     if done is not None:
         print_done(done, model, out, report)
@@ -113,6 +116,8 @@ def run(
     disk_budget: str | None = None,
     quiet: bool,
     recipe: Path | None = None,
+    prune: str | None = None,
+    prune_by: str | None = None,
 ) -> "CompressReport | None":
     """Print the plan, then compress. Return None after a dry run."""
     from moepack.cli.evaluate import quiet_transformers
@@ -121,6 +126,7 @@ def run(
     from moepack.pipeline import compress
     from moepack.pipeline.distributed import refuse as refuse_sharing
     from moepack.pipeline.estimate import estimate
+    from moepack.pipeline.pruning import Pruning
     from moepack.pipeline.recipe import Recipe
     from moepack.pipeline.source import opened
     from moepack.progress import terminal_progress
@@ -129,11 +135,12 @@ def run(
     console = plain_console(stderr=True)
     progress = terminal_progress(console, quiet)
     with wrong_usage():
-        known = None if recipe is None else Recipe.read(recipe)
+        known, pruning = None if recipe is None else Recipe.read(recipe), Pruning.of(prune, prune_by)
         if known is not None:
             settings.refuse_foreign(method or known.method, settings.without_names(given))
             method, given, said = known.merged(method, given)
             mtp_bits = known.mtp_bits if mtp_bits is None else mtp_bits
+            pruning = pruning or known.pruning
             for note in said:
                 print(f"note: {note}")
         method = method or "auto"
@@ -146,7 +153,11 @@ def run(
             refuse_sharing(chosen)
         try:
             refuse_existing(out)
-            with opened(model, out.absolute(), keep_source, disk_budget, whole=ray is not None) as source:
+            whole = ray is not None or pruning is not None
+            with opened(model, out.absolute(), keep_source, disk_budget, whole=whole) as source:
+                if pruning is not None:
+                    progress.prepare("choosing the experts to leave out")
+                    source.prune(pruning, chosen)
                 plan = estimate(source, out, chosen, threads, progress, mtp_bits)
                 if dry_run or not quiet:
                     print_plan(plan, plain_console())

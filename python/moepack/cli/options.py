@@ -48,6 +48,18 @@ Recipe = Annotated[
         "Options given beside it replace its entries.",
     ),
 ]
+Prune = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Leave out this share of each layer's experts, such as 25%: those that matter least on the calibration "
+        "text (or the built-in text). Usually loses more than fewer bits of the same size.",
+    ),
+]
+PruneBy = Annotated[
+    str | None,
+    typer.Option(help="With --prune: drop the experts (default), or merge each into the most similar remaining one."),
+]
 Report = Annotated[bool, typer.Option("--report", help="List the format chosen for every tensor.")]
 Ray = Annotated[
     str | None,

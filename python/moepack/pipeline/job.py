@@ -49,7 +49,8 @@ from moepack.pipeline.executor import Executor, Here
 from moepack.pipeline.journal import PARTIAL, ShardRecord, Workspace
 from moepack.pipeline.outputs import Outputs, Shard, check_text, plan_outputs, space_bound
 from moepack.pipeline.overflow import LARGEST, is_half, overflow_notes, warn_all
-from moepack.pipeline.recipe import Origin, Recipe
+from moepack.pipeline.pruning import Pruning
+from moepack.pipeline.recipe import Recipe
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
 from moepack.pipeline.rewrite import STATE, rewritten
 from moepack.pipeline.solving import LayerPacker
@@ -79,6 +80,8 @@ def compress(
     keep_source: bool = False,
     disk_budget: str | int | None = None,
     recipe: str | PathLike[str] | Recipe | None = None,
+    prune: str | float | None = None,
+    prune_by: str | None = None,
     **settings: Any,
 ) -> CompressReport:
     """Compress a Mixture-of-Experts checkpoint into a packed directory, to a given size or with a given method.
@@ -111,6 +114,9 @@ def compress(
             largest, or more if a layer needs more, or all if the method reads all weights several times.
         recipe: a recipe, its file, or a packed directory that has one (`recipe.yaml`). Its method and settings apply,
             except those that are given, which notes in the report name.
+        prune: share of each layer's experts to leave out before packing, as 0.25 or "25%": those that matter least on
+            the calibration text, or on the built-in text if there is none (`moepack.pipeline.pruning`).
+        prune_by: "drop" (the default), or "merge" to average them with similar experts.
         settings: settings of the method if it is given by its name; for `auto`: size, bits_per_weight or ratio,
             calibration, prefer. For any method, `bits` may give bits by name, as text, a mapping or a file:
             `bits={"down_proj": 4, "layers.0": 16}` (`moepack.methods.overrides`).
@@ -136,22 +142,25 @@ def compress(
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     refuse_existing(target)
     known = recipe if recipe is None or isinstance(recipe, Recipe) else Recipe.read(recipe)
-    said: tuple[str, ...] = ()
+    said, pruning = tuple[str, ...](), Pruning.of(prune, prune_by)
     if known is not None and (method is None or isinstance(method, str)):
         method, settings, said = known.merged(method, settings)
         mtp_bits = known.mtp_bits if mtp_bits is None else mtp_bits
+        pruning = pruning or known.pruning
     chosen, plan = _chosen("auto" if method is None else method, settings)
     assignment, progress = Assignment(chosen, others or {}), progress or Silent()
     check_text(assignment.method)
     if threads is not None:
         set_threads(threads)
-    with opened(model, target, keep_source, disk_budget, whole=ray is not None) as source:
+    whole = ray is not None or pruning is not None
+    with opened(model, target, keep_source, disk_budget, whole=whole) as source:
+        source.prune(pruning, assignment.method)
         if check and not source.has_original:
             raise ValueError("the check runs the original, which is not kept: add keep_source (--keep-source)")
         source.show(progress)
         sound = _sound(source, target, assignment, mtp_bits, plan)
         registered = assignment.method.name in METHODS  # a recipe names its method
-        made = partial(Recipe.of, source=Origin.of(source), mtp_bits=mtp_bits) if registered else None
+        made = partial(Recipe.of, source=source, mtp_bits=mtp_bits) if registered else None
         report, plan = _packed(*sound, plan, target, ray, resume, progress, peak, started, made)
         if known is not None and made is not None:
             said += known.differences(Recipe.read(target))

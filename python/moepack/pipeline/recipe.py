@@ -23,6 +23,7 @@ from moepack.methods import METHODS, Method, MethodPlan
 from moepack.methods.auto.settings import NO_TEXT
 from moepack.methods.overrides import Overrides, split_bits
 from moepack.methods.settings import settings_of
+from moepack.pipeline.pruning import Pruning
 from moepack.pipeline.source import Source
 from moepack.textfile import read_text
 
@@ -52,7 +53,7 @@ class Origin:
     @classmethod
     def of(cls, source: Source) -> Origin:
         """Return the origin of an open source."""
-        return cls(source.name, source.commit, source.checkpoint.fingerprint())
+        return cls(source.name, source.commit, source.checkpoint.fingerprint().partition("+")[0])
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Recipe:
         settings: its settings, without bits by name.
         bits: bits by name.
         mtp_bits: as for `compress`.
+        pruning: the experts to leave out; None for none.
         source: the source that it was made for; None if it says nothing.
         calibration_sha256: fingerprint of the calibration set; empty without one.
         moepack: version of moepack.
@@ -74,13 +76,14 @@ class Recipe:
     settings: Mapping[str, Any] = field(default_factory=dict)
     bits: Overrides = field(default_factory=Overrides)
     mtp_bits: int | None = None
+    pruning: Pruning | None = None
     source: Origin | None = None
     calibration_sha256: str = ""
     moepack: str = _core.__version__
     file: Path | None = None
 
     @classmethod
-    def of(cls, plan: MethodPlan, source: Origin | None, mtp_bits: int | None, calibration_sha256: str) -> Recipe:
+    def of(cls, plan: MethodPlan, source: Source, mtp_bits: int | None, calibration_sha256: str) -> Recipe:
         """Return the recipe of a planned job; a size that was not requested is the one that was chosen."""
         method = plan.method
         chosen: dict[str, Any] = {}
@@ -89,7 +92,9 @@ class Recipe:
         if method.name == "auto" and plan.request is None:
             chosen["calibration"] = NO_TEXT
         settings = _settings(method, chosen)
-        return cls(method.name, settings, method.overrides, mtp_bits, source, calibration_sha256)
+        return cls(
+            method.name, settings, method.overrides, mtp_bits, source.pruning, Origin.of(source), calibration_sha256
+        )
 
     def to_bytes(self) -> bytes:
         """Return the content of the file; the same recipe gives the same bytes."""
@@ -104,6 +109,8 @@ class Recipe:
             content["bits"] = {pattern: int(bits) if bits.is_integer() else bits for pattern, bits in self.bits.items}
         if self.mtp_bits is not None:
             content["mtp_bits"] = self.mtp_bits
+        if self.pruning is not None:
+            content["prune"], content["prune_by"] = self.pruning.share, self.pruning.by
         if self.calibration_sha256:
             content["calibration_sha256"] = self.calibration_sha256
         text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
@@ -146,6 +153,7 @@ class Recipe:
             settings,
             Overrides.of(bits) if isinstance(bits, dict) else split_bits(bits)[1],
             _typed(content, "mtp_bits", int, None, path),
+            _pruning(content, path),
             Origin(**texts) if texts else None,
             _typed(content, "calibration_sha256", str, "", path),
             str(content.get("moepack", "")),
@@ -191,7 +199,7 @@ class Recipe:
         return replace(self, source=None)
 
 
-_ENTRIES = ("moepack", "source", "method", "settings", "bits", "mtp_bits", "calibration_sha256")
+_ENTRIES = ("moepack", "source", "method", "settings", "bits", "mtp_bits", "prune", "prune_by", "calibration_sha256")
 
 
 def _settings(method: Method, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,6 +213,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
     return fspath(value) if isinstance(value, PathLike) else str(value)
+
+
+def _pruning(content: Mapping[str, Any], file: Path) -> Pruning | None:
+    try:
+        return Pruning.of(content.get("prune"), content.get("prune_by"))
+    except ValueError as error:
+        raise RecipeError(str(error), file=file) from error
 
 
 def _typed(content: Mapping[str, Any], key: str, kind: type, default: Any, file: Path) -> Any:
