@@ -30,6 +30,9 @@ def weight_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
+pytestmark = pytest.mark.usefixtures("fast_widths")
+
+
 def calibrated(**settings: Any) -> Auto:
     return Auto(calibration=str(NOVEL), samples=6, sequence_length=64, **settings)
 
@@ -85,16 +88,20 @@ def test_the_least_size_can_be_made(tmp_path: Path, capsys: pytest.CaptureFixtur
     code, _, error = run(capsys, "compress", TINY_MOE, tmp_path / "out", "--size", "1kB")
     assert code == 2 and error.count("\n") == 1
     least = byte_count(error.split(" at least ")[-1].strip())
-    moepack.compress(TINY_MOE, tmp_path / "out", size=int(least * 1.005))
+    moepack.compress(TINY_MOE, tmp_path / "out", method=calibrated(size=int(least * 1.005)))
     assert moepack.verify(tmp_path / "out").ok
 
 
-MET = [{"size": "1.2MB"}, {"ratio": 0.3}, {"bits_per_weight": 4.0}, {"size": "3.6MB", "prefer": "speed"}]
+MET = [
+    calibrated(size="1.2MB"),
+    Auto(ratio=0.3, calibration="none"),
+    Auto(bits_per_weight=4.0, calibration="none"),
+    calibrated(size="3.6MB", prefer="speed"),
+]
 
 
-@pytest.mark.parametrize("settings", MET)
-def test_a_size_is_met_and_expected_by_the_plan(settings: dict[str, Any], tmp_path: Path) -> None:
-    method = Auto(**settings)
+@pytest.mark.parametrize("method", MET, ids=["size", "ratio", "bits", "speed"])
+def test_a_size_is_met_and_expected_by_the_plan(method: Auto, tmp_path: Path) -> None:
     plan = estimate(TINY_MOE, tmp_path / "out", method)
     report = moepack.compress(TINY_MOE, tmp_path / "out", method=method)
     assert plan.goal is not None
@@ -112,19 +119,12 @@ def test_a_text_meets_the_size_too_and_saves_loss(tmp_path: Path) -> None:
     assert losses["text"] < losses["free"]
 
 
-@pytest.fixture(autouse=True)
-def speeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of fixed widths are five times as fast; nothing is measured, or kept in the user's cache."""
-    monkeypatch.setattr("moepack.methods.auto.method.kept_speeds", lambda: FAST)
-
-
-FAST = {**dict.fromkeys(("int2", "int3", "int4", "int8"), 5e9), "coded2": 1e9, "coded4": 1e9}
-ALIKE = dict.fromkeys(FAST, 1e9)
+ALIKE = dict.fromkeys(support.FAST, 1e9)
 
 
 def test_measured_speeds_decide_where_speed_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans, losses = {}, {}
-    for name, speeds in (("fast", FAST), ("alike", ALIKE)):
+    for name, speeds in (("fast", support.FAST), ("alike", ALIKE)):
         monkeypatch.setattr("moepack.methods.auto.method.kept_speeds", lambda speeds=speeds: speeds)
         method = Auto(bits_per_weight=4.0, prefer="speed", calibration="none")
         plans[name] = estimate(TINY_MOE, tmp_path / "out", method)
