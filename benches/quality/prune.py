@@ -2,7 +2,7 @@
 
     python -m benches.quality.prune MODEL [MODEL ...] --calibration FILE --text FILE [--text FILE] [--bits 1.5 2.5]
         [--shares 0 0.125 0.25] [--ways drop merge] [--samples 12] [--chars 20000] [--calibrated] [--threads 1]
-        [--out benches/results/prune.json]
+        [--out build/prune.json]
 
 Every variant is packed by `auto` to the same size: bits per weight of the whole, unpruned checkpoint. A pruned model
 therefore has more bits for each remaining weight. Without --calibrated, the text serves only to choose the experts.
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=12)
     parser.add_argument("--chars", type=int, default=20_000)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("benches/results/prune.json"))
+    parser.add_argument("--out", type=Path, default=Path("build/prune.json"))
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     rows = []
