@@ -107,6 +107,7 @@ class Estimate:
         free_disk: free disk space in bytes.
         threads: number of threads.
         seconds: approximate time; None on a device other than the CPU.
+        text_seconds: the part of it that a calibration text takes; 0 without a text.
         run_memory: approximate memory in bytes to run the packed model: a process plus all weight files.
         tokens_per_second: approximate upper bound of the decoding speed of one sequence on this machine's processor,
             counting only products of packed weights. None if the format was not measured (`moepack doctor` measures).
@@ -130,6 +131,7 @@ class Estimate:
     free_disk: int
     threads: int
     seconds: float | None
+    text_seconds: float | None
     run_memory: int
     tokens_per_second: float | None
     notes: tuple[str, ...] = ()
@@ -193,6 +195,7 @@ def _estimated(
     kept, request = _kept(outputs, checkpoint), requested(method) if made is None else made.request
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
+    seconds, without = (_seconds(outputs, parts, share, method, each, workers) for each in (request, None))
     return Estimate(
         notes=(*found.notes, *dict.fromkeys(note for each in assignment.methods for note in each.notes({})))
         + (() if made is None else made.notes)
@@ -213,7 +216,8 @@ def _estimated(
         disk=disk + (0 if streaming is None else streaming.disk),
         free_disk=free,
         threads=workers,
-        seconds=_seconds(outputs, parts, share, method, request, workers),
+        seconds=seconds,
+        text_seconds=None if seconds is None or without is None else seconds - without,
         run_memory=PROCESS + kept + int(sum(part.after for part in parts)),
         tokens_per_second=token_rate(parts, share, method, made, bool(checkpoint.config.get("tie_word_embeddings"))),
     )
