@@ -125,9 +125,9 @@ def rate(record: Any) -> float:
 
 
 FIXED: list[tuple[str, str, dict[str, Any]]] = [
-    ("finequant", "bits", {}),
+    ("finequant", "bits", {"calibration": "none"}),
     ("finequant", "bits", {"calibration": "text"}),
-    ("milo", "bits", {"rounds": 2}),
+    ("milo", "bits", {"calibration": "none", "rounds": 2}),
     ("codequant", "bits", {"calibration": "text", "rotation_steps": 4}),
 ]
 
@@ -136,7 +136,7 @@ FIXED: list[tuple[str, str, dict[str, Any]]] = [
 def test_methods_of_fixed_bits_give_each_tensor_its_own(
     method: str, key: str, settings: dict[str, Any], mixtral: Path, text: Path, tmp_path: Path
 ) -> None:
-    if "calibration" in settings:
+    if settings["calibration"] == "text":
         settings = {**settings, "calibration": str(text), "samples": 4, "sequence_length": 32}
     compress(
         mixtral, tmp_path / "out", method=method, bits="down_proj=2,self_attn.q_proj=3,layers.1=16,*=4", **settings
@@ -208,9 +208,19 @@ def test_experts_of_one_tensor_have_rates_of_their_own(
 
 
 REFUSED = [
-    ("finequant", {}, "experts=2.5", "cannot give a tensor 2.5 bits: it gives 2, 3, 4 or 8.*rate 0.4 to 8"),
-    ("finequant", {}, "experts.0=8", "gives all experts of a tensor the same bits"),
-    ("finequant", {}, "embed_tokens=4", "does not pack this tensor .embedding.; methods that give bits by name: auto"),
+    (
+        "finequant",
+        {"calibration": "none"},
+        "experts=2.5",
+        "cannot give a tensor 2.5 bits: it gives 2, 3, 4 or 8.*rate 0.4 to 8",
+    ),
+    ("finequant", {"calibration": "none"}, "experts.0=8", "gives all experts of a tensor the same bits"),
+    (
+        "finequant",
+        {"calibration": "none"},
+        "embed_tokens=4",
+        "does not pack this tensor .embedding.; methods that give bits by name: auto",
+    ),
     ("codequant", {"calibration": "built-in"}, "experts=8", "gives 2, 3 or 4"),
     ("qmoe", {"calibration": "built-in"}, "experts=3", "gives 0.4 to 2 for experts"),
     ("floe", {"calibration": "built-in"}, "experts=4", "floe has no bits by name; methods that give bits by name"),
@@ -218,7 +228,12 @@ REFUSED = [
     ("auto", {"calibration": "none"}, "down_proj=16", "leave it unpacked, but not .*gate_proj'; .* together"),
     ("auto", {"calibration": "none"}, "experts.0=16", "leave only some of its experts unpacked"),
     ("auto", {"calibration": "none"}, "experts=16", "leave all experts of the model unpacked"),
-    ("rate", {"bits_per_weight": 2}, "experts=8", "leave 0.00 bits per weight for the other tensors"),
+    (
+        "rate",
+        {"bits_per_weight": 2, "calibration": "none"},
+        "experts=8",
+        "leave 0.00 bits per weight for the other tensors",
+    ),
 ]
 
 
@@ -238,14 +253,14 @@ def test_names_of_every_layout_are_found(family: str, saved: Callable[[str], Pat
     last, first = layers[-1].projections[-1], layers[0].projections[0]
     source, stacked = first.parts[0].tensor.removesuffix(".weight"), bool(first.parts[0].index)
     bits = {last.packed_name: 2, **({source: 8} if stacked else {}), "*": 4}
-    compress(model, tmp_path / "out", method="finequant", bits=bits)
+    compress(model, tmp_path / "out", method="finequant", calibration="none", bits=bits)
     records = PackedDirectory.open(tmp_path / "out").manifest.packed()
     assert records[last.packed_name].details["bits"] == 2
     assert records[first.packed_name].details["bits"] == (8 if stacked else 4)
 
 
 def test_the_plan_follows_the_bits(mixtral: Path, tmp_path: Path) -> None:
-    method = create("finequant", bits="down_proj=8,layers.1=16,*=2")
+    method = create("finequant", calibration="none", bits="down_proj=8,layers.1=16,*=2")
     plan = estimate(mixtral, tmp_path / "out", method)
     compress(mixtral, tmp_path / "out", method=method)
     records = PackedDirectory.open(tmp_path / "out").manifest.packed().values()
@@ -263,10 +278,10 @@ def test_a_resumed_job_sees_other_bits(mixtral: Path, tmp_path: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(job, "_write_dense", fail)
         with pytest.raises(KeyboardInterrupt):
-            compress(mixtral, tmp_path / "out", method="finequant", bits="down_proj=8")
+            compress(mixtral, tmp_path / "out", method="finequant", calibration="none", bits="down_proj=8")
     with pytest.raises(ResumeError, match="overrides=down_proj=8"):
-        compress(mixtral, tmp_path / "out", method="finequant", bits="down_proj=4")
-    report = compress(mixtral, tmp_path / "out", method="finequant", bits="down_proj=8")
+        compress(mixtral, tmp_path / "out", method="finequant", calibration="none", bits="down_proj=4")
+    report = compress(mixtral, tmp_path / "out", method="finequant", calibration="none", bits="down_proj=8")
     assert report.resumed_weights > 0
-    compress(mixtral, tmp_path / "whole", method="finequant", bits="down_proj=8")
+    compress(mixtral, tmp_path / "whole", method="finequant", calibration="none", bits="down_proj=8")
     assert (tmp_path / "out" / "moepack.json").read_bytes() == (tmp_path / "whole" / "moepack.json").read_bytes()

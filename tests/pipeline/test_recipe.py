@@ -18,11 +18,11 @@ TEXT = {"samples": 4, "sequence_length": 32}
 JOBS: list[tuple[str, dict[str, Any]]] = [
     ("auto", {"ratio": 0.5, "calibration": "none"}),
     ("auto", {"calibration": "text", **TEXT, "bits": "down_proj=5,experts.0=7"}),
-    ("finequant", {"bits": "8,down_proj=2,layers.1=16", "dense_bits": "attention=4"}),
-    ("finequant", {"group_size": "adaptive"}),
-    ("rate", {"bits_per_weight": 3}),
-    ("milo", {"memory_budget": 150_000, "rounds": 2}),
-    ("milo", {"rounds": 2}),
+    ("finequant", {"calibration": "none", "bits": "8,down_proj=2,layers.1=16", "dense_bits": "attention=4"}),
+    ("finequant", {"calibration": "none", "group_size": "adaptive"}),
+    ("rate", {"bits_per_weight": 3, "calibration": "none"}),
+    ("milo", {"calibration": "none", "memory_budget": 150_000, "rounds": 2}),
+    ("milo", {"calibration": "none", "rounds": 2}),
     ("codequant", {"calibration": "text", **TEXT, "rotation_steps": 4}),
     ("qmoe", {"calibration": "text", **TEXT}),
     ("floe", {"calibration": "text", **TEXT}),
@@ -64,13 +64,13 @@ def test_given_settings_replace_those_of_a_recipe_and_notes_say_so(mixtral: Path
     settings = yaml.safe_load((tmp_path / "b" / RECIPE).read_text())
     assert settings["settings"]["bits_per_weight"] == 6 and "ratio" not in settings["settings"]
     assert settings["bits"] == {"down_proj": 5}
-    other = compress(mixtral, tmp_path / "c", recipe=tmp_path / "a", method="finequant", bits=2)
+    other = compress(mixtral, tmp_path / "c", recipe=tmp_path / "a", method="finequant", calibration="none", bits=2)
     assert "the recipe's method auto and its settings do not apply" in other.notes[0]
     assert Recipe.read(tmp_path / "c").settings["bits"] == 2
 
 
 def test_another_checkpoint_is_noticed(mixtral: Path, qwen3_moe: Path, tmp_path: Path) -> None:
-    compress(mixtral, tmp_path / "a", method="finequant")
+    compress(mixtral, tmp_path / "a", method="finequant", calibration="none")
     report = compress(qwen3_moe, tmp_path / "b", recipe=tmp_path / "a")
     assert any("made for another checkpoint" in note for note in report.notes)
 

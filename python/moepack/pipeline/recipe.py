@@ -20,12 +20,11 @@ from moepack import _core
 from moepack.errors import RecipeError
 from moepack.format.side import RECIPE
 from moepack.methods import METHODS, Method, MethodPlan
-from moepack.methods.auto.settings import NO_TEXT
 from moepack.methods.overrides import Overrides, split_bits
 from moepack.methods.settings import settings_of
 from moepack.pipeline.pruning import Pruning
 from moepack.pipeline.source import Source
-from moepack.textfile import read_text
+from moepack.textfile import NO_TEXT, read_text
 
 __all__ = ["Origin", "Recipe"]
 
@@ -89,7 +88,7 @@ class Recipe:
         chosen: dict[str, Any] = {}
         if plan.goal is not None and all(getattr(method, name, None) is None for names in _SIZES for name in names):
             chosen["size"] = plan.goal.nbytes
-        if method.name == "auto" and plan.request is None:
+        if getattr(method, "calibration", NO_TEXT) is None or (method.name == "auto" and plan.request is None):
             chosen["calibration"] = NO_TEXT
         settings = _settings(method, chosen)
         return cls(
