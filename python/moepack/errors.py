@@ -24,6 +24,8 @@ __all__ = [
     "MoepackWarning",
     "NonFiniteError",
     "OutputExistsError",
+    "OverrideError",
+    "RecipeError",
     "ReferenceMismatchError",
     "ResumeError",
     "SerializationError",
@@ -91,6 +93,14 @@ class InvalidTensorError(MoepackError, ValueError):
 
 class OutputExistsError(MoepackError, FileExistsError):
     """The output already exists. moepack never overwrites it."""
+
+
+class OverrideError(MoepackError, ValueError):
+    """Bits by name do not fit the model or the method: a pattern that matches nothing, or bits that it cannot give."""
+
+
+class RecipeError(MoepackError, ValueError):
+    """A recipe cannot be read, or has an entry or a value that compress does not know."""
 
 
 class CalibrationError(MoepackError, ValueError):

@@ -21,9 +21,11 @@ from hub_support import COMMIT, Answer, Hub, Request, cached, serving, use
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.remote import open_remote
 from moepack.errors import CheckpointError, DiskError, DownloadError, InvalidTensorError, ResumeError
+from moepack.format.side import RECIPE
 from moepack.methods import create
 from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline.estimate import estimate
+from moepack.pipeline.recipe import Recipe
 from moepack.progress import Bar, Lines
 from places import ROOT
 
@@ -43,6 +45,12 @@ def hub(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     with serving({NAME: sharded}) as server:
         use(server, tmp_path, monkeypatch)
         yield server
+
+
+def same_but_source(directory: Path) -> dict[str, bytes]:
+    """Every file of a packed directory; the recipe without its source, which has a name only on the Hub."""
+    files = support.contents(directory)
+    return {**files, RECIPE: Recipe.read(directory / RECIPE).without_source().to_bytes()}
 
 
 def total(model: Path) -> int:
@@ -99,7 +107,9 @@ def test_the_result_equals_that_of_the_directory(
         settings = {**settings, "calibration": str(tmp_path / "text.txt")}
     moepack.compress(NAME, tmp_path / "remote", method=method, **settings)
     moepack.compress(sharded, tmp_path / "local", method=method, **settings)
-    assert support.contents(tmp_path / "remote") == support.contents(tmp_path / "local")
+    assert same_but_source(tmp_path / "remote") == same_but_source(tmp_path / "local")
+    source = Recipe.read(tmp_path / "remote").source
+    assert source is not None and (source.name, source.revision) == (NAME, COMMIT)
     assert not list(tmp_path.glob("remote.*")), "nothing of the download remains"
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
@@ -157,7 +167,7 @@ def test_a_method_with_several_passes_downloads_once(hub: Hub, sharded: Path, tm
     assert any("reads all weights several times" in note for note in small.notes)
     moepack.compress(NAME, tmp_path / "out", calibration="none", disk_budget="200kB")
     moepack.compress(sharded, tmp_path / "local", calibration="none")
-    assert support.contents(tmp_path / "out") == support.contents(tmp_path / "local")
+    assert same_but_source(tmp_path / "out") == same_but_source(tmp_path / "local")
 
 
 def test_kept_shards_are_in_the_cache_and_serve_the_next_job(hub: Hub, sharded: Path, tmp_path: Path) -> None:

@@ -42,7 +42,10 @@ def compress_command(
     prefer_packed: options.PreferPacked = False,
     config: options.Configuration = None,
     quiet: options.Quiet = False,
-    method: str = "auto",
+    recipe: options.Recipe = None,
+    prune: options.Prune = None,
+    prune_by: options.PruneBy = None,
+    method: str | None = None,
     **method_settings: Any,
 ) -> None:
     """Compress MODEL into the packed directory OUT. Prints a plan first.
@@ -60,7 +63,8 @@ def compress_command(
     done = run(
         model, out, method, given,
         dry_run=dry_run, threads=threads, ray=ray, mtp_bits=mtp_bits, resume=resume, check=check,
-        keep_source=keep_source, disk_budget=disk_budget, config=config, quiet=quiet,
+        keep_source=keep_source, disk_budget=disk_budget, config=config, quiet=quiet, recipe=recipe,
+        prune=prune, prune_by=prune_by,
     )  # fmt: skip
     if done is not None:
         print_done(done, model, out, report)
@@ -83,8 +87,8 @@ def fetched(model: str, out: Path, most: str | None) -> bool:
 def command() -> Callable[..., None]:
     """Return `compress_command` with the settings of all methods as options, those that most people need first."""
     own = dict(signature(compress_command).parameters)
-    method = typer.Option(help=f"Compression method: {', '.join(METHODS)}.")
-    own["method"] = own["method"].replace(annotation=Annotated[str, method])
+    method = typer.Option(help=f"Compression method: {', '.join(METHODS)}.", show_default="auto")
+    own["method"] = own["method"].replace(annotation=Annotated[str | None, method])
     del own["method_settings"]
     arguments = [own.pop("model"), own.pop("out")]
 
@@ -100,7 +104,7 @@ def command() -> Callable[..., None]:
 def run(
     model: str,
     out: Path,
-    method: str,
+    method: str | None,
     given: dict[str, Any],
     *,
     dry_run: bool,
@@ -113,6 +117,9 @@ def run(
     disk_budget: str | None = None,
     config: Path | None = None,
     quiet: bool,
+    recipe: Path | None = None,
+    prune: str | None = None,
+    prune_by: str | None = None,
 ) -> "CompressReport | None":
     """Print the plan, then compress. Return None after a dry run."""
     from moepack.checkpoint.resolve import configured
@@ -121,6 +128,8 @@ def run(
     from moepack.pipeline import compress
     from moepack.pipeline.distributed import refuse as refuse_sharing
     from moepack.pipeline.estimate import estimate
+    from moepack.pipeline.pruning import Pruning
+    from moepack.pipeline.recipe import Recipe
     from moepack.pipeline.source import opened
     from moepack.progress import terminal_progress
     from moepack.textfile import NO_TEXT
@@ -129,7 +138,17 @@ def run(
     console = plain_console(stderr=True)
     progress = terminal_progress(console, quiet)
     with wrong_usage():
-        settings.refuse_foreign(method, given)
+        known, pruning = None if recipe is None else Recipe.read(recipe), Pruning.of(prune, prune_by)
+        if known is not None:
+            settings.refuse_foreign(method or known.method, settings.without_names(given))
+            method, given, said = known.merged(method, given)
+            mtp_bits = known.mtp_bits if mtp_bits is None else mtp_bits
+            pruning = pruning or known.pruning
+            for note in said:
+                print(f"note: {note}")
+        method = method or "auto"
+        if known is None:
+            settings.refuse_foreign(method, settings.without_names(given))
         if ray is not None and method == "auto":
             given.setdefault("calibration", NO_TEXT)  # solving on a text cannot be shared
         chosen = create(method, **given)
@@ -137,9 +156,12 @@ def run(
             refuse_sharing(chosen)
         try:
             refuse_existing(out)
-            with opened(
-                configured(model, config), out.absolute(), keep_source, disk_budget, whole=ray is not None
-            ) as source:
+            whole = ray is not None or pruning is not None
+            given_model = configured(model, config)
+            with opened(given_model, out.absolute(), keep_source, disk_budget, whole=whole) as source:
+                if pruning is not None:
+                    progress.prepare("choosing the experts to leave out")
+                    source.prune(pruning, chosen)
                 plan = estimate(source, out, chosen, threads, progress, mtp_bits)
                 if dry_run or not quiet:
                     print_plan(plan, plain_console())
@@ -148,6 +170,7 @@ def run(
                 return compress(
                     source, out, method=plan.plan or chosen,
                     mtp_bits=mtp_bits, threads=threads, ray=ray, resume=resume, check=check, progress=progress,
+                    recipe=known,
                 )  # fmt: skip
         except KeyboardInterrupt:
             raise interrupted(console, out) from None

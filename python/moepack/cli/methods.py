@@ -30,7 +30,9 @@ def _page() -> str:
         "This page lists all settings of all methods. `moepack methods --markdown` prints it.",
         "",
         "A setting is a keyword of `moepack.compress` (`group_size`) and an option of the command (`--group-size`).",
-        "Those without an option are for research from Python.",
+        "Those without an option are for research from Python. For any method except floe, `bits` may also give single "
+        "tensors",
+        "bits by name ([How to](../how-to.md#choose-the-bits-of-single-tensors)).",
     ]
     for name, declaration in METHODS.items():
         lines += ["", f"## {name}", f"{declaration.summary[:1].upper()}{declaration.summary[1:]}.", ""]

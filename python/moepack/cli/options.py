@@ -51,6 +51,27 @@ PreferPacked = Annotated[
         help="If the Hub has a packed version of MODEL of at most --size, download it instead of packing.",
     ),
 ]
+Recipe = Annotated[
+    Path | None,
+    typer.Option(
+        "--recipe",
+        metavar="FILE",
+        help="Take the method and all settings from a recipe: the recipe.yaml of a packed directory, or the directory. "
+        "Options given beside it replace its entries.",
+    ),
+]
+Prune = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Leave out this share of each layer's experts, such as 25%: those that matter least on the calibration "
+        "text (or the built-in text). What the text does not show is lost with them: measure the result.",
+    ),
+]
+PruneBy = Annotated[
+    str | None,
+    typer.Option(help="With --prune: drop the experts (default), or merge each into the most similar remaining one."),
+]
 Report = Annotated[bool, typer.Option("--report", help="List the format chosen for every tensor.")]
 Ray = Annotated[
     str | None,

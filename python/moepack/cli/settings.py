@@ -11,11 +11,19 @@ from typing import Annotated, Any
 import typer
 
 from moepack.methods import METHODS
+from moepack.methods.overrides import is_by_name
 from moepack.methods.settings import Setting, Users, settings_of
 
-__all__ = ["declared", "epilog", "flag", "options_of", "parameters", "refuse_foreign"]
+__all__ = ["declared", "epilog", "flag", "options_of", "parameters", "refuse_foreign", "without_names"]
 
 SHARED = "Research: settings of several methods"
+
+BITS = "bits"
+BY_NAME = (
+    "Bits by name, for any method: 'down_proj=4,experts.{0..3}=8,layers.0=16,*=3', or a file of such pairs. The first "
+    "pattern that matches decides; 16 leaves a tensor unpacked. A plain value is the bits of the method."
+)
+"""The setting `bits`, and the part of its help that concerns all methods."""
 
 
 def declared() -> dict[str, dict[str, Setting]]:
@@ -52,6 +60,11 @@ def refuse_foreign(method: str, given: Iterable[str]) -> None:
         )
 
 
+def without_names(given: Mapping[str, Any]) -> list[str]:
+    """Return the names of given settings except bits by name, which every method accepts or rejects by itself."""
+    return [name for name, value in given.items() if name != BITS or not is_by_name(value)]
+
+
 def epilog() -> str:
     """Return the text below the options: each method with its options."""
     methods = (f"{name}: {each.summary}. {' '.join(options_of(name))}" for name, each in METHODS.items())
@@ -61,7 +74,7 @@ def epilog() -> str:
 def parameters(users: Users) -> list[Parameter]:
     """Return the options of all settings for some users as parameters of a typer command; each defaults to None."""
     return [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(each))
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, each))
         for name, each in declared().items()
         if _users(each) == users
     ]
@@ -72,7 +85,7 @@ def _users(each: Mapping[str, Setting]) -> Users:
     return "basic" if any(setting.users == "basic" for setting in each.values()) else "expert"
 
 
-def _annotation(each: Mapping[str, Setting]) -> Any:
+def _annotation(name: str, each: Mapping[str, Setting]) -> Any:
     """Return the type of an option with its help and panel: its only method's, or the shared one."""
     panel = None
     if _users(each) == "expert":
@@ -80,7 +93,8 @@ def _annotation(each: Mapping[str, Setting]) -> Any:
     flags = next((setting.option for setting in each.values() if setting.option), None)
     kind = _type(each)
     bounds = _common_bounds(each) if kind in (int, float) else {}
-    option = typer.Option(*([flags] if flags else []), help=help_of(each), rich_help_panel=panel, **bounds)
+    about = f"{BY_NAME} {help_of(each)}" if name == BITS else help_of(each)
+    option = typer.Option(*([flags] if flags else []), help=about, rich_help_panel=panel, **bounds)
     return Annotated[kind | None, option]
 
 

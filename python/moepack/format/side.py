@@ -23,6 +23,9 @@ __all__ = ["SideFile", "files_below", "is_editable", "is_safe_name", "is_small",
 EDITABLE = ("*.md", "*.jinja", "generation_config.json", "tokenizer_config.json", "LICENSE*", "NOTICE*")
 """Files that may differ from the manifest or be missing."""
 
+RECIPE = "recipe.yaml"
+"""How `compress` made the directory. The manifest does not list it, so it may be edited."""
+
 LARGEST = 64 << 20
 """Largest side file, and largest folder of side files, in bytes."""
 

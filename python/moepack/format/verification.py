@@ -26,10 +26,10 @@ from moepack.format.header import Header, read_header
 from moepack.format.hub import CONFIG, INDEX, contradictions
 from moepack.format.manifest import MANIFEST, Manifest
 from moepack.format.regular import leads_out, read_json
-from moepack.format.side import SideFile, files_below, is_editable, is_small, side_names
+from moepack.format.side import RECIPE, SideFile, files_below, is_editable, is_small, side_names
 from moepack.mapping import map_file
 
-TRANSPORT = frozenset({".gitattributes", ".git", ".cache"})
+TRANSPORT = frozenset({".gitattributes", ".git", ".cache", RECIPE})
 """Entries that the Hub and git add to a directory. Nothing reads them, so they are not faults."""
 
 _CHUNK = 1 << 22

@@ -13,6 +13,7 @@ from moepack.methods.codequant.settings import CodeQuantSettings
 from moepack.methods.finequant.settings import FineQuantSettings
 from moepack.methods.floe.settings import FloeSettings
 from moepack.methods.milo.settings import MiloSettings
+from moepack.methods.overrides import split_bits
 from moepack.methods.qmoe.settings import QmoeSettings
 from moepack.methods.rate.settings import RateSettings
 from moepack.methods.settings import REQUIRED, Settings, settings_of
@@ -127,16 +128,25 @@ def method_class(name: str) -> "type[Method]":
 def create(name: str, **settings: Any) -> "Method":
     """Return the method `name` with `settings`.
 
+    The setting `bits` may give bits by name for any method (`moepack.methods.overrides.split_bits`).
+
     Raises:
+        OverrideError: bits by name are malformed.
         ValueError: the method or a setting is unknown, a required setting is missing, or a value is not allowed.
     """
     made = method_class(name)
+    own, overrides = split_bits(settings.get("bits"))
+    if overrides:
+        settings = {key: value for key, value in settings.items() if key != "bits"} | ({"bits": own} if own else {})
     known = {each.name: each for each in settings_of(METHODS[name])}
     if unknown := [setting for setting in settings if setting not in known]:
         raise ValueError(f"the method {name} has no setting {', '.join(unknown)}; available: {', '.join(known)}")
     if missing := [key for key, each in known.items() if each.default is REQUIRED and key not in settings]:
         raise ValueError(f"the method {name} requires {', '.join(missing)}")
     try:
-        return made(**settings)
+        method = made(**settings)
     except TypeError as error:
         raise ValueError(f"method '{name}': {error}") from error
+    if overrides:
+        method.overrides = overrides
+    return method

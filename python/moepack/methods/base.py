@@ -23,6 +23,7 @@ from moepack.calibration import CalibrationRequest, Stage
 from moepack.calibration.stage import Shape, Weights
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.methods.mixins import Goal, missing_mixin, requested
+from moepack.methods.overrides import Overrides
 from moepack.methods.settings import Settings
 from moepack.progress import Progress
 
@@ -33,6 +34,7 @@ __all__ = [
     "MethodPlan",
     "PackedBytes",
     "Packer",
+    "Pinned",
     "Shape",
     "SimpleMethod",
     "Solution",
@@ -185,13 +187,35 @@ class MethodPlan:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Pinned:
+    """What bits by name decide for a model (`moepack.methods.pinned`).
+
+    Attributes:
+        methods: the method of each tensor whose bits are given, by name; none if the main method gives it its bits.
+        unpacked: names of the tensors that stay unpacked.
+        bits: the bits of each tensor whose matrices have the same, by name.
+    """
+
+    methods: Mapping[str, Method] = field(default_factory=dict)
+    unpacked: frozenset[str] = frozenset()
+    bits: Mapping[str, float] = field(default_factory=dict)
+
+
 class Method(Settings, ABC):
     """A compression method with its settings, a dataclass (see `moepack.methods.settings`).
 
     A method that decides nothing in advance is a `SimpleMethod` and has three members: `bound`, `solve` and `pack`. A
     method with decisions has `bound` and its own `plan`. All others here are optional, and abilities beyond packing
     each tensor are the mixins of `moepack.methods.mixins`.
+
+    Attributes:
+        overrides: bits by name, which `create` sets.
+        pinned: what they decide for a model; None until `moepack.methods.pinned.pinned` resolves them.
     """
+
+    overrides = Overrides()
+    pinned: Pinned | None = None
 
     def __init_subclass__(cls) -> None:
         """Reject a class that has a member of a mixin which it does not inherit: the pipeline would ignore it."""

@@ -21,6 +21,7 @@ from moepack.checkpoint.balanced import balanced, knows_norms
 from moepack.checkpoint.dense import position
 from moepack.methods import Method, MethodPlan, PackedBytes, Rearranges, Rewrites, create
 from moepack.methods.mixins import linear_roles
+from moepack.methods.pinned import pinned, without
 from moepack.progress import Progress
 from moepack.registry import open_tensor
 
@@ -98,6 +99,22 @@ class Assignment:
         names = (part.packed_name for layer in model.beyond for part in layer.projections)
         return replace(self, others={**dict.fromkeys(names, method), **self.others})
 
+    def with_overrides(self, checkpoint: Checkpoint, model: MoeModel) -> tuple[Assignment, MoeModel]:
+        """Apply the main method's bits by name; also return the model without the tensors that they leave unpacked.
+
+        Raises:
+            OverrideError: a pattern matches nothing or has no effect, or the method cannot give a tensor the bits.
+        """
+        method = pinned(self.method, checkpoint, model)
+        if method.pinned is None:
+            return self, model
+        return Assignment(method, {**method.pinned.methods, **self.others}), without(model, method.pinned.unpacked)
+
+    def described(self, checkpoint: Checkpoint, notes: tuple[str, ...]) -> MoeModel:
+        """Describe a changed form of the checkpoint as the original was; `notes` replace those of the description."""
+        found = replace(describe(checkpoint), notes=notes)
+        return found if self.method.pinned is None else without(found, self.method.pinned.unpacked)
+
     def _check(self, weights: Weights) -> None:
         """Raise ValueError if the assigned method or packed tensor does not fit the tensor."""
         chosen = self.of(weights)
@@ -139,23 +156,19 @@ class Assignment:
         form = balanced(checkpoint, model, packed)
         if form is None:
             return checkpoint, model
-        described = self._described(form, model)
+        described = self.described(form, model.notes)
         given = [weights.name for weights in tensors if isinstance(self.of(weights), PackedBytes)]
         if not (plain := self._nearer(given, model, described)):
             return form, described
         kept = {source for weights in tensors if weights.name in plain for source in weights.sources}
         form = balanced(checkpoint, model, packed, kept)
-        mixed = model if form is None else self._described(form, model)
+        mixed = model if form is None else self.described(form, model.notes)
         if others := self._nearer([name for name in given if name not in plain], described, mixed):
             raise ValueError(
                 f"'{others[0]}' and a packed tensor that shares its row or column scales were packed from different "
                 "forms of the checkpoint; pack both again from the checkpoint"
             )
         return form or checkpoint, mixed
-
-    @staticmethod
-    def _described(form: Checkpoint, model: MoeModel) -> MoeModel:
-        return replace(describe(form), notes=model.notes)
 
     def _nearer(self, names: Sequence[str], model: MoeModel, other: MoeModel) -> list[str]:
         """Return the tensors in `others` that are nearer to the weights of one form of a checkpoint than of another."""
@@ -184,9 +197,13 @@ class Assignment:
 
     def with_others(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings of the main method plus the assignments of all other tensors."""
-        if not self.others:
-            return dict(settings)
-        return {**settings, "assigned": {name: _identity(x) for name, x in sorted(self.others.items())}}
+        pins = {} if self.method.pinned is None else self.method.pinned.methods
+        assigned = {name: _identity(x) for name, x in sorted(self.others.items()) if x is not pins.get(name)}
+        return {
+            **settings,
+            **({"overrides": str(self.method.overrides)} if self.method.overrides else {}),
+            **({"assigned": assigned} if assigned else {}),
+        }
 
     def planned(
         self,

@@ -30,6 +30,7 @@ from moepack.methods import Goal, Method, MethodPlan, Weights
 from moepack.methods.base import Expected
 from moepack.methods.mixins import goal_of, is_sized_by_plan, requested
 from moepack.methods.parallel import MAX_WORKERS
+from moepack.methods.rate.pinned import pinned_bytes
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.outputs import Outputs, check_text, plan_outputs, space_bound
 from moepack.pipeline.soundness import check_names
@@ -184,6 +185,7 @@ def _estimated(
 ) -> Estimate:
     """Estimate a job from an open checkpoint; arguments and errors as for `estimate`."""
     checkpoint, found, assignment, goal = _sound(source.checkpoint, target, method, mtp_bits)
+    method = assignment.method
     outputs = plan_outputs(checkpoint, found, assignment)
     disk, free = _disk(outputs, checkpoint, target, goal)
     streaming = source.streaming(assignment.layers(found), method.looks_ahead, free - disk)
@@ -204,7 +206,7 @@ def _estimated(
         layers=len(found.layers),
         experts=experts,
         method=method.name,
-        settings=method.settings if made is None else made.settings,
+        settings=assignment.with_others(method.settings if made is None else made.settings),
         parts=parts,
         kept=kept,
         goal=goal,
@@ -225,11 +227,12 @@ def _sound(
     checkpoint: Checkpoint, target: Path, method: Method, mtp_bits: int | None
 ) -> tuple[Checkpoint, MoeModel, Assignment, Goal | None]:
     """Check a job as `compress` does; return the checkpoint to pack, its description, its methods and its size."""
-    found = describe(checkpoint)
+    assignment, found = Assignment(method).with_overrides(checkpoint, describe(checkpoint))
+    method = assignment.method
     method.check(checkpoint, found)
     goal = goal_of(method, checkpoint, found)
     try_creating(target)
-    assignment = Assignment(method).with_beyond(found, mtp_bits)
+    assignment = assignment.with_beyond(found, mtp_bits)
     check_names(checkpoint, found, assignment)
     return *assignment.balanced(checkpoint, found), assignment, goal
 
@@ -274,7 +277,10 @@ def packed_parts(
         place = weights.name if made is not None or assigned else name if weights.role == "experts" else ""
         alike.setdefault((weights.role, place, weights.shape), []).append(weights)
     parts: dict[str, list[Part]] = {}
-    every = sum(math.prod(each.shape) for members in alike.values() for each in members)
+    shared = [each for members in alike.values() for each in members if each.name not in assignment.others]
+    every = sum(math.prod(each.shape) for each in shared)
+    if room is not None:
+        room -= math.ceil(sum(pinned_bytes(assignment.method).values()))
     for (role, _, shape), members in alike.items():
         middle = members[len(members) // 2]
         chosen = assignment.of(middle)

@@ -38,8 +38,9 @@ from moepack.format.header import read_header
 from moepack.format.hub import BALANCE, CONFIG, INDEX, config_bytes, index_bytes, quantization_config
 from moepack.format.manifest import BEYOND, DENSE, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
+from moepack.format.side import RECIPE
 from moepack.memory import PeakMemory
-from moepack.methods import Method, MethodPlan, PackedBytes, Rearranges, create
+from moepack.methods import METHODS, Method, MethodPlan, PackedBytes, Rearranges, create
 from moepack.methods.mixins import goal_of
 from moepack.pipeline.assignment import Assignment, PlannedAssignment
 from moepack.pipeline.check import checked, is_checked
@@ -48,6 +49,8 @@ from moepack.pipeline.executor import Executor, Here
 from moepack.pipeline.journal import PARTIAL, ShardRecord, Workspace
 from moepack.pipeline.outputs import Outputs, Shard, check_text, plan_outputs, space_bound
 from moepack.pipeline.overflow import LARGEST, is_half, overflow_notes, warn_all
+from moepack.pipeline.pruning import Pruning
+from moepack.pipeline.recipe import Recipe
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
 from moepack.pipeline.rewrite import STATE, rewritten
 from moepack.pipeline.solving import LayerPacker
@@ -66,7 +69,7 @@ def compress(
     model: str | PathLike[str] | Source,
     out: str | PathLike[str],
     *,
-    method: str | Method | MethodPlan = "auto",
+    method: str | Method | MethodPlan | None = None,
     others: Mapping[str, Method | PackedBytes] | None = None,
     mtp_bits: int | None = None,
     threads: int | None = None,
@@ -76,6 +79,9 @@ def compress(
     progress: Progress | None = None,
     keep_source: bool = False,
     disk_budget: str | int | None = None,
+    recipe: str | PathLike[str] | Recipe | None = None,
+    prune: str | float | None = None,
+    prune_by: str | None = None,
     **settings: Any,
 ) -> CompressReport:
     """Compress a Mixture-of-Experts checkpoint into a packed directory, to a given size or with a given method.
@@ -88,7 +94,7 @@ def compress(
             `ORGANIZATION/NAME[@REVISION]`, which is packed while it is downloaded.
         out: directory to create; it must not exist.
         method: name of a method, a method object, or a plan that `Method.plan` returned for this model, which avoids
-            planning twice. `auto` packs a model to a given size (`moepack.methods.Auto`).
+            planning twice. The default, `auto`, packs a model to a given size (`moepack.methods.Auto`).
         others: tensors that are packed by another method or are already packed. Keys are names of packed tensors: an
             experts module's path and projection, such as `model.layers.0.mlp.experts.down_proj`, or a linear layer's
             name in the checkpoint. Values are methods or packed tensors.
@@ -108,8 +114,14 @@ def compress(
         disk_budget: maximum size of downloaded shards on disk, in bytes or as text such as `20GB`. None means the size
             of the three largest shards, or more if a layer spans more shards; or of all shards, if the method reads
             the weights several times and the disk has room.
+        recipe: a recipe, its file, or a packed directory that has one (`recipe.yaml`). Its method and settings apply,
+            except those that are given, which notes in the report name.
+        prune: share of each layer's experts to leave out before packing, as 0.25 or "25%": those that matter least on
+            the calibration text, or on the built-in text if there is none (`moepack.pipeline.pruning`).
+        prune_by: "drop" (the default), or "merge" to average them with similar experts.
         settings: settings of the method if it is given by its name; for `auto`: size, bits_per_weight or ratio,
-            calibration, prefer.
+            calibration, prefer. For any method, `bits` may give bits by name, as text, a mapping or a file:
+            `bits={"down_proj": 4, "layers.0": 16}` (`moepack.methods.overrides`).
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged.
@@ -122,6 +134,8 @@ def compress(
         OutputExistsError: `out` exists.
         ResumeError: `out`.partial belongs to another job.
         DiskError: the disk is full or a write fails.
+        OverrideError: bits by name do not fit the model or the method.
+        RecipeError: the recipe cannot be read, or has an unknown entry.
         ValueError: a setting is invalid, or the size cannot be reached.
 
     After any exception, and after Ctrl-C, finished layers remain in `out`.partial, and the same call continues once the
@@ -130,19 +144,32 @@ def compress(
     """
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     refuse_existing(target)
-    chosen, plan = _chosen(method, settings)
+    known = recipe if recipe is None or isinstance(recipe, Recipe) else Recipe.read(recipe)
+    said, pruning = tuple[str, ...](), Pruning.of(prune, prune_by)
+    if known is not None and (method is None or isinstance(method, str)):
+        method, settings, said = known.merged(method, settings)
+        mtp_bits = known.mtp_bits if mtp_bits is None else mtp_bits
+        pruning = pruning or known.pruning
+    chosen, plan = _chosen("auto" if method is None else method, settings)
     assignment, progress = Assignment(chosen, others or {}), progress or Silent()
     check_text(assignment.method)
     if threads is not None:
         set_threads(threads)
-    with opened(model, target, keep_source, disk_budget, whole=ray is not None) as source:
+    whole = ray is not None or pruning is not None
+    with opened(model, target, keep_source, disk_budget, whole=whole) as source:
+        source.prune(pruning, assignment.method)
         if check and not source.has_original:
             raise ValueError(
                 "the check needs the original model, which is deleted after packing; add keep_source (--keep-source)"
             )
         source.show(progress)
         sound = _sound(source, target, assignment, mtp_bits, plan)
-        report, plan = _packed(*sound, plan, target, ray, resume, progress, peak, started)
+        registered = assignment.method.name in METHODS  # a recipe names its method
+        made = partial(Recipe.of, source=source, mtp_bits=mtp_bits) if registered else None
+        report, plan = _packed(*sound, plan, target, ray, resume, progress, peak, started, made)
+        if known is not None and made is not None:
+            said += known.differences(Recipe.read(target))
+            report = replace(report, notes=(*said, *report.notes))
         return _checked(report, plan, source, check, progress)
 
 
@@ -169,6 +196,7 @@ def _packed(
     progress: Progress,
     peak: PeakMemory,
     started: float,
+    recipe: Callable[..., Recipe] | None,
 ) -> tuple[CompressReport, MethodPlan]:
     """Plan and run the job of a checkpoint that passed all checks; also return the plan of the main method."""
     state = target.with_name(target.name + STATE)
@@ -177,7 +205,7 @@ def _packed(
             checkpoint, described, assignment, plan, state, resume, progress
         )
         with _unneeded_state_removed(state, target.with_name(target.name + PARTIAL)):
-            job = Job(checkpoint, described, planned, progress, peak, keep, executor)
+            job = Job(checkpoint, described, planned, progress, peak, keep, executor, recipe)
             return job.run(target, resume, started), planned.plan
 
 
@@ -218,7 +246,7 @@ def _sound(
         The checkpoint, its description, and the assignment.
     """
     checkpoint = source.checkpoint
-    described = describe(checkpoint)
+    assignment, described = assignment.with_overrides(checkpoint, describe(checkpoint))
     assignment = assignment.with_beyond(described, mtp_bits)
     if plan is not None and plan.source.partition("+")[0] != checkpoint.fingerprint().partition("+")[0]:
         raise ValueError(f"the plan was made for another checkpoint than {checkpoint.path}")
@@ -270,7 +298,7 @@ def _planned(
     with naming_files(checkpoint):
         changed, keep = rewritten(checkpoint, model, assignment.method, state, resume)
     if changed is not checkpoint:
-        checkpoint, model = changed, replace(describe(changed), notes=model.notes)
+        checkpoint, model = changed, assignment.described(changed, model.notes)
     known = plan if plan is not None and plan.source == checkpoint.fingerprint() else None
     with naming_files(checkpoint):
         return checkpoint, model, assignment.planned(checkpoint, model, progress, known), keep
@@ -299,6 +327,7 @@ class Job:
         peak: PeakMemory,
         keep_state: Callable[[], None] = lambda: None,
         executor: Executor | None = None,
+        recipe: Callable[..., Recipe] | None = None,
     ) -> None:
         """Plan the job; raises as `plan_outputs` and `LayerPacker`.
 
@@ -310,8 +339,9 @@ class Job:
             peak: tracks peak memory.
             keep_state: saves the methods' state for a resumed run; called once this job owns the directory.
             executor: where tensors are packed; None packs them in this process.
+            recipe: makes the recipe from the plan and the fingerprint of the calibration set; None writes none.
         """
-        self._keep_state = keep_state
+        self._keep_state, self._recipe = keep_state, recipe
         self.checkpoint, self.model, self.assignment = checkpoint, model, assignment
         self.method = assignment.plan.method
         self.progress, self.peak = progress, peak
@@ -433,7 +463,12 @@ class Job:
             write_inside(workspace.path, name, data)
             files[name] = FileRecord.of(data)
         manifest = Manifest(method, self.settings, self.model.architecture, self._fingerprint(), tensors, files)
-        workspace.sweep(files)
+        kept = [*files]
+        if self._recipe is not None:
+            text = str(self.settings.get("calibration_sha256", ""))
+            write_file(workspace.path / RECIPE, self._recipe(self.assignment.plan, calibration_sha256=text).to_bytes())
+            kept.append(RECIPE)
+        workspace.sweep(kept)
         write_file(workspace.path / MANIFEST, manifest.to_bytes())
 
     def _notes(self, manifest: Manifest) -> tuple[str, ...]:
@@ -459,7 +494,7 @@ class Job:
             path=target,
             method=self.method.name,
             source_bytes=source,
-            packed_bytes=directory_bytes(manifest),
+            packed_bytes=directory_bytes(manifest) + ((target / RECIPE).stat().st_size if self._recipe else 0),
             expert_source_bytes=totals.experts.source_bytes,
             expert_bytes=totals.experts.packed_bytes,
             expert_weights=totals.experts.weights,

@@ -16,7 +16,7 @@ from moepack.errors import CheckpointError, MoepackWarning
 from moepack.format.hub import ADAPTER, CONFIG, INDEX, shard_name
 from moepack.format.manifest import MANIFEST
 from moepack.format.regular import IS_POINTER, is_pointer, leads_out
-from moepack.format.side import is_small, may_hold_weights, side_names
+from moepack.format.side import RECIPE, is_small, may_hold_weights, side_names
 from moepack.methods import Method
 from moepack.pipeline.assignment import Assignment, PlannedAssignment
 from moepack.pipeline.journal import JOURNAL
@@ -25,7 +25,7 @@ DENSE_SHARD = 2 << 30
 """Size in bytes at which a shard of dense tensors is closed."""
 
 
-_OWN = (CONFIG, INDEX, MANIFEST, JOURNAL, ADAPTER)
+_OWN = (CONFIG, INDEX, MANIFEST, JOURNAL, ADAPTER, RECIPE)
 """Source files that are not copied: the packed directory has its own version, or must not contain the file. If an
 adapter's configuration were copied, transformers would look for the adapter's weights in the packed directory."""
 

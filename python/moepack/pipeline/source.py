@@ -22,7 +22,9 @@ from moepack.checkpoint.remote.files import AT_ONCE
 from moepack.checkpoint.resolve import hub_id, resolve_model
 from moepack.errors import DiskError, DownloadError, MoepackError
 from moepack.format.header import TensorInfo
+from moepack.methods import Method
 from moepack.pipeline.journal import PARTIAL
+from moepack.pipeline.pruning import Pruning, pruned
 from moepack.progress import Progress
 from moepack.units import byte_count, size
 
@@ -75,6 +77,7 @@ class Source:
         model: the directory or the Hub id.
         checkpoint: the checkpoint.
         remote: its shards on the Hub; None for a directory.
+        pruning: how experts were left out; None if all are there.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Source:
         disk_budget: str | int | None = None,
     ) -> None:
         self.model, self.checkpoint, self.remote, self._keep = model, checkpoint, remote, keep
+        self.pruning: Pruning | None = None
         self._budget = None if disk_budget is None else byte_count(disk_budget)
 
     def streaming(self, layers: Sequence[PackedLayer], looks_ahead: bool, free: int) -> Streaming | None:
@@ -115,6 +119,11 @@ class Source:
         budget = self._budget or (total if looks_ahead and total <= free else usual)
         return Streaming(total, len(missing), budget, looks_ahead and budget >= total, looks_ahead and budget < total)
 
+    def prune(self, pruning: Pruning | None, method: Method) -> None:
+        """Leave experts out, once; raises as `moepack.pipeline.pruning.pruned`."""
+        if pruning is not None and self.pruning is None:
+            self.checkpoint, self.pruning = pruned(self.checkpoint, pruning, method), pruning
+
     def begin(self, streaming: Streaming | None) -> None:
         """Prepare to download shards. Errors as for `RemoteFiles.claim`."""
         if self.remote is not None and streaming is not None:
@@ -136,6 +145,19 @@ class Source:
     def has_original(self) -> bool:
         """Whether the whole checkpoint is on this machine after the job."""
         return self.remote is None or self._keep
+
+    @property
+    def name(self) -> str:
+        """The name of a model on the Hub; empty for a directory."""
+        found = hub_id(self.model)
+        return "" if found is None else found[0]
+
+    @property
+    def commit(self) -> str | None:
+        """The commit of a model on the Hub; None for a directory."""
+        if self.remote is not None:
+            return self.remote.commit
+        return self.checkpoint.path.name if hub_id(self.model) is not None else None
 
     def directory(self) -> Path:
         """Return the directory of the whole checkpoint, if `has_original`; raises as `resolve_model`."""

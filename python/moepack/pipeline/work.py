@@ -57,6 +57,8 @@ class LayerWork:
         spent: Mapping[str, int],
     ) -> None:
         self.run, self.known, self.advance, self.main = run, known, advance, assignment.plan
+        own = assignment.plan.method.pinned
+        self.pinned = {name for name, weights in run.tensors.items() if own and weights.name in own.methods}
         self.spent = dict(spent)
         self.plans: dict[str, MethodPlan] = {}
         for name, weights in run.tensors.items():
@@ -109,7 +111,9 @@ class LayerWork:
     def solve(self, stage: Stage) -> dict[str, Tensor]:
         """Return the values of a stage's tensors, from their packed bytes or from their methods."""
         values = {name: self._values(name)[_slice(stage.experts)] for name in stage.tensors if name in self.known}
-        for plan in {id(plan): plan for plan in self.plans.values()}.values():
+        plans = {id(plan): plan for plan in self.plans.values()}.values()
+        stage = stage.with_cached_moments() if len(plans) > 1 and stage.inputs is not None else stage
+        for plan in plans:
             if names := self._names(stage, plan):
                 layer_plan = self.layer_plans.get(id(plan))
                 part = replace(stage.only(names), plan=layer_plan, spent=self.spent, advance=self.advance)
@@ -128,7 +132,7 @@ class LayerWork:
             plan, weights = self.plans[name], self.run.tensors[name]
             packed = plan.packer.pack(weights, solution)
             _warn_of_vanished(packed, weights)
-            more: dict[str, Any] = {} if plan is self.main else {"method": plan.method.name}
+            more: dict[str, Any] = {} if plan is self.main or name in self.pinned else {"method": plan.method.name}
             if near_limit(largest := max(self._half.get(name, ()), default=0.0)):
                 more[LARGEST] = largest
             if weights.ndim == 2:

@@ -23,7 +23,8 @@ def quark(settings: Settings, names: Collection[str]) -> Scheme:
     found = weight.get("dtype"), weight.get("qscheme")
     require(
         found[0] == "fp8_e4m3" and found[1] in ("per_tensor", "per_channel"),
-        f"weights of dtype {found[0]!r} and qscheme {found[1]!r}; only fp8_e4m3 per_tensor and per_channel are supported",
+        f"weights of dtype {found[0]!r} and qscheme {found[1]!r}; only fp8_e4m3 per_tensor and per_channel are "
+        "supported",
     )
     return fp8({}, names)
 

@@ -106,7 +106,7 @@ def awq(settings: Settings, names: Collection[str]) -> Scheme:
     """The scheme of AWQ, version "gemm"."""
     require(settings.get("bits") == 4, f"{settings.get('bits')} bits; only 4 are supported")
     version = settings.get("version", "gemm")
-    require(str(version).lower() == "gemm", f"version {version!r}; only 'gemm' are supported")
+    require(str(version).lower() == "gemm", f"version {version!r}; only 'gemm' is supported")
 
     def shape(shapes: Shapes) -> tuple[int, ...]:
         columns, words = shapes["qweight"]

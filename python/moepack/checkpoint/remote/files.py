@@ -317,6 +317,11 @@ class RemoteFiles(ShardFiles):
                 self._gathered.discard(_key(info))
                 (self._folder / "tensors" / _key(info)).unlink(missing_ok=True)
 
+    @property
+    def commit(self) -> str:
+        """The commit whose files these are."""
+        return self._transfer.listing.commit
+
     def missing(self) -> list[int]:
         """Return the sizes of the shards that are not in the Hub's cache."""
         return [header.size for name, header in self.shards.items() if name not in self._cached]

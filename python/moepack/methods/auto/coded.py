@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class Coded(Allocated):
         errors, loss: see `Allocated`.
         given: bit budget of each tensor, by name.
         weights: number of weights of each tensor, by name.
+        apart: bytes reserved for each tensor that other methods pack within the same size, by name.
     """
 
     coder: Coder
@@ -66,6 +67,7 @@ class Coded(Allocated):
     loss: float
     given: Mapping[str, float]
     weights: Mapping[str, int]
+    apart: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def within(
@@ -76,8 +78,9 @@ class Coded(Allocated):
         importance: Importance,
         room: int,
         shapes: Mapping[str, Shape],
+        apart: Mapping[str, float] | None = None,
     ) -> Coded:
-        """Build a packer with the step at which the tensors in `shapes` take `room` bytes.
+        """Build a packer with the step at which the tensors in `shapes` take `room` bytes; `apart` is the attribute.
 
         Raises:
             InvalidTensorError, ValueError: see `Rate.plan`.
@@ -107,7 +110,7 @@ class Coded(Allocated):
             errors[roles[name]] += 0.5 * error * sample.widths[name] ** 2 * coarser
         loss = solved_rise(errors, rate.bits_per_weight) if coder.has_text else expected_rise(errors)
         weights = {name: math.prod(shape) for name, shape in sample.shapes.items()}
-        return cls(coder, largest, errors, loss, step.bits, weights)
+        return cls(coder, largest, errors, loss, step.bits, weights, apart or {})
 
     def expected(self, weights: Weights) -> Expected:
         """Return the budget of a tensor."""
@@ -145,7 +148,8 @@ class Coded(Allocated):
     def _open(self, spent: Mapping[str, int]) -> tuple[float, float, int]:
         """Return the remaining bits, and the budgeted bits and the number of weights of all tensors not yet packed."""
         still = [name for name in self.given if name not in spent]
-        left = sum(self.given.values()) - 8.0 * sum(spent.values())
+        saved = sum(own - spent[name] for name, own in self.apart.items() if name in spent)
+        left = sum(self.given.values()) + 8.0 * (saved - sum(spent[name] for name in spent.keys() & self.given.keys()))
         return left, sum(self.given[name] for name in still), sum(self.weights[name] for name in still)
 
     def _corrected(self, name: str, spent: Mapping[str, int]) -> Coder:

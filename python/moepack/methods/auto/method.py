@@ -12,7 +12,7 @@ solved on the text as well. The choice minimizes a combination of loss and time 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,9 +36,11 @@ from moepack.methods.base import Method, MethodPlan, Shape
 from moepack.methods.files import kept_bytes
 from moepack.methods.fitting import Fitted, Wanted
 from moepack.methods.mixins import Calibrates, Goal, MeetsSize, PacksLinears
+from moepack.methods.pinned import Pin, PinsBits
 from moepack.methods.rate.coder import bound
-from moepack.methods.rate.importance import find_importance
+from moepack.methods.rate.importance import Importance, find_importance
 from moepack.methods.rate.method import Rate
+from moepack.methods.rate.pinned import PinnedTensor, completed, pinned_bytes, rest_of, whole
 from moepack.methods.rate.settings import LEAST_BITS, MOST_BITS
 from moepack.methods.request import TEXT_SETTINGS
 from moepack.progress import Progress, Silent
@@ -52,8 +54,12 @@ UNREAD = "The built-in text was not used, so the importance of weights is estima
 
 
 @dataclass
-class Auto(AutoSettings, Fitted, Calibrates, MeetsSize, PacksLinears, Method):
+class Auto(AutoSettings, Fitted, PinsBits, Calibrates, MeetsSize, PacksLinears, Method):
     """The method with its settings."""
+
+    pinned_bits: ClassVar[str] = f"{LEAST_BITS:g} to {MOST_BITS:g}"
+    pinned_roles: ClassVar[frozenset[str]] = frozenset((EMBEDDING, *ROLES))
+    splits_experts: ClassVar[bool] = True
 
     sized_by_plan: ClassVar[bool] = True
     depends_on_sizes: ClassVar[bool] = True
@@ -122,17 +128,46 @@ class Auto(AutoSettings, Fitted, Calibrates, MeetsSize, PacksLinears, Method):
         nbytes, reason = self._target.nbytes(checkpoint)
         room, shapes = self._room(nbytes, checkpoint, model)
         weights = sum(map(math.prod, shapes.values()))
+        if not weights and self._target.usual:
+            return Goal(nbytes - room, "the size that the bits by name give")
         if 8 * room / max(weights, 1) < LEAST_BITS:
             smallest = nbytes - room + math.ceil(LEAST_BITS * weights / 8)
-            raise ValueError(f"{in_words(nbytes)} were requested, but this model needs at least {in_words(smallest)}")
+            pins = " with these bits by name" if self.overrides else ""
+            raise ValueError(
+                f"{in_words(nbytes)} were requested, but this model needs at least {in_words(smallest)}{pins}"
+            )
         return Goal(nbytes, reason)
 
     def _room(self, nbytes: int, checkpoint: Checkpoint, model: MoeModel) -> tuple[int, dict[str, Shape]]:
-        """Return the bytes for the packed tensors out of `nbytes`, and their shapes by name."""
+        """Return the bytes out of `nbytes` for packed tensors whose bits are not given, and their shapes by name."""
+        shapes = self._shapes(model)
+        pins = pinned_bytes(self)
+        kept = kept_bytes(self._packed_form(checkpoint, model), model, shapes.keys() | pins.keys())
+        rest = {name: shape for name, shape in shapes.items() if name not in pins}
+        return nbytes - kept - math.ceil(sum(pins.values())), rest
+
+    def _shapes(self, model: MoeModel) -> dict[str, Shape]:
+        """Return the shapes of all packed tensors, by name."""
         shapes = {part.packed_name: part.shape for layer in model.layers for part in layer.projections}
         linears = (linear for dense in model.dense for linear in dense.only(self.dense_roles).linears)
-        shapes |= {linear.source: (1, *linear.shape) for linear in linears}
-        return nbytes - kept_bytes(self._packed_form(checkpoint, model), model, shapes), shapes
+        return shapes | {linear.source: (1, *linear.shape) for linear in linears}
+
+    def pin(self, pins: Sequence[Pin], checkpoint: Checkpoint, model: MoeModel) -> dict[str, Method]:
+        """Return a method for each tensor; the others share the rest of the size."""
+        rest = 0.0
+        if any(None in pin.bits for pin in pins):
+            room, shapes = self._room(self._target.nbytes(checkpoint)[0], checkpoint, model)
+            rest = rest_of([*pins], 8 * room, sum(map(math.prod, shapes.values())))
+        return {pin.name: PinnedTensor(pin, self) for pin in completed([*pins], rest, self.name, self.pinned_bits)}
+
+    def coding(
+        self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None
+    ) -> tuple[Rate, CalibrationRequest | None, Importance]:
+        """See `moepack.methods.rate.pinned.Coding`."""
+        unread = self._unread(checkpoint, model) if self.calibration == BUILT_IN else None
+        rate = self._rate(None if unread else self.calibration)
+        found = find_importance(checkpoint, whole(self, checkpoint, model), rate.request, progress or Silent())
+        return rate, rate.request, found
 
     def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
         """Allocate the bytes.
@@ -145,17 +180,15 @@ class Auto(AutoSettings, Fitted, Calibrates, MeetsSize, PacksLinears, Method):
         goal = self.goal(checkpoint, model)
         room, shapes = self._room(goal.nbytes, checkpoint, model)
         unread = self._unread(checkpoint, model) if self.calibration == BUILT_IN else None
-        source = None if unread else self.calibration
-        rate = self._rate(source)
-        importance = find_importance(checkpoint, model, rate.request, progress or Silent())
-        settings = {**self._settings(source), "size": goal.nbytes}
+        rate, _, importance = self.coding(checkpoint, model, progress)
+        settings = {**self._settings(rate.calibration), "size": goal.nbytes}
         packer: Allocated
         if self.prefer == "speed":
             speeds = kept_speeds() or measure_speeds()
-            packer = mixed = Mixed.chosen(rate, checkpoint, model, importance, room, shapes, speeds)
+            packer = mixed = Mixed.chosen(rate, checkpoint, model, importance, room, shapes, speeds, pinned_bytes(self))
             settings["choices"] = mixed.identity
         else:
-            packer = Coded.within(rate, checkpoint, model, importance, room, shapes)
+            packer = Coded.within(rate, checkpoint, model, importance, room, shapes, pinned_bytes(self))
         return MethodPlan(
             self,
             packer,

@@ -87,6 +87,7 @@ class Mixed(Allocated):
         room: int,
         shapes: Mapping[str, Shape],
         speeds: Mapping[str, float],
+        apart: Mapping[str, float] | None = None,
     ) -> Mixed:
         """Choose a format for each tensor within `room` bytes.
 
@@ -97,6 +98,7 @@ class Mixed(Allocated):
             room: bytes for all tensors.
             shapes: shapes of the tensors, by name.
             speeds: weights per second by format.
+            apart: see `Coded`.
 
         Raises:
             InvalidTensorError: a sampled weight is NaN or infinite.
@@ -109,7 +111,8 @@ class Mixed(Allocated):
         for name, one in _rates(sample, find_step(sample, whole.bits_per_weight)):
             found[name].append(one)
         for name, one in Grouped.candidates(checkpoint, model, importance):
-            found[name].append(one)
+            if name in found:
+                found[name].append(one)
         visited = _visits(checkpoint, model)
         times = {
             name: [_seconds(one, sample.shapes[name], visited[name], speeds) for one in own]
@@ -120,7 +123,7 @@ class Mixed(Allocated):
         grouped = Grouped.of(model, {name: one for name, one in taken.items() if one.format != CODED})
         left = room - sum(taken[name].nbytes for name in grouped.choices)
         rest = {name: shape for name, shape in shapes.items() if name not in grouped.choices}
-        coded = Coded.within(rate, checkpoint, model, importance, left, rest) if rest else None
+        coded = Coded.within(rate, checkpoint, model, importance, left, rest, apart) if rest else None
         errors = Counter(grouped.errors)
         errors.update(coded.errors if coded else {})
         loss = expected_rise(errors) if rate.calibration is None else solved_rise(errors, whole.bits_per_weight)

@@ -30,6 +30,11 @@ class Target:
     bits_per_weight: float | None = None
     ratio: float | None = None
 
+    @property
+    def usual(self) -> bool:
+        """Whether no size is requested."""
+        return self.size is None and self.bits_per_weight is None and self.ratio is None
+
     def __post_init__(self) -> None:
         given = [name for name in ("size", "bits_per_weight", "ratio") if getattr(self, name) is not None]
         if len(given) > 1:

@@ -8,9 +8,9 @@ previously compressed layers, with activations rounded as the packed layers roun
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,19 +22,34 @@ from moepack.checkpoint.dense import ROLES
 from moepack.checkpoint.rewritten import Rewriting, RewrittenCheckpoint
 from moepack.codebook import BLOCK_UNIT
 from moepack.errors import ResumeError
-from moepack.methods.base import Expected, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.base import (
+    Expected,
+    Method,
+    MethodPlan,
+    PackedBytes,
+    Shape,
+    SimpleMethod,
+    Solution,
+    Stage,
+    Weights,
+)
 from moepack.methods.books import pack, packed_bytes, solve
 from moepack.methods.codequant.rotation import Grouping, fold, is_orthogonal, learn, normalized_states, start
 from moepack.methods.codequant.rotation.fold import check
 from moepack.methods.codequant.settings import ROW, CodeQuantSettings
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.mixins import Calibrates, PacksLinears, Rewrites
+from moepack.methods.pinned import Pin, PinsBits, check_bits
+from moepack.methods.settings import in_words
 from moepack.progress import Progress
 from moepack.solvers.activations import Rounding
 from moepack.solvers.codebooks import ClusterSettings
 from moepack.solvers.fixed_point import centroid_bits
 
 __all__ = ["CodeQuant"]
+
+WIDTHS = (2, 3, 4)
+"""Bits per code."""
 
 STATES = 1 << 16
 """Number of states from which a rotation is learned."""
@@ -44,8 +59,11 @@ ERRORS = "errors"
 
 
 @dataclass
-class CodeQuant(CodeQuantSettings, Calibrates, PacksLinears, Rewrites, SimpleMethod):
+class CodeQuant(CodeQuantSettings, PinsBits, Calibrates, PacksLinears, Rewrites, SimpleMethod):
     """The method with its settings."""
+
+    pinned_bits: ClassVar[str] = in_words(WIDTHS)
+    pinned_roles: ClassVar[frozenset[str]] = frozenset({"attention", "shared", "mlp"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,6 +144,17 @@ class CodeQuant(CodeQuantSettings, Calibrates, PacksLinears, Rewrites, SimpleMet
     def expected(self, weights: Weights) -> Expected:
         """Return the size."""
         return Expected(self.bound(weights.shape), exact=True)
+
+    def pin(self, pins: Sequence[Pin], checkpoint: Checkpoint, model: MoeModel) -> dict[str, Method]:
+        """Return the method with other bits; the main method rotates the whole checkpoint."""
+        check_bits([pin.one or 0 for pin in pins], WIDTHS, self.name, self.pinned_bits)
+        made = {
+            bits: replace(
+                self, weight_bits=int(bits), rotation="none", permute=False, dense=",".join(sorted(self.pinned_roles))
+            )
+            for bits in {pin.one or 0 for pin in pins}
+        }
+        return {pin.name: made[pin.one or 0] for pin in pins}
 
     def rewrite(self, checkpoint: Checkpoint, model: MoeModel, kept: Mapping[str, Tensor] | None) -> Rewriting | None:
         """Find the rotation and the order of inner dimensions, and fold them into the checkpoint.

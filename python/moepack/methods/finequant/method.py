@@ -9,10 +9,10 @@ other linear layers may use different bits (table 5).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,12 +20,23 @@ import torch
 from moepack import _core
 from moepack.calibration import CalibrationRequest
 from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.checkpoint.dense import ROLES
 from moepack.errors import InvalidTensorError
 from moepack.methods import books
-from moepack.methods.base import Expected, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.base import (
+    Expected,
+    Method,
+    MethodPlan,
+    PackedBytes,
+    Shape,
+    SimpleMethod,
+    Solution,
+    Stage,
+    Weights,
+)
 from moepack.methods.books import pack
 from moepack.methods.coverage import coverage_notes
-from moepack.methods.finequant.planning import REFERENCE, plan_sizes, proposals
+from moepack.methods.finequant.planning import REFERENCE, Proposal, plan_sizes, proposals
 from moepack.methods.finequant.settings import (
     ADAPTIVE,
     ALPHA,
@@ -50,6 +61,7 @@ from moepack.methods.finequant.solving import Grid, book_settings, solve_on_inpu
 from moepack.methods.fitting import DENSE, Fitted, Wanted
 from moepack.methods.mixins import Calibrates, PacksLinears
 from moepack.methods.parallel import for_experts
+from moepack.methods.pinned import Pin, PinsBits, check_bits
 from moepack.methods.request import TEXT_SETTINGS, request_of
 from moepack.methods.roles import dense_text, parse_dense_bits
 from moepack.methods.settings import in_words
@@ -64,8 +76,11 @@ __all__ = ["FineQuant"]
 
 
 @dataclass
-class FineQuant(FineQuantSettings, Fitted, Calibrates, PacksLinears, SimpleMethod):
+class FineQuant(FineQuantSettings, Fitted, PinsBits, Calibrates, PacksLinears, SimpleMethod):
     """The method with its settings."""
+
+    pinned_bits: ClassVar[str] = in_words(BITS)
+    pinned_roles: ClassVar[frozenset[str]] = frozenset(ROLES)
 
     _sizes: Mapping[str, GroupSize] | None = field(default=None, init=False, repr=False)
 
@@ -171,9 +186,24 @@ class FineQuant(FineQuantSettings, Fitted, Calibrates, PacksLinears, SimpleMetho
             return super().plan(checkpoint, model, progress)
         bits = {"experts": self.bits, **self._dense}
         found = list(proposals(checkpoint, model, bits, self.symmetric))
-        sizes = plan_sizes(found, self.bits_per_weight, self.symmetric)
+        pins = {} if self.pinned is None else self.pinned.methods
+        taken = {one.name: (math.prod(one.shape), pins[one.name].bound(one.shape)) for one in found if one.name in pins}
+        rest = [one for one in found if one.name not in pins]
+        sizes = plan_sizes(rest, _rate_of_rest(self.bits_per_weight, rest, taken), self.symmetric) if rest else {}
         packer = self._with_sizes(sizes)
         return MethodPlan(self, packer, checkpoint.fingerprint(), self.settings, self.request, decisions=sizes)
+
+    def pin(self, pins: Sequence[Pin], checkpoint: Checkpoint, model: MoeModel) -> dict[str, Method]:
+        """Return the method with other bits; a budget is shared by the others, around groups of 64."""
+        widths = {pin.name: (pin.role == "experts", pin.one or 0) for pin in pins}
+        check_bits([bits for _, bits in widths.values()], BITS, self.name, self.pinned_bits)
+        sized: dict[str, Any] = {"group_size": GROUP, "bits_per_weight": None} if self.group_size == BUDGET else {}
+        made: dict[tuple[bool, float], Method] = {}
+        for experts, bits in set(widths.values()):
+            dense = ",".join(f"{role}={int(bits)}" for role in ROLES)
+            own: dict[str, Any] = {"bits": int(bits) if experts else self.bits, "dense_bits": dense}
+            made[experts, bits] = replace(self, **own, **sized)
+        return {name: made[width] for name, width in widths.items()}
 
     def _with_sizes(self, sizes: Mapping[str, GroupSize]) -> FineQuant:
         """Return a packer with a group size for each tensor."""
@@ -271,6 +301,21 @@ class FineQuant(FineQuantSettings, Fitted, Calibrates, PacksLinears, SimpleMetho
         width = _core.PackedTensor(blob).details()["group_size"]
         details = {"bits": bits, "group_size": width, "symmetric": self.symmetric, "dtype": "float16"}
         return PackedBytes("groupwise", blob, details)
+
+
+def _rate_of_rest(rate: float | None, rest: Sequence[Proposal], taken: Mapping[str, tuple[int, int]]) -> float | None:
+    """Return the bits per weight of `rest` at which the average with tensors that are `taken` is `rate`.
+
+    Raises:
+        ValueError: they alone take more.
+    """
+    if rate is None or not taken:
+        return rate
+    weights, others = sum(math.prod(one.shape) for one in rest), sum(count for count, _ in taken.values())
+    left = (rate * (weights + others) - 8 * sum(nbytes for _, nbytes in taken.values())) / max(weights, 1)
+    if left <= 0:
+        raise ValueError(f"the tensors with bits by name alone take more than {rate:g} bits per weight on average")
+    return left
 
 
 def _digits(value: float) -> float:

@@ -9,13 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 
 from moepack.checkpoint import Checkpoint, MoeModel
-from moepack.methods.base import Expected, MethodPlan, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.methods.base import (
+    Expected,
+    Method,
+    MethodPlan,
+    PackedBytes,
+    Shape,
+    SimpleMethod,
+    Solution,
+    Stage,
+    Weights,
+)
 from moepack.methods.fitting import DENSE, Fitted, Wanted
 from moepack.methods.milo.frequency import count_choices
 from moepack.methods.milo.joint import Compensated, JointSettings, compensate
@@ -26,6 +36,8 @@ from moepack.methods.milo.settings import DEFAULT_RANK, SAMPLES, SEQUENCE_LENGTH
 from moepack.methods.milo.statistics import FULL_SIDE, kurtosis, residual_rank, residual_spectrum
 from moepack.methods.mixins import Goal, MeetsSize, PacksLinears
 from moepack.methods.parallel import for_experts
+from moepack.methods.pinned import Pin, PinsBits, check_bits
+from moepack.methods.settings import in_words
 from moepack.progress import Progress
 from moepack.solvers.affine import GroupSpec, Solver, check_range, quantize_affine, round_to_nearest
 from moepack.solvers.hqq import HalfQuadratic
@@ -39,8 +51,11 @@ SOLVERS: dict[str, Solver] = {"lsq": LeastSquares(), "hqq": HalfQuadratic(), "rt
 
 
 @dataclass
-class Milo(MiloSettings, Fitted, MeetsSize, PacksLinears, SimpleMethod):
+class Milo(MiloSettings, Fitted, PinsBits, MeetsSize, PacksLinears, SimpleMethod):
     """The method with its settings."""
+
+    pinned_bits: ClassVar[str] = in_words(BITS)
+    pinned_roles: ClassVar[frozenset[str]] = DENSE_ROLES
 
     _ranks: RankPlan = field(default_factory=RankPlan, init=False, repr=False)
     _text: str = field(default="", init=False, repr=False)
@@ -119,26 +134,41 @@ class Milo(MiloSettings, Fitted, MeetsSize, PacksLinears, SimpleMethod):
                 checkpoint, model, self.calibration, self.samples, self.sequence_length, self.device
             )
         planner = Planner(
-            self._specs, SOLVERS[self.solver], self.rank_bits, torch.device(self.device), counts, self.dense_weight
-        )
+            self._specs, SOLVERS[self.solver], self.rank_bits, torch.device(self.device), counts, self.dense_weight,
+            self._pinned_bits,
+        )  # fmt: skip
         packer._ranks = found = planner.plan(checkpoint, model, self._terms, self.memory_budget)
         decisions = {name: ([*map(int, ranks)], found.specs[name].symmetric) for name, ranks in found.ranks.items()}
         goal = self.goal(checkpoint, model)
         return MethodPlan(self, packer, checkpoint.fingerprint(), packer.settings, decisions=decisions, goal=goal)
 
+    def pin(self, pins: Sequence[Pin], checkpoint: Checkpoint, model: MoeModel) -> dict[str, Method]:
+        """Return no other methods: the grid of each tensor has its own bits, and ranks are decided for all together."""
+        check_bits([pin.one or 0 for pin in pins], BITS, self.name, self.pinned_bits)
+        return {}
+
+    @property
+    def _pinned_bits(self) -> Mapping[str, float]:
+        return {} if self.pinned is None else self.pinned.bits
+
+    def _grid(self, name: str) -> GroupSpec:
+        """Return the first grid of a packed tensor."""
+        return replace(self._specs[0], bits=int(self._pinned_bits.get(name, self.bits)))
+
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the maximum packed size, with the largest total rank of any tensor with as many experts."""
         sums = [sum(ranks) for ranks in self._ranks.ranks.values() if len(ranks) == shape[0]]
-        return packed_bytes(shape, self._specs[0], max(sums, default=0), self.rank_bits)
+        widest = replace(self._specs[0], bits=int(max([self.bits, *self._pinned_bits.values()])))
+        return packed_bytes(shape, widest, max(sums, default=0), self.rank_bits)
 
     def expected(self, weights: Weights) -> Expected:
         """Return the size with the mean rank, or the size without compensators plus the budget's percentage."""
         first, dense = self._terms[0], weights.role != "experts"
         if first.policy == "budget":
-            return Expected(base_bytes(weights.shape, self._specs[0]) * (1 + first.amount / 100), exact=False)
+            return Expected(base_bytes(weights.shape, self._grid(weights.name)) * (1 + first.amount / 100), exact=False)
         rank = sum(t.amount for t in self._terms if t.policy == "uniform" or (t.policy == "dense") == dense)
         total = round(weights.shape[0] * min(rank, *weights.shape[1:]))
-        return Expected(packed_bytes(weights.shape, self._specs[0], total, self.rank_bits), exact=False)
+        return Expected(packed_bytes(weights.shape, self._grid(weights.name), total, self.rank_bits), exact=False)
 
     @classmethod
     def fitted(cls, wanted: Wanted) -> Milo:

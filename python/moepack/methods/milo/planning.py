@@ -16,7 +16,7 @@ A budget also decides which tensors have no offsets: usually those of experts, w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -98,6 +98,7 @@ class Planner:
         device: where weights are analyzed.
         frequency: by layer, the number of tokens that chose each expert; empty if unknown.
         dense_weight: weight of a dense layer's error; all experts of a projection together have weight 1.
+        bits: by packed tensor, bits that replace those of the grids.
     """
 
     specs: Sequence[GroupSpec]
@@ -106,6 +107,13 @@ class Planner:
     device: torch.device
     frequency: Mapping[str, Sequence[int]] = field(default_factory=dict)
     dense_weight: float = 1.0
+    bits: Mapping[str, float] = field(default_factory=dict)
+
+    def grids(self, name: str) -> Sequence[GroupSpec]:
+        """Return the available grids of a packed tensor."""
+        if name not in self.bits:
+            return self.specs
+        return [replace(spec, bits=int(self.bits[name])) for spec in self.specs]
 
     def plan(self, checkpoint: Checkpoint, model: MoeModel, terms: Sequence[Term], memory: int | None) -> RankPlan:
         """Return the rank of each expert and the grid, by packed tensor.
@@ -127,14 +135,14 @@ class Planner:
         if memory is not None or terms[0].policy == "budget":
             fixed = kept_bytes(checkpoint, model, {source.name for source in sources})
             if memory is None:
-                plain = fixed + sum(base_bytes(source.shape, self.specs[0]) for source in sources)
+                plain = fixed + sum(base_bytes(source.shape, self.grids(source.name)[0]) for source in sources)
                 memory = int(plain * (1 + terms[0].amount / 100))
             return self._by_budget(sources, rank_step(sides), memory, fixed)
         chosen = np.concatenate([self._shares(source) for source in sources]) if self.frequency else None
         ranks = named_ranks(terms, sides, dense, self._kurtosis(sources, terms), chosen)
         parts = np.split(ranks, np.cumsum(counts)[:-1])
         found = {source.name: part.tolist() for source, part in zip(sources, parts, strict=True)}
-        return RankPlan(found, {source.name: self.specs[0] for source in sources})
+        return RankPlan(found, {source.name: self.grids(source.name)[0] for source in sources})
 
     def _kurtosis(self, sources: Sequence[Source], terms: Sequence[Term]) -> Numbers:
         if all(term.policy != "kurtosis" for term in terms):
@@ -163,7 +171,9 @@ class Planner:
         return np.ones(1) if source.layer is None else shares(self.frequency[source.layer])
 
     def _by_budget(self, sources: Sequence[Source], step: int, memory: int, fixed: int) -> RankPlan:
-        bare = fixed + sum(min(base_bytes(source.shape, spec) for spec in self.specs) for source in sources)
+        bare = fixed + sum(
+            min(base_bytes(source.shape, spec) for spec in self.grids(source.name)) for source in sources
+        )
         if memory < bare:
             raise ValueError(
                 f"the memory budget of {memory:,} bytes is less than the size without compensators, {bare:,} bytes"
@@ -175,7 +185,7 @@ class Planner:
                 for source, one in zip(sources, choices, strict=True)
             )
 
-        proposed = [[self._propose(source, spec, step) for spec in self.specs] for source in sources]
+        proposed = [[self._propose(source, spec, step) for spec in self.grids(source.name)] for source in sources]
         chosen = allocate(proposed, memory - fixed, stored)
         found = {source.name: choice for source, choice in zip(sources, chosen, strict=True)}
         return RankPlan(

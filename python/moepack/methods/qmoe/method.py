@@ -7,29 +7,33 @@ all previously quantized layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from moepack.calibration import CalibrationRequest, CalibrationSettings
-from moepack.methods.base import Expected, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
+from moepack.checkpoint import Checkpoint, MoeModel
+from moepack.methods.base import Expected, Method, PackedBytes, Shape, SimpleMethod, Solution, Stage, Weights
 from moepack.methods.coverage import coverage_notes
 from moepack.methods.finequant.sizes import packed_bytes
 from moepack.methods.fitting import DENSE, Fitted, Wanted
 from moepack.methods.mixins import Calibrates, PacksLinears
+from moepack.methods.pinned import Pin, PinsBits, check_bits
 from moepack.methods.qmoe.dense import DenseSettings, pack_linear, solve_linears
 from moepack.methods.qmoe.forms import Form, GroupwiseForm, TernaryForm
 from moepack.methods.qmoe.grid import GridSolver, Rounding
 from moepack.methods.qmoe.rate import RateSolver
-from moepack.methods.qmoe.settings import MOST_BITS, QmoeSettings
+from moepack.methods.qmoe.settings import LEAST_BITS, MOST_BITS, QmoeSettings
 from moepack.methods.qmoe.ternary import Ternary
 from moepack.methods.roles import dense_text, parse_dense_bits
+from moepack.methods.settings import in_words
 from moepack.solvers.gptq import GptqSettings
 from moepack.solvers.groupwise import quantize_groupwise
 from moepack.solvers.rate import RateSettings
+from moepack.solvers.widths import BITS
 
 __all__ = ["PUBLISHED", "Qmoe"]
 
@@ -40,8 +44,11 @@ PUBLISHED: Mapping[str, Any] = MappingProxyType(
 
 
 @dataclass
-class Qmoe(QmoeSettings, Fitted, Calibrates, PacksLinears, SimpleMethod):
+class Qmoe(QmoeSettings, Fitted, PinsBits, Calibrates, PacksLinears, SimpleMethod):
     """The method with its settings."""
+
+    pinned_bits: ClassVar[str] = f"{LEAST_BITS:g} to {MOST_BITS:g} for experts and {in_words(BITS)} for linear layers"
+    pinned_roles: ClassVar[frozenset[str]] = frozenset({"attention", "shared", "mlp"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,6 +114,28 @@ class Qmoe(QmoeSettings, Fitted, Calibrates, PacksLinears, SimpleMethod):
         parameters = torch.stack([found.scales, found.offsets], dim=-1).flatten(-2)
         sample = self._form.pack(found.codes[None], parameters[None])
         return Expected(sample.data.nbytes * weights.shape[0], exact=False)
+
+    def pin(self, pins: Sequence[Pin], checkpoint: Checkpoint, model: MoeModel) -> dict[str, Method]:
+        """Return the method with other bits: two bits in groups, a rate of ternary experts, or linear layers."""
+        made: dict[tuple[bool, float], Method] = {}
+        for pin in pins:
+            experts, bits = pin.role == "experts", pin.one or 0
+            if experts and not LEAST_BITS <= bits <= MOST_BITS:
+                check_bits([bits], (), self.name, self.pinned_bits)
+            if not experts:
+                check_bits([bits], BITS, self.name, self.pinned_bits)
+            if (experts, bits) not in made:
+                made[experts, bits] = self._pinned(experts, bits)
+        return {pin.name: made[pin.role == "experts", pin.one or 0] for pin in pins}
+
+    def _pinned(self, experts: bool, bits: float) -> Qmoe:
+        if not experts:
+            return replace(self, dense_bits=",".join(f"{role}={int(bits)}" for role in sorted(self.pinned_roles)))
+        usual = self.match_energy == (self.bits == "ternary")
+        match = None if usual else self.match_energy
+        if bits == MOST_BITS:
+            return replace(self, bits="2", bits_per_weight=None, match_energy=match)
+        return replace(self, bits="ternary", bits_per_weight=bits, match_energy=match)
 
     @classmethod
     def fitted(cls, wanted: Wanted) -> Qmoe:

@@ -3,10 +3,13 @@
 The factors of rows and columns that equalize importance (`scales`) follow from the same measurement.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,6 +38,10 @@ SQUARE = math.pi / 2
 
 ROWS = 256
 """Approximate number of rows from which the mean square of a matrix is estimated."""
+
+
+_known: WeakKeyDictionary[Checkpoint, tuple[CalibrationRequest | None, MoeModel, Importance]] = WeakKeyDictionary()
+"""The last result for each open checkpoint, because every plan of a job needs it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,15 @@ def find_importance(
     Raises:
         CalibrationError, NonFiniteError: the calibration set is unusable, or the model computes NaN or infinity.
     """
+    known = _known.get(checkpoint)
+    if known is None or known[:2] != (request, model):
+        known = _known[checkpoint] = request, model, _found(checkpoint, model, request, progress)
+    return known[2]
+
+
+def _found(
+    checkpoint: Checkpoint, model: MoeModel, request: CalibrationRequest | None, progress: Progress | None
+) -> Importance:
     balances, found, reason = find_balances(model), dict[str, Sensitivity](), ""
     if request is not None:
         found, reason = _measured(checkpoint, model, balances, request, progress)

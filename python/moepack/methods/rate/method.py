@@ -9,20 +9,24 @@ go (`layer`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from moepack.calibration import CalibrationRequest
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.dense import EMBEDDING, ROLES
+from moepack.errors import OverrideError
 from moepack.methods.base import Expected, Method, MethodPlan, Shape, Weights
 from moepack.methods.fitting import Fitted, Wanted
 from moepack.methods.mixins import Calibrates, PacksLinears
+from moepack.methods.pinned import Pin, PinsBits
 from moepack.methods.rate.coder import Coder, bound, expected
-from moepack.methods.rate.importance import find_importance
+from moepack.methods.rate.importance import Importance, find_importance
+from moepack.methods.rate.pinned import PinnedTensor, completed, pinned_tensors, rest_of, whole
 from moepack.methods.rate.sample import take_sample
-from moepack.methods.rate.settings import MOST_BITS, RateSettings
+from moepack.methods.rate.settings import LEAST_BITS, MOST_BITS, RateSettings
 from moepack.methods.request import TEXT_SETTINGS, request_of
 from moepack.progress import Progress
 from moepack.solvers.priced import largest_at
@@ -33,8 +37,12 @@ _ROLES = (EMBEDDING, *ROLES)
 
 
 @dataclass
-class Rate(RateSettings, Fitted, Calibrates, PacksLinears, Method):
+class Rate(RateSettings, Fitted, PinsBits, Calibrates, PacksLinears, Method):
     """The method with its settings."""
+
+    pinned_bits: ClassVar[str] = f"{LEAST_BITS:g} to {MOST_BITS:g}"
+    pinned_roles: ClassVar[frozenset[str]] = frozenset(_ROLES)
+    splits_experts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,13 +114,54 @@ class Rate(RateSettings, Fitted, Calibrates, PacksLinears, Method):
         self, checkpoint: Checkpoint, model: MoeModel, request: CalibrationRequest | None, progress: Progress | None
     ) -> Coder:
         """Find the factors of rows and columns, by a text where there is one, and the step; errors as of `plan`."""
-        found, largest = find_importance(checkpoint, model, request, progress), largest_at(self.bits_per_weight)
-        even = dict.fromkeys(found.scales, 1.0)
-        coder = Coder.of(self, take_sample(checkpoint, model, self._roles, even, found.scales, largest), found)
+        found = find_importance(checkpoint, whole(self, checkpoint, model), request, progress)
+        pins = pinned_tensors(self)
+        shapes = {name: shape for name, shape in self._shapes(model).items() if name not in pins}
+        given = self._for_rest(sum(map(math.prod, shapes.values())))
+        even, largest = dict.fromkeys(found.scales, 1.0), largest_at(given.bits_per_weight)
+        sample = take_sample(checkpoint, model, self._roles, even, found.scales, largest, shapes)
+        coder = Coder.of(given, sample, found)
         ends = {
             linear.source for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head")
         }
         return replace(coder, solved={name: shape for name, shape in coder.solved.items() if name not in ends})
+
+    def coding(
+        self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None
+    ) -> tuple[Rate, CalibrationRequest | None, Importance]:
+        """See `moepack.methods.rate.pinned.Coding`."""
+        return self, self.request, find_importance(checkpoint, whole(self, checkpoint, model), self.request, progress)
+
+    def pin(self, pins: Sequence[Pin], checkpoint: Checkpoint, model: MoeModel) -> dict[str, Method]:
+        """Return a method for each tensor; the others share the rest of the requested bits."""
+        weights = sum(map(math.prod, (self._shapes(model) | {pin.name: pin.shape for pin in pins}).values()))
+        rest = rest_of([*pins], self.bits_per_weight * weights, weights)
+        found = completed([*pins], rest, self.name, self.pinned_bits)
+        return {pin.name: PinnedTensor(pin, self) for pin in found}
+
+    def _for_rest(self, weights: int) -> Rate:
+        """Return the method for the `weights` weights whose bits are not given, which share the rest of the bits.
+
+        Raises:
+            OverrideError: too few or too many bits are left for them.
+        """
+        pins = pinned_tensors(self).values()
+        if not pins or not weights:
+            return self
+        every = weights + sum(own.pin.weights for own in pins)
+        left = self.bits_per_weight * every - sum(own.mean * own.pin.weights for own in pins)
+        if not LEAST_BITS <= left / weights <= MOST_BITS:
+            raise OverrideError(
+                f"the bits by name leave {max(left, 0) / weights:.2f} bits per weight for the other tensors, which may "
+                f"have {self.pinned_bits}"
+            )
+        return replace(self, bits_per_weight=left / weights)
+
+    def _shapes(self, model: MoeModel) -> dict[str, Shape]:
+        """Return the shapes of the tensors that the settings pack, by name."""
+        found = {part.packed_name: part.shape for layer in model.layers for part in layer.projections}
+        linears = (linear for dense in model.dense for linear in dense.only(self._roles).linears)
+        return found | {linear.source: (1, *linear.shape) for linear in linears}
 
     @classmethod
     def fitted(cls, wanted: Wanted) -> Rate:
