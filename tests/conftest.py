@@ -9,16 +9,23 @@ import transformers
 
 import moepack
 import tiny_models
+from moepack.backends.speeds import Speeds
 from moepack.census.tiny import tiny_model
 from moepack.methods.qmoe.ternary import Ternary
 from packed_support import calibration_text
 
+EVEN = Speeds("test", dict.fromkeys(("int2", "int3", "int4", "int8", "coded2", "coded4"), 1e9), 1e12)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A separate cache directory for the session: no measurement of another run is used."""
+    """A separate cache directory for the session: no measurement of another run is used.
+
+    All formats are as fast on the machine that runs the tests, so that plans do not depend on it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("moepack.backends.targets.speeds_here", lambda device="cpu": EVEN)
         yield
 
 

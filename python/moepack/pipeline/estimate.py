@@ -8,7 +8,7 @@ what is held at the same time. Both may be off by a factor of two on another mac
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from moepack.allocation.importance import visits
-from moepack.backends.speeds import kept_speeds, token_seconds
+from moepack.backends.speeds import kept_speeds
 from moepack.calibration import CalibrationRequest
 from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel, describe
@@ -26,17 +26,19 @@ from moepack.checkpoint.architectures import described as architecture
 from moepack.errors import DiskError
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
-from moepack.methods import Goal, Method, MethodPlan, Weights
+from moepack.methods import Auto, Goal, Method, MethodPlan, Weights
 from moepack.methods.base import Expected
 from moepack.methods.mixins import goal_of, is_sized_by_plan, requested
 from moepack.methods.parallel import MAX_WORKERS
+from moepack.methods.preference import Preference, expected_preferences
+from moepack.methods.reads import is_tied, kept_reads
 from moepack.pipeline.assignment import Assignment
 from moepack.pipeline.outputs import Outputs, check_text, plan_outputs, space_bound
 from moepack.pipeline.soundness import check_names
 from moepack.pipeline.source import Source, Streaming, opened
 from moepack.progress import Progress
 
-__all__ = ["Estimate", "Part", "dense_bytes", "estimate", "job_memory", "packed_parts", "token_rate"]
+__all__ = ["Estimate", "Part", "dense_bytes", "estimate", "expected_pace", "job_memory", "packed_parts"]
 
 TOKEN_SECONDS = 3e-10
 """Single-thread seconds per packed weight and calibration token that visits it."""
@@ -107,8 +109,10 @@ class Estimate:
         threads: number of threads.
         seconds: approximate time; None on a device other than the CPU.
         run_memory: approximate memory in bytes to run the packed model: a process plus all weight files.
-        tokens_per_second: approximate upper bound of the decoding speed of one sequence on this machine's processor,
-            counting only products of packed weights. None if the format was not measured (`moepack doctor` measures).
+        tokens_per_second: expected decoding speed of one sequence after a short prompt, on the target of `auto` or on
+            this machine's processor. None if it was not measured (`moepack doctor` measures).
+        preferences: what each preference of `auto` gives at this size; empty for other methods.
+        target: the machine of these speeds; "" if there are none.
         notes: remarks on the source and on a text that is not read, as complete sentences.
         streaming: how a model on the hub is downloaded; None for a directory.
     """
@@ -131,6 +135,8 @@ class Estimate:
     seconds: float | None
     run_memory: int
     tokens_per_second: float | None
+    preferences: tuple[Preference, ...] = ()
+    target: str = ""
     notes: tuple[str, ...] = ()
     streaming: Streaming | None = None
 
@@ -191,6 +197,7 @@ def _estimated(
     kept, request = _kept(outputs, checkpoint), requested(method) if made is None else made.request
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
+    pace = expected_pace(checkpoint, found, outputs, parts, share, method, made)
     return Estimate(
         notes=(*found.notes, *dict.fromkeys(note for each in assignment.methods for note in each.notes({})))
         + (() if made is None else made.notes)
@@ -213,7 +220,9 @@ def _estimated(
         threads=workers,
         seconds=_seconds(outputs, parts, share, method, request, workers),
         run_memory=PROCESS + kept + int(sum(part.after for part in parts)),
-        tokens_per_second=token_rate(parts, share, method, made, bool(checkpoint.config.get("tie_word_embeddings"))),
+        tokens_per_second=pace.tokens_per_second,
+        preferences=pace.preferences,
+        target=pace.target,
     )
 
 
@@ -321,23 +330,48 @@ def job_memory(
     return total
 
 
-def token_rate(
-    parts: Iterable[Part], share: float, method: Method, made: MethodPlan | None, tied: bool
-) -> float | None:
-    """Return the decoding speed that products of packed weights allow.
+@dataclass(frozen=True)
+class Pace:
+    """The expected decoding speed; attributes as of `Estimate`."""
+
+    tokens_per_second: float | None = None
+    preferences: tuple[Preference, ...] = ()
+    target: str = ""
+
+
+def expected_pace(
+    checkpoint: Checkpoint,
+    model: MoeModel,
+    outputs: Outputs,
+    parts: Sequence[Part],
+    share: float,
+    method: Method,
+    made: MethodPlan | None,
+) -> Pace:
+    """Estimate the decoding speed from the plan, or without one from the sizes of the parts.
 
     Embedding rows are looked up, so an embedding counts only if it is also the head.
     """
-    if made is not None and made.token_seconds:
-        return 1 / made.token_seconds
-    kind, speeds = method.kernel, kept_speeds()
-    if kind is None or speeds is None:
-        return None
-    visits = {"experts": share, EMBEDDING: float(tied)}
-    seconds = (
-        token_seconds(kind, part.bits_per_weight, part.weights * visits.get(part.role, 1.0), speeds) for part in parts
+    if made is not None and made.token_seconds is not None:
+        return Pace(1 / made.token_seconds, made.preferences, made.machine)
+    speeds = method.speeds if isinstance(method, Auto) else kept_speeds()
+    if method.kernel is None or speeds is None:
+        return Pace()
+    packed = {weights.name for _, weights in _packed_tensors(outputs)}
+    rest = speeds.step(max(len(model.dense), len(model.layers)), kept_reads(checkpoint, model, packed))
+    shares = {"experts": share, EMBEDDING: float(is_tied(checkpoint))}
+    reads = [(part, part.weights * shares.get(part.role, 1.0)) for part in parts]
+    if isinstance(method, Auto):
+        weights = sum(read for _, read in reads)
+        bits = sum(part.bits_per_weight * read for part, read in reads) / max(weights, 1)
+        preferences = expected_preferences(bits, weights, rest, speeds)
+        own = next(each for each in preferences if each.name == method.prefer)
+        return Pace(own.tokens_per_second, preferences, speeds.machine)
+    times = (
+        speeds.seconds(method.kernel, part.bits_per_weight, read, read * part.bits_per_weight / 8)
+        for part, read in reads
     )
-    return 1 / (sum(seconds) or math.inf)
+    return Pace(1 / (rest + sum(times)), (), speeds.machine)
 
 
 def _tokens(request: CalibrationRequest | None) -> int:

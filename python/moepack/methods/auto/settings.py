@@ -30,11 +30,18 @@ class AutoSettings(Settings):
         note="by default a built-in text, if the model's largest layer fits in memory with gradients; none disables it",
     )
     prefer: str = setting(
-        "quality",
-        help="quality (default), or speed: formats that are fast on this machine, less accurate.",
+        "balance",
+        help="balance (default): least loss at 0.7 of the speed of speed; quality: least loss; or speed.",
         shown="",
         users="basic",
-        choices=("quality", "speed"),
+        choices=("balance", "quality", "speed"),
+    )
+    target: str | None = setting(
+        None,
+        help="Machine that will run the model: avx2-8core, avx512, h100, or a file of `moepack doctor --json`. "
+        "Default: this one.",
+        users="basic",
+        recorded=False,
     )
     codes: str = shared.codes()
     samples: int = shared.samples()
