@@ -24,7 +24,8 @@ from moepack.methods.auto.target import weight_count
 from moepack.methods.base import MethodPlan
 from moepack.methods.preference import Preference
 from moepack.pipeline.assignment import Assignment
-from moepack.pipeline.estimate import PROCESS, Pace, Part, dense_bytes, expected_pace, job_memory, packed_parts
+from moepack.pipeline.costs import PROCESS, job_memory
+from moepack.pipeline.estimate import Pace, Part, dense_bytes, expected_pace, load_of, packed_parts
 from moepack.pipeline.machines import DRIVE, GPU, GPU_AND_MEMORY, MEMORY, Machine, this_machine
 from moepack.pipeline.outputs import plan_outputs
 from moepack.pipeline.source import Source, Streaming, opened
@@ -161,6 +162,10 @@ def _compared(
         places = machine.places(goal.nbytes, experts, PROCESS)
         rise = None if plan is None else plan.loss
         choices.append(Choice(goal.nbytes, bits, rise, needed, pace.tokens_per_second, pace.preferences, places))
+    largest = choices[-1].bits
+    load = load_of(
+        checkpoint, found, outputs, methods[-1], methods[-1].request, share, largest, torch.get_num_threads()
+    )
     free = shutil.disk_usage(next(above for above in out.parents if above.exists())).free
     streaming = source.streaming(assignment.layers(found), methods[0].looks_ahead, free - choices[-1].nbytes)
     return Outlook(
@@ -171,7 +176,7 @@ def _compared(
         weights=weights,
         stored=stored,
         parts=parts[0],
-        pack_memory=job_memory(outputs, assignment, methods[0].request, checkpoint, torch.get_num_threads()),
+        pack_memory=job_memory(load),
         streaming=streaming,
         machine=machine,
         target=pace.target,

@@ -216,7 +216,7 @@ class Alternatives:
         return {name: min(own, key=lambda at: self.found[name][at].nbytes) for name, own in numbers.items()}
 
     def _worth(self, picked: Picked) -> float:
-        return self._loss(picked) * self.seconds(picked) ** TIME_WORTH
+        return float(self._loss(picked) * self.seconds(picked) ** TIME_WORTH)
 
 
 @dataclass(frozen=True)
