@@ -23,10 +23,10 @@ from moepack.methods.parallel import MAX_WORKERS
 
 __all__ = ["PROCESS", "Load", "Shape", "job_memory", "job_seconds"]
 
-PROCESS = 450 << 20
+PROCESS = 350 << 20
 """Memory in bytes of a process that has imported torch."""
 
-RUNNING = 250 << 20
+RUNNING = 130 << 20
 """Additional memory in bytes once transformers has built or run a model in the process."""
 
 WORKING = 32
