@@ -25,7 +25,6 @@ JOBS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rate", {"bits_per_weight": 3.0}),
     ("finequant", {"bits": 4, "dense_bits": 4}),
     ("milo", {}),
-    ("ternary", {}),
 )
 CALIBRATED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("auto", {"bits_per_weight": 4.0}),
@@ -41,9 +40,9 @@ def measure(model: str, method: str, settings: dict[str, Any]) -> dict[str, Any]
     import moepack.calibration.fisher
     import moepack.methods.rate.importance as importance
     from moepack import _core
+    from moepack.memory import anonymous_bytes
     from moepack.methods import create
     from moepack.pipeline import compress
-    from moepack.memory import anonymous_bytes
     from moepack.pipeline.estimate import estimate
 
     peak, done = [anonymous_bytes()], threading.Event()
@@ -107,7 +106,8 @@ def main() -> None:
                 continue
             rows.append(json.loads(done.stdout.splitlines()[-1]))
             shown = {name: round(value, 1) for name, value in rows[-1]["seconds"].items()}
-            print(rows[-1]["model"], job[0], shown, {name: value >> 20 for name, value in rows[-1]["memory"].items()}, flush=True)
+            memory = {name: value >> 20 for name, value in rows[-1]["memory"].items()}
+            print(rows[-1]["model"], job[0], shown, memory, flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"figures": rows}, indent=1))
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def steps(model: Any, prompt: Any, tokens: int) -> list[float]:
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, min_new_tokens=tokens,
             do_sample=False, streamer=Clock(), pad_token_id=0,
         )  # fmt: skip
-    return [after - before for before, after in zip(times[2:], times[3:], strict=False)]
+    return [after - before for before, after in pairwise(times[2:])]
 
 
 def main() -> None:

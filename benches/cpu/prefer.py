@@ -1,7 +1,8 @@
 """Compares the values of `auto --prefer`: tokens per second and loss.
 
     python -m benches.cpu.prefer MODEL [MODEL ...] --calibration FILE --text FILE [--bits 3 4 5] [--samples 64]
-        [--chars 100000] [--device cpu] [--target FILE] [--threads 2] [--rounds 7] [--tokens 32] [--out build/prefer.json]
+        [--chars 100000] [--device cpu] [--target FILE] [--threads 2] [--rounds 7] [--tokens 32]
+        [--out build/prefer.json]
 
 All have the same size and text. Models decode on the CPU, alternating round by round. Prints medians, and the speed
 that the plan expected. --device is where the text is read and losses are measured.
