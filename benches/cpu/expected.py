@@ -5,7 +5,7 @@
 
 Each model is packed without a text for the machine as it is with the forced instruction set. The speeds are measured
 again right before the model decodes, because other work on the machine changes both; the expected speed is that of the
-packed sizes at these speeds. The measured one is the fastest decile of the steps of the fastest of several rounds of
+packed sizes at these speeds. With one thread, both are measured in processor time. The measured one is the fastest decile of the steps of the fastest of several rounds of
 greedy decoding by transformers' `generate`, after a prompt of 16 tokens: speeds, too, are those of the fastest calls.
 Prints expected over measured.
 """
@@ -20,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 PROMPT = 16
@@ -31,7 +33,7 @@ def measure(model: str, prefer: str, options: argparse.Namespace) -> dict[str, A
     """Pack a model for this process's instruction set, and decode."""
     import torch
 
-    import moepack
+    import moepack.backends.speeds
     from moepack import _core
     from moepack.backends.speeds import measure_speeds
     from moepack.backends.threads import set_threads
@@ -40,6 +42,8 @@ def measure(model: str, prefer: str, options: argparse.Namespace) -> dict[str, A
     from moepack.pipeline import compress
 
     set_threads(options.threads)
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    moepack.backends.speeds.time = SimpleNamespace(perf_counter=clock)  # type: ignore[assignment]
     method = Auto(bits_per_weight=options.bits, prefer=prefer, calibration="none", target=options.target)
     with tempfile.TemporaryDirectory() as work:
         compress(model, Path(work) / "out", method=method, check=False)
@@ -48,7 +52,7 @@ def measure(model: str, prefer: str, options: argparse.Namespace) -> dict[str, A
         best, speeds = [], []
         for _ in range(options.rounds):
             speeds.append(measure_speeds())
-            best.append(statistics.quantiles(steps(loaded, prompt, options.tokens), n=10)[0])
+            best.append(statistics.quantiles(steps(loaded, prompt, options.tokens, clock), n=10)[0])
         fastest = min(range(options.rounds), key=best.__getitem__)
         expected = seconds(Path(work) / "out", Checkpoint.open(model), speeds[fastest], describe)
     row = {"model": Path(model).name, "isa": _core.isa(), "prefer": prefer, "threads": options.threads}
@@ -74,7 +78,7 @@ def seconds(packed: Path, checkpoint: Any, speeds: Any, describe: Any) -> float:
     return total
 
 
-def steps(model: Any, prompt: Any, tokens: int) -> list[float]:
+def steps(model: Any, prompt: Any, tokens: int, clock: Callable[[], float]) -> list[float]:
     """Return the seconds of each decoding step."""
     import torch
 
@@ -82,7 +86,7 @@ def steps(model: Any, prompt: Any, tokens: int) -> list[float]:
 
     class Clock:
         def put(self, value: Any) -> None:
-            times.append(time.perf_counter())
+            times.append(clock())
 
         def end(self) -> None:
             pass

@@ -154,7 +154,7 @@ def measure_speeds(device: str = "cpu") -> Speeds:
     return found
 
 
-def read_bandwidth(size: int = PROBE_BYTES, rounds: int = 3) -> float:
+def read_bandwidth(size: int = PROBE_BYTES, rounds: int = 6) -> float:
     """Measure the memory read bandwidth of all torch threads in bytes per second; return the best round."""
     words = torch.ones(size // 8, dtype=torch.int64)
     return size / min(_timed(words.sum) for _ in range(rounds))
