@@ -5,9 +5,9 @@
 
 Each model is packed without a text for the machine as it is with the forced instruction set. The speeds are measured
 again right before the model decodes, because other work on the machine changes both; the expected speed is that of the
-packed sizes at these speeds. With one thread, both are measured in processor time. The measured one is the fastest decile of the steps of the fastest of several rounds of
+packed sizes at these speeds. The measured one is the fastest decile of the steps of the fastest of several rounds of
 greedy decoding by transformers' `generate`, after a prompt of 16 tokens: speeds, too, are those of the fastest calls.
-Prints expected over measured.
+With one thread, both are measured in processor time. Prints expected over measured.
 """
 
 from __future__ import annotations
