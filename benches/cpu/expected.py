@@ -1,29 +1,27 @@
 """Compares the expected decoding speed of a plan with the measured one, on each instruction set.
 
     python -m benches.cpu.expected MODEL [MODEL ...] [--isas avx512 avx2 scalar] [--bits 4] [--prefer balance speed]
-        [--threads 1] [--tokens 48] [--rounds 3] [--target FILE] [--out build/expected.json]
+        [--threads 1] [--tokens 48] [--rounds 3] [--target FILE] [--packed DIR ...]
+        [--out build/expected.json]
 
-Each model is packed without a text for the machine as it is with the forced instruction set. The speeds are measured
-again right before the model decodes, because other work on the machine changes both; the expected speed is that of the
-packed sizes at these speeds. The measured one is the fastest decile of the steps of the fastest of several rounds of
-greedy decoding by transformers' `generate`, after a prompt of 16 tokens: speeds, too, are those of the fastest calls.
-With one thread, both are measured in processor time. Prints expected over measured.
+Each model is packed without a text for the machine as it is with the forced instruction set; `--packed` takes packed
+directories of the models instead, in the same order. Rounds alternate between the measurement of speeds and greedy
+decoding by transformers' `generate` after a prompt of 16 tokens. Other work on the machine changes both, so the fastest
+calls and the fastest step of all rounds are compared. Prints expected over measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 PROMPT = 16
@@ -33,30 +31,31 @@ def measure(model: str, prefer: str, options: argparse.Namespace) -> dict[str, A
     """Pack a model for this process's instruction set, and decode."""
     import torch
 
-    import moepack.backends.speeds
+    import moepack
     from moepack import _core
-    from moepack.backends.speeds import measure_speeds
+    from moepack.backends.speeds import Speeds, measure_speeds
     from moepack.backends.threads import set_threads
     from moepack.checkpoint import Checkpoint, describe
     from moepack.methods import Auto
     from moepack.pipeline import compress
 
     set_threads(options.threads)
-    clock = time.process_time if options.threads == 1 else time.perf_counter
-    moepack.backends.speeds.time = SimpleNamespace(perf_counter=clock)  # type: ignore[assignment]
-    method = Auto(bits_per_weight=options.bits, prefer=prefer, calibration="none", target=options.target)
     with tempfile.TemporaryDirectory() as work:
-        compress(model, Path(work) / "out", method=method, check=False)
-        loaded = moepack.load(Path(work) / "out", dtype=torch.bfloat16)
+        packed = Path(options.packed[0]) if options.packed else Path(work) / "out"
+        if not options.packed:
+            method = Auto(bits_per_weight=options.bits, prefer=prefer, calibration="none", target=options.target)
+            compress(model, packed, method=method, check=False)
+        loaded = moepack.load(packed, dtype=torch.bfloat16)
         prompt = torch.arange(PROMPT)[None] * 31 % (loaded.config.vocab_size - 3) + 3
-        best, speeds = [], []
+        best, found = math.inf, []
         for _ in range(options.rounds):
-            speeds.append(measure_speeds())
-            best.append(statistics.quantiles(steps(loaded, prompt, options.tokens, clock), n=10)[0])
-        fastest = min(range(options.rounds), key=best.__getitem__)
-        expected = seconds(Path(work) / "out", Checkpoint.open(model), speeds[fastest], describe)
+            found.append(measure_speeds())
+            best = min(best, *steps(loaded, prompt, options.tokens))
+        fastest = {name: max(each.weights[name] for each in found) for name in found[0].weights}
+        speeds = Speeds(found[0].machine, fastest, max(each.memory for each in found))
+        expected = seconds(packed, Checkpoint.open(model), speeds, describe)
     row = {"model": Path(model).name, "isa": _core.isa(), "prefer": prefer, "threads": options.threads}
-    return {**row, "expected": 1 / expected, "measured": 1 / best[fastest], "speeds": speeds[fastest].to_json()}
+    return {**row, "expected": 1 / expected, "measured": 1 / best, "speeds": speeds.to_json()}
 
 
 def seconds(packed: Path, checkpoint: Any, speeds: Any, describe: Any) -> float:
@@ -78,7 +77,7 @@ def seconds(packed: Path, checkpoint: Any, speeds: Any, describe: Any) -> float:
     return total
 
 
-def steps(model: Any, prompt: Any, tokens: int, clock: Callable[[], float]) -> list[float]:
+def steps(model: Any, prompt: Any, tokens: int) -> list[float]:
     """Return the seconds of each decoding step."""
     import torch
 
@@ -86,7 +85,7 @@ def steps(model: Any, prompt: Any, tokens: int, clock: Callable[[], float]) -> l
 
     class Clock:
         def put(self, value: Any) -> None:
-            times.append(clock())
+            times.append(time.perf_counter())
 
         def end(self) -> None:
             pass
@@ -110,6 +109,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--target")
+    parser.add_argument("--packed", nargs="+", default=[])
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("build/expected.json"))
     options = parser.parse_args()
@@ -118,11 +118,12 @@ def main() -> None:
         return
     rows = []
     for isa in options.isas:
-        for model in options.models:
+        for number, model in enumerate(options.models):
             for prefer in options.prefer:
                 numbers = ("bits", "threads", "tokens", "rounds")
                 more = [part for name in numbers for part in (f"--{name}", str(getattr(options, name)))]
                 more += ["--target", options.target] if options.target else []
+                more += ["--packed", options.packed[number]] if options.packed else []
                 command = [sys.executable, "-m", "benches.cpu.expected", model, "--job", "--prefer", prefer, *more]
                 environment = {**os.environ, "MOEPACK_ISA": isa}
                 done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

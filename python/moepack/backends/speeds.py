@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ DISTINCT = 64
 
 PROBE_BYTES = 512 << 20
 """Larger than the last-level cache of current machines, so the probe reads from memory."""
+
+PIECE_BYTES = 8 << 20
+"""Bytes that are timed together: less than other work on the machine lets a thread run without interruption."""
 
 STEP_SECONDS, LAYER_SECONDS = 4e-4, 1e-5
 """Time of a step of `generate`, and of each layer, beyond the products: the loop in Python and sampling; norms,
@@ -154,10 +158,11 @@ def measure_speeds(device: str = "cpu") -> Speeds:
     return found
 
 
-def read_bandwidth(size: int = PROBE_BYTES, rounds: int = 6) -> float:
-    """Measure the memory read bandwidth of all torch threads in bytes per second; return the best round."""
-    words = torch.ones(size // 8, dtype=torch.int64)
-    return size / min(_timed(words.sum) for _ in range(rounds))
+def read_bandwidth(size: int = PROBE_BYTES, rounds: int = 3) -> float:
+    """Measure the memory read bandwidth of all torch threads in bytes per second: the fastest tenth of the pieces."""
+    pieces = torch.ones(size // 8, dtype=torch.int64).split(PIECE_BYTES // 8)
+    seconds = sorted(_timed(piece.sum) for _ in range(rounds) for piece in pieces)
+    return PIECE_BYTES / seconds[len(seconds) // 10]
 
 
 def _file() -> Path:
@@ -184,8 +189,8 @@ def _on_processor(data: npt.NDArray[np.uint8]) -> float:
     """Return the weights per second of a matrix on all threads."""
     tensors = [_core.PackedTensor(data.copy()) for _ in range(MATRICES)]
     x = np.ones((1, SHAPE[1]), np.float32)
-    seconds = min(_timed(lambda: [tensor.matmul(x) for tensor in tensors]) for _ in range(CALLS))
-    return float(MATRICES * np.prod(SHAPE)) / seconds
+    seconds = min(_timed(partial(tensor.matmul, x)) for _ in range(CALLS) for tensor in tensors)
+    return float(np.prod(SHAPE)) / seconds
 
 
 def _on_device(device: str) -> tuple[Callable[[npt.NDArray[np.uint8]], float], float]:

@@ -24,7 +24,7 @@ NAMED = {
         },
         40e9,
     ),
-    # benches/results/speeds-zen5.json (one core), two channels of DDR5-5600.
+    # benches/results/expected-zen5.json (one core), two channels of DDR5-5600.
     "avx512": Speeds(
         "avx512",
         {"int2": 650e9, "int3": 640e9, "int4": 600e9, "int8": 250e9, "coded2": 77e9, "coded3": 69e9, "coded4": 62e9},

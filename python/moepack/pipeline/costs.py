@@ -35,12 +35,13 @@ WORKING = 32
 SAMPLED = 1 << 25
 """Maximum number of weights that a plan samples (`methods.rate.sample`)."""
 
-PLAN = {"auto": 2.4e-7, "rate": 1e-7}
-"""Seconds per sampled weight, and STARTED seconds to describe the model, which is built without weights."""
+STARTED = 1.3
+"""Seconds to describe the model, which transformers builds without weights."""
 
-STARTED = 2.0
+PLAN = {"auto": (2.6, 1.3e-7), "rate": (0.8, 4e-8)}
+"""Seconds of a plan: to search for steps, and per sampled weight."""
 
-SAMPLE_MEMORY = 10
+SAMPLE_MEMORY = 8
 """Memory of a plan in bytes per sampled weight."""
 
 FORWARD, BACKWARD = 1.0, 3.0
@@ -139,11 +140,11 @@ def job_seconds(load: Load) -> dict[str, float] | None:
     if load.seconds is None:
         return None
     reads = sum(math.prod(shape[1:]) * (load.share if shape[0] == "experts" else 1.0) for shape in load.shapes)
-    plan = PLAN.get(load.method, 0.0) * min(load.weights, SAMPLED)
+    searching, sampled = PLAN.get(load.method, (0.0, 0.0))
     runs = 2 * FORWARD * TOKEN_SECONDS * reads * load.tokens
     back = (FORWARD + BACKWARD) * TOKEN_SECONDS * reads * load.measured
     return {
-        "plan": STARTED + plan,
+        "plan": STARTED + searching + sampled * min(load.weights, SAMPLED),
         "sensitivity": back / load.threads,
         "run": runs / load.threads,
         "solve": _solving(load),

@@ -53,4 +53,4 @@ class AutoSettings(Settings):
     name: ClassVar[str] = "auto"
     summary: ClassVar[str] = "best quality at a given size (the default); better with a calibration text"
     implementation: ClassVar[str] = "moepack.methods.auto.method:Auto"
-    seconds: ClassVar[float | None] = 90
+    seconds: ClassVar[float | None] = 24

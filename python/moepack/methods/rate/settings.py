@@ -39,4 +39,4 @@ class RateSettings(Settings):
         "entropy-coded integers at any rate from 0.4 to 8 bits, all linear layers too; better with a text"
     )
     implementation: ClassVar[str] = "moepack.methods.rate.method:Rate"
-    seconds: ClassVar[float | None] = 60
+    seconds: ClassVar[float | None] = 24
