@@ -33,7 +33,7 @@ MATRICES, CALLS = 4, 5
 """Matrices of a processor, which are multiplied in turn; repetitions of each measurement, of which the fastest counts.
 """
 
-WIDTHS, CODED = (2, 3, 4, 8), (2, 3, 4)
+WIDTHS, CODED = (2, 3, 4, 8), (2, 3, 4, 5)
 """Measured widths in bits of group-wise integers in groups of 64, and of coded integers with dependent codes."""
 
 DISTINCT = 64
@@ -160,7 +160,7 @@ def measure_speeds(device: str = "cpu") -> Speeds:
 
 def read_bandwidth(size: int = PROBE_BYTES, rounds: int = 3) -> float:
     """Measure the memory read bandwidth of all torch threads in bytes per second: the fastest tenth of the pieces."""
-    pieces = torch.ones(size // 8, dtype=torch.int64).split(PIECE_BYTES // 8)
+    pieces = torch.ones(size // PIECE_BYTES, PIECE_BYTES // 8, dtype=torch.int64)
     seconds = sorted(_timed(piece.sum) for _ in range(rounds) for piece in pieces)
     return PIECE_BYTES / seconds[len(seconds) // 10]
 
@@ -231,8 +231,8 @@ def _groupwise(bits: int, shape: tuple[int, int]) -> npt.NDArray[np.uint8]:
 
 def _coded(bits: int, shape: tuple[int, int]) -> npt.NDArray[np.uint8]:
     # The entropy of Gaussian integers with standard deviation s is log2(s) + 2.05 bits.
-    indices = torch.randn((DISTINCT, shape[1]), generator=torch.Generator().manual_seed(bits)) * 2 ** (bits - 2.05)
-    codes = np.tile(_followed(indices.round().to(torch.int16).numpy()), (shape[0] // DISTINCT, 1))[None]
+    indices = np.rint(np.random.default_rng(bits).normal(scale=2 ** (bits - 2.05), size=(DISTINCT, shape[1])))
+    codes = np.tile(_followed(indices.astype(np.int16)), (shape[0] // DISTINCT, 1))[None]
     return _core.encode_coded(codes, np.ones((1, 1), np.float32), ndim=2, symbols="dependent")
 
 

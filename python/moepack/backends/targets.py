@@ -15,7 +15,7 @@ SPEEDS, GPU_SPEEDS = "speeds", "GPU speeds"
 """Sections of `moepack doctor --json`."""
 
 NAMED = {
-    # benches/results/coded-dependent-zen3.json (one core, mode `auto`), two channels of DDR4-3200.
+    # benches/results/coded-dependent-zen3.json (one core, Gaussian codes), two channels of DDR4-3200.
     "avx2-8core": Speeds(
         "avx2-8core",
         {

@@ -29,7 +29,7 @@ PROCESS = 350 << 20
 RUNNING = 130 << 20
 """Additional memory in bytes once transformers has built or run a model in the process."""
 
-WORKING = 32
+WORKING = 20
 """Working memory in bytes per weight of the experts being packed: float32 copies and candidates."""
 
 SAMPLED = 1 << 25

@@ -33,7 +33,7 @@ __all__ = ["Grouped"]
 SIZES = (32, 64, 128)
 """Columns that share a scale. Smaller groups spend more bits on scales, larger groups lose more than they save."""
 
-SEEN = 1 << 18
+SEEN = 1 << 16
 """Approximate number of weights per tensor on which losses are measured."""
 
 Choice = tuple[int, int | None]

@@ -45,7 +45,7 @@ RUNGS = tuple(2.0 ** (number / 2) for number in range(-4, 7))
 """Proposed steps of coded integers, relative to the step at which coding all tensors meets the size: from about two
 more to three fewer bits per weight."""
 
-SEEN = 1 << 17
+SEEN = 1 << 16
 """Approximate number of weights per tensor on which the rates of coded integers are measured."""
 
 TIME_WORTH = 2.0
@@ -55,7 +55,7 @@ a fifth of the loss of fixed widths, and their products take four to five times 
 TURNS = 12
 """Maximum iterations for the price of time, which converges within five on all tested models."""
 
-HALVINGS = 24
+HALVINGS = 14
 """Steps of the bisection of the price of time; the time then misses its limit by less than a candidate of one tensor.
 """
 
