@@ -5,9 +5,11 @@
         [--out build/expected.json]
 
 Each model is packed without a text for the machine as it is with the forced instruction set; `--packed` takes packed
-directories of the models instead, in the same order. Rounds alternate between the measurement of speeds and greedy
-decoding by transformers' `generate` after a prompt of 16 tokens. Other work on the machine changes both, so the fastest
-calls and the fastest step of all rounds are compared. Prints expected over measured.
+directories of the models instead, in the same order. Rounds alternate between the measurement of speeds, the products
+of a token with all packed weights, one by one, and greedy decoding by transformers' `generate` after a prompt of 16
+tokens (none with --tokens 0). The fastest calls and the fastest step of all rounds are compared. With one thread, speeds
+and products are measured in processor time, which other work on the machine changes least. Prints expected over
+measured.
 """
 
 from __future__ import annotations
@@ -20,18 +22,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-PROMPT = 16
+PROMPT, REPEATS = 16, 5
 
 
 def measure(model: str, prefer: str, options: argparse.Namespace) -> dict[str, Any]:
     """Pack a model for this process's instruction set, and decode."""
     import torch
 
-    import moepack
+    import moepack.backends.speeds
     from moepack import _core
     from moepack.backends.speeds import Speeds, measure_speeds
     from moepack.backends.threads import set_threads
@@ -40,6 +45,7 @@ def measure(model: str, prefer: str, options: argparse.Namespace) -> dict[str, A
     from moepack.pipeline import compress
 
     set_threads(options.threads)
+    clock = time.process_time if options.threads == 1 else time.perf_counter
     with tempfile.TemporaryDirectory() as work:
         packed = Path(options.packed[0]) if options.packed else Path(work) / "out"
         if not options.packed:
@@ -47,26 +53,56 @@ def measure(model: str, prefer: str, options: argparse.Namespace) -> dict[str, A
             compress(model, packed, method=method, check=False)
         loaded = moepack.load(packed, dtype=torch.bfloat16)
         prompt = torch.arange(PROMPT)[None] * 31 % (loaded.config.vocab_size - 3) + 3
-        best, found = math.inf, []
+        best, alone, found = math.inf, math.inf, []
         for _ in range(options.rounds):
-            found.append(measure_speeds())
-            best = min(best, *steps(loaded, prompt, options.tokens))
+            with mock.patch.object(moepack.backends.speeds, "time", SimpleNamespace(perf_counter=clock)):
+                found.append(measure_speeds())
+            alone = min(alone, products(packed, Checkpoint.open(model), describe, clock))
+            if options.tokens:
+                best = min(best, *steps(loaded, prompt, options.tokens))
         fastest = {name: max(each.weights[name] for each in found) for name in found[0].weights}
         speeds = Speeds(found[0].machine, fastest, max(each.memory for each in found))
-        expected = seconds(packed, Checkpoint.open(model), speeds, describe)
+        step, expected = seconds(packed, Checkpoint.open(model), speeds, describe)
     row = {"model": Path(model).name, "isa": _core.isa(), "prefer": prefer, "threads": options.threads}
-    return {**row, "expected": 1 / expected, "measured": 1 / best, "speeds": speeds.to_json()}
+    row |= {"expected products": expected, "products": alone, "speeds": speeds.to_json()}
+    return row | ({"expected step": step, "step": best} if options.tokens else {})
 
 
-def seconds(packed: Path, checkpoint: Any, speeds: Any, describe: Any) -> float:
-    """Return the expected time of a step of a packed model."""
+def products(packed: Path, checkpoint: Any, describe: Any, clock: Callable[[], float]) -> float:
+    """Return the seconds of a token's products with all packed tensors."""
+    import numpy as np
+
+    from moepack import _core
+    from moepack.format import PackedDirectory
+    from moepack.format.directory import map_tensors
+    from moepack.format.header import read_header
+    from moepack.methods.reads import reads_by_tensor
+
+    shares, total = reads_by_tensor(checkpoint, describe(checkpoint)), 0.0
+    for name, record in PackedDirectory.open(packed).manifest.packed().items():
+        file = packed / record.file
+        tensor = _core.PackedTensor(map_tensors(file, read_header(file), [name])[name])
+        experts, _, columns = tensor.shape if len(tensor.shape) == 3 else (1, *tensor.shape)
+        x, times = np.ones((1, columns), np.float32), []
+        for _ in range(REPEATS if shares[name] else 0):
+            start = clock()
+            for expert in range(round(shares[name] * experts)):
+                tensor.matmul(x, expert=expert)
+            times.append(clock() - start)
+        total += min(times, default=0.0)
+    return total
+
+
+def seconds(packed: Path, checkpoint: Any, speeds: Any, describe: Any) -> tuple[float, float]:
+    """Return the expected time of a step of a packed model, and of its products alone."""
     from moepack.format import PackedDirectory
     from moepack.methods.reads import kept_reads, reads_by_tensor
 
     model = describe(checkpoint)
     shares = reads_by_tensor(checkpoint, model)
     records = PackedDirectory.open(packed).manifest.packed()
-    total = speeds.step(max(len(model.dense), len(model.layers)), kept_reads(checkpoint, model, records))
+    rest = speeds.step(max(len(model.dense), len(model.layers)), kept_reads(checkpoint, model, records))
+    total = 0.0
     for name, record in records.items():
         read = shares[name]
         if record.kind == "coded":
@@ -74,7 +110,7 @@ def seconds(packed: Path, checkpoint: Any, speeds: Any, describe: Any) -> float:
         else:
             kind, bits = "int", record.details["bits"]
         total += speeds.seconds(kind, bits, record.weights * read, record.nbytes * read)
-    return total
+    return rest + total, total
 
 
 def steps(model: Any, prompt: Any, tokens: int) -> list[float]:
@@ -132,9 +168,13 @@ def main() -> None:
                     continue
                 row = json.loads(done.stdout.splitlines()[-1])
                 rows.append(row)
-                ratio = row["expected"] / row["measured"]
-                line = f"{isa:7} {row['model']:16} {prefer:8} expected {row['expected']:7.1f}"
-                print(f"{line}, measured {row['measured']:7.1f} tokens/s: {ratio:.2f}", flush=True)
+                line = f"{isa:7} {row['model']:16} {prefer:8}"
+                for name in ("products", "step"):
+                    if name in row:
+                        expected, measured = row[f"expected {name}"], row[name]
+                        line += f"  {name} {1e3 * expected:.2f} ms expected, {1e3 * measured:.2f} measured: "
+                        line += f"{expected / measured:.2f}"
+                print(line, flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"figures": rows}, indent=1))
 

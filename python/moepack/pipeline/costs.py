@@ -38,8 +38,8 @@ SAMPLED = 1 << 25
 STARTED = 1.3
 """Seconds to describe the model, which transformers builds without weights."""
 
-PLAN = {"auto": (2.6, 1.3e-7), "rate": (0.8, 4e-8)}
-"""Seconds of a plan: to search for steps, and per sampled weight."""
+PLAN = {"auto": (1.2, 0.04, 1.3e-7), "rate": (0.8, 0.0, 4e-8)}
+"""Seconds of a plan: to search for steps, per tensor whose formats are compared, and per sampled weight."""
 
 SAMPLE_MEMORY = 8
 """Memory of a plan in bytes per sampled weight."""
@@ -140,11 +140,11 @@ def job_seconds(load: Load) -> dict[str, float] | None:
     if load.seconds is None:
         return None
     reads = sum(math.prod(shape[1:]) * (load.share if shape[0] == "experts" else 1.0) for shape in load.shapes)
-    searching, sampled = PLAN.get(load.method, (0.0, 0.0))
+    searching, compared, sampled = PLAN.get(load.method, (0.0, 0.0, 0.0))
     runs = 2 * FORWARD * TOKEN_SECONDS * reads * load.tokens
     back = (FORWARD + BACKWARD) * TOKEN_SECONDS * reads * load.measured
     return {
-        "plan": STARTED + searching + sampled * min(load.weights, SAMPLED),
+        "plan": STARTED + searching + compared * len(load.shapes) + sampled * min(load.weights, SAMPLED),
         "sensitivity": back / load.threads,
         "run": runs / load.threads,
         "solve": _solving(load),
