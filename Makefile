@@ -11,7 +11,7 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name 
 # pip reads this: whatever a target installs has the versions that the tests have passed with.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help setup demo test test-rust test-arm test-python tools newest lowest lint lint-arm format fuzz wheels docs bench clean
+.PHONY: help setup demo test test-rust test-arm test-python tools newest lowest lint lint-rust lint-python lint-arm format fuzz wheels docs bench clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -54,15 +54,17 @@ test-arm: ## Run the core's tests for 64-bit Arm under qemu-user, on a processor
 	done
 
 TEST_WORKERS ?= 2
+TESTS ?=
 
-test-python: setup tools ## Run the Python tests in TEST_WORKERS processes
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal
+test-python: setup tools ## Run the Python tests (TESTS, or all) in TEST_WORKERS processes
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
+	    $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal $(TESTS)
 
-newest: setup ## Try the newest release of every dependency and say what breaks
-	$(BIN)/python .ci/versions.py newest
+newest: setup ## Run the Python tests (TESTS, or all) with the newest releases of the dependencies
+	$(BIN)/python .ci/versions.py newest $(TESTS)
 
-lowest: setup ## Run the Python tests with the lowest versions that pyproject.toml allows
-	$(BIN)/python .ci/versions.py lowest
+lowest: setup ## Run the Python tests (TESTS, or all) with the lowest versions that pyproject.toml allows
+	$(BIN)/python .ci/versions.py lowest $(TESTS)
 
 tools: ## Install a C++ compiler and Chromium, which some tests need, through apt where the user is root
 	@wanted=$$([ "$$(type -P g++)" ] || echo g++; \
@@ -73,9 +75,13 @@ tools: ## Install a C++ compiler and Chromium, which some tests need, through ap
 	    DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $$wanted >/dev/null; \
 	else echo "tests are skipped that need" $$wanted; fi
 
-lint: setup lint-arm ## Check formatting, lints, imports, types and stubs; warnings are errors
+lint: lint-rust lint-python ## Check formatting, lints, imports, types and stubs; warnings are errors
+
+lint-rust: lint-arm
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
+
+lint-python: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports

@@ -3,24 +3,29 @@
 `constraints.txt` pins what `make setup` installs, so a new release of a dependency changes no test. `pyproject.toml`
 allows ranges. This script tests both ends, each in a separate environment.
 
-    .ci/versions.py newest    test the newest releases, ignoring the package's upper bounds
-    .ci/versions.py lowest    test the lower bounds
-    .ci/versions.py pin       write the newest releases to constraints.txt
+    .ci/versions.py newest [TESTS]    test the newest releases, ignoring the package's upper bounds
+    .ci/versions.py lowest [TESTS]    test the lower bounds
+    .ci/versions.py pin               write the newest releases to constraints.txt
 
-The exit code is that of the tests.
+TESTS are arguments of pytest, without which all tests run. The exit code is that of the tests.
 """
 
 import os
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import venv
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PINS = ROOT / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
-EXTRAS = ("dev", "docs", "plots", "chat", "serve")
+TESTED = ("dev", "plots", "chat", "serve")
+"""The extras that tests import from."""
+
+EXTRAS = (*TESTED, "docs")
 SECONDS = 1500
 """The most that the tests may take."""
 
@@ -29,15 +34,16 @@ HEADER = f"""# What `make setup` installs and the tests have passed with. `.ci/v
 """
 
 
-def resolved(resolution: str) -> dict[str, str]:
+def resolved(resolution: str, extras: Iterable[str]) -> dict[str, str]:
     """Versions that go together, by name, for the Python that runs this.
 
     Args:
         resolution: "highest", which ignores the package's upper bounds, or "lowest-direct".
+        extras: the package's extras to include.
     """
     project = tomllib.loads(PROJECT.read_text())["project"]
     wanted = [requirement.partition(",<")[0] for requirement in project["dependencies"]]
-    wanted += [requirement for extra in EXTRAS for requirement in project["optional-dependencies"][extra]]
+    wanted += [requirement for extra in extras for requirement in project["optional-dependencies"][extra]]
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "-"]
     command += ["--python-version", f"{sys.version_info.major}.{sys.version_info.minor}", "--resolution", resolution]
     found = subprocess.run(command, check=True, capture_output=True, text=True, input="\n".join(wanted))
@@ -50,20 +56,47 @@ def pins(text: str) -> dict[str, str]:
     return dict(line.split("==", 1) for line in lines if "==" in line)
 
 
-def tested(versions: dict[str, str], environment: Path) -> int:
-    """Install versions in an environment of their own and run the tests there; pytest's exit code."""
+def overlay(versions: dict[str, str], environment: Path) -> None:
+    """Make an environment of these versions on top of the packages of the Python that runs this.
+
+    The packages below stay visible, this one among them, so only the versions are downloaded.
+    """
     venv.create(environment, clear=True)
-    requirements, python = environment / "requirements.txt", environment / "bin" / "python"
-    requirements.write_text(listed(versions))
-    install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
-    subprocess.run([*install, "--requirement", str(requirements)], check=True)
+    below = sysconfig.get_path("purelib")
+    [packages] = environment.glob("lib/python*/site-packages")
+    (packages / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
+    install(environment, "--no-deps", "--requirement", str(requirements(versions, environment)))
+
+
+def separate(versions: dict[str, str], environment: Path) -> None:
+    """Make an environment of these versions and a wheel of this package, and nothing else."""
+    venv.create(environment, clear=True)
+    install(environment, "--requirement", str(requirements(versions, environment)))
     maturin = [sys.executable, "-m", "maturin", "build", "--release", "--quiet", "--out", str(environment)]
     subprocess.run(maturin, check=True, cwd=ROOT)
-    subprocess.run([*install, "--no-deps", *map(str, environment.glob("moepack-*.whl"))], check=True)
+    install(environment, "--no-deps", *map(str, environment.glob("moepack-*.whl")))
+
+
+def install(environment: Path, *arguments: str) -> None:
+    """Install packages in an environment."""
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(environment / "bin" / "python")]
+    subprocess.run([*command, *arguments], check=True)
+
+
+def requirements(versions: dict[str, str], environment: Path) -> Path:
+    """Write versions to a file of requirements."""
+    file = environment / "requirements.txt"
+    file.write_text(listed(versions))
+    return file
+
+
+def tested(environment: Path, tests: Sequence[str]) -> int:
+    """Run tests in an environment; pytest's exit code."""
+    programs = environment / "bin"
     workers = os.environ.get("TEST_WORKERS", "2")
-    tests = [str(python), "-m", "pytest", "-q", "--numprocesses", workers, "--dist", "worksteal"]
-    settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PATH": f"{python.parent}:{os.environ['PATH']}"}
-    return subprocess.run(tests, cwd=ROOT, env=os.environ | settings, timeout=SECONDS).returncode
+    command = [str(programs / "python"), "-m", "pytest", "-q", "--numprocesses", workers, "--dist", "worksteal", *tests]
+    settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PATH": f"{programs}:{os.environ['PATH']}"}
+    return subprocess.run(command, cwd=ROOT, env=os.environ | settings, timeout=SECONDS).returncode
 
 
 def listed(versions: dict[str, str]) -> str:
@@ -71,12 +104,12 @@ def listed(versions: dict[str, str]) -> str:
     return "".join(f"{name}=={version}\n" for name, version in versions.items())
 
 
-def main(what: str) -> int:
+def main(what: str, tests: Sequence[str]) -> int:
     """Do what was asked for."""
-    versions = resolved("lowest-direct" if what == "lowest" else "highest")
     if what == "pin":
-        PINS.write_text(HEADER + listed(versions))
+        PINS.write_text(HEADER + listed(resolved("highest", EXTRAS)))
         return 0
+    versions = resolved("lowest-direct" if what == "lowest" else "highest", TESTED)
     pinned = pins(PINS.read_text())
     changed = {name: version for name, version in versions.items() if pinned.get(name) != version}
     if not changed:
@@ -84,12 +117,17 @@ def main(what: str) -> int:
         return 0
     for name, version in changed.items():
         print(f"{name} {pinned.get(name, '(not pinned)')} -> {version}", flush=True)
-    code = tested(versions, ROOT / "build" / what)
+    environment = ROOT / "build" / what
+    if what == "newest":
+        overlay(changed, environment)
+    else:
+        separate(versions, environment)
+    code = tested(environment, tests)
     print(f"the tests pass with the {what} versions" if code == 0 else f"the {what} versions break the tests above")
     return code
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in (["newest"], ["lowest"], ["pin"]):
+    if sys.argv[1:2] not in (["newest"], ["lowest"], ["pin"]):
         sys.exit(__doc__)
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,4 +1,5 @@
-// Operations of a decoding step other than products, each in one launch: RMS norms and rotary embeddings as transformers
+// Operations of a decoding step other than products, each in one launch: RMS norms, also of sums, and what happens to
+// heads between their products and attention (norms, rotary embeddings, the append to keys and values), as transformers
 // computes them.
 //
 // Arithmetic: f32, with the roundings of transformers' separate operations. A normalized value is rounded to the
@@ -58,6 +59,42 @@ MOEPACK_DEVICE void normalize(const Activations& x, const Activations& weight, f
     });
 }
 
+constexpr int SUMS = 2;  // of eight columns per thread, in registers
+
+// Writes x + addend and its norm; both are rounded to the type of x, as is the addend before.
+MOEPACK_DEVICE void add_and_normalize(const Activations& x, const Activations& addend, const Activations& weight,
+                                      float epsilon, void* sum_out, void* out) {
+    i64 row = blockIdx.x;
+    float sum[SUMS][8], squares = 0;
+#pragma unroll
+    for (int n = 0; n < SUMS; ++n) {
+        int column = (n * blockDim.x + threadIdx.x) * 8;
+        u32 word[2][8];
+        float more[8];
+        load_eight(x, row, column, word[0]), load_eight(addend, row, column, word[1]);
+        to_floats(x.type, word[0], sum[n]), to_floats(addend.type, word[1], more);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            sum[n][i] = rounded(x.type, sum[n][i] + rounded(x.type, more[i]));
+            squares += sum[n][i] * sum[n][i];
+        }
+    }
+    float factor = rsqrtf(block_sum(squares) / float(x.columns) + epsilon);
+#pragma unroll
+    for (int n = 0; n < SUMS; ++n) {
+        int column = (n * blockDim.x + threadIdx.x) * 8;
+        if (column >= x.columns) return;
+        u32 word[8];
+        float scale[8];
+        load_eight(weight, 0, column, word);
+        to_floats(weight.type, word, scale);
+        store_as(x.type, sum_out, row * x.columns + column, sum[n]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[n][i] = scale[i] * rounded(x.type, sum[n][i] * factor);
+        store_as(x.type, out, row * x.columns + column, sum[n]);
+    }
+}
+
 // Rotates eight columns of a row of heads: x cos + (-x2, x1) sin, where x1 and x2 are the halves of the row. Each row of
 // `cos` and `sin` belongs to `heads` rows.
 MOEPACK_DEVICE void rotate_eight(const Activations& x, const Activations& cos, const Activations& sin, int heads,
@@ -81,6 +118,71 @@ MOEPACK_DEVICE void rotate_eight(const Activations& x, const Activations& cos, c
 }
 #endif
 
+// The heads of a token of each sequence: rows of `columns`, at most 256, of one type. The norms are those of a row, or
+// null. `cos` and `sin` [sequences, R] rotate the first R columns, a multiple of 16; null for none. Queries go to
+// [sequences, query_heads, columns], keys and values to the token `place` of [sequences, key_heads, capacity, columns].
+struct Heads {
+    Activations queries, keys, values, query_norm, key_norm, cos, sin;
+    const i64* place;
+    void *queries_out, *keys_out, *values_out;
+    float epsilon;
+    int query_heads, key_heads;
+    int query_stride, key_stride, value_stride;  // rows from one sequence to the next
+    int capacity;
+};
+
+#if defined(__CUDACC__)
+// The eight columns of a lane, rotated with those of the lane that has the other half.
+MOEPACK_DEVICE void rotate_lane(const Heads& heads, Type type, int sequence, float (&value)[8]) {
+    int lane = threadIdx.x % WARP, half = heads.cos.columns / 2;
+    bool first = lane * 8 < half;
+    int partner = first ? lane + half / 8 : most(lane - half / 8, 0);
+    u32 word[8];
+    float c[8], s[8];
+    load_eight(heads.cos, sequence, lane * 8, word), to_floats(heads.cos.type, word, c);
+    load_eight(heads.sin, sequence, lane * 8, word), to_floats(heads.sin.type, word, s);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        float other = __shfl_sync(~0u, value[i], partner);
+        if (lane * 8 >= 2 * half) continue;
+        value[i] = rounded(type, rounded(type, value[i] * c[i]) + rounded(type, (first ? -other : other) * s[i]));
+    }
+}
+
+// A warp prepares one row.
+MOEPACK_DEVICE void prepare_head(const Heads& heads, int item) {
+    int all = heads.query_heads + 2 * heads.key_heads, sequence = item / all, head = item % all;
+    int kind = head < heads.query_heads ? 0 : head < heads.query_heads + heads.key_heads ? 1 : 2;
+    head -= kind == 0 ? 0 : heads.query_heads + (kind - 1) * heads.key_heads;
+    const Activations& x = kind == 0 ? heads.queries : kind == 1 ? heads.keys : heads.values;
+    int stride = kind == 0 ? heads.query_stride : kind == 1 ? heads.key_stride : heads.value_stride;
+    int column = threadIdx.x % WARP * 8;
+    u32 word[8];
+    float value[8];
+    load_eight(x, i64(sequence) * stride + head, column, word), to_floats(x.type, word, value);
+    const Activations& norm = kind == 0 ? heads.query_norm : heads.key_norm;
+    if (kind < 2 && norm.data) {
+        float squares = 0, scale[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) squares += value[i] * value[i];
+#pragma unroll
+        for (int distance = WARP / 2; distance; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
+        float factor = rsqrtf(squares / float(x.columns) + heads.epsilon);
+        load_eight(norm, 0, column, word), to_floats(norm.type, word, scale);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) value[i] = rounded(x.type, scale[i] * rounded(x.type, value[i] * factor));
+    }
+    if (kind < 2 && heads.cos.data) rotate_lane(heads, x.type, sequence, value);
+    if (column >= x.columns) return;
+    if (kind == 0) {
+        store_as(x.type, heads.queries_out, (i64(sequence) * heads.query_heads + head) * x.columns + column, value);
+    } else {
+        i64 row = (i64(sequence) * heads.key_heads + head) * heads.capacity + *heads.place;
+        store_as(x.type, kind == 1 ? heads.keys_out : heads.values_out, row * x.columns + column, value);
+    }
+}
+#endif
+
 }  // namespace moepack
 
 #if defined(__CUDACC__)
@@ -88,6 +190,20 @@ extern "C" __global__ void __launch_bounds__(256) rms_norm(moepack::Activations 
                                                            float epsilon, void* out) {
     moepack::enter_launch();
     moepack::normalize(x, weight, epsilon, out);
+}
+
+// Columns: at most 16 per thread.
+extern "C" __global__ void __launch_bounds__(1024)
+add_norm(moepack::Activations x, moepack::Activations addend, moepack::Activations weight, float epsilon, void* sum_out,
+         void* out) {
+    moepack::enter_launch();
+    moepack::add_and_normalize(x, addend, weight, epsilon, sum_out, out);
+}
+
+extern "C" __global__ void __launch_bounds__(128) prepare_heads(moepack::Heads heads, int rows) {
+    moepack::enter_launch();
+    int item = blockIdx.x * (blockDim.x / moepack::WARP) + threadIdx.x / moepack::WARP;
+    if (item < rows) moepack::prepare_head(heads, item);
 }
 
 // Rotates queries and keys; a thread rotates eight columns.

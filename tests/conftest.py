@@ -1,5 +1,6 @@
 """Shared fixtures: tiny random checkpoints, built once per session. Treat them as read-only."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,23 +10,29 @@ import transformers
 
 import moepack
 import tiny_models
+from moepack.backends.gpu import compiler
 from moepack.backends.speeds import Speeds
 from moepack.census.tiny import tiny_model
 from moepack.methods.qmoe.ternary import Ternary
-from packed_support import calibration_text
+from packed_support import FAST, calibration_text
 
 EVEN = Speeds("test", dict.fromkeys(("int2", "int3", "int4", "int8", "coded2", "coded4"), 1e9), 1e12)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A separate cache directory for the session: no measurement of another run is used.
+    """Separate cache directories for the session: no measurement of another run is used.
 
     All formats are as fast on the machine that runs the tests, so that plans do not depend on it.
+    Processes of one run share compiled kernels, whose names tell everything that they depend on.
     """
+    run = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        run = run.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr("moepack.backends.targets.speeds_here", lambda device="cpu": EVEN)
+        patch.setenv(compiler.VARIABLE, str(run / "compiled"))
         yield
 
 
@@ -91,3 +98,9 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def fast_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that prefers speed reads `packed_support.FAST` instead of measuring this machine."""
+    monkeypatch.setattr("moepack.backends.targets.speeds_here", lambda device="cpu": FAST)

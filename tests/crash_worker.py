@@ -78,8 +78,9 @@ def arm(moment: int = 0) -> list[int]:
 def main(model: Path, work: Path, name: str = "ternary", wanted: int = 0) -> None:
     def compress(out: Path) -> None:
         seen = {"calibration": str(work / "text.txt"), "samples": 4, "sequence_length": 32}
-        settings = {"codequant": seen, "floe": seen, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}.get(name, {})
-        method = Ternary() if name == "ternary" else moepack.methods.create(name, **settings)
+        settings = {name: seen for name in ("codequant", "floe", "qmoe")}
+        settings |= {"auto": {**seen, "bits_per_weight": 6.0}, "rate": {"bits_per_weight": 2.5}}
+        method = Ternary() if name == "ternary" else moepack.methods.create(name, **settings.get(name, {}))
         moepack.pipeline.job.compress(model, out, method=method, threads=1)
 
     def counted() -> None:

@@ -7,8 +7,8 @@
 Each model is packed without a text for the machine as it is with the forced instruction set; `--packed` takes packed
 directories of the models instead, in the same order. Rounds alternate between the measurement of speeds, the products
 of a token with all packed weights, one by one, and greedy decoding by transformers' `generate` after a prompt of 16
-tokens (none with --tokens 0). The fastest calls and the fastest step of all rounds are compared. With one thread, speeds
-and products are measured in processor time, which other work on the machine changes least. Prints expected over
+tokens (none with --tokens 0). The fastest calls and the fastest step of all rounds are compared. With one thread,
+speeds and products are measured in processor time, which other work on the machine changes least. Prints expected over
 measured.
 """
 

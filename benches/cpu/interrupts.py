@@ -50,14 +50,14 @@ def forked(arguments: list[str]) -> int:
     os._exit(code)
 
 
-def interrupted(arguments: list[str], moment: float) -> tuple[float, int]:
-    """Seconds from SIGINT to the end of a command, and its exit code; 0 seconds if it had already ended."""
-    child = forked(arguments)
-    time.sleep(moment)
-    ended, status = os.waitpid(child, os.WNOHANG)
-    if ended:
-        return 0.0, os.waitstatus_to_exitcode(status)
-    start = time.monotonic()
+def interrupted(arguments: list[str], moment: float) -> tuple[float | None, int]:
+    """Seconds from SIGINT to the end of a command, None if it ended before the moment, and its exit code."""
+    child, due = forked(arguments), time.monotonic() + moment
+    while (start := time.monotonic()) < due:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return None, os.waitstatus_to_exitcode(status)
+        time.sleep(min(0.01, due - start))
     os.kill(child, signal.SIGINT)
     status = os.waitpid(child, 0)[1]
     return time.monotonic() - start, os.waitstatus_to_exitcode(status)
@@ -80,18 +80,22 @@ def commands(model: Path, packed: Path, work: Path) -> dict[str, list[str]]:
 
 
 def measure(model: Path, work: Path) -> dict[str, dict[str, object]]:
-    """Interrupt every command at every moment."""
+    """Interrupt every command at every moment before its end."""
     packed = work / "packed"
     compress = ["compress", str(model), str(packed), "--method", "finequant"]
     assert os.waitstatus_to_exitcode(os.waitpid(forked(compress), 0)[1]) == 0
     found = {}
     for name, arguments in commands(model, packed, work).items():
-        ends = []
+        times, codes = [0.0], []
         for moment in MOMENTS:
-            ends.append(interrupted(arguments, moment))
+            seconds, code = interrupted(arguments, moment)
+            codes.append(code)
             for left in (*work.glob("out*"), *work.glob("exported*")):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-        found[name] = {"seconds": round(max(seconds for seconds, _ in ends), 3), "codes": [code for _, code in ends]}
+            if seconds is None:
+                break
+            times.append(seconds)
+        found[name] = {"seconds": round(max(times), 3), "codes": codes}
     return found
 
 

@@ -1,6 +1,6 @@
 """Times decoding steps by batch size, and first tokens by prompt length, of a made-up model of Qwen3-30B-A3B's shapes.
 
-"separate" launches norms and rotary embeddings operation by operation, as transformers does.
+"separate" launches operation by operation, as transformers does.
 
     PYTHONPATH=python python -m benches.gpu.steps "int4 group 64 symmetric" [--layers 48] [--results FILE]
 """
@@ -8,7 +8,7 @@
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ import torch
 
 from benches.gpu import models
 from benches.gpu.cases import device_name
-from moepack.decoding import graphs
 from moepack.decoding.decoder import DecoderForward
+from moepack.decoding.layers import Replacements
 
 BATCHES, PROMPTS = (1, 8, 32), (512, 2048)
 PROMPT, STEPS, WARM = 64, 80, 10
@@ -56,13 +56,13 @@ def first_token(model: Any, tokens: int) -> float:
 
 @contextmanager
 def separate() -> Iterator[None]:
-    """Record steps without the kernels that replace several operations."""
-    own: Callable[..., Any] = graphs.fused
-    graphs.fused = lambda model: nullcontext()  # type: ignore[assignment]
+    """Run without the kernels that replace several operations."""
+    own = Replacements.active
+    Replacements.active = nullcontext  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        graphs.fused = own  # type: ignore[assignment]
+        Replacements.active = own  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -83,7 +83,11 @@ def main() -> None:
                 before, others = tokens_per_second(model, batch)
             same = sum(one == other for one, other in zip(tokens, others, strict=True))
             row[f"tokens/s of {batch}"] = {"fused": round(rate, 1), "separate": round(before, 1), "same tokens": same}
-        row |= {f"ms to first token after {tokens}": round(first_token(model, tokens), 1) for tokens in PROMPTS}
+        for tokens in PROMPTS:
+            fused = first_token(model, tokens)
+            with separate():
+                times = {"fused": round(fused, 1), "separate": round(first_token(model, tokens), 1)}
+            row[f"ms to first token after {tokens}"] = times
         print(row, flush=True)
         rows.append(row)
         del model

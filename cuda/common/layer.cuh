@@ -19,8 +19,7 @@
 // the sums of all blocks for its share of the outputs, or, if clusters are unavailable or too few fit, its blocks write
 // partial sums, which another launch adds.
 //
-// A launch starts while the previous one ends (`enter_launch`). In a linear layer, its first chunks are then already in
-// flight.
+// A launch starts while the previous one ends (`enter_launch`). In COMBINE, its first chunks are then already in flight.
 //
 // A Format defines
 //     Matrix                     the weights' launch arguments
@@ -199,13 +198,19 @@ struct Layer {
         if (are_laid_out() && activations != staged) copy_cells(round, other_cells());
     }
 
+    // Chunks that are requested before the previous launch has ended, because only the activations depend on it. The
+    // index of a layer was complete before that launch: the launch of the first products has waited for it.
+    MOEPACK_DEVICE int early() const {
+        return MODE != Mode::combine ? 0 : problem.index ? Format::DEPTH - 1 : 1;
+    }
+
     // Switches to a round that `prepare` has processed. The first call fills the ring after its own reads, so that
     // activations do not queue behind weights.
     MOEPACK_DEVICE void enter(const Round& round, const Unit& activations) {
         if (!(activations != staged)) return;
         auto start = [&] {
 #pragma unroll 1
-            for (int i = problem.index ? 1 : 2; staged.first < 0 && i < Format::DEPTH; ++i) fetch();
+            for (int i = 1 + early(); staged.first < 0 && i < Format::DEPTH; ++i) fetch();
         };
         if (are_laid_out()) {
             start();
@@ -422,8 +427,11 @@ struct Layer {
         int first = team * share + least(team, more);
         stop = even(first + share + (team < more));
         ahead.start(first, stop);
-        // Without an index, chunks are known before the previous launch has ended.
-        if (!problem.index) fetch(), enter_launch();
+        if (MODE == Mode::combine) {
+#pragma unroll 1
+            for (int i = 0; i < early(); ++i) fetch();
+            enter_launch();
+        }
         Round round = {first - 1, 0, 0, {0, 0, 0}};
         do {
             Round next = even(next_round(round));
@@ -444,7 +452,7 @@ template <class Format, Mode MODE, int MOST_TOKENS>
 MOEPACK_DEVICE void run_layer(const Problem& problem, const typename Format::Matrix& first,
                               const typename Format::Matrix& second) {
     __shared__ Routing routing;
-    if (problem.index) enter_launch();
+    if (MODE != Mode::combine) enter_launch();
     build_routing<MOST_TOKENS>(routing, problem.index, problem.slots(), problem.experts, problem.top_k.by);
     Layer<Format, MODE, MOST_TOKENS>(problem, routing, first, second).run();
 }

@@ -180,6 +180,21 @@ MOEPACK_DEVICE void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same of bf16.
+MOEPACK_DEVICE void multiply_add_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Transposes 8x8 values of 16 bits: lane (row, pair) has two neighboring values of a row.
+MOEPACK_DEVICE u32 transpose(u32 pair) {
+    u32 d;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
+    return d;
+}
+
 // c += a b: a 16x32 s8, b 32x8 s8, c 16x8 s32.
 MOEPACK_DEVICE void multiply_add(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -257,6 +272,15 @@ MOEPACK_DEVICE Pair load_pair(const void* from) {
     Pair p;
     asm("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(p.x), "=r"(p.y) : "l"(from));
     return p;
+}
+
+// Loads what other blocks of this launch have written: not from the multiprocessor's own cache.
+MOEPACK_DEVICE float2 load_shared_by_blocks(const float2* from) {
+    return __ldcg(from);
+}
+
+MOEPACK_DEVICE float4 load_shared_by_blocks(const float4* from) {
+    return __ldcg(from);
 }
 
 // L2 policy for data that is read once: evict it first, so that activations stay in the L2.

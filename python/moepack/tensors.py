@@ -288,7 +288,7 @@ def _blob_info(header: Header, kind: str, owner: str) -> TensorInfo:
         raise LoadError(f"is not a file written by {owner}.save", file=header.file)
     if metadata.get("version") != _VERSION:
         raise LoadError(
-            f"has version {metadata.get('version')}, this moepack reads {_VERSION}", file=header.file, tensor=kind
+            f"has version {metadata.get('version')}, but this moepack reads {_VERSION}", file=header.file, tensor=kind
         )
     if info.dtype != torch.uint8 or len(info.shape) != 1 or info.nbytes == 0:
         raise CorruptionError(f"has dtype {info.dtype} and shape {info.shape}", file=header.file, tensor=kind)

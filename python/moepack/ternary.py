@@ -69,17 +69,19 @@ def encode_ternary(tensor: AnyTensor, *, levels: AnyTensor | None = None, code: 
 
     Args:
         tensor: shape (R, C) or (E, R, C), torch or numpy. Either int8 codes in {-1, 0, 1}; or values (bf16, f16, f32,
-            f64) with at most one negative value, zero, and one positive value per row.
+            f64), of which each row has at most one distinct negative value, zero, and one distinct positive value.
+            `quantize_ternary` computes codes and levels from any weight.
         levels: with codes: the (negative, positive) levels of each row, shape (R, 2) or (E, R, 2), finite,
             negative <= 0 <= positive, exactly representable in float32. With values: None.
-        code: "fsv8" (default) or "dict16".
+        code: the entropy code: "fsv8" (default; one-byte codes), or "dict16" (the 16-bit
+            dictionary codes of the QMoE paper).
 
     Returns:
         The encoded tensor, in memory. Negative zeros become zeros; all other values are preserved exactly.
 
     Raises:
-        InvalidTensorError: (a ValueError) a row has more than three values, or the codes, levels, shapes or dtypes
-            are invalid. `quantize_ternary` computes codes and levels from any weight.
+        InvalidTensorError: (a ValueError) a row has more than three distinct values, or the codes, levels, shapes or
+            dtypes are invalid.
         ValueError: `code` is unknown, or `levels` are given with values.
         TypeError: an argument is neither a torch tensor nor a numpy array.
     """

@@ -325,9 +325,9 @@ BROKEN: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], type[Exceptio
     "one shape differs": (
         put(EXPERT.format(5, "w1"), torch.ones(16, 16)),
         CheckpointError,
-        r"experts\.5\.w1.*\[16, 16\], the first expert has \[24, 16\]",
+        r"experts\.5\.w1.*\[16, 16\], but the first expert has \[24, 16\]",
     ),
-    "an expert is a vector": (put(EXPERT.format(5, "w1"), torch.ones(24)), CheckpointError, "expected a matrix"),
+    "an expert is a vector": (put(EXPERT.format(5, "w1"), torch.ones(24)), CheckpointError, "but a matrix is expected"),
     "fp8": (
         put(EXPERT.format(5, "w1"), torch.ones(24, 16).to(torch.float8_e4m3fn)),
         UnsupportedModelError,
@@ -353,18 +353,20 @@ def test_projections_that_do_not_fit(built: Build, tmp_path: Path) -> None:
         for name in [name for name in tensors if name.endswith(".w2.weight")]:
             tensors[name] = tensors[name].T
 
-    refused(rewrite(built("mixtral"), tmp_path, transpose), CheckpointError, "do not fit")
+    refused(
+        rewrite(built("mixtral"), tmp_path, transpose), CheckpointError, "shapes of the projections are inconsistent"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("input_linear", (4, 48), "expected 4 stacked"),
-        ("input_linear", (3, 48, 16), "expected 4 stacked"),
-        ("output_linear", (5, 16, 24), "expected 4 stacked"),
-        ("input_linear", (4, 47, 16), "do not fit"),
-        ("input_linear", (4, 50, 16), "do not fit"),
-        ("output_linear", (4, 24, 16), "do not fit"),
+        ("input_linear", (4, 48), "but 4 stacked matrices are expected"),
+        ("input_linear", (3, 48, 16), "but 4 stacked matrices are expected"),
+        ("output_linear", (5, 16, 24), "but 4 stacked matrices are expected"),
+        ("input_linear", (4, 47, 16), "projections are inconsistent"),
+        ("input_linear", (4, 50, 16), "projections are inconsistent"),
+        ("output_linear", (4, 24, 16), "projections are inconsistent"),
     ],
 )
 def test_stacks_of_a_wrong_shape(name: str, shape: tuple[int, ...], message: str, built: Build, tmp_path: Path) -> None:
@@ -376,13 +378,13 @@ def test_stacks_of_a_wrong_shape(name: str, shape: tuple[int, ...], message: str
     ("config", "kind", "message"),
     [
         ({"num_local_experts": 12}, CheckpointError, r"experts\.11\.w1\.weight': no such tensor"),
-        ({"num_local_experts": 10**12}, CheckpointError, "are configured, the block has"),
+        ({"num_local_experts": 10**12}, CheckpointError, "experts, but the block has only"),
         ({"num_local_experts": 10}, CheckpointError, "is stored with the experts"),
         ({"num_local_experts": 0}, CheckpointError, "contradictory"),
         ({"num_local_experts": "8"}, CheckpointError, "no valid number of experts"),
         ({"num_experts": 3}, CheckpointError, "contradictory numbers of experts"),
         ({"num_hidden_layers": None}, CheckpointError, "no valid number of layers"),
-        ({"num_hidden_layers": 10**12}, CheckpointError, r"\(num_hidden_layers\), model\.layers\.3 has no tensor"),
+        ({"num_hidden_layers": 10**12}, CheckpointError, r"\(num_hidden_layers\), but model\.layers\.3 has no tensor"),
         ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedModelError, "already quantized .*'fp8'"),
         ({"quantization_config": {"quant_method": "moepack"}}, UnsupportedModelError, "already packed by moepack"),
         ({"quantization_config": "int4"}, UnsupportedModelError, "already quantized"),

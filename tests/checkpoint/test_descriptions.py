@@ -121,7 +121,7 @@ transformers.AutoModelForCausalLM.register(ToyConfig, ToyForCausalLM)
 
 
 def test_without_a_description_the_toy_is_refused(toy: tuple[Any, Path]) -> None:
-    with pytest.raises(moepack.CheckpointError, match="the model needs it, the checkpoint lacks it"):
+    with pytest.raises(moepack.CheckpointError, match="is missing from the checkpoint, although the model needs it"):
         describe(Checkpoint.open(toy[1]))
 
 

@@ -398,4 +398,4 @@ def test_codes_of_another_type_are_rejected(dtype: torch.dtype, plain: Path, tmp
     directory = write(plain, tmp_path / "x", tensors, {"quant_method": "fp8"})
     with pytest.raises(UnsupportedModelError, match=rf"q_proj\.weight is in {str(dtype)[6:]}, which") as caught:
         open_checkpoint(directory)
-    assert "remove the setting" not in str(caught.value)
+    assert "remove quantization_config" not in str(caught.value)

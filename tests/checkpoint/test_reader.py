@@ -214,7 +214,7 @@ def test_missing_shard(pair: Path) -> None:
 
 def test_a_clone_without_git_lfs(pair: Path) -> None:
     (pair / "2.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7234440\n")
-    with pytest.raises(CheckpointError, match=r"2\.safetensors: is a pointer of git-lfs"):
+    with pytest.raises(CheckpointError, match=r"2\.safetensors: is a Git LFS pointer"):
         Checkpoint.open(pair)
 
 
@@ -287,7 +287,7 @@ def test_truncated_shard(pair: Path, keep: int) -> None:
 def test_shard_that_shrinks_while_it_is_open(pair: Path) -> None:
     checkpoint = Checkpoint.open(pair)
     os.truncate(pair / "1.safetensors", 20)
-    with pytest.raises(CheckpointError, match="tensor 'a': changed while it was in use"):
+    with pytest.raises(CheckpointError, match="tensor 'a': the file was modified during the run"):
         checkpoint.tensor("a")
     (pair / "1.safetensors").unlink()
     with pytest.raises(CheckpointError, match="tensor 'a': cannot be mapped"):

@@ -250,7 +250,7 @@ def test_a_norm_of_another_tower_is_not_taken_for_the_models(saved: Callable[[st
     )
     for door in (compress, estimate):
         with pytest.raises(
-            CheckpointError, match=r"'model\.norm\.weight': the model needs it, the checkpoint lacks it"
+            CheckpointError, match=r"'model\.norm\.weight': is missing from the checkpoint, although the model needs it"
         ):
             door(directory, tmp_path / "out", method=FineQuant(bits=8))
     with pytest.raises(LoadError, match=r"does not have: model\.norm\.weight"):
@@ -265,7 +265,7 @@ def test_an_unmerged_adapter_is_reported(name: str, other: str, saved: Callable[
     directory = renamed(
         saved("qwen3_moe"), tmp_path / "x", lambda each: f"base_model.model.{each.replace(name, other)}"
     )
-    sentence = rf"but has '.*{other}': merge the adapter first"
+    sentence = rf"the checkpoint has '.*{other}': merge the adapter first"
     for door in (compress, estimate):
         with pytest.raises(CheckpointError, match=sentence):
             door(directory, tmp_path / "out", method=FineQuant(bits=8))
@@ -276,7 +276,7 @@ def test_a_hidden_layer_is_reported(family: str, saved: Callable[[str], Path], t
     """A prefix of a minority of the names is not taken for a wrapper."""
     directory = renamed(saved(family), tmp_path / "x", lambda name: f"draft.{name}" if ".layers.1." in name else name)
     for door in (compress, estimate):
-        with pytest.raises(CheckpointError, match=r"but has 'draft\.model\.layers\.1\."):
+        with pytest.raises(CheckpointError, match=r"the checkpoint has 'draft\.model\.layers\.1\."):
             door(directory, tmp_path / "out", method=FineQuant(bits=8))
 
 
@@ -286,7 +286,7 @@ def test_experts_of_an_unmerged_adapter_are_reported(saved: Callable[[str], Path
         tmp_path / "x",
         lambda name: name.replace("_proj.weight", "_proj.base_layer.weight"),
     )
-    with pytest.raises(CheckpointError, match=r"but has '.*base_layer\.weight': merge the adapter first"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint has '.*base_layer\.weight': merge the adapter first"):
         estimate(directory, tmp_path / "out", method=FineQuant(bits=8))
 
 

@@ -104,7 +104,7 @@ def test_the_oldest_turns_give_way(chat, monkeypatch):
 def test_a_script_talks_in_lines_and_quotes(talk, source):
     result = talk(source, '/help\nhello\n/clear\n"""\none\ntwo\n"""\n/bye\nnever\n', "--max-new-tokens", "4")
     assert result.exit_code == 0, result.stderr
-    assert "Answers are decoded by the core." in result.stderr
+    assert "Answers are decoded by moepack's decoder." in result.stderr
     model, tokenizer = open_model(source), open_tokenizer(source)
     asked = [[{"role": "user", "content": text}] for text in ("hello", "one\ntwo")]
     answers = [generate(model, tokenizer, messages, Sampling(max_new_tokens=4)).text for messages in asked]
@@ -113,7 +113,7 @@ def test_a_script_talks_in_lines_and_quotes(talk, source):
 
 def test_the_reason_is_given_if_the_core_does_not_decode(talk, source):
     result = talk(source, "hello\n", "--max-new-tokens", "4", "--dtype", "float16")
-    assert "Answers are decoded by transformers (not supported by the core: activations in torch.float16)" in (
+    assert "Answers are decoded by transformers (not supported by moepack's decoder: activations in torch.float16)" in (
         result.stderr
     )
 

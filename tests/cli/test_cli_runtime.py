@@ -173,20 +173,23 @@ def test_generate_with_switch_shows_sentinels_and_no_prompt(run, switch):
 
 def test_the_decoder_is_reported(run, packed, mixtral, monkeypatch):
     asked = "--prompt", "The sea", "--max-new-tokens", 4
-    assert "decoded by the core\n" in run("generate", packed, *asked).stderr
-    assert "decoded by transformers (the core decodes packed models" in run("generate", mixtral, *asked).stderr
+    assert "decoded by moepack's decoder\n" in run("generate", packed, *asked).stderr
+    assert "decoded by transformers (moepack's decoder needs a packed model" in run("generate", mixtral, *asked).stderr
     monkeypatch.setenv("MOEPACK_DECODE", "transformers")
-    assert "decoded by transformers (not supported by the core: steps while" in run("generate", packed, *asked).stderr
+    declined = "decoded by transformers (not supported by moepack's decoder: steps while"
+    assert declined in run("generate", packed, *asked).stderr
 
 
-def test_doctor(run):
+def test_doctor(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("moepack.backends.speeds.SHAPE", (2, 64, 256))  # instead of 33 million weights
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     result = run("doctor", "--json")
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert facts["versions"]["torch"]
     assert facts["processor"]["instruction set used"] in facts["processor"]["instruction sets found"]
     assert facts["kernels"]
-    assert facts["decoding"] == {"by the core": ", ".join(FAMILIES)}
+    assert facts["decoding"] == {"by moepack's decoder": ", ".join(FAMILIES)}
     assert facts["memory"]["read bandwidth GB/s"] > 0.1
     table = run("doctor")
     assert table.exit_code == 0

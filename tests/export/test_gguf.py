@@ -270,7 +270,7 @@ def test_merges_that_no_order_of_pieces_reproduces_have_no_scores() -> None:
         ("mixtral", {"rope_parameters": YARN}, "'yarn'"),
         ("deepseek_v2", {"rope_parameters": YARN | {"mscale": 1.0}}, "equal mscale and mscale_all_dim"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method='greedy'"),
-        ("deepseek_v2", {"q_lora_rank": None}, "needs 26 or 27 layers, this model has 2"),
+        ("deepseek_v2", {"q_lora_rank": None}, "needs 26 or 27 layers, but this model has 2"),
     ],
 )
 def test_models_that_llama_cpp_computes_differently_are_rejected(

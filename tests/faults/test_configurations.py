@@ -25,8 +25,12 @@ ABSURD = {
         "no valid number of layers",
         "num_hidden_layers is '2', not a whole number",
     ),
-    "million experts": ({"num_local_experts": 10**6}, "experts are configured", "num_local_experts is 1000000: too"),
-    "a lattice": ({"num_hidden_layers": 20, "num_local_experts": 10**4}, "configured", "20 layers of 10000 experts"),
+    "million experts": ({"num_local_experts": 10**6}, "config.json declares", "num_local_experts is 1000000: too"),
+    "a lattice": (
+        {"num_hidden_layers": 20, "num_local_experts": 10**4},
+        "config.json declares",
+        "20 layers of 10000 experts",
+    ),
     "hidden size": ({"hidden_size": 10**9}, "hidden_size is 1000000000: too many", "hidden_size is 1000000000"),
     "negative size": ({"hidden_size": -64}, "hidden_size is -64", "hidden_size is -64"),
     "head": ({"head_dim": 10**13}, "head_dim is 10000000000000", "head_dim is 10000000000000"),
@@ -69,7 +73,7 @@ def test_models_that_transformers_cannot_build_are_rejected(
 def test_a_model_of_another_width_than_its_tensors(mixtral: Path, packed: Path, tmp_path: Path) -> None:
     model = faulty(mixtral, tmp_path, {"vocab_size": 300})
     name = "model.embed_tokens.weight"
-    message = r"has shape \[285, 64\], the model expects \[300, 64\]"
+    message = r"has shape \[285, 64\], but the model expects \[300, 64\]"
     assert_refused_by_every_method(model, tmp_path, CheckpointError, message, model / "model.safetensors", name)
     large = faulty(packed, tmp_path / "packed", {"vocab_size": 10**6})
     with refused(LoadError, "the files hold", large / "config.json"):

@@ -89,7 +89,7 @@ def test_any_truncation_is_found(victim: Path, name: str, keep: float) -> None:
 def test_appended_bytes_are_found(victim: Path, name: str) -> None:
     with damaged(victim, name, (victim / name).read_bytes() + bytes(64)):
         assert moepack.verify(victim).faults[0].file == name
-        with pytest.raises(CorruptionError, match="the manifest says"):
+        with pytest.raises(CorruptionError, match="the manifest lists"):
             PackedDirectory.open(victim)
 
 

@@ -4,12 +4,11 @@ Three moments of every method are tried; with `MOEPACK_ALL_KILLS=1` all of them,
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from fork_support import run_script
 from moepack.methods import METHODS
 from places import TESTS
 
@@ -19,7 +18,7 @@ KILLS = 0 if os.environ.get("MOEPACK_ALL_KILLS") == "1" else 3
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_killed_job_continues_to_the_same_bytes(method: str, mixtral: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"Line {i} of a text that nobody wrote.\n" for i in range(200)))
-    command = [sys.executable, TESTS / "crash_worker.py", mixtral, tmp_path, method, str(KILLS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=None if KILLS == 0 else 600)
+    timeout = None if KILLS == 0 else 600
+    done = run_script(TESTS / "crash_worker.py", mixtral, tmp_path, method, KILLS, folder=tmp_path, timeout=timeout)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout) >= 3

@@ -23,7 +23,7 @@ def experts(tensors: Tensors, number: int) -> list[str]:
 )
 def test_a_missing_tensor_is_named(name: str, mixtral: Path, tmp_path: Path) -> None:
     model = faulty(mixtral, tmp_path, change=lambda tensors: tensors.pop(name))
-    assert_refused_by_every_method(model, tmp_path, CheckpointError, "the checkpoint lacks it", tensor=name)
+    assert_refused_by_every_method(model, tmp_path, CheckpointError, "is missing from the checkpoint", tensor=name)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -70,7 +70,7 @@ def test_shard_rejects_invalid_entries(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         shard.write_shard(tmp_path / "a", [entry("blob", np.zeros(100, np.uint8), "U8", True)], {})
     lying = shard.Entry("t", "F32", (3,), lambda: memoryview(bytes(8)))
-    with pytest.raises(ValueError, match="'t' has 8 bytes, its shape says 12"):
+    with pytest.raises(ValueError, match="'t' has 8 bytes, but its shape needs 12"):
         shard.write_shard(tmp_path / "a", [lying], {})
     assert list(tmp_path.iterdir()) == []
 

@@ -54,7 +54,7 @@ def test_damage_to_a_registered_format_is_found(directory, tmp_path):
     faults = moepack.verify(copy).faults
     assert [(fault.tensor, fault.what) for fault in faults] == [(name, "test-dense: a weight is not finite")]
     support.rewrite_manifest(copy, lambda manifest: manifest["tensors"][name]["details"].update(width=16))
-    with pytest.raises(CorruptionError, match="width is 32, the manifest says 16"):
+    with pytest.raises(CorruptionError, match="width is 32, but the manifest lists 16"):
         PackedDirectory.open(copy).blob(name)
 
 

@@ -142,7 +142,7 @@ def test_git_lfs_pointers_instead_of_json_are_reported(name: str, mixtral: Path,
     (directory / "model.safetensors").unlink()
     put(directory, {name: POINTER})
     for door in (moepack.compress, estimate):
-        with pytest.raises(CheckpointError, match=rf"{name}: is a pointer of git-lfs"):
+        with pytest.raises(CheckpointError, match=rf"{name}: is a Git LFS pointer"):
             door(directory, tmp_path / "out", method=create("finequant"))
 
 
@@ -259,7 +259,7 @@ def test_a_checkpoint_whose_own_shard_is_a_pointer_is_refused_by_all(mixtral: Pa
     source = Path(shutil.copytree(mixtral, tmp_path / "source"))
     (source / "model.safetensors").write_text(POINTER)
     for function in (Checkpoint.open, open_model, lambda place: moepack.compress(place, tmp_path / "packed")):
-        with pytest.raises(MoepackError, match="pointer of git-lfs"):
+        with pytest.raises(MoepackError, match="Git LFS pointer"):
             function(source)
 
 

@@ -1,4 +1,4 @@
-"""Builds launches of warpgroups for the host: functions of host/simt.hpp stand in for instructions."""
+"""Builds CUDA sources for the host, also launches of warpgroups, where host/simt.hpp stands in for instructions."""
 
 import re
 import shutil
@@ -13,13 +13,20 @@ _COMPILER = shutil.which("g++")
 _HOST = Path(__file__).parent / "host"
 
 
+def build(program: str, path: Path, *options: str, standard: str = "c++17") -> Path:
+    """Build a program of the folder `host`; skip the test if there is no compiler."""
+    if _COMPILER is None:
+        pytest.skip("g++ is missing")
+    options = (f"-std={standard}", "-O1", *options, f"-I{sources()}")
+    subprocess.run([_COMPILER, *options, str(_HOST / program), "-o", str(path)], check=True)
+    return path
+
+
 class Emulator:
     """Builds a host program once per format and specification."""
 
     def __init__(self, program: str, folder: Path) -> None:
-        if _COMPILER is None:
-            pytest.skip("g++ is missing")
-        self.program, self.folder = _HOST / program, folder
+        self.program, self.folder = program, folder
         shutil.copytree(sources(), folder / "cuda")
         for name, old, new in [
             ("ptx", r"#if defined\(__CUDACC__\)", "#if 0"),
@@ -34,6 +41,5 @@ class Emulator:
         if not path.exists():
             options = [f"-D{name}={int(value)}" for name, value in definitions.items()]
             options += [f'-DSOURCE="{source}"', f"-DFORMAT={kind}", f"-I{self.folder / 'cuda'}", f"-I{_HOST}"]
-            command = [_COMPILER, "-std=c++20", "-O1", "-pthread", *options, str(self.program), "-o", str(path)]
-            subprocess.run(command, check=True)
+            build(self.program, path, "-pthread", *options, standard="c++20")
         return path

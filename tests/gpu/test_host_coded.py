@@ -1,29 +1,21 @@
 """The GPU decoder of coded integers, compiled for the host, yields the core's codes."""
 
-import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
+from emulation import build
 
 from moepack import _core
 from moepack.backends.gpu.coded import HEADER_WORDS, SECTIONS, uploaded
-from moepack.backends.gpu.compiler import sources
 from moepack.errors import CorruptionError
 from moepack.registry import open_tensor
 from oracle.coded import dependent
 
-_COMPILER = shutil.which("g++")
-
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    if _COMPILER is None:
-        pytest.skip("g++ is missing")
-    source, path = Path(__file__).parent / "host" / "coded.cpp", tmp_path_factory.mktemp("host") / "coded"
-    subprocess.run([_COMPILER, "-std=c++17", "-O1", f"-I{sources()}", str(source), "-o", str(path)], check=True)
-    return path
+    return build("coded.cpp", tmp_path_factory.mktemp("host") / "coded")
 
 
 def spread(shape, deviation, seed=0):

@@ -1,33 +1,19 @@
 """The GPU decoders of ternary codes and codebook codes, compiled for the host, yield the core's codes."""
 
-import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from emulation import build
 
 from moepack import _core, encode_ternary
-from moepack.backends.gpu.compiler import sources
 from moepack.backends.gpu.ternary import _words
-
-_COMPILER = shutil.which("g++")
-
-
-def build(folder, name, *options):
-    if _COMPILER is None:
-        pytest.skip("g++ is missing")
-    source, path = Path(__file__).parent / "host" / f"{name}.cpp", folder / name
-    subprocess.run(
-        [_COMPILER, "-std=c++17", "-O1", f"-I{sources()}", *options, str(source), "-o", str(path)], check=True
-    )
-    return path
 
 
 @pytest.fixture(scope="module")
 def ternary_program(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("host"), "ternary")
+    return build("ternary.cpp", tmp_path_factory.mktemp("host") / "ternary")
 
 
 @pytest.mark.parametrize("positive", [0.3, 0.5, 0.7])
@@ -60,7 +46,7 @@ def test_codes_into_codebooks_come_in_the_order_of_the_activations(tmp_path, bit
         codes, centroids, np.ones((1, 16, 1), np.float32), bits=bits, block=128, ndim=2, activation_bits=8
     )
     (tmp_path / "chunk").write_bytes(data[-16 * 128 * bits // 8 :].tobytes())
-    program = build(tmp_path, "codebook", f"-DBITS={bits}")
+    program = build("codebook.cpp", tmp_path / "codebook", f"-DBITS={bits}")
     printed = subprocess.run([program, tmp_path / "chunk"], stdout=subprocess.PIPE, check=True).stdout
     printed = np.frombuffer(printed, np.uint8)
     np.testing.assert_array_equal(printed[2048:].reshape(16, 128), codes[0])
@@ -84,7 +70,7 @@ def test_records_of_channels_decode_to_their_values(tmp_path, bits):
     data = _core.encode_channels(values, np.zeros(1, np.float32), bits=bits)
     start, size = _core.PackedTensor(data).sections()["records"]
     (tmp_path / "records").write_bytes(data[start : start + size].tobytes())
-    program = build(tmp_path, "channels", f"-DBITS={bits}")
+    program = build("channels.cpp", tmp_path / "channels", f"-DBITS={bits}")
     arguments = [tmp_path / "records", str(groups * 8 * bits), str(groups), str(size // 9)]
     printed = subprocess.run([program, *arguments], stdout=subprocess.PIPE, check=True).stdout
     found = np.frombuffer(printed, np.float32).reshape(9, 2, groups * 64)

@@ -1,36 +1,26 @@
 """The GPU decoder of group-wise integers, compiled for the host: a warp multiplies the core's weights."""
 
-import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from emulation import build
 
 from moepack import GroupwiseTensor
-from moepack.backends.gpu.compiler import sources
-
-_COMPILER = shutil.which("g++")
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """Build the host program for a specification, once each."""
-    if _COMPILER is None:
-        pytest.skip("g++ is missing")
     folder = tmp_path_factory.mktemp("host")
 
-    def build(**definitions):
+    def built(**definitions):
         path = folder / "-".join(map(str, definitions.values()))
-        if not path.exists():
-            options = [f"-D{name}={int(value)}" for name, value in definitions.items()]
-            source = Path(__file__).parent / "host" / "groupwise.cpp"
-            command = [_COMPILER, "-std=c++17", "-O1", f"-I{sources()}", *options, str(source), "-o", str(path)]
-            subprocess.run(command, check=True)
-        return path
+        options = [f"-D{name}={int(value)}" for name, value in definitions.items()]
+        return path if path.exists() else build("groupwise.cpp", path, *options)
 
-    return build
+    return built
 
 
 @pytest.mark.parametrize(
@@ -47,12 +37,14 @@ def test_a_warp_multiplies_the_weights_of_the_core(program, tmp_path, bits, grou
     tensor = GroupwiseTensor.quantize(weight, bits, group, symmetric=symmetric, search=False, dtype=dtype)
     path = tmp_path / "tensor"
     path.write_bytes(tensor.data.tobytes())
-    build = program(
+    executable = program(
         BITS=bits, GROUP=group or 0, SYMMETRIC=symmetric, HALVES=dtype is torch.float16, TOKENS=8, RESIDENT=2
     )
     blocks = -(-rows // 16)
     block_bytes = (tensor.nbytes - 128) // blocks
-    printed = subprocess.run([build, path, "128", str(block_bytes), str(blocks), str(columns)], stdout=-1, check=True)
+    printed = subprocess.run(
+        [executable, path, "128", str(block_bytes), str(blocks), str(columns)], stdout=-1, check=True
+    )
     values = np.frombuffer(printed.stdout, np.float32).reshape(blocks * 16, columns)
     expected = tensor.dequantize().numpy()
     np.testing.assert_allclose(values[:rows], expected, rtol=2e-7, atol=1e-7 * float(np.abs(expected).max()))

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sass import DISASSEMBLER, INTEGER, disassemble
 
+from moepack.backends.gpu import attention, coded_upload, compiler, dense, groupwise_linear, router, step
 from moepack.backends.gpu import channels as channel_kernels
 from moepack.backends.gpu import codebook as codebook_kernels
 from moepack.backends.gpu import coded as coded_kernels
-from moepack.backends.gpu import coded_upload, compiler, groupwise_linear, step
 from moepack.backends.gpu import groupwise as groupwise_kernels
 from moepack.backends.gpu import ternary as ternary_kernels
 from moepack.backends.gpu.families import FAMILIES
@@ -63,6 +63,12 @@ PROGRAMS = {
     "coded, dependent": coded_kernels._program(1, True),
     "coded, dependent, 16 tokens": coded_kernels._program(16, True),
     "step": step.program(),
+    "attention": attention.program(0, 128, 128),
+    "attention, wide heads": attention.program(1, 256, 256),
+    "router": router.program(4),
+    "router, 512 experts": router.program(16),
+    "dense": dense.program(0, 8, 8),
+    "dense, 16 tokens": dense.program(1, 16, 4),
     "coded upload": coded_upload._program(),
     **{f"channels of {bits} bits": channel_kernels._program(bits) for bits in (4, 8, 16)},
     "residuals of 4 bits": channel_kernels._program(4, refines=True),
@@ -74,7 +80,10 @@ LINEAR = {"prepare", "add", *(f"linear_{columns}" for columns in COLUMNS)}
 
 KERNELS = {
     "channels.cu": {"choose", "compute", "add", "dequantize", "gather"},
-    "step.cu": {"rms_norm", "rotate"},
+    "step.cu": {"rms_norm", "rotate", "add_norm", "prepare_heads"},
+    "attention.cu": {"attend"},
+    "router.cu": {"choose"},
+    "dense.cu": {"multiply"},
     "coded_upload.cu": {"measure", "write_records"},
     "groupwise_linear.cu": LINEAR,
     "codebook_linear.cu": LINEAR,

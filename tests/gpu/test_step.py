@@ -81,8 +81,7 @@ def test_heads_are_rotated_as_by_transformers(program, tmp_path, kind):
 
 
 def test_rotations_on_the_cpu_are_left_alone():
-    with step.fused_rotations(nn.Sequential(Norm(64, torch.bfloat16))) as count:
-        assert count == 0 and globals()["apply_rotary_pos_emb"] is apply_rotary_pos_emb
+    assert not step.rotations(nn.Sequential(Norm(64, torch.bfloat16)))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -92,7 +91,7 @@ def test_rotations_are_replaced_if_their_results_are_the_same():
     model = nn.Sequential(Norm(64, torch.bfloat16)).cuda()
     q, k = (torch.randn(2, 1, heads, 128, device="cuda").bfloat16().transpose(1, 2) for heads in (8, 2))
     cos, sin = (torch.randn(2, 1, 128, device="cuda").bfloat16() for _ in range(2))
-    with step.fused_rotations(model) as count:
+    with step.replaced(step.rotations(model)) as count:
         assert count == 1
         replaced = globals()["apply_rotary_pos_emb"]
         assert replaced is not own
@@ -105,8 +104,7 @@ def test_rotations_are_replaced_if_their_results_are_the_same():
 
 def test_norms_on_the_cpu_are_left_alone():
     model = nn.Sequential(Norm(64, torch.bfloat16))
-    with step.fused_norms(model) as count:
-        assert count == 0 and "forward" not in vars(model[0])
+    assert not step.norms(model)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -118,11 +116,69 @@ def test_norms_are_replaced_if_their_results_are_the_same():
         ).cuda()
         x = torch.randn(5, 3, 128, device="cuda").to(dtype)
         expected = model[0](x)
-        with step.fused_norms(model) as count:
+        with step.replaced(step.norms(model)) as count:
             assert count == 2 and "forward" not in vars(model[2])
             found = model[0](x)
         assert "forward" not in vars(model[0])
         torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
     late = nn.Sequential(Norm(2048, torch.bfloat16, late=True)).cuda()
-    with step.fused_norms(late) as count:
-        assert count == 0
+    assert not step.norms(late)
+
+
+def _run(program, tmp_path, tensors, *numbers, mode=()):
+    """The output bytes of a host program; tensors are passed as files, None as "-"."""
+    files = []
+    for number, tensor in enumerate(tensors):
+        files.append("-" if tensor is None else str(tmp_path / str(number)))
+        if tensor is not None:
+            (tmp_path / str(number)).write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    command = [program, *mode, *files, *map(str, numbers)]
+    printed = np.frombuffer(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout, np.uint8)
+    return torch.from_numpy(printed.copy())
+
+
+@pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize(("rows", "columns", "threads"), [(2, 40, 32), (3, 1032, 96)])
+@torch.no_grad()
+def test_sums_are_normalized_as_by_separate_operations(program, tmp_path, kind, rows, columns, threads):
+    dtype, generator = _TYPES[kind], torch.Generator().manual_seed(columns)
+    module = Norm(columns, dtype)
+    x, addend = (torch.randn(rows, columns, generator=generator) for _ in range(2))
+    x = x.to(dtype)
+    numbers = kind, rows, columns, module.variance_epsilon, threads
+    found = _run(program, tmp_path, (x, addend, module.weight), *numbers, mode=["add"]).view(dtype).view(2, rows, -1)
+    total = x + addend.to(dtype)
+    assert torch.equal(found[0], total)
+    torch.testing.assert_close(found[1], module(total), rtol=4 * torch.finfo(dtype).eps, atol=0)
+    assert kind == 2 or (found[1] == module(total)).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "rotated", "norms"), [(3, 1, 64, 64, True), (4, 2, 80, 32, False)]
+)
+@torch.no_grad()
+def test_heads_are_prepared_as_by_separate_operations(program, tmp_path, kind, queries, keys, width, rotated, norms):
+    dtype, batch, capacity, place = _TYPES[kind], 2, 5, 3
+    generator = torch.Generator().manual_seed(width)
+    heads = torch.randn(batch, queries + 2 * keys, width, generator=generator).to(dtype)
+    own = [Norm(width, dtype) for _ in range(2)]
+    own[1].weight.mul_(1.5)
+    cos, sin = (torch.randn(batch, rotated, generator=generator).to(dtype) for _ in range(2))
+    given = heads, *((norm.weight if norms else None) for norm in own), cos, sin
+    numbers = kind, batch, queries, keys, width, rotated, own[0].variance_epsilon, capacity, place
+    found = _run(program, tmp_path, given, *numbers, mode=["heads"]).view(dtype)
+    q, k, v = heads.split([queries, keys, keys], 1)
+    if norms:
+        q, k = own[0](q), own[1](k)
+    turned = apply_rotary_pos_emb(q[..., None, :rotated], k[..., None, :rotated], cos[:, None], sin[:, None])
+    q, k = (torch.cat((one[..., 0, :], rest[..., rotated:]), -1) for one, rest in zip(turned, (q, k), strict=True))
+    sizes = [batch * queries * width] + [batch * keys * capacity * width] * 2
+    first, *buffers = found.split(sizes)
+    torch.testing.assert_close(first.view(q.shape), q, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    for buffer, expected in zip(buffers, (k, v), strict=True):
+        buffer = buffer.view(batch, keys, capacity, width)
+        close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+        torch.testing.assert_close(buffer[:, :, place], expected, **close)
+        buffer[:, :, place] = 0
+        assert not buffer.any()

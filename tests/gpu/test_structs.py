@@ -34,6 +34,9 @@ PROGRAMS = [
     ("coded.cu", {"TOKENS": 8, "MOST_THREADS": 512, "DEPENDENT": 0}),
     ("coded_upload.cu", {}),
     ("step.cu", {}),
+    ("attention.cu", {"HALF": 0, "KEY_WIDTH": 128, "VALUE_WIDTH": 128}),
+    ("router.cu", {"SCORES": 4}),
+    ("dense.cu", {"HALF": 0, "COLUMNS": 8, "TEAM": 8}),
     ("channels.cu", {"BITS": 4, "REFINES": 1}),
     ("ternary.cu", {"DICT16": 0, "TOKENS": 1, "LANES": 32, "GLOBAL": 0, "THREADS": 512}),
 ]

@@ -102,7 +102,7 @@ def test_packed_experts_compute_the_same_as_the_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "by"), [("glm4_moe", "decoded by the core"), ("dots1", "decoded by transformers (")]
+    ("architecture", "by"), [("glm4_moe", "decoded by moepack's decoder"), ("dots1", "decoded by transformers (")]
 )
 def test_doctor_names_the_decoder_of_a_model(architecture: str, by: str, tmp_path: Path) -> None:
     saved(architecture, tmp_path / "source")
@@ -245,7 +245,7 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     gone = next(name for name in tensors if ".experts.3.up_proj" in name)
     del tensors[gone]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"4 experts are configured, the checkpoint has 3 tensors"):
+    with pytest.raises(CheckpointError, match=r"config.json declares 4 experts, but the checkpoint has 3 tensors"):
         describe(Checkpoint.open(path))
 
 

@@ -89,16 +89,21 @@ def test_the_least_size_can_be_made(tmp_path: Path, capsys: pytest.CaptureFixtur
     code, _, error = run(capsys, "compress", TINY_MOE, tmp_path / "out", "--size", "1kB")
     assert code == 2 and error.count("\n") == 1
     least = byte_count(error.split(" at least ")[-1].strip())
-    moepack.compress(TINY_MOE, tmp_path / "out", size=int(least * 1.005))
+    moepack.compress(TINY_MOE, tmp_path / "out", method=calibrated(size=int(least * 1.005)))
     assert moepack.verify(tmp_path / "out").ok
 
 
-MET = [{"size": "1.2MB"}, {"ratio": 0.3}, {"bits_per_weight": 4.0}, {"size": "3.6MB", "prefer": "speed"}]
+MET = [
+    calibrated(size="1.2MB"),
+    Auto(ratio=0.3, calibration="none"),
+    Auto(bits_per_weight=4.0, calibration="none"),
+    calibrated(size="3.6MB", prefer="speed"),
+]
 
 
-@pytest.mark.parametrize("settings", MET)
-def test_a_size_is_met_and_expected_by_the_plan(settings: dict[str, Any], tmp_path: Path) -> None:
-    method = Auto(**settings)
+@pytest.mark.usefixtures("fast_widths")
+@pytest.mark.parametrize("method", MET, ids=["size", "ratio", "bits", "speed"])
+def test_a_size_is_met_and_expected_by_the_plan(method: Auto, tmp_path: Path) -> None:
     plan = estimate(TINY_MOE, tmp_path / "out", method)
     report = moepack.compress(TINY_MOE, tmp_path / "out", method=method)
     assert plan.goal is not None

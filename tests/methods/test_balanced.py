@@ -299,10 +299,11 @@ TEXT = {"calibration": BUILT_IN, "samples": 4, "sequence_length": 128}
         CodeQuant(**TEXT, rotation="random", weight_bits=3, steps=1),
         Floe(**TEXT, sparsity=0.5),
         Floe(**TEXT, sparsity=0.5, paper_form=True, bits=4),
-        Auto(bits_per_weight=4.0, prefer="speed"),
+        Auto(**TEXT, bits_per_weight=4.0, prefer="speed"),
     ],
     ids=lambda method: " ".join([method.name, *(f"{k}={v}" for k, v in method.settings.items() if k in SHOWN)]),
 )
+@pytest.mark.usefixtures("fast_widths")
 def test_a_model_in_other_scales_loses_as_much(method: Method, both: tuple[Path, Path], tmp_path: Path) -> None:
     losses, apart = [], []
     for number, model in enumerate(both):

@@ -9,13 +9,13 @@ from typer.testing import CliRunner
 import moepack
 from moepack.cli import app
 from moepack.errors import NonFiniteError
-from moepack.methods import Auto
+from moepack.methods import Auto, FineQuant
 from moepack.pipeline import check
 from places import NOVEL, TINY_MOE
 
 
 def auto(**settings) -> Auto:
-    return Auto(bits_per_weight=3.0, calibration=str(NOVEL), samples=8, **settings)
+    return Auto(bits_per_weight=3.0, calibration=str(NOVEL), samples=4, sequence_length=128, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,9 @@ def test_the_increase_is_that_of_evaluate(report: moepack.CompressReport, tmp_pa
     assert 0.02 < report.increase < 1
 
 
-def test_small_models_are_checked_where_that_is_asked_for(tmp_path: Path) -> None:
-    assert moepack.compress(TINY_MOE, tmp_path / "out", method=auto()).increase is None
+def test_small_models_are_checked_where_that_is_asked_for(mixtral: Path, tmp_path: Path) -> None:
+    calibrated = FineQuant(calibration=str(NOVEL), samples=4, sequence_length=128)
+    assert moepack.compress(mixtral, tmp_path / "out", method=calibrated).increase is None
     assert check.is_checked(None, auto().request, check.LARGE)
     assert not check.is_checked(None, auto().request, check.LARGE - 1)
     assert not check.is_checked(None, None, check.LARGE), "nothing was calibrated"
@@ -48,6 +49,7 @@ def test_a_loss_far_from_the_plan_is_reported_with_remedies(tmp_path: Path, monk
     plan = Auto.plan
     monkeypatch.setattr(Auto, "plan", lambda *given: replace(plan(*given), loss=(0.0001, 0.0002)))
     arguments = ["compress", str(TINY_MOE), str(tmp_path / "out"), "--bits-per-weight", "3", "--check", "--quiet"]
+    arguments += ["--calibration", str(NOVEL), "--samples", "4", "--sequence-length", "128"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "far more than the plan expected (+0.0001 nats per token to +0.0002 nats per token)" in done.output
@@ -70,9 +72,9 @@ def test_a_check_that_fails_leaves_the_directory(tmp_path: Path, monkeypatch: py
     assert moepack.verify(report.path).ok
 
 
-def test_a_text_shorter_than_a_window_is_rejected(tmp_path: Path) -> None:
+def test_a_text_shorter_than_a_window_is_rejected(mixtral: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(NOVEL.read_text(encoding="utf-8")[:800], encoding="utf-8")
-    method = Auto(bits_per_weight=3.0, calibration=str(text), samples=1, sequence_length=64)
-    report = moepack.compress(TINY_MOE, tmp_path / "out", method=method, check=True)
+    method = FineQuant(calibration=str(text), samples=1, sequence_length=64)
+    report = moepack.compress(mixtral, tmp_path / "out", method=method, check=True)
     assert report.increase is None and any("512 tokens" in note for note in report.notes)

@@ -106,7 +106,7 @@ def test_work_that_cannot_be_shared_is_refused(mixtral: Path, tmp_path: Path) ->
     methods(tmp_path)
     text = {"calibration": str(tmp_path / "text.txt"), "samples": 4, "sequence_length": 32}
     for name, more in (("auto", {}), ("rate", {"bits_per_weight": 2.0}), ("qmoe", {"bits_per_weight": 1.0})):
-        with pytest.raises(ValueError, match=f"{name} solves the experts of a layer one after another"):
+        with pytest.raises(ValueError, match=f"{name} quantizes the experts of a layer one after another"):
             moepack.compress(mixtral, tmp_path / "out", method=name, ray="anywhere", **text, **more)
     with pytest.raises(ValueError, match="--device must be cpu"):
         moepack.compress(mixtral, tmp_path / "out", method="milo", device="cuda", ray="anywhere")
@@ -127,12 +127,12 @@ def test_nodes_are_looked_at(mixtral: Path, tmp_path: Path, monkeypatch: pytest.
     cluster._refuse(found)
     assert found.version == moepack.__version__ and found.processor == torch.backends.cpu.get_cpu_capability()
     missing = probe.look({str(file): stamp, str(tmp_path / "b"): stamp})
-    with pytest.raises(ClusterError, match=f"b: node {found.host} does not see this file: No such file") as caught:
+    with pytest.raises(ClusterError, match=f"b: node {found.host} cannot read this file: No such file") as caught:
         cluster._refuse(missing)
     assert caught.value.file == str(tmp_path / "b")
     with pytest.raises(ClusterError, match="is a different file there"):
         cluster._refuse(probe.look({str(file): "1 2 3"}))
-    with pytest.raises(ClusterError, match=rf"node a has moepack 0\.0\.9, this machine has {moepack.__version__}"):
+    with pytest.raises(ClusterError, match=rf"node a has moepack 0\.0\.9, but this machine has {moepack.__version__}"):
         cluster._refuse(found._replace(host="a", version="0.0.9"))
     monkeypatch.setitem(sys.modules, "moepack", None)
     with pytest.raises(ClusterError, match="cannot import moepack"):

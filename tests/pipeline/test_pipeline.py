@@ -166,7 +166,9 @@ def test_a_source_that_was_written_to_is_not_continued(mixtral: Path, tmp_path: 
     tensors = load_file(file)
     tensors["model.layers.0.block_sparse_moe.experts.2.w3.weight"].view(-1)[1] += 1
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(ResumeError, match=r"modified since \(model.safetensors\); --no-resume starts over"):
+    with pytest.raises(
+        ResumeError, match=r"modified after the interrupted run \(model.safetensors\); start over with --no-resume"
+    ):
         moepack.compress(model, out, method=Ternary())
     moepack.compress(model, out, method=Ternary(), resume=False)
     moepack.compress(model, tmp_path / "reference", method=Ternary())
@@ -181,7 +183,7 @@ def test_a_source_that_is_written_to_meanwhile_is_noticed(mixtral: Path, tmp_pat
     with open(model / "model.safetensors", "r+b") as stream:
         stream.seek(-1, 2)
         stream.write(b"x")
-    with pytest.raises(moepack.CheckpointError, match=r"model.safetensors: .* changed while it was in use"):
+    with pytest.raises(moepack.CheckpointError, match=r"model.safetensors: .* the file was modified during the run"):
         checkpoint.tensor(name)
 
 

@@ -107,7 +107,7 @@ def test_nodes_that_do_not_fit_are_refused(
     other.mkdir()
     (other / "__init__.py").write_text("__version__ = '0.0.9'")
     stranger = nodes.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(tmp_path)})
-    with pytest.raises(ClusterError, match=rf"has moepack 0\.0\.9, this machine has {moepack.__version__}"):
+    with pytest.raises(ClusterError, match=rf"has moepack 0\.0\.9, but this machine has {moepack.__version__}"):
         compress()
     nodes.remove_node(stranger)
     assert not (tmp_path / "out.partial").exists()

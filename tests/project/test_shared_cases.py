@@ -4,13 +4,11 @@ Each script creates its own checkpoint and exits with 0 on success, 1 and a mess
 fails.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from fork_support import run_script
 from places import SHARED
 
 CASES = SHARED / "cases"
@@ -26,14 +24,7 @@ This script takes any answer to these fields for a fault, because they were not 
 
 @pytest.mark.skipif(not SCRIPTS, reason="there is no folder shared/cases beside the checkout")
 @pytest.mark.parametrize("script", SCRIPTS or [None], ids=lambda script: script.stem if script else "none")
-def test_a_case_passes(script: Path) -> None:
-    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), *sys.path)))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"PYTHONPATH": paths},
-    )
+def test_a_case_passes(script: Path, tmp_path: Path) -> None:
+    done = run_script(script, folder=tmp_path)
     if done.stdout.strip() != OBEYED.get(script.stem):
         assert done.returncode == 0, done.stdout + done.stderr

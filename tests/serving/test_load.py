@@ -1,5 +1,6 @@
 """Many and broken clients at a time: answers do not mix, broken clients delay no others, and no resources leak."""
 
+import gc
 import http.client
 import json
 import os
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from transformers.cache_utils import DynamicCache
 
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.serving.text.generation import generate
@@ -23,6 +25,7 @@ import uvicorn
 from moepack.serving.engine import Engine
 from moepack.serving.http import bounds, listening
 from moepack.serving.http.server import Settings, create_app
+from moepack.serving.sequence import Sequence
 from serving_support import happens, is_idle
 
 PLAIN = {"Content-Type": "application/json"}
@@ -117,6 +120,38 @@ def test_everyone_gets_the_answer_that_they_get_alone(engine):
         stack.close()
         assert is_idle(engine)
     assert happens(lambda: len(os.listdir("/proc/self/fd")) <= files)
+
+
+@pytest.fixture
+def uncollected():
+    """Counts the new objects of a class that exist without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    known = {id(each): each for each in gc.get_objects() if type(each) in (DynamicCache, Sequence)}
+    yield lambda kind: sum(type(each) is kind and id(each) not in known for each in gc.get_objects())
+    gc.enable()
+
+
+def test_ended_answers_leave_nothing_to_the_garbage_collector(engine, uncollected):
+    """A collection may be minutes away; keys and values of hundreds of answers would wait for it."""
+    own = fresh(engine)
+    with served(own) as port:
+        for number in range(20):
+            ask(port, f"{number} and", 3, number % 2 == 0)
+        assert is_idle(own)
+        assert happens(lambda: uncollected(Sequence) == 0)
+        assert uncollected(DynamicCache) == own.counts()["kept"] > 0
+
+
+def test_answers_that_nobody_waits_for_keep_no_keys_and_values(engine, uncollected):
+    own = fresh(engine)
+    with served(own) as port:
+        for number in range(20):
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(raw(f"{number} and", 500))
+                assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
+        assert is_idle(own)
+        assert happens(lambda: uncollected(DynamicCache) == own.counts()["kept"])
 
 
 def fresh(engine):

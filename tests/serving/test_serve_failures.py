@@ -15,20 +15,7 @@ pytest.importorskip("fastapi")
 from moepack.serving.http import openai_completions
 from moepack.serving.http.body import DEEPEST
 from moepack.serving.http.server import Settings, create_app
-from request_support import CHATS, COMPLETIONS, asking, chat, checked, completion, engine_of
-
-
-@pytest.fixture(scope="module")
-def engine(packed):
-    with engine_of(packed) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def ask(engine):
-    with asking(engine) as ask:
-        yield ask
-
+from request_support import CHATS, COMPLETIONS, chat, checked, completion
 
 # Bodies
 

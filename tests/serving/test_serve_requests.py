@@ -20,7 +20,7 @@ from openai.types.chat.chat_completion import ChatCompletion  # noqa: E402
 
 from moepack.serving.http.openai_chat import ChatRequest  # noqa: E402
 from moepack.serving.http.openai_completions import CompletionRequest  # noqa: E402
-from request_support import CHATS, COMPLETIONS, asking, chat, completion, engine_of  # noqa: E402
+from request_support import CHATS, COMPLETIONS, chat, completion  # noqa: E402
 
 HARMLESS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "cache_prompt", "request_id"}
 SAMPLED = {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "typical_p": 0.75, "repetition_penalty": 1.5,
@@ -33,18 +33,6 @@ REFUSED = [
     *("lora", "id_slot", "functions", "function_call", "modalities", "store", "suffix", "audio", "prediction"),
 ]
 """Fields of OpenAI, vLLM and llama.cpp that are not supported."""
-
-
-@pytest.fixture(scope="module")
-def engine(packed):
-    with engine_of(packed) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def ask(engine):
-    with asking(engine) as ask:
-        yield ask
 
 
 def asks_for_nothing(path, name, value):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_serving_engine import Collector
 
-from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.integrations.loading import open_model
 from moepack.serving.engine import Engine
 from moepack.serving.sequence import Wanted
 from moepack.serving.text.sampling import Sampling
@@ -16,11 +16,6 @@ TOKENS = 12
 @pytest.fixture(scope="module")
 def model(packed):
     return open_model(packed, torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return open_tokenizer(packed)
 
 
 @pytest.fixture(autouse=True)

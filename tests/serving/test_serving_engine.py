@@ -10,7 +10,7 @@ from transformers import MixtralForCausalLM
 
 from moepack.decoding.prefix import new_cache
 from moepack.errors import LoadError
-from moepack.integrations.loading import open_model, open_tokenizer
+from moepack.serving import engine as engines
 from moepack.serving import sequence
 from moepack.serving.engine import CHUNK, ClosedError, Engine, QueueFullError
 from moepack.serving.pace import AGAIN, Pace
@@ -42,16 +42,6 @@ class Collector:
     @property
     def finish(self):
         return self.pieces[-1].finish
-
-
-@pytest.fixture(scope="module")
-def model(packed):
-    return open_model(packed, "float32", mode="exact")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return open_tokenizer(packed)
 
 
 @pytest.fixture
@@ -270,6 +260,76 @@ def test_long_prompts_are_read_in_chunks_between_the_tokens_of_others(engine, mo
     long, short = ask(engine, text, max_new_tokens=2), ask(engine, "x", max_new_tokens=6)
     engine.start()
     assert short.text() and long.text() == generate(model, engine.tokenizer, text, Sampling(max_new_tokens=2)).text
+
+
+@pytest.fixture
+def sizes(engine, monkeypatch):
+    """The sizes of the parts of each step. Chunks have 8 tokens, bursts up to 32."""
+    found, original = [], Stepper.forward
+    monkeypatch.setattr(engines, "CHUNK", 8)
+    monkeypatch.setattr(engines, "BURST", 32)
+
+    def forward(stepper, parts):
+        found.append([len(part.ids) for part in parts])
+        return original(stepper, parts)
+
+    monkeypatch.setattr(Stepper, "forward", forward)
+    return found
+
+
+def beside_an_answer(engine, sizes, asks):
+    """Run an answer; `asks` submits prompts at its first piece, in the engine's thread. The steps from then on."""
+    start = []
+
+    class Running(Collector):
+        def __call__(self, piece):
+            if not start:
+                start.append(len(sizes))
+                asks()
+            super().__call__(piece)
+
+    engine.submit([3], Sampling(max_new_tokens=30, ignore_eos=True), running := Running())
+    engine.start()
+    running.text()
+    assert running.pieces[-1].tokens == 30
+    return sizes[start[0] :]
+
+
+def submit(engine, first, length, collector):
+    engine.submit([first] + [5] * (length - 1), Sampling(max_new_tokens=1), collector)
+
+
+def test_a_burst_of_prompts_is_read_before_answers_go_on(engine, sizes):
+    lengths = (4, 6, 5, 8, 3, 4)
+    found = beside_an_answer(
+        engine, sizes, lambda: [submit(engine, 6 + i, length, Collector()) for i, length in enumerate(lengths)]
+    )
+    assert found[:5] == [[4, 4], [2, 5, 1], [7, 1], [1, 2, 4], [1]]
+
+
+def test_answers_never_wait_longer_than_for_a_burst(engine, sizes):
+    numbers = iter(range(6, 40))
+
+    def ask(*_):  # each read prompt is followed by two others
+        for number in (next(numbers, None), next(numbers, None)):
+            if number is not None:
+                submit(engine, number, 7, Again())
+
+    class Again(Collector):
+        def __call__(self, piece):
+            super().__call__(piece)
+            ask()
+
+    found = beside_an_answer(engine, sizes, lambda: [ask(), ask()])
+    answered = [step[0] == 1 for step in found]
+    assert not all(answered[:20])
+    assert all(any(answered[i : i + 4]) for i in range(len(answered) - 3))
+
+
+@pytest.mark.parametrize("length", [17, 33])
+def test_a_single_prompt_is_no_burst(engine, sizes, length):
+    found = beside_an_answer(engine, sizes, lambda: submit(engine, 6, length, Collector()))
+    assert found[: length // 8 + 2] == [*[[1, 8]] * (length // 8), [1, 1], [1]]
 
 
 def test_an_encoder_decoder_is_refused(tokenizer):

@@ -5,7 +5,6 @@ import torch
 from test_serving_engine import Collector
 
 from moepack.decoding.prefix import forked, new_cache
-from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.serving.engine import Engine
 from moepack.serving.sequence import Wanted
 from moepack.serving.step import Part, Stepper
@@ -15,16 +14,6 @@ from runtime_support import ARCHITECTURES, SWITCH, tiny_model
 
 PROMPT = "She opened the door and saw that the others had gone on without her"
 DRAWN = {"max_new_tokens": 8, "temperature": 1.0}
-
-
-@pytest.fixture(scope="module")
-def model(packed):
-    return open_model(packed, "float32", mode="exact")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packed):
-    return open_tokenizer(packed)
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@
 - *int8* quantizes activations to 8 bits. The error is at most 1/254 of the largest activation of the group, which can
   matter for models with activation outliers.
 
+*exact* and *bf16* ignore the activation bits of tensors that were quantized for rounded activations.
+
 A single token costs nearly the same in all modes, because reading the weights dominates (docs/performance.md).
 
 The mode applies to the process; `moepack.load` can override it for one model. A format that does not support a mode

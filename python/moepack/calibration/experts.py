@@ -1,7 +1,8 @@
-"""Runs the experts of one block group by group: the tokens of each expert, and its stages.
+"""Runs the experts of one block in groups, and yields the projections to compress, stage by stage.
 
 The tokens of a group are gathered, the group's weights are replaced by compressed ones, and the outputs of the
-compressed experts are added to the streams' sums. The input of the next block has therefore passed through them.
+compressed experts are added to the hidden states of each stream. The next block is therefore calibrated on the outputs
+of compressed experts. A *stream* is the forward pass of one model: the compressed one, or the original one.
 
 Invariant: one group's weights are in memory at a time; results depend on the group size only through the order of
 floating-point sums. Groups do not depend on each other's outputs, so each may be solved in another process (`apart`)
@@ -67,10 +68,10 @@ class _Routes:
 
 
 class ExpertsRun(LayerRun):
-    """The experts of a block whose dense part has run: the streams hold the inputs of each expert.
+    """The experts of a block, after attention and the other dense layers of the block have run.
 
     Attributes:
-        groups: groups of experts that are solved together, in order.
+        groups: groups of experts that are quantized together, in order.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class ExpertsRun(LayerRun):
         Args:
             settings: settings of the calibration.
             layer: the layer.
-            recorder: computes what lies between and behind the projections.
-            streams: the first holds the values; the last is the original model's if there are two.
+            recorder: computes the operations between the projections (such as the activation) and after the last one.
+            streams: hidden states of the compressed model and, if the original model runs too, of the original (last).
             mask: [N] bool, rows that count for Hessians.
-            factor: factor of the experts' output in the sums.
+            factor: multiplies the experts' outputs before they are added to the hidden states.
         """
         super().__init__(layer)
         self.settings, self.recorder, self.streams, self.factor = settings, recorder, streams, factor
@@ -103,14 +104,14 @@ class ExpertsRun(LayerRun):
         *self._first, self._last = [projection.name for projection in layer.projections]
 
     def apart(self) -> ExpertsRun:
-        """Return a copy of this run for other processes, which holds only the inputs of the experts."""
+        """Return a copy of this run for other processes, with only the inputs of the experts."""
         found = copy(self)
         found.streams = [replace(stream, hidden=ListBuffer([], 1), sums=None, encoder=None, carried={}, _shared={})
                          for stream in self.streams]  # fmt: skip
         return found
 
     def only(self, group: range) -> ExpertsRun:
-        """Return one group of a run from `apart`; the outputs of its experts are kept in `additions`."""
+        """Return the run of one group from a result of `apart`; outputs of its experts are collected in `additions`."""
         found = copy(self)
         found.groups, found.streams = [group], [replace(stream, sums=Additions()) for stream in self.streams]
         return found
@@ -190,7 +191,7 @@ class ExpertsRun(LayerRun):
         return {name: values[name].to(self.settings.device, self.settings.dtype) for name in names}
 
     def _stage(self, group: range, names: list[str], original: Group, feeding: Group | None) -> Stage:
-        """Return a stage; `feeding` holds the weights that compute its inputs, `None` for the first projections."""
+        """Return a stage. `feeding` holds the weights of the preceding projections; None for the first projections."""
         weights = {name: original[name] for name in names}
         columns, device = weights[names[0]].shape[-1], self.settings.device
 
@@ -224,7 +225,7 @@ class ExpertsRun(LayerRun):
         return Stage(self.layer.name, {name: self.tensors[name] for name in names}, group, weights, inputs)
 
     def _tokens(self, group: range, position: int, original: Group, feeding: Group | None) -> Iterator[Tokens]:
-        """Yield the tokens of one expert with their originals and weights, in pieces."""
+        """Yield, in pieces, the inputs of one expert in both models (compressed, original), and token weights."""
         for tokens, share in self._counted.pieces(group[position], self._cap):
             x, before = (self._rows(stream, tokens) for stream in (0, -1))
             counts = share.to(x.device).float().square()

@@ -1,13 +1,15 @@
 """Measures the sensitivity of the loss to errors of each tensor: the diagonal of the Fisher information on a text.
 
-Weight errors d without a preferred direction increase the loss by half the sum of F d^2. F is the mean over tokens of
-the squared gradient of log p(y), with y drawn from the model's own prediction (Amari 1998; Martens 2014). The gradients
-at different positions are uncorrelated, because their mean given the preceding tokens is zero. So the expected squared
-gradient of a window's sum is the sum of its tokens' squares, and a window needs one backward pass.
+Weight errors d with zero mean that are uncorrelated increase the expected loss by half the sum of F d^2. F is the mean
+over tokens of the squared gradient of log p(y), with y drawn from the model's own prediction (Amari 1998; Martens
+2014). The gradients at different positions are uncorrelated, because their mean given the preceding tokens is zero. The
+expected square of the sum of a window's gradients is therefore the sum of the expected squares of its tokens'
+gradients, and one backward pass per window is enough.
 
 Within a tensor, F differs by orders of magnitude between rows and between columns. It is reported for the balanced
 matrix (`moepack.solvers.balance`), whose weights W[i, j] / (a[i] b[j]) have F (a[i] b[j])^2. These numbers do not
-depend on the scales with which a function is written.
+change if factors are moved between tensors without changing the model's function, such as between the rows of one
+matrix and the columns of the next.
 
 The model runs block by block (`moepack.calibration.backward`). A gradient is squared, summed and dropped as soon as it
 is complete.
@@ -67,12 +69,12 @@ GRADIENT = 1.5
 """Memory for the gradient of the embedding or the head and temporaries, relative to that of the weights."""
 
 LOGITS = 5
-"""Number of arrays of a piece's logits that exist at a time."""
+"""Memory for the logits of a piece, their gradients and temporaries, relative to that of the logits."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """F of a tensor, in nats per token and squared weight.
+    """F of a tensor, in nats per token per squared unit of a weight.
 
     Attributes:
         mean: mean F of the original, unbalanced weights.
@@ -93,7 +95,7 @@ def fisher(
     device: torch.device,
     progress: Progress | None = None,
 ) -> dict[str, Sensitivity] | None:
-    """Measure F of each tensor that can be packed, by the packed tensor's name.
+    """Measure F of each tensor that can be packed; keys are names of packed tensors.
 
     Args:
         checkpoint, model: the model to measure.
@@ -106,7 +108,7 @@ def fisher(
         F by tensor name, or None if `hindrance` returns a reason.
 
     Raises:
-        CalibrationError, NonFiniteError: the model computes NaN or infinity; names the module.
+        CalibrationError, NonFiniteError: the model computes NaN or infinity; the message names the module.
         TokenError: the embedding has no row for a token of the samples.
         UnsupportedModelError: a block reads more than the outputs of the previous one.
     """
@@ -131,7 +133,7 @@ def fisher(
 
 
 class _Shown:
-    """Reports passes over weights as tokens; a token is finished after all passes."""
+    """Reports progress in tokens: a pass over part of the weights counts as that part of all tokens."""
 
     def __init__(self, progress: Progress, tokens: int, work: int) -> None:
         self._progress, self._tokens, self._work = progress, tokens, work
@@ -148,14 +150,14 @@ class _Shown:
 
 
 def pieces(inputs: Tensor) -> Tensor:
-    """Return up to `WINDOWS` evenly spaced pieces of windows [N, L], of `LENGTH` tokens each, or L if that is less."""
+    """Cut windows [N, L] into pieces of min(LENGTH, L) tokens; return at most `WINDOWS` of them, evenly spaced."""
     length = min(LENGTH, inputs.shape[1])
     cut = inputs[:, : inputs.shape[1] // length * length].reshape(-1, length)
     return cut[torch.linspace(0, len(cut) - 1, min(WINDOWS, len(cut))).long()]
 
 
 def hindrance(checkpoint: Checkpoint, model: MoeModel, samples: Samples, device: torch.device) -> str | None:
-    """Return why a model cannot be measured, with a remedy, as a clause; None if it can.
+    """Return the reason why a model cannot be measured, with a remedy, as a clause; None if it can be measured.
 
     Raises:
         UnsupportedModelError: transformers cannot build the model.
@@ -205,7 +207,7 @@ def _weights(module: nn.Module | None, but: nn.Module | None = None) -> int:
 
 
 class _Squares:
-    """Sums of squared gradients, by the packed tensors that the parameters contain."""
+    """Sums of squared gradients of each packed tensor. A parameter may contain several packed tensors."""
 
     def __init__(self, owners: Mapping[str, Mapping[str, View]], balances: Mapping[str, Balance]) -> None:
         self._owners, self._balances = owners, balances

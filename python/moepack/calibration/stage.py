@@ -1,4 +1,4 @@
-"""The problem that a compression method solves: the tensors of a layer that read the same input.
+"""The unit of work of a compression method, a stage: the tensors of a layer that share an input.
 
 A layer is solved stage by stage. With calibration, the model runs at the same time: a `LayerRun` yields the stages of
 one layer in execution order, and each must be answered with the values of the packed tensors before the next is
@@ -50,7 +50,7 @@ class Weights:
         expert: returns expert i's weights, [rows, columns], in the checkpoint's dtype. Fetch one at a time.
         sources: for each expert, the checkpoint tensor that holds it, used in errors about its values.
         role: "experts", or the role of a linear layer outside the experts: "attention", "shared", "mlp" or "head". Such
-            a layer is one matrix: its shape is [1, rows, columns], and its blob has two axes.
+            a layer is one matrix: its shape is [1, rows, columns], and the packed tensor is two-dimensional.
         nbytes: size in bytes in the checkpoint.
         dtype: dtype of the weights in the checkpoint, if known.
     """
@@ -65,7 +65,7 @@ class Weights:
 
     @property
     def ndim(self) -> int:
-        """Number of axes of the blob: 3 for experts, 2 for a linear layer."""
+        """Number of dimensions of the packed tensor: 3 for experts, 2 for a linear layer."""
         return 3 if self.role == "experts" else 2
 
     def one_expert(self) -> Weights:
@@ -99,11 +99,12 @@ class Inputs:
         tokens: [G] int64, number of tokens in each Hessian; empty for linear layers, which every token visits.
         pieces: yields the tokens of the group's i-th expert, [n, C], in pieces.
         hessians: computes [G, C, C] float32 on the device, the sum of x^T x over those tokens.
-        moments: computes the moments of the same tokens, weighted by their effect (equally for linear layers), with the
-            drift from the original model (zero if the original model does not run).
+        moments: computes the second moments of the same inputs, each token weighted by its influence on the layer's
+            output (equally for linear layers), and the moments with the *drift*, the difference from the original
+            model's inputs (zero if the original model does not run).
         weights: the router's weights of the same tokens, [n], in the same pieces; empty for linear layers.
-        rows: the rows of `LayerRun.rows` that the same tokens are, [n] int64, in the same pieces; empty for linear
-            layers.
+        rows: indices of the same tokens in the inputs that `LayerRun.rows` returns, [n] int64, in the same pieces;
+            empty for linear layers.
     """
 
     tokens: Tensor
@@ -116,7 +117,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Stage:
-    """Tensors of a layer that are solved together because they read the same input.
+    """Tensors of a layer with a common input, the unit of work of a compression method.
+
+    The method *solves* a stage: it chooses the quantized values of all tensors, together or one by one.
 
     Attributes:
         layer: name of the layer.
@@ -126,8 +129,8 @@ class Stage:
             fetches one expert at a time from `tensors`.
         inputs: inputs of the tensors; None without calibration.
         plan: result of the method's `layer_plan` after it has seen all stages of the layer.
-        spent: sizes in bytes of the tensors that the main method packed in earlier layers of the job, by name, in
-            processing order. Includes layers that an interrupted run finished.
+        spent: packed sizes in bytes of the tensors of earlier layers of the job, keyed by name, in processing order.
+            Tensors in `others` of `compress` are not included; layers that an interrupted run finished are.
         advance: callback for the number of weights just solved, to be called at least once per expert or stage.
     """
 
@@ -146,7 +149,7 @@ class Stage:
         return all(weights.ndim == 2 for weights in self.tensors.values())
 
     def only(self, names: Collection[str]) -> Stage:
-        """Return this stage with some of its tensors."""
+        """Return this stage restricted to the tensors in `names`."""
         weights = {name: weights for name, weights in self.weights.items() if name in names}
         return replace(self, tensors={name: self.tensors[name] for name in names}, weights=weights)
 
@@ -159,7 +162,7 @@ class Stage:
         """Return this stage after checking that its weights are finite.
 
         Raises:
-            InvalidTensorError: they are not; names the checkpoint's tensor.
+            InvalidTensorError: a weight is NaN or infinite; the message names the checkpoint's tensor.
         """
         for name, given in self.weights.items():
             finite = torch.isfinite(given).flatten(1).all(1)
@@ -182,7 +185,9 @@ class Stage:
 
 
 class LayerRun(ABC):
-    """A layer that the model is passing, as stages to answer in turn. Iterate once, and to the end:
+    """The forward pass of one layer during calibration, divided into stages.
+
+    Each stage must be answered before the next one is requested. Iterate once, and to the end:
 
         for stage in run:
             with run.smaller_groups():
@@ -220,9 +225,9 @@ class LayerRun(ABC):
         return None
 
     def previews(self) -> Iterator[Stage]:
-        """Yield all stages of experts in advance.
+        """Yield all stages of the experts before any of them is solved, so that a method can plan.
 
-        Inputs of later ones are computed with the original weights of earlier ones.
+        The inputs of each stage are computed with the original weights of the preceding stages.
         """
         return iter(())
 

@@ -1,7 +1,7 @@
 """The part of a decoder after its last block: a norm, a head, and further operations of the model's forward.
 
 The model's forward runs with stand-ins for its blocks, and the last stand-in returns given states. So this module needs
-no code for specific architectures (scaled or capped logits, an embedding that is read again).
+no code for features of specific architectures, such as scaled or capped logits or a second use of the embedding.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from moepack.errors import NonFiniteError, UnsupportedModelError
 __all__ = ["Tail"]
 
 PROBED = 4
-"""Number of tokens of the test that finds which inputs logits depend on."""
+"""Number of tokens that `require_last_alone` uses."""
 
 
 class Tail:
-    """The tail of a model whose blocks have one owner, which also contains embedding and norms.
+    """The tail of a model whose blocks belong to one parent module, which also contains the embedding and the norms.
 
     Attributes:
-        heads: paths of the modules that compute logits from the owner's outputs.
+        heads: paths of the modules that compute logits from the parent module's outputs.
     """
 
     def __init__(self, skeleton: Skeleton, stack: Stack) -> None:
@@ -74,7 +74,7 @@ class Tail:
             one, other = (self._run(ids, states, factor) for factor in (1.0, 2.0))
         if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
             raise UnsupportedModelError(
-                f"the head of {type(self._skeleton.module).__name__} reads more than the last block gives"
+                f"the logits of {type(self._skeleton.module).__name__} depend on outputs of blocks before the last one"
             )
 
     def non_finite(self, ids: Tensor, states: Tensor) -> NonFiniteError:
@@ -82,7 +82,7 @@ class Tail:
         return non_finite_in(self._skeleton.module, lambda: self._run(ids, states), self._skeleton.dtype)
 
     def _run(self, ids: Tensor, states: Tensor, factor: float = 1.0) -> Tensor:
-        """Return the logits if all blocks but the last return the first hidden states times `factor`."""
+        """Return the logits if the last block returns `states`, and all others their input times `factor`."""
         stack, whole, device = self._stack, self._skeleton.module, self._skeleton.device
         states = states.to(device).view(*states.shape[:2], *stack.shape)
         with stack.stand_ins() as stand_ins:

@@ -109,7 +109,7 @@ def _nothing_found(checkpoint: Checkpoint, architecture: Architecture) -> str:
     advice = "save the model with `save_pretrained` of its class, without training wrappers"
     if is_headless(classes):
         advice = f"config.json names {classes[0]}, a model without head; save the whole model"
-    return f"no layer with experts was found: no tensor matches {sought}, the nearest is {found}; {advice}"
+    return f"no layer with experts was found: no tensor matches {sought}; the nearest is {found}; {advice}"
 
 
 def _check_layers(checkpoint: Checkpoint, architecture: Architecture) -> None:
@@ -120,8 +120,10 @@ def _check_layers(checkpoint: Checkpoint, architecture: Architecture) -> None:
         count = checkpoint.config.get(key)
         missing = next((i for i in range(count) if str(i) not in found), None) if isinstance(count, int) else None
         if missing is not None:
-            hint = next((f", but has '{name}'" for name in checkpoint.names() if f".{stack}.{missing}." in name), "")
-            message = f"{count} layers are configured ({key}), {stack}.{missing} has no tensor{hint}"
+            hint = next(
+                (f"; the checkpoint has '{name}'" for name in checkpoint.names() if f".{stack}.{missing}." in name), ""
+            )
+            message = f"config.json declares {count} layers ({key}), but {stack}.{missing} has no tensor{hint}"
             raise CheckpointError(message, file=checkpoint.path)
 
 
@@ -179,7 +181,7 @@ def _read_layer(
     """Describe the sparse block at `block`, with the tensor names `rests` below it."""
     layout = _layout(checkpoint, architecture, block, rests)
     if not layout.stacked and experts > len(rests):
-        message = f"{experts} experts are configured, the block has {len(rests)} tensors"
+        message = f"config.json declares {experts} experts, but the block has only {len(rests)} tensors"
         raise CheckpointError(message, file=checkpoint.path, tensor=block)
     parts = _parts(checkpoint, layout, block, experts)
     module = f"{block.rpartition('.')[0]}.{architecture.module}.experts"
@@ -237,7 +239,7 @@ def _stacked_rows(checkpoint: Checkpoint, name: str, experts: int) -> int:
     info = checkpoint.info(name)
     if len(info.shape) != 3 or info.shape[0] != experts:
         raise CheckpointError(
-            f"has shape {list(info.shape)}, expected {experts} stacked matrices", file=info.file, tensor=name
+            f"has shape {list(info.shape)}, but {experts} stacked matrices are expected", file=info.file, tensor=name
         )
     return info.shape[1]
 
@@ -248,7 +250,7 @@ def _shape(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> tuple[int, int, i
     for part, shape in zip(parts, shapes, strict=True):
         if shape != shapes[0]:
             raise CheckpointError(
-                f"has shape {list(shape)}, the first expert has {list(shapes[0])}",
+                f"has shape {list(shape)}, but the first expert has {list(shapes[0])}",
                 file=checkpoint.info(part.tensor).file,
                 tensor=part.tensor,
             )
@@ -265,7 +267,9 @@ def _matrix_shape(checkpoint: Checkpoint, part: Part) -> tuple[int, int]:
             tensor=part.tensor,
         )
     if len(info.shape) != 2 + sum(isinstance(index, int) for index in part.index):
-        raise CheckpointError(f"has shape {list(info.shape)}, expected a matrix", file=info.file, tensor=part.tensor)
+        raise CheckpointError(
+            f"has shape {list(info.shape)}, but a matrix is expected", file=info.file, tensor=part.tensor
+        )
     rows, columns = part.of(torch.empty(info.shape, device="meta")).shape
     return rows, columns
 
@@ -276,4 +280,7 @@ def _check_shapes(checkpoint: Checkpoint, block: str, projections: tuple[Project
     expected = [(rows, columns)] * (len(projections) - 1) + [(columns, rows)]
     if [projection.shape[1:] for projection in projections] != expected:
         shapes: dict[str, Any] = {projection.name: list(projection.shape) for projection in projections}
-        raise CheckpointError(f"the projections do not fit each other: {shapes}", file=checkpoint.path, tensor=block)
+        message = (
+            f"the shapes of the projections are inconsistent: {shapes}; the last must be the transpose of the others"
+        )
+        raise CheckpointError(message, file=checkpoint.path, tensor=block)

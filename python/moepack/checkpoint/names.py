@@ -21,6 +21,8 @@ from moepack.memory import without_collector
 
 __all__ = ["Names", "Rules", "Source", "UnknownConversion", "check_tensors", "nearest"]
 
+MISSING = "is missing from the checkpoint, although the model needs it"
+
 
 class UnknownConversion(Exception):
     """Transformers builds a parameter by a conversion that moepack does not know."""
@@ -156,7 +158,7 @@ class Names:
         if parameter in self.tied:
             raise UnknownConversion(f"two of its modules share their experts ({parameter} is tied)")
         if parameter not in self.found:
-            message = f"the model needs it, the checkpoint lacks it{nearest(parameter, self.unread)}"
+            message = MISSING + nearest(parameter, self.unread)
             raise CheckpointError(message, file=self._checkpoint.path, tensor=parameter)
         found = self.found[parameter]
         rule = self._converters[next(pattern for pattern in found if pattern is not None)]
@@ -168,7 +170,8 @@ class Names:
     def _piece(self, parameter: str, pattern: str, found: Mapping[str | None, list[str]], experts: int) -> list[Part]:
         """Return the places that a pattern matches: one tensor per expert, or one that stacks them."""
         if pattern not in found:
-            raise CheckpointError(f"has no tensors like '{pattern}'", file=self._checkpoint.path, tensor=parameter)
+            message = f"the checkpoint has no tensor that matches '{pattern}', from which it is built"
+            raise CheckpointError(message, file=self._checkpoint.path, tensor=parameter)
         names = sorted(found[pattern], key=_natural)
         if "*" not in pattern:
             return _stacked(names[0], (experts, 0, 0), experts)
@@ -176,7 +179,9 @@ class Names:
         share = -(-len(names) // count)
         names = names[number * share : (number + 1) * share]
         if len(names) < experts:
-            message = f"{experts} experts are configured, the checkpoint has {len(names)} tensors like '{pattern}'"
+            message = (
+                f"config.json declares {experts} experts, but the checkpoint has {len(names)} tensors like '{pattern}'"
+            )
             raise CheckpointError(message, file=self._checkpoint.path, tensor=parameter)
         return [Part(name) for name in names]
 
@@ -227,7 +232,7 @@ def check_tensors(checkpoint: Checkpoint, packed: Iterable[str]) -> None:
         if name.startswith(described):
             continue
         if name not in names.found:
-            message = f"the model needs it, the checkpoint lacks it{nearest(name, names.unread)}"
+            message = MISSING + nearest(name, names.unread)
             raise CheckpointError(message, file=checkpoint.path, tensor=name)
         plain = names.found[name].get(None, [])
         if len(plain) > 1:
@@ -236,7 +241,7 @@ def check_tensors(checkpoint: Checkpoint, packed: Iterable[str]) -> None:
         source = names.plain.get(name)
         if source is not None and checkpoint.info(source).shape != rules.parameters[name]:
             info = checkpoint.info(source)
-            message = f"has shape {list(info.shape)}, the model expects {list(rules.parameters[name])}"
+            message = f"has shape {list(info.shape)}, but the model expects {list(rules.parameters[name])}"
             raise CheckpointError(message, file=info.file, tensor=source)
 
 
@@ -251,5 +256,5 @@ def nearest(name: str, unread: Iterable[str]) -> str:
         if len(parts) > 1 and other.endswith(parts[-1]) and all(part in found for part in parts):
             adapted = any(f".{part}." in other for part in ("base_layer", "original_module", "modules_to_save"))
             advice = ": merge the adapter first (`merge_and_unload` of peft)" if adapted else ""
-            return f", but has '{other}'{advice}"
+            return f"; the checkpoint has '{other}'{advice}"
     return ""

@@ -108,12 +108,12 @@ def _kind(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> _Kind:
         kind = known(settings, checkpoint.names())
     except (KeyError, TypeError, ValueError) as cause:
         detail = f"no setting {cause}" if isinstance(cause, KeyError) else str(cause)
-        message = f"already quantized by '{method}' ({detail}), a form that moepack does not read; {plain}"
+        message = f"already quantized by '{method}' with settings that moepack does not support ({detail}); {plain}"
         raise UnsupportedModelError(message, file=file) from cause
     if not any(_is_codes(checkpoint, name, kind) for name in checkpoint.names()):
         sought = f"called *{kind.codes}" if kind.dtype is None else f"in {_short(kind.dtype)}"
         found = next(filter(lambda name: _may_be_codes(checkpoint, name), checkpoint.names()), None)
-        advice = "remove the setting if they are not quantized"
+        advice = "if they are not, remove quantization_config from config.json"
         if found is not None:
             advice = f"{found} is in {_short(checkpoint.info(found).dtype)}, which is not supported here; {plain}"
         message = f"says that the weights are already quantized by '{method}', but none of the tensors is {sought}"
@@ -356,7 +356,10 @@ def _compressed_tensors(settings: Mapping[str, Any], names: Collection[str]) -> 
 def _pack_quantized(settings: Mapping[str, Any], names: Collection[str]) -> _Kind:
     schemes = [group["weights"] for group in settings["config_groups"].values()]
     bits = {scheme["num_bits"] for scheme in schemes}
-    _require(len(bits) == 1 and bits <= {4, 8}, f"groups of {_listed(bits)} bits; 4 or 8 are read, the same in all")
+    _require(
+        len(bits) == 1 and bits <= {4, 8},
+        f"groups of {_listed(bits)} bits; only 4 or 8 bits, the same in all groups, are supported",
+    )
     (width,) = bits
     zeros, order = "weight_zero_point", "weight_g_idx"
 

@@ -160,7 +160,7 @@ class Checkpoint:
         info = self.info(name)
         count, *shape = info.shape
         if not 0 <= expert < count:
-            raise IndexError(f"'{name}' has {count} experts, not one of number {expert}")
+            raise IndexError(f"expert index {expert} is out of range: '{name}' has {count} experts")
         nbytes = info.nbytes // count
         return self._mapped(replace(info, shape=tuple(shape), offset=info.offset + expert * nbytes, nbytes=nbytes))
 

@@ -95,8 +95,8 @@ def _fetched(name: str, revision: str | None, wanted: tuple[str, ...]) -> Path:
             name, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)
         )
     except hub_failures() as error:
-        of = "" if revision is None else f" at the revision '{revision}'"
-        message = f"no such directory, and no model '{name}'{of} could be fetched from the Hub: {hub_reason(error)}"
+        of = "" if revision is None else f" at revision '{revision}'"
+        message = f"neither a directory nor a model{of} that can be downloaded from the Hub: {hub_reason(error)}"
         raise DownloadError(message, file=name) from error
     return Path(snapshot)
 

@@ -96,7 +96,7 @@ def map_range(file: Path, info: TensorInfo, stamp: str | None, offset: int | Non
     try:
         with file.open("rb") as stream:
             if stamp is not None and stamp_of(stream) != stamp:
-                raise CheckpointError("changed while it was in use", file=file, tensor=info.name)
+                raise CheckpointError("the file was modified during the run; start again", file=file, tensor=info.name)
             mapping = mmap.mmap(stream.fileno(), place - start + info.nbytes, access=mmap.ACCESS_COPY, offset=start)
     except (OSError, ValueError) as cause:
         reason = getattr(cause, "strerror", None) or cause

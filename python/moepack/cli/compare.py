@@ -18,9 +18,12 @@ __all__ = ["compare_command"]
 def compare_command(
     model: Annotated[str, typer.Argument(help="Checkpoint directory or Hub model.")],
     text: Annotated[list[Path], typer.Option(help="Evaluation text file; may be repeated.", exists=True)],
-    sizes: Annotated[str, typer.Option(help="Comma-separated sizes: 3MB, or 25% of the checkpoint.")] = "12%,20%,30%",
-    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = "auto,rate,finequant,milo",
-    calibration: Annotated[str | None, typer.Option(help="Calibration text for the methods that use one.")] = None,
+    sizes: Annotated[
+        str,
+        typer.Option(help="Sizes separated by commas, each in bytes (such as 3MB) or in percent of the checkpoint."),
+    ] = "12%,20%,30%",
+    methods: Annotated[str, typer.Option(help="Methods separated by commas.")] = "auto,rate,finequant,milo",
+    calibration: Annotated[str | None, typer.Option(help="Calibration text for the methods that calibrate.")] = None,
     samples: Annotated[int, typer.Option(help="Number of calibration windows.", min=1)] = 128,
     chars: Annotated[int, typer.Option(help="Characters of each text to use.", min=1)] = 100_000,
     device: Annotated[str, typer.Option(help="cpu or cuda.", callback=usable_device)] = "cpu",

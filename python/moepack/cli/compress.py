@@ -46,8 +46,8 @@ def compress_command(
 ) -> None:
     """Compress MODEL into the packed directory OUT. Prints a plan first.
 
-    Set the size of OUT with --size, --bits-per-weight or --ratio. The default is 4 bits per weight, or half of the free
-    memory if that is less. Quality is best with a calibration text of your own (--calibration). A Hub model is
+    Set the size of OUT with --size, --bits-per-weight or --ratio. The default is 4 bits per weight, but at most half of
+    this machine's free memory. Quality is best with a calibration text of your own (--calibration). A Hub model is
     packed while it is downloaded; --dry-run reads only its headers. An interrupted run leaves OUT.partial; run the same
     command again to continue.
     """

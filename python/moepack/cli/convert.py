@@ -17,7 +17,9 @@ def convert_command(
         Path | None,
         typer.Option(help="Directory of the original Switch model: provides config, tokenizer and dense weights."),
     ] = None,
-    code: Annotated[str, typer.Option(help="Entropy code: fsv8, or dict16 as published.")] = "fsv8",
+    code: Annotated[
+        str, typer.Option(help="Entropy code: `fsv8` (one-byte codes), or `dict16` (16-bit codes, as published).")
+    ] = "fsv8",
     threads: options.Threads = None,
     resume: options.Resume = True,
     quiet: options.Quiet = False,

@@ -13,7 +13,10 @@ __all__ = ["doctor_command"]
 
 def doctor_command(
     model: Annotated[
-        str | None, typer.Argument(help="Model directory or Hub id: show what decodes it, and why.")
+        str | None,
+        typer.Argument(
+            help="Model directory or Hub id: also show whether moepack's decoder or transformers decodes it, and why."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -41,14 +44,14 @@ def doctor_command(
 
 
 def _decoding() -> dict[str, str]:
-    """Return the families that the core decodes with the installed transformers, and why it skips the others."""
+    """Return the families that moepack's decoder supports with the installed transformers, and why not the others."""
     from moepack.census import core_decodes
     from moepack.cli.evaluate import quiet_transformers
 
     quiet_transformers()
     found = core_decodes()
-    others = {family: answer for family, answer in found.items() if answer != "decoded by the core"}
-    return {"by the core": ", ".join(family for family in found if family not in others) or "-"} | others
+    others = {family: answer for family, answer in found.items() if answer != "decoded by moepack's decoder"}
+    return {"by moepack's decoder": ", ".join(family for family in found if family not in others) or "-"} | others
 
 
 def _rows(section: str, content: Any) -> list[tuple[str, str]]:

@@ -36,7 +36,9 @@ def eval_command(
     save_reference: Annotated[
         Path | None, typer.Option(help="Save the reference's predictions to this file, for a later --reference.")
     ] = None,
-    tasks: Annotated[str | None, typer.Option(help="Run lm-eval tasks instead of a text: arc_easy,mmlu_*.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Run lm-eval tasks instead of a text, for example arc_easy,mmlu_*.")
+    ] = None,
     task_path: Annotated[
         Path | None, typer.Option(help="Folder with your own lm-eval tasks (YAML).", exists=True, file_okay=False)
     ] = None,

@@ -28,7 +28,7 @@ def inspect_command(
         bool, typer.Option("--matrices", help="Also show each matrix: rank, kurtosis, error, threshold, sparsity.")
     ] = False,
 ) -> None:
-    """Show each layer and projection of DIRECTORY: format, bits per weight, share of zeros, size before and after."""
+    """Show format, bits per weight, fraction of zeros, and size before and after, of all layers of DIRECTORY."""
     print_directory(directory, as_json, matrices)
 
 

@@ -27,7 +27,7 @@ def _page() -> str:
     """Return the page of all settings, which is derived from the declarations of the methods."""
     lines = [
         "# Settings of all methods",
-        "After this page you know every setting of every method. `moepack methods --markdown` prints it.",
+        "This page lists all settings of all methods. `moepack methods --markdown` prints it.",
         "",
         "A setting is a keyword of `moepack.compress` (`group_size`) and an option of the command (`--group-size`).",
         "Those without an option are for research from Python.",

@@ -66,7 +66,7 @@ def _page(outcomes: list[Any], works: int, version: str) -> str:
 
 
 _TEXT = """# Architectures
-After this page you know whether moepack can compress and run your model, and what decodes it. moepack reads, packs and
+This page lists the architectures that moepack can compress and run, and what decodes them. moepack reads, packs and
 runs {works} of the {count} architectures with routed experts of transformers {version}. `moepack models` prints the
 table for your version of transformers; `moepack models --markdown` generates this page.
 

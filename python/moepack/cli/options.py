@@ -10,33 +10,35 @@ Resume = Annotated[bool, typer.Option(help="Continue an interrupted run of the s
 Check = Annotated[
     bool | None,
     typer.Option(
-        help="Measure the loss of OUT on 2,000 tokens of the calibration text at the end. Default: only if that takes "
-        "less than a tenth of the time."
+        help="After packing, measure the loss increase of OUT on 2,000 tokens of the calibration text. Default: only "
+        "for calibrated models of at least 10^8 weights, where it takes less than a tenth of the packing time."
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 Checkpoint = Annotated[
     str,
-    typer.Argument(help="Checkpoint directory (safetensors) or Hub model: ORGANIZATION/NAME, or with @REVISION."),
+    typer.Argument(
+        help="Checkpoint directory (safetensors) or id of a Hugging Face Hub model: ORGANIZATION/NAME[@REVISION]."
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 KeepSource = Annotated[
-    bool, typer.Option("--keep-source", help="Keep the shards of a Hub model in the Hub's cache; default: delete them.")
+    bool, typer.Option("--keep-source", help="Keep downloaded shards in the Hugging Face cache. Default: delete them.")
 ]
 DiskBudget = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Disk space for the shards of a Hub model. Default: three shards, or all if the method reads all weights "
-        "several times and they fit.",
+        help="Disk space for downloaded shards. Default: the three largest shards; all shards, if the method reads the "
+        "weights several times and the disk has room.",
     ),
 ]
 PreferPacked = Annotated[
     bool,
     typer.Option(
         "--prefer-packed",
-        help="Download a version that someone packed, if the Hub has one of at most --size, instead of packing.",
+        help="If the Hub has a packed version of MODEL of at most --size, download it instead of packing.",
     ),
 ]
 Report = Annotated[bool, typer.Option("--report", help="List the format chosen for every tensor.")]
@@ -44,9 +46,10 @@ Ray = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Distribute the work over a Ray cluster: its address, auto for this machine's cluster, or local for a "
+        help="Distribute the work over a Ray cluster: its address, `auto` for this machine's cluster, or `local` for a "
         "new one on this machine. All nodes need MODEL at the same path and this version of moepack. Each task uses "
-        "--threads cores. The output is the same. Needs pip install 'moepack[ray]'.",
+        "--threads cores. The output is the same as without --ray, if all processors have the same instruction sets. "
+        "Needs pip install 'moepack[ray]'.",
     ),
 ]
 MtpBits = Annotated[
@@ -54,8 +57,19 @@ MtpBits = Annotated[
 ]
 
 AnyModel = Annotated[Path, typer.Argument(help="Model directory or Hub id (ORGANIZATION/NAME), packed or not.")]
-Dtype = Annotated[str, typer.Option(help="Data type: float32, bfloat16, float16 or auto (the checkpoint's).")]
-Mode = Annotated[str | None, typer.Option(help="Compute mode for packed weights: auto, exact, bf16 or int8.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Data type of activations and unpacked weights: float32, bfloat16, float16 or `auto` (the checkpoint's)."
+    ),
+]
+Mode = Annotated[
+    str | None,
+    typer.Option(
+        help="Precision of the computation with packed weights: `auto` (default; exact for few tokens, bf16 for many), "
+        "`exact` (float32), `bf16`, or `int8` (activations of 8 bits)."
+    ),
+]
 Resident = Annotated[
     bool, typer.Option("--resident", help="Read the weights into memory instead of mapping the files.")
 ]

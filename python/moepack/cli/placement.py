@@ -10,20 +10,25 @@ if TYPE_CHECKING:
 __all__ = ["Approximate", "Device", "DeviceMemory", "Guess", "HostMemory", "Misses", "loading", "usable_device"]
 
 Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, cuda:1, or auto: fill all GPUs layer by layer, then the CPU.")
+    str | None,
+    typer.Option(help="Device: `cpu`, `cuda`, `cuda:1`, or `auto`, which fills all GPUs layer by layer, then the CPU."),
 ]
 HostMemory = Annotated[
-    str | None, typer.Option(help="Cap RAM for weights, such as 8GB; the other experts stay on disk.")
+    str | None,
+    typer.Option(help="Limit the RAM for weights, for example 8GB. Experts that do not fit are read from disk."),
 ]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option(help="Cap GPU memory for weights, such as 8GB; the other experts stay in RAM. Needs --device cuda."),
+    typer.Option(
+        help="Limit the GPU memory for weights, for example 8GB. Experts that do not fit stay in RAM. Needs "
+        "--device cuda."
+    ),
 ]
 Misses = Annotated[
     str | None,
     typer.Option(
-        help="With --device-memory, experts in RAM are copied to the GPU (moved), multiplied by the CPU (computed), or "
-        "whichever is faster (auto)."
+        help="With --device-memory, what happens to chosen experts that are in RAM: `moved` copies them to the GPU, "
+        "`computed` runs them on the CPU, `auto` (default) splits them to finish soonest."
     ),
 ]
 

@@ -28,11 +28,17 @@ def plan_command(
     *,
     sizes: Annotated[
         list[str] | None,
-        typer.Option("--size", help="A size of all weight files, such as 9GB; may be repeated. Default: 2 to 8 bits."),
+        typer.Option(
+            "--size",
+            help="Total size of the weight files, for example 9GB; may be repeated. Default: sizes at 2, 3, 4, 5, 6 "
+            "and 8 bits per weight.",
+        ),
     ] = None,
     machine: Annotated[
         str | None,
-        typer.Option("--for", metavar="MACHINE", help="Another machine: RAM=32GB,GPU=12GB,NVMe. Default: this one."),
+        typer.Option(
+            "--for", metavar="MACHINE", help="Another machine, for example RAM=32GB,GPU=12GB,NVMe. Default: this one."
+        ),
     ] = None,
     target: Annotated[
         str | None,
@@ -40,14 +46,16 @@ def plan_command(
     ] = None,
     loss: Annotated[
         bool,
-        typer.Option("--loss", help="Predict the loss. Reads the weights of a directory, and takes longer."),
+        typer.Option(
+            "--loss", help="Predict the loss increase of a local checkpoint. Takes longer, because weights are read."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what sizes of MODEL would need, how fast they would be, and where they run: memory, GPU, both, or drive.
+    """Show memory, speed and placement (RAM, GPU, both, or experts on the drive) of MODEL at several packed sizes.
 
-    Only headers are read, a few megabytes of a Hub model. --loss predicts the loss if an earlier run on a directory
-    measured the sensitivity of its weights.
+    Only headers are read, a few megabytes of a Hub model. --loss predicts the loss increase of a local checkpoint, if
+    an earlier `moepack compress` measured the sensitivity of its weights.
     """
     from moepack.cli.evaluate import quiet_transformers
     from moepack.pipeline.machines import Machine

@@ -34,19 +34,19 @@ ApiKey = Annotated[
     str | None, typer.Option(help="API key that clients must send.", envvar="MOEPACK_API_KEY", show_envvar=True)
 ]
 Name = Annotated[str | None, typer.Option(help="Model name in the API; default: the directory's name.")]
-Slots = Annotated[int, typer.Option(help="Maximum concurrent answers.", min=1)]
-Queue = Annotated[int, typer.Option(help="Maximum requests waiting for a slot.", min=0)]
+Slots = Annotated[int, typer.Option(help="Maximum number of requests that are processed concurrently.", min=1)]
+Queue = Annotated[int, typer.Option(help="Maximum number of waiting requests.", min=0)]
 Context = Annotated[
-    int | None, typer.Option(help="Maximum tokens of prompt plus answer; default: the model's limit.", min=2)
+    int | None, typer.Option(help="Maximum tokens of a request, prompt plus answer; default: the model's limit.", min=2)
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Maximum tokens per answer if the request sets none.", min=1)]
-Timeout = Annotated[float, typer.Option(help="Maximum seconds per answer, including waiting.", min=0.1)]
+Timeout = Annotated[float, typer.Option(help="Maximum seconds per request, including waiting.", min=0.1)]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="Answers do not depend on other requests, to the last bit; slower.")
+    bool, typer.Option("--deterministic", help="Make answers bitwise independent of concurrent requests. Slower.")
 ]
 MaxBody = Annotated[str, typer.Option(help="Maximum size of a request body, such as 4MB.")]
 CorsOrigin = Annotated[
-    list[str] | None, typer.Option(help="Origin whose web pages may send requests, or * for all; may be repeated.")
+    list[str] | None, typer.Option(help="Origin whose web pages may send requests, or `*` for all; may be repeated.")
 ]
 ChatTemplate = Annotated[
     Path | None, typer.Option(help="File with a chat template that replaces the model's.", metavar="FILE")
@@ -65,7 +65,9 @@ Lora = Annotated[
     list[str] | None,
     typer.Option(help="LoRA adapter that requests choose by NAME as their model; may be repeated.", metavar=NAMED),
 ]
-Drain = Annotated[float, typer.Option(help="Seconds that running answers may take after Ctrl-C or SIGTERM.", min=0)]
+Drain = Annotated[
+    float, typer.Option(help="Seconds that running requests may still take after Ctrl-C or SIGTERM.", min=0)
+]
 LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Log the bodies of requests.")]
 PrintUnit = Annotated[bool, typer.Option("--print-unit", help="Print a systemd unit that runs this command, and exit.")]
 
@@ -152,8 +154,9 @@ def _prepare() -> None:
 def _announce(name: str, slots: int, engine: "Engine", stepping: "Stepping", is_open: bool) -> None:
     if is_open:
         print("warning: without --api-key, anyone who can reach this address can use the model", file=sys.stderr)
-    print(f"'{name}': up to {slots} concurrent answers, {engine.context} tokens each", file=sys.stderr)
-    print(f"a single sequence is {stepping}", file=sys.stderr)
+    context = f"{engine.context} tokens each (prompt and answer)"
+    print(f"'{name}': up to {slots} concurrent requests, {context}", file=sys.stderr)
+    print(f"a single request is {stepping}", file=sys.stderr)
 
 
 def _is_private(host: str) -> bool:

@@ -121,8 +121,9 @@ def _sentence(text: str, values: str, members: Mapping[str, Setting]) -> str:
         return text
     shown = {method: setting.default_text for method, setting in members.items()}
     usual = Counter(shown.values()).most_common(1)[0][0]
-    others = [f"{method} {default}" for method, default in shown.items() if default != usual and default]
-    default = f"default {', '.join([*([usual] if usual else []), *others])}" if usual or others else ""
+    others = ", ".join(f"{method}: {default}" for method, default in shown.items() if default != usual and default)
+    words = [*filter(None, (usual, others and f"({others})"))]
+    default = " ".join(["default", *words]) if words else ""
     if values:
         return f"{text} ({'; '.join(part for part in (values, default) if part)})."
     return f"{text}; {default}." if default else f"{text}."

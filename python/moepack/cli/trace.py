@@ -23,7 +23,7 @@ def trace_command(
     out: Annotated[Path | None, typer.Option(help="Save the trace to this file (npz).")] = None,
     dtype: Dtype = "auto",
 ) -> None:
-    """Show the hit rates of expert caches by size and policy, next to the optimal policy."""
+    """Record which experts a text uses, or read a saved trace, and show the hit rates of caches by size and policy."""
     from moepack.cli.evaluate import quiet_transformers
     from moepack.evaluation import evaluate
     from moepack.integrations.loading import load, open_tokenizer

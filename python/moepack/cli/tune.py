@@ -29,7 +29,10 @@ def tune_command(
     ] = 5e-4,
     batch: Annotated[int, typer.Option(min=1, help="Windows per step.")] = 8,
     router_weight: Annotated[
-        float, typer.Option(help="Weight of the router divergence; predictions have weight 1.")
+        float,
+        typer.Option(
+            help="Weight of the divergence of the routers in the training loss; that of the predictions is 1."
+        ),
     ] = 1.0,
     device: Annotated[
         str, typer.Option(callback=usable_device, help="Device for both models, which run in float32 with gradients.")

@@ -9,6 +9,7 @@ Invariants: `keys` and `values` are tensors as in transformers, `[batch, heads, 
 access; decoding in the core does not access them. Stored tokens are not overwritten unless the layer was cropped.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,7 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from moepack.backends.cpu.views import FLOATS, first_sequence, state_arrays
 
-__all__ = ["Form", "GrowingLayer", "GrowingWindow", "Mark", "Room", "States", "Tokens", "form_of"]
+__all__ = ["Appended", "Form", "GrowingLayer", "GrowingWindow", "Mark", "Room", "States", "Tokens", "form_of"]
 
 LEAST = 256
 """A new buffer has room for this many additional tokens, or for a quarter of its tokens if that is more."""
@@ -209,6 +210,33 @@ class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
         keys, values = self._seen()
         self._slide(key_states.shape[2])
         return keys, values
+
+
+class Appended:
+    """Replaces the cache while a step is recorded: attention appends to it and reads it.
+
+    Attributes:
+        rooms: the buffers of each layer.
+        place: [1], the index of the new token.
+    """
+
+    is_compileable = False
+
+    def __init__(self, rooms: Sequence[Room], place: torch.Tensor) -> None:
+        self.rooms, self.place = rooms, place
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the token's keys and values; return the whole buffers."""
+        room = self.rooms[layer_idx]
+        room.keys.index_copy_(2, self.place, keys)
+        room.values.index_copy_(2, self.place, values)
+        return room.keys, room.values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Count all slots; the mask determines which hold tokens."""
+        return self.rooms[layer_idx].capacity - 1
 
 
 class Mark:

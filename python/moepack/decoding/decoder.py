@@ -3,14 +3,15 @@
 `install` replaces the `forward` of a model's decoder and head. The replacement handles a call only if it is a plain
 decoding step: evaluation mode, no gradients, and past tokens in a `DynamicCache`. On the CPU, the core runs one token
 of one sequence with full attention, provided that `moepack.decoding.translation` recognizes every part of the model.
-On a GPU, a recorded step is replayed (`moepack.decoding.graphs`). All other calls (prompts, hooks, outputs of layers,
-other models) go to transformers.
+On a GPU, a recorded step is replayed (`moepack.decoding.graphs`), and prompts run in few launches
+(`moepack.decoding.layers`). All other calls (hooks, outputs of layers, other models) go to transformers.
 
 MOEPACK_DECODE or `set_decoding` controls it: "native" is the default, "transformers" disables it.
 """
 
 import os
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -135,7 +136,17 @@ class DecoderForward(_Forward):
         """Run the decoder; same arguments and result as the class's forward."""
         call = None if torch.compiler.is_compiling() else self._calls.read(args, kwargs)
         output = self._decode(self.module(), call) if call is not None and _is_step(call) else None
-        return self.original(*args, **kwargs) if output is None else output
+        if output is not None:
+            return output
+        with self._graphs.replaced(self.module()) if self._is_plain(call) else nullcontext():
+            return self.original(*args, **kwargs)
+
+    def _is_plain(self, call: Call | None) -> bool:
+        """Whether the modules of a model on a GPU may run in few launches: nothing observes single modules."""
+        if call is None or call.given is None or not call.given[1].is_cuda or self.module().training or _watcher():
+            return False
+        config = self.module().config
+        return not any(call.others.get(name) or getattr(config, name, False) for name in _FLAGS)
 
     def _decode(self, model: Any, call: Call) -> MoeModelOutputWithPast | None:
         """Run a decoding step; return None to leave it to transformers."""

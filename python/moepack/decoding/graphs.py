@@ -13,13 +13,15 @@ Invariants:
   alternate are therefore not recorded.
 - Steps that cannot be recorded (a model on several devices, layers on the CPU, an operation that synchronizes with the
   device) run in transformers.
-- A recorded step computes norms and rotary embeddings by kernels with the same results (`moepack.backends.gpu.step`).
+- A recorded step computes norms and rotary embeddings by kernels with the same results (`moepack.backends.gpu.step`),
+  and layers of known families in few launches (`moepack.decoding.layers`).
 - If experts are moved to and from the device, the host takes part in every layer. The step then consists of one graph
   for each section between two expert layers (`moepack.backends.gpu.recording`).
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
@@ -29,8 +31,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moepack.backends.gpu.recording import Unwritten, record
-from moepack.backends.gpu.step import fused
-from moepack.decoding.cache import GrowingLayer, Room
+from moepack.decoding.cache import Appended, GrowingLayer, Room
+from moepack.decoding.layers import Replacements
 from moepack.decoding.signature import cache_name
 from moepack.decoding.translation import Guard, Unknown, require
 from moepack.modules.embedding import embedding_dtype
@@ -57,6 +59,7 @@ class StepGraphs:
         self._last: Callable[[], Any] = lambda: None
         self._refusal: str | None = None
         self._lock = Lock()
+        self._replacements: tuple[Guard, Replacements] | None = None
 
     def step(
         self, model: Any, forward: Callable[..., Any], given: dict[str, Tensor], cache: DynamicCache, **seen: Any
@@ -94,6 +97,26 @@ class StepGraphs:
         finally:
             self._lock.release()
 
+    @contextmanager
+    def replaced(self, model: Any) -> Iterator[None]:
+        """Run a model's modules in few launches within the context, if possible and no other thread does."""
+        if not self._lock.acquire(blocking=False):
+            yield
+            return
+        try:
+            replacements = self._replacements_of(model)
+            with nullcontext() if replacements is None else replacements.active():
+                yield
+        finally:
+            self._lock.release()
+
+    def _replacements_of(self, model: Any) -> Replacements | None:
+        """The replacements, made anew if the model changed; None if it has hooks."""
+        if self._replacements is None or not self._replacements[0].holds():
+            guard = Guard.of(model)
+            self._replacements = (guard, Replacements(model)) if guard.holds() else None
+        return None if self._replacements is None else self._replacements[1]
+
     def _ready(
         self,
         model: Any,
@@ -111,7 +134,8 @@ class StepGraphs:
         require(again, "the first step of a cache")
         # A `RuntimeError` here means that an operation synchronized with the device, or runs on another device.
         made = self._possible(
-            lambda: _Recording(model, forward, given, rooms, length, self._recorder), refusal=RuntimeError
+            lambda: _Recording(model, forward, given, rooms, length, self._recorder, self._replacements_of(model)),
+            refusal=RuntimeError,
         )
         self._recording = made
         return made
@@ -140,10 +164,12 @@ class _Recording:
         rooms: Sequence[Room],
         length: int,
         recorder: Recorder,
+        replacements: Replacements | None,
     ) -> None:
         ((self._name, example),) = given.items()
         self._guard = Guard.of(model)
-        if not self._guard.holds() or len({tensor.device for tensor in model.parameters()}) > 1:
+        several = len({tensor.device for tensor in model.parameters()}) > 1
+        if replacements is None or several or not self._guard.holds():
             raise RuntimeError("hooks, or several devices")
         self._rooms = list(rooms)
         batch, capacity = len(example), rooms[0].capacity
@@ -156,10 +182,11 @@ class _Recording:
         for room in rooms:  # masked slots are multiplied by zero, and zero times NaN is NaN
             room.keys[:, :, length:].zero_()
             room.values[:, :, length:].zero_()
-        appended = _Appended(self._rooms, self._place)
+        appended = Appended(self._rooms, self._place)
         inputs = {self._name: self._input, str(cache_name(type(model).forward)): appended}
         step = partial(forward, **inputs, attention_mask=self._mask, position_ids=self._positions, use_cache=True)
-        with fused(model):
+        with replacements.active():
+            step()  # loads the kernels that replace modules; writes what the first replay writes again
             self._replay, self._output = recorder(lambda: step().last_hidden_state, example.device)
 
     def is_for(self, given: dict[str, Tensor], rooms: Sequence[Room]) -> bool:
@@ -188,31 +215,6 @@ class _Recording:
             seen.zero_()
         self._mask[:, 0, 0, tokens : max(tokens, self._visible)].fill_(self._hidden)  # after the cache was cropped
         self._visible, self._sees_all = tokens, mask is None
-
-
-class _Appended:
-    """Replaces the cache while a step is recorded: attention appends to it and reads it.
-
-    Args:
-        rooms: the buffers of each layer.
-        place: [1], the index of the new token.
-    """
-
-    is_compileable = False
-
-    def __init__(self, rooms: Sequence[Room], place: Tensor) -> None:
-        self._rooms, self._place = rooms, place
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the token's keys and values; return the whole buffers."""
-        room = self._rooms[layer_idx]
-        room.keys.index_copy_(2, self._place, keys)
-        room.values.index_copy_(2, self._place, values)
-        return room.keys, room.values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Count all slots; the mask determines which hold tokens."""
-        return self._rooms[layer_idx].capacity - 1
 
 
 def _growing(cache: DynamicCache) -> list[GrowingLayer]:

@@ -24,7 +24,7 @@ class Stepping:
     """Which code ran decoding steps.
 
     Attributes:
-        fast: the fast path: "the core" or "CUDA graphs"; None if this model has none.
+        fast: the fast path: "moepack's decoder" or "CUDA graphs"; None if this model has none.
         taken: steps run by the fast path.
         left: steps left to transformers.
         reason: why the latest step was left to transformers, or why there is no fast path.
@@ -50,7 +50,7 @@ def stepping(model: Any) -> Stepping:
     forward = vars(decoder).get("forward")
     if not isinstance(forward, DecoderForward):
         return Stepping(None, 0, 0, _obstacle(model, decoder))
-    fast = "the core" if next(model.parameters()).device.type == "cpu" else "CUDA graphs"
+    fast = "moepack's decoder" if next(model.parameters()).device.type == "cpu" else "CUDA graphs"
     return Stepping(fast, forward.steps, forward.declined, forward.reason)
 
 
@@ -75,5 +75,5 @@ def _obstacle(model: Any, decoder: Any) -> str:
         return "there is no fast path for encoder-decoders"
     if family_of(decoder) is None:
         kind = getattr(decoder.config, "model_type", type(decoder).__name__)
-        return f"the core decodes {', '.join(FAMILIES)}; this is {kind}"
-    return "the core decodes packed models; this one is not packed"
+        return f"moepack's decoder supports {', '.join(FAMILIES)}; this is {kind}"
+    return "moepack's decoder needs a packed model; this one is not packed"

@@ -116,7 +116,7 @@ def check_size(file: Path, size: int) -> None:
         raise CorruptionError("missing", file=file)
     found = file.stat().st_size
     if found != size:
-        raise CorruptionError(f"has {found} bytes, the manifest says {size}", file=file)
+        raise CorruptionError(f"has {found} bytes, but the manifest lists {size}", file=file)
 
 
 def check_listed(files: Iterable[Path], manifest: Manifest) -> None:
@@ -169,5 +169,5 @@ def open_blob(data: npt.NDArray[np.uint8], name: str, record: TensorRecord, path
     found = {**blob.details(), "kind": blob.kind, "shape": blob.shape[-blob.ndim :]}
     for key, said in {**record.details, "kind": record.kind, "shape": record.shape}.items():
         if key in found and found[key] != said:
-            raise CorruptionError(f"{key} is {found[key]}, the manifest says {said}", file=file, tensor=name)
+            raise CorruptionError(f"{key} is {found[key]}, but the manifest lists {said}", file=file, tensor=name)
     return blob

@@ -190,7 +190,7 @@ def _tensor_info(name: str, field: object, start: int, file: Path, error: type[M
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != nbytes:
         raise error(
-            f"shape {shape} of {dtype} needs {nbytes} bytes, the offsets {offsets} span {end - begin}",
+            f"shape {shape} of {dtype} needs {nbytes} bytes, but the offsets {offsets} span {end - begin}",
             file=file,
             tensor=name,
         )

@@ -20,7 +20,7 @@ __all__ = ["IS_POINTER", "MAX_JSON", "is_pointer", "leads_out", "open_regular", 
 MAX_JSON = 256 << 20
 """Largest accepted JSON file in bytes. The index of a model with 10^6 tensors takes about half of it."""
 
-IS_POINTER = "is a pointer of git-lfs, not the file: `git lfs pull` fetches it"
+IS_POINTER = "is a Git LFS pointer, not the file itself; `git lfs pull` downloads the file"
 """Error message for a git-lfs pointer file."""
 
 _POINTER = b"version https://git-lfs"

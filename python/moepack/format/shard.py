@@ -102,7 +102,7 @@ def _write_tensor(file: FileIO, entry: Entry, update: Callable[[memoryview], Non
     """Write one tensor in chunks, hashing each chunk while it is in the cache; return its CRC-32."""
     data, crc32 = entry.data(), 0
     if data.nbytes != entry.nbytes:
-        raise ValueError(f"tensor '{entry.name}' has {data.nbytes} bytes, its shape says {entry.nbytes}")
+        raise ValueError(f"tensor '{entry.name}' has {data.nbytes} bytes, but its shape needs {entry.nbytes}")
     for start in range(0, data.nbytes, _CHUNK):
         chunk = data[start : start + _CHUNK]
         update(chunk)

@@ -153,7 +153,7 @@ def _checksums(directory: Path, manifest: Manifest) -> Iterator[Fault | SideFile
             if (size, sha256) != (record.size, record.sha256):
                 yield SideFile(name, "changed")
         elif size != record.size:
-            yield Fault(name, f"has {size} bytes, the manifest says {record.size}")
+            yield Fault(name, f"has {size} bytes, but the manifest lists {record.size}")
         elif sha256 != record.sha256:
             yield from _locate(file, manifest)
 

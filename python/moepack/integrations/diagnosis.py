@@ -31,4 +31,4 @@ def who_decodes(directory: str | PathLike[str]) -> str:
     model = meta_model(path, config)
     if family_of(decoder_of(model)) is None:
         return str(stepping(model))
-    return "decoded by the core, once it is packed, if the core supports its settings"
+    return "decoded by moepack's decoder once it is packed, if the decoder supports its settings"

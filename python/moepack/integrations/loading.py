@@ -48,7 +48,9 @@ def load(directory: Directory, options: LoadOptions) -> Any:
 
     Args:
         directory: a directory written by `moepack compress`, or the Hub id of one (`ORGANIZATION/NAME[@REVISION]`).
-        options: the fields of `LoadOptions`, as keywords.
+        **options: the fields of `moepack.LoadOptions`: `dtype`, `threads`, `mode`, `resident`, `device`, `device_map`,
+            `host_memory`, `guess`, `approximate`, `device_memory` and `misses`; `help(moepack.LoadOptions)` describes
+            them.
 
     Returns:
         The model, of the class named in config.json, such as `...ForCausalLM` or `...ForConditionalGeneration`.
@@ -58,7 +60,7 @@ def load(directory: Directory, options: LoadOptions) -> Any:
         LoadError: the directory is not a packed model, needs a newer moepack, does not fit in the available memory with
             `resident`, or needs more than `host_memory`.
         DeviceError: the GPU cannot be used: none is present, or the GPU or its driver is too old.
-        DeviceMemoryError: the GPU or `device_memory` is too small; the message gives the difference.
+        DeviceMemoryError: the GPU or `device_memory` is too small; the message gives the memory that is missing.
         CorruptionError: the files contradict each other or are truncated.
         ValueError: unknown dtype or mode, or conflicting options.
     """

@@ -42,11 +42,11 @@ class LoadOptions:
             all of them in RAM.
         guess: with `host_memory`, prefetch the likely experts of the next layer. Outputs do not change.
         approximate: for experts stored by channels, select the channels with the input of the previous layer, so that
-            no read is waited for. Outputs change.
-        device_memory: caps the memory for weights on `device`, a GPU; the other experts are copied from RAM when
-            chosen (docs/gpu.md).
+            their reads start one layer earlier. Outputs change.
+        device_memory: caps the memory for weights on `device`, a GPU. Experts that do not fit are copied from RAM when
+            they are chosen (docs/gpu.md).
         misses: with `device_memory`, what happens to chosen experts that are not on the GPU: "moved" copies them there,
-            "computed" multiplies them on the CPU, "auto" splits them by measured times to finish soonest (docs/gpu.md).
+            "computed" runs them on the CPU, "auto" splits them by measured times to finish soonest (docs/gpu.md).
 
     Raises:
         ValueError: unknown dtype, or conflicting options.

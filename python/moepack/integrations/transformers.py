@@ -91,7 +91,7 @@ class MoepackConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise CorruptionError(f"quantization_config: bad format version {version!r}", file="config.json")
         if version > SUPPORTED_VERSION:
             raise LoadError(
-                f"the directory has format version {version}, this moepack reads up to {SUPPORTED_VERSION}: "
+                f"the directory has format version {version}, but this moepack reads up to {SUPPORTED_VERSION}: "
                 "upgrade moepack (pip install --upgrade moepack)",
                 file="config.json",
             )
@@ -393,7 +393,9 @@ def _require_shapes(path: str, shapes: Shapes, expected: Mapping[str, tuple[int,
 def _packed_linear(original: nn.Module, path: str, shape: tuple[int, ...]) -> PackedLinear:
     """Return the packed counterpart of a linear layer, with its bias."""
     if not isinstance(original, nn.Linear):
-        raise UnsupportedModelError(f"'{path}' is packed as a linear layer, the model has a {type(original).__name__}")
+        raise UnsupportedModelError(
+            f"'{path}' is packed as a linear layer, but the model has a {type(original).__name__}"
+        )
     expected = original.out_features, original.in_features
     if shape != expected:
         raise LoadError(f"the directory packs '{path}' as {shape}, the model's configuration says {expected}")

@@ -9,7 +9,7 @@ __all__ = ["calibration", "codes", "device", "group", "minimum_tokens", "samples
 
 def calibration(default: Any = REQUIRED, **declared: Any) -> Any:
     """Return the setting `calibration`; it enters the manifest by its fingerprint."""
-    about = "Calibration text, like what the model will read: text file, JSON Lines, directory or Hub data set."
+    about = "Calibration text, similar to what the model will read: text file, JSON Lines, directory or Hub data set."
     return setting(default, help=about, users="basic", recorded=False, **declared)
 
 
@@ -25,17 +25,20 @@ def sequence_length(default: int = 512) -> Any:
 
 def group() -> Any:
     """Return the setting `group`, which bounds the memory of a stage."""
-    return setting(16, help="Experts solved together", minimum=1)
+    return setting(16, help="Experts that are quantized together", minimum=1)
 
 
 def minimum_tokens() -> Any:
     """Return the setting `minimum_tokens`."""
-    return setting(64, help="The notes name experts with fewer tokens", recorded=False)
+    return setting(64, help="Experts with fewer calibration tokens are listed in the report's notes", recorded=False)
 
 
 def codes() -> Any:
     """Return the setting `codes` of methods with coded integers."""
-    about = "dependent (default): less error, at most a sixth slower; or plain."
+    about = (
+        "Kind of entropy-coded integers: `dependent` (default; trellis-coded, more accurate, runs at most a sixth "
+        "slower on CPUs) or `plain`."
+    )
     return setting("dependent", help=about, shown="", users="expert", choices=("dependent", "plain"))
 
 

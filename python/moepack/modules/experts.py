@@ -139,9 +139,16 @@ class _Experts(_Routed):
         self._activation = activation_name(act_fn)
 
     def _run(
-        self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, adapters: Adapters = NONE
+        self,
+        hidden_states: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        adapters: Adapters = NONE,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Sum the chosen experts' outputs: [..., H], [T, k], [T, k] to the shape and dtype of `hidden_states`."""
+        """Sum the chosen experts' outputs: [..., H], [T, k], [T, k] to the shape of `hidden_states`, in its dtype if
+        none is given.
+        """
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         x, index, weights = self.brought_home(flat, index, weights)
         data = self.packed_bytes() if torch.compiler.is_compiling() else None
@@ -157,7 +164,8 @@ class _Experts(_Routed):
         else:
             rows = x.shape[1]
             outputs = traced_experts(x, index, weights, data, rows, self._activation, self.mode)
-        return outputs.to(device=hidden_states.device, dtype=hidden_states.dtype).view(hidden_states.shape)
+        dtype = hidden_states.dtype if dtype is None else dtype
+        return outputs.to(device=hidden_states.device, dtype=dtype).view(hidden_states.shape)
 
     def _forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         backend_for(hidden_states.device)  # raise for unsupported devices before any bytes are read
@@ -205,6 +213,10 @@ class PackedExperts(_Experts):
             [T, H] in the dtype of `hidden_states`.
         """
         return self._run(hidden_states, top_k_index, top_k_weights, adapters)
+
+    def in_float32(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Like `forward` without adapters, but return float32, without rounding."""
+        return self._run(hidden_states, index, weights, dtype=torch.float32)
 
 
 class PackedPlainExperts(PackedExperts):

@@ -105,7 +105,8 @@ class Assignment:
             opened = open_tensor(chosen.data, tensor=weights.name)
             if (*opened.shape, opened.ndim) != (*weights.shape, weights.ndim):
                 raise ValueError(
-                    f"'{weights.name}' has shape {list(weights.shape)}, but the packed tensor has another shape"
+                    f"'{weights.name}' has shape {list(weights.shape[-weights.ndim :])}, but the packed tensor has "
+                    f"shape {list(opened.shape[-opened.ndim :])}"
                 )
             return
         if weights.role != "experts" and weights.role not in linear_roles(chosen):
@@ -146,7 +147,10 @@ class Assignment:
         form = balanced(checkpoint, model, packed, kept)
         mixed = model if form is None else self._described(form, model)
         if others := self._nearer([name for name in given if name not in plain], described, mixed):
-            raise ValueError(f"'{others[0]}' was packed in other scales than a packed tensor that shares them")
+            raise ValueError(
+                f"'{others[0]}' and a packed tensor that shares its row or column scales were packed from different "
+                "forms of the checkpoint; pack both again from the checkpoint"
+            )
         return form or checkpoint, mixed
 
     @staticmethod

@@ -84,46 +84,49 @@ def compress(
         compress("examples/tiny-moe", "packed", method="finequant", bits=8)
 
     Args:
-        model: directory of a Hugging Face checkpoint (safetensors), or `ORGANIZATION/NAME[@REVISION]` on the hub,
-            which is packed while it is downloaded.
+        model: directory of a Hugging Face checkpoint (safetensors), or the id of a model on the Hugging Face Hub,
+            `ORGANIZATION/NAME[@REVISION]`, which is packed while it is downloaded.
         out: directory to create; it must not exist.
-        method: name of a method, a method, or its plan for this model (`Method.plan`), which is then not made again.
-            `auto` packs a model to a given size (`moepack.methods.Auto`).
+        method: name of a method, a method object, or a plan that `Method.plan` returned for this model, which avoids
+            planning twice. `auto` packs a model to a given size (`moepack.methods.Auto`).
         others: tensors that are packed by another method or are already packed. Keys are names of packed tensors: an
             experts module's path and projection, such as `model.layers.0.mlp.experts.down_proj`, or a linear layer's
             name in the checkpoint. Values are methods or packed tensors.
         mtp_bits: packs multi-token-prediction experts as group-wise integers of 2, 3, 4 or 8 bits; None copies them. A
-            requested size counts them at their unpacked size.
-        threads: number of threads; None keeps the current setting. The output depends on it only if a method runs the
-            model.
+            requested size counts them at their original size, so the output is smaller than requested.
+        threads: number of threads; None keeps the current setting. The output is the same for any number, except with
+            methods that calibrate, whose sums are rounded differently.
         ray: address of a Ray cluster that shares the work, or "local" to start one on this machine; each task uses
-            `threads`. The output is identical to that of a run without Ray. Requires the extra `ray`.
+            `threads`. The output is identical to that of a run without Ray if all processors have the same
+            instruction sets; otherwise a warning is issued. Requires the extra `ray`.
         resume: continue an interrupted run of the same job in `out`.partial; False starts over.
         check: after `out` is complete, run both models on 2,000 tokens of the calibration text (or of the built-in text
-            if there is none) and report the loss increase. None runs the check if it takes less than a tenth of the
-            time: with methods that use calibration, on models of at least 10^8 weights.
+            if there is none) and report the loss increase. None runs the check only if the method uses calibration
+            and the model has at least 10^8 weights; it then takes less than a tenth of the compression time.
         progress: receives progress; None shows nothing.
-        keep_source: keep the shards of a model on the hub in the hub's cache.
-        disk_budget: maximum size of downloaded shards on disk, in bytes or as text such as `20GB`. None means the three
-            largest, or more if a layer needs more, or all if the method reads all weights several times.
+        keep_source: keep downloaded shards in the Hugging Face cache instead of deleting them.
+        disk_budget: maximum size of downloaded shards on disk, in bytes or as text such as `20GB`. None means the size
+            of the three largest shards, or more if a layer spans more shards; or of all shards, if the method reads
+            the weights several times and the disk has room.
         settings: settings of the method if it is given by its name; for `auto`: size, bits_per_weight or ratio,
             calibration, prefer.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged.
         DownloadError: the checkpoint cannot be downloaded.
-        UnsupportedModelError: the architecture is unknown, the model is already quantized, or transformers cannot build
-            it.
-        CalibrationError: the calibration set is unusable, or the model computes NaN on it.
-        ClusterError: machines of the cluster cannot take part, or none is left.
+        UnsupportedModelError: the architecture or the quantization of the checkpoint is not supported, or transformers
+            cannot build the model.
+        CalibrationError: the calibration text is unusable, or the model computes NaN on it.
+        ClusterError: a node of the cluster cannot run the job, or no node is left.
         InvalidTensorError: a weight or a copied value is NaN or infinite.
-        OutputExistsError, ResumeError: `out` exists; `out`.partial belongs to another job.
+        OutputExistsError: `out` exists.
+        ResumeError: `out`.partial belongs to another job.
         DiskError: the disk is full or a write fails.
         ValueError: a setting is invalid, or the size cannot be reached.
 
     After any exception, and after Ctrl-C, finished layers remain in `out`.partial, and the same call continues once the
-    cause is fixed. If no layer is finished, nothing remains, except the working directory of an interrupted job, and
-    after a failed download the shards in `out`.source.
+    cause is fixed. If no layer is finished, an error of moepack other than DiskError removes `out`.partial. After a
+    failed download, the shards in `out`.source are kept.
     """
     started, peak, target = time.perf_counter(), PeakMemory(), Path(os.path.abspath(out))
     refuse_existing(target)
@@ -138,12 +141,19 @@ def compress(
         source.show(progress)
         sound = _sound(source, target, assignment, mtp_bits, plan)
         report, plan = _packed(*sound, plan, target, ray, resume, progress, peak, started)
-        if not is_checked(check, plan.request, report.expert_weights + report.dense_weights):
-            return report
-        if not source.has_original:
-            return replace(report, notes=(*report.notes, KEPT_OUT))
-        progress.prepare("measuring the loss of the packed model")
-        return checked(report, source.directory(), plan)
+        return _checked(report, plan, source, check, progress)
+
+
+def _checked(
+    report: CompressReport, plan: MethodPlan, source: Source, check: bool | None, progress: Progress
+) -> CompressReport:
+    """Return the report with the measured loss increase if the check is wanted and possible."""
+    if not is_checked(check, plan.request, report.expert_weights + report.dense_weights):
+        return report
+    if not source.has_original:
+        return replace(report, notes=(*report.notes, KEPT_OUT))
+    progress.prepare("measuring the loss of the packed model")
+    return checked(report, source.directory(), plan)
 
 
 def _packed(

@@ -235,8 +235,9 @@ class Workspace:
                 return
         _compare(found, fingerprint, self.path)
         if changed := sorted(name for name in {*stamps, *self._stamps} if stamps.get(name) != self._stamps.get(name)):
-            message = f"is unfinished work on files that were modified since ({', '.join(changed)})"
-            raise ResumeError(f"{message}; --no-resume starts over", file=self.path)
+            names = ", ".join(changed)
+            message = f"cannot be resumed: files of the checkpoint were modified after the interrupted run ({names})"
+            raise ResumeError(f"{message}; start over with --no-resume (resume=False)", file=self.path)
 
     def _read(self, lines: Iterable[bytes]) -> None:
         """Load the finished shards that still exist; a torn line ends the journal."""
@@ -286,7 +287,8 @@ def _compare(found: Fingerprint, expected: Fingerprint, path: Path) -> None:
     differing = sorted(key for key in {*found, *expected} if found.get(key) != expected.get(key))
     if differing:
         changes = "; ".join(f"{key} was {found.get(key)}, is {expected.get(key)}" for key in differing)
-        raise ResumeError(f"is unfinished work of another job ({changes}); remove it to start over", file=path)
+        message = f"is unfinished work of another job ({changes})"
+        raise ResumeError(f"{message}; remove it, or start over with --no-resume (resume=False)", file=path)
 
 
 def _intact(file: Path, record: FileRecord) -> bool:

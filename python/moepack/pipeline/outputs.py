@@ -127,7 +127,7 @@ def _is_pointer(file: Path) -> bool:
             return False
     except OSError:
         return False
-    warnings.warn(f"{file}: {IS_POINTER}; it is not copied", MoepackWarning, stacklevel=4)
+    warnings.warn(f"{file}: not copied, because it {IS_POINTER}", MoepackWarning, stacklevel=4)
     return True
 
 

@@ -71,4 +71,4 @@ def _kept(file: Path, owner: str) -> dict[str, Tensor] | None:
                 return None
             return {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError) as error:
-        raise ResumeError(f"cannot be read ({error}); --no-resume starts over", file=file) from error
+        raise ResumeError(f"cannot be read ({error}); start over with --no-resume", file=file) from error

@@ -91,7 +91,8 @@ def _refuse_growth(checkpoint: QuantizedCheckpoint, packed: Iterable[Weights], a
         if bits > stored + GROWTH:
             message = (
                 f"the source has {stored:.2f} bits per weight ({checkpoint.method}), but the method {method.name} "
-                f"would store {bits:.2f}: larger, and no better; request fewer bits"
+                f"would store {bits:.2f}: the output would be larger than the source, but not more accurate; "
+                "request fewer bits"
             )
             raise UnsupportedModelError(message, file=checkpoint.path, tensor=weights.name)
         return  # all tensors of a source are quantized alike, so one is enough

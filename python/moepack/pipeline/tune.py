@@ -76,8 +76,8 @@ def tune(
     checkpoint = open_checkpoint(original)
     # The part after "+" describes a change of the checkpoint before packing.
     if source.manifest.fingerprint.get("model", "").split("+")[0] != checkpoint.fingerprint():
-        message = f"{original}: is not the checkpoint that {packed} was packed from, or was changed since"
-        warnings.warn(message, MoepackWarning, stacklevel=2)
+        message = f"{original} differs from the checkpoint that {packed} was packed from"
+        warnings.warn(f"{message}; it is used as the reference all the same", MoepackWarning, stacklevel=2)
     windows = load_samples(checkpoint, calibration, samples, sequence_length)
     # Fail before the work starts if the location is not writable.
     workspace = Workspace.fresh(target.with_name(target.name + PARTIAL), "tune")

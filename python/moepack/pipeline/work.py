@@ -181,7 +181,10 @@ def _warn_of_vanished(packed: PackedBytes, weights: Weights) -> None:
     values = _dequantized(packed)
     for expert in range(len(values)):
         if not values[expert].any() and weights.expert(expert).any():
-            message = f"tensor '{weights.sources[expert]}': its values are too small for {opened.kind} scales: all zero"
+            message = (
+                f"tensor '{weights.sources[expert]}': the weights of expert {expert} are too small for the 16-bit "
+                "scales of the format and were packed as zeros"
+            )
             warnings.warn(message, MoepackWarning, stacklevel=2)
 
 

@@ -53,7 +53,8 @@ class MappedStore(ExpertStore):
     def _take(self, layer: Layer, projection: str, buffer: Tensor, matrix: Matrix, **place: Any) -> None:
         """Register bytes as those of a projection."""
         if matrix.shape != layer.shapes[projection]:
-            message = f"the packed tensor has shape {matrix.shape}, the model's {projection} {layer.shapes[projection]}"
+            expected = layer.shapes[projection]
+            message = f"the packed tensor has shape {matrix.shape}, but the model's {projection} has {expected}"
             raise LoadError(message, **place)
         layer._buffers.pop(projection, None)
         layer.register_buffer(projection, buffer)

@@ -3,6 +3,13 @@
 // Usage: step X WEIGHT TYPE ROWS COLUMNS EPSILON THREADS: X [ROWS, COLUMNS] and WEIGHT [COLUMNS] of a Type as they are
 // stored; the standard output is the result in the same form. Or: step Q K TYPE ROWS COLUMNS 0 THREADS COS SIN Q_HEADS
 // K_HEADS: Q [ROWS, Q_HEADS, COLUMNS] and so on; the output is the rotated queries, then the keys.
+//
+// Or: step add X ADDEND WEIGHT TYPE ROWS COLUMNS EPSILON THREADS: the output is the sum, then its norm; ADDEND is f32.
+// Or: step heads QKV Q_NORM K_NORM COS SIN TYPE SEQUENCES Q_HEADS K_HEADS COLUMNS ROTATED EPSILON CAPACITY PLACE:
+// QKV [SEQUENCES, all heads, COLUMNS]; the output is the queries, then both buffers, which begin as zeros.
+#include <string>
+
+#include "files.hpp"
 #include "simt.hpp"
 
 #include SOURCE
@@ -11,23 +18,53 @@ using namespace moepack;
 
 alignas(128) u8 moepack::shared_memory[1];
 
-// The bytes of a file at a multiple of 16.
-static u8* read(const char* path, size_t bytes) {
-    u8* data = static_cast<u8*>(std::aligned_alloc(16, (bytes / 16 + 1) * 16));
-    std::FILE* file = std::fopen(path, "rb");
-    if (!file || std::fread(data, 1, bytes, file) != bytes) std::exit(1);
-    std::fclose(file);
-    return data;
+// Rows of a file; none for "-".
+static Activations rows_of(const char* path, int rows, int columns, Type type) {
+    return {read<u8>(path, size_t(rows) * columns * (type == Type::f32 ? 4 : 2)), type, columns};
+}
+
+static void add(char** a) {
+    Type type = Type(std::atoi(a[5]));
+    int rows = std::atoi(a[6]), columns = std::atoi(a[7]);
+    Activations x = rows_of(a[2], rows, columns, type), addend = rows_of(a[3], rows, columns, Type::f32);
+    Activations weight = rows_of(a[4], 1, columns, type);
+    std::vector<u8> out[2];
+    for (auto& each : out) each.assign(size_t(rows) * columns * (type == Type::f32 ? 4 : 2), 0xff);
+    simt::launch({rows, 1}, std::atoi(a[9]), 0, [&] {
+        add_norm(x, addend, weight, std::strtof(a[8], nullptr), out[0].data(), out[1].data());
+    });
+    for (auto& each : out) std::fwrite(each.data(), 1, each.size(), stdout);
+}
+
+static void prepare(char** a) {
+    Type type = Type(std::atoi(a[7]));
+    int sequences = std::atoi(a[8]), queries = std::atoi(a[9]), keys = std::atoi(a[10]), columns = std::atoi(a[11]);
+    int rotated = std::atoi(a[12]), capacity = std::atoi(a[14]), all = queries + 2 * keys;
+    i64 place = std::atoi(a[15]), size = type == Type::f32 ? 4 : 2;
+    Activations rows = rows_of(a[2], sequences * all, columns, type);
+    auto from = [&](int head) {
+        return Activations{static_cast<const u8*>(rows.data) + head * columns * size, type, columns};
+    };
+    std::vector<u8> out[3];
+    for (int i = 0; i < 3; ++i) out[i].assign(size_t(sequences) * (i ? keys * capacity : queries) * columns * size, 0);
+    Heads heads = {from(0), from(queries), from(queries + keys), rows_of(a[3], 1, columns, type),
+                   rows_of(a[4], 1, columns, type), rows_of(a[5], sequences, rotated, type),
+                   rows_of(a[6], sequences, rotated, type), &place, out[0].data(), out[1].data(), out[2].data(),
+                   std::strtof(a[13], nullptr), queries, keys, all, all, all, capacity};
+    simt::launch({ceil_div(sequences * all, 2), 1}, 64, 0, [&] { prepare_heads(heads, sequences * all); });
+    for (auto& each : out) std::fwrite(each.data(), 1, each.size(), stdout);
 }
 
 int main(int count, char** a) {
+    if (a[1] == std::string("add")) return add(a), 0;
+    if (a[1] == std::string("heads")) return prepare(a), 0;
     Type type = Type(std::atoi(a[3]));
     int rows = std::atoi(a[4]), columns = std::atoi(a[5]), size = type == Type::f32 ? 4 : 2;
     if (count > 8) {
         int heads[2] = {std::atoi(a[10]), std::atoi(a[11])}, parts = (heads[0] + heads[1]) * rows * columns / 8;
         Activations given[4];
         for (int i = 0; i < 4; ++i)
-            given[i] = {read(a[i < 2 ? 1 + i : 6 + i], size_t(i < 2 ? heads[i] : 1) * rows * columns * size), type, columns};
+            given[i] = {read<u8>(a[i < 2 ? 1 + i : 6 + i], size_t(i < 2 ? heads[i] : 1) * rows * columns * size), type, columns};
         std::vector<u8> out[2];
         for (int i = 0; i < 2; ++i) out[i].assign(size_t(heads[i]) * rows * columns * size, 0xff);
         int threads = std::atoi(a[7]);
@@ -37,8 +74,8 @@ int main(int count, char** a) {
         for (auto& each : out) std::fwrite(each.data(), 1, each.size(), stdout);
         return 0;
     }
-    Activations x = {read(a[1], size_t(rows) * columns * size), type, columns};
-    Activations weight = {read(a[2], size_t(columns) * size), type, columns};
+    Activations x = {read<u8>(a[1], size_t(rows) * columns * size), type, columns};
+    Activations weight = {read<u8>(a[2], size_t(columns) * size), type, columns};
     std::vector<u8> out(size_t(rows) * columns * size, 0xff);
     float epsilon = std::strtof(a[6], nullptr);
     simt::launch({rows, 1}, std::atoi(a[7]), 0, [&] { rms_norm(x, weight, epsilon, out.data()); });

@@ -458,20 +458,21 @@ def test_a_dense_head_takes_few_tokens_in_the_core(dtype, monkeypatch):
 
 
 def test_the_decoder_is_reported(directory, model):
-    assert str(tried(model)) == "decoded by the core"
+    assert str(tried(model)) == "decoded by moepack's decoder"
     assert (stepping(model).taken, stepping(model).left) == (3, 0)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         state = model(ids(4), use_cache=True)
         model(ids(1), past_key_values=state.past_key_values, use_cache=True)
     assert str(stepping(model)) == (
-        "decoded by the core in 3 steps and by transformers in 1 (not supported by the core: steps under autocast)"
+        "decoded by moepack's decoder in 3 steps and by transformers in 1 "
+        "(not supported by moepack's decoder: steps under autocast)"
     )
     set_decoding("transformers")
     assert "set_decoding" in str(tried(model)) and tried(model).taken == 0
     set_decoding(None)
     clipped = moepack.load(directory("olmoe"), dtype="float32")
     clipped.config.clip_qkv = 0.5
-    assert str(tried(clipped)) == "decoded by transformers (not supported by the core: clipped heads)"
+    assert str(tried(clipped)) == "decoded by transformers (not supported by moepack's decoder: clipped heads)"
     other = moepack.load(directory("phimoe"), dtype="float32")
     assert str(tried(other)).endswith("; this is phimoe)")
     assert "not packed" in str(tried(tiny_model("mixtral")))

@@ -8,12 +8,11 @@ itself before it accesses memory that other kernels write (`enter_launch` in the
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moepack.backends.gpu.compiler import Cubin, architecture, compile_source
@@ -126,7 +125,7 @@ class Program:
         """
         kernel = self.kernel(name, shared)
         passed = [_passed(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(passed))(*(value.ctypes.data for value in passed))
+        pointers = (ctypes.c_void_p * len(passed))(*map(ctypes.addressof, passed))
         configuration = _configuration(grid, block, shared, early=early, cluster=cluster)
         function = ctypes.c_void_p(kernel.kernel.ptr)
         if error := _driver().cuLaunchKernelEx(ctypes.byref(configuration), function, pointers, None):
@@ -151,14 +150,23 @@ def _configuration(
     grid: int | tuple[int, ...], block: int | tuple[int, ...], shared: int, *, early: bool, cluster: int
 ) -> _Configuration:
     """Configure a launch on torch's current stream."""
-    wanted = [_Attribute(_EARLY, value=_three(1))] * early + [_Attribute(_CLUSTER, value=_three(cluster))] * (
-        cluster > 1
-    )
-    attributes = wanted if is_hopper(torch.cuda.current_device()) else []
+    template = _template(grid, block, shared, early, cluster, is_hopper(torch.cuda.current_device()))
+    configuration = _Configuration.from_buffer_copy(template)
+    configuration.stream = torch.cuda.current_stream().cuda_stream
+    return configuration
+
+
+@lru_cache(maxsize=4096)
+def _template(
+    grid: int | tuple[int, ...], block: int | tuple[int, ...], shared: int, early: bool, cluster: int, is_new: bool
+) -> _Configuration:
+    """A configuration without a stream. Launches of a model repeat few of them, and making one takes microseconds."""
+    attributes = [_Attribute(_EARLY, value=_three(1))] * early
+    attributes += [_Attribute(_CLUSTER, value=_three(cluster))] * (cluster > 1)
+    attributes = attributes if is_new else []
     return _Configuration(
-        _three(grid), _three(block), shared, torch.cuda.current_stream().cuda_stream,
-        (_Attribute * len(attributes))(*attributes), len(attributes),
-    )  # fmt: skip
+        _three(grid), _three(block), shared, None, (_Attribute * len(attributes))(*attributes), len(attributes)
+    )
 
 
 def _three(size: int | tuple[int, ...]) -> Any:
@@ -167,13 +175,15 @@ def _three(size: int | tuple[int, ...]) -> Any:
     return (ctypes.c_uint * 3)(*sizes, *[1] * (3 - len(sizes)))
 
 
-def _passed(argument: Argument) -> NDArray[Any]:
-    """An argument in the memory layout that kernels read."""
+def _passed(argument: Argument) -> Any:
+    """An argument in the memory layout that kernels read, as a ctypes object."""
+    if isinstance(argument, Tensor):
+        return ctypes.c_uint64(argument.data_ptr())
     if isinstance(argument, np.ndarray | np.generic):
-        return np.ascontiguousarray(argument)
-    if argument is None or isinstance(argument, Tensor):
-        return np.array(0 if argument is None else argument.data_ptr(), np.uint64)
-    return np.array(argument, np.float32 if isinstance(argument, float) else np.int32)
+        return ctypes.create_string_buffer(argument.tobytes(), argument.nbytes)
+    if argument is None:
+        return ctypes.c_uint64(0)
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int32(argument)
 
 
 @cache

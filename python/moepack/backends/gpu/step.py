@@ -1,23 +1,25 @@
 """Operations of a decoding step in one launch each of `cuda/step.cu`: RMS norms, in place of the eight launches of
-transformers' modules, and rotary embeddings, in place of twelve.
+transformers' modules, rotary embeddings, in place of twelve, and the preparation of heads.
 
-Operations are replaced only while a step is recorded. A norm or rotation is replaced if a trial on random rows shows
-that the kernel computes the same function.
+A norm or rotation is replaced if a trial on random rows shows that the kernel computes the same function.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from moepack.backends.gpu.program import Program
-from moepack.backends.gpu.structs import activations
+from moepack.backends.gpu.structs import ACTIVATIONS, TYPES, Struct, StructValue, activations
 
-__all__ = ["fused", "fused_norms", "fused_rotations", "rms_norm"]
+__all__ = [
+    "HeadRows", "Place", "add_norm", "norm_of", "norms", "prepare_heads", "program", "replaced", "rms_norm",
+    "rotations", "supports_heads",
+]  # fmt: skip
 
 _THREADS = 256
 _EIGHT = 8
@@ -40,6 +42,92 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         "rms_norm", len(rows), threads, [activations(rows), activations(weight[None]), epsilon, out], early=True
     )
     return out.view(x.shape)
+
+
+def add_norm(x: Tensor, addend: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return x + addend, rounded, and its norm.
+
+    Args:
+        x: [T, C], bfloat16, float16 or float32; C is a multiple of 8 and at most 16,384.
+        addend: [T, C], rounded to the dtype of x first.
+        weight: [C], of the norm, in the dtype of x.
+        epsilon: of the norm.
+    """
+    x, addend = x.contiguous(), addend.contiguous()
+    out = torch.empty_like(x), torch.empty_like(x)
+    threads = min(4 * _THREADS, -(-x.shape[1] // (32 * _EIGHT)) * 32)
+    rows = (activations(each) for each in (x, addend, weight[None]))
+    program().launch("add_norm", len(x), threads, [*rows, epsilon, *out], early=True)
+    return out
+
+
+class HeadRows(NamedTuple):
+    """Queries, keys and values of one token per sequence, as rows of a product [B, rows of heads, D].
+
+    Attributes:
+        queries, keys, values: [B, heads, D], with any stride between sequences that is a multiple of D.
+        query_norm, key_norm: weights [D] of the heads' RMS norms, or None.
+        epsilon: of the norms.
+        cos, sin: [B, R], which rotate the first R columns; R is a multiple of 16.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    epsilon: float
+    cos: Tensor
+    sin: Tensor
+
+
+_HEADS = Struct("step.cu", "Heads", Activations=ACTIVATIONS)
+_HEAD_THREADS = 128
+_MOST_WIDTH = 256
+
+
+def supports_heads(width: int, rotated: int) -> bool:
+    """Whether `prepare_heads` supports heads of a width, with their first columns rotated."""
+    return not width % _EIGHT and width <= _MOST_WIDTH and not rotated % (2 * _EIGHT) and rotated <= width
+
+
+def prepare_heads(heads: HeadRows, place: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Normalize and rotate heads; append keys and values to buffers.
+
+    Args:
+        heads: the heads, all of one dtype.
+        place: [1] int64, the token of the buffers that is written.
+        keys, values: buffers [B, groups, capacity, D].
+
+    Returns:
+        The queries [B, heads, D].
+    """
+    batch, count, width = heads.queries.shape
+    groups, capacity = keys.shape[1:3]
+    queries = heads.queries.new_empty((batch, count, width))
+    strides = {
+        f"{name}_stride": rows.stride(0) // width
+        for name, rows in zip(("query", "key", "value"), heads[:3], strict=True)
+    }
+    argument = _HEADS(
+        queries=_rows(heads.queries), keys=_rows(heads.keys), values=_rows(heads.values),
+        query_norm=_rows(heads.query_norm), key_norm=_rows(heads.key_norm),
+        cos=_rows(heads.cos.contiguous()), sin=_rows(heads.sin.contiguous()), place=place,
+        queries_out=queries, keys_out=keys, values_out=values, epsilon=heads.epsilon,
+        query_heads=count, key_heads=groups, **strides, capacity=capacity,
+    )  # fmt: skip
+    rows = batch * (count + 2 * groups)
+    program().launch("prepare_heads", -(-rows * 32 // _HEAD_THREADS), _HEAD_THREADS, [argument, rows], early=True)
+    return queries
+
+
+def _rows(x: Tensor | None) -> StructValue:
+    """Rows of any tensor's last dimension."""
+    return (
+        ACTIVATIONS(data=None, type=0, columns=0)
+        if x is None
+        else ACTIVATIONS(data=x, type=TYPES[x.dtype], columns=x.shape[-1])
+    )
 
 
 @cache
@@ -75,36 +163,40 @@ def rotated(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     return out[0].transpose(1, 2), out[1].transpose(1, 2)
 
 
+Place = tuple[MutableMapping[str, Any], str, Any]
+"""A namespace, a name in it, and the value that it gets."""
+
+
 @contextmanager
-def fused(model: nn.Module) -> Iterator[None]:
-    """Replace what kernels compute in a model on a GPU within the context. The calling thread runs the model."""
-    with fused_norms(model), fused_rotations(model):
-        yield
+def replaced(places: Iterable[Place]) -> Iterator[int]:
+    """Set values in namespaces within the context, and restore them afterwards; gives their number."""
+    with ExitStack() as stack:
+        count = 0
+        for namespace, name, value in places:
+            if name in namespace:
+                stack.callback(namespace.__setitem__, name, namespace[name])
+            else:
+                stack.callback(namespace.pop, name, None)
+            namespace[name] = value
+            count += 1
+        yield count
 
 
 _ROTATION = "apply_rotary_pos_emb"
 """The function of transformers' models that rotates queries and keys."""
 
 
-@contextmanager
-def fused_rotations(model: nn.Module) -> Iterator[int]:
-    """Replace the functions that rotate queries and keys within the context; gives their number.
+def rotations(model: nn.Module) -> list[Place]:
+    """Replacements of the functions that rotate a model's queries and keys on a GPU.
 
     They are functions of modules that other threads may use: those calls give the same results.
     """
     places = {type(module).__module__: vars(sys.modules[type(module).__module__]) for module in model.modules()}
     first = next(model.parameters(), None)
-    found = [(names, names[_ROTATION]) for names in places.values() if _ROTATION in names]
     if first is None or not first.is_cuda or first.dtype not in _DTYPES:
-        found = []
-    with ExitStack() as stack:
-        count = 0
-        for names, own in found:
-            if _is_rotation(own, first):
-                stack.callback(names.__setitem__, _ROTATION, own)
-                names[_ROTATION] = _with_rotation(own)
-                count += 1
-        yield count
+        return []
+    found = [(names, names[_ROTATION]) for names in places.values() if _ROTATION in names]
+    return [(names, _ROTATION, _with_rotation(own)) for names, own in found if _is_rotation(own, first)]
 
 
 def _with_rotation(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,28 +226,26 @@ def _is_rotation(own: Callable[..., Any], like: Tensor | None) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@contextmanager
-def fused_norms(model: nn.Module) -> Iterator[int]:
-    """Replace a model's RMS norms on GPUs within the context; gives their number. The calling thread runs the model."""
-    replaced: list[tuple[nn.Module, Tensor, float]] = []
-    for module in model.modules():
-        epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
-        if isinstance(epsilon, float) and "forward" not in vars(module) and _is_rms_norm(module, epsilon):
-            replaced.append((module, cast(Tensor, module.weight), epsilon))
-    try:
-        for module, weight, epsilon in replaced:
-            module.forward = _with_norm(module.forward, weight, epsilon)
-        yield len(replaced)
-    finally:
-        for module, *_ in replaced:
-            vars(module).pop("forward", None)
+def norms(model: nn.Module) -> list[Place]:
+    """Replacements of the forwards of a model's RMS norms on GPUs."""
+    found = [(module, norm) for module in model.modules() if (norm := norm_of(module)) is not None]
+    return [(vars(module), "forward", _with_norm(module.forward, *norm)) for module, norm in found]
+
+
+def norm_of(module: nn.Module) -> tuple[Tensor, float] | None:
+    """Weight and epsilon of an RMS norm on a GPU that computes what the kernel does; None for other modules."""
+    epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
+    if not isinstance(epsilon, float) or "forward" in vars(module) or not _is_rms_norm(module, epsilon):
+        return None
+    return cast(Tensor, module.weight), epsilon
 
 
 def _with_norm(own: Callable[..., Any], weight: Tensor, epsilon: float) -> Callable[..., Any]:
     """A forward that uses the kernel if it supports the arguments."""
 
     def forward(x: Tensor, *args: Any, **named: Any) -> Any:
-        plain = not (args or named) and x.dtype is weight.dtype and x.shape[-1:] == weight.shape and x.numel() > 0
+        plain = not (args or named or torch.is_grad_enabled()) and x.dtype is weight.dtype and x.numel() > 0
+        plain = plain and x.shape[-1:] == weight.shape
         return rms_norm(x, weight, epsilon) if plain else own(x, *args, **named)
 
     return forward

@@ -136,7 +136,10 @@ class RemoteFiles(ShardFiles):
         self.budget = budget
         try:
             if self._folder.exists() and not (self._folder / "tensors").is_dir():
-                raise ResumeError("exists and was not created by moepack; remove it", file=self._folder)
+                raise ResumeError(
+                    "exists, but was not created by moepack; move it away, or choose another output directory",
+                    file=self._folder,
+                )
             (self._folder / "tensors").mkdir(parents=True, exist_ok=True)
             lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -491,7 +494,7 @@ class RemoteFiles(ShardFiles):
         with disk_errors(part), part.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         if found != file.sha256:
-            raise DownloadError(f"has the SHA-256 {found}, the Hub lists {file.sha256}", file=file.name)
+            raise DownloadError(f"its SHA-256 is {found}, but the Hub lists {file.sha256}", file=file.name)
 
 
 class _Pieces:

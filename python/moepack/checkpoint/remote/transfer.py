@@ -76,8 +76,8 @@ def list_model(model: str, revision: str | None) -> Listing:
             wait, attempt = _wait(cause, attempt), attempt + 1
             unreachable = getattr(cause, "response", None) is None and attempt > 1
             if wait is None or unreachable or attempt == ATTEMPTS:
-                of = "" if revision is None else f" at the revision '{revision}'"
-                message = f"no such directory, and no model '{model}'{of} could be fetched from the Hub"
+                of = "" if revision is None else f" at revision '{revision}'"
+                message = f"neither a directory nor a model{of} that can be downloaded from the Hub"
                 raise DownloadError(f"{message}: {hub_reason(cause)}", file=model) from cause
             time.sleep(wait)
 
@@ -180,7 +180,7 @@ class Transfer:
             total = response.headers.get("Content-Length", "*")
             start, whole = 0, start
         if total not in ("*", "", str(size)):
-            raise self._error(name, f"the server has {total} bytes, the Hub lists {size}")
+            raise self._error(name, f"the server has {total} bytes, but the Hub lists {size}")
         return 0 if response.status_code == 206 else whole
 
     def _error(self, name: str, reason: str) -> DownloadError:

@@ -29,7 +29,9 @@ class LatentModel(Model):
         layers, rope = config["num_hidden_layers"], rope_of(config)
         if config.get("q_lora_rank") is None and layers not in DIRECT:
             known = " or ".join(map(str, DIRECT))
-            message = f"without q_lora_rank, llama.cpp's '{self.name}' needs {known} layers, this model has {layers}"
+            message = (
+                f"without q_lora_rank, llama.cpp's '{self.name}' needs {known} layers, but this model has {layers}"
+            )
             raise UnsupportedModelError(message, file="config.json")
         scale = rope.get("mscale_all_dim")
         plain = rope.get("attention_factor") is None and rope.get("truncate", True)

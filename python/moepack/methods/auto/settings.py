@@ -18,16 +18,19 @@ class AutoSettings(Settings):
     """The settings. At most one of the three sizes may be given."""
 
     size: str | int | None = setting(
-        None, help="Total size of the weight files: 9GB, 7.5GiB, 5e9.", users="basic", recorded=False
+        None, help="Total size of the weight files, for example 9GB, 7.5GiB or 5e9.", users="basic", recorded=False
     )
     bits_per_weight: float | None = setting(
-        None, help="Average bits per weight, counting all weights: 2.5.", users="basic", recorded=False
+        None, help="Average bits per weight over the whole model, for example 2.5.", users="basic", recorded=False
     )
-    ratio: float | None = setting(None, help="Size relative to the checkpoint: 0.25.", users="basic", recorded=False)
+    ratio: float | None = setting(
+        None, help="Size relative to the checkpoint, for example 0.25.", users="basic", recorded=False
+    )
     calibration: str | None = shared.calibration(
         BUILT_IN,
         shown="",
-        note="by default a built-in text, if the model's largest layer fits in memory with gradients; none disables it",
+        note="by default a built-in text, if the model's largest layer and its gradients fit in memory; "
+        "`none` disables calibration",
     )
     prefer: str = setting(
         "balance",

@@ -171,7 +171,7 @@ class CodeQuant(CodeQuantSettings, Calibrates, PacksLinears, Rewrites, SimpleMet
         if kept is None or not torch.equal(kept.get("mark", mark[:0]), mark):
             return {**self._rotation(checkpoint, model, samples), "mark": mark}
         if "rotation" not in kept or not is_orthogonal(kept["rotation"]):
-            raise ResumeError("the rotation of the interrupted run is not orthogonal; --no-resume starts over")
+            raise ResumeError("the rotation of the interrupted run is not orthogonal; start over with --no-resume")
         return kept
 
     def _rotation(self, checkpoint: Checkpoint, model: MoeModel, samples: Samples) -> dict[str, Tensor]:

@@ -21,15 +21,17 @@ class CodeQuantSettings(Settings):
     weight_bits: int = setting(4, help="Bits per code", users="expert", choices=(2, 3, 4))
     activation_bits: int = setting(
         16,
-        help="Round the inputs of packed layers to 8 or 4 bits, per token, and multiply integers; default 16, no "
-        "rounding.",
+        help="Bits of activations: 8 or 4 rounds the inputs of packed layers per token, so that integers are "
+        "multiplied; 16 (default) does not round.",
         shown="",
         users="expert",
         choices=(4, 8, 16),
     )
-    block: int | str = setting(ROW, help="Columns per codebook, a multiple of 128, or row", users="expert")
+    block: int | str = setting(
+        ROW, help="Columns per codebook: a multiple of 128, or `row` for a whole row", users="expert"
+    )
     start: Literal["kmeans", "uniform"] = setting(
-        "kmeans", help="First centroids; uniform with 0 steps rounds to nearest, a baseline"
+        "kmeans", help="Initial centroids; `uniform` with 0 steps is rounding to nearest, a baseline"
     )
     steps: int = setting(4, help="Refinement passes over codes and centroids", users="expert", minimum=0)
     # "diagonal" is the paper's equation 8 (see `moepack.solvers.codebooks`).
@@ -57,7 +59,7 @@ class CodeQuantSettings(Settings):
     # Output and down projections, and DeepSeek's latent projections, have inputs that no offline rotation reaches.
     hadamard: bool | None = setting(
         None,
-        help="Rotate inputs online where no offline rotation applies; default with 4 activation bits.",
+        help="Rotate inputs at run time where no offline rotation applies. Default: only with 4-bit activations.",
         users="expert",
         option="--hadamard/--no-hadamard",
     )
@@ -70,6 +72,8 @@ class CodeQuantSettings(Settings):
     minimum_tokens: int = shared.minimum_tokens()
     device: str = shared.device()
     name: ClassVar[str] = "codequant"
-    summary: ClassVar[str] = "fitted codebooks with codes of 4, 3 or 2 bits; activations of 8 or 4 bits; needs a text"
+    summary: ClassVar[str] = (
+        "fitted codebooks with codes of 4, 3 or 2 bits, for activations of 16, 8 or 4 bits; needs a calibration text"
+    )
     implementation: ClassVar[str] = "moepack.methods.codequant.method:CodeQuant"
     seconds: ClassVar[float | None] = 2000

@@ -40,19 +40,21 @@ class FineQuantSettings(Settings):
     )
     bits_per_weight: float | None = setting(
         None,
-        help="Average bits per packed weight with group size budget; by default those of groups of 64.",
+        help="Average bits per packed weight, only if the group size is `budget`. Default: as many as groups of 64 "
+        "take.",
         users="basic",
         above=0,
         maximum=32,
     )
     dense_bits: str | int | None = setting(
         None,
-        help="Also pack attention, shared experts and dense layers: 8, or attention=4,shared=8.",
+        help="Also pack attention, shared experts and dense layers. Bits for all of them, such as 8, or for each role, "
+        "such as mlp=4,shared=8.",
         users="expert",
     )
     alpha: float | None = setting(
         None,
-        help="Threshold of --group-size adaptive",
+        help="Threshold of `--group-size adaptive`",
         shown=str(ALPHA),
         users="expert",
         above=0,
@@ -60,13 +62,14 @@ class FineQuantSettings(Settings):
     )
     symmetric: bool = setting(
         True,
-        help="One scale per group, or a scale and an offset.",
+        help="One scale per group (symmetric), or a scale and an offset (asymmetric).",
         option="--symmetric/--asymmetric",
         users="expert",
     )
     grid: str = setting(
         INTEGERS,
-        help="integers (default), or codebook: 4, 8 or 16 values per row of an expert, fitted on the text.",
+        help="`integers` (default), or `codebook`: 4, 8 or 16 values per row of an expert, fitted on the calibration "
+        "text.",
         shown="",
         users="expert",
         choices=(INTEGERS, CODEBOOK),
@@ -74,11 +77,13 @@ class FineQuantSettings(Settings):
     calibration: str | None = shared.calibration(None)
     samples: int = shared.samples()
     sequence_length: int = shared.sequence_length()
-    group: int = setting(16, help="Experts solved together", minimum=1)
-    minimum_tokens: int = setting(64, help="The notes name experts with fewer tokens", recorded=False)
+    group: int = setting(16, help="Experts that are quantized together", minimum=1)
+    minimum_tokens: int = setting(
+        64, help="Experts with fewer calibration tokens are listed in the report's notes", recorded=False
+    )
     device: str = shared.device()
     seed: int = setting(0, help="Seed of the span corruption of encoder-decoder models")
     name: ClassVar[str] = "finequant"
-    summary: ClassVar[str] = "group-wise integers of 8, 4, 3 or 2 bits; needs no text, better with one"
+    summary: ClassVar[str] = "group-wise integers of 8, 4, 3 or 2 bits; calibration is optional and reduces the loss"
     implementation: ClassVar[str] = "moepack.methods.finequant.method:FineQuant"
     seconds: ClassVar[float | None] = 35

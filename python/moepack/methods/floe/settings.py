@@ -23,31 +23,34 @@ class FloeSettings(Settings):
     calibration: str = shared.calibration()
     sparsity: float = setting(
         0.8,
-        help="Fraction of channels not refined, or skipped (--paper-form), per token",
+        help="Fraction of channels per token that keep their coarse weights, or, with --paper-form, are skipped",
         users="expert",
         minimum=0,
         maximum=1,
     )
     bits: int | None = setting(
         None,
-        help="Bits of record values",
-        shown="4, 8 with --paper-form",
+        help="Bits per channel weight that is read on demand",
+        shown="4, or 8 with --paper-form",
         users="expert",
         choices=(4, 8, 16),
     )
     coarse_bits: float | None = setting(
-        None, help="Bits per weight of coarse gate and down, 2 more for up", shown="2", users="expert"
+        None,
+        help="Bits per weight of the coarse gate and down projections; up projections take 2 bits more",
+        shown="2",
+        users="expert",
     )
     paper_form: bool = setting(
         False,
-        help="The paper's form: low-bit up projections select channels, and the others are skipped. Faster on CPUs, "
-        "with a much larger loss.",
+        help="The form of the FloE paper: low-bit up projections select channels, and all others are skipped. "
+        "Faster on CPUs, with a much larger loss.",
         option="--paper-form",
         users="expert",
     )
     up_bits: int | None = setting(
         None,
-        help="With --paper-form: bits of the selecting up projections",
+        help="With --paper-form: bits of the up projections, which select the channels",
         shown="2",
         users="expert",
         choices=BITS,
@@ -56,12 +59,16 @@ class FloeSettings(Settings):
         None, help="With --paper-form: columns per scale", shown="64", users="expert", choices=GROUP_SIZES
     )
     solver: str | None = setting(
-        None, help="With --paper-form: solver of up projections", shown="lsq", users="expert", choices=("lsq", "hqq")
+        None,
+        help="With --paper-form: how scales and codes of up projections are found",
+        shown="lsq",
+        users="expert",
+        choices=("lsq", "hqq"),
     )
     dense_layers: int | None = setting(
         None,
-        help="Number of first layers that refine or compute all channels",
-        shown="0, 1 with --paper-form",
+        help="Number of first layers in which all channels are refined, or computed with --paper-form",
+        shown="0, or 1 with --paper-form",
         users="expert",
         minimum=0,
     )
@@ -69,6 +76,8 @@ class FloeSettings(Settings):
     sequence_length: int = shared.sequence_length()
     device: str = shared.device()
     name: ClassVar[str] = "floe"
-    summary: ClassVar[str] = "coarse copies compute and select the channels that 4-bit residuals refine; needs a text"
+    summary: ClassVar[str] = (
+        "coarse weights of all channels, and 4-bit residuals that refine the most active ones; needs a calibration text"
+    )
     implementation: ClassVar[str] = "moepack.methods.floe.method:Floe"
     seconds: ClassVar[float | None] = 150

@@ -27,28 +27,38 @@ class MiloSettings(Settings):
     group_size: int = setting(64, help="Columns per scale", users="expert", choices=GROUP_SIZES)
     symmetric: bool | None = setting(
         None,
-        help="One scale per group, or a scale and an offset.",
+        help="One scale per group (symmetric), or a scale and an offset (asymmetric).",
         option="--symmetric/--asymmetric",
         users="expert",
     )
-    solver: str = setting("lsq", help="Solver of the groups", users="expert", choices=("lsq", "hqq", "rtn"))
+    solver: str = setting(
+        "lsq", help="How scales and codes of a group are found", users="expert", choices=("lsq", "hqq", "rtn")
+    )
     rank: str | None = setting(
         None,
-        help="Rank policy of the corrections, such as dense:512+kurtosis:16",
+        help="Ranks of the low-rank corrections, such as dense:512+kurtosis:16",
         shown=DEFAULT_RANK,
         users="expert",
     )
-    rank_bits: int = setting(3, help="Bits of the corrections", users="expert", choices=(3, 8, 16))
+    rank_bits: int = setting(3, help="Bits of the low-rank corrections", users="expert", choices=(3, 8, 16))
     memory_budget: int | None = setting(
-        None, help="Total bytes of OUT's safetensors files, instead of --rank.", users="expert", minimum=1
+        None,
+        help="Maximum total size of OUT's safetensors files in bytes; the ranks are chosen to fit. Replaces --rank.",
+        users="expert",
+        minimum=1,
     )
     refine: bool = setting(
         True,
-        help="Quantize corrections inside the loop, or after it.",
+        help="Quantize the low-rank corrections in each round of the optimization (default), or once after the last "
+        "round.",
         option="--refine/--no-refine",
         users="expert",
     )
-    rounds: int = setting(20, help="Maximum number of rounds of the alternation", minimum=1)
+    rounds: int = setting(
+        20,
+        help="Maximum number of rounds of the optimization, which alternates between codes and corrections",
+        minimum=1,
+    )
     calibration: str | None = shared.calibration(None)
     samples: int = shared.samples(SAMPLES)
     sequence_length: int = shared.sequence_length(SEQUENCE_LENGTH)
@@ -56,7 +66,7 @@ class MiloSettings(Settings):
     device: str = shared.device()
     name: ClassVar[str] = "milo"
     summary: ClassVar[str] = (
-        "group-wise integers of 3 bits (or 2, 4, 8) with packed low-rank corrections; needs no text"
+        "group-wise integers of 3 bits (or 2, 4, 8) with quantized low-rank corrections; needs no calibration"
     )
     implementation: ClassVar[str] = "moepack.methods.milo.method:Milo"
     seconds: ClassVar[float | None] = 600

@@ -21,22 +21,27 @@ class QmoeSettings(Settings):
     samples: int = shared.samples()
     sequence_length: int = shared.sequence_length()
     bits: Literal["ternary", "2"] = setting(
-        "ternary", help="Three values per row, or two bits in groups", users="expert"
+        "ternary",
+        help="`ternary` (default; three values per row) or `2` (group-wise integers of two bits).",
+        shown="",
+        users="expert",
     )
     group_size: int = setting(64, help="Columns per scale", users="expert", choices=GROUP_SIZES)
     dense_bits: str | int | None = setting(
         None,
-        help="Also pack attention, shared experts and dense layers: 8, or attention=4,shared=8.",
+        help="Also pack attention, shared experts and dense layers. Bits for all of them, such as 8, or for each role, "
+        "such as mlp=4,shared=8.",
         users="expert",
     )
     bits_per_weight: float | None = setting(
         None,
-        help="Average bits per weight of ternary experts; by default those of the paper's grid.",
+        help="Average bits per weight of ternary experts. Default: as many as the ternary grid of the QMoE "
+        "paper takes.",
         users="basic",
         minimum=LEAST_BITS,
         maximum=MOST_BITS,
     )
-    damping: float = setting(0.1, help="Relative to the mean diagonal of the Hessian")
+    damping: float = setting(0.1, help="Damping of the Hessian, relative to the mean of its diagonal")
     # See `moepack.solvers.drift`. Values other than 0 run the original model beside the compressed one, which doubles
     # the time outside the solver.
     drift: float = setting(
@@ -73,6 +78,6 @@ class QmoeSettings(Settings):
     device: str = shared.device()
     seed: int = setting(0, help="Seed of the span corruption")
     name: ClassVar[str] = "qmoe"
-    summary: ClassVar[str] = "2-bit integers, or three values per row at 0.4 to 2 bits, calibrated; needs a text"
+    summary: ClassVar[str] = "three values per row at 0.4 to 2 bits, or 2-bit integers; needs a calibration text"
     implementation: ClassVar[str] = "moepack.methods.qmoe.method:Qmoe"
     seconds: ClassVar[float | None] = 500

@@ -21,8 +21,8 @@ class RateSettings(Settings):
     )
     roles: str = setting(
         "all",
-        help="Layers to pack besides experts: all (default), none, or some of embedding,attention,shared,mlp,head. "
-        "A head tied to the embedding is packed with it.",
+        help="Layers to pack besides experts: `all` (default), `none`, or some of embedding, attention, shared, mlp, "
+        "head, separated by commas. A head that is tied to the embedding is packed with it.",
         shown="",
         users="expert",
     )
@@ -36,7 +36,8 @@ class RateSettings(Settings):
     seed: int = shared.span_seed()
     name: ClassVar[str] = "rate"
     summary: ClassVar[str] = (
-        "entropy-coded integers at any rate from 0.4 to 8 bits, all linear layers too; better with a text"
+        "entropy-coded integers at any average from 0.4 to 8 bits per weight, for experts and all linear layers; "
+        "calibration is optional and reduces the loss"
     )
     implementation: ClassVar[str] = "moepack.methods.rate.method:Rate"
     seconds: ClassVar[float | None] = 24

@@ -219,7 +219,7 @@ def _refuse(found: probe.Findings) -> None:
     if found.version is None:
         raise ClusterError(f"node {found.host} cannot import moepack; this machine has {__version__}")
     if found.version != __version__:
-        raise ClusterError(f"node {found.host} has moepack {found.version}, this machine has {__version__}")
+        raise ClusterError(f"node {found.host} has moepack {found.version}, but this machine has {__version__}")
     if found.unseen:
         path, reason = found.unseen
-        raise ClusterError(f"node {found.host} does not see this file: {reason}", file=path)
+        raise ClusterError(f"node {found.host} cannot read this file: {reason}", file=path)

@@ -40,9 +40,9 @@ def refuse(method: Method) -> None:
     """
     if isinstance(method, Calibrates) and method.sequential:
         raise ValueError(
-            f"with these settings the method {method.name} solves the experts of a layer one after another, because "
-            "they share one bit budget: --ray would not make that faster; it supports methods without calibration, "
-            "codequant, and qmoe without --bits-per-weight"
+            f"--ray cannot distribute this job: with these settings, the method {method.name} quantizes the experts "
+            "of a layer one after another, because they share a bit budget; omit --ray, or use a method without "
+            "calibration, codequant, or qmoe without --bits-per-weight"
         )
     if torch.device(getattr(method, "device", "cpu")).type != "cpu":
         raise ValueError("--ray shares work among CPUs: --device must be cpu")

@@ -91,9 +91,11 @@ class Running:
             raise
 
     def _receiver(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[Piece], None]:
+        put = self._pieces.put_nowait  # no reference to self, which would be a cycle with its sequences
+
         def hand_over(piece: Piece) -> None:
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
+                loop.call_soon_threadsafe(put, (index, piece))
 
         return hand_over
 

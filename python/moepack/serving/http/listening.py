@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from moepack.memory import present_exempted
 from moepack.serving.engine import Engine
 from moepack.serving.http.notify import notify
 from moepack.serving.http.refusal import Refusal
@@ -122,7 +123,8 @@ def listen(app: FastAPI, engine: Engine, host: str, port: int, drain: float = DR
     _raise_file_limit()
     # Uvicorn raises the signal again at the end. As a KeyboardInterrupt, it lets the process clean up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with nullcontext() if path is None else unix_socket(path) as listener, suppress(KeyboardInterrupt):
+    reached = nullcontext() if path is None else unix_socket(path)
+    with present_exempted(), reached as listener, suppress(KeyboardInterrupt):
         # With WebSockets off, an upgrade request is an ordinary GET and is answered like any other.
         config = uvicorn.Config(
             app, host=host, port=port, log_level="info", timeout_graceful_shutdown=1, http=_Protocol, ws="none"

@@ -9,7 +9,8 @@ pub enum Mode {
     /// [`Mode::Exact`] for few tokens, [`Mode::Bf16`] for many; tensors designed for rounded activations round them.
     /// This is at least as precise as an unpacked bf16 model.
     Auto,
-    /// The precision of single-precision arithmetic.
+    /// The precision of single-precision arithmetic. Like [`Mode::Bf16`], it ignores the activation bits of tensors
+    /// designed for rounded activations.
     Exact,
     /// Weights and activations rounded to bf16; experts with few tokens as in [`Mode::Exact`].
     Bf16,

@@ -1,15 +1,15 @@
 //! Entropy-coded integers at any rate; the step is per row or per tensor.
 //!
-//! A weight is `scale * code`, or `(scale * code) * column` if columns have scales ([`scales`]). Integers of one step
-//! for a whole tensor, rounded with their code lengths in mind and stored at their entropy, lose less at the same
-//! size than any fixed width. Decoding runs at about memory bandwidth. The entropy coder is interleaved rANS with
-//! byte-sized state: 64 *lanes*, each a state x of two bytes, x = 256 high + low. A *table* distributes 256 slots
-//! among at most 64 symbols, consecutive integers from `lowest` on: symbol s has `frequency[s]` slots from `start[s]`
-//! on. A lane decodes by
+//! A weight is `scale * code`, or `(scale * code) * column` if columns have scales ([`scales`]). Integers with a single
+//! step per tensor, chosen by rate-distortion optimization and entropy-coded, have a smaller error than fixed-width
+//! integers of the same size. Decoding runs at about memory bandwidth. The entropy coder is interleaved rANS with
+//! byte-wise renormalization: 64 *lanes*, each with a 16-bit state x = 256 high + low. A *table* distributes 256 slots
+//! among at most 64 symbols, which are consecutive integers from `lowest` on: symbol s has the slots from `start[s]` to
+//! `start[s] + frequency[s] - 1`. A lane decodes a symbol by
 //!
 //! ```text
 //! s = symbol of the slot `low`         x = frequency[s] * high + (low - start[s])
-//! if x < 256: x = 256 x + next byte of the stream (all lanes in turn, the lowest first)
+//! if x < 256: x = 256 x + next byte of the stream (lanes in ascending order)
 //! ```
 //!
 //! Lane 4 (row mod 16) + column mod 4 decodes a weight of a *row block* (16 rows), so that a *register* of 64 symbols
@@ -21,8 +21,9 @@
 //! may therefore store r *low bits* of each code uncompressed: a code is 2^r times a symbol's integer plus its low
 //! bits. Bit p of a register's codes is a *bit plane* of 8 bytes.
 //!
-//! Codes may be *dependent* ([`trellis`]): streams code their indices, and differences of exceptions are in units of
-//! four. [`Symbols`] names what the symbols of a tensor stand for.
+//! A code that a table does not list is an *exception*: the stream decodes to another integer, and the difference is
+//! stored separately. Codes may be *dependent* ([`trellis`]): then symbols are trellis indices, and the differences of
+//! exceptions are in units of four. [`Symbols`] selects plain or dependent codes.
 //!
 //! ```text
 //!  0 8s magic "MOEPRANS"       14 u8 tables T, at most 64        40 u64 bytes of the payload
@@ -36,19 +37,22 @@
 //! tables     T times: the lowest integer, i8, and K frequencies, u8, which add up to 256
 //! scales     one, or E x R
 //! columns    none, or C, or E x C
-//! index      per stream: its renormalization bytes (16 bits, or 32), its table (8), its exceptions (8, or 24)
-//! exceptions the difference of a code to its symbol's integer (8 or 32 bits, signed); below it the position in the stream
+//! index      per stream, from the low bits: number of renormalization bytes (16 bits, or 32), number of the table (8),
+//!            number of exceptions (8, or 24)
+//! exceptions from the low bits: signed difference of the code to its symbol's integer (8 bits, or 32), position in the
+//!            stream (24, or 32)
 //! payload    per stream: 64 high bytes, 64 low bytes, renormalization bytes, the r bit planes of each register
 //! ```
 //!
 //! Sections start at multiples of 64; the tensor ends at a multiple of 64 with at least 64 zeros after the payload,
 //! so that a decoder may read whole vectors.
 //!
-//! Invariants of [`Coded`]: frequencies of each table add up to 256, so any byte is the slot of a symbol; streams lie
-//! in the payload, and each has a table; a tensor has at most 1,424 symbols per byte. Decoders clamp their position
-//! in a stream after every register. For arbitrary bytes they therefore read at most 64 bytes past its end, and all
-//! instruction sets give the same result. [`CodedView::verify`] decodes everything: a stream must end with its last
-//! byte and with all states at 256.
+//! Invariants of [`Coded`]: the frequencies of each table add up to 256, so any byte is the slot of a symbol; streams
+//! lie in the payload, and each has a table; a tensor has at most 1,424 symbols per byte (the most that rANS can code),
+//! so that a small file cannot declare a huge tensor. Decoders clamp their position in a stream after every register.
+//! For arbitrary bytes they therefore read at most 64 bytes past its end, and all instruction sets give the same
+//! result. [`CodedView::verify`] decodes everything: decoding must consume exactly the bytes of each stream and leave
+//! all states at 256.
 
 mod affine;
 mod code;

@@ -4,8 +4,8 @@
 //! Each lane has a state from 0 to 7, which is 0 at the start of each row. *Index* k stands for code `4 k + 1` in
 //! even states and for `-(4 k + 1)` in odd ones, and its parity leads to the next state ([`NEXT`]). Codes are
 //! therefore odd, their scale is a quarter of the quantizers' step, and a code determines the parity of its state and
-//! its index. The indices of both quantizers have the same distribution, so tables and streams are those of plain
-//! codes with indices instead of integers, and states are applied in a pass over decoded indices. Tables lie within
+//! its index. The indices of both quantizers have the same distribution, so they are entropy-coded with the same tables
+//! and streams as the integers of plain codes. A pass over decoded indices applies the states. Tables lie within
 //! -32 to 31 and start at an even integer: a symbol has the parity of its index, and codes fit signed bytes.
 //!
 //! Source: trellis-coded quantization (Marcellin and Fischer, 1990); the trellis is the eight-state one of dependent
@@ -39,7 +39,7 @@ pub(super) fn holds(table: &Table) -> bool {
     lowest >= LOWEST && lowest % 2 == 0 && i32::from(lowest) + table.count as i32 <= end
 }
 
-/// The indices of a row's codes; `None` if they follow no path of states.
+/// Returns the indices of a row's codes; `None` if no sequence of states gives these codes.
 pub(super) fn indices<T: Code>(codes: &[T], out: &mut Vec<T>) -> Option<()> {
     let (mut states, mut wrong) = ([0u8; QUAD], 0);
     out.resize(codes.len(), T::default());
@@ -53,10 +53,12 @@ pub(super) fn indices<T: Code>(codes: &[T], out: &mut Vec<T>) -> Option<()> {
     (wrong == 0).then_some(())
 }
 
-/// Whether the states of a stream's lanes are odd (all bits of a byte, or none; with AVX2, the highest bit): now, and at
-/// the next three registers
-/// as far as past symbols determine it. The states of [`NEXT`] form a shift register: the parity of an index flips
-/// the values two and three registers ahead, and the value four ahead starts as the current one.
+/// Masks of the lanes whose state is odd, for the current register (64 symbols, one of each lane) and the next three.
+///
+/// A byte of a mask is 0xFF or 0; with AVX2, only its highest bit is used. Masks of later registers contain what the
+/// symbols decoded so far determine. The transitions of [`NEXT`] act like a linear-feedback shift register: an odd
+/// index flips the lane's masks two and three registers ahead, and the mask four registers ahead starts as the current
+/// one.
 #[derive(Debug, Clone)]
 pub(super) struct States([Register; PERIOD]);
 
@@ -74,7 +76,8 @@ impl States {
         );
     }
 
-    /// Converts the symbols of consecutive registers to bytes that map to codes by the returned [`Affine`].
+    /// Converts the symbols of consecutive registers to bytes b (*halves*) and returns the [`Affine`] that maps b to
+    /// codes: `factor * b + offset`.
     pub fn halves(&mut self, isa: Isa, table: &Table, registers: &mut [Register]) -> Affine {
         #[cfg(target_arch = "x86_64")]
         if isa.kind() == Kind::Avx2 {
@@ -91,8 +94,8 @@ impl States {
         }
     }
 
-    /// Converts the symbols of register `number` of a consecutive run to codes or halves; symbol 0 is `lowest` in
-    /// even states.
+    /// Converts the symbols of the register at position `number` to codes, or to halves if `HALVES`. In even states,
+    /// symbol 0 becomes `lowest`.
     #[inline(always)]
     fn register<const HALVES: bool>(&mut self, number: usize, lowest: i8, register: &mut Register) {
         let [now, ahead_two, ahead_three] = [0, 2, 3].map(|ahead| (number + ahead) % PERIOD);

@@ -1,8 +1,8 @@
 //! Chooses dictionaries: up to eight for a tensor, then one of them for each row.
 //!
-//! The number of codes of a row with a dictionary is estimated by cross-entropy: a zero, a symbol 1 and a symbol 2
-//! each cost their information at the dictionary's design probabilities, divided by the information of one of its
-//! codes. Costs are integers, so that sums and choices are the same on every machine.
+//! The number of codes of a row with a dictionary is estimated as the cross-entropy of the row's symbols under the
+//! dictionary's design probabilities, divided by the bits that one of its codes represents. Costs are integers, so that
+//! sums and choices are the same on every machine.
 
 use std::sync::OnceLock;
 
@@ -17,14 +17,14 @@ const CODE: u64 = 1 << 20;
 pub(super) const SAMPLE_ROWS: usize = 1024;
 
 /// A dictionary is added only if it saves more than 1/2000 of the cost, because each change of table costs kernels
-/// time. Independent weights then take a single one; trying three dictionaries per row would gain 0.2 % and take
-/// twice as long.
+/// time. Tensors with statistically independent weights then use a single dictionary; trying three dictionaries per row
+/// would gain 0.2 % and take twice as long.
 const LEAST_GAIN: u64 = 2000;
 
-/// Rows try every dictionary with an estimate of at most 1/200 above the lowest.
+/// For each row, all dictionaries whose estimate is at most 1/200 above the lowest are tried.
 const NEAR: u64 = 200;
 
-/// The maximum number of dictionaries that a row tries.
+/// The maximum number of dictionaries that are tried for a row.
 const MAX_TRIES: usize = 3;
 
 /// The cost of each of the symbols 0, 1 and 2 with a dictionary.

@@ -21,7 +21,7 @@ pub struct TernaryView<'a> {
     layout: Layout,
 }
 
-/// The result of parsing without the bytes, for owners of the bytes that cannot also borrow them.
+/// The parsed header and layout without a reference to the bytes, to be stored next to owned bytes.
 #[derive(Debug, Clone)]
 pub struct Metadata {
     header: Header,
@@ -34,7 +34,7 @@ impl Metadata {
         self.header.code
     }
 
-    /// Experts, rows and columns, and the ndim that the user sees.
+    /// The shape: experts, rows, columns, and the number of dimensions of the original tensor (2 or 3).
     pub fn shape(&self) -> Shape {
         self.header.shape
     }
@@ -88,7 +88,7 @@ pub enum Row<'a> {
         /// Whether symbol 1 stands for the positive level and 2 for the negative one, instead of the reverse.
         swapped: bool,
     },
-    /// Codes of the paper's dictionary, 16-bit little-endian words. Symbol 1 is negative.
+    /// 16-bit little-endian codes of QMoE's dictionary (Frantar and Alistarh, 2023). Symbol 1 is the negative level.
     Dict16(&'a [u8]),
 }
 
@@ -164,7 +164,7 @@ impl<'a> TernaryView<'a> {
         self.header.code
     }
 
-    /// Experts, rows and columns, and the ndim that the user sees.
+    /// The shape: experts, rows, columns, and the number of dimensions of the original tensor (2 or 3).
     pub fn shape(&self) -> Shape {
         self.header.shape
     }
@@ -216,7 +216,7 @@ impl<'a> TernaryView<'a> {
         &self.data[self.layout.payload.start..]
     }
 
-    /// The levels (negative, positive) of a row, counted over all experts: `expert * rows() + row`.
+    /// The (negative, positive) levels of the row with the global index `expert * rows() + row`.
     #[inline(always)]
     pub fn levels(&self, row: usize) -> (f32, f32) {
         self.header
@@ -383,7 +383,7 @@ impl<'a> TernaryView<'a> {
         )))
     }
 
-    /// Checks the tails of all rows against the group starts.
+    /// Checks that the rows of each group end where the next group starts, by the lengths in the rows' tails.
     fn check_tails(&self) -> Result<()> {
         let mut at = 0;
         for unit in 0..self.experts() * self.groups() {

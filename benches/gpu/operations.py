@@ -1,0 +1,202 @@
+"""Checks and times the kernels of decoding steps other than products of packed weights, beside torch's operations.
+
+Shapes are those of Qwen3-30B-A3B. Checks compare with float64; times are medians of replayed graphs in microseconds,
+with weights, keys and values outside the cache.
+
+    PYTHONPATH=python python -m benches.gpu.operations [--results FILE]
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benches.gpu.cases import device_name
+from moepack.backends.gpu import dense, router, step
+from moepack.backends.gpu.attention import Attention
+
+HEADS, GROUPS, WIDTH, HIDDEN, EXPERTS, TOP_K = 32, 4, 128, 2048, 128, 8
+BATCHES, CONTEXTS = (1, 8, 32), (512, 2048, 8192, 32768)
+LARGEST, OUTSIDE = 2.3e9, 3e8
+"""Bytes of keys and values at most, and those that do not fit into the cache."""
+
+
+def timed(function: Callable[[int], Any], count: int = 20) -> float:
+    """Median microseconds of a call; it gets the number of the call."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for number in range(3):
+            function(number)
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for number in range(count):
+            function(number)
+    for _ in range(7):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * begin.elapsed_time(end) / count)
+    return statistics.median(times[2:])
+
+
+def random(*shape: int) -> Tensor:
+    """Normal values on the GPU."""
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Relative error; NaN never passes."""
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def attention_error(batch: int, groups: int, group: int, capacity: int, width: int, dtype: torch.dtype) -> float:
+    """The error of attention with padding, a window and free slots."""
+    attend = Attention(torch.device("cuda"))
+    q = random(batch, groups * group, width).to(dtype)
+    k, v = (random(batch, groups, capacity, width).to(dtype) for _ in range(2))
+    mask = torch.zeros(batch, capacity, device="cuda", dtype=dtype)
+    mask[:, capacity - capacity // 3 :] = mask[0, : capacity // 4] = torch.finfo(dtype).min
+    sinks = random(groups * group).to(dtype)
+    worst = 0.0
+    for given in (None, sinks):
+        found = attend(q, k, v, mask, width**-0.5, given)
+        assert found is not None
+        repeated = [each.double().repeat_interleave(group, 1) for each in (k, v)]
+        scores = torch.einsum("bhd,bhtd->bht", q.double(), repeated[0]) * width**-0.5 + mask[:, None].double()
+        if given is not None:
+            scores = torch.cat([scores, given.double()[None, :, None].expand(batch, -1, 1)], -1)
+        expected = torch.einsum("bht,bhtd->bhd", scores.softmax(-1)[..., :capacity], repeated[1])
+        worst = max(worst, error(found, expected))
+    return worst
+
+
+def check() -> dict[str, float]:
+    """Relative errors."""
+    found = {}
+    for batch, groups, group, capacity, width in [
+        (1, 4, 8, 777, 128), (5, 2, 1, 64, 64), (3, 2, 12, 4099, 64), (2, 1, 16, 1500, 256), (40, 4, 8, 1030, 128),
+    ]:  # fmt: skip
+        for dtype in (torch.bfloat16, torch.float16):
+            name = f"attention {batch} x {groups} x {group}, {capacity} tokens of {width}, {dtype}"
+            found[name] = attention_error(batch, groups, group, capacity, width, dtype)
+    for tokens, rows in [(1, (4096, 512, 512)), (5, (2048,)), (16, (128, 48)), (9, (64, 16, 16))]:
+        weights = [random(count, 1056) * 1056**-0.5 for count in rows]
+        biases = [random(count) if count % 32 else None for count in rows]
+        x = random(tokens, 1056)
+        expected = torch.cat(
+            [
+                x.double() @ w.double().T + (0 if b is None else b.double())
+                for w, b in zip(weights, biases, strict=True)
+            ],
+            1,
+        )
+        found[f"product of {tokens}, {rows}"] = error(dense.multiply(x, weights, biases), expected)
+    for experts, top_k in ((128, 8), (512, 10), (60, 4)):
+        logits = torch.randn(37, experts, device="cuda")
+        index, weights_ = router.choose(logits, top_k, normalized=True)
+        values, places = logits.double().softmax(-1).topk(top_k)
+        assert torch.equal(index, places)
+        found[f"weights of {top_k} of {experts} experts"] = error(weights_, values / values.sum(-1, keepdim=True))
+    x, addend, weight = random(33, HIDDEN), torch.randn(33, HIDDEN, device="cuda"), random(HIDDEN)
+    total, normed = step.add_norm(x, addend, weight, 1e-6)
+    assert torch.equal(total, x + addend.bfloat16())
+    wide = total.double()
+    found["sum and norm"] = error(normed, wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double())
+    return found
+
+
+def attention_times(batch: int, context: int) -> dict[str, float]:
+    """Microseconds of attention over a context, with a mask that hides nothing."""
+    size = batch * GROUPS * context * WIDTH * 4
+    copies, attend = max(1, min(6, int(OUTSIDE / size))), Attention(torch.device("cuda"))
+    q, mask = random(batch, HEADS, WIDTH), torch.zeros(batch, context, device="cuda", dtype=torch.bfloat16)
+    pairs = [(random(batch, GROUPS, context, WIDTH), random(batch, GROUPS, context, WIDTH)) for _ in range(copies)]
+
+    def grouped(number: int) -> Tensor:
+        k, v = pairs[number % copies]
+        return functional.scaled_dot_product_attention(
+            q[:, :, None], k, v, attn_mask=mask[:, None, None], enable_gqa=True
+        )
+
+    def tokens(number: int) -> Tensor:
+        k, v = pairs[number % copies]
+        return functional.scaled_dot_product_attention(
+            q.view(batch, GROUPS, -1, WIDTH), k, v, attn_mask=mask[:, None, None]
+        )
+
+    return {
+        "bytes at 3 TB/s": size / 3e6,
+        "kernel": timed(lambda number: attend(q, *pairs[number % copies], mask, WIDTH**-0.5)),
+        "sdpa, grouped": timed(grouped),
+        "sdpa, heads as tokens": timed(tokens),
+    }
+
+
+def product_times(batch: int, *rows: int, columns: int = HIDDEN) -> dict[str, float]:
+    """Microseconds of products with matrices of some rows."""
+    copies = max(2, int(1.5e8 / (sum(rows) * columns * 2)))
+    x, none = random(batch, columns), [None] * len(rows)
+    sets = [[random(count, columns) for count in rows] for _ in range(copies)]
+
+    def separate(number: int) -> list[Tensor]:
+        return [functional.linear(x, weight) for weight in sets[number % copies]]
+
+    times = {"bytes at 3 TB/s": sum(rows) * columns * 2 / 3e6, "cuBLAS": timed(separate)}
+    if batch <= dense.MOST_TOKENS:
+        for warps in (4, 8, 16):
+            times[f"kernel, {warps} warps"] = timed(
+                lambda number, warps=warps: dense.multiply(x, sets[number % copies], none, warps)
+            )
+    return times
+
+
+def small_times(batch: int) -> dict[str, float]:
+    """Microseconds of what is neither attention nor a product."""
+    x, addend, weight = random(batch, HIDDEN), torch.randn(batch, HIDDEN, device="cuda"), random(HIDDEN)
+    logits, joint = random(batch, EXPERTS), random(batch, HEADS + 2 * GROUPS, WIDTH)
+    keys, values = (random(batch, GROUPS, 1024, WIDTH) for _ in range(2))
+    cos, sin, norm = random(batch, WIDTH), random(batch, WIDTH), random(WIDTH)
+    place = torch.tensor([7], device="cuda")
+    heads = step.HeadRows(*joint.split([HEADS, GROUPS, GROUPS], 1), norm, norm, 1e-6, cos, sin)
+    return {
+        "sum and norm": timed(lambda _: step.add_norm(x, addend, weight, 1e-6)),
+        "choice": timed(lambda _: router.choose(logits, TOP_K, normalized=True)),
+        "heads": timed(lambda _: step.prepare_heads(heads, place, keys, values)),
+    }
+
+
+def main() -> None:
+    """Check, then time."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--results", type=Path)
+    options = parser.parse_args()
+    lines: dict[str, Any] = {}
+
+    def note(name: str, row: dict[str, float]) -> None:
+        lines[name] = {key: float(f"{value:.3g}") for key, value in row.items()}
+        print(name, lines[name], flush=True)
+
+    note("errors", check())
+    for batch in BATCHES:
+        note(f"small, {batch}", small_times(batch))
+        note(f"q, k, v, {batch}", product_times(batch, HEADS * WIDTH, GROUPS * WIDTH, GROUPS * WIDTH))
+        note(f"output, {batch}", product_times(batch, HIDDEN, columns=HEADS * WIDTH))
+        note(f"router, {batch}", product_times(batch, EXPERTS))
+        for context in CONTEXTS:
+            if batch * GROUPS * context * WIDTH * 4 < LARGEST:
+                note(f"attention, {batch} x {context}", attention_times(batch, context))
+    if options.results:
+        options.results.write_text(json.dumps({**device_name(), "lines": lines}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

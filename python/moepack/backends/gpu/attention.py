@@ -1,0 +1,99 @@
+"""Attention of single tokens by `cuda/attention.cu`: one query per head, grouped heads without copies.
+
+Splits of a sequence are combined in the same launch, with counters that each launch leaves at zero. They belong to an
+object, because they must be written before a recording.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from moepack.backends.gpu.program import Program
+from moepack.backends.gpu.structs import Struct
+
+__all__ = ["Attention", "program"]
+
+_ATTENTION = Struct("attention.cu", "Attention")
+_HEADS, _TILE = 8, 16
+"""Heads of a block, and tokens of a warp."""
+
+_BLOCKS = 2
+"""Per multiprocessor."""
+
+_SPLITS = 32
+"""The most blocks that share a sequence; the last one of them adds the sums of all."""
+
+_ROWS = 16384
+"""The most rows of blocks; each has a counter."""
+
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+
+
+class Attention:
+    """Attention on one device, for launches one after the other.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._arrived = torch.zeros(_ROWS, dtype=torch.int32, device=device)
+        self._blocks = _BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor | None:
+        """Attend to all keys and values.
+
+        Args:
+            queries: [B, heads, K], bfloat16 or float16.
+            keys, values: [B, groups, tokens, K] and [B, groups, tokens, V].
+            mask: [B, tokens], added to the scores; the dtype's least value hides a token.
+            scale: of the scores.
+            sinks: [heads], scores that take part in the sums only.
+
+        Returns:
+            [B, heads, V]; None if the kernel does not support the arguments.
+        """
+        (batch, heads, key_width), (groups, capacity, value_width) = queries.shape, values.shape[1:]
+        given = [each for each in (queries, keys, values, mask, sinks) if each is not None]
+        if queries.dtype not in _DTYPES or len({(each.dtype, each.device) for each in given}) > 1:
+            return None
+        if key_width % 32 or value_width % 64 or max(key_width, value_width) > 256 or heads % groups:
+            return None
+        if keys.shape != (batch, groups, capacity, key_width) or not capacity:
+            return None
+        if not (mask is None or mask.shape == (batch, capacity)) or not (sinks is None or sinks.shape == (heads,)):
+            return None
+        if not all(each.is_contiguous() for each in given):
+            return None
+        rows = batch * groups * -(-heads // groups // _HEADS)
+        if rows > _ROWS:
+            return None
+        warps = 4 if value_width > 128 else 8
+        splits = max(1, min(-(-capacity // (_TILE * warps)), self._blocks // rows, _SPLITS))
+        parts, stats = (
+            torch.empty(rows * splits * _HEADS * width, dtype=torch.float32, device=queries.device)
+            for width in (value_width, 2)
+        )
+        out = queries.new_empty((batch, heads, value_width))
+        argument = _ATTENTION(
+            queries=queries, keys=keys, values=values, mask=mask, sinks=sinks, out=out, stats=stats, parts=parts,
+            arrived=self._arrived, groups=groups, group=heads // groups, capacity=capacity, scale=scale,
+        )  # fmt: skip
+        kernels = program(_DTYPES[queries.dtype], key_width, value_width)
+        kernels.launch("attend", (splits, rows), 32 * warps, [argument], early=True)
+        return out
+
+
+@cache
+def program(half: int, key_width: int, value_width: int) -> Program:
+    """The kernel for bfloat16 (0) or float16 (1) and the columns of a head."""
+    return Program("attention.cu", HALF=half, KEY_WIDTH=key_width, VALUE_WIDTH=value_width)

@@ -1,0 +1,43 @@
+"""Runs scripts in processes of their own that need not import torch and transformers, which takes five seconds.
+
+A server without threads has imported `preloaded` and forks for each script. The hub is offline there.
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The exit code of a script, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_script(script: Path, *arguments: object, folder: Path, timeout: float | None = 600) -> Finished:
+    """Run a script to its end; `folder` receives its output and its temporary files."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    process = context.Process(target=_run, args=(script, [str(script), *map(str, arguments)], folder))
+    process.start()
+    process.join(timeout)
+    if process.exitcode is None:
+        process.kill()
+        raise TimeoutError(f"{script.name} takes more than {timeout} seconds")
+    return Finished(process.exitcode, *((folder / name).read_text() for name in ("stdout", "stderr")))
+
+
+def _run(script: Path, arguments: list[str], folder: Path) -> None:
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    sys.argv, tempfile.tempdir = arguments, str(folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the processes that it starts
+    runpy.run_path(str(script), run_name="__main__")
