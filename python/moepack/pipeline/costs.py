@@ -29,8 +29,9 @@ PROCESS = 350 << 20
 RUNNING = 130 << 20
 """Additional memory in bytes once transformers has built or run a model in the process."""
 
-WORKING = 20
-"""Working memory in bytes per weight of the experts being packed: float32 copies and candidates."""
+WORKING, WHOLE = 32, 5
+"""Working memory in bytes per weight of the experts being packed (float32 copies and candidates), and of a linear layer,
+which is packed in parts."""
 
 SAMPLED = 1 << 25
 """Maximum number of weights that a plan samples (`methods.rate.sample`)."""
@@ -41,8 +42,8 @@ STARTED = 1.3
 PLAN = {"auto": (1.2, 0.04, 1.3e-7), "rate": (0.8, 0.0, 4e-8)}
 """Seconds of a plan: to search for steps, per tensor whose formats are compared, and per sampled weight."""
 
-SAMPLE_MEMORY = 8
-"""Memory of a plan in bytes per sampled weight."""
+SAMPLE_MEMORY, MATRIX_MEMORY = 4, 8
+"""Memory of a plan in bytes per sampled weight, and per weight of the largest matrix, whose balance is computed."""
 
 FORWARD, BACKWARD = 1.0, 3.0
 """Passes over the weights of a block; the backward pass repeats the forward pass."""
@@ -180,11 +181,17 @@ def job_memory(load: Load) -> int:
     if not load.shapes:
         return PROCESS
     codes = max(math.prod(shape[1:]) for shape in load.shapes)
-    working = WORKING * max(rows * columns * min(experts, load.workers) for _, experts, rows, columns in load.shapes)
+    working = max(
+        rows * columns * (WORKING * min(experts, load.workers) if experts > 1 else WHOLE)
+        for _, experts, rows, columns in load.shapes
+    )
     packing = codes + working + 2 * load.packed
     if load.tokens:
         largest = max(sum(math.prod(shape[1:]) for shape in layer) for layer in load.layers)
         squares = max(min(experts, load.group) * columns**2 for _, experts, _, columns in load.shapes)
         packing += 4 * largest + 2 * 4 * load.tokens * load.width + HESSIAN * squares
-    plan = SAMPLE_MEMORY * min(load.weights, SAMPLED) if load.method in PLAN else 0
+    plan = 0
+    if load.method in PLAN:
+        matrix = max(rows * columns for _, _, rows, columns in load.shapes)
+        plan = SAMPLE_MEMORY * min(load.weights, SAMPLED) + MATRIX_MEMORY * matrix
     return int(PROCESS + RUNNING + max(packing, plan, load.measuring if load.measured else 0))
