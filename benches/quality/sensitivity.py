@@ -1,8 +1,8 @@
 """Measures how weight errors affect the loss of a pretrained model, and the best integer steps that follow.
 
     python -m benches.quality.sensitivity samples MODEL --results FILE [--device cuda]
-    python -m benches.quality.sensitivity texts MODEL --texts FILE ... --sources FILE ... [--bits 3 4] [--steps 40]
-        [--device cuda]
+    python -m benches.quality.sensitivity texts MODEL --texts FILE ... --sources FILE ... [--bits 3 4] [--samples 128]
+        [--steps 40] [--device cuda]
     python -m benches.quality.sensitivity steps MODEL --texts FILE ... --sources FILE [--bits 3 4] [--device cuda]
 
 `samples` generates a text with MODEL, from random first tokens at temperature 1.
@@ -60,9 +60,10 @@ def texts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     scores = Scores(options.model, options.texts, options.device, options.windows)
     for bits in options.bits:
         for source in options.sources:
-            method = Auto(bits_per_weight=bits, calibration=str(source), device=options.device)
+            given = {"calibration": str(source), "samples": options.samples, "device": options.device}
+            method = Auto(bits_per_weight=bits, **given)
             checkpoint = open_checkpoint(options.model)
-            row = {"bits": bits, "source": source.stem}
+            row = {"bits": bits, "source": source.stem, "samples": options.samples}
             with tempfile.TemporaryDirectory() as folder:
                 packed, tuned, start = Path(folder) / "packed", Path(folder) / "tuned", time.perf_counter()
                 plan = method.plan(checkpoint, describe(checkpoint))
@@ -203,6 +204,7 @@ def main() -> None:
     parser.add_argument("--tuning", type=Path, help="text for `moepack tune`; default: the source")
     parser.add_argument("--tune-samples", type=int, default=128, help="maximum samples of 512 tokens of that text")
     parser.add_argument("--batch", type=int, default=2, help="samples of 512 tokens per step")
+    parser.add_argument("--samples", type=int, default=128, help="calibration windows")
     parser.add_argument("--windows", type=int, default=SCORED, help="windows per evaluation text")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--results", type=Path)

@@ -12,11 +12,16 @@ from typing import Any, BinaryIO
 
 from moepack.errors import TextError
 
-__all__ = ["BUILT_IN", "TextReader", "read_text", "standard_input"]
+__all__ = ["BUILT_IN", "NO_TEXT", "OWN_SAMPLES", "TextReader", "read_text", "standard_input"]
 
 BUILT_IN = "built-in"
-"""Given instead of a file: the text that comes with the package, about 12,700 tokens of prose, articles, chat, code and
-other languages."""
+"""Given instead of a calibration file: the text that comes with the package (`moepack.calibration.built_in`)."""
+
+NO_TEXT = "none"
+"""Given instead of a calibration file: no text."""
+
+OWN_SAMPLES = "self"
+"""Given instead of a calibration file: text that the model generates (`moepack.calibration.own`)."""
 
 CHUNK = 1 << 20
 MARKS = {

@@ -1,5 +1,4 @@
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +6,6 @@ import torch
 
 from moepack.calibration import SpanTokens, decoder_samples, read_texts, seq2seq_samples, token_windows
 from moepack.calibration.buffer import ListBuffer
-from moepack.calibration.text import BUILT_IN
 from moepack.errors import CalibrationError, MoepackWarning
 
 SPECIAL = SpanTokens(sentinels=(99, 98, 97, 96, 95), end=1, start=0)
@@ -34,21 +32,6 @@ def test_a_short_text_gives_fewer_windows_and_one_at_least(tmp_path):
     assert token_windows(tokenizer, file, 1, 21, 200).shape == (1, 21)
     with pytest.raises(CalibrationError, match="21 tokens are less than one sample of 22"):
         token_windows(tokenizer, file, 8, 22, 200)
-
-
-def test_every_part_of_the_built_in_text_holds_several_kinds():
-    kinds = [
-        r"^Assistant: ",
-        r"^( +\S.*)?[;{}\])>]$",  # a line of code
-        r"[^\W\d_a-zA-Z]",  # a letter of another language
-        r"\d{4}",  # years and quantities
-        r'^"[A-Z].*"$',  # direct speech
-    ]
-    (text,) = read_texts(BUILT_IN)
-    stretch = 5000  # characters, 1,500 tokens
-    for start in range(0, len(text) - stretch, 100):
-        part = text[start : start + stretch]
-        assert sum(re.search(kind, part, re.MULTILINE) is not None for kind in kinds) >= 3, start
 
 
 def test_tokens_out_of_the_vocabulary_are_refused(tmp_path):

@@ -153,6 +153,11 @@ def test_calibration_takes_memory_and_time(mixtral: Path, tmp_path: Path, text: 
     )
     assert many.memory > few.memory + 10_000 * 512 * 64
     assert few.seconds is not None and many.seconds is not None and many.seconds > 2 * few.seconds
+    assert few.text_seconds is not None and many.text_seconds is not None
+    assert many.seconds - many.text_seconds == pytest.approx(few.seconds - few.text_seconds)
+    assert "of it for the calibration text" in shown(many, False)
+    plain = estimate(mixtral, tmp_path / "out", create("finequant"))
+    assert plain.text_seconds == 0 and "calibration text" not in shown(plain, False)
 
 
 def test_time_follows_the_threads_and_only_a_processor_is_timed(mixtral: Path, tmp_path: Path, text: Path) -> None:

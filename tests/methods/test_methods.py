@@ -85,5 +85,5 @@ def test_unknown_names_list_the_known_ones() -> None:
         create("rate", group_size=64)
     with pytest.raises(ValueError, match="unknown method 'ternary'"):
         create("ternary")
-    with pytest.raises(ValueError, match="the method codequant requires calibration"):
-        create("codequant")
+    with pytest.raises(ValueError, match="the method rate requires bits_per_weight"):
+        create("rate")

@@ -8,12 +8,14 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
+from moepack.calibration.own import own_windows
 from moepack.calibration.samples import Samples, SpanTokens, decoder_samples, seq2seq_samples
 from moepack.calibration.settings import CalibrationSettings
 from moepack.calibration.text import token_windows
 from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.classes import building
 from moepack.errors import CalibrationError
+from moepack.textfile import OWN_SAMPLES
 
 __all__ = ["CalibrationRequest", "load_samples", "span_tokens"]
 
@@ -55,7 +57,7 @@ def load_samples(
 
     Args:
         checkpoint: a checkpoint with a tokenizer.
-        source: see `read_texts`.
+        source: see `read_texts`, or `OWN_SAMPLES`.
         samples: maximum number of windows.
         length: tokens per window, before span corruption.
         premask: exclude the positions of special tokens from the Hessians (encoder-decoder models).
@@ -77,7 +79,11 @@ def load_samples(
     if positions is not None and length > positions:
         message = f"samples of {length} tokens are longer than the model's {positions} positions"
         raise CalibrationError(f"{message}: use a shorter sequence length")
-    windows = token_windows(tokenizer, source, samples, length, int(text.vocab_size))
+    vocabulary = int(text.vocab_size)
+    if source == OWN_SAMPLES:
+        windows = own_windows(checkpoint, tokenizer, samples, length, vocabulary)
+    else:
+        windows = token_windows(tokenizer, source, samples, length, vocabulary)
     if not config.is_encoder_decoder:
         return decoder_samples(windows)
     return seq2seq_samples(windows, span_tokens(tokenizer, config), seed=seed, premask=premask)

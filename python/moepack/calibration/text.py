@@ -1,13 +1,8 @@
 """Calibration text: turns a file, a directory or a data set into token windows.
 
 A source is plain text, JSON lines (field "text", or the only string field), a directory of both, the name of a hub data
-set, or `BUILT_IN`. The tokens of all documents are concatenated, and windows are evenly spaced over them, so that a
-short calibration run still covers the whole text. No step is random.
-
-The built-in text represents typical uses of models: encyclopedic articles, a novel, other languages, source code, chat,
-news, science and law. The kinds alternate every few hundred tokens, because a run may read only some windows. The novel
-is *Little Women* (Louisa May Alcott, 1868; in the public domain). All other parts were written for this package; the
-people and works that they describe are invented.
+set, or `BUILT_IN` (`built_in`). The tokens of all documents are concatenated, and windows are evenly spaced over them,
+so that a short calibration run still covers the whole text. No step is random.
 """
 
 from __future__ import annotations
@@ -22,9 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moepack.calibration.built_in import built_in_documents, built_in_windows
 from moepack.decoding.vocabulary import first_unknown, unknown
 from moepack.errors import CalibrationError, MoepackWarning, TextError
-from moepack.textfile import BUILT_IN, read_text
+from moepack.textfile import BUILT_IN, OWN_SAMPLES, read_text
 
 __all__ = ["Tokenizer", "check_source", "read_texts", "token_windows"]
 
@@ -51,7 +47,9 @@ def check_source(source: str | PathLike[str]) -> None:
     Raises:
         CalibrationError: no such file or directory exists, and the name cannot be that of a data set.
     """
-    path = _path(source)
+    if source in (BUILT_IN, OWN_SAMPLES):
+        return
+    path = Path(source)
     named = path.suffix in TEXT_SUFFIXES + JSON_SUFFIXES or str(source).partition(":")[0].count("/") != 1
     if not path.exists() and (named or str(source).startswith(("/", "."))):
         raise CalibrationError("no such calibration file or directory", file=path)
@@ -68,9 +66,11 @@ def read_texts(source: str | PathLike[str], *, limit: int | None = None) -> Iter
     Raises:
         CalibrationError: the source does not exist, is empty, or is not text.
     """
-    path = _path(source)
+    path = Path(source)
     documents: Iterator[str]
-    if path.is_dir():
+    if source == BUILT_IN:
+        documents = built_in_documents()
+    elif path.is_dir():
         files = sorted(f for f in path.iterdir() if f.is_file() and f.suffix in TEXT_SUFFIXES + JSON_SUFFIXES)
         if not files:
             raise CalibrationError(f"no {', '.join(TEXT_SUFFIXES + JSON_SUFFIXES)} file in the directory", file=path)
@@ -80,10 +80,6 @@ def read_texts(source: str | PathLike[str], *, limit: int | None = None) -> Iter
     else:
         documents = _hub_documents(str(source))
     return _limited(documents, limit)
-
-
-def _path(source: str | PathLike[str]) -> Path:
-    return Path(__file__).with_name("built_in.txt") if source == BUILT_IN else Path(source)
 
 
 def token_windows(
@@ -103,16 +99,28 @@ def token_windows(
     """
     if samples < 1 or length < 1:
         raise ValueError(f"samples and length must be positive, not {samples} and {length}")
+    windows = (
+        built_in_windows(tokenizer, samples, length)
+        if source == BUILT_IN
+        else _spaced_windows(tokenizer, source, samples, length)
+    )
+    if not len(windows):
+        raise CalibrationError(f"the text is shorter than one sample of {length} tokens", file=source)
+    if (token := first_unknown(windows, vocabulary)) is not None:
+        raise CalibrationError(unknown(token, vocabulary, tokenizer), file=source)
+    return windows
+
+
+def _spaced_windows(tokenizer: Tokenizer, source: str | PathLike[str], samples: int, length: int) -> Tensor:
+    """Return windows at even distances over a text; arguments, result and errors as for `token_windows`."""
     ids: list[int] = []
     for document in read_texts(source, limit=samples * length * CHARACTERS_PER_TOKEN):
         ids += tokenizer(document, add_special_tokens=False, verbose=False).input_ids
     if len(ids) < length:
         raise CalibrationError(f"{len(ids)} tokens are less than one sample of {length}", file=source)
     tokens = torch.tensor(ids, dtype=torch.int64)
-    if (token := first_unknown(tokens, vocabulary)) is not None:
-        raise CalibrationError(unknown(token, vocabulary, tokenizer), file=source)
     count = min(samples, len(ids) // length)
-    if count < samples and source != BUILT_IN:
+    if count < samples:
         message = f"{source}: the text holds {count} samples of {length} tokens, but {samples} were requested"
         warnings.warn(message, MoepackWarning, stacklevel=2)
     slack = len(ids) - count * length

@@ -115,12 +115,12 @@ def run(
     """Print the plan, then compress. Return None after a dry run."""
     from moepack.cli.evaluate import quiet_transformers
     from moepack.format.atomic import refuse_existing
-    from moepack.methods.auto.settings import NO_TEXT
     from moepack.pipeline import compress
     from moepack.pipeline.distributed import refuse as refuse_sharing
     from moepack.pipeline.estimate import estimate
     from moepack.pipeline.source import opened
     from moepack.progress import terminal_progress
+    from moepack.textfile import NO_TEXT
 
     quiet_transformers()
     console = plain_console(stderr=True)

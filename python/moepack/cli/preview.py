@@ -140,4 +140,6 @@ def _running(plan: "Estimate") -> str:
 def _time(plan: "Estimate") -> str:
     if plan.seconds is None:
         return "not estimated on this device"
-    return f"about {duration(plan.seconds)} with {plan.threads} thread{'s' if plan.threads > 1 else ''}"
+    threads = f"{plan.threads} thread{'s' if plan.threads > 1 else ''}"
+    text = f", {duration(plan.text_seconds)} of it for the calibration text" if plan.text_seconds else ""
+    return f"about {duration(plan.seconds)} with {threads}{text}"

@@ -29,7 +29,7 @@ def run_command(
         typer.Option(help="Size of the packed model, for example 9GB. Default: the largest that fits this machine."),
     ] = None,
     calibration: Annotated[
-        str | None, typer.Option(help="Calibration text: a file, or `none`. Default: the built-in text.")
+        str | None, typer.Option(help="Calibration text: a file, `self`, or `none`. Default: the built-in text.")
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Serve over HTTP instead of chatting.")] = False,
     port: Annotated[int, typer.Option(help="Port of --serve.", min=0, max=65535)] = 8000,

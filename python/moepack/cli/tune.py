@@ -9,6 +9,7 @@ from moepack.cli import options
 from moepack.cli.console import plain_console
 from moepack.cli.placement import usable_device
 from moepack.cli.usage import wrong_usage
+from moepack.textfile import BUILT_IN
 
 
 def tune_command(
@@ -16,8 +17,9 @@ def tune_command(
     original: Annotated[Path, typer.Argument(help="The original checkpoint: directory or Hub id.")],
     out: Annotated[Path, typer.Argument(help="Output directory. It must not exist.")],
     calibration: Annotated[
-        str, typer.Option(help="Calibration text: text file, JSON Lines, directory or Hub data set.")
-    ],
+        str,
+        typer.Option(help="Calibration text: text file, JSON Lines, directory, Hub data set, or self (see compress)."),
+    ] = BUILT_IN,
     samples: Annotated[int, typer.Option(min=2, help="Number of calibration windows.")] = 128,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
     steps: Annotated[int, typer.Option(min=1, help="Gradient steps.")] = 200,

@@ -43,6 +43,7 @@ class Setting:
         minimum, maximum: inclusive bounds.
         above, below: exclusive bounds.
         shown: the default in words; None shows its value.
+        absent: text that stands for None; refused if the setting cannot be None.
         recorded: whether it changes the output and is recorded in the manifest.
         name, types, default: as declared by the dataclass.
     """
@@ -57,6 +58,7 @@ class Setting:
     above: float | None = None
     below: float | None = None
     shown: str | None = None
+    absent: str | None = None
     recorded: bool = True
     name: str = ""
     types: tuple[type, ...] = ()
@@ -86,6 +88,10 @@ class Setting:
         Raises:
             ValueError: the value is not allowed; the message names the setting and the allowed values.
         """
+        if self.absent is not None and value == self.absent:
+            if type(None) not in self.types:
+                raise ValueError(f"{self.name} must not be {value}: this method needs one")
+            value = None
         if value is None and type(None) in self.types:
             return None
         value = self._converted(value)

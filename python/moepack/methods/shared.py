@@ -2,15 +2,19 @@
 
 from typing import Any
 
-from moepack.methods.settings import REQUIRED, setting
+from moepack.methods.settings import setting
+from moepack.textfile import BUILT_IN, NO_TEXT
 
 __all__ = ["calibration", "codes", "device", "group", "minimum_tokens", "samples", "sequence_length", "span_seed"]
 
 
-def calibration(default: Any = REQUIRED, **declared: Any) -> Any:
+def calibration(default: str | None = BUILT_IN, **declared: Any) -> Any:
     """Return the setting `calibration`; it enters the manifest by its fingerprint."""
-    about = "Calibration text, similar to what the model will read: text file, JSON Lines, directory or Hub data set."
-    return setting(default, help=about, users="basic", recorded=False, **declared)
+    about = (
+        "Calibration text, similar to what the model will read: text file, JSON Lines, directory, Hub data set, "
+        "`built-in` (a text that comes with moepack), `self` (samples of the model itself), or `none`."
+    )
+    return setting(default, help=about, shown="", users="basic", recorded=False, absent=NO_TEXT, **declared)
 
 
 def samples(default: int = 128) -> Any:

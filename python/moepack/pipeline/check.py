@@ -15,7 +15,7 @@ from moepack.errors import MoepackError
 from moepack.evaluation import evaluate
 from moepack.methods.base import MethodPlan
 from moepack.pipeline.report import CompressReport
-from moepack.textfile import BUILT_IN
+from moepack.textfile import BUILT_IN, OWN_SAMPLES
 from moepack.units import nats
 
 __all__ = ["LARGE", "checked", "far_notes", "is_checked", "measured_increase"]
@@ -44,7 +44,7 @@ def checked(report: CompressReport, model: Path, plan: MethodPlan) -> CompressRe
         model: the checkpoint.
         plan: the plan by which it was packed; gives the calibration text and the expected loss.
     """
-    source = BUILT_IN if plan.request is None else plan.request.source
+    source = BUILT_IN if plan.request is None or plan.request.source == OWN_SAMPLES else plan.request.source
     try:
         increase = measured_increase(model, report.path, source)
     except MoepackError as error:

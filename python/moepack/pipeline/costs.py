@@ -21,7 +21,7 @@ from typing import Any
 
 from moepack.methods.parallel import MAX_WORKERS
 
-__all__ = ["PROCESS", "Load", "Shape", "job_memory", "job_seconds"]
+__all__ = ["PROCESS", "TEXT_STAGES", "Load", "Shape", "job_memory", "job_seconds"]
 
 PROCESS = 350 << 20
 """Memory in bytes of a process that has imported torch."""
@@ -30,8 +30,8 @@ RUNNING = 130 << 20
 """Additional memory in bytes once transformers has built or run a model in the process."""
 
 WORKING, WHOLE = 32, 5
-"""Working memory in bytes per weight of the experts being packed (float32 copies and candidates), and of a linear layer,
-which is packed in parts."""
+"""Working memory in bytes per weight of the experts being packed (float32 copies and candidates), and of a linear
+layer, which is packed in parts."""
 
 SAMPLED = 1 << 25
 """Maximum number of weights that a plan samples (`methods.rate.sample`)."""
@@ -62,6 +62,9 @@ one pass of GPTQ, and three that replace codes and scales."""
 HESSIAN = 16
 """Calibration memory in bytes per expert being packed and pair of columns: the sums of the inputs, and their
 inverse."""
+
+TEXT_STAGES = ("sensitivity", "run", "solve")
+"""Stages that only jobs with a text have."""
 
 ENDS = ("embedding", "head")
 """Roles that are packed without the text."""

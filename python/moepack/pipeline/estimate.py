@@ -32,7 +32,7 @@ from moepack.methods.mixins import goal_of, is_sized_by_plan, requested
 from moepack.methods.preference import Preference, expected_preferences
 from moepack.methods.reads import is_tied, kept_reads
 from moepack.pipeline.assignment import Assignment
-from moepack.pipeline.costs import PROCESS, Load, job_memory, job_seconds
+from moepack.pipeline.costs import PROCESS, TEXT_STAGES, Load, job_memory, job_seconds
 from moepack.pipeline.outputs import Outputs, check_text, plan_outputs, space_bound
 from moepack.pipeline.soundness import check_names
 from moepack.pipeline.source import Source, Streaming, opened
@@ -84,6 +84,7 @@ class Estimate:
         threads: number of threads.
         load: the job, as far as its costs are concerned.
         seconds: approximate time on an idle machine; None on a device other than the CPU.
+        text_seconds: the part of it that a calibration text takes; 0 without a text.
         run_memory: approximate memory in bytes to run the packed model: a process plus all weight files.
         tokens_per_second: expected decoding speed of one sequence after a short prompt, on the target of `auto` or on
             this machine's processor. None if it was not measured (`moepack doctor` measures).
@@ -110,6 +111,7 @@ class Estimate:
     threads: int
     load: Load
     seconds: float | None
+    text_seconds: float | None
     run_memory: int
     tokens_per_second: float | None
     preferences: tuple[Preference, ...] = ()
@@ -200,6 +202,7 @@ def _estimated(
         free_disk=free,
         threads=workers,
         seconds=None if seconds is None else sum(seconds.values()),
+        text_seconds=None if seconds is None else sum(seconds[stage] for stage in TEXT_STAGES),
         run_memory=PROCESS + kept + int(sum(part.after for part in parts)),
         tokens_per_second=pace.tokens_per_second,
         preferences=pace.preferences,

@@ -29,6 +29,7 @@ from moepack.memory import PeakMemory
 from moepack.pipeline.journal import PARTIAL, Workspace
 from moepack.pipeline.report import directory_bytes
 from moepack.progress import Progress, Silent
+from moepack.textfile import BUILT_IN
 from moepack.tuning import Tuned, TuneSettings, tune_model
 from moepack.tuning.tensors import KINDS
 
@@ -40,7 +41,7 @@ def tune(
     original: str | PathLike[str],
     out: str | PathLike[str],
     *,
-    calibration: str,
+    calibration: str = BUILT_IN,
     samples: int = 128,
     sequence_length: int = 512,
     settings: TuneSettings | None = None,
@@ -56,7 +57,7 @@ def tune(
         packed: a directory packed by the method `codequant`, `rate` or `auto`.
         original: the original checkpoint, a directory or a hub id.
         out: directory to create; it must not exist.
-        calibration: text file, JSON lines, directory or hub data set.
+        calibration: text file, JSON lines, directory, hub data set, "built-in" or "self".
         samples, sequence_length: maximum number of windows, and tokens per window.
         settings: see `TuneSettings`.
         device: where both models run, in float32, with gradients.

@@ -33,7 +33,7 @@ from moepack.methods.auto.coded import Coded
 from moepack.methods.auto.loss import WITHIN
 from moepack.methods.auto.mixed import CODED, Alternatives, Mixed
 from moepack.methods.auto.packer import Allocated
-from moepack.methods.auto.settings import NO_TEXT, AutoSettings
+from moepack.methods.auto.settings import AutoSettings
 from moepack.methods.auto.target import Target
 from moepack.methods.base import Method, MethodPlan, Shape
 from moepack.methods.files import kept_bytes
@@ -65,8 +65,6 @@ class Auto(AutoSettings, Fitted, Calibrates, MeetsSize, PacksLinears, Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._target = Target(self.size, self.bits_per_weight, self.ratio)
-        if self.calibration == NO_TEXT:
-            self.calibration = None
         self._rate(self.calibration)  # runs its checks
 
     def _rate(self, source: str | None) -> Rate:
@@ -233,7 +231,7 @@ class Auto(AutoSettings, Fitted, Calibrates, MeetsSize, PacksLinears, Method):
         """Also without a text, and the other preferences; see `Fitted`."""
         return {
             "auto": cls.fitted,
-            "auto without a text": lambda wanted: cls(wanted.size),
+            "auto without a text": lambda wanted: cls(wanted.size, calibration=None),
             "auto for quality": lambda wanted: cls(wanted.size, prefer="quality", **wanted.text),
             "auto for speed": lambda wanted: cls(wanted.size, prefer="speed", **wanted.text),
         }

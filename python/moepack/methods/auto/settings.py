@@ -5,12 +5,8 @@ from typing import ClassVar
 
 from moepack.methods import shared
 from moepack.methods.settings import Settings, setting
-from moepack.textfile import BUILT_IN
 
-__all__ = ["NO_TEXT", "AutoSettings"]
-
-NO_TEXT = "none"
-"""Value of `calibration` that disables it."""
+__all__ = ["AutoSettings"]
 
 
 @dataclass
@@ -27,10 +23,7 @@ class AutoSettings(Settings):
         None, help="Size relative to the checkpoint, for example 0.25.", users="basic", recorded=False
     )
     calibration: str | None = shared.calibration(
-        BUILT_IN,
-        shown="",
-        note="by default a built-in text, if the model's largest layer and its gradients fit in memory; "
-        "`none` disables calibration",
+        note="by default `built-in`, if the model's largest layer and its gradients fit in memory"
     )
     prefer: str = setting(
         "balance",

@@ -15,7 +15,7 @@ ROW = "row"
 class CodeQuantSettings(Settings):
     """The settings."""
 
-    calibration: str = shared.calibration()
+    calibration: str = shared.calibration(note="by default `built-in`")
     samples: int = shared.samples()
     sequence_length: int = shared.sequence_length()
     weight_bits: int = setting(4, help="Bits per code", users="expert", choices=(2, 3, 4))

@@ -20,7 +20,7 @@ PAPER = {"up_bits": 2, "group_size": 64, "solver": "lsq"}
 class FloeSettings(Settings):
     """The settings. None means the default of the chosen form."""
 
-    calibration: str = shared.calibration()
+    calibration: str = shared.calibration(note="by default `built-in`")
     sparsity: float = setting(
         0.8,
         help="Fraction of channels per token that keep their coarse weights, or, with --paper-form, are skipped",

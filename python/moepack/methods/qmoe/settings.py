@@ -17,7 +17,7 @@ LEAST_BITS, MOST_BITS = 0.4, 2.0
 class QmoeSettings(Settings):
     """The settings."""
 
-    calibration: str = shared.calibration()
+    calibration: str = shared.calibration(note="by default `built-in`")
     samples: int = shared.samples()
     sequence_length: int = shared.sequence_length()
     bits: Literal["ternary", "2"] = setting(
