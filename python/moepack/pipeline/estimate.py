@@ -23,6 +23,7 @@ from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.checkpoint.architectures import EMBEDDING
 from moepack.checkpoint.architectures import described as architecture
+from moepack.checkpoint.balanced import BalancedCheckpoint
 from moepack.errors import DiskError
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
@@ -224,9 +225,10 @@ def _sound(
 
 
 def _kept(outputs: Outputs, checkpoint: Checkpoint) -> int:
-    """Return the bytes of small files and unpacked tensors, which are copied unchanged."""
+    """Return the bytes of small files, unpacked tensors, and the factors of the balanced form."""
     files = sum((checkpoint.path / name).stat().st_size for name in outputs.copies)
-    return files + dense_bytes(outputs, checkpoint)
+    factors = checkpoint.form.nbytes if isinstance(checkpoint, BalancedCheckpoint) else 0
+    return files + factors + dense_bytes(outputs, checkpoint)
 
 
 def dense_bytes(outputs: Outputs, checkpoint: Checkpoint) -> int:
