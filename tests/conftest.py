@@ -11,15 +11,19 @@ import transformers
 import moepack
 import tiny_models
 from moepack.backends.gpu import compiler
+from moepack.backends.speeds import Speeds
 from moepack.census.tiny import tiny_model
 from moepack.methods.qmoe.ternary import Ternary
 from packed_support import FAST, calibration_text
+
+EVEN = Speeds("test", dict.fromkeys(("int2", "int3", "int4", "int8", "coded2", "coded4"), 1e9), 1e12)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Separate cache directories for the session: no measurement of another run is used.
 
+    All formats are as fast on the machine that runs the tests, so that plans do not depend on it.
     Processes of one run share compiled kernels, whose names tell everything that they depend on.
     """
     run = tmp_path_factory.getbasetemp()
@@ -27,6 +31,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         run = run.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("moepack.backends.targets.speeds_here", lambda device="cpu": EVEN)
         patch.setenv(compiler.VARIABLE, str(run / "compiled"))
         yield
 
@@ -98,4 +103,4 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def fast_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A method that prefers speed reads `packed_support.FAST` instead of measuring this machine."""
-    monkeypatch.setattr("moepack.methods.auto.method.kept_speeds", lambda: FAST)
+    monkeypatch.setattr("moepack.backends.targets.speeds_here", lambda device="cpu": FAST)

@@ -11,11 +11,12 @@ import torch
 
 import moepack
 from moepack import _core
+from moepack.backends.speeds import Speeds
 from moepack.format import MANIFEST, FileRecord, Manifest
 from moepack.pipeline.journal import Workspace
 
-FAST = {**dict.fromkeys(("int2", "int3", "int4", "int8"), 5e9), "coded2": 1e9, "coded4": 1e9}
-"""Weights per second of a machine whose products of fixed widths are five times as fast as those of coded integers."""
+FAST = Speeds("fast", {**dict.fromkeys(("int2", "int3", "int4", "int8"), 5e9), "coded2": 1e9, "coded4": 1e9}, 1e12)
+"""Speeds of a machine whose products of fixed widths are five times as fast as those of coded integers."""
 
 
 def calibration_text(file: Path) -> Path:

@@ -42,7 +42,7 @@ from benches.tools.peers import (
     versions,
 )
 from moepack import _core
-from moepack.backends.machine import read_bandwidth
+from moepack.backends.speeds import read_bandwidth
 
 COLD = 1 << 30
 WARM = 200 << 20

@@ -1,10 +1,11 @@
-"""Compares `auto --prefer speed` with `--prefer quality`: tokens per second and loss.
+"""Compares the values of `auto --prefer`: tokens per second and loss.
 
     python -m benches.cpu.prefer MODEL [MODEL ...] --calibration FILE --text FILE [--bits 3 4 5] [--samples 64]
-        [--chars 100000] [--device cpu] [--threads 2] [--rounds 7] [--tokens 32] [--out build/prefer.json]
+        [--chars 100000] [--device cpu] [--target FILE] [--threads 2] [--rounds 7] [--tokens 32]
+        [--out build/prefer.json]
 
-Both have the same size and text. Models decode on the CPU, alternating round by round. Prints medians, and the speed
-that the plan expected from products alone. --device is where the text is read and losses are measured.
+All have the same size and text. Models decode on the CPU, alternating round by round. Prints medians, and the speed
+that the plan expected. --device is where the text is read and losses are measured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import moepack
 from benches.cpu.decode import PROMPT, decode
 from benches.tools import machine
-from moepack.backends.speeds import kept_speeds, measure_speeds
+from moepack.backends.speeds import speeds_here
 from moepack.backends.threads import set_threads
 from moepack.comparison import Comparison
 from moepack.methods import Auto
@@ -31,10 +32,10 @@ def compare(path: Path, bits: float, options: argparse.Namespace) -> list[dict[s
     compared = Comparison(path, options.text, options.chars, options.device)
     loaded: dict[str, Any] = {}
     rows = []
-    for prefer in ("quality", "speed"):
+    for prefer in ("quality", "balance", "speed"):
         method = Auto(
             bits_per_weight=bits, prefer=prefer, calibration=options.calibration, samples=options.samples,
-            device=options.device,
+            device=options.device, target=options.target,
         )  # fmt: skip
 
         def keep(packed: Path, prefer: str = prefer) -> Path:
@@ -69,13 +70,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--chars", type=int, default=100_000)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--target")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("build/prefer.json"))
     options = parser.parse_args()
     set_threads(options.threads)
-    speeds, rows = kept_speeds() or measure_speeds(), []
+    speeds, rows = speeds_here().to_json(), []
     for path in options.models:
         for bits in options.bits:
             for row in compare(path, bits, options):
@@ -83,7 +85,7 @@ def main() -> None:
                 rise = "  ".join(f"{text} {value:+.4f}" for text, value in row["rise"].items())
                 print(
                     f"{row['model']:16} {row['bits']:4.2f} bits  {row['method']:8} {row['tokens_per_second']:7.1f} "
-                    f"tokens/s (products alone {row['expected_tokens_per_second']:.0f})  {rise}",
+                    f"tokens/s (expected {row['expected_tokens_per_second']:.0f})  {rise}",
                     flush=True,
                 )
             machine.save(options.out, options.threads, {"speeds": speeds, "rows": rows}, options.device)

@@ -253,7 +253,7 @@ def test_help_groups_the_options_by_method(capsys: pytest.CaptureFixture[str], m
     panels = ["Options ", *(f"Research: --method {name} " for name in alone), SHARED]
     assert all(f"─ {panel}" in text for panel in panels)
     first, _, _ = text.partition("─ Research")
-    assert basic == {"size", "bits_per_weight", "ratio", "prefer", "calibration", "device"}
+    assert basic == {"size", "bits_per_weight", "ratio", "prefer", "target", "calibration", "device"}
     assert all(flag(setting) in first for setting in basic), "what most people need stands first"
     assert "--rank" not in first and "--group-size" not in first
     assert all(flag(setting) in text for setting in declared())

@@ -1,5 +1,6 @@
 """The method `auto`: meets a size, rejects unreachable sizes before reading weights, and allocates by importance."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 import moepack
 import packed_support as support
 from command_support import run
+from moepack.backends.speeds import Speeds
+from moepack.backends.targets import speeds_of
 from moepack.calibration.fisher import fisher
 from moepack.checkpoint import Checkpoint, describe
 from moepack.errors import CalibrationError, DiskError, ResumeError
@@ -21,6 +24,7 @@ from moepack.methods.auto.mixed import Mixed
 from moepack.methods.auto.target import Target
 from moepack.methods.rate.importance import find_balances
 from moepack.methods.rate.scales import Scales
+from moepack.methods.reads import reads_by_tensor
 from moepack.pipeline.estimate import estimate
 from moepack.units import byte_count
 from places import NOVEL, TINY_MOE
@@ -28,9 +32,6 @@ from places import NOVEL, TINY_MOE
 
 def weight_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-
-
-pytestmark = pytest.mark.usefixtures("fast_widths")
 
 
 def calibrated(**settings: Any) -> Auto:
@@ -100,6 +101,7 @@ MET = [
 ]
 
 
+@pytest.mark.usefixtures("fast_widths")
 @pytest.mark.parametrize("method", MET, ids=["size", "ratio", "bits", "speed"])
 def test_a_size_is_met_and_expected_by_the_plan(method: Auto, tmp_path: Path) -> None:
     plan = estimate(TINY_MOE, tmp_path / "out", method)
@@ -119,24 +121,100 @@ def test_a_text_meets_the_size_too_and_saves_loss(tmp_path: Path) -> None:
     assert losses["text"] < losses["free"]
 
 
-ALIKE = dict.fromkeys(support.FAST, 1e9)
+def table(coded: float) -> Speeds:
+    """Speeds of a machine whose coded integers have a fraction of the speed of integers."""
+    return Speeds("test", {**dict.fromkeys(("int2", "int3", "int4", "int8"), 5e9), "coded2": 5e9 * coded}, 1e12)
 
 
-def test_measured_speeds_decide_where_speed_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, losses = {}, {}
-    for name, speeds in (("fast", support.FAST), ("alike", ALIKE)):
-        monkeypatch.setattr("moepack.methods.auto.method.kept_speeds", lambda speeds=speeds: speeds)
-        method = Auto(bits_per_weight=4.0, prefer="speed", calibration="none")
-        plans[name] = estimate(TINY_MOE, tmp_path / "out", method)
-        made = plans[name].plan
-        losses[name] = made.packer.loss
-        formats = {type(decision) for decision in made.decisions.values()}
-        assert formats == ({list, float} if name == "fast" else {float})  # widths, steps
-    fast, alike = plans["fast"], plans["alike"]
-    assert fast.tokens_per_second > 1.3 * alike.tokens_per_second and losses["fast"] > losses["alike"]
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Speeds:
+    """Products of integers are 50 times as fast as those of coded integers, and take most of a step."""
+    found = table(0.02)
+    monkeypatch.setattr("moepack.backends.targets.speeds_here", lambda device="cpu": found)
+    return found
 
 
-def test_a_text_helps_fast_formats_too(tmp_path: Path) -> None:
+# ---- speed
+
+
+def test_the_default_balances_loss_and_speed(slow: Speeds, tmp_path: Path) -> None:
+    """Its loss is the least at 0.7 of the speed of `speed`; the size is met; the manifest has the speeds used."""
+    made = {}
+    for prefer in ("quality", "balance", "speed"):
+        plan = estimate(TINY_MOE, tmp_path / "out", Auto(bits_per_weight=4.0, prefer=prefer, calibration="none")).plan
+        assert plan is not None and plan.machine == "test"
+        assert [each.name for each in plan.preferences] == ["quality", "balance", "speed"]
+        own = next(each for each in plan.preferences if each.name == prefer)
+        assert plan.token_seconds == own.seconds
+        made[prefer] = plan
+    seconds = {name: plan.token_seconds for name, plan in made.items()}
+    assert seconds["speed"] < seconds["balance"] <= seconds["speed"] / 0.7 < seconds["quality"]
+    assert seconds["balance"] > 0.95 * seconds["speed"] / 0.7, "time is used"
+    assert made["quality"].packer.loss < made["balance"].packer.loss < made["speed"].packer.loss
+    kinds = {name: {type(each) for each in plan.decisions.values()} for name, plan in made.items()}
+    assert kinds["quality"] == {float} and kinds["balance"] == {float, list}  # steps, widths
+    report = moepack.compress(TINY_MOE, tmp_path / "out", method=made["balance"])
+    goal = made["balance"].goal
+    assert goal is not None and 0.995 * goal.nbytes < weight_bytes(tmp_path / "out") <= goal.nbytes
+    assert report.packed_bytes > 0
+    assert PackedDirectory.open(tmp_path / "out").manifest.settings["speeds"] == slow.to_json()
+
+
+def test_equal_speeds_change_no_byte(tmp_path: Path) -> None:
+    """If coded integers are as fast as others, the default packs what `quality` packs."""
+    for prefer in ("quality", "balance"):
+        method = Auto(bits_per_weight=3.0, prefer=prefer, calibration="none")
+        moepack.compress(TINY_MOE, tmp_path / prefer, method=method)
+    files = [
+        {file.name: file.read_bytes() for file in (tmp_path / prefer).glob("*.safetensors")}
+        for prefer in ("quality", "balance")
+    ]
+    assert files[0] == files[1]
+
+
+def test_a_target_replaces_the_machine(slow: Speeds, tmp_path: Path) -> None:
+    """The same target gives the same bytes on every machine."""
+    described = tmp_path / "doctor.json"
+    described.write_text(json.dumps({"speeds": table(0.02).to_json(), "GPU speeds": None}))
+    method = {name: Auto(prefer="balance", target=str(described)) for name in ("here", "there")}
+    assert method["here"].speeds == table(0.02) and method["here"].needs_balance
+    assert Auto(target="avx512").speeds.machine == "avx512"
+    with pytest.raises(ValueError, match="avx2-8core, avx512, h100 or a file"):
+        _ = Auto(target="my-laptop").speeds
+    with pytest.raises(ValueError, match="has no GPU speeds"):
+        speeds_of(str(described), "cuda")
+    described.write_text(json.dumps({"speeds": {"machine": "x", "10^9 weights/s": {"int4": 1}, "memory GB/s": 1}}))
+    with pytest.raises(ValueError, match="coded4"):
+        speeds_of(str(described))
+
+
+def test_experts_count_by_the_share_that_a_token_reads(mixtral: Path) -> None:
+    checkpoint = Checkpoint.open(mixtral)
+    model = describe(checkpoint)
+    shares = reads_by_tensor(checkpoint, model)
+    chosen, experts = checkpoint.config["num_experts_per_tok"], model.layers[0].experts
+    assert shares[model.layers[0].projections[0].packed_name] == chosen / experts < 1
+    assert shares["model.layers.0.self_attn.q_proj.weight"] == 1
+    assert shares["model.embed_tokens.weight"] == float(bool(checkpoint.config["tie_word_embeddings"]))
+
+
+def test_memory_bounds_every_format() -> None:
+    fast = Speeds("test", {"int4": 1e12, "coded4": 1e10}, 1e9)
+    assert fast.seconds("int", 4, 1e6, 0.5e6) == 0.5e-3, "reading takes longer than arithmetic"
+    assert fast.seconds("coded", 4, 1e8, 1.0) == 1e-2
+    wide = Speeds("test", {"int2": 2e9, "int4": 1e9, "coded4": 1e9}, 1e12)
+    assert wide.seconds("int", 3, 1e9, 1.0) == pytest.approx(0.75), "times are interpolated"
+
+
+def test_the_plan_shows_the_preferences(slow: Speeds, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = run(capsys, "compress", TINY_MOE, tmp_path / "out", "--dry-run", "--calibration", "none")[1]
+    for name in ("quality", "balance", "speed"):
+        assert re.search(rf"prefer +{name}: [\d.e+]+ tokens/s, \d+ MB of memory", said), said
+    assert re.search(r"balance: .* \(chosen\)", said)
+    assert re.search(r"costs +balance decodes at [\d.]+ times the speed of quality; decodes at 0.7", said), said
+
+
+def test_a_text_helps_fast_formats_too(slow: Speeds, tmp_path: Path) -> None:
     """Some tensors are coded and some have fixed widths; both are solved on the text, and a resumed job continues."""
     losses = {}
     methods = {

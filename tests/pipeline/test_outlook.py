@@ -12,7 +12,8 @@ import moepack.cli
 import packed_support as support
 from hub_support import serving, use
 from moepack.methods import create
-from moepack.pipeline.estimate import PROCESS, estimate
+from moepack.pipeline.costs import PROCESS
+from moepack.pipeline.estimate import estimate
 from moepack.pipeline.library import entries, place_of, title_of
 from moepack.pipeline.machines import DRIVE, GPU, GPU_AND_MEMORY, GPU_PROCESS, MEMORY, Machine
 from moepack.pipeline.outlook import outlook

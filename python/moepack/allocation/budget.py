@@ -108,7 +108,7 @@ def hull(candidates: Sequence[Candidate[S]]) -> tuple[list[Candidate[S]], Chain]
     """
     if not candidates:
         raise ValueError("a tensor has no candidates")
-    steps = [Steps(candidate.chains) for candidate in candidates]
+    steps = [Steps(candidate.chains) if candidate.chains else _NONE for candidate in candidates]
     owners = np.repeat(np.arange(len(steps)), [1 + len(own.spent) for own in steps])
     nbytes = np.concatenate([np.append(0, own.spent) + c.nbytes for c, own in zip(candidates, steps, strict=True)])
     losses = np.concatenate([c.loss - np.append(0, own.gained) for c, own in zip(candidates, steps, strict=True)])
@@ -176,3 +176,7 @@ class Steps:
 
     def _counts(self, bought: int) -> Counts:
         return np.bincount(self._owners[:bought], minlength=self._chains).astype(np.int64)
+
+
+_NONE = Steps(())
+"""The steps of a candidate without chains."""

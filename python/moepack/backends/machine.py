@@ -6,7 +6,6 @@ This module has no side effects. Facts that cannot be determined are None.
 import os
 import platform
 import sys
-import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ import torch
 from moepack.backends.compute import compute_mode
 from moepack.backends.gpu import free_bytes, require, require_compiler
 from moepack.backends.speeds import measure_speeds
+from moepack.backends.targets import GPU_SPEEDS, SPEEDS
 from moepack.errors import DeviceError
 
-__all__ = ["examine", "read_bandwidth"]
+__all__ = ["examine"]
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "cupy-cuda13x")
-PROBE_BYTES = 512 << 20
-"""Larger than the last-level cache of current machines, so the probe reads from memory."""
 
 
 def examine() -> dict[str, Any]:
@@ -46,25 +44,15 @@ def examine() -> dict[str, Any]:
             "OpenMP wait policy": os.environ.get("OMP_WAIT_POLICY"),
         },
         "kernels": _core.kernels(),
-        "10^9 weights a second": {name: round(speed / 1e9, 2) for name, speed in measure_speeds().items()},
+        SPEEDS: (speeds := measure_speeds()).to_json(),
+        GPU_SPEEDS: _gpu_speeds(),
         "memory": {
             "total GB": _total_memory(),
-            "read bandwidth GB/s": round(read_bandwidth() / 1e9, 1),
+            "read bandwidth GB/s": round(speeds.memory / 1e9, 1),
             "transparent huge pages": _huge_pages(),
         },
         "gpu": _gpu(),
     }
-
-
-def read_bandwidth(size: int = PROBE_BYTES, rounds: int = 3) -> float:
-    """Measure the memory read bandwidth of all torch threads in bytes per second; return the best round."""
-    words = torch.ones(size // 8, dtype=torch.int64)
-    best = float("inf")
-    for _ in range(rounds):
-        start = time.perf_counter()
-        words.sum()
-        best = min(best, time.perf_counter() - start)
-    return size / best
 
 
 def _version(package: str) -> str | None:
@@ -106,6 +94,15 @@ def _gpu_use() -> str:
     except DeviceError as error:
         return f"no: {error.detail}"
     return f'yes, with device="cuda" ({free_bytes(device) / 1e9:.1f} GB free)'
+
+
+def _gpu_speeds() -> dict[str, Any] | None:
+    """The speeds of the GPU, if packed weights can run on it."""
+    try:
+        require_compiler()
+        return measure_speeds("cuda").to_json()
+    except DeviceError:
+        return None
 
 
 def _gpu() -> dict[str, Any]:

@@ -66,6 +66,8 @@ def _text(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items())
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return str(value)

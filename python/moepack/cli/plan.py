@@ -40,6 +40,10 @@ def plan_command(
             "--for", metavar="MACHINE", help="Another machine, for example RAM=32GB,GPU=12GB,NVMe. Default: this one."
         ),
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", help="Machine of the speeds: avx2-8core, avx512, h100, or a file of doctor --json."),
+    ] = None,
     loss: Annotated[
         bool,
         typer.Option(
@@ -62,7 +66,7 @@ def plan_command(
     quiet_transformers()
     with wrong_usage():
         given = None if machine is None else Machine.described(machine)
-        found = outlook(configured(model, config), sizes or (), given, loss=loss)
+        found = outlook(configured(model, config), sizes or (), given, loss=loss, target=target)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:
@@ -72,12 +76,14 @@ def plan_command(
 def print_outlook(found: "Outlook", console: Console) -> None:
     """Print the model, the machine, a table of sizes, and the command for the best one."""
     parts = ", ".join(f"{part.role} {size(part.before)}" for part in found.parts)
+    names = " / ".join(each.name for each in found.choices[0].preferences)
     rows = [
         ("model", f"{found.model} ({found.architecture}: {found.layers} layers of {found.experts} experts)"),
         ("weights", f"{found.weights:,} in {size(found.stored)}: {parts}"),
         *([("download", download_text(found.streaming))] if found.streaming is not None else []),
         ("to pack", f"about {size(found.pack_memory)} of memory, on any machine"),
         ("machine", str(found.machine)),
+        *([("speeds", f"{found.target}; tokens/s with --prefer {names}")] if names else []),
         *(("note", note) for note in found.notes),
     ]
     for label, text in rows:
@@ -92,7 +98,8 @@ def print_outlook(found: "Outlook", console: Console) -> None:
 
 def _cells(choice: "Choice") -> tuple[str, ...]:
     loss = UNKNOWN if choice.loss is None else f"+{choice.loss[0]:.2g} to +{choice.loss[1]:.2g}"
-    speed = UNKNOWN if choice.tokens_per_second is None else f"up to {choice.tokens_per_second:.3g}"
+    speeds = [f"{each.tokens_per_second:.3g}" for each in choice.preferences]
+    speed = " / ".join(speeds) or UNKNOWN
     places = ", ".join(choice.places) or NOWHERE
     return size(choice.nbytes), f"{choice.bits:.2f}", loss, size(choice.run_memory), speed, places
 
@@ -103,8 +110,6 @@ def _print_next(found: "Outlook", console: Console) -> None:
             "The loss is unknown. --loss predicts it after a first `moepack compress`; `moepack compare` measures it."
         )
         console.print(text, soft_wrap=True)
-    if found.machine.here and all(choice.tokens_per_second is None for choice in found.choices):
-        console.print("The speed is unknown until `moepack doctor` has measured this machine.")
     if found.best is None:
         console.print("None of these sizes fits this machine." if found.machine.here else "None of these sizes fits.")
     else:

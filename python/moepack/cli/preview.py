@@ -8,12 +8,18 @@ from rich.text import Text
 
 from moepack.cli.plan import download_text
 from moepack.methods import METHODS
-from moepack.units import duration, size
+from moepack.units import duration, nats, size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moepack.methods.preference import Preference
     from moepack.pipeline.estimate import Estimate, Part
 
 __all__ = ["print_plan"]
+
+NEAR = 0.02
+"""Difference of speeds below which preferences are not compared."""
 
 
 def print_plan(estimate: "Estimate", console: Console) -> None:
@@ -32,7 +38,8 @@ def print_plan(estimate: "Estimate", console: Console) -> None:
 
 
 def _rows(plan: "Estimate") -> list[tuple[str, str]]:
-    settings = ", ".join(f"{name} {value}" for name, value in plan.settings.items() if value not in ("", None))
+    shown = {name: value for name, value in plan.settings.items() if value not in ("", None)}
+    settings = ", ".join(f"{name} {value}" for name, value in shown.items() if not isinstance(value, dict))
     rows = [
         ("model", f"{plan.model} ({plan.architecture}: {plan.layers} layers of {plan.experts} experts)"),
         ("method", f"{plan.method}: {METHODS[plan.method].summary if plan.method in METHODS else ''}"),
@@ -41,6 +48,7 @@ def _rows(plan: "Estimate") -> list[tuple[str, str]]:
         ("keeps", f"everything else unchanged: {size(plan.kept)}"),
         ("size", f"{size(plan.before)} -> about {size(plan.after)} ({plan.before / max(plan.after, 1):.2f}x smaller)"),
         *_goal(plan),
+        *preference_rows(plan.preferences, plan.settings.get("prefer", ""), plan.run_memory),
         ("memory", f"about {size(plan.memory)} to compress, {_left(plan.free_memory, plan.memory)}"),
         *_download(plan),
         ("disk", f"writes up to {size(plan.disk)}, {_left(plan.free_disk, plan.disk)}"),
@@ -90,10 +98,42 @@ def _loss(loss: tuple[float, float] | None) -> str:
     return f"+{least:.2g} to +{most:.2g} nats per token"
 
 
+def preference_rows(
+    preferences: "Sequence[Preference]", prefer: str, memory: int | None = None
+) -> list[tuple[str, str]]:
+    """Return a line for each preference, and one for what the chosen one costs; `memory` is what all of them need."""
+    if not preferences:
+        return []
+    rows = []
+    for each in preferences:
+        loss = "" if each.loss is None else f"loss {nats(each.loss)}, "
+        runs = "" if memory is None else f", {size(memory)} of memory"
+        mark = " (chosen)" if each.name == prefer else ""
+        rows.append(("prefer", f"{each.name}: {loss}{each.tokens_per_second:.3g} tokens/s{runs}{mark}"))
+    return [*rows, ("costs", cost_text(preferences, prefer))]
+
+
+def cost_text(preferences: "Sequence[Preference]", prefer: str) -> str:
+    """Say what the chosen preference costs compared with the others."""
+    named = {each.name: each for each in preferences}
+    chosen = named[prefer]
+    others = [each for each in preferences if each is not chosen and abs(each.seconds / chosen.seconds - 1) > NEAR]
+    if not others:
+        return "nothing: all preferences decode at about this speed"
+    return f"{prefer} " + "; ".join(_compared(chosen, each) for each in others)
+
+
+def _compared(chosen: "Preference", other: "Preference") -> str:
+    text = f"decodes at {other.seconds / chosen.seconds:.2g} times the speed of {other.name}"
+    if chosen.loss and other.loss:
+        text += f", with {chosen.loss / other.loss:.2g} times its loss"
+    return text
+
+
 def _running(plan: "Estimate") -> str:
     speed = "speed unknown until `moepack doctor` has measured this machine"
     if plan.tokens_per_second is not None:
-        speed = f"at most about {plan.tokens_per_second:.3g} tokens/s on this processor"
+        speed = f"about {plan.tokens_per_second:.3g} tokens/s ({plan.target})"
     return f"in about {size(plan.run_memory)} of memory; {speed}"
 
 

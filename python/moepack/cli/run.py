@@ -140,7 +140,7 @@ def _packed_already(model: str) -> Path | None:
 def _placement(path: Path, machine: "Machine") -> list[str]:
     """Return the options that place the weights of a packed model on this machine."""
     from moepack.format.directory import read_manifest
-    from moepack.pipeline.estimate import PROCESS
+    from moepack.pipeline.costs import PROCESS
     from moepack.pipeline.machines import DRIVE, GPU, GPU_AND_MEMORY
 
     manifest = read_manifest(path)

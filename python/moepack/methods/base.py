@@ -24,6 +24,7 @@ from moepack.calibration.stage import Shape, Weights
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.methods.mixins import Goal, missing_mixin, requested
 from moepack.methods.overrides import Overrides
+from moepack.methods.preference import Preference
 from moepack.methods.settings import Settings
 from moepack.progress import Progress
 
@@ -169,7 +170,9 @@ class MethodPlan:
             value, the settings and the stages.
         goal: the requested size, if there is one.
         loss: lower and upper bound of the expected loss increase in nats per token; None if unknown.
-        token_seconds: time of all products of packed weights per token; None if unknown.
+        token_seconds: expected time of a decoding step of one sequence on the target machine; None if unknown.
+        preferences: what each preference between loss and speed gives at this size; empty if the method has none.
+        machine: the target machine of these times.
         notes: notes for the user, as complete sentences.
         files: additional small files for the packed directory, by name.
     """
@@ -183,6 +186,8 @@ class MethodPlan:
     goal: Goal | None = None
     loss: tuple[float, float] | None = None
     token_seconds: float | None = None
+    preferences: tuple[Preference, ...] = ()
+    machine: str = ""
     notes: tuple[str, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
 

@@ -156,7 +156,7 @@ class Settings:
         name: name of the method on the command line.
         summary: the method in a line.
         implementation: `module:class` of the method if the declaration is not the method itself.
-        seconds: seconds in which one Zen 3 thread packs 10^9 weights without calibration; None: no estimate.
+        seconds: seconds in which one thread packs 10^9 weights without calibration, after the plan; None: no estimate.
     """
 
     name: ClassVar[str]

@@ -1,14 +1,13 @@
 """Estimates the sizes, memory, disk space and time of a `compress` job before it starts.
 
 Sizes come from the methods (`Method.expected`). They are exact if shapes and settings determine them; otherwise they
-are extrapolated from one expert of a middle layer. Times use speeds measured once on idle processors, and memory counts
-what is held at the same time. Both may be off by a factor of two on another machine. Nothing is written.
+are extrapolated from one expert of a middle layer. `costs` estimates time and memory. Nothing is written.
 """
 
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -17,52 +16,31 @@ from typing import Any
 import torch
 
 from moepack.allocation.importance import visits
-from moepack.backends.speeds import kept_speeds, token_seconds
+from moepack.backends.speeds import kept_speeds
 from moepack.calibration import CalibrationRequest
+from moepack.calibration.fisher import LENGTH, WINDOWS, needed_bytes
 from moepack.calibration.stage import layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.checkpoint.architectures import EMBEDDING
 from moepack.checkpoint.architectures import described as architecture
+from moepack.checkpoint.balanced import BalancedCheckpoint
 from moepack.errors import DiskError
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
-from moepack.methods import Goal, Method, MethodPlan, Weights
+from moepack.methods import Auto, Goal, Method, MethodPlan, Weights
 from moepack.methods.base import Expected
 from moepack.methods.mixins import goal_of, is_sized_by_plan, requested
-from moepack.methods.parallel import MAX_WORKERS
+from moepack.methods.preference import Preference, expected_preferences
 from moepack.methods.rate.pinned import pinned_bytes
+from moepack.methods.reads import is_tied, kept_reads
 from moepack.pipeline.assignment import Assignment
+from moepack.pipeline.costs import PROCESS, TEXT_STAGES, Load, job_memory, job_seconds
 from moepack.pipeline.outputs import Outputs, check_text, plan_outputs, space_bound
 from moepack.pipeline.soundness import check_names
 from moepack.pipeline.source import Source, Streaming, opened
 from moepack.progress import Progress
 
-__all__ = ["Estimate", "Part", "dense_bytes", "estimate", "job_memory", "packed_parts", "token_rate"]
-
-TOKEN_SECONDS = 3e-10
-"""Single-thread seconds per packed weight and calibration token that visits it."""
-
-SOLVER = {"each": 0.33, "column": 3.2e-4, "weight": 8e-8, "cube": 9e-11}
-"""Single-thread seconds of calibrated solving by `auto`, `rate` and `finequant` on a Xeon (Sapphire Rapids): to start a
-layer of experts or a linear layer ("each"); per column and pass ("column"); per weight and pass ("weight"); and per
-columns cubed to factorize a Hessian ("cube")."""
-
-PASSES = {"coded": (3.7, 2.5), "int": (5.0, 5.0)}
-"""Mean number of solver passes over a linear layer and over experts, by the kind of product. Integers in groups take
-one pass of GPTQ, and three that replace codes and scales."""
-
-PROCESS = 450 << 20
-"""Memory in bytes of a process that has imported torch."""
-
-RUNNING = 250 << 20
-"""Additional memory in bytes once transformers has run a model in the process."""
-
-WORKING = 32
-"""Working memory in bytes per weight of the experts being packed: float32 copies and candidates."""
-
-HESSIAN = 16
-"""Calibration memory in bytes per expert being packed and pair of columns: the sums of the inputs, and their
-inverse."""
+__all__ = ["Estimate", "Part", "dense_bytes", "estimate", "expected_pace", "load_of", "packed_parts"]
 
 
 @dataclass(frozen=True)
@@ -106,11 +84,14 @@ class Estimate:
         disk: maximum number of bytes written.
         free_disk: free disk space in bytes.
         threads: number of threads.
-        seconds: approximate time; None on a device other than the CPU.
+        load: the job, as far as its costs are concerned.
+        seconds: approximate time on an idle machine; None on a device other than the CPU.
         text_seconds: the part of it that a calibration text takes; 0 without a text.
         run_memory: approximate memory in bytes to run the packed model: a process plus all weight files.
-        tokens_per_second: approximate upper bound of the decoding speed of one sequence on this machine's processor,
-            counting only products of packed weights. None if the format was not measured (`moepack doctor` measures).
+        tokens_per_second: expected decoding speed of one sequence after a short prompt, on the target of `auto` or on
+            this machine's processor. None if it was not measured (`moepack doctor` measures).
+        preferences: what each preference of `auto` gives at this size; empty for other methods.
+        target: the machine of these speeds; "" if there are none.
         notes: remarks on the source and on a text that is not read, as complete sentences.
         streaming: how a model on the hub is downloaded; None for a directory.
     """
@@ -130,10 +111,13 @@ class Estimate:
     disk: int
     free_disk: int
     threads: int
+    load: Load
     seconds: float | None
     text_seconds: float | None
     run_memory: int
     tokens_per_second: float | None
+    preferences: tuple[Preference, ...] = ()
+    target: str = ""
     notes: tuple[str, ...] = ()
     streaming: Streaming | None = None
 
@@ -195,7 +179,10 @@ def _estimated(
     kept, request = _kept(outputs, checkpoint), requested(method) if made is None else made.request
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
-    seconds, without = (_seconds(outputs, parts, share, method, each, workers) for each in (request, None))
+    bits = 8 * sum(part.after for part in parts) / max(sum(part.weights for part in parts), 1)
+    load = load_of(checkpoint, found, outputs, method, request, share, bits, workers)
+    seconds = job_seconds(load)
+    pace = expected_pace(checkpoint, found, outputs, parts, share, method, made)
     return Estimate(
         notes=(*found.notes, *dict.fromkeys(note for each in assignment.methods for note in each.notes({})))
         + (() if made is None else made.notes)
@@ -211,15 +198,18 @@ def _estimated(
         kept=kept,
         goal=goal,
         plan=made,
-        memory=job_memory(outputs, assignment, request, checkpoint, workers),
+        memory=job_memory(load),
+        load=load,
         free_memory=available_bytes(),
         disk=disk + (0 if streaming is None else streaming.disk),
         free_disk=free,
         threads=workers,
-        seconds=seconds,
-        text_seconds=None if seconds is None or without is None else seconds - without,
+        seconds=None if seconds is None else sum(seconds.values()),
+        text_seconds=None if seconds is None else sum(seconds[stage] for stage in TEXT_STAGES),
         run_memory=PROCESS + kept + int(sum(part.after for part in parts)),
-        tokens_per_second=token_rate(parts, share, method, made, bool(checkpoint.config.get("tie_word_embeddings"))),
+        tokens_per_second=pace.tokens_per_second,
+        preferences=pace.preferences,
+        target=pace.target,
     )
 
 
@@ -238,9 +228,10 @@ def _sound(
 
 
 def _kept(outputs: Outputs, checkpoint: Checkpoint) -> int:
-    """Return the bytes of small files and unpacked tensors, which are copied unchanged."""
+    """Return the bytes of small files, unpacked tensors, and the factors of the balanced form."""
     files = sum((checkpoint.path / name).stat().st_size for name in outputs.copies)
-    return files + dense_bytes(outputs, checkpoint)
+    factors = checkpoint.form.nbytes if isinstance(checkpoint, BalancedCheckpoint) else 0
+    return files + factors + dense_bytes(outputs, checkpoint)
 
 
 def dense_bytes(outputs: Outputs, checkpoint: Checkpoint) -> int:
@@ -306,85 +297,87 @@ def _sum(role: str, parts: list[Part]) -> Part:
     return Part(role, weights, before, sum(part.after for part in parts), all(part.exact for part in parts))
 
 
-def job_memory(
-    outputs: Outputs, assignment: Assignment, request: CalibrationRequest | None, checkpoint: Checkpoint, workers: int
-) -> int:
-    """Return the memory of a job in bytes.
+def load_of(
+    checkpoint: Checkpoint,
+    model: MoeModel,
+    outputs: Outputs,
+    method: Method,
+    request: CalibrationRequest | None,
+    share: float,
+    packed: float,
+    threads: int,
+) -> Load:
+    """Describe a job by what its costs depend on.
 
-    It counts the process, the codes of one tensor (one byte per weight), the packed tensors of a layer, and the experts
-    being packed. Calibration adds the layer in float32, the Hessians, and the states of all tokens before and after a
-    block.
+    Args:
+        checkpoint, model: the model to pack.
+        outputs: its packed tensors.
+        method: the main method.
+        request: its calibration.
+        share: share of the tokens that visit an expert.
+        packed: expected bits per packed weight.
+        threads: number of threads.
     """
-    layers = [shard.layer for shard in outputs.shards if shard.layer is not None]
-    shapes = [weights.shape for _, weights in _packed_tensors(outputs)]
-    if not shapes:
-        return PROCESS
-    codes = max(math.prod(shape) for shape in shapes)
-    working = max(rows * columns * min(experts, workers, MAX_WORKERS) for experts, rows, columns in shapes) * WORKING
-    packed = max(map(assignment.bound, layers))
-    total = PROCESS + codes + working + packed
-    if request is not None:
-        largest = max(sum(math.prod(weights.shape) for weights in layer_tensors(layer).values()) for layer in layers)
-        states = _tokens(request) * int(checkpoint.config.get("hidden_size") or checkpoint.config.get("d_model", 0))
-        squares = max(min(experts, request.settings.group) * columns**2 for experts, _, columns in shapes)
-        total += RUNNING + 4 * largest + 2 * 4 * states + HESSIAN * squares
-    return total
+    layers = [list(layer_tensors(shard.layer).values()) for shard in outputs.shards if shard.layer is not None]
+    sizes = [sum(math.prod(weights.shape) for weights in layer) for layer in layers]
+    measures = request is not None and isinstance(method, Auto) and not checkpoint.config.get("is_encoder_decoder")
+    tokens = 0 if request is None else request.samples * request.length
+    return Load(
+        method=method.name,
+        seconds=method.seconds if getattr(method, "device", "cpu") == "cpu" else None,
+        kernel=method.kernel,
+        layers=tuple(tuple((weights.role, *weights.shape) for weights in layer) for layer in layers),
+        packed=packed / 8 * max(sizes, default=0),
+        tokens=tokens,
+        length=0 if request is None else request.length,
+        group=1 if request is None else request.settings.group,
+        share=share,
+        width=int(checkpoint.config.get("hidden_size") or checkpoint.config.get("d_model", 0)),
+        measured=min(tokens, WINDOWS * LENGTH) if measures else 0,
+        measuring=needed_bytes(checkpoint, model) if measures else 0,
+        threads=threads,
+    )
 
 
-def token_rate(
-    parts: Iterable[Part], share: float, method: Method, made: MethodPlan | None, tied: bool
-) -> float | None:
-    """Return the decoding speed that products of packed weights allow.
+@dataclass(frozen=True)
+class Pace:
+    """The expected decoding speed; attributes as of `Estimate`."""
+
+    tokens_per_second: float | None = None
+    preferences: tuple[Preference, ...] = ()
+    target: str = ""
+
+
+def expected_pace(
+    checkpoint: Checkpoint,
+    model: MoeModel,
+    outputs: Outputs,
+    parts: Sequence[Part],
+    share: float,
+    method: Method,
+    made: MethodPlan | None,
+) -> Pace:
+    """Estimate the decoding speed from the plan, or without one from the sizes of the parts.
 
     Embedding rows are looked up, so an embedding counts only if it is also the head.
     """
-    if made is not None and made.token_seconds:
-        return 1 / made.token_seconds
-    kind, speeds = method.kernel, kept_speeds()
-    if kind is None or speeds is None:
-        return None
-    visits = {"experts": share, EMBEDDING: float(tied)}
-    seconds = (
-        token_seconds(kind, part.bits_per_weight, part.weights * visits.get(part.role, 1.0), speeds) for part in parts
+    if made is not None and made.token_seconds is not None:
+        return Pace(1 / made.token_seconds, made.preferences, made.machine)
+    speeds = method.speeds if isinstance(method, Auto) else kept_speeds()
+    if method.kernel is None or speeds is None:
+        return Pace()
+    packed = {weights.name for _, weights in _packed_tensors(outputs)}
+    rest = speeds.step(max(len(model.dense), len(model.layers)), kept_reads(checkpoint, model, packed))
+    shares = {"experts": share, EMBEDDING: float(is_tied(checkpoint))}
+    reads = [(part, part.weights * shares.get(part.role, 1.0)) for part in parts]
+    if isinstance(method, Auto):
+        weights = sum(read for _, read in reads)
+        bits = sum(part.bits_per_weight * read for part, read in reads) / max(weights, 1)
+        preferences = expected_preferences(bits, weights, rest, speeds)
+        own = next(each for each in preferences if each.name == method.prefer)
+        return Pace(own.tokens_per_second, preferences, speeds.machine)
+    times = (
+        speeds.seconds(method.kernel, part.bits_per_weight, read, read * part.bits_per_weight / 8)
+        for part, read in reads
     )
-    return 1 / (sum(seconds) or math.inf)
-
-
-def _tokens(request: CalibrationRequest | None) -> int:
-    """Return the maximum number of calibration tokens."""
-    return 0 if request is None else request.samples * request.length
-
-
-def _solving(outputs: Outputs, method: Method, request: CalibrationRequest | None, workers: int) -> float:
-    """Return the seconds of calibrated solving of integers: a fixed part, and a part shared by threads."""
-    if request is None or method.kernel not in PASSES:
-        return 0.0
-    dense_passes, expert_passes = PASSES[method.kernel]
-    fixed, shared = 0.0, 0.0
-    for shard in outputs.shards:
-        tensors = [] if shard.layer is None else list(layer_tensors(shard.layer).values())
-        solved = [weights for weights in tensors if weights.role not in (EMBEDDING, "head")]
-        sparse = any(weights.role == "experts" for weights in solved)
-        fixed += SOLVER["each"] * (1 if sparse else len(solved))
-        passes = expert_passes if sparse else dense_passes
-        for experts, rows, columns in (weights.shape for weights in solved):
-            groups = math.ceil(experts / request.settings.group)
-            fixed += passes * SOLVER["column"] * columns * groups
-            shared += passes * SOLVER["weight"] * experts * rows * columns + 2 * SOLVER["cube"] * experts * columns**3
-    return fixed + shared / min(workers, MAX_WORKERS)
-
-
-def _seconds(
-    outputs: Outputs,
-    parts: Iterable[Part],
-    share: float,
-    method: Method,
-    request: CalibrationRequest | None,
-    workers: int,
-) -> float | None:
-    """Return the total seconds, if a `share` of the calibration tokens visits each expert."""
-    if method.seconds is None or getattr(method, "device", "cpu") != "cpu":
-        return None
-    seen = sum(part.weights * _tokens(request) * (share if part.role == "experts" else 1) for part in parts)
-    work = method.seconds / 1e9 * sum(part.weights for part in parts) + TOKEN_SECONDS * seen
-    return work / min(workers, MAX_WORKERS) + _solving(outputs, method, request, workers)
+    return Pace(1 / (rest + sum(times)), (), speeds.machine)

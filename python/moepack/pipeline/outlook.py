@@ -21,8 +21,11 @@ from moepack.checkpoint.architectures import described as architecture
 from moepack.errors import CalibrationError
 from moepack.methods.auto.method import Auto
 from moepack.methods.auto.target import weight_count
+from moepack.methods.base import MethodPlan
+from moepack.methods.preference import Preference
 from moepack.pipeline.assignment import Assignment
-from moepack.pipeline.estimate import PROCESS, Part, dense_bytes, job_memory, packed_parts, token_rate
+from moepack.pipeline.costs import PROCESS, job_memory
+from moepack.pipeline.estimate import Pace, Part, dense_bytes, expected_pace, load_of, packed_parts
 from moepack.pipeline.machines import DRIVE, GPU, GPU_AND_MEMORY, MEMORY, Machine, this_machine
 from moepack.pipeline.outputs import plan_outputs
 from moepack.pipeline.source import Source, Streaming, opened
@@ -46,7 +49,9 @@ class Choice:
         bits: the same, in bits per weight.
         loss: lower and upper bound of the expected loss increase in nats per token; None if unknown.
         run_memory: memory in bytes to run it, with all weights in memory.
-        tokens_per_second: approximate upper bound of the decoding speed on this processor; None if unknown.
+        tokens_per_second: expected decoding speed with the default preference; None for another machine without a
+            target.
+        preferences: the same for each preference, and its expected loss if `loss` is known; empty if unknown.
         places: where it can run (`Machine.places`).
     """
 
@@ -55,6 +60,7 @@ class Choice:
     loss: tuple[float, float] | None
     run_memory: int
     tokens_per_second: float | None
+    preferences: tuple[Preference, ...]
     places: tuple[str, ...]
 
 
@@ -71,6 +77,7 @@ class Outlook:
         pack_memory: approximate memory in bytes to pack any of the choices.
         streaming: how a model on the hub is downloaded; None for a directory.
         machine: the machine.
+        target: the machine of the decoding speeds; "" if they are unknown.
         choices: the sizes, smallest first.
         notes: remarks, as complete sentences.
     """
@@ -85,6 +92,7 @@ class Outlook:
     pack_memory: int
     streaming: Streaming | None
     machine: Machine
+    target: str
     choices: tuple[Choice, ...]
     notes: tuple[str, ...]
 
@@ -106,6 +114,7 @@ def outlook(
     keep_source: bool = False,
     disk_budget: str | int | None = None,
     loss: bool = False,
+    target: str | None = None,
 ) -> Outlook:
     """Compare sizes of a packed model.
 
@@ -117,37 +126,47 @@ def outlook(
         keep_source, disk_budget: as for `compress`.
         loss: predict the loss if the sensitivity is known; samples the weights once for each size, which takes a few
             seconds per size and 10^7 weights.
+        target: the machine whose decoding speeds are expected, as for `auto`; None means this one.
 
     Raises:
         CheckpointError, UnsupportedModelError: as for `compress`.
-        ValueError: a size is invalid, impossibly small, or not smaller than the checkpoint.
+        ValueError: the target or a size is invalid, impossibly small, or not smaller than the checkpoint.
     """
-    target = (place or Path.cwd()).absolute() / "packed"
-    with opened(model, target, keep_source, disk_budget) as source:
-        return _compared(source, sizes, machine or this_machine(target.parent), target, loss)
+    out = (place or Path.cwd()).absolute() / "packed"
+    with opened(model, out, keep_source, disk_budget) as source:
+        return _compared(source, sizes, machine or this_machine(out.parent), out, loss, target)
 
 
-def _compared(source: Source, sizes: Sequence[str | int], machine: Machine, target: Path, loss: bool) -> Outlook:
+def _compared(
+    source: Source, sizes: Sequence[str | int], machine: Machine, out: Path, loss: bool, target: str | None
+) -> Outlook:
     checkpoint = source.checkpoint
     found = describe(checkpoint)
     weights, stored = weight_count(checkpoint), checkpoint.stored
-    methods = [Auto(size=each) for each in sorted(map(byte_count, sizes))] or _usual(checkpoint, found, weights)
+    methods = [Auto(size=each, target=target) for each in sorted(map(byte_count, sizes))]
+    methods = methods or _usual(checkpoint, found, weights, target)
     if not methods:
         raise ValueError(f"the weights of {source.model} already take less than {BITS[0]:g} bits each")
     assignment = Assignment(methods[0])
     outputs = plan_outputs(checkpoint, found, assignment)
     dense, share = dense_bytes(outputs, checkpoint), _share(checkpoint, found)
-    losses, choices, parts = _losses(source, found, methods) if loss else {}, [], []
+    plans, choices, parts, pace = _plans(source, found, methods) if loss else {}, [], [], Pace()
     for method in methods:
         goal = method.goal(checkpoint, found)
         parts.append(packed_parts(outputs, assignment, None, goal.nbytes - dense))
-        tied = bool(checkpoint.config.get("tie_word_embeddings"))
-        rate = token_rate(parts[-1], share, method, None, tied) if machine.here else None
+        plan = plans.get(goal.nbytes)
+        if machine.here or target is not None:
+            pace = expected_pace(checkpoint, found, outputs, parts[-1], share, method, plan)
         experts = int(sum(part.after for part in parts[-1] if part.role == "experts"))
         bits, needed = 8 * goal.nbytes / max(weights, 1), PROCESS + goal.nbytes
         places = machine.places(goal.nbytes, experts, PROCESS)
-        choices.append(Choice(goal.nbytes, bits, losses.get(goal.nbytes), needed, rate, places))
-    free = shutil.disk_usage(next(above for above in target.parents if above.exists())).free
+        rise = None if plan is None else plan.loss
+        choices.append(Choice(goal.nbytes, bits, rise, needed, pace.tokens_per_second, pace.preferences, places))
+    largest = choices[-1].bits
+    load = load_of(
+        checkpoint, found, outputs, methods[-1], methods[-1].request, share, largest, torch.get_num_threads()
+    )
+    free = shutil.disk_usage(next(above for above in out.parents if above.exists())).free
     streaming = source.streaming(assignment.layers(found), methods[0].looks_ahead, free - choices[-1].nbytes)
     return Outlook(
         model=str(source.model),
@@ -157,19 +176,20 @@ def _compared(source: Source, sizes: Sequence[str | int], machine: Machine, targ
         weights=weights,
         stored=stored,
         parts=parts[0],
-        pack_memory=job_memory(outputs, assignment, methods[0].request, checkpoint, torch.get_num_threads()),
+        pack_memory=job_memory(load),
         streaming=streaming,
         machine=machine,
+        target=pace.target,
         choices=tuple(choices),
         notes=(*found.notes, *((streaming.note,) if streaming is not None and streaming.note else ())),
     )
 
 
-def _usual(checkpoint: Checkpoint, model: MoeModel, weights: int) -> list[Auto]:
+def _usual(checkpoint: Checkpoint, model: MoeModel, weights: int, target: str | None) -> list[Auto]:
     """Return the method for each of `BITS` that is smaller than the checkpoint and can be reached."""
     found = []
     for bits in BITS:
-        method = Auto(size=max(int(weights * bits / 8), 1))
+        method = Auto(size=max(int(weights * bits / 8), 1), target=target)
         try:
             method.goal(checkpoint, model)
         except ValueError:
@@ -183,8 +203,8 @@ def _share(checkpoint: Checkpoint, model: MoeModel) -> float:
     return visits(architecture(model.architecture).top_k(checkpoint.config), experts)
 
 
-def _losses(source: Source, model: MoeModel, methods: Sequence[Auto]) -> Mapping[int, tuple[float, float] | None]:
-    """Return the expected loss by size, if the sensitivity is known."""
+def _plans(source: Source, model: MoeModel, methods: Sequence[Auto]) -> Mapping[int, MethodPlan]:
+    """Return the plan of each size, if the sensitivity is known, and with it the loss."""
     checkpoint, request = source.checkpoint, methods[0].request
     if source.remote is not None or request is None or checkpoint.stored > LARGEST:
         return {}
@@ -194,5 +214,6 @@ def _losses(source: Source, model: MoeModel, methods: Sequence[Auto]) -> Mapping
         return {}
     if not known:
         return {}
+    checkpoint, model = Assignment(methods[0]).balanced(checkpoint, model)
     plans = [method.plan(checkpoint, model) for method in methods]
-    return {plan.goal.nbytes: plan.loss for plan in plans if plan.goal is not None}
+    return {plan.goal.nbytes: plan for plan in plans if plan.goal is not None}

@@ -33,6 +33,9 @@ __all__ = ["Grouped"]
 SIZES = (32, 64, 128)
 """Columns that share a scale. Smaller groups spend more bits on scales, larger groups lose more than they save."""
 
+SEEN = 1 << 16
+"""Approximate number of weights per tensor on which losses are measured."""
+
 Choice = tuple[int, int | None]
 """Bits per code, and columns that share a scale; None is a whole row."""
 
@@ -64,7 +67,7 @@ class Grouped(Allocated):
         weighing = {name: (scales.rows, scales.columns) for name, scales in importance.scales.items()}
         for bits in BITS:
             widths = {"experts": bits, **dict.fromkeys(ROLES, bits)}
-            for one in proposals(checkpoint, model, widths, weighing=weighing, sizes=SIZES):
+            for one in proposals(checkpoint, model, widths, weighing=weighing, sizes=SIZES, sample=SEEN):
                 for each in one.candidates:
                     yield one.name, Candidate(each.format, (bits, each.specification), each.nbytes, each.loss)
 

@@ -5,8 +5,9 @@ at one price per bit. The cost of an error of each tensor is measured on the cal
 determines the step of each tensor and the bits of each layer. Within a layer, the text's Hessians allocate the bits.
 The difference between a layer's actual size and its budget is passed on to later layers.
 
-With `prefer="speed"`, a tensor may also use a fixed-width format, whose products are several times as fast and which is
-solved on the text as well. The choice minimizes a combination of loss and time (`mixed`).
+The default, `prefer="balance"`, and `prefer="speed"` also limit the time of a token on a target machine. A tensor may
+then use a fixed-width format, whose products are faster on most processors and which is solved on the text as well
+(`mixed`).
 """
 
 from __future__ import annotations
@@ -14,21 +15,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
-from moepack.backends.speeds import kept_speeds, measure_speeds
+from moepack.backends.speeds import Speeds
+from moepack.backends.targets import speeds_of
 from moepack.calibration import CalibrationRequest
 from moepack.calibration.fisher import TWO_TEXTS, needed_bytes, too_little
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.balanced import balanced
 from moepack.checkpoint.dense import EMBEDDING, ROLES
-from moepack.errors import CalibrationError
+from moepack.errors import CalibrationError, DeviceError
 from moepack.memory import total_bytes
 from moepack.methods.auto.coded import Coded
 from moepack.methods.auto.loss import WITHIN
-from moepack.methods.auto.mixed import Mixed
+from moepack.methods.auto.mixed import CODED, Alternatives, Mixed
 from moepack.methods.auto.packer import Allocated
 from moepack.methods.auto.settings import AutoSettings
 from moepack.methods.auto.target import Target
@@ -37,6 +40,7 @@ from moepack.methods.files import kept_bytes
 from moepack.methods.fitting import Fitted, Wanted
 from moepack.methods.mixins import Calibrates, Goal, MeetsSize, PacksLinears
 from moepack.methods.pinned import Pin, PinsBits
+from moepack.methods.preference import Preference, slow_coded
 from moepack.methods.rate.coder import bound
 from moepack.methods.rate.importance import Importance, find_importance
 from moepack.methods.rate.method import Rate
@@ -102,8 +106,22 @@ class Auto(AutoSettings, Fitted, PinsBits, Calibrates, MeetsSize, PacksLinears, 
 
     @property
     def needs_balance(self) -> bool:
-        """True with `prefer="speed"`, which also uses formats whose columns share scales."""
-        return self.prefer == "speed"
+        """Whether formats whose columns share scales may be used."""
+        return self.prefer == "speed" or (self.prefer == "balance" and slow_coded(self.speeds))
+
+    @cached_property
+    def speeds(self) -> Speeds:
+        """The speeds of the target: of its GPU with `device="cuda"` if packed weights run there.
+
+        Raises:
+            ValueError: see `speeds_of`.
+        """
+        if self.device != "cpu":
+            try:
+                return speeds_of(self.target, self.device)
+            except DeviceError:
+                pass  # calibration runs on GPUs that packed weights do not run on
+        return speeds_of(self.target)
 
     @property
     def sequential(self) -> bool:
@@ -112,8 +130,8 @@ class Auto(AutoSettings, Fitted, PinsBits, Calibrates, MeetsSize, PacksLinears, 
 
     @property
     def kernel(self) -> str:
-        """Products of coded integers, which all tensors use with `prefer="quality"`."""
-        return "coded"
+        """Products of coded integers, or of integers in groups with `prefer="speed"`."""
+        return "int" if self.prefer == "speed" else "coded"
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
         """Return the packed size in bytes if every weight were an exception."""
@@ -182,13 +200,11 @@ class Auto(AutoSettings, Fitted, PinsBits, Calibrates, MeetsSize, PacksLinears, 
         unread = self._unread(checkpoint, model) if self.calibration == BUILT_IN else None
         rate, _, importance = self.coding(checkpoint, model, progress)
         settings = {**self._settings(rate.calibration), "size": goal.nbytes}
-        packer: Allocated
-        if self.prefer == "speed":
-            speeds = kept_speeds() or measure_speeds()
-            packer = mixed = Mixed.chosen(rate, checkpoint, model, importance, room, shapes, speeds, pinned_bytes(self))
-            settings["choices"] = mixed.identity
-        else:
-            packer = Coded.within(rate, checkpoint, model, importance, room, shapes, pinned_bytes(self))
+        packer, seconds, preferences = self._preferred(rate, checkpoint, model, importance, room, shapes)
+        if isinstance(packer, Mixed):
+            settings["choices"] = packer.identity
+        if self.prefer != "quality":
+            settings["speeds"] = self.speeds.to_json()
         return MethodPlan(
             self,
             packer,
@@ -198,9 +214,35 @@ class Auto(AutoSettings, Fitted, PinsBits, Calibrates, MeetsSize, PacksLinears, 
             decisions=packer.decisions,
             goal=goal,
             loss=(packer.loss / WITHIN, packer.loss * WITHIN) if importance.measured else None,
-            token_seconds=packer.seconds if isinstance(packer, Mixed) else None,
+            token_seconds=seconds,
+            preferences=preferences,
+            machine=self.speeds.machine,
             notes=(*((UNREAD.format(unread),) if unread else ()), *importance.notes),
         )
+
+    def _preferred(
+        self,
+        rate: Rate,
+        checkpoint: Checkpoint,
+        model: MoeModel,
+        importance: Importance,
+        room: int,
+        shapes: Mapping[str, Shape],
+    ) -> tuple[Allocated, float | None, tuple[Preference, ...]]:
+        """Return the packer of the preferred formats, its seconds per token, and all preferences.
+
+        The last two are None and empty if names give the bits of all tensors.
+        """
+        pins = pinned_bytes(self)
+        if not shapes:
+            return Coded.within(rate, checkpoint, model, importance, room, shapes, pins), None, ()
+        found = Alternatives.of(rate, checkpoint, model, importance, room, shapes, self.speeds, pins)
+        chosen = found.chosen()
+        taken, seconds = found.taken(chosen[self.prefer]), found.seconds(chosen[self.prefer])
+        preferences = found.preferences(chosen, importance.measured)
+        if all(one.format == CODED for one in taken.values()):
+            return Coded.within(rate, checkpoint, model, importance, room, shapes, pins), seconds, preferences
+        return Mixed.of(rate, checkpoint, model, importance, room, shapes, taken, pins), seconds, preferences
 
     def _packed_form(self, checkpoint: Checkpoint, model: MoeModel) -> Checkpoint:
         """Return the form of a checkpoint that will be packed. No tensor is read."""
@@ -237,9 +279,10 @@ class Auto(AutoSettings, Fitted, PinsBits, Calibrates, MeetsSize, PacksLinears, 
 
     @classmethod
     def fittings(cls) -> Mapping[str, Callable[[Wanted], Auto]]:
-        """Also without a text, and for speed; see `Fitted`."""
+        """Also without a text, and the other preferences; see `Fitted`."""
         return {
             "auto": cls.fitted,
             "auto without a text": lambda wanted: cls(wanted.size, calibration=None),
+            "auto for quality": lambda wanted: cls(wanted.size, prefer="quality", **wanted.text),
             "auto for speed": lambda wanted: cls(wanted.size, prefer="speed", **wanted.text),
         }

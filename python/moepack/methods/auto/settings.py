@@ -26,11 +26,18 @@ class AutoSettings(Settings):
         note="by default `built-in`, if the model's largest layer and its gradients fit in memory"
     )
     prefer: str = setting(
-        "quality",
-        help="`quality` (default), or `speed`: also uses formats that are faster on this machine but less accurate.",
+        "balance",
+        help="balance (default): least loss at 0.7 of the speed of speed; quality: least loss; or speed.",
         shown="",
         users="basic",
-        choices=("quality", "speed"),
+        choices=("balance", "quality", "speed"),
+    )
+    target: str | None = setting(
+        None,
+        help="Machine that will run the model: avx2-8core, avx512, h100, or a file of `moepack doctor --json`. "
+        "Default: this one.",
+        users="basic",
+        recorded=False,
     )
     codes: str = shared.codes()
     samples: int = shared.samples()
@@ -42,4 +49,4 @@ class AutoSettings(Settings):
     name: ClassVar[str] = "auto"
     summary: ClassVar[str] = "best quality at a given size (the default); better with a calibration text"
     implementation: ClassVar[str] = "moepack.methods.auto.method:Auto"
-    seconds: ClassVar[float | None] = 90
+    seconds: ClassVar[float | None] = 24

@@ -83,6 +83,7 @@ def proposals(
     symmetric: bool = True,
     weighing: Mapping[str, Weighing] | None = None,
     sizes: Sequence[GroupSize] | None = None,
+    sample: int = SAMPLE,
 ) -> Iterator[Proposal]:
     """Measure the loss and size of each group size for every tensor of a model.
 
@@ -94,6 +95,7 @@ def proposals(
         weighing: factors that make the squared errors of a tensor's weights count equally, by packed tensor name. The
             default is relative errors, weighted by the share of tokens that visit an expert.
         sizes: group sizes to try; None means all distinct ones.
+        sample: approximate number of weights per tensor on which errors are measured.
 
     Raises:
         InvalidTensorError: a sampled weight is NaN or infinite.
@@ -101,7 +103,7 @@ def proposals(
     known = weighing or {}
 
     def propose(name: str, shape: Shape, width: int, usual: float, matrices: Iterable[torch.Tensor]) -> Proposal:
-        values, rows = _sample(shape, matrices)
+        values, rows = _sample(shape, matrices, sample)
         factor = shape[1] / max(len(rows), 1)
         factors = _factors(known[name], rows) if name in known else None
         factor *= usual / _mean_square(values) if factors is None else 1.0
@@ -125,10 +127,10 @@ def proposals(
             yield propose(linear.source, (1, *linear.shape), bits[linear.role], 1.0, [linear.matrix()])
 
 
-def _sample(shape: Shape, matrices: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample(shape: Shape, matrices: Iterable[torch.Tensor], sample: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return evenly spaced rows of every matrix, `[N, C]` float32, and which rows of a matrix they are."""
     experts, rows, columns = shape
-    count = min(rows, max(1, SAMPLE // max(experts * columns, 1)))
+    count = min(rows, max(1, sample // max(experts * columns, 1)))
     chosen = torch.arange(count) * rows // max(count, 1)
     parts = [matrix[chosen].float() for matrix in matrices]
     return torch.cat([torch.empty(0, columns), *parts]), chosen

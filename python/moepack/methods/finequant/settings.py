@@ -86,4 +86,4 @@ class FineQuantSettings(Settings):
     name: ClassVar[str] = "finequant"
     summary: ClassVar[str] = "group-wise integers of 8, 4, 3 or 2 bits; calibration is optional and reduces the loss"
     implementation: ClassVar[str] = "moepack.methods.finequant.method:FineQuant"
-    seconds: ClassVar[float | None] = 90
+    seconds: ClassVar[float | None] = 35

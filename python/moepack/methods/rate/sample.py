@@ -69,6 +69,12 @@ class _Source:
     shape: Shape
     importance: float
     matrix: Callable[[int], Tensor]
+    scales: Scales | None = None
+
+    def rows(self, expert: int, some: slice) -> Tensor:
+        """Return some rows of an expert, times their factors if there are any."""
+        matrix = self.matrix(expert)
+        return matrix[some] if self.scales is None else self.scales.scaled(expert, matrix, some)
 
 
 def take_sample(
@@ -99,7 +105,7 @@ def take_sample(
     """
     known_scales = scales or {}
     sources = [
-        _scaled(source, known_scales.get(source.name))
+        replace(source, scales=known_scales.get(source.name))
         for source in _sources(checkpoint, model, roles)
         if only is None or source.name in only
     ]
@@ -132,30 +138,31 @@ def only(linear: DenseLinear) -> Callable[[int], Tensor]:
     return lambda _: linear.matrix()
 
 
-def _scaled(source: _Source, scales: Scales | None) -> _Source:
-    if scales is None:
-        return source
-    return replace(source, matrix=lambda expert: scales.scaled(expert, source.matrix(expert)))
-
-
 def _rows(source: _Source, weights: int) -> Tensor:
     """Return sampled rows of a tensor, [R, C]; `weights` is the size of the model."""
     experts, rows, columns = source.shape
     streams = -(-rows // stream_rows(columns)) * experts if columns else 0
     count = min(streams, max(1, round(streams * MOST / max(weights, 1))))
-    found = [_stream(source, number * streams // count) for number in range(count)]
-    return torch.cat(found) if found else torch.empty(0, columns)
+    # Copied into one tensor: small pieces that outlive large temporaries would fragment the heap.
+    found, taken = torch.empty(0, columns), 0
+    for number in range(count):
+        stream = _stream(source, number * streams // count)
+        if not number:
+            found = torch.empty(count * len(stream), columns, dtype=stream.dtype)
+        found[taken : taken + len(stream)] = stream
+        taken += len(stream)
+    return found[:taken]
 
 
 def _stream(source: _Source, number: int) -> Tensor:
-    """Return the rows of a stream, counted through all experts."""
+    """Return the rows of a stream, counted through all experts; possibly a view of the checkpoint."""
     _, rows, columns = source.shape
     height = stream_rows(columns)
     expert, stream = divmod(number, -(-rows // height))
-    values = source.matrix(expert)[stream * height : (stream + 1) * height]
+    values = source.rows(expert, slice(stream * height, (stream + 1) * height))
     if not is_finite(values):
         raise InvalidTensorError("has NaN or infinite weights", tensor=source.name)
-    return values.clone()
+    return values
 
 
 def stream_rows(columns: int) -> int:

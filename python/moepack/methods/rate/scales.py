@@ -64,10 +64,10 @@ class Scales:
         group = slice(experts.start, experts.stop)
         return self.rows[group], self.columns if len(self.columns) == 1 else self.columns[group]
 
-    def scaled(self, expert: int, matrix: Tensor) -> Tensor:
-        """Return the matrix [R, C] of an expert times the factors, float32."""
+    def scaled(self, expert: int, matrix: Tensor, some: slice = slice(None)) -> Tensor:
+        """Return the matrix [R, C] of an expert, or some rows of it, times the factors, float32."""
         rows, columns = self.of(range(expert, expert + 1))
-        return matrix.float() * rows[0, :, None] * columns[0]
+        return matrix[some].float() * rows[0, some, None] * columns[0]
 
     def stored(self, worth: float | Tensor, experts: range | None = None) -> tuple[Tensor, Tensor]:
         """Return the stored scales of rows [G, R] and columns [G or 1, C] of some or all experts.

@@ -40,4 +40,4 @@ class RateSettings(Settings):
         "calibration is optional and reduces the loss"
     )
     implementation: ClassVar[str] = "moepack.methods.rate.method:Rate"
-    seconds: ClassVar[float | None] = 60
+    seconds: ClassVar[float | None] = 24
