@@ -21,6 +21,7 @@ from moepack.units import byte_count, nats, size, speed
 
 if TYPE_CHECKING:
     from moepack.pipeline import CompressReport
+    from moepack.pipeline.recipe import Recipe
 
 
 EPILOG = settings.epilog
@@ -140,15 +141,9 @@ def run(
     with wrong_usage():
         known, pruning = None if recipe is None else Recipe.read(recipe), Pruning.of(prune, prune_by)
         if known is not None:
-            settings.refuse_foreign(method or known.method, settings.without_names(given))
-            method, given, said = known.merged(method, given)
             mtp_bits = known.mtp_bits if mtp_bits is None else mtp_bits
             pruning = pruning or known.pruning
-            for note in said:
-                print(f"note: {note}")
-        method = method or "auto"
-        if known is None:
-            settings.refuse_foreign(method, settings.without_names(given))
+        method, given = _asked(known, method, given)
         if ray is not None and method == "auto":
             given.setdefault("calibration", NO_TEXT)  # solving on a text cannot be shared
         chosen = create(method, **given)
@@ -174,6 +169,18 @@ def run(
                 )  # fmt: skip
         except KeyboardInterrupt:
             raise interrupted(console, out) from None
+
+
+def _asked(known: "Recipe | None", method: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the method and its settings: the given ones in place of a recipe's. Prints what they replace."""
+    if known is None:
+        settings.refuse_foreign(method or "auto", settings.without_names(given))
+        return method or "auto", given
+    settings.refuse_foreign(method or known.method, settings.without_names(given))
+    method, given, said = known.merged(method, given)
+    for note in said:
+        print(f"note: {note}")
+    return method, given
 
 
 def interrupted(console: Console, out: Path) -> typer.Exit:
