@@ -181,7 +181,7 @@ def test_the_decoder_is_reported(run, packed, mixtral, monkeypatch):
 
 
 def test_doctor(run, monkeypatch, tmp_path):
-    monkeypatch.setattr("moepack.backends.speeds.SHAPE", (2, 64, 256))  # instead of 33 million weights
+    monkeypatch.setattr("moepack.backends.speeds.SHAPE", (128, 256))  # instead of 33 million weights
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     result = run("doctor", "--json")
     assert result.exit_code == 0, result.output

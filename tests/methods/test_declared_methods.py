@@ -29,6 +29,7 @@ from moepack.methods import (
 from moepack.methods.base import Shape
 from moepack.methods.fitting import Fitted, Wanted
 from moepack.methods.settings import REQUIRED, Setting, setting, settings_of
+from moepack.pipeline.costs import STARTED
 from moepack.pipeline.estimate import estimate
 from moepack.solvers.groupwise import quantize_groupwise
 from places import NOVEL, ROOT, TINY_MOE
@@ -111,7 +112,7 @@ def test_a_registered_method_has_options_and_a_plan(
     assert code == 2 and "width must be 4 or 8, not 5" in error
     assert run(capsys, "compress", mixtral, tmp_path / "out", "--method", "toy", "--factor", 0.5)[0] == 0
     plan = estimate(mixtral, tmp_path / "other", Toy(4), threads=1)
-    assert plan.seconds == pytest.approx(50e-9 * sum(part.weights for part in plan.parts))
+    assert plan.seconds == pytest.approx(STARTED + 50e-9 * sum(part.weights for part in plan.parts))
 
 
 def test_a_registered_method_is_compared(toy: None, capsys: pytest.CaptureFixture[str]) -> None:

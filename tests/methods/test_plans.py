@@ -1,6 +1,7 @@
 """Plans are values: planning changes no method, a job changes no plan, and a plan that is given is not made again."""
 
 from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def test_planning_and_packing_change_neither_method_nor_plan(name: str, mixtral:
     plan = method.plan(checkpoint, describe(checkpoint))
     decided = deepcopy(plan.decisions), dict(plan.settings), plan.loss, plan.notes
     moepack.compress(mixtral, tmp_path / "one", method=plan)
-    assert vars(method) == vars(untouched)
+    cached = {key for key, value in vars(type(method)).items() if isinstance(value, cached_property)}
+    assert {key: value for key, value in vars(method).items() if key not in cached} == vars(untouched)
     assert (plan.decisions, dict(plan.settings), plan.loss, plan.notes) == decided
     moepack.compress(mixtral, tmp_path / "two", method=method)
     assert support.contents(tmp_path / "one") == support.contents(tmp_path / "two")

@@ -74,7 +74,7 @@ def test_a_check_that_fails_leaves_the_directory(tmp_path: Path, monkeypatch: py
 
 def test_a_text_shorter_than_a_window_is_rejected(mixtral: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text(NOVEL.read_text(encoding="utf-8")[:800], encoding="utf-8")
+    text.write_text(NOVEL.read_text(encoding="utf-8")[:400], encoding="utf-8")
     method = FineQuant(calibration=str(text), samples=1, sequence_length=64)
     report = moepack.compress(mixtral, tmp_path / "out", method=method, check=True)
     assert report.increase is None and any("512 tokens" in note for note in report.notes)

@@ -100,7 +100,7 @@ def test_another_model_is_refused(models, switch, mixtral, tmp_path):
     shutil.copytree(switch, tmp_path / "other")
     file = tmp_path / "other" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "d_ff": 128}))
-    with pytest.raises(CheckpointError, match="d_ff is 128, 96 in the published one"):
+    with pytest.raises(CheckpointError, match="d_ff is 128, but 96 in the published one"):
         convert(models[0], tmp_path / "out", original=tmp_path / "other")
     with pytest.raises(UnsupportedModelError, match="'mixtral', not 'switch_transformers'"):
         convert(models[0], tmp_path / "out", original=mixtral)

@@ -77,6 +77,7 @@ class Estimate:
         method, settings: name and settings of the method.
         parts: the packed tensors by role, experts first.
         kept: bytes of tensors and small files that are copied unchanged.
+        factors: bytes of the factors of the balanced form, which are stored beside the packed tensors.
         goal: the requested size of all weight files, or None.
         plan: the plan of the method, if sizes depend on it; pass it to `compress` as `method`.
         memory: approximate private memory of the process in bytes.
@@ -104,6 +105,7 @@ class Estimate:
     settings: Mapping[str, Any]
     parts: tuple[Part, ...]
     kept: int
+    factors: int
     goal: Goal | None
     plan: MethodPlan | None
     memory: int
@@ -131,7 +133,7 @@ class Estimate:
         """Approximate size of the packed directory in bytes."""
         if self.goal is not None and self.plan is None:
             return self.goal.nbytes
-        return self.kept + sum(part.after for part in self.parts)
+        return self.kept + self.factors + sum(part.after for part in self.parts)
 
 
 def estimate(
@@ -177,6 +179,7 @@ def _estimated(
     room = None if goal is None else goal.nbytes - dense_bytes(outputs, checkpoint)
     parts = packed_parts(outputs, assignment, made, room)
     kept, request = _kept(outputs, checkpoint), requested(method) if made is None else made.request
+    factors = checkpoint.form.nbytes if isinstance(checkpoint, BalancedCheckpoint) else 0
     experts = found.layers[0].experts if found.layers else 0
     share = visits(architecture(found.architecture).top_k(checkpoint.config), experts)
     bits = 8 * sum(part.after for part in parts) / max(sum(part.weights for part in parts), 1)
@@ -196,6 +199,7 @@ def _estimated(
         settings=assignment.with_others(method.settings if made is None else made.settings),
         parts=parts,
         kept=kept,
+        factors=factors,
         goal=goal,
         plan=made,
         memory=job_memory(load),
@@ -206,7 +210,7 @@ def _estimated(
         threads=workers,
         seconds=None if seconds is None else sum(seconds.values()),
         text_seconds=None if seconds is None else sum(seconds[stage] for stage in TEXT_STAGES),
-        run_memory=PROCESS + kept + int(sum(part.after for part in parts)),
+        run_memory=PROCESS + kept + factors + int(sum(part.after for part in parts)),
         tokens_per_second=pace.tokens_per_second,
         preferences=pace.preferences,
         target=pace.target,
@@ -228,10 +232,9 @@ def _sound(
 
 
 def _kept(outputs: Outputs, checkpoint: Checkpoint) -> int:
-    """Return the bytes of small files, unpacked tensors, and the factors of the balanced form."""
+    """Return the bytes of small files and unpacked tensors, which are copied unchanged."""
     files = sum((checkpoint.path / name).stat().st_size for name in outputs.copies)
-    factors = checkpoint.form.nbytes if isinstance(checkpoint, BalancedCheckpoint) else 0
-    return files + factors + dense_bytes(outputs, checkpoint)
+    return files + dense_bytes(outputs, checkpoint)
 
 
 def dense_bytes(outputs: Outputs, checkpoint: Checkpoint) -> int:
