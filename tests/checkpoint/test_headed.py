@@ -35,7 +35,7 @@ def read_alike(directory: Path, out: Path) -> None:
     expected = stock(IDS).logits
     torch.testing.assert_close(open_model(directory, torch.float32)(IDS).logits, expected, rtol=1e-4, atol=1e-5)
     report = compress(directory, out, method=FineQuant(bits=8))
-    assert any("a model without head" in note for note in report.notes)
+    assert any("a model without a head" in note for note in report.notes)
     assert json.loads((out / "config.json").read_text())["architectures"] == [type(stock).__name__]
     auto = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     for packed in (load(out, torch.float32), auto):
@@ -71,7 +71,7 @@ def test_a_note_of_the_class_outlives_one_of_names(tmp_path: Path) -> None:
     tensors = {f"module.{name}": x for name, x in load_file(tmp_path / "model.safetensors").items()}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     notes = open_checkpoint(configure(tmp_path, architectures=["Qwen3MoeModel"])).notes
-    assert any("a model without head" in note for note in notes) and any("'module.'" in note for note in notes)
+    assert any("a model without a head" in note for note in notes) and any("'module.'" in note for note in notes)
 
 
 @pytest.mark.parametrize(

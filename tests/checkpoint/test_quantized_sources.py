@@ -379,7 +379,7 @@ def test_no_refusal_contradicts_itself(method: str, settings: dict[str, Any], pl
         ({"quant_method": "fp8"}, "already quantized by 'fp8', but none of the tensors is in float8_e4m3fn"),
         ({"quant_method": "gptq", "bits": 4}, r"by 'gptq', but none of the tensors is called \*qweight"),
         ({"quant_method": "gptq"}, "'gptq' with settings .* .None bits; only 2, 4 and 8 are supported"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'; FP8, "),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'; only FP8, "),
         ({"quant_method": "quark"}, "weights of dtype None and qscheme None"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "no setting 'config_groups'"),
         ({"quant_method": ["fp8"]}, "already quantized"),

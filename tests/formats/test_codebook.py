@@ -184,7 +184,7 @@ def test_invalid_settings_are_rejected(tmp_path: pathlib.Path) -> None:
         CodebookTensor.quantize(torch.zeros(2, 0))
     with pytest.raises(InvalidTensorError, match="K of 4, 8 or 16, got \\[2, 5\\]"):
         encode_codebook(np.zeros((2, 4), np.uint8), np.zeros((2, 5), np.float32))
-    with pytest.raises(InvalidTensorError, match=r"shape \[3, 1, 4\], codes \[2, 4\] .* need \[2, 1, 4\]"):
+    with pytest.raises(InvalidTensorError, match=r"shape \[3, 1, 4\], but codes of shape \[2, 4\] .* need \[2, 1, 4\]"):
         encode_codebook(np.zeros((2, 4), np.uint8), np.zeros((3, 4), np.float32))
     with pytest.raises(InvalidTensorError, match="floating-point"):
         encode_codebook(np.zeros((2, 4), np.uint8), np.zeros((2, 4), np.int32))

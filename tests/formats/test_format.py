@@ -270,7 +270,7 @@ def test_a_blob_that_decodes_wrongly_is_found_behind_right_checksums(copy: Path)
         ("details", {"code": "dict16", "nonzeros": 1}, "code is fsv8"),
         ("kind", "unheard of", "unknown kind"),
         ("nbytes", 64, "size differ"),
-        ("file", "model-00002-of-00003.safetensors", "does not know it"),
+        ("file", "model-00002-of-00003.safetensors", "is missing from"),
     ],
 )
 def test_a_manifest_that_lies_about_a_tensor_is_found(copy: Path, key: str, value: object, message: str) -> None:

@@ -169,7 +169,7 @@ def test_a_model_that_reads_images_without_experts_is_refused(tmp_path: Path) ->
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     path = saved("glm4_moe", tmp_path, model_type="made_up", auto_map={"AutoModelForCausalLM": "code.Model"})
     (path / "code.py").write_text("raise SystemExit('ran')")
-    refused(path, "does not know it; code that comes with a checkpoint is never run")
+    refused(path, "does not support this architecture; code that comes with a checkpoint is never run")
 
 
 @pytest.mark.parametrize("spelling", ["Infinity", {"__float__": "Infinity"}])
