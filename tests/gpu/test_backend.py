@@ -221,7 +221,7 @@ def test_tensors_on_different_devices_are_refused():
 
 def test_formats_without_kernels_are_named():
     assert {"groupwise", "compensated", "ternary", "codebook"} <= set(FAMILIES)
-    with pytest.raises(moepack.LoadError, match="'test-dense' run on the CPU"):
+    with pytest.raises(moepack.LoadError, match="'test-dense' run only on the CPU"):
         kernels_of("test-dense")
 
 

@@ -296,5 +296,5 @@ def _intact(file: Path, record: FileRecord) -> bool:
     try:
         with open(file, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest() == record.sha256
-    except OSError:
+    except (OSError, ValueError):  # a damaged journal may hold a name that no file can have
         return False
