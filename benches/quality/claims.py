@@ -118,7 +118,7 @@ CLAIMS: dict[str, dict[str, Setting]] = {
         "2 bits, g64, as published": Setting("qmoe", {"bits": "2"} | PUBLISHED),
         "ternary, here": Setting("qmoe"),
         "2 bits, g64, here": Setting("qmoe", {"bits": "2"}),
-        "2 bits, g64, here, half of the drift": Setting("qmoe", {"bits": "2", "drift": 0.5}),
+        "2 bits, g64, here, three quarters of the drift": Setting("qmoe", {"bits": "2", "drift": 0.75}),
         "2 bits, g64, here, no drift": Setting("qmoe", {"bits": "2", "drift": 0.0}),
     },
     "milo": {

@@ -57,7 +57,7 @@ class RateSettings:
     """
 
     damping: float = 1.0
-    shift: float = 0.75
+    shift: float = 0.5
     shift_damping: float = 0.2
     passes: int = 4
     narrowest: float = 1.3

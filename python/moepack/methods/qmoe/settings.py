@@ -45,7 +45,7 @@ class QmoeSettings(Settings):
     # See `moepack.solvers.drift`. Values other than 0 run the original model beside the compressed one, which doubles
     # the time outside the solver.
     drift: float = setting(
-        0.75,
+        0.5,
         help="Share of the error accumulated in earlier layers that is corrected by moving the weights",
         minimum=0,
         maximum=1,
