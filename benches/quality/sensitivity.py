@@ -56,12 +56,12 @@ LARGEST = 3000
 
 
 def texts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per size and source of `auto`."""
+    """One row per size and source of `auto --prefer quality`."""
     scores = Scores(options.model, options.texts, options.device, options.windows)
     for bits in options.bits:
         for source in options.sources:
             given = {"calibration": str(source), "samples": options.samples, "device": options.device}
-            method = Auto(bits_per_weight=bits, **given)
+            method = Auto(bits_per_weight=bits, prefer="quality", **given)
             checkpoint = open_checkpoint(options.model)
             row = {"bits": bits, "source": source.stem, "samples": options.samples}
             with tempfile.TemporaryDirectory() as folder:

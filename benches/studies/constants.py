@@ -92,7 +92,8 @@ def main() -> None:
     for name, value in chosen.items():
         use(name, value)
     start = time.perf_counter()
-    method = moepack.methods.Auto(bits_per_weight=options.bits, calibration=options.source, device=options.device)
+    asked = {"calibration": options.source, "device": options.device, "prefer": "quality"}
+    method = moepack.methods.Auto(bits_per_weight=options.bits, **asked)
     with tempfile.TemporaryDirectory() as folder:
         packed = Path(folder) / "packed"
         moepack.compress(options.model, packed, method=method, check=False)

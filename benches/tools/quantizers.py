@@ -122,7 +122,7 @@ def llm_compressor(
 
 
 def moepack(model: Path, ids: Tensor, device: str, bits: float, text: bool = True) -> Quantized:
-    """moepack's `auto` at a total size, on a checkpoint with experts."""
+    """moepack's `auto --prefer quality` at a total size, on a checkpoint with experts."""
     from benches.tools.dequantized import Dequantized
     from moepack.format import PackedDirectory
     from moepack.integrations.loading import open_tokenizer
@@ -132,8 +132,9 @@ def moepack(model: Path, ids: Tensor, device: str, bits: float, text: bool = Tru
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / "text.txt", Path(folder) / "packed"
         source.write_text(open_tokenizer(model).decode(ids.flatten()), encoding="utf-8")
-        given = {"calibration": str(source), "samples": len(ids), "sequence_length": ids.shape[1]} if text else {}
-        package.compress(model, out, method=Auto(bits_per_weight=bits, device=device, **given))
+        given = {"calibration": str(source), "samples": len(ids), "sequence_length": ids.shape[1]}
+        given = given if text else {"calibration": "none"}
+        package.compress(model, out, method=Auto(bits_per_weight=bits, prefer="quality", device=device, **given))
         for name, record in PackedDirectory.open(out).manifest.packed().items():
             found.sizes[name] = 8.0 * record.nbytes, math.prod(record.shape)
         originals = opened(model, torch.float32, "cpu").state_dict()
