@@ -29,6 +29,10 @@ PROCESS = 350 << 20
 RUNNING = 130 << 20
 """Additional memory in bytes once transformers has built or run a model in the process."""
 
+BLOCKS = 120 << 20
+"""Additional memory in bytes once blocks have run on a text: what the allocator keeps of attention, routers and copies
+in float32. Measured 30 to 320 MB."""
+
 WORKING, WHOLE = 32, 5
 """Working memory in bytes per weight of the experts being packed (float32 copies and candidates), and of a linear
 layer, which is packed in parts."""
@@ -36,7 +40,7 @@ layer, which is packed in parts."""
 SAMPLED = 1 << 25
 """Maximum number of weights that a plan samples (`methods.rate.sample`)."""
 
-STARTED = 1.3
+STARTED = 1.4
 """Seconds to describe the model, which transformers builds without weights."""
 
 PLAN = {"auto": (1.2, 0.04, 1.3e-7), "rate": (0.8, 0.0, 4e-8)}
@@ -51,13 +55,16 @@ FORWARD, BACKWARD = 1.0, 3.0
 TOKEN_SECONDS = 6e-11
 """Seconds per weight, token that visits it, and pass of the model in float32."""
 
-SOLVER = {"each": 0.33, "column": 3.2e-4, "weight": 8e-8, "cube": 9e-11}
-"""Seconds of calibrated solving: to start a layer of experts or a linear layer ("each"); per column and pass
-("column"); per weight and pass ("weight"); and per columns cubed to factorize a Hessian ("cube")."""
+SOLVER = {"column": 3.2e-4, "weight": 8e-8, "cube": 9e-11}
+"""Seconds of calibrated solving: per column and pass ("column"), per weight and pass ("weight"), and per columns
+cubed to factorize a Hessian ("cube")."""
 
-PASSES = {"coded": (3.7, 2.5), "int": (5.0, 5.0)}
-"""Mean number of solver passes over a linear layer and over experts, by the kind of product. Integers in groups take
-one pass of GPTQ, and three that replace codes and scales."""
+EACH = {"coded": 0.33, "int": 0.03}
+"""Seconds to start a layer of experts or a linear layer, by the kind of product."""
+
+PASSES = {"coded": (3.7, 2.5), "int": (1.3, 1.3)}
+"""Mean number of solver passes over a linear layer and over experts, by the kind of product, in units of a pass of
+coded integers. Integers in groups take one pass of GPTQ, and three cheap ones that replace codes and scales."""
 
 HESSIAN = 16
 """Calibration memory in bytes per expert being packed and pair of columns: the sums of the inputs, and their
@@ -165,7 +172,7 @@ def _solving(load: Load) -> float:
     for layer in load.layers:
         solved = [shape for shape in layer if shape[0] not in ENDS]
         sparse = any(role == "experts" for role, *_ in solved)
-        fixed += SOLVER["each"] * (1 if sparse else len(solved))
+        fixed += EACH[load.kernel] * (1 if sparse else len(solved))
         passes = expert_passes if sparse else dense_passes
         for _, experts, rows, columns in solved:
             groups = math.ceil(experts / load.group)
@@ -197,4 +204,5 @@ def job_memory(load: Load) -> int:
     if load.method in PLAN:
         matrix = max(rows * columns for _, _, rows, columns in load.shapes)
         plan = SAMPLE_MEMORY * min(load.weights, SAMPLED) + MATRIX_MEMORY * matrix
-    return int(PROCESS + RUNNING + max(packing, plan, load.measuring if load.measured else 0))
+    running = RUNNING + (BLOCKS if load.tokens else 0)
+    return int(PROCESS + running + max(packing, plan, load.measuring if load.measured else 0))
