@@ -118,9 +118,10 @@ MOEPACK_DEVICE void rotate_eight(const Activations& x, const Activations& cos, c
 }
 #endif
 
-// The heads of a token of each sequence: rows of `columns`, at most 256, of one type. The norms are those of a row, or
-// null. `cos` and `sin` [sequences, R] rotate the first R columns, a multiple of 16; null for none. Queries go to
-// [sequences, query_heads, columns], keys and values to the token `place` of [sequences, key_heads, capacity, columns].
+// The heads of one token of each sequence, as rows of `columns` (at most 256) values of one type. `query_norm` and
+// `key_norm` are weights [columns], or null. `cos` and `sin` [sequences, R] rotate the first R columns, a multiple of 16,
+// or are null. Queries are written to [sequences, query_heads, columns], keys and values to the token `place` of
+// [sequences, key_heads, capacity, columns].
 struct Heads {
     Activations queries, keys, values, query_norm, key_norm, cos, sin;
     const i64* place;
@@ -132,7 +133,7 @@ struct Heads {
 };
 
 #if defined(__CUDACC__)
-// The eight columns of a lane, rotated with those of the lane that has the other half.
+// Rotates the eight columns of a lane with those of the lane that holds the other half.
 MOEPACK_DEVICE void rotate_lane(const Heads& heads, Type type, int sequence, float (&value)[8]) {
     int lane = threadIdx.x % WARP, half = heads.cos.columns / 2;
     bool first = lane * 8 < half;

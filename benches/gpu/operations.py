@@ -24,7 +24,7 @@ from moepack.backends.gpu.attention import Attention
 HEADS, GROUPS, WIDTH, HIDDEN, EXPERTS, TOP_K = 32, 4, 128, 2048, 128, 8
 BATCHES, CONTEXTS = (1, 8, 32), (512, 2048, 8192, 32768)
 LARGEST, OUTSIDE = 2.3e9, 3e8
-"""Bytes of keys and values at most, and those that do not fit into the cache."""
+"""Maximum bytes of keys and values, and bytes that exceed the L2 cache."""
 
 
 def timed(function: Callable[[int], Any], count: int = 20) -> float:
