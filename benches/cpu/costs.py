@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benches.tools import machine
+
 JOBS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("auto", {"bits_per_weight": 4.0}),
     ("rate", {"bits_per_weight": 3.0}),
@@ -108,8 +110,7 @@ def main() -> None:
             shown = {name: round(value, 1) for name, value in rows[-1]["seconds"].items()}
             memory = {name: value >> 20 for name, value in rows[-1]["memory"].items()}
             print(rows[-1]["model"], job[0], shown, memory, flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"figures": rows}, indent=1))
+    machine.save(options.out, 1, rows)
 
 
 if __name__ == "__main__":

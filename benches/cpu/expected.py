@@ -29,6 +29,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from benches.tools import machine
+
 PROMPT, REPEATS = 16, 5
 
 
@@ -175,8 +177,7 @@ def main() -> None:
                         line += f"  {name} {1e3 * expected:.2f} ms expected, {1e3 * measured:.2f} measured: "
                         line += f"{expected / measured:.2f}"
                 print(line, flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"figures": rows}, indent=1))
+    machine.save(options.out, options.threads, rows)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ PROBE_BYTES = 512 << 20
 PIECE_BYTES = 8 << 20
 """Bytes that are timed together: less than other work on the machine lets a thread run without interruption."""
 
-STEP_SECONDS, LAYER_SECONDS = 4e-4, 1e-5
+STEP_SECONDS, LAYER_SECONDS = 9e-4, 1e-5
 """Time of a step of `generate`, and of each layer, beyond the products: the loop in Python and sampling; norms,
 routers, and attention over a short text."""
 
