@@ -28,7 +28,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pickled(plain: Path, target: Path, shards: int = 1) -> Path:
-    """The same model as one pickle, or as shards with an index."""
+    """Write the model as one pickle, or as shards with an index."""
     target.mkdir()
     (target / "config.json").write_bytes((plain / "config.json").read_bytes())
     tensors = list(load_file(plain / "model.safetensors").items())

@@ -30,7 +30,7 @@ SHAPE, DEVICE_SHAPE = (2048, 4096), (16384, 16384)
 GPU."""
 
 MATRICES, CALLS = 4, 5
-"""Matrices of a processor, which are multiplied in turn; repetitions of each measurement, of which the fastest counts.
+"""Number of matrices that a processor multiplies in turn, and of repetitions of each measurement; the fastest counts.
 """
 
 WIDTHS, CODED = (2, 3, 4, 8), (2, 3, 4, 5)
