@@ -30,10 +30,14 @@ from moepack.calibration.stream import Additions, Stream
 from moepack.checkpoint import MoeLayer
 from moepack.errors import CalibrationError, DeviceMemoryError
 
-__all__ = ["ExpertsRun"]
+__all__ = ["ExpertsRun", "waves_of"]
 
 Group = dict[str, Tensor]
 """Weights of a group of experts by projection, [G, R, C]."""
+GROWTH = 7
+"""Groups of a wave per group of the waves before it. The sizes of solved groups predict those of `GROWTH` times as many
+others to within a fraction of a group."""
+
 Solved = Generator[Stage, None, tuple[Group, Group] | None]
 """Yields the stages of a group; returns its original and compressed weights, or None for a preview."""
 
@@ -67,6 +71,20 @@ class _Routes:
             yield self.tokens[first:last], self.weights[first:last]
 
 
+def waves_of(groups: Sequence[range]) -> list[Sequence[range]]:
+    """Divide the groups of a layer into waves.
+
+    The first wave is one group, on which a method calibrates its estimates. The last wave is one group, too, which
+    compensates for the errors of the estimates. Each wave between them has at most `GROWTH` times the groups before it.
+    """
+    waves, done = [groups[:1]], 1
+    while done < len(groups) - 1:
+        size = min(GROWTH * done, len(groups) - 1 - done)
+        waves.append(groups[done : done + size])
+        done += size
+    return [wave for wave in [*waves, groups[done:]] if wave]
+
+
 class ExpertsRun(LayerRun):
     """The experts of a block, after attention and the other dense layers of the block have run.
 
@@ -97,6 +115,7 @@ class ExpertsRun(LayerRun):
         self.settings, self.recorder, self.streams, self.factor = settings, recorder, streams, factor
         size = settings.group
         self.groups = [range(i, min(i + size, layer.experts)) for i in range(0, layer.experts, size)]
+        self.waves = waves_of(self.groups)
         self._routes = [_Routes.of(stream, layer.experts) for stream in streams]
         self._counted = _Routes.of(streams[-1 if settings.routing == "original" else 0], layer.experts, mask)
         self.tokens = torch.tensor(self._counted.starts).diff()
@@ -104,16 +123,20 @@ class ExpertsRun(LayerRun):
         *self._first, self._last = [projection.name for projection in layer.projections]
 
     def apart(self) -> ExpertsRun:
-        """Return a copy of this run for other processes, with only the inputs of the experts."""
-        found = copy(self)
-        found.streams = [replace(stream, hidden=ListBuffer([], 1), sums=None, encoder=None, carried={}, _shared={})
-                         for stream in self.streams]  # fmt: skip
+        """Return a copy of this run for other processes, with only the inputs of the experts, in CPU memory."""
+        found, none = copy(self), ListBuffer([], 1)
+        found.streams = []
+        for stream in self.streams:
+            inputs = None if stream.inputs is None else stream.inputs.cpu()
+            parts = {"hidden": none, "inputs": inputs, "sums": None, "encoder": None, "carried": {}, "_shared": {}}
+            found.streams.append(replace(stream, **parts))
         return found
 
     def only(self, group: range) -> ExpertsRun:
         """Return the run of one group from a result of `apart`; outputs of its experts are collected in `additions`."""
         found = copy(self)
         found.groups, found.streams = [group], [replace(stream, sums=Additions()) for stream in self.streams]
+        found.tensors, found.waves, found.largest = dict(self.tensors), (), 0.0
         return found
 
     @property
@@ -121,8 +144,9 @@ class ExpertsRun(LayerRun):
         """The additions of a separately solved group to the sums of each stream."""
         return [stream.sums for stream in self.streams if isinstance(stream.sums, Additions)]
 
-    def add(self, additions: Sequence[Additions]) -> None:
-        """Add the outputs of a separately solved group. All groups must be added, in order."""
+    def add(self, additions: Sequence[Additions], largest: float) -> None:
+        """Add the outputs of a separately solved group, and its `largest`. All groups must be added, in order."""
+        self.largest = max(self.largest, largest)
         for stream, added in zip(self.streams, additions, strict=True):
             assert stream.sums is not None
             for rows, outputs in added.made:
