@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from moepack.calibration.arguments import mapped, tensors
 from moepack.calibration.buffer import ListBuffer
+from moepack.calibration.products import fast_products
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stacks import Stack
 from moepack.calibration.stream import Stream
@@ -297,6 +298,7 @@ def _loss(logits: Tensor, drawn: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
 
 
+@fast_products()
 def _backward(roots: Roots) -> None:
     """Compute the gradients of all leaves in one pass, so each parameter's gradient is completed exactly once."""
     follow = [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from moepack.arrays import magnitude
 from moepack.calibration.arguments import ENCODER, Arguments, Carried, Shared, StandIn, Stopped, same
 from moepack.calibration.buffer import ListBuffer
+from moepack.calibration.products import fast_products
 from moepack.calibration.recorder import Recorder
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stream import Stream
@@ -213,7 +214,8 @@ class Stack:
             return encoder if value is ENCODER else value
 
         filled = arguments.replaced(fill)
-        return block(states, *filled.positional, **filled.named)
+        with fast_products():
+            return block(states, *filled.positional, **filled.named)
 
     def experts_factor(
         self, index: int, block: nn.Module, recorder: Recorder, stream: Stream, first: int, last: int

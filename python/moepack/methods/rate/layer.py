@@ -128,8 +128,9 @@ class LayerSolver:
 
     def plan(self, stage: Stage) -> None:
         """Inspect a stage before any is solved."""
-        problem, name = self._problem(stage), _name(stage)
-        _, rows, columns = problem.weights.shape
+        weights, curvature = self._sampled(stage)
+        _, rows, columns = weights.shape
+        name = _name(stage)
         picked, across = _even(rows, ROWS), _even(columns, COLUMNS)
         if name not in self._outlooks:
             shapes = {weights.name: weights.shape for weights in stage.tensors.values()}
@@ -140,9 +141,21 @@ class LayerSolver:
             self._outlooks[name] = _Outlook(empty, torch.ones(experts), scale, self._settings)
         group = slice(stage.experts.start, stage.experts.stop)
         outlook = self._outlooks[name]
-        outlook.narrowest = min(outlook.narrowest, least_spread(problem.weights))
-        outlook.weights[group] = problem.weights[:, picked][:, :, across].cpu()
-        outlook.curvature[group] = problem.curvature.cpu()
+        outlook.narrowest = min(outlook.narrowest, least_spread(weights))
+        outlook.weights[group] = weights[:, picked][:, :, across].cpu()
+        outlook.curvature[group] = curvature.cpu()
+
+    def _sampled(self, stage: Stage) -> tuple[Tensor, Tensor]:
+        """Return the weights [G, R, C] and the curvature [G] that the initial price is found from.
+
+        If all errors count equally, the Hessians do not influence it, and they are not computed. The weights then lack
+        the correction of the drift, which changes their size little. The first solution corrects the price anyway.
+        """
+        if self._settings.even:
+            weights = self._weights(stage)
+            return weights, torch.ones(len(weights))
+        problem = self._problem(stage)
+        return problem.weights, problem.curvature
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Quantize a stage; all its tensors form one problem."""
@@ -205,16 +218,19 @@ class LayerSolver:
         return torch.stack([outlook.bits(self._unit * float(part)) for part in LADDER], 1)
 
     def _problem(self, stage: Stage, dependent: bool = False) -> UniformProblem:
-        moments = stage.moments()
         # Linear layers outside the experts lose less without drift correction (docs/methods/qmoe.md).
-        drift = None if stage.dense else moments.drift
-        factors = [self._factors(stage, tensor) for tensor in stage.weights]
-        weights = torch.cat([own * scale for own, scale in zip(stage.weights.values(), factors, strict=True)], 1)
+        moments = stage.moments(drift=not stage.dense)
+        weights, drift = self._weights(stage), moments.drift
         assert stage.inputs is not None
         hessians = with_ridge(moments.hessians, stage.inputs.tokens)
         if (per := self._divisors(stage)) is not None:
             hessians, drift = hessians / per, None if drift is None else drift / per
         return UniformProblem(weights, hessians, drift, self._settings, dependent=dependent)
+
+    def _weights(self, stage: Stage) -> Tensor:
+        """Return the weights of all tensors of a stage, times their factors, [G, R, C]."""
+        factors = [self._factors(stage, tensor) for tensor in stage.weights]
+        return torch.cat([own * scale for own, scale in zip(stage.weights.values(), factors, strict=True)], 1)
 
     def _divisors(self, stage: Stage) -> Tensor | None:
         """Return the divisors of a stage's moments, [G, C, C], if its weights are multiplied by factors.
