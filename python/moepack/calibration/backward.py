@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from moepack.calibration.arguments import mapped, tensors
 from moepack.calibration.buffer import ListBuffer
-from moepack.calibration.products import fast_products
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stacks import Stack
 from moepack.calibration.stream import Stream
 from moepack.calibration.tail import Tail
 from moepack.decoding.finite import are_finite
 from moepack.errors import UnsupportedModelError
+from moepack.solvers.products import fast_products
 
 __all__ = ["Backward", "Passed", "Watch"]
 

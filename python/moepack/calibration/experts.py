@@ -24,13 +24,13 @@ from moepack.arrays import magnitude
 from moepack.calibration.activations import Activations
 from moepack.calibration.buffer import ListBuffer
 from moepack.calibration.moments import Gram, Moments, Tokens, expert_moments, sensitivity
-from moepack.calibration.products import fast_products
 from moepack.calibration.recorder import Recorder
 from moepack.calibration.settings import CalibrationSettings
 from moepack.calibration.stage import Inputs, LayerRun, Stage, enough_memory
 from moepack.calibration.stream import Additions, Stream
 from moepack.checkpoint import MoeLayer
 from moepack.errors import CalibrationError, DeviceMemoryError
+from moepack.solvers.products import fast_products
 
 __all__ = ["ExpertsRun"]
 
@@ -298,7 +298,6 @@ class ExpertsRun(LayerRun):
             assert stream.sums is not None
             for position, expert in enumerate(group):
                 for rows, share in routes.pieces(expert, self._cap):
-
 
                     def compute(
                         rows: Tensor, number: int = number, weights: Group = weights, position: int = position

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moepack.calibration.products import fast_products
+from moepack.solvers.products import fast_products
 
 __all__ = ["Gram", "Moments", "Tokens", "expert_moments", "sensitivity"]
 

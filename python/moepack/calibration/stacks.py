@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from moepack.arrays import magnitude
 from moepack.calibration.arguments import ENCODER, Arguments, Carried, Shared, StandIn, Stopped, same
 from moepack.calibration.buffer import ListBuffer
-from moepack.calibration.products import fast_products
 from moepack.calibration.recorder import Recorder
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stream import Stream
 from moepack.checkpoint import MoeModel
 from moepack.decoding.finite import advice
 from moepack.errors import CalibrationError, UnsupportedModelError
+from moepack.solvers.products import fast_products
 
 __all__ = ["Stack", "decoder_blocks"]
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack.calibration.products import fast_products
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stacks import Stack
 from moepack.decoding.finite import non_finite_in
 from moepack.errors import NonFiniteError, UnsupportedModelError
+from moepack.solvers.products import fast_products
 
 __all__ = ["Tail"]
 

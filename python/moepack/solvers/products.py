@@ -1,4 +1,4 @@
-"""Float32 matrix products of the calibration, run by oneDNN.
+"""Float32 matrix products of calibration and solvers, run by oneDNN.
 
 Torch passes float32 products on a CPU to MKL, which does not use AVX-512 on processors of other vendors: oneDNN is 2.2
 times as fast on a Zen 5, with the same precision. Torch uses oneDNN if products may be rounded to bfloat16. Only
@@ -26,7 +26,7 @@ def fast_products() -> Iterator[None]:
     The setting belongs to the process. It is restored when the last user leaves. Versions of torch before 2.9 cannot
     set it for the CPU alone, and keep MKL.
     """
-    global _users, _before  # noqa: PLW0603 - torch's setting is global as well
+    global _users, _before
     setting: Any = getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(setting, "fp32_precision"):
         yield
