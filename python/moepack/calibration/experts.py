@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 from functools import partial
 
 import torch
