@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
