@@ -25,7 +25,7 @@ __all__ = ["KeptSensitivity"]
 MOST = 16
 """Maximum number of files; the oldest are deleted."""
 
-FORM = "2"
+FORM = "3"
 """Version of the measurement; change it when results change."""
 
 
