@@ -7,20 +7,28 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-/// Adds to `sum` the dot products of each four signed bytes of `a` with the corresponding four of `b`.
+/// Adds to `sum` the dot products of each four signed bytes of `a` with the corresponding four of `b`. `FULL` must be
+/// true if both may hold -128.
 ///
 /// # Safety
 /// If `DOT_PRODUCTS` is true, the processor must have dot products of bytes.
 #[inline]
 #[target_feature(enable = "neon")]
-pub unsafe fn dot<const DOT_PRODUCTS: bool>(sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
+pub unsafe fn dot<const DOT_PRODUCTS: bool, const FULL: bool>(
+    sum: int32x4_t,
+    a: int8x16_t,
+    b: int8x16_t,
+) -> int32x4_t {
     if DOT_PRODUCTS {
         // SAFETY: the caller guarantees dot products.
         return unsafe { sdot(sum, a, b) };
     }
-    // A product is at most 128 * 128 in magnitude and fits 16 bits; pairs are added in 32.
-    let low = vmull_s8(vget_low_s8(a), vget_low_s8(b));
-    vpadalq_s16(vpadalq_s16(sum, low), vmull_high_s8(a, b))
+    let (low, high) = (vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b));
+    match FULL {
+        true => vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high))),
+        // Two products are at most 2 * 127 * 128 in magnitude: they fit 16 bits.
+        false => vpadalq_s16(sum, vpaddq_s16(low, high)),
+    }
 }
 
 /// Like [`dot`], with the four bytes of word `WORD` of `b` for every four bytes of `a`.
@@ -29,7 +37,7 @@ pub unsafe fn dot<const DOT_PRODUCTS: bool>(sum: int32x4_t, a: int8x16_t, b: int
 /// If `DOT_PRODUCTS` is true, the processor must have dot products of bytes.
 #[inline]
 #[target_feature(enable = "neon")]
-pub unsafe fn dot_word<const DOT_PRODUCTS: bool, const WORD: i32>(
+pub unsafe fn dot_word<const DOT_PRODUCTS: bool, const FULL: bool, const WORD: i32>(
     sum: int32x4_t,
     a: int8x16_t,
     b: int8x16_t,
@@ -40,7 +48,7 @@ pub unsafe fn dot_word<const DOT_PRODUCTS: bool, const WORD: i32>(
             true => sdot_word::<WORD>(sum, a, b),
             false => {
                 let word = vdupq_laneq_s32::<WORD>(vreinterpretq_s32_s8(b));
-                dot::<false>(sum, a, vreinterpretq_s8_s32(word))
+                dot::<false, FULL>(sum, a, vreinterpretq_s8_s32(word))
             }
         }
     }

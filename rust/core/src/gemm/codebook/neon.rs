@@ -120,7 +120,7 @@ impl<const DOT_PRODUCTS: bool> Lanes for Neon<DOT_PRODUCTS> {
         // SAFETY: the caller guarantees NEON, with dot products if `DOT_PRODUCTS`.
         unsafe {
             let (sums, weights) = (vreinterpretq_s32_u8(sums), vreinterpretq_s8_u8(weights));
-            vreinterpretq_u8_s32(neon::dot::<DOT_PRODUCTS>(sums, weights, x))
+            vreinterpretq_u8_s32(neon::dot::<DOT_PRODUCTS, true>(sums, weights, x))
         }
     }
     #[inline]

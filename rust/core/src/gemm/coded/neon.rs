@@ -122,7 +122,7 @@ unsafe fn add<const DOT_PRODUCTS: bool, const WORD: i32, const N: usize>(
         unsafe {
             let symbols = vld1q_s8(symbols.as_ptr().cast());
             for (words, sums) in words.iter().zip(sums.iter_mut()) {
-                sums[part] = neon::dot_word::<DOT_PRODUCTS, WORD>(sums[part], symbols, *words);
+                sums[part] = neon::dot_word::<DOT_PRODUCTS, false, WORD>(sums[part], symbols, *words);
             }
         }
     }

@@ -73,7 +73,7 @@ impl<const DOT_PRODUCTS: bool, const MATRIX: bool> Neon<DOT_PRODUCTS, MATRIX> {
             let (mut flip, mut shared) = (vdupq_n_u8(0), vdupq_n_s32(0));
             if BITS == 8 && !MATRIX {
                 flip = vdupq_n_u8(0x80);
-                shared = neon::dot_word::<DOT_PRODUCTS, WORD>(shared, vdupq_n_s8(64), x);
+                shared = neon::dot_word::<DOT_PRODUCTS, true, WORD>(shared, vdupq_n_s8(64), x);
                 shared = vaddq_s32(shared, shared);
             }
             parts(|i| {
@@ -81,7 +81,8 @@ impl<const DOT_PRODUCTS: bool, const MATRIX: bool> Neon<DOT_PRODUCTS, MATRIX> {
                 let codes = vreinterpretq_s8_u8(veorq_u8(vreinterpretq_u8_u32(codes[i]), flip));
                 vreinterpretq_u32_s32(match MATRIX {
                     true => neon::usdot_word::<WORD>(sum, codes, x),
-                    false => neon::dot_word::<DOT_PRODUCTS, WORD>(sum, codes, x),
+                    false if BITS == 8 => neon::dot_word::<DOT_PRODUCTS, true, WORD>(sum, codes, x),
+                    false => neon::dot_word::<DOT_PRODUCTS, false, WORD>(sum, codes, x),
                 })
             })
         }

@@ -122,7 +122,7 @@ unsafe fn sums<const DOT_PRODUCTS: bool, const BYTES: usize, const N: usize>(
                             let weights = vreinterpretq_s8_u8(vqtbl2q_u8(tables[byte][quad], index));
                             for t in 0..N {
                                 let sum = &mut sums[t][byte][quad];
-                                *sum = neon::dot_word::<DOT_PRODUCTS, $c>(*sum, weights, four[t]);
+                                *sum = neon::dot_word::<DOT_PRODUCTS, true, $c>(*sum, weights, four[t]);
                             }
                         }
                     };
