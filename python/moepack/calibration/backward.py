@@ -32,6 +32,7 @@ from moepack.calibration.stream import Stream
 from moepack.calibration.tail import Tail
 from moepack.decoding.finite import are_finite
 from moepack.errors import UnsupportedModelError
+from moepack.solvers.products import fast_products
 
 __all__ = ["Backward", "Passed", "Watch"]
 
@@ -297,6 +298,7 @@ def _loss(logits: Tensor, drawn: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
 
 
+@fast_products()
 def _backward(roots: Roots) -> None:
     """Compute the gradients of all leaves in one pass, so each parameter's gradient is completed exactly once."""
     follow = [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]

@@ -7,6 +7,7 @@ memory if the calibration set fits, or a memory-mapped file if it exceeds memory
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -59,6 +60,14 @@ class ListBuffer:
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.starts) - 1
+
+    def cpu(self) -> ListBuffer:
+        """Return this buffer, or a copy of it in CPU memory if it is on a device."""
+        if self.tokens.device.type == "cpu":
+            return self
+        found = copy(self)
+        found.tokens = self.tokens.cpu()
+        return found
 
     def samples(self, first: int, last: int) -> Tensor:
         """Return samples ``first`` to ``last`` (exclusive), a view [last - first, L, H].

@@ -155,8 +155,8 @@ def compress(
     check_text(assignment.method)
     if threads is not None:
         set_threads(threads)
-    whole = ray is not None or pruning is not None
-    with opened(model, target, keep_source, disk_budget, whole=whole) as source:
+    whole, shared = pruning is not None, ray is not None
+    with opened(model, target, keep_source, disk_budget, whole=whole, shared=shared) as source:
         source.prune(pruning, assignment.method)
         if check and not source.has_original:
             raise ValueError(
@@ -425,7 +425,10 @@ class Job:
         missing = [number for number, (shard, _) in enumerate(shards) if shard.file not in workspace.done]
         self.packer.expect([shards[number][1] for number in missing])
         read = range(len(shards)) if self.packer.samples is not None and missing else missing
-        self.checkpoint.expect([sources_of(shards[number][1]) for number in read])
+        if self.packer.executor.reads_here:
+            self.checkpoint.expect([sources_of(shards[number][1]) for number in read])
+        else:
+            self.checkpoint.files.clear()
         runs = self.packer.runs()
         for shard, layer in shards[: max(missing, default=-1) + 1]:
             record = workspace.done.get(shard.file)

@@ -27,7 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moepack.checkpoint.remote.transfer import RemoteFile, Transfer
+from moepack.checkpoint.remote.ranges import RangeFiles
+from moepack.checkpoint.remote.transfer import Listing, RemoteFile, Transfer
 from moepack.checkpoint.resolve import hub_reason
 from moepack.checkpoint.shards import SAMPLE_BYTES, Bytes, ShardFiles, map_range, sample_positions, sampled
 from moepack.errors import CheckpointError, DiskError, DownloadError, MoepackError, ResumeError
@@ -121,6 +122,9 @@ class RemoteFiles(ShardFiles):
     def sizes(self) -> dict[str, int]:
         """The size of each shard in bytes."""
         return {name: header.size for name, header in self.shards.items()}
+
+    def __reduce__(self) -> tuple[type[RangeFiles], tuple[Mapping[str, Header], Listing]]:
+        return RangeFiles, (self.shards, self._transfer.listing)
 
     def claim(self, budget: int | None) -> None:
         """Lock the folder and take over what an interrupted run left in it.
