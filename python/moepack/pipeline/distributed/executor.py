@@ -135,15 +135,17 @@ class RayExecutor(Executor):
         shared = [self._cluster.share((run.apart(), dict(known)))]
         work = LayerWork(run, known, self.assignment, self.advance, self.spent)
         work.create_plans()
+        jobs: Iterator[tuple[Any, ...]]
         for wave in (run.groups[:1], run.groups[1:]) if work.layer_plans else ():
             plans = self._shared_plans(work)
-            for measured in self._results((measure_group, self._assignment, shared, plans, group) for group in wave):
+            jobs = ((measure_group, self._assignment, shared, plans, group, run.shard(group)) for group in wave)
+            for measured in self._results(jobs):
                 work.add(measured)
         for groups in run.waves:
             work.begin(groups)
             plans, alone = self._shared_plans(work), len(groups) == 1
-            tasks = ((solve_group, self._assignment, shared, plans, group, alone) for group in groups)
-            for group, found in zip(groups, self._results(tasks), strict=True):
+            jobs = ((solve_group, self._assignment, shared, plans, group, run.shard(group), alone) for group in groups)
+            for group, found in zip(groups, self._results(jobs), strict=True):
                 self._take(work, run, group, found)
         run.finished = True
         return work.pack()

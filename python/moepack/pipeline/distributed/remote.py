@@ -1,7 +1,7 @@
 """Tasks that run on the nodes of a cluster: pack a tensor, or measure or solve a group of experts.
 
-A task may run again on another node, so it modifies only its own copies. Layers and the inputs of a layer's experts are
-large and serve many tasks: a process caches the last ones that it fetched.
+A task may run again on another node, so it modifies only its own copies. Layers and layer plans are large and serve
+many tasks: a process caches the last ones that it fetched. The inputs of experts come with the task that reads them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moepack.backends.threads import set_threads
-from moepack.calibration.experts import ExpertsRun
+from moepack.calibration.experts import ExpertsRun, Shard
 from moepack.calibration.stage import PackedLayer, WholeTensor
 from moepack.calibration.stream import Additions
 from moepack.errors import MoepackWarning
@@ -73,12 +73,23 @@ def pack_tensor(
 
 
 def measure_group(
-    threads: int, assignment: PlannedAssignment, run: Sequence[Any], plans: Sequence[Any], group: range
+    threads: int,
+    assignment: PlannedAssignment,
+    run: Sequence[Any],
+    plans: Sequence[Any],
+    group: range,
+    shard: Shard,
 ) -> Done:
     """Measure the stages of a group of experts; the run and the layer plans are given as lists of one reference."""
-    apart, known = _run(*run)
+    work = _group(assignment, run, plans, group, shard)
+    return _done(threads, lambda: _measured(work))
 
-    return _done(threads, lambda: _measured(_Noting(apart.only(group), known, assignment, _plans(*plans))))
+
+def _group(
+    assignment: PlannedAssignment, run: Sequence[Any], plans: Sequence[Any], group: range, shard: Shard
+) -> _Noting:
+    apart, known = _run(*run)
+    return _Noting(apart.only(group, shard), known, assignment, _plans(*plans))
 
 
 @torch.no_grad()
@@ -91,11 +102,17 @@ def _measured(work: _Noting) -> list[Measured]:
 
 
 def solve_group(
-    threads: int, assignment: PlannedAssignment, run: Sequence[Any], plans: Sequence[Any], group: range, alone: bool
+    threads: int,
+    assignment: PlannedAssignment,
+    run: Sequence[Any],
+    plans: Sequence[Any],
+    group: range,
+    shard: Shard,
+    alone: bool,
 ) -> Done:
     """Solve a group of experts, which is `alone` in its wave or not; other arguments as for `measure_group`."""
-    apart, known = _run(*run)
-    return _done(threads, lambda: _solved(_Noting(apart.only(group), known, assignment, _plans(*plans)), group, alone))
+    work = _group(assignment, run, plans, group, shard)
+    return _done(threads, lambda: _solved(work, group, alone))
 
 
 @torch.no_grad()
