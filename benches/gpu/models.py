@@ -136,12 +136,13 @@ def large(device: str, family: str) -> Any:
             )},
             functional.silu,
         )  # fmt: skip
-        for projection, (_, rows, columns) in module.shapes.items():
-            if (rows, columns) not in made:
-                made[rows, columns] = specifications(["groupwise", "ternary", "codebook"])[family](
-                    experts, rows, columns, 0
+        # Gate and up differ: silu(x) * x is mostly positive, which would send all tokens to the same experts.
+        for seed, (projection, (_, rows, columns)) in enumerate(module.shapes.items()):
+            if projection not in made:
+                made[projection] = specifications(["groupwise", "ternary", "codebook"])[family](
+                    experts, rows, columns, seed
                 )
-            store.put(module, projection, made[rows, columns], tensor=projection)
+            store.put(module, projection, made[projection], tensor=projection)
         layer.mlp.experts = module
     for path, module in model.named_modules():
         tensors = [(name, tensor) for name, tensor in module._parameters.items() if tensor is not None]

@@ -7,12 +7,14 @@ memory if the calibration set fits, or a memory-mapped file if it exceeds memory
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moepack.errors import DiskError
+from moepack.system import files
 
 __all__ = ["ListBuffer"]
 
@@ -51,7 +53,7 @@ class ListBuffer:
             self.tokens = torch.zeros(size, dtype=dtype, device=device).view(-1, width)
         else:
             try:
-                file.unlink(missing_ok=True)
+                files.remove(file, missing_ok=True)
                 self.tokens = torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(-1, width)
             except (OSError, RuntimeError) as error:
                 raise DiskError(f"cannot map {size * dtype.itemsize} bytes: {error}", file=file) from error
@@ -59,6 +61,14 @@ class ListBuffer:
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.starts) - 1
+
+    def cpu(self) -> ListBuffer:
+        """Return this buffer, or a copy of it in CPU memory if it is on a device."""
+        if self.tokens.device.type == "cpu":
+            return self
+        found = copy(self)
+        found.tokens = self.tokens.cpu()
+        return found
 
     def samples(self, first: int, last: int) -> Tensor:
         """Return samples ``first`` to ``last`` (exclusive), a view [last - first, L, H].
