@@ -216,13 +216,20 @@ pub(crate) fn has_matrix_products() -> bool {
     false
 }
 
-/// The name of an instruction set with its products of bytes, for formats that use both kinds: `neon-i8mm`,
-/// `neon-dotprod` or [`Isa::name`].
-pub(crate) fn name_with_products(isa: Isa) -> &'static str {
+/// The name of an instruction set for kernels with dot products of bytes: `neon-dotprod`, or [`Isa::name`].
+pub(crate) fn name_with_dot_products(isa: Isa) -> &'static str {
     match isa.kind() {
-        Kind::Neon if has_matrix_products() => "neon-i8mm",
         Kind::Neon if has_dot_products() => "neon-dotprod",
         _ => isa.name(),
+    }
+}
+
+/// The name of an instruction set for kernels that also have matrix products: `neon-i8mm`, or
+/// [`name_with_dot_products`].
+pub(crate) fn name_with_matrix_products(isa: Isa) -> &'static str {
+    match isa.kind() {
+        Kind::Neon if has_matrix_products() => "neon-i8mm",
+        _ => name_with_dot_products(isa),
     }
 }
 

@@ -106,9 +106,8 @@ impl Precision {
 /// The name of the kernel for an instruction set.
 pub fn kernel_name(isa: Isa) -> &'static str {
     match isa.kind() {
-        Kind::Neon if simd::has_dot_products() => "neon-dotprod",
         Kind::Amx => "avx512, amx-int8 for 16 tokens and more in the mode int8",
-        _ => isa.name(),
+        _ => simd::name_with_dot_products(isa),
     }
 }
 

@@ -117,13 +117,25 @@ unsafe fn add<const DOT_PRODUCTS: bool, const WORD: i32, const N: usize>(
     words: [int8x16_t; N],
     sums: &mut [[int32x4_t; PARTS]; N],
 ) {
-    for (part, symbols) in symbols.0.as_chunks::<16>().0.iter().enumerate() {
-        // SAFETY: there are 16 bytes, below 128; the rest is guaranteed by the caller.
-        unsafe {
-            let symbols = vld1q_s8(symbols.as_ptr().cast());
-            for (words, sums) in words.iter().zip(sums.iter_mut()) {
-                sums[part] = neon::dot_word::<DOT_PRODUCTS, false, WORD>(sums[part], symbols, *words);
-            }
-        }
+    const { assert!(N <= 4) }
+    // Written out: in a loop, compilers would keep the sums in memory.
+    macro_rules! parts {
+        ($($part:literal)*) => {
+            $({
+                let bytes = &symbols.0.as_chunks::<16>().0[$part];
+                // SAFETY: there are 16 bytes, below 128; the rest is guaranteed by the caller.
+                unsafe {
+                    let bytes = vld1q_s8(bytes.as_ptr().cast());
+                    parts!(@ $part bytes 0 1 2 3);
+                }
+            })*
+        };
+        (@ $part:literal $bytes:ident $($token:literal)*) => {
+            $(if $token < N {
+                let sum = &mut sums[$token][$part];
+                *sum = neon::dot_word::<DOT_PRODUCTS, false, WORD>(*sum, $bytes, words[$token]);
+            })*
+        };
     }
+    parts!(0 1 2 3);
 }

@@ -20,7 +20,7 @@ use crate::types::{Activations, Mode};
 /// The name of the kernel for an instruction set.
 pub fn kernel_name(isa: Isa) -> &'static str {
     match isa.kind() {
-        Kind::Neon => simd::name_with_products(isa),
+        Kind::Neon => simd::name_with_matrix_products(isa),
         #[cfg(target_arch = "x86_64")]
         Kind::Avx2 if x86::has_avx_vnni() => "avx-vnni",
         #[cfg(target_arch = "x86_64")]

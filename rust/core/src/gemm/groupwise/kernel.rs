@@ -274,7 +274,11 @@ const fn chains<V: Lanes, const C: usize>() -> usize {
     if V::CHAINS { C } else { 1 }
 }
 
-/// Adds the dot products of quad `QUAD` of a unit of each block.
+/// The most lines of a tile.
+const MOST_LINES: usize = 12;
+
+/// Adds the dot products of quad `QUAD` of a unit of each block. Lines are written out: in a loop, compilers would keep
+/// the sums in memory.
 ///
 /// # Safety
 /// As [`multiply`]; `units` are the blocks' registers of the unit, and `words` the tile's.
@@ -293,16 +297,22 @@ unsafe fn dots<
 ) {
     // SAFETY: the caller guarantees the set and the unit; a tile has QUADS * M words per unit.
     unsafe {
+        const { assert!(M <= MOST_LINES) }
         let mut codes = [V::int_zero(); R];
         for r in 0..R {
             codes[r] = quad::<V, BITS>(units[r], QUAD);
         }
-        for line in 0..M {
-            for r in 0..R {
-                let sum = &mut sums[r][line][QUAD % chains::<V, C>()];
-                *sum = V::dot_word::<BITS>(*sum, codes[r], words, QUAD * M + line);
-            }
+        macro_rules! lines {
+            ($($line:literal)*) => {
+                $(if $line < M {
+                    for r in 0..R {
+                        let sum = &mut sums[r][$line][QUAD % chains::<V, C>()];
+                        *sum = V::dot_word::<BITS>(*sum, codes[r], words, QUAD * M + $line);
+                    }
+                })*
+            };
         }
+        lines!(0 1 2 3 4 5 6 7 8 9 10 11);
     }
 }
 
@@ -336,12 +346,17 @@ unsafe fn matrices<
                 quad::<V, BITS>(units[r], QUAD),
                 quad::<V, BITS>(units[r], QUAD + 1),
             ];
-            for line in (0..M).step_by(2) {
-                let pair = [sums[r][line][0], sums[r][line + 1][0]];
-                let [first, second] = V::add_matrix(pair, quads, words.add(QUAD * M + line), M);
-                sums[r][line][0] = first;
-                sums[r][line + 1][0] = second;
+            macro_rules! lines {
+                ($($first:literal $second:literal),*) => {
+                    $(if $second < M {
+                        let pair = [sums[r][$first][0], sums[r][$second][0]];
+                        let [first, second] = V::add_matrix(pair, quads, words.add(QUAD * M + $first), M);
+                        sums[r][$first][0] = first;
+                        sums[r][$second][0] = second;
+                    })*
+                };
             }
+            lines!(0 1, 2 3, 4 5, 6 7, 8 9, 10 11);
         }
     }
 }
