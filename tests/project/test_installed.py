@@ -10,9 +10,7 @@ import pytest
 import moepack
 from places import ROOT
 
-HEAVY = (
-    "cupy fastapi gguf huggingface_hub lm_eval matplotlib numpy peft ray rich safetensors torch transformers typer uvicorn"
-).split()
+HEAVY = ["cupy", "fastapi", "gguf", "huggingface_hub", "lm_eval", "matplotlib", "numpy", "peft", "ray", "rich", "safetensors", "torch", "transformers", "typer", "uvicorn"]
 PRELUDE = """
 import socket, sys
 
