@@ -121,7 +121,7 @@ wheels: $(BIN)/maturin ## Build the abi3 wheels into dist/, x86-64 and 64-bit Ar
 release-check: setup ## Build a wheel and the sources into build/release, and check what a release needs
 	rm -rf build/release
 	$(BIN)/maturin build --release --locked --quiet --out build/release
-	$(BIN)/maturin sdist --quiet --out build/release
+	$(BIN)/maturin sdist --out build/release
 	$(BIN)/python .ci/release.py build/release
 
 docs: setup ## Build the documentation as a site into build/site
