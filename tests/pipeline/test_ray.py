@@ -17,6 +17,7 @@ from test_distributed import methods
 
 import moepack
 import packed_support as support
+from command_support import interruptible
 from moepack.errors import ClusterError
 from moepack.format.directory import read_manifest
 from moepack.methods import FineQuant
@@ -252,7 +253,8 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
     environment = {**os.environ, **SPEED, "PYTHONPATH": PYTHON_PATH, "HOME": str(tmp_path)}
-    process = subprocess.Popen([sys.executable, "-c", script], env=environment, start_new_session=True)
+    with interruptible():
+        process = subprocess.Popen([sys.executable, "-c", script], env=environment, start_new_session=True)
     try:
         wait_until(lambda: process.poll() is not None or any(tmp_path.glob("out.partial/model-*.safetensors")))
         os.killpg(process.pid, signal.SIGINT)

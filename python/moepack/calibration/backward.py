@@ -32,8 +32,9 @@ from moepack.calibration.stream import Stream
 from moepack.calibration.tail import Tail
 from moepack.decoding.finite import are_finite
 from moepack.errors import UnsupportedModelError
+from moepack.solvers.products import fast_products
 
-__all__ = ["Backward", "Passed", "Watch"]
+__all__ = ["Backward", "Passed", "Watch", "draw_tokens"]
 
 FORWARD, BACKWARD = 1, 3
 """Passes over weights per window: one forward, and three backward (outputs, and two kinds of gradients)."""
@@ -177,8 +178,7 @@ class Backward:
                 if not are_finite(logits):
                     raise self._tail.non_finite(ids[None], each)
                 # Drawn on the CPU, so that the device does not influence the tokens.
-                chances = logits.detach().softmax(-1).cpu()
-                targets.copy_(torch.multinomial(chances, 1, generator=generator)[:, 0])
+                targets.copy_(draw_tokens(logits.detach(), generator))
                 _backward([(_loss(logits, targets), None)])
                 assert given.grad is not None
                 windows.append(_Window(gradient.copy_(given.grad), targets, each if self._joint else None))
@@ -292,11 +292,22 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
+def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a token for each row of logits [L, V] from their softmax, [L] int64.
+
+    Inverts the distribution function at one random number a row, where `torch.multinomial` draws one for each logit.
+    """
+    sums = (logits - logits.amax(-1, keepdim=True)).cpu().exp_().cumsum(-1, dtype=torch.float64)
+    chosen = torch.rand(len(logits), 1, dtype=torch.float64, generator=generator)
+    return torch.searchsorted(sums, chosen * sums[:, -1:], right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+
+
 def _loss(logits: Tensor, drawn: Tensor) -> Tensor:
     """Return the summed loss of tokens [L] in nats."""
     return nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
 
 
+@fast_products()
 def _backward(roots: Roots) -> None:
     """Compute the gradients of all leaves in one pass, so each parameter's gradient is completed exactly once."""
     follow = [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]

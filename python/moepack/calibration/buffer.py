@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moepack.errors import DiskError
+from moepack.system import files
 
 __all__ = ["ListBuffer"]
 
@@ -51,7 +52,7 @@ class ListBuffer:
             self.tokens = torch.zeros(size, dtype=dtype, device=device).view(-1, width)
         else:
             try:
-                file.unlink(missing_ok=True)
+                files.remove(file, missing_ok=True)
                 self.tokens = torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(-1, width)
             except (OSError, RuntimeError) as error:
                 raise DiskError(f"cannot map {size * dtype.itemsize} bytes: {error}", file=file) from error

@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 from moepack.arrays import magnitude
+from moepack.calibration.activations import Activations
 from moepack.calibration.buffer import ListBuffer
-from moepack.calibration.moments import Moments, Tokens, expert_moments, sensitivity
+from moepack.calibration.moments import Gram, Moments, Tokens, expert_moments, sensitivity
 from moepack.calibration.recorder import Recorder
 from moepack.calibration.settings import CalibrationSettings
 from moepack.calibration.stage import Inputs, LayerRun, Stage, enough_memory
 from moepack.calibration.stream import Additions, Stream
 from moepack.checkpoint import MoeLayer
 from moepack.errors import CalibrationError, DeviceMemoryError
+from moepack.solvers.products import fast_products
 
 __all__ = ["ExpertsRun", "Shard", "waves_of"]
 
@@ -39,8 +41,8 @@ GROWTH = 7
 """Groups of a wave per group of the waves before it. The sizes of solved groups predict those of `GROWTH` times as many
 others to within a fraction of a group."""
 
-Solved = Generator[Stage, None, tuple[Group, Group] | None]
-"""Yields the stages of a group; returns its original and compressed weights, or None for a preview."""
+Solved = Generator[Stage, None, tuple[Group, Group, Activations] | None]
+"""Yields the stages of a group; returns its original and compressed weights, and activations, or None for a preview."""
 
 
 @dataclass
@@ -213,7 +215,7 @@ class ExpertsRun(LayerRun):
         while pending:
             group = pending.pop(0)
             try:
-                weights = yield from work(group)
+                solved = yield from work(group)
             except torch.OutOfMemoryError as error:
                 if len(group) == 1:
                     message = f"{device} has too little memory for one expert of '{self.layer.name}'"
@@ -221,19 +223,19 @@ class ExpertsRun(LayerRun):
                 half = len(group) // 2
                 pending[:0] = [group[:half], group[half:]]
                 continue
-            if weights is not None:
+            if solved is not None:
                 with enough_memory(device, f"the tokens of one expert of '{self.layer.name}'"):
-                    self._forward(group, *weights)
+                    self._forward(group, *solved)
 
     def _solve(self, group: range) -> Solved:
-        original = self._weights(group)
+        original, kept = self._weights(group), Activations() if self._first else Activations(0)
         values: Group = {}
         if self._first:
-            yield self._stage(group, self._first, original, None)
+            yield self._stage(group, self._first, original, None, kept)
             values = self._answered(self._first)
         feeding = values if self.streams[0].compressed else original
-        yield self._stage(group, [self._last], original, feeding)
-        return original, {**values, **self._answered([self._last])}
+        yield self._stage(group, [self._last], original, feeding, kept)
+        return original, {**values, **self._answered([self._last])}, kept
 
     def _preview(self, group: range) -> Solved:
         original = self._weights(group)
@@ -241,7 +243,7 @@ class ExpertsRun(LayerRun):
             if not names:
                 continue
             self._answer = {}
-            yield self._stage(group, names, original, feeding)
+            yield self._stage(group, names, original, feeding, Activations(0))
             self._take()
         return None
 
@@ -256,8 +258,18 @@ class ExpertsRun(LayerRun):
         values = self._take()
         return {name: values[name].to(self.settings.device, self.settings.dtype) for name in names}
 
-    def _stage(self, group: range, names: list[str], original: Group, feeding: Group | None) -> Stage:
-        """Return a stage. `feeding` holds the weights of the preceding projections; None for the first projections."""
+    def _stage(
+        self, group: range, names: list[str], original: Group, feeding: Group | None, kept: Activations
+    ) -> Stage:
+        """Return a stage.
+
+        Args:
+            group: the experts.
+            names: the projections.
+            original: the weights of all projections.
+            feeding: the weights of the preceding projections; None for the first projections.
+            kept: receives the activations.
+        """
         weights = {name: original[name] for name in names}
         columns, device = weights[names[0]].shape[-1], self.settings.device
 
@@ -274,35 +286,54 @@ class ExpertsRun(LayerRun):
         def rows(position: int) -> Iterator[Tensor]:
             return (self._whole(tokens) for tokens, _ in self._counted.pieces(group[position], self._cap))
 
+        @fast_products()
         def hessians() -> Tensor:
             result = torch.zeros(len(group), columns, columns, device=device)
             for position in range(len(group)):
+                gram = Gram(columns, device)
                 for piece in pieces(position):
-                    x = piece.float()
-                    result[position].addmm_(x.T, x)
+                    gram.add(piece.float())
+                gram.write(result[position])
             return result
 
-        def moments() -> Moments:
-            tokens = [self._tokens(group, position, original, feeding) for position in range(len(group))]
-            return expert_moments(tokens, columns, device)
+        def moments(drift: bool) -> Moments:
+            tokens = [self._tokens(group, position, original, feeding, kept) for position in range(len(group))]
+            return expert_moments(tokens, columns, device, drift)
 
         assert self.tokens is not None
         inputs = Inputs(self.tokens[group.start : group.stop], pieces, hessians, moments, weights_of, rows)
         return Stage(self.layer.name, {name: self.tensors[name] for name in names}, group, weights, inputs)
 
-    def _tokens(self, group: range, position: int, original: Group, feeding: Group | None) -> Iterator[Tokens]:
-        """Yield, in pieces, the inputs of one expert in both models (compressed, original), and token weights."""
-        for tokens, share in self._counted.pieces(group[position], self._cap):
-            x, before = (self._rows(stream, tokens) for stream in (0, -1))
-            counts = share.to(x.device).float().square()
+    def _tokens(
+        self, group: range, position: int, original: Group, feeding: Group | None, kept: Activations
+    ) -> Iterator[Tokens]:
+        """Yield, in pieces, the inputs of one expert in both models (compressed, original), and token weights.
+
+        The weights follow from the original model's activations, which the next stage and the outputs read as well.
+        """
+        expert, last = group[position], len(self.streams) - 1
+        compressed, other = self.streams[0].compressed, self.streams[last].compressed
+        for tokens, share in self._counted.pieces(expert, self._cap):
+            counts = share.to(self.settings.device).float().square()
+
+            def after(rows: Tensor) -> Tensor:
+                return self._activations(self._rows(last, rows), original, group, position)
+
             if feeding is None:
-                parts, between = self._outputs(x, original, position), partial(self._between, group[position])
+                x = self._rows(0, tokens)
+                before = self._rows(last, tokens) if last else x
+                parts, between = self._outputs(before, original, position), partial(self._between, expert)
                 counts = counts * sensitivity(parts, between, original[self._last][position])
+                if not other:
+                    kept.keep(last, expert, tokens, between(parts))
                 yield Tokens(x, before, counts)
-            else:
-                after = self._activations(before, original, group, position)
-                before_last = self._activations(x, feeding, group, position, self.streams[0].compressed)
-                yield Tokens(before_last, after, counts)
+                continue
+            originals = after(tokens) if other else kept.of(last, expert, tokens, after)
+            inputs = originals
+            if compressed or last:
+                inputs = self._activations(self._rows(0, tokens), feeding, group, position, compressed)
+                kept.keep(0, expert, tokens, inputs)
+            yield Tokens(inputs, originals, counts)
 
     def _rows(self, stream: int, rows: Tensor) -> Tensor:
         """Return the inputs of the experts, on the device."""
@@ -320,20 +351,28 @@ class ExpertsRun(LayerRun):
     def _between(self, expert: int, parts: Sequence[Tensor]) -> Tensor:
         return self.recorder.between(parts, expert)
 
+    @fast_products()
     def _outputs(self, x: Tensor, weights: Group, position: int) -> list[Tensor]:
         """Return outputs of the first projections for tokens x [n, C]."""
         return [x @ weights[name][position].to(x.dtype).T for name in self._first]
 
-    def _forward(self, group: range, original: Group, compressed: Group) -> None:
+    @fast_products()
+    def _forward(self, group: range, original: Group, compressed: Group, kept: Activations) -> None:
         """Add the outputs of the group's experts to every stream's sums, in place."""
         for number, (stream, routes) in enumerate(zip(self.streams, self._routes, strict=True)):
             weights = compressed if stream.compressed else original
             assert stream.sums is not None
             for position, expert in enumerate(group):
                 for rows, share in routes.pieces(expert, self._cap):
-                    x = self._rows(number, rows)
-                    inputs = self._activations(x, weights, group, position, stream.compressed)
-                    y = self.recorder.behind(inputs @ weights[self._last][position].to(x.dtype).T, expert)
+
+                    def compute(
+                        rows: Tensor, number: int = number, weights: Group = weights, position: int = position
+                    ) -> Tensor:
+                        x = self._rows(number, rows)
+                        return self._activations(x, weights, group, position, self.streams[number].compressed)
+
+                    inputs = kept.of(number, expert, rows, compute)
+                    y = self.recorder.behind(inputs @ weights[self._last][position].to(inputs.dtype).T, expert)
                     largest = max(magnitude(inputs), magnitude(y))
                     if not math.isfinite(largest):
                         raise CalibrationError(f"expert {expert} of '{self.layer.name}' computes NaN or infinity")

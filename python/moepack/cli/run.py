@@ -1,6 +1,5 @@
 """`moepack run`: from a name to a running model."""
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ from moepack.cli import options
 from moepack.cli.console import plain_console
 from moepack.cli.plan import exact_size, print_outlook
 from moepack.cli.usage import wrong_usage
+from moepack.system.processes import run_instead
 
 if TYPE_CHECKING:
     from moepack.pipeline.machines import Machine
@@ -59,7 +59,7 @@ def run_command(
     command = ["serve", str(path), "--port", str(port)] if serve else ["chat", str(path)]
     command += [] if threads is None else ["--threads", str(threads)]
     command += _placement(path, machine)
-    os.execv(sys.executable, [sys.executable, "-m", "moepack", *command])
+    run_instead([sys.executable, "-m", "moepack", *command])
 
 
 def _packed(

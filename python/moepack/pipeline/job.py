@@ -58,6 +58,7 @@ from moepack.pipeline.soundness import check_names, check_source
 from moepack.pipeline.source import KEPT_OUT, Source, opened, sources_of
 from moepack.pipeline.writer import ShardWriter
 from moepack.progress import Progress, Silent
+from moepack.system import files
 
 WEIGHT = "weight"
 """Name of a linear layer's projection in the manifest."""
@@ -216,7 +217,7 @@ def _unneeded_state_removed(state: Path, partial: Path) -> Iterator[None]:
         yield
     finally:
         if os.path.lexists(state) and not os.path.lexists(partial):
-            state.unlink()
+            files.remove(state)
 
 
 def _executor(ray: str | None, checkpoint: Checkpoint, assignment: Assignment) -> Executor:

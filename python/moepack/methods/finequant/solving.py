@@ -46,9 +46,8 @@ def book_settings(bits: int) -> ClusterSettings:
 def solve_on_inputs(stage: Stage, grid_of: Callable[[Weights], Grid]) -> dict[str, Solution]:
     """Quantize the tensors of a stage, which share the Hessians."""
     assert stage.inputs is not None
-    moments = stage.moments()
-    hessians = with_ridge(moments.hessians, stage.inputs.tokens)
-    drift = None if stage.dense else moments.drift
+    moments = stage.moments(drift=not stage.dense)
+    hessians, drift = with_ridge(moments.hessians, stage.inputs.tokens), moments.drift
     found = {}
     for name, weights in stage.weights.items():
         own = stage.tensors[name]

@@ -149,13 +149,13 @@ class LayerSolver:
 
     def measure(self, stage: Stage) -> _Measured:
         """Sample a stage before any is solved."""
-        problem = self._problem(stage)
-        _, rows, columns = problem.weights.shape
+        weights, curvature = self._sampled(stage)
+        _, rows, columns = weights.shape
         picked, across = _even(rows, ROWS), _even(columns, COLUMNS)
         return _Measured(
-            _name(stage), {weights.name: weights.shape for weights in stage.tensors.values()}, stage.experts,
-            problem.weights[:, picked][:, :, across].cpu(), problem.curvature.cpu(),
-            rows * columns / max(len(picked) * len(across), 1), least_spread(problem.weights),
+            _name(stage), {tensor.name: tensor.shape for tensor in stage.tensors.values()}, stage.experts,
+            weights[:, picked][:, :, across].cpu(), curvature.cpu(),
+            rows * columns / max(len(picked) * len(across), 1), least_spread(weights),
         )  # fmt: skip
 
     def add(self, measured: _Measured) -> None:
@@ -191,6 +191,18 @@ class LayerSolver:
         """Record the bits of a group that a copy solved."""
         if self._budget is not None:
             self._budget.take(group, taken)
+
+    def _sampled(self, stage: Stage) -> tuple[Tensor, Tensor]:
+        """Return the weights [G, R, C] and the curvature [G] that the initial price is found from.
+
+        If all errors count equally, the Hessians do not influence it, and they are not computed. The weights then lack
+        the correction of the drift, which changes their size little. The first solution corrects the price anyway.
+        """
+        if self._settings.even:
+            weights = self._weights(stage)
+            return weights, torch.ones(len(weights))
+        problem = self._problem(stage)
+        return problem.weights, problem.curvature
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Quantize a stage; all its tensors form one problem."""
@@ -253,16 +265,19 @@ class LayerSolver:
         return torch.stack([outlook.bits(self._unit * float(part)) for part in LADDER], 1)
 
     def _problem(self, stage: Stage, dependent: bool = False) -> UniformProblem:
-        moments = stage.moments()
         # Linear layers outside the experts lose less without drift correction (docs/methods/qmoe.md).
-        drift = None if stage.dense else moments.drift
-        factors = [self._factors(stage, tensor) for tensor in stage.weights]
-        weights = torch.cat([own * scale for own, scale in zip(stage.weights.values(), factors, strict=True)], 1)
+        moments = stage.moments(drift=not stage.dense)
+        weights, drift = self._weights(stage), moments.drift
         assert stage.inputs is not None
         hessians = with_ridge(moments.hessians, stage.inputs.tokens)
         if (per := self._divisors(stage)) is not None:
             hessians, drift = hessians / per, None if drift is None else drift / per
         return UniformProblem(weights, hessians, drift, self._settings, dependent=dependent)
+
+    def _weights(self, stage: Stage) -> Tensor:
+        """Return the weights of all tensors of a stage, times their factors, [G, R, C]."""
+        factors = [self._factors(stage, tensor) for tensor in stage.weights]
+        return torch.cat([own * scale for own, scale in zip(stage.weights.values(), factors, strict=True)], 1)
 
     def _divisors(self, stage: Stage) -> Tensor | None:
         """Return the divisors of a stage's moments, [G, C, C], if its weights are multiplied by factors.

@@ -21,6 +21,7 @@ from moepack import __version__
 from moepack.errors import ClusterError, MoepackError, MoepackWarning
 from moepack.pipeline.distributed import probe
 from moepack.pipeline.distributed.access import AUTH_MODE, reach
+from moepack.system import processors
 
 __all__ = ["Cluster"]
 
@@ -70,7 +71,7 @@ class Cluster:
         self._auth_mode = os.environ.get(AUTH_MODE)
         options: dict[str, Any] = {"address": self.address, "log_to_driver": False, "logging_level": logging.ERROR}
         if self.address == LOCAL:
-            options |= {"num_cpus": len(os.sched_getaffinity(0)), "include_dashboard": False}
+            options |= {"num_cpus": processors.usable(), "include_dashboard": False}
         elif needed := reach(self.address):
             os.environ.update(needed)
             _reread_settings()
