@@ -47,8 +47,8 @@ test-rust: ## Run the Rust tests
 ARM := aarch64-unknown-linux-gnu
 
 test-arm: export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER ?= aarch64-linux-gnu-gcc
-test-arm: ## Run the core's tests for 64-bit Arm under qemu-user, on a processor with dot products and one without
-	for cpu in neoverse-n1 cortex-a57; do \
+test-arm: ## Run the core's tests for 64-bit Arm under qemu-user: with matrix products of bytes, dot products, or neither
+	for cpu in max neoverse-n1 cortex-a57; do \
 	    CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -cpu $$cpu -L /usr/aarch64-linux-gnu" \
 	    cargo test --release --target $(ARM) --package moepack-core --quiet || exit 1; \
 	done

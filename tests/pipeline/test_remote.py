@@ -18,6 +18,7 @@ from rich.console import Console
 import moepack
 import packed_support as support
 import tiny_models
+from command_support import interruptible
 from hub_support import COMMIT, Answer, Hub, Request, cached, serving, use
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.remote import open_remote
@@ -291,7 +292,8 @@ def test_a_killed_job_is_continued(
     there = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-c", code, str(tmp_path / "out")]
     environment = {**os.environ, **there, "PYTHONPATH": str(ROOT / "python")}
-    job = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    with interruptible():
+        job = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     awaited = {signal.SIGINT: "out.source/*.safetensors", signal.SIGKILL: "out.partial/*.safetensors"}[kill]
     while not list(tmp_path.glob(awaited)):

@@ -6,7 +6,8 @@ of compressed experts. A *stream* is the forward pass of one model: the compress
 
 Invariant: one group's weights are in memory at a time; results depend on the group size only through the order of
 floating-point sums. Groups do not depend on each other's outputs, so each may be solved in another process (`apart`)
-and its outputs added here (`add`) in the order of the groups, which gives bit-identical sums.
+from the rows that its experts read (`shard`), and its outputs added here (`add`) in the order of the groups, which
+gives bit-identical sums.
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ from moepack.checkpoint import MoeLayer
 from moepack.errors import CalibrationError, DeviceMemoryError
 from moepack.solvers.products import product
 
-__all__ = ["ExpertsRun"]
+__all__ = ["ExpertsRun", "Shard", "waves_of"]
 
 Group = dict[str, Tensor]
 """Weights of a group of experts by projection, [G, R, C]."""
+GROWTH = 7
+"""Groups of a wave per group of the waves before it. The sizes of solved groups predict those of `GROWTH` times as many
+others to within a fraction of a group."""
+
 Solved = Generator[Stage, None, tuple[Group, Group, Activations] | None]
 """Yields the stages of a group; returns its original and compressed weights, and activations, or None for a preview."""
 
@@ -62,11 +67,48 @@ class _Routes:
         starts = [0, *counts.cumsum(0).tolist()]
         return cls(where // stream.index.shape[1], stream.weights.flatten()[where], starts)
 
+    def part(self, group: range) -> _Routes:
+        """Return the rows of a group of experts; the others have none."""
+        first, last = self.starts[group.start], self.starts[group.stop]
+        starts = [min(max(start, first), last) - first for start in self.starts]
+        return _Routes(self.tokens[first:last], self.weights[first:last], starts)
+
     def pieces(self, expert: int, cap: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield tokens and weights of an expert, at most `cap` at a time."""
         for first in range(self.starts[expert], self.starts[expert + 1], cap):
             last = min(first + cap, self.starts[expert + 1])
             yield self.tokens[first:last], self.weights[first:last]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the experts of a group read, in CPU memory.
+
+    Attributes:
+        rows: [n] int64, the rows in the whole calibration set, ascending.
+        inputs: by stream, these rows, [n, H].
+        routes: by stream, the rows of each expert, as positions in `rows`.
+        counted: the rows that count for Hessians.
+    """
+
+    rows: Tensor
+    inputs: list[Tensor]
+    routes: list[_Routes]
+    counted: _Routes
+
+
+def waves_of(groups: Sequence[range]) -> list[Sequence[range]]:
+    """Divide the groups of a layer into waves.
+
+    The first wave is one group, on which a method calibrates its estimates. The last wave is one group, too, which
+    compensates for the errors of the estimates. Each wave between them has at most `GROWTH` times the groups before it.
+    """
+    waves, done = [groups[:1]], 1
+    while done < len(groups) - 1:
+        size = min(GROWTH * done, len(groups) - 1 - done)
+        waves.append(groups[done : done + size])
+        done += size
+    return [wave for wave in [*waves, groups[done:]] if wave]
 
 
 class ExpertsRun(LayerRun):
@@ -99,32 +141,55 @@ class ExpertsRun(LayerRun):
         self.settings, self.recorder, self.streams, self.factor = settings, recorder, streams, factor
         size = settings.group
         self.groups = [range(i, min(i + size, layer.experts)) for i in range(0, layer.experts, size)]
+        self.waves = waves_of(self.groups)
         self._routes = [_Routes.of(stream, layer.experts) for stream in streams]
         self._counted = _Routes.of(streams[-1 if settings.routing == "original" else 0], layer.experts, mask)
         self.tokens = torch.tensor(self._counted.starts).diff()
         self._cap = max(1, int(settings.token_cap * len(self._routes[0].tokens) / max(layer.experts, 1)))
         *self._first, self._last = [projection.name for projection in layer.projections]
+        self._shard: Shard | None = None
 
     def apart(self) -> ExpertsRun:
-        """Return a copy of this run for other processes, with only the inputs of the experts."""
+        """Return a copy of this run for other processes, without any states."""
         found = copy(self)
-        found.streams = [replace(stream, hidden=ListBuffer([], 1), sums=None, encoder=None, carried={}, _shared={})
-                         for stream in self.streams]  # fmt: skip
+        found.streams = [Stream(stream.compressed, ListBuffer([], 1)) for stream in self.streams]
+        found._routes, found._counted = [], _Routes(torch.empty(0), torch.empty(0), [])
         return found
 
-    def only(self, group: range) -> ExpertsRun:
+    def shard(self, group: range) -> Shard:
+        """Return what the experts of a group read."""
+        *routes, counted = (own.part(group) for own in (*self._routes, self._counted))
+        rows = torch.unique(torch.cat([own.tokens for own in (*routes, counted)]))
+        *routes, counted = (
+            _Routes(torch.searchsorted(rows, own.tokens).cpu(), own.weights.cpu(), own.starts)
+            for own in (*routes, counted)
+        )
+        inputs = [stream.inputs.gather(rows).cpu() for stream in self.streams if stream.inputs is not None]
+        return Shard(rows.cpu(), inputs, routes, counted)
+
+    def only(self, group: range, shard: Shard) -> ExpertsRun:
         """Return the run of one group from a result of `apart`; outputs of its experts are collected in `additions`."""
         found = copy(self)
-        found.groups, found.streams = [group], [replace(stream, sums=Additions()) for stream in self.streams]
+        found.groups, found.tensors, found.waves, found.largest = [group], dict(self.tensors), (), 0.0
+        found._shard, found._routes, found._counted = shard, shard.routes, shard.counted
+        found.streams = [
+            replace(stream, inputs=ListBuffer.of(inputs), sums=Additions())
+            for stream, inputs in zip(self.streams, shard.inputs, strict=True)
+        ]
         return found
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        """Return rows in the whole calibration set."""
+        return rows if self._shard is None else self._shard.rows[rows]
 
     @property
     def additions(self) -> list[Additions]:
         """The additions of a separately solved group to the sums of each stream."""
         return [stream.sums for stream in self.streams if isinstance(stream.sums, Additions)]
 
-    def add(self, additions: Sequence[Additions]) -> None:
-        """Add the outputs of a separately solved group. All groups must be added, in order."""
+    def add(self, additions: Sequence[Additions], largest: float) -> None:
+        """Add the outputs of a separately solved group, and its `largest`. All groups must be added, in order."""
+        self.largest = max(self.largest, largest)
         for stream, added in zip(self.streams, additions, strict=True):
             assert stream.sums is not None
             for rows, outputs in added.made:
@@ -135,6 +200,7 @@ class ExpertsRun(LayerRun):
 
     def rows(self) -> tuple[Tensor, Tensor] | None:
         """See `LayerRun`."""
+        assert self._shard is None, "a shard has the rows of one group"
         stream = self.streams[0]
         return None if stream.inputs is None else (stream.inputs.tokens, stream.index)
 
@@ -218,7 +284,7 @@ class ExpertsRun(LayerRun):
             return (share for _, share in self._counted.pieces(group[position], self._cap))
 
         def rows(position: int) -> Iterator[Tensor]:
-            return (tokens for tokens, _ in self._counted.pieces(group[position], self._cap))
+            return (self._whole(tokens) for tokens, _ in self._counted.pieces(group[position], self._cap))
 
         def hessians() -> Tensor:
             result = torch.zeros(len(group), columns, columns, device=device)
@@ -309,4 +375,4 @@ class ExpertsRun(LayerRun):
                         raise CalibrationError(f"expert {expert} of '{self.layer.name}' computes NaN or infinity")
                     self.largest = max(self.largest, largest)
                     y = y * (share * self.factor).to(y.device, y.dtype)[:, None]
-                    stream.sums.add(rows, y)
+                    stream.sums.add(self._whole(rows), y)

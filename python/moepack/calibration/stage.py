@@ -8,7 +8,7 @@ computed. Without calibration, a stage is one whole tensor (`WholeTensor`) and n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -199,7 +199,11 @@ class LayerRun(ABC):
         tokens: [E] int64, number of tokens in each expert's Hessians; None for linear layers.
         finished: whether all stages were answered and the next layer can read the layer's outputs.
         largest: the largest magnitude of activations inside the experts so far.
+        waves: the groups of experts, in order. Groups of one wave are solved independently of each other; none for
+            linear layers.
     """
+
+    waves: Sequence[Sequence[range]] = ()
 
     def __init__(self, layer: PackedLayer) -> None:
         self.layer, self.tensors = layer, layer_tensors(layer)

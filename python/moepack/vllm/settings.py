@@ -17,17 +17,8 @@ __all__ = ["GRAPH_TOKENS", "guard"]
 GRAPH_TOKENS = 64
 """Maximum tokens of a packed product in a CUDA graph."""
 
-SIZES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "prefill_context_parallel_size",
-    "decode_context_parallel_size",
-)
-"""Settings of vLLM's parallel configuration that split layers or experts if above 1."""
-
-SWITCHES = ("enable_expert_parallel", "enable_eplb")
-"""Settings of the parallel configuration that move experts between processes."""
+SIZES = ("data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
+"""Settings of vLLM's parallel configuration for which packed experts have no exchange of tokens if above 1."""
 
 
 def guard(kind: Any) -> None:
@@ -85,10 +76,9 @@ def _require_settings(settings: Any) -> None:
     parallel = settings.parallel_config
     for name in SIZES:
         if getattr(parallel, name, 1) > 1:
-            raise LoadError(f"packed tensors hold whole layers and cannot be split by vLLM: leave {_option(name)} at 1")
-    for name in SWITCHES:
-        if getattr(parallel, name, False):
-            raise LoadError(f"packed tensors hold all experts of a layer: leave out {_option(name)}")
+            raise LoadError(f"packed experts do not exchange tokens between such ranks: leave {_option(name)} at 1")
+    if getattr(parallel, "enable_eplb", False):
+        raise LoadError("packed experts stay on their rank and cannot be balanced: leave out --enable-eplb")
     if getattr(settings, "lora_config", None) is not None:
         raise LoadError("packed tensors do not support vLLM's adapters: leave out --enable-lora")
     offload = getattr(getattr(settings, "offload_config", None), "uva", None)

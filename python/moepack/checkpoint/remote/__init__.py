@@ -2,7 +2,7 @@
 
 `open_remote` reads configuration, index and the headers of all shards, a few megabytes in all. The result is a
 `Checkpoint` whose bytes come from `RemoteFiles`. `transfer` lists files and reads ranges; `files` decides which shards
-are on disk.
+are on disk; `ranges` is what other processes read.
 """
 
 from collections.abc import Mapping
@@ -28,12 +28,15 @@ LEAST_HEADER = 16 << 10
 """Bytes of a shard that are requested first if the index does not list its tensors."""
 
 
-def open_remote(model: str | PathLike[str], folder: Path | None = None) -> tuple[Checkpoint, RemoteFiles] | None:
+def open_remote(
+    model: str | PathLike[str], folder: Path | None = None, *, even_cached: bool = False
+) -> tuple[Checkpoint, RemoteFiles] | None:
     """Open a model on the Hub. No shard is downloaded.
 
     Args:
         model: as for `resolve_model`.
         folder: where shards are kept while they are needed; None if only headers and single tensors will be read.
+        even_cached: open it also if the Hub's cache of this machine holds all shards, because other machines will read.
 
     Returns:
         The checkpoint and its shards; None if `model` is a path, the Hub's cache holds all shards, offline mode is set,
@@ -60,7 +63,7 @@ def open_remote(model: str | PathLike[str], folder: Path | None = None) -> tuple
     listed = weight_files(directory, present=listing.files.__contains__)
     paths = {name: try_to_load_from_cache(listing.model, name, revision=listing.commit) for name in listed}
     cached = {name: Path(path) for name, path in paths.items() if isinstance(path, str)}
-    if not listed or cached.keys() == listed.keys():
+    if not listed or (cached.keys() == listed.keys() and not even_cached):
         return None
     config, transfer = read_config(directory), Transfer(listing)
     with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:

@@ -5,7 +5,6 @@ rejected with the reason before anything is written.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from moepack.format.atomic import disk_errors
 from moepack.format.directory import PackedDirectory
 from moepack.format.shard import Entry
 from moepack.groupwise import GroupwiseTensor
+from moepack.system import files
 
 __all__ = ["export_gguf", "q4_0_blocks", "q8_0_blocks"]
 
@@ -74,9 +74,9 @@ def export_gguf(directory: Path, out: Path) -> int:
             model.write(gguf, writer, source.config)
             vocabulary.write(gguf, writer)
             _write(gguf, writer, tensors)
-            os.replace(partial, out)
+            files.replace(partial, out)
     finally:
-        partial.unlink(missing_ok=True)
+        files.remove(partial, missing_ok=True)
     return out.stat().st_size
 
 

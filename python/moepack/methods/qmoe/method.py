@@ -147,11 +147,6 @@ class Qmoe(QmoeSettings, Fitted, PinsBits, Calibrates, PacksLinears, SimpleMetho
             return cls(bits="2", dense_bits=8, **wanted.text)
         return cls(bits_per_weight=min(0.99 * rate, MOST_BITS), dense_bits=8, **wanted.text)
 
-    @property
-    def sequential(self) -> bool:
-        """Whether there is a rate, so that the experts of a layer share one bit budget."""
-        return self.bits_per_weight is not None
-
     def layer_plan(self, experts: int, spent: Mapping[str, int]) -> RateSolver | None:
         """Return the solver of a layer with a rate, whose stages share its bits."""
         if self.bits_per_weight is None:

@@ -6,15 +6,17 @@ the Hessians, which share one unit (`moepack.calibration.moments`). A projection
 the price on average; more or less important experts give code length less or more weight when rounding.
 
 Sampled rows of every matrix determine the initial price before the first stage is solved. The actual bits of each group
-of experts are then recorded, and the price is updated for the rest. The first group of a projection is solved once
-more, because compensated weights are wider than the sampled ones.
+of experts are then recorded, and the price is updated for the next wave of groups (`LayerPlan`), whose groups all pay
+it. The first group of a projection is solved once more, because compensated weights are wider than the sampled ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,6 +107,25 @@ class _Outlook:
         return float((self.curvature * self.weights.abs().mean((1, 2)).square()).mean()) if self.weights.numel() else 0
 
 
+class _Measured(NamedTuple):
+    """A sample of a group of experts in a stage.
+
+    Attributes:
+        stage: name of the stage.
+        shapes: shapes of its tensors, by name.
+        experts: the experts.
+        weights, curvature, scale, narrowest: see `_Outlook`; weights [G, K, C'] and curvature [G] of the group.
+    """
+
+    stage: str
+    shapes: Mapping[str, Shape]
+    experts: range
+    weights: Tensor
+    curvature: Tensor
+    scale: float
+    narrowest: float
+
+
 class LayerSolver:
     """Solves the stages of one layer so that it meets its bit budget: a `moepack.methods.base.LayerPlan`."""
 
@@ -126,24 +147,50 @@ class LayerSolver:
         self._given, self._unit = 0.0, 1.0
         self._budget: PricedBudget | None = None
 
-    def plan(self, stage: Stage) -> None:
-        """Inspect a stage before any is solved."""
+    def measure(self, stage: Stage) -> _Measured:
+        """Sample a stage before any is solved."""
         weights, curvature = self._sampled(stage)
         _, rows, columns = weights.shape
-        name = _name(stage)
         picked, across = _even(rows, ROWS), _even(columns, COLUMNS)
+        return _Measured(
+            _name(stage), {tensor.name: tensor.shape for tensor in stage.tensors.values()}, stage.experts,
+            weights[:, picked][:, :, across].cpu(), curvature.cpu(),
+            rows * columns / max(len(picked) * len(across), 1), least_spread(weights),
+        )  # fmt: skip
+
+    def add(self, measured: _Measured) -> None:
+        """Add a sample."""
+        name, shapes, own = measured.stage, measured.shapes, measured.weights
         if name not in self._outlooks:
-            shapes = {weights.name: weights.shape for weights in stage.tensors.values()}
             self._given += sum(self._bits[tensor] - self._free(tensor, shape) for tensor, shape in shapes.items())
             experts = next(iter(shapes.values()))[0]
-            scale = rows * columns / max(len(picked) * len(across), 1)
-            empty = torch.zeros(experts, len(picked), len(across))
-            self._outlooks[name] = _Outlook(empty, torch.ones(experts), scale, self._settings)
-        group = slice(stage.experts.start, stage.experts.stop)
-        outlook = self._outlooks[name]
-        outlook.narrowest = min(outlook.narrowest, least_spread(weights))
-        outlook.weights[group] = weights[:, picked][:, :, across].cpu()
-        outlook.curvature[group] = curvature.cpu()
+            empty = torch.zeros(experts, *own.shape[1:])
+            self._outlooks[name] = _Outlook(empty, torch.ones(experts), measured.scale, self._settings)
+        group, outlook = slice(measured.experts.start, measured.experts.stop), self._outlooks[name]
+        outlook.narrowest = min(outlook.narrowest, measured.narrowest)
+        outlook.weights[group], outlook.curvature[group] = own, measured.curvature
+
+    def begin(self, wave: Sequence[range]) -> None:
+        """Fix the price of a wave of several groups; that of a single group is updated while it is solved."""
+        if self._outlooks:
+            common = range(wave[0].start, wave[-1].stop) if len(wave) > 1 else None
+            (self._budget or self._start()).share(common)
+
+    def apart(self, names: Collection[str]) -> LayerSolver:
+        """Return a copy for the tensors in `names`."""
+        found = copy(self)
+        found._bits = {name: bits for name, bits in self._bits.items() if name in names}
+        found._scales = {name: scales for name, scales in self._scales.items() if name in names}
+        return found
+
+    def taken(self, group: range) -> dict[str, Tensor]:
+        """Return the bits of a solved group, by stage."""
+        return {} if self._budget is None else self._budget.taken(group)
+
+    def take(self, group: range, taken: Mapping[str, Tensor]) -> None:
+        """Record the bits of a group that a copy solved."""
+        if self._budget is not None:
+            self._budget.take(group, taken)
 
     def _sampled(self, stage: Stage) -> tuple[Tensor, Tensor]:
         """Return the weights [G, R, C] and the curvature [G] that the initial price is found from.
@@ -274,7 +321,7 @@ def solved_apart(stage: Stage, solver: Callable[[], LayerSolver]) -> dict[str, S
     known = stage.with_cached_moments()
     for name in stage.tensors:
         own, part = solver(), known.only([name])
-        own.plan(part)
+        own.add(own.measure(part))
         found |= own.solve(part)
     return found
 

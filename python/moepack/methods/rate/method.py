@@ -80,11 +80,6 @@ class Rate(RateSettings, Fitted, PinsBits, Calibrates, PacksLinears, Method):
         return "coded"
 
     @property
-    def sequential(self) -> bool:
-        """Whether there is a text, so that the experts of a layer share one bit budget."""
-        return self.calibration is not None
-
-    @property
     def looks_ahead(self) -> bool:
         """Always true: one step serves the whole model."""
         return True
