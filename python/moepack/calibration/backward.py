@@ -179,7 +179,8 @@ class Backward:
                     raise self._tail.non_finite(ids[None], each)
                 # Drawn on the CPU, so that the device does not influence the tokens.
                 targets.copy_(draw_tokens(logits.detach(), generator))
-                _backward([(_loss(logits, targets), None)])
+                with fast_products():
+                    _backward([(_loss(logits, targets), None)])
                 assert given.grad is not None
                 windows.append(_Window(gradient.copy_(given.grad), targets, each if self._joint else None))
                 self._passed("head", BACKWARD * self._head_weights)
@@ -250,7 +251,8 @@ class Backward:
                 if window.states is not None:
                     logits = self._tail.logits(self._ids[number : number + 1], window.states)[0].float()
                     roots.append((_loss(logits, window.drawn), None))
-                _backward(roots)
+                with fast_products():
+                    _backward(roots)
                 self._passed("embedding", BACKWARD * weights)
 
     def _refuse_shared(self) -> None:
@@ -307,7 +309,6 @@ def _loss(logits: Tensor, drawn: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
 
 
-@fast_products()
 def _backward(roots: Roots) -> None:
     """Compute the gradients of all leaves in one pass, so each parameter's gradient is completed exactly once."""
     follow = [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]

@@ -31,7 +31,7 @@ from moepack.calibration.stage import Inputs, LayerRun, Stage, enough_memory
 from moepack.calibration.stream import Additions, Stream
 from moepack.checkpoint import MoeLayer
 from moepack.errors import CalibrationError, DeviceMemoryError
-from moepack.solvers.products import fast_products
+from moepack.solvers.products import product
 
 __all__ = ["ExpertsRun", "Shard", "waves_of"]
 
@@ -286,7 +286,6 @@ class ExpertsRun(LayerRun):
         def rows(position: int) -> Iterator[Tensor]:
             return (self._whole(tokens) for tokens, _ in self._counted.pieces(group[position], self._cap))
 
-        @fast_products()
         def hessians() -> Tensor:
             result = torch.zeros(len(group), columns, columns, device=device)
             for position in range(len(group)):
@@ -351,12 +350,10 @@ class ExpertsRun(LayerRun):
     def _between(self, expert: int, parts: Sequence[Tensor]) -> Tensor:
         return self.recorder.between(parts, expert)
 
-    @fast_products()
     def _outputs(self, x: Tensor, weights: Group, position: int) -> list[Tensor]:
         """Return outputs of the first projections for tokens x [n, C]."""
-        return [x @ weights[name][position].to(x.dtype).T for name in self._first]
+        return [product(x, weights[name][position].to(x.dtype)) for name in self._first]
 
-    @fast_products()
     def _forward(self, group: range, original: Group, compressed: Group, kept: Activations) -> None:
         """Add the outputs of the group's experts to every stream's sums, in place."""
         for number, (stream, routes) in enumerate(zip(self.streams, self._routes, strict=True)):
@@ -372,7 +369,7 @@ class ExpertsRun(LayerRun):
                         return self._activations(x, weights, group, position, self.streams[number].compressed)
 
                     inputs = kept.of(number, expert, rows, compute)
-                    y = self.recorder.behind(inputs @ weights[self._last][position].to(inputs.dtype).T, expert)
+                    y = self.recorder.behind(product(inputs, weights[self._last][position].to(inputs.dtype)), expert)
                     largest = max(magnitude(inputs), magnitude(y))
                     if not math.isfinite(largest):
                         raise CalibrationError(f"expert {expert} of '{self.layer.name}' computes NaN or infinity")

@@ -214,7 +214,8 @@ class Stack:
             return encoder if value is ENCODER else value
 
         filled = arguments.replaced(fill)
-        with fast_products():
+        # Without recorders, the block has experts, whose products have a shape for each number of tokens.
+        with fast_products() if self.skeleton.recorders else contextlib.nullcontext():
             return block(states, *filled.positional, **filled.named)
 
     def experts_factor(
