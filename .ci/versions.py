@@ -38,6 +38,9 @@ VLLM_OVERRIDES = ("torch==2.13.0",) + tuple(
 """What replaces requirements of vLLM's CPU build. It pins a build of torch that PyPI lacks; PyPI's own build of the same
 release works. Packages for images and sound, and Intel's OpenMP, are left out."""
 
+RAISING = ("compressed-tensors",)
+"""Packages of these extras that need a newer torch. The tests with the lowest versions lack them."""
+
 EXTRAS = (*TESTED, "docs")
 SECONDS = 1500
 """The most that the tests may take."""
@@ -60,6 +63,8 @@ def resolved(resolution: str, extras: Iterable[str]) -> dict[str, str]:
     project = tomllib.loads(PROJECT.read_text())["project"]
     wanted = [requirement.partition(",<")[0] for requirement in project["dependencies"]]
     wanted += [requirement for extra in extras for requirement in project["optional-dependencies"][extra]]
+    if resolution == "lowest-direct":
+        wanted = [requirement for requirement in wanted if not requirement.startswith(RAISING)]
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "-"]
     command += ["--python-version", f"{sys.version_info.major}.{sys.version_info.minor}", "--resolution", resolution]
     found = subprocess.run(command, check=True, capture_output=True, text=True, input="\n".join(wanted))
@@ -77,6 +82,17 @@ def vllm_versions() -> dict[str, str]:
         wanted = "\n".join([*VLLM, *project["dependencies"]])
         found = subprocess.run(command, check=True, capture_output=True, text=True, input=wanted)
     return pins(found.stdout)
+
+
+def unreached(versions: dict[str, str]) -> list[str]:
+    """Lower bounds of pyproject.toml that these versions exceed, which nothing would test."""
+    found = []
+    for requirement in tomllib.loads(PROJECT.read_text())["project"]["dependencies"]:
+        name, _, bound = requirement.partition(",<")[0].partition(">=")
+        version = versions[name.replace("_", "-")]
+        if version != bound and version != f"{bound}.0":
+            found.append(f"{name}>={bound}: the lowest version that goes with the others is {version}")
+    return found
 
 
 def pins(text: str) -> dict[str, str]:
@@ -142,6 +158,9 @@ def main(what: str, tests: Sequence[str]) -> int:
         VLLM_PINS.write_text(VLLM_HEADER + listed(vllm_versions()))
         return 0
     versions = resolved("lowest-direct" if what == "lowest" else "highest", TESTED)
+    if what == "lowest" and (bounds := unreached(versions)):
+        print("\n".join(bounds))
+        return 1
     pinned = pins(PINS.read_text())
     changed = {name: version for name, version in versions.items() if pinned.get(name) != version}
     if not changed:

@@ -9,6 +9,9 @@
 // the sum of exponentials and the weighted values of its tokens. The warps of a block are combined in shared memory. The
 // splits are combined by the block that finishes last, in order, so that results do not depend on who is last.
 //
+// Sequences may have buffers of their own (`Rooms`), whose sizes are read from memory, so that one recording of the launch
+// serves any sequences.
+//
 // A mask is added to the scores. Tiles without a visible token are skipped before their keys are read. This covers padded
 // sequences, free slots of the buffers and sliding windows.
 //
@@ -16,6 +19,7 @@
 //
 // Definitions: HALF (1: f16, 0: bf16), KEY_WIDTH (a multiple of 32), VALUE_WIDTH (a multiple of 64): columns of a head.
 #include "common/layer.cuh"
+#include "common/rooms.cuh"
 
 namespace moepack {
 
@@ -28,6 +32,8 @@ struct Attention {
     float *stats, *parts;  // of the splits: see `Split`
     int *arrived;          // [blocks in y], 0 between launches
     int groups, group, capacity;
+    int window;   // tokens that a token attends to, itself included; 0: all
+    Rooms rooms;  // in place of keys, values and capacity
     float scale;
 };
 
@@ -98,20 +104,33 @@ struct Seen {
     }
 };
 
-// The heads of a block, in the order of `queries`.
+// The heads of a block, in the order of `queries`, and their keys and values.
 struct Heads {
-    int row;           // of keys and values: sequence * groups + group
     int first, count;  // heads
+    const u16 *keys, *values, *mask;
+    int begin, end;  // tokens
+    int splits;      // blocks that have tokens; at least one
 
     MOEPACK_DEVICE Heads(const Attention& a, int block) {
-        int parts = ceil_div(a.group, HEADS), part = block % parts;
-        row = block / parts;
+        int parts = ceil_div(a.group, HEADS), part = block % parts, row = block / parts, sequence = row / a.groups;
         first = row * a.group + part * HEADS;
         count = least(HEADS, a.group - part * HEADS);
+        i64 capacity = a.capacity, of_keys = row;
+        keys = a.keys, values = a.values, end = a.capacity;
+        if (a.rooms.keys) {
+            i64 room = a.rooms.sequence[sequence];
+            keys = reinterpret_cast<const u16*>(a.rooms.keys[room]);
+            values = reinterpret_cast<const u16*>(a.rooms.values[room]);
+            capacity = a.rooms.capacity[room], of_keys = row % a.groups, end = int(a.rooms.place[sequence]) + 1;
+        }
+        keys += of_keys * capacity * KEY_WIDTH, values += of_keys * capacity * VALUE_WIDTH;
+        mask = a.mask ? a.mask + i64(sequence) * a.capacity : nullptr;
+        begin = a.window && end > a.window ? end - a.window : 0;
+        splits = least(int(gridDim.x), most(1, ceil_div(end - begin / TILE * TILE, WARPS * TILE)));
     }
 };
 
-// Attends to every (gridDim.x * WARPS)th tile of the sequence.
+// Attends to every (splits * WARPS)th tile of the sequence.
 MOEPACK_DEVICE void attend_to_tiles(const Attention& a, const Heads& heads, Seen& seen) {
     int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     u32 query[KEY_WIDTH / 32][4];
@@ -120,17 +139,15 @@ MOEPACK_DEVICE void attend_to_tiles(const Attention& a, const Heads& heads, Seen
         query[c][0] = query[c][1] = query[c][2] = query[c][3] = 0;
         if (g < heads.count) load_words(query[c], a.queries + i64(heads.first + g) * KEY_WIDTH + c * 32 + t * 8);
     }
-    const u16* keys = a.keys + i64(heads.row) * a.capacity * KEY_WIDTH + t * 8;
-    const u16* values = a.values + i64(heads.row) * a.capacity * VALUE_WIDTH + g * 8;
-    const u16* mask = a.mask ? a.mask + i64(heads.row / a.groups) * a.capacity : nullptr;
-    int step = gridDim.x * WARPS * TILE;
-    for (int tile = (blockIdx.x * WARPS + threadIdx.x / WARP) * TILE; tile < a.capacity; tile += step) {
+    const u16 *keys = heads.keys + t * 8, *values = heads.values + g * 8, *mask = heads.mask;
+    int step = heads.splits * WARPS * TILE, first = heads.begin / TILE * TILE;
+    for (int tile = first + (blockIdx.x * WARPS + threadIdx.x / WARP) * TILE; tile < heads.end; tile += step) {
         float bias[2];
         bool visible[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int token = tile + g + 8 * i;
-            visible[i] = token < a.capacity;
+            visible[i] = token >= heads.begin && token < heads.end;
             bias[i] = visible[i] && mask ? value_of(mask[token]) : 0.0f;
             visible[i] = visible[i] && !hides(bias[i]);
         }
@@ -138,13 +155,13 @@ MOEPACK_DEVICE void attend_to_tiles(const Attention& a, const Heads& heads, Seen
         u32 key[2][KEY_WIDTH / 32][4], value[4][VALUE_WIDTH / 16];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const u16* from = keys + i64(least(tile + g + 8 * i, a.capacity - 1)) * KEY_WIDTH;
+            const u16* from = keys + i64(least(tile + g + 8 * i, heads.end - 1)) * KEY_WIDTH;
 #pragma unroll
             for (int c = 0; c < KEY_WIDTH / 32; ++c) load_words(key[i][c], from + c * 32);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const u16* from = values + i64(least(tile + 2 * t + i % 2 + i / 2 * 8, a.capacity - 1)) * VALUE_WIDTH;
+            const u16* from = values + i64(least(tile + 2 * t + i % 2 + i / 2 * 8, heads.end - 1)) * VALUE_WIDTH;
 #pragma unroll
             for (int s = 0; s < VALUE_WIDTH / SEGMENT; ++s) load_words(value[i] + 4 * s, from + s * SEGMENT);
         }
@@ -201,8 +218,8 @@ constexpr int PARTS = VALUE_WIDTH / 4;  // of a head, four columns each
 
 // Combines the splits of a block row; the caller is the last of its blocks.
 MOEPACK_DEVICE void combine_splits(const Attention& a, const Heads& heads) {
-    int splits = gridDim.x;
-    i64 first = i64(blockIdx.y) * splits * HEADS;
+    int splits = heads.splits;
+    i64 first = i64(blockIdx.y) * gridDim.x * HEADS;
     for (int item = threadIdx.x; item < heads.count * PARTS; item += WARPS * WARP) {
         int head = item / PARTS, column = item % PARTS * 4;
         const float2* stats = reinterpret_cast<const float2*>(a.stats) + first + head;
@@ -225,6 +242,7 @@ MOEPACK_DEVICE void attend(const Attention& a) {
     __shared__ Stats stats[WARPS][HEADS];
     __shared__ bool is_last;
     Heads heads(a, blockIdx.y);
+    if (int(blockIdx.x) >= heads.splits) return;
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     Seen seen;
     attend_to_tiles(a, heads, seen);
@@ -240,7 +258,7 @@ MOEPACK_DEVICE void attend(const Attention& a) {
         }
     }
     __syncthreads();
-    bool alone = gridDim.x == 1;
+    bool alone = heads.splits == 1;
     i64 first = (i64(blockIdx.y) * gridDim.x + blockIdx.x) * HEADS;
     for (int item = threadIdx.x; item < heads.count * PARTS; item += WARPS * WARP) {
         int head = item / PARTS, part = item % PARTS;
@@ -258,7 +276,7 @@ MOEPACK_DEVICE void attend(const Attention& a) {
     if (alone) return;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) is_last = atomicAdd(a.arrived + blockIdx.y, 1) == int(gridDim.x) - 1;
+    if (threadIdx.x == 0) is_last = atomicAdd(a.arrived + blockIdx.y, 1) == heads.splits - 1;
     __syncthreads();
     if (!is_last) return;
     __threadfence();

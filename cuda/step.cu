@@ -6,6 +6,7 @@
 // activations' type before it is multiplied by the weight, and the product is rounded again; both products of a rotation
 // are rounded, and so is their sum.
 #include "common/layer.cuh"
+#include "common/rooms.cuh"
 
 namespace moepack {
 
@@ -118,30 +119,31 @@ MOEPACK_DEVICE void rotate_eight(const Activations& x, const Activations& cos, c
 }
 #endif
 
-// The heads of one token of each sequence, as rows of `columns` (at most 256) values of one type. `query_norm` and
-// `key_norm` are weights [columns], or null. `cos` and `sin` [sequences, R] rotate the first R columns, a multiple of 16,
-// or are null. Queries are written to [sequences, query_heads, columns], keys and values to the token `place` of
-// [sequences, key_heads, capacity, columns].
+// The heads of tokens, as rows of `columns` (at most 256) values of one type. `query_norm` and `key_norm` are weights
+// [columns], or null. `cos` and `sin` [tokens, R] rotate the first R columns, a multiple of 16, or are null. Queries are
+// written to [tokens, query_heads, columns]. Keys and values are written to `rooms`, or, for one token of each sequence,
+// to the token `place` of [sequences, key_heads, capacity, columns].
 struct Heads {
     Activations queries, keys, values, query_norm, key_norm, cos, sin;
     const i64* place;
     void *queries_out, *keys_out, *values_out;
     float epsilon;
     int query_heads, key_heads;
-    int query_stride, key_stride, value_stride;  // rows from one sequence to the next
+    int query_stride, key_stride, value_stride;  // rows from one token to the next
     int capacity;
+    Rooms rooms;
 };
 
 #if defined(__CUDACC__)
 // Rotates the eight columns of a lane with those of the lane that holds the other half.
-MOEPACK_DEVICE void rotate_lane(const Heads& heads, Type type, int sequence, float (&value)[8]) {
+MOEPACK_DEVICE void rotate_lane(const Heads& heads, Type type, int token, float (&value)[8]) {
     int lane = threadIdx.x % WARP, half = heads.cos.columns / 2;
     bool first = lane * 8 < half;
     int partner = first ? lane + half / 8 : most(lane - half / 8, 0);
     u32 word[8];
     float c[8], s[8];
-    load_eight(heads.cos, sequence, lane * 8, word), to_floats(heads.cos.type, word, c);
-    load_eight(heads.sin, sequence, lane * 8, word), to_floats(heads.sin.type, word, s);
+    load_eight(heads.cos, token, lane * 8, word), to_floats(heads.cos.type, word, c);
+    load_eight(heads.sin, token, lane * 8, word), to_floats(heads.sin.type, word, s);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         float other = __shfl_sync(~0u, value[i], partner);
@@ -152,7 +154,7 @@ MOEPACK_DEVICE void rotate_lane(const Heads& heads, Type type, int sequence, flo
 
 // A warp prepares one row.
 MOEPACK_DEVICE void prepare_head(const Heads& heads, int item) {
-    int all = heads.query_heads + 2 * heads.key_heads, sequence = item / all, head = item % all;
+    int all = heads.query_heads + 2 * heads.key_heads, token = item / all, head = item % all;
     int kind = head < heads.query_heads ? 0 : head < heads.query_heads + heads.key_heads ? 1 : 2;
     head -= kind == 0 ? 0 : heads.query_heads + (kind - 1) * heads.key_heads;
     const Activations& x = kind == 0 ? heads.queries : kind == 1 ? heads.keys : heads.values;
@@ -160,7 +162,7 @@ MOEPACK_DEVICE void prepare_head(const Heads& heads, int item) {
     int column = threadIdx.x % WARP * 8;
     u32 word[8];
     float value[8];
-    load_eight(x, i64(sequence) * stride + head, column, word), to_floats(x.type, word, value);
+    load_eight(x, i64(token) * stride + head, column, word), to_floats(x.type, word, value);
     const Activations& norm = kind == 0 ? heads.query_norm : heads.key_norm;
     if (kind < 2 && norm.data) {
         float squares = 0, scale[8];
@@ -173,13 +175,23 @@ MOEPACK_DEVICE void prepare_head(const Heads& heads, int item) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) value[i] = rounded(x.type, scale[i] * rounded(x.type, value[i] * factor));
     }
-    if (kind < 2 && heads.cos.data) rotate_lane(heads, x.type, sequence, value);
+    if (kind < 2 && heads.cos.data) rotate_lane(heads, x.type, token, value);
     if (column >= x.columns) return;
     if (kind == 0) {
-        store_as(x.type, heads.queries_out, (i64(sequence) * heads.query_heads + head) * x.columns + column, value);
+        store_as(x.type, heads.queries_out, (i64(token) * heads.query_heads + head) * x.columns + column, value);
     } else {
-        i64 row = (i64(sequence) * heads.key_heads + head) * heads.capacity + *heads.place;
-        store_as(x.type, kind == 1 ? heads.keys_out : heads.values_out, row * x.columns + column, value);
+        void* out = kind == 1 ? heads.keys_out : heads.values_out;
+        i64 row = i64(token) * heads.key_heads + head, capacity = heads.capacity, place;
+        if (heads.rooms.keys) {
+            place = heads.rooms.place[token];
+            if (place < 0) return;
+            i64 room = heads.rooms.sequence[token];
+            out = reinterpret_cast<void*>((kind == 1 ? heads.rooms.keys : heads.rooms.values)[room]);
+            row = head, capacity = heads.rooms.capacity[room];
+        } else {
+            place = *heads.place;
+        }
+        store_as(x.type, out, (row * capacity + place) * x.columns + column, value);
     }
 }
 #endif

@@ -120,7 +120,7 @@ def large(device: str, family: str) -> Any:
     experts, hidden, inner = LARGE["experts"], LARGE["hidden"], LARGE["inner"]
     settings = Qwen3MoeConfig(
         hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=LARGE["top_k"],
-        num_hidden_layers=LARGE["layers"], vocab_size=4096, num_attention_heads=32, num_key_value_heads=4,
+        num_hidden_layers=LARGE["layers"], vocab_size=151_936, num_attention_heads=32, num_key_value_heads=4,
         head_dim=128, norm_topk_prob=True, tie_word_embeddings=True,
     )  # fmt: skip
     with torch.device("meta"):
@@ -136,12 +136,13 @@ def large(device: str, family: str) -> Any:
             )},
             functional.silu,
         )  # fmt: skip
-        for projection, (_, rows, columns) in module.shapes.items():
-            if (rows, columns) not in made:
-                made[rows, columns] = specifications(["groupwise", "ternary", "codebook"])[family](
-                    experts, rows, columns, 0
+        # Gate and up differ: silu(x) * x is mostly positive, which would send all tokens to the same experts.
+        for seed, (projection, (_, rows, columns)) in enumerate(module.shapes.items()):
+            if projection not in made:
+                made[projection] = specifications(["groupwise", "ternary", "codebook"])[family](
+                    experts, rows, columns, seed
                 )
-            store.put(module, projection, made[rows, columns], tensor=projection)
+            store.put(module, projection, made[projection], tensor=projection)
         layer.mlp.experts = module
     for path, module in model.named_modules():
         tensors = [(name, tensor) for name, tensor in module._parameters.items() if tensor is not None]

@@ -42,6 +42,26 @@ def tokens_per_second(model: Any, batch: int) -> tuple[float, list[int]]:
 
 
 @torch.inference_mode()
+def distinct_experts(model: Any, batch: int) -> float:
+    """Mean number of experts per layer that a decoding step of random tokens uses."""
+    chosen: list[int] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2].unique().numel()))
+        for layer in model.model.layers
+    ]
+    ids = torch.randint(3, 4000, (batch, PROMPT), generator=torch.Generator().manual_seed(3)).cuda()
+    try:
+        with models.decoding("transformers"):
+            state = model(ids, use_cache=True, logits_to_keep=1)
+            chosen.clear()
+            model(ids[:, :1].flip(0), past_key_values=state.past_key_values, use_cache=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(chosen) / len(chosen)
+
+
+@torch.inference_mode()
 def first_token(model: Any, tokens: int) -> float:
     """Median milliseconds of a prompt."""
     ids, times = torch.randint(3, 4000, (1, tokens), generator=torch.Generator().manual_seed(2)).cuda(), []
@@ -82,7 +102,10 @@ def main() -> None:
             with separate():
                 before, others = tokens_per_second(model, batch)
             same = sum(one == other for one, other in zip(tokens, others, strict=True))
-            row[f"tokens/s of {batch}"] = {"fused": round(rate, 1), "separate": round(before, 1), "same tokens": same}
+            row[f"tokens/s of {batch}"] = {
+                "fused": round(rate, 1), "separate": round(before, 1), "same tokens": same,
+                "distinct experts": round(distinct_experts(model, batch), 1),
+            }  # fmt: skip
         for tokens in PROMPTS:
             fused = first_token(model, tokens)
             with separate():

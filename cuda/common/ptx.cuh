@@ -195,6 +195,22 @@ MOEPACK_DEVICE u32 transpose(u32 pair) {
     return d;
 }
 
+// Loads four 8x8 matrices of 16-bit values from shared memory. Lane i gives the place of row i % 8 of matrix i / 8, 16
+// bytes, and gets the values (lane / 4, 2 (lane % 4)) and the next one of each; transposed, those below each other.
+template <bool TRANSPOSED>
+MOEPACK_DEVICE void load_matrices(u32 (&d)[4], Shared row) {
+    if (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                     : "r"(row)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                     : "r"(row)
+                     : "memory");
+}
+
 // c += a b: a 16x32 s8, b 32x8 s8, c 16x8 s32.
 MOEPACK_DEVICE void multiply_add(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -300,6 +316,11 @@ MOEPACK_DEVICE void copy_async(Shared to, const void* from, int bytes, u64 polic
 // Starts to copy 16 bytes. A constant hint would be equivalent, but NVRTC 13.0 generates illegal instructions for it.
 MOEPACK_DEVICE void copy_async(Shared to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Starts to copy `bytes` (0 to 16), padded with zeros to 16.
+MOEPACK_DEVICE void copy_async(Shared to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 MOEPACK_DEVICE void commit_copies() {

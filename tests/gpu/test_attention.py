@@ -60,3 +60,31 @@ def test_heads_attend_to_visible_tokens(emulator, tmp_path, case, half):
     found = torch.from_numpy(printed.copy()).view(dtype).view(batch, -1, value_width).double()
     expected = attention(q, k, v, bias.to(dtype), scale, sinks)
     assert (found - expected).norm() / expected.norm() < (5e-3, 6e-4)[half]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "group", "splits", "window"), [([100, 7, 300], 8, 3, 0), ([260, 1], 3, 5, 50), ([130], 1, 1, 0)]
+)
+def test_sequences_of_several_lengths_attend_in_their_own_rooms(emulator, tmp_path, lengths, group, splits, window):
+    batch, groups, capacity, width = len(lengths), 2, 320, 64
+    program = emulator("attention.cu", "none", HALF=0, KEY_WIDTH=width, VALUE_WIDTH=width)
+    generator = torch.Generator().manual_seed(group)
+    q = torch.randn(batch, groups * group, width, generator=generator).bfloat16()
+    k, v = (torch.randn(batch, groups, capacity, width, generator=generator).bfloat16() for _ in range(2))
+    order = torch.arange(batch).flip(0)  # the rooms of the sequences
+    bias = torch.full((batch, capacity), torch.finfo(torch.bfloat16).min)
+    for number, length in enumerate(lengths):
+        bias[number, max(0, length - window) if window else 0 : length] = 0
+    expected = attention(q, k[order], v[order], bias, width**-0.5)
+    for number, length in enumerate(lengths):
+        for each in (k, v):
+            each[order[number], :, length:] = torch.nan
+    rooms = torch.stack([order, torch.tensor(lengths) - 1])
+    for name, tensor in {"q": q, "k": k, "v": v, "rooms": rooms}.items():
+        (tmp_path / name).write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    numbers = batch, groups, group, capacity, splits, width**-0.5
+    files = (*(tmp_path / name for name in "qkv"), "-", "-", window, tmp_path / "rooms")
+    command = [program, *map(str, (*numbers, *files))]
+    printed = np.frombuffer(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout, np.uint8)
+    found = torch.from_numpy(printed.copy()).view(torch.bfloat16).view(batch, -1, width).double()
+    assert (found - expected).norm() / expected.norm() < 5e-3

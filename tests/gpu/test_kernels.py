@@ -11,7 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sass import DISASSEMBLER, INTEGER, disassemble
 
-from moepack.backends.gpu import attention, coded_upload, compiler, dense, groupwise_linear, router, step
+from moepack.backends.gpu import (
+    attention,
+    coded_upload,
+    compiler,
+    dense,
+    groupwise_linear,
+    prompt_attention,
+    router,
+    step,
+)
 from moepack.backends.gpu import channels as channel_kernels
 from moepack.backends.gpu import codebook as codebook_kernels
 from moepack.backends.gpu import coded as coded_kernels
@@ -65,6 +74,8 @@ PROGRAMS = {
     "step": step.program(),
     "attention": attention.program(0, 128, 128),
     "attention, wide heads": attention.program(1, 256, 256),
+    "prompt attention": prompt_attention.program(0, 128, 8, 1),
+    "prompt attention, single heads": prompt_attention.program(1, 64, 1, 4),
     "router": router.program(4),
     "router, 512 experts": router.program(16),
     "dense": dense.program(0, 8, 8),
@@ -82,6 +93,7 @@ KERNELS = {
     "channels.cu": {"choose", "compute", "add", "dequantize", "gather"},
     "step.cu": {"rms_norm", "rotate", "add_norm", "prepare_heads"},
     "attention.cu": {"attend"},
+    "prompt.cu": {"attend"},
     "router.cu": {"choose"},
     "dense.cu": {"multiply"},
     "coded_upload.cu": {"measure", "write_records"},
@@ -218,7 +230,7 @@ def test_a_linear_layer_takes_few_instructions(name, most):
 
 def test_every_family_has_programs():
     families = {f"{module}.cu" for module in FAMILIES.values()}
-    others = {"attention.cu", "coded_upload.cu", "dense.cu", "router.cu", "step.cu"} | {
+    others = {"attention.cu", "coded_upload.cu", "dense.cu", "prompt.cu", "router.cu", "step.cu"} | {
         f"{name}_{kind}.cu" for name in ("groupwise", "codebook") for kind in ("linear", "grouped")
     }
     assert {program.source for program in PROGRAMS.values()} == families | others

@@ -182,3 +182,24 @@ def test_heads_are_prepared_as_by_separate_operations(program, tmp_path, kind, q
         torch.testing.assert_close(buffer[:, :, place], expected, **close)
         buffer[:, :, place] = 0
         assert not buffer.any()
+
+
+@torch.no_grad()
+def test_tokens_of_several_sequences_are_written_to_their_rooms(program, tmp_path):
+    rows, (queries, keys), width, capacity = 4, (3, 2), 64, 5
+    generator = torch.Generator().manual_seed(1)
+    heads = torch.randn(rows, queries + 2 * keys, width, generator=generator)
+    rooms = torch.tensor([[2, 0, 2, 1], [4, 0, 1, -1]])
+    turns = torch.ones(rows, width), torch.zeros(rows, width)
+    numbers = 2, rows, queries, keys, width, width, 1e-6, capacity, 0
+    (tmp_path / "rooms").write_bytes(rooms.numpy().tobytes())
+    given = heads, None, None, *turns
+    found = _run(program, tmp_path, given, *numbers, tmp_path / "rooms", mode=["heads"]).view(torch.float32)
+    first, *buffers = found.split([rows * queries * width] + [rows * keys * capacity * width] * 2)
+    assert torch.equal(first.view(rows, queries, width), heads[:, :queries])
+    for buffer, written in zip(buffers, heads[:, queries:].split(keys, 1), strict=True):
+        expected = torch.zeros(rows, keys, capacity, width)
+        for row, (room, place) in enumerate(rooms.T.tolist()):
+            if place >= 0:
+                expected[room, :, place] = written[row]
+        assert torch.equal(buffer.view_as(expected), expected)

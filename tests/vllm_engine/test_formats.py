@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from vllm_support import answers, assert_agrees, engine, packed_names
 
 import moepack
 from fault_support import every_method
@@ -12,6 +11,7 @@ from moepack.export import export
 from moepack.methods import METHODS
 from moepack.registry import kinds
 from packed_support import manifest_of
+from vllm_support import answers, assert_agrees, engine, packed_names
 
 NAMES = (*METHODS, "finequant with a text", "finequant with codebooks")
 

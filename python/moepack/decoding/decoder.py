@@ -23,11 +23,13 @@ from moepack.backends.cpu import views
 from moepack.decoding.cache import Tokens
 from moepack.decoding.families import decoder_of
 from moepack.decoding.graphs import StepGraphs
+from moepack.decoding.layers import Replacements
+from moepack.decoding.passes import Passes
 from moepack.decoding.signature import Call, CallReader, cache_name
 from moepack.decoding.translation import Translation, Unknown, is_known, require, window
 from moepack.stores.module import PackedModule
 
-__all__ = ["MODES", "VARIABLE", "decoding", "install", "set_decoding"]
+__all__ = ["MODES", "VARIABLE", "decoding", "install", "passes_of", "set_decoding"]
 
 MODES = ("native", "transformers")
 VARIABLE = "MOEPACK_DECODE"
@@ -136,6 +138,8 @@ class DecoderForward(_Forward):
         """Run the decoder; same arguments and result as the class's forward."""
         call = None if torch.compiler.is_compiling() else self._calls.read(args, kwargs)
         output = self._decode(self.module(), call) if call is not None and _is_step(call) else None
+        if output is None and call is not None and self._is_prompt(call):
+            output = self._read(self.module(), call)
         if output is not None:
             return output
         with self._graphs.replaced(self.module()) if self._is_plain(call) else nullcontext():
@@ -147,6 +151,25 @@ class DecoderForward(_Forward):
             return False
         config = self.module().config
         return not any(call.others.get(name) or getattr(config, name, False) for name in _FLAGS)
+
+    def _is_prompt(self, call: Call) -> bool:
+        """Whether a call reads several tokens of each sequence on a GPU, without special positions."""
+        if not self._is_plain(call) or call.given is None or call.given[0] != "input_ids" or _is_step(call):
+            return False
+        ids, uses_cache = call.given[1], self.module().config.use_cache if call.use_cache is None else call.use_cache
+        others = {name: value for name, value in call.others.items() if name != "return_dict"}
+        plain = ids.ndim == 2 and ids.numel() > 0 and bool(uses_cache) and not any(others.values())
+        return plain and (call.cache is None or type(call.cache) is DynamicCache) and call.position_ids is None
+
+    def _read(self, model: Any, call: Call) -> MoeModelOutputWithPast | None:
+        """Read a prompt in recorded passes; return None to leave it to transformers."""
+        cache = DynamicCache(config=model.config) if call.cache is None else call.cache
+        try:
+            require(not cache.offloading, "caches that are offloaded")
+            state = self._graphs.prompt(model, self.original, _input(call)[1], cache, call.attention_mask)
+        except Unknown:
+            return None
+        return MoeModelOutputWithPast(last_hidden_state=state, **{str(_OUTPUT_CACHE): cache})
 
     def _decode(self, model: Any, call: Call) -> MoeModelOutputWithPast | None:
         """Run a decoding step; return None to leave it to transformers."""
@@ -196,6 +219,23 @@ class DecoderForward(_Forward):
             self._translation = None
             self._translation = Translation(model)
         return self._translation
+
+
+def passes_of(model: Any) -> Passes | None:
+    """The recorded passes of a model with its head (`moepack.decoding.passes`); None if it has none.
+
+    The caller must not run them while another thread runs the model.
+    """
+    decoder, head = decoder_of(model), getattr(model, "lm_head", None)
+    forward = vars(decoder).get("forward")
+    if not isinstance(forward, DecoderForward) or not isinstance(head, nn.Module) or decoder is model:
+        return None
+    if decoding() != "native" or model.training or not _is_on_gpu(decoder):
+        return None
+    try:
+        return Passes(decoder, forward.original, Replacements(decoder), head)
+    except Unknown:
+        return None
 
 
 FEW = 16

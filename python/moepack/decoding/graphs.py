@@ -28,11 +28,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moepack.backends.gpu.recording import Unwritten, record
 from moepack.decoding.cache import Appended, GrowingLayer, Room
+from moepack.decoding.held import Span
 from moepack.decoding.layers import Replacements
+from moepack.decoding.passes import MOST_PROMPTS, ROWS, Passes
 from moepack.decoding.signature import cache_name
 from moepack.decoding.translation import Guard, Unknown, require
 from moepack.modules.embedding import embedding_dtype
@@ -60,6 +63,8 @@ class StepGraphs:
         self._refusal: str | None = None
         self._lock = Lock()
         self._replacements: tuple[Guard, Replacements] | None = None
+        self._passes: Passes | None = None
+        self._has_passes = True
 
     def step(
         self, model: Any, forward: Callable[..., Any], given: dict[str, Tensor], cache: DynamicCache, **seen: Any
@@ -96,6 +101,51 @@ class StepGraphs:
             return output.clone()
         finally:
             self._lock.release()
+
+    def prompt(
+        self, model: Any, forward: Callable[..., Any], ids: Tensor, cache: DynamicCache, mask: Tensor | None
+    ) -> Tensor:
+        """Run several tokens of each sequence through the decoder, in recorded passes.
+
+        Args:
+            model: the decoder without its head.
+            forward: the forward of its class.
+            ids: [B, T].
+            cache: the past tokens, if there are any; the new tokens are appended.
+            mask: None, or [B, tokens].
+
+        Returns:
+            [B, T, H].
+
+        Raises:
+            Unknown: there are no passes for this model, or for these tokens; nothing has changed.
+        """
+        require(mask is None or (mask.ndim == 2 and bool(mask.all())), "attention masks that hide tokens")
+        require(self._lock.acquire(blocking=False), "concurrent steps of several threads")
+        try:
+            with torch.inference_mode():
+                passes = self._passes_of(model, forward)
+                try:
+                    return _read(passes, ids, cache).clone()
+                except Unknown:
+                    if not passes.works:
+                        self._passes = None
+                        self._has_passes = False
+                    raise
+        finally:
+            self._lock.release()
+
+    def _passes_of(self, model: Any, forward: Callable[..., Any]) -> Passes:
+        """The recorded passes, made anew if the model changed."""
+        require(self._has_passes, "models without passes")
+        if self._passes is None or not self._passes.holds():
+            self._passes, self._has_passes = None, False
+            replacements = self._replacements_of(model)
+            require(replacements is not None, "models with hooks")
+            assert replacements is not None
+            self._passes = Passes(model, forward, replacements, recorder=self._recorder)
+            self._has_passes = True
+        return self._passes
 
     @contextmanager
     def replaced(self, model: Any) -> Iterator[None]:
@@ -147,6 +197,26 @@ class StepGraphs:
         except refusal as error:
             self._recording, self._refusal = None, str(error).partition("\n")[0]
             raise Unknown(f"this model ({self._refusal})") from error
+
+
+def _read(passes: Passes, ids: Tensor, cache: DynamicCache) -> Tensor:
+    """Read a prompt of each sequence; [B, T, H]."""
+    batch, tokens = ids.shape
+    require(batch <= MOST_PROMPTS, "prompts of many sequences")
+    most = ROWS[-1] // batch // passes.tile * passes.tile
+    require(most > 0, "prompts of many sequences")
+    held, start, found = passes.held(cache, batch, tokens), cache.get_seq_length(), []
+    for first in range(0, tokens, most):
+        part = ids[:, first : first + most]
+        count, rows = part.shape[1], passes.rows(part.shape[1])
+        spans = [Span([], count, start + first, held, row) for row in range(batch)]
+        padded = functional.pad(part, (0, rows - count)) if rows > count else part
+        states = passes.prompts(spans, padded.reshape(-1))
+        found.append(states[: batch * rows].view(batch, rows, -1)[:, :count])
+        if first + most < tokens:
+            found[-1] = found[-1].clone()
+    held.show(start + tokens)
+    return torch.cat(found, 1) if len(found) > 1 else found[0]
 
 
 class _Recording:

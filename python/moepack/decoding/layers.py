@@ -33,10 +33,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moepack.backends.gpu import dense, router, step
+from moepack.backends.gpu import dense, prompt_attention, router, step
 from moepack.backends.gpu.attention import Attention
-from moepack.decoding.cache import Appended
+from moepack.backends.gpu.rooms import Rooms
+from moepack.decoding.cache import Appended, Room
 from moepack.decoding.families import Family, family_of
+from moepack.decoding.held import Passing, Shape
 from moepack.modules.experts import PackedExperts
 
 __all__ = ["Operations", "Replacements"]
@@ -57,15 +59,33 @@ class Operations:
     rms_norm = staticmethod(step.rms_norm)
     norm_of = staticmethod(step.norm_of)
     prepare_heads = staticmethod(step.prepare_heads)
+    prepare_heads_in_rooms = staticmethod(step.prepare_heads_in_rooms)
+    tile_rows = staticmethod(prompt_attention.tile_rows)
     rotates = staticmethod(step.supports_heads)
     choose = staticmethod(router.choose)
 
     def __init__(self, device: torch.device) -> None:
-        self.attend: Callable[..., Tensor | None] = Attention(device)
+        self._attention = Attention(device)
+        self.attend: Callable[..., Tensor | None] = self._attention
 
     def attends(self, dtype: torch.dtype, width: int) -> bool:
         """Whether `prepare_heads` and `attend` support heads of a width."""
         return dtype in _DTYPES and not width % 64 and width <= 256
+
+    def attends_in_rooms(self, dtype: torch.dtype, width: int) -> bool:
+        """Whether `attend_in_rooms` supports heads of a width."""
+        return prompt_attention.supports(dtype, width)
+
+    def attend_in_rooms(
+        self, queries: Tensor, rooms: Rooms, is_prompt: bool, groups: int, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        """Attend to a token and all earlier ones of its sequence; arguments as in `prompt_attention.attend`.
+
+        Rows lie in tiles if it is a prompt; otherwise each is a token of its own sequence.
+        """
+        if is_prompt:
+            return prompt_attention.attend(queries, rooms, groups, scale, sinks, 0)
+        return self._attention.in_rooms(queries, rooms, groups, scale, sinks, 0)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x [T, C] by one matrix [R, C]."""
@@ -88,6 +108,16 @@ class Replacements:
         self._devices = {tensor.device for tensor in model.parameters()}
         with self._device():
             self._make(model, operations)
+
+    @property
+    def held_shape(self) -> tuple[Shape, int] | None:
+        """Keys and values of passes over several sequences, and rows of a tile of prompts; None without such passes."""
+        parts = [layer.held_shape for layer in self.layers]
+        if not parts or len({*parts}) > 1 or parts[0] is None or len(self._devices) != 1:
+            return None
+        groups, group, width, dtype = parts[0]
+        assert self._operations is not None
+        return Shape(len(parts), groups, width, dtype, *self._devices), self._operations.tile_rows(group)
 
     def _device(self) -> AbstractContextManager[Any]:
         """A context in which kernels run on the model's GPU."""
@@ -277,7 +307,7 @@ class _Layer:
         self._norm, self._middle, self._following = norms
 
     def __call__(self, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
-        cache = next((value for value in named.values() if isinstance(value, Appended)), None)
+        cache = next((value for value in named.values() if isinstance(value, Appended | Passing)), None)
         if args or torch.is_grad_enabled() or not hidden_states.numel():
             return self._own(hidden_states, *args, **named)
         shape, operations = hidden_states.shape, self._operations
@@ -285,7 +315,7 @@ class _Layer:
         normed = self.chain.take(hidden_states)
         if normed is None:
             normed = operations.rms_norm(residual, *self._norm)
-        if self._attention is not None and cache is not None and self._attention.supports(shape, named):
+        if self._attention is not None and cache is not None and self._attention.supports(shape, named, cache):
             mixed = self._attention(normed, cache, named["position_embeddings"], named.get("attention_mask"))
         else:
             mixed = self.module.self_attn(hidden_states=normed.view(shape), **named)[0]
@@ -293,6 +323,11 @@ class _Layer:
         output = self._feed_forward(normed, shape)
         total, normed = operations.add_norm(residual, output.reshape(residual.shape), *self._following)
         return self.chain.put(total.view(shape), normed)
+
+    @property
+    def held_shape(self) -> tuple[int, int, int, torch.dtype] | None:
+        """Groups, heads of each, columns and dtype of keys and values; None without passes over several sequences."""
+        return None if self._attention is None else self._attention.held_shape
 
     def _feed_forward(self, x: Tensor, shape: torch.Size) -> Tensor:
         """The output of the experts, [T, H], float32 if they are all that the module has."""
@@ -322,10 +357,11 @@ class _Attention:
         module: the attention of transformers.
         norms: of queries and keys: weight and epsilon, or None.
         operations: what computes it.
+        dtype: of keys and values.
     """
 
-    def __init__(self, module: Any, norms: list[Norm | None], operations: Operations) -> None:
-        self._module, self._operations, self._width = module, operations, int(module.head_dim)
+    def __init__(self, module: Any, norms: list[Norm | None], operations: Operations, dtype: torch.dtype) -> None:
+        self._module, self._operations, self._width, self._dtype = module, operations, int(module.head_dim), dtype
         self._inputs: list[Any] = [module.q_proj, module.k_proj, module.v_proj]
         self._norms = norms
         self._sinks = getattr(module, "sinks", None)
@@ -351,24 +387,51 @@ class _Attention:
             return None
         if not missing and norms[0][1] != norms[1][1]:  # type: ignore[index]
             return None
-        return cls(module, norms, operations)
+        return cls(module, norms, operations, layer.input_layernorm.weight.dtype)
 
-    def supports(self, shape: torch.Size, named: dict[str, Any]) -> bool:
-        """Whether this is one token per sequence, with columns to rotate that the kernel supports."""
+    @property
+    def held_shape(self) -> tuple[int, int, int, torch.dtype] | None:
+        """See `_Layer.held_shape`."""
+        config, dtype = self._module.config, self._dtype
+        groups, heads = int(config.num_key_value_heads), int(config.num_attention_heads)
+        if not self._operations.attends_in_rooms(dtype, self._width) or getattr(self._module, "sliding_window", None):
+            return None
+        return groups, heads // groups, self._width, dtype
+
+    def supports(self, shape: torch.Size, named: dict[str, Any], cache: Appended | Passing) -> bool:
+        """Whether this is one token per sequence or a pass, with columns to rotate that the kernel supports."""
         turns = named.get("position_embeddings")
-        return shape[1] == 1 and turns is not None and self._operations.rotates(self._width, turns[0].shape[-1])
+        if turns is None or not self._operations.rotates(self._width, turns[0].shape[-1]):
+            return False
+        return shape[1] == 1 or isinstance(cache, Passing)
 
-    def __call__(self, x: Tensor, cache: Appended, turns: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """Attend with normed inputs [B, H]; cos and sin are [1 or B, 1, R], the mask [B, 1, 1, capacity]."""
+    def __call__(
+        self, x: Tensor, cache: Appended | Passing, turns: tuple[Tensor, Tensor], mask: Tensor | None
+    ) -> Tensor:
+        """Attend with normed inputs [B, H]; cos and sin are [1 or B, 1, R], the mask [B, 1, 1, capacity].
+
+        In a pass, B is the number of rows, cos and sin are [1, B, R], and the mask is not used.
+        """
         room, width = cache.rooms[self._module.layer_idx], self._width
         queries, keys, values = (part.view(len(x), -1, width) for part in self._products(x))
         cos, sin = (part.reshape(-1, part.shape[-1]).expand(len(x), -1) for part in turns)
         heads = step.HeadRows(queries, keys, values, *self._weights(), cos, sin)
+        if isinstance(cache, Passing):
+            return self._in_rooms(heads, room, cache.is_prompt)
+        assert isinstance(room, Room)
         turned = self._operations.prepare_heads(heads, cache.place, room.keys, room.values)
         mask = None if mask is None else mask.reshape(len(x), -1)
         mixed = self._operations.attend(turned, room.keys, room.values, mask, float(self._module.scaling), self._sinks)
         if mixed is None:
             raise RuntimeError("attention of this form")  # ends the recording; `of` admits no such form
+        output: Tensor = self._module.o_proj(mixed.flatten(1))
+        return output
+
+    def _in_rooms(self, heads: step.HeadRows, rooms: Rooms, is_prompt: bool) -> Tensor:
+        """Attend with the heads of rows of several sequences; [R, H]."""
+        turned, groups = self._operations.prepare_heads_in_rooms(heads, rooms), heads.keys.shape[1]
+        scale = float(self._module.scaling)
+        mixed = self._operations.attend_in_rooms(turned, rooms, is_prompt, groups, scale, self._sinks)
         output: Tensor = self._module.o_proj(mixed.flatten(1))
         return output
 

@@ -34,7 +34,7 @@ from moepack.serving.adapters import Adapters
 from moepack.serving.isolation import Outcome, Part
 from moepack.serving.reading import Reading
 from moepack.serving.sequence import TEXT_ONLY, Piece, Sequence, Wanted
-from moepack.serving.step import Stepper
+from moepack.serving.step import Flight, Stepper
 from moepack.serving.text.prompts import positions
 from moepack.serving.text.sampling import Sampling
 from moepack.serving.text.stream import end_strings, end_tokens
@@ -51,6 +51,10 @@ SCORED = 128
 77 MB for 128 tokens of a vocabulary of 150,000."""
 WORTH = 16
 """Minimum number of tokens that a kept cache must save to be used."""
+
+
+_Flown = tuple[list[tuple[Sequence, Part]], Flight]
+"""The sequences of a step that the device runs, with their parts."""
 
 
 class QueueFullError(Exception):
@@ -110,6 +114,7 @@ class Engine:
         self._kept: deque[Prefix] = deque()
         self._changed = threading.Condition()
         self._closing = math.inf  # when answers must have ended
+        self._flight: _Flown | None = None  # a step that the device runs
         self._paused = 0  # steps in a row for which answers have waited
         self._thread = threading.Thread(target=self._run, name="moepack-engine", daemon=True)
 
@@ -312,16 +317,59 @@ class Engine:
         return self._paused > 0
 
     def _step(self) -> None:
-        parts = self._parts()
+        """Run a step and give the sequences its results.
+
+        While all sequences write and take the likeliest tokens, the next step begins before the results of the last one
+        are read. If a sequence ends with them, its part of the next step is not used.
+        """
+        flown, self._flight = self._flight, None
+        if flown is not None and not any(sequence in self._active for sequence, _ in flown[0]):
+            flown = None
+        parts = self._parts() if flown is None else flown[0]
         try:
-            outcomes = self._stepper.forward([part for _, part in parts])
+            if flown is None:
+                outcomes = self._stepper.forward([part for _, part in parts])
+            else:
+                self._flight = self._following(*flown)
+                outcomes = flown[1].outcomes([sequence in self._active for sequence, _ in parts])
         except Exception as error:
+            self._flight = None
             for sequence, _ in parts:
                 self._fail(sequence, error)
             if failure := lost(error):
                 raise failure from error
             return
+        self._give(parts, outcomes)
+        if self._flight is None and self._is_steady():
+            begun = [(sequence, sequence.part(1)) for sequence in self._active]
+            flight = self._stepper.begin([part for _, part in begun])
+            self._flight = None if flight is None else (begun, flight)
+
+    def _following(self, parts: list[tuple[Sequence, Part]], flight: Flight) -> _Flown | None:
+        """Begin the step after one that still runs, if it has the same sequences."""
+        sequences = [sequence for sequence, _ in parts]
+        if not self._is_steady() or sequences != self._active:
+            return None
+        following = self._stepper.follow(flight)
+        return None if following is None else ([*zip(sequences, following.parts, strict=True)], following)
+
+    def _is_steady(self) -> bool:
+        """Return whether the next step has one likeliest token of each sequence, whatever the last one gave."""
+        if not self._active or self._readings or (self._waiting and len(self._active) < self.slots):
+            return False
+        return all(
+            sequence.leader is None
+            and sequence.generated > 0
+            and sequence.is_greedy
+            and sequence.wanted.adapter is None
+            for sequence in self._active
+        )
+
+    def _give(self, parts: list[tuple[Sequence, Part]], outcomes: list[Outcome]) -> None:
+        """Give sequences the outcomes of their parts; those that have ended meanwhile need none."""
         for (sequence, part), outcome in zip(parts, outcomes, strict=True):
+            if sequence not in self._active:
+                continue
             followers = [] if part.end < sequence.prompt or isinstance(outcome, Exception) else self._forked(sequence)
             for each in (sequence, *followers):
                 self._take(each, part, outcome)

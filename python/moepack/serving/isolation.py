@@ -17,9 +17,23 @@ from moepack.backends.gpu import lost
 from moepack.decoding.cache import Mark
 from moepack.panics import contained
 
-__all__ = ["Outcome", "Part", "is_memory", "isolated"]
+__all__ = ["Chosen", "Outcome", "Part", "is_memory", "isolated"]
 
-Outcome = torch.Tensor | Exception
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The logits after a part, and their likeliest token, which the device has chosen.
+
+    Attributes:
+        logits: shape (vocabulary,); valid until the next step.
+        token: the likeliest token; -1 if the logits are not finite.
+    """
+
+    logits: torch.Tensor
+    token: int
+
+
+Outcome = torch.Tensor | Chosen | Exception
 """The logits after a part, shape (vocabulary,), or of each token of a scored part, shape (tokens, vocabulary); or the
 error that reading it raised."""
 
@@ -50,7 +64,7 @@ class Part:
         return self.position + len(self.ids)
 
 
-Read = Callable[[Sequence[Part]], Sequence[torch.Tensor]]
+Read = Callable[[Sequence[Part]], Sequence[torch.Tensor | Chosen]]
 """Reads parts and returns the logits after each."""
 
 
@@ -100,6 +114,7 @@ def _in_halves(read: Read, part: Part, relieve: Callable[[], bool]) -> list[Outc
         return first
     second = isolated(read, [replace(part, ids=part.ids[middle:], position=part.position + middle)], relieve)
     if part.is_scored and not isinstance(second[0], Exception):
+        assert isinstance(first[0], torch.Tensor) and isinstance(second[0], torch.Tensor)
         return [torch.cat([first[0], second[0]])]
     return second
 

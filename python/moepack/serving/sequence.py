@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from moepack.serving.isolation import Part
+from moepack.serving.isolation import Chosen, Part
 from moepack.serving.text.sampling import Allowed, Sampler, Sampling
 from moepack.serving.text.stream import TextStream, hidden_tokens
 
@@ -193,7 +193,12 @@ class Sequence:
         self.cache, self.read, self.cached, self.started = cache, leader.read, leader.cached, leader.started
         self._prompt_scores, self._scored = [*leader._prompt_scores], leader._scored
 
-    def take(self, part: Part, logits: torch.Tensor) -> bool:
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the next token is the likeliest one, and nothing else is read from the logits."""
+        return self._sampler.is_greedy and self.wanted.top is None and self.wanted.constraint is None
+
+    def take(self, part: Part, logits: torch.Tensor | Chosen) -> bool:
         """Process the logits of a part; return whether the sequence ended.
 
         Args:
@@ -201,6 +206,10 @@ class Sequence:
             logits: after the part, shape (vocabulary,); of a scored part, after each token, (tokens, vocabulary).
         """
         self.read += len(part.ids)
+        likeliest = None
+        if isinstance(logits, Chosen):
+            likeliest = logits.token if logits.token >= 0 and self._sampler.is_greedy else None
+            logits = logits.logits
         if part.is_scored:
             self._score_prompt(part, logits)
             logits = logits[-1]
@@ -208,11 +217,11 @@ class Sequence:
             return False
         if not self.wanted.writes:
             return self.finish("length")
-        return self._write(logits)
+        return self._write(logits, likeliest)
 
-    def _write(self, logits: torch.Tensor) -> bool:
-        """Choose the next token; return whether the sequence ended."""
-        token = self._sampler.choose(logits, self.ids)
+    def _write(self, logits: torch.Tensor, likeliest: int | None) -> bool:
+        """Choose the next token, or take the one that is known; return whether the sequence ended."""
+        token = self._sampler.choose(logits, self.ids) if likeliest is None else likeliest
         self.ids.append(token)
         self._note_time()
         if self.wanted.constraint and token not in self._ends:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,15 +26,19 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from moepack.backends.gpu import lost
 from moepack.decoding.cache import GrowingLayer
 from moepack.decoding.carried import carried_of
+from moepack.decoding.decoder import passes_of
 from moepack.decoding.families import decoder_of
+from moepack.decoding.held import Held, Span
+from moepack.decoding.passes import MOST_PROMPTS, ROWS, STEPS, Passes, Ready
 from moepack.decoding.prefix import new_cache
 from moepack.decoding.signature import cache_argument
+from moepack.decoding.translation import Unknown
 from moepack.serving.adapters import Adapters
-from moepack.serving.isolation import Outcome, Part, isolated
+from moepack.serving.isolation import Chosen, Outcome, Part, isolated
 from moepack.serving.pace import Pace
 from moepack.serving.reading import Reading
 
-__all__ = ["Part", "Stepper"]
+__all__ = ["Flight", "Part", "Stepper"]
 
 NAME = "moepack_sequences"
 _LAYERS = (DynamicLayer, GrowingLayer, DynamicSlidingWindowLayer)
@@ -52,6 +56,27 @@ class _Batch:
     parts: Sequence[Part]
     attention: str
     masks: dict[tuple[int, int, int | None], torch.Tensor | None] = field(default_factory=dict)
+
+
+@dataclass
+class Flight:
+    """A step of single tokens that the device runs while the host does something else.
+
+    Attributes:
+        parts: its parts; their caches get the tokens when the results are taken.
+    """
+
+    parts: list[Part]
+    _held: list[Held]
+    _ready: Ready
+
+    def outcomes(self, wanted: Sequence[bool]) -> list[Outcome]:
+        """Wait for the results; caches of parts that are not wanted stay as they are."""
+        tokens = self._ready.tokens()
+        for part, held, is_wanted in zip(self.parts, self._held, wanted, strict=True):
+            if is_wanted:
+                held.show(part.end)
+        return [Chosen(*pair) for pair in zip(self._ready.logits, tokens, strict=True)]
 
 
 class Stepper:
@@ -84,6 +109,7 @@ class Stepper:
         self.together = _goes_together(model)
         self.pace = Pace()
         self._carried = carried_of(model)
+        self._passes = None if apart or self._adapters.names else passes_of(model)
         with torch.inference_mode():
             self._in_pieces = _reads_in_pieces(model)
             alike = self.together and _is_cached_alike(model)
@@ -109,6 +135,31 @@ class Stepper:
         for part in apart:
             (found[id(part)],) = isolated(self._each if self._alone else self._together, [part], self._relieve)
         return [found[id(part)] for part in parts]
+
+    def begin(self, parts: list[Part]) -> Flight | None:
+        """Begin a step of single tokens; None if the model has no recorded passes."""
+        if self._passes is None or not 0 < len(parts) <= STEPS[-1]:
+            return None
+        try:
+            return self._flight(parts, [part.ids for part in parts])
+        except (Unknown, torch.OutOfMemoryError):
+            return None
+
+    def follow(self, flight: Flight) -> Flight | None:
+        """Begin the step after one that still runs, with the likeliest tokens of that; None if there is no room."""
+        passes = self._passes
+        if passes is None or not all(passes.fits(part.cache, 2) for part in flight.parts):
+            return None
+        parts = [replace(part, ids=[0], position=part.end) for part in flight.parts]
+        return self._flight(parts, [[-1 - row] for row in range(len(parts))])
+
+    def _flight(self, parts: list[Part], ids: list[list[int]]) -> Flight:
+        """Begin a step with these tokens."""
+        passes = self._passes
+        assert passes is not None
+        held = [passes.held(part.cache, 1, 1) for part in parts]
+        spans = [Span(*each) for each in zip(ids, [1] * len(parts), [p.position for p in parts], held, strict=True)]
+        return Flight(parts, held, passes.ready(spans, is_prompt=False))
 
     @property
     def limit(self) -> int | None:
@@ -140,6 +191,8 @@ class Stepper:
 
     def _alike(self, parts: Sequence[Part]) -> list[Outcome]:
         """Read parts that can share a pass."""
+        if self._passes is not None and parts and not any(part.is_scored or part.adapter for part in parts):
+            return isolated(self._passed, parts, self._relieve)
         count, are_single = len(parts), all(len(part.ids) == 1 for part in parts)
         can_share = self.together and count > 1 and not self._apart
         together = not self._alone or (can_share and (not are_single or self.pace.is_together(count)))
@@ -150,6 +203,28 @@ class Stepper:
         if parts and are_single and not any(isinstance(outcome, Exception) for outcome in outcomes):
             self.pace.note(together, count, time.perf_counter() - start)
         return outcomes
+
+    def _passed(self, parts: Sequence[Part]) -> Sequence[torch.Tensor | Chosen]:
+        """Read parts in recorded passes: one for single tokens, and others for prompts."""
+        passes = self._passes
+        assert passes is not None
+        try:
+            if not passes.holds():
+                raise Unknown("the model changed")
+            held = {id(part): passes.held(part.cache, 1, len(part.ids)) for part in parts}
+            found: dict[int, Chosen] = {}
+            for group in _groups(parts, passes):
+                spans = [Span(part.ids, len(part.ids), part.position, held[id(part)]) for part in group]
+                ready = passes.ready(spans, is_prompt=len(group[0].ids) > 1)
+                logits = ready.logits.clone()  # another pass of this size may follow
+                for part, row, token in zip(group, logits, ready.tokens(), strict=True):
+                    found[id(part)] = Chosen(row, token)
+        except Unknown:
+            self._passes = None
+            return self._together(parts) if self.together else self._each(parts)
+        for part in parts:
+            held[id(part)].show(part.end)
+        return [found[id(part)] for part in parts]
 
     def _together(self, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
         """Read parts in one pass, or in one for each adapter if they cannot share it."""
@@ -169,6 +244,24 @@ class Stepper:
             self._carried.reset()
             rows.append(_alone(self.model, part))
         return rows
+
+
+def _groups(parts: Sequence[Part], passes: Passes) -> Iterator[list[Part]]:
+    """Divide parts into passes: single tokens, and prompts."""
+    singles = [part for part in parts if len(part.ids) == 1]
+    for first in range(0, len(singles), STEPS[-1]):
+        yield singles[first : first + STEPS[-1]]
+    group: list[Part] = []
+    for part in parts:
+        if len(part.ids) == 1:
+            continue
+        rows = sum(passes.rows(len(each.ids)) for each in (*group, part))
+        if group and (rows > ROWS[-1] or len(group) == MOST_PROMPTS):
+            yield group
+            group = []
+        group.append(part)
+    if group:
+        yield group
 
 
 def _goes_together(model: Any) -> bool:

@@ -2,6 +2,9 @@
 //
 // Usage: attention SEQUENCES GROUPS GROUP CAPACITY SPLITS SCALE QUERIES KEYS VALUES MASK SINKS: files of 16-bit values as
 // the struct Attention describes them; MASK and SINKS may be "-". The standard output is the result.
+//
+// With WINDOW ROOMS behind them, each sequence reads its keys and values by `Rooms`: ROOMS has the index of each
+// sequence's buffers in KEYS and VALUES and the place of its last token, 64-bit.
 #include "files.hpp"
 #include "products.hpp"
 
@@ -11,7 +14,7 @@ using namespace moepack;
 
 alignas(128) u8 moepack::shared_memory[1];
 
-int main(int, char** a) {
+int main(int count, char** a) {
     int sequences = std::atoi(a[1]), groups = std::atoi(a[2]), group = std::atoi(a[3]), capacity = std::atoi(a[4]);
     int splits = std::atoi(a[5]), rows = sequences * groups * ceil_div(group, 8), heads = groups * group;
     size_t tokens = size_t(sequences) * groups * capacity;
@@ -19,10 +22,23 @@ int main(int, char** a) {
     std::vector<float4> parts(size_t(rows) * splits * 8 * VALUE_WIDTH / 4, float4{NAN, NAN, NAN, NAN});
     std::vector<float2> stats(size_t(rows) * splits * 8, float2{NAN, NAN});
     std::vector<int> arrived(rows);
+    u16* keys = read<u16>(a[8], tokens * KEY_WIDTH);
+    u16* values = read<u16>(a[9], tokens * VALUE_WIDTH);
+    std::vector<i64> keys_of, values_of, capacities(sequences, capacity);
+    for (int i = 0; i < sequences; ++i) {
+        size_t room = size_t(i) * groups * capacity;
+        keys_of.push_back(reinterpret_cast<i64>(keys + room * KEY_WIDTH));
+        values_of.push_back(reinterpret_cast<i64>(values + room * VALUE_WIDTH));
+    }
+    Rooms rooms = {};
+    if (count > 12) {
+        i64* places = read<i64>(a[13], 2 * sequences);
+        rooms = {keys_of.data(), values_of.data(), capacities.data(), places, places + sequences};
+    }
     Attention attention = {
-        read<u16>(a[7], size_t(sequences) * heads * KEY_WIDTH), read<u16>(a[8], tokens * KEY_WIDTH), read<u16>(a[9], tokens * VALUE_WIDTH),
+        read<u16>(a[7], size_t(sequences) * heads * KEY_WIDTH), keys, values,
         read<u16>(a[10], size_t(sequences) * capacity), read<u16>(a[11], heads), out.data(), &stats[0].x, &parts[0].x,
-        arrived.data(), groups, group, capacity, std::strtof(a[6], nullptr)};
+        arrived.data(), groups, group, capacity, count > 12 ? std::atoi(a[12]) : 0, rooms, std::strtof(a[6], nullptr)};
     for (int launch = 0; launch < 2; ++launch)  // the second one finds `arrived` as the first one left it
         simt::launch({splits, rows}, attention::WARPS * WARP, 0, [&] { attend(attention); });
     std::fwrite(out.data(), 2, out.size(), stdout);

@@ -58,6 +58,21 @@ inline u32 transpose(u32 pair) {
     });
     return result;
 }
+template <bool TRANSPOSED>
+void load_matrices(u32 (&d)[4], Shared row) {
+    simt::gather({u32(row)}, [&](auto& all) {
+        int lane = threadIdx.x % WARP;
+        for (int i = 0; i < 4; ++i) {
+            u32 value[2];
+            for (int j = 0; j < 2; ++j) {
+                int of = lane / 4, at = lane % 4 * 2 + j;
+                u32 from = all[i * 8 + (TRANSPOSED ? at : of)][0] + (TRANSPOSED ? of : at) * 2;
+                value[j] = load<u16>(shared_memory + from);
+            }
+            d[i] = value[1] << 16 | value[0];
+        }
+    });
+}
 template <class Words>
 Words load_shared_by_blocks(const Words* from) {
     return *from;

@@ -190,6 +190,7 @@ float4 load_of_block(Shared, int);
 template <bool>
 void wait_for_cluster();
 void copy_async(Shared, const void*);
+void copy_async(Shared, const void*, int);
 void commit_copies();
 template <int>
 void wait_copies();

@@ -6,7 +6,8 @@
 //
 // Or: step add X ADDEND WEIGHT TYPE ROWS COLUMNS EPSILON THREADS: the output is the sum, then its norm; ADDEND is f32.
 // Or: step heads QKV Q_NORM K_NORM COS SIN TYPE SEQUENCES Q_HEADS K_HEADS COLUMNS ROTATED EPSILON CAPACITY PLACE:
-// QKV [SEQUENCES, all heads, COLUMNS]; the output is the queries, then both buffers, which begin as zeros.
+// QKV [SEQUENCES, all heads, COLUMNS]; the output is the queries, then both buffers, which begin as zeros. With ROOMS
+// behind them, the rows are tokens that are written by `Rooms`: ROOMS has the index of each row's buffers and its place.
 #include <string>
 
 #include "files.hpp"
@@ -36,7 +37,7 @@ static void add(char** a) {
     for (auto& each : out) std::fwrite(each.data(), 1, each.size(), stdout);
 }
 
-static void prepare(char** a) {
+static void prepare(int count, char** a) {
     Type type = Type(std::atoi(a[7]));
     int sequences = std::atoi(a[8]), queries = std::atoi(a[9]), keys = std::atoi(a[10]), columns = std::atoi(a[11]);
     int rotated = std::atoi(a[12]), capacity = std::atoi(a[14]), all = queries + 2 * keys;
@@ -47,17 +48,28 @@ static void prepare(char** a) {
     };
     std::vector<u8> out[3];
     for (int i = 0; i < 3; ++i) out[i].assign(size_t(sequences) * (i ? keys * capacity : queries) * columns * size, 0);
+    std::vector<i64> keys_of, values_of, capacities(sequences, capacity);
+    for (int i = 0; i < sequences; ++i) {
+        size_t room = size_t(i) * keys * capacity * columns * size;
+        keys_of.push_back(reinterpret_cast<i64>(out[1].data() + room));
+        values_of.push_back(reinterpret_cast<i64>(out[2].data() + room));
+    }
+    Rooms rooms = {};
+    if (count > 16) {
+        i64* places = read<i64>(a[16], 2 * sequences);
+        rooms = {keys_of.data(), values_of.data(), capacities.data(), places, places + sequences};
+    }
     Heads heads = {from(0), from(queries), from(queries + keys), rows_of(a[3], 1, columns, type),
                    rows_of(a[4], 1, columns, type), rows_of(a[5], sequences, rotated, type),
                    rows_of(a[6], sequences, rotated, type), &place, out[0].data(), out[1].data(), out[2].data(),
-                   std::strtof(a[13], nullptr), queries, keys, all, all, all, capacity};
+                   std::strtof(a[13], nullptr), queries, keys, all, all, all, capacity, rooms};
     simt::launch({ceil_div(sequences * all, 2), 1}, 64, 0, [&] { prepare_heads(heads, sequences * all); });
     for (auto& each : out) std::fwrite(each.data(), 1, each.size(), stdout);
 }
 
 int main(int count, char** a) {
     if (a[1] == std::string("add")) return add(a), 0;
-    if (a[1] == std::string("heads")) return prepare(a), 0;
+    if (a[1] == std::string("heads")) return prepare(count, a), 0;
     Type type = Type(std::atoi(a[3]));
     int rows = std::atoi(a[4]), columns = std::atoi(a[5]), size = type == Type::f32 ? 4 : 2;
     if (count > 8) {

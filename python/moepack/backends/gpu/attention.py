@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from moepack.backends.gpu.program import Program
-from moepack.backends.gpu.structs import Struct
+from moepack.backends.gpu.rooms import NO_ROOMS, ROOMS, Rooms
+from moepack.backends.gpu.structs import Struct, StructValue
 
 __all__ = ["Attention", "program"]
 
-_ATTENTION = Struct("attention.cu", "Attention")
+_ATTENTION = Struct("attention.cu", "Attention", Rooms=ROOMS)
 _HEADS, _TILE = 8, 16
 """Heads of a block, and tokens of a warp."""
 
@@ -26,6 +27,9 @@ _SPLITS = 32
 
 _ROWS = 16384
 """The most rows of blocks; each has a counter."""
+
+_MOST_TOKENS = 1 << 20
+"""Rooms may hold this many tokens; blocks without tokens return at once."""
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
@@ -74,19 +78,60 @@ class Attention:
             return None
         if not all(each.is_contiguous() for each in given):
             return None
+        return self._launched(queries, (keys, values), mask, scale, sinks)
+
+    def in_rooms(
+        self, queries: Tensor, rooms: Rooms, groups: int, scale: float, sinks: Tensor | None, window: int
+    ) -> Tensor:
+        """Attend to a token and all earlier ones of its sequence.
+
+        Args:
+            queries: [B, heads, K], bfloat16 or float16; K is 64, 128, 192 or 256.
+            rooms: keys and values of the same dtype and width; each row is a token that they hold.
+            groups: of heads that share keys and values.
+            scale: of the scores.
+            sinks: [heads], scores that take part in the sums only.
+            window: tokens that a token attends to, including itself; 0 for all.
+
+        Returns:
+            [B, heads, K].
+        """
+        found = self._launched(queries, (rooms, groups, window), None, scale, sinks)
+        if found is None:
+            raise RuntimeError("too many sequences for attention")
+        return found
+
+    def _launched(
+        self,
+        queries: Tensor,
+        held: tuple[Tensor, Tensor] | tuple[Rooms, int, int],
+        mask: Tensor | None,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Tensor | None:
+        """Launch with keys and values, or with rooms, groups and window; None if there are too many sequences."""
+        batch, heads, key_width = queries.shape
+        members: dict[str, Tensor | int | StructValue | None]
+        if len(held) == 2:
+            (groups, capacity, value_width), most = held[1].shape[1:], held[1].shape[2]
+            members = {"keys": held[0], "values": held[1], "window": 0, "rooms": ROOMS(**NO_ROOMS)}
+        else:
+            rooms, groups, window = held
+            capacity, value_width, most = 0, key_width, _MOST_TOKENS
+            members = {"keys": None, "values": None, "window": window, "rooms": rooms.struct()}
         rows = batch * groups * -(-heads // groups // _HEADS)
         if rows > _ROWS:
             return None
         warps = 4 if value_width > 128 else 8
-        splits = max(1, min(-(-capacity // (_TILE * warps)), self._blocks // rows, _SPLITS))
+        splits = max(1, min(-(-most // (_TILE * warps)), self._blocks // rows, _SPLITS))
         parts, stats = (
             torch.empty(rows * splits * _HEADS * width, dtype=torch.float32, device=queries.device)
             for width in (value_width, 2)
         )
         out = queries.new_empty((batch, heads, value_width))
         argument = _ATTENTION(
-            queries=queries, keys=keys, values=values, mask=mask, sinks=sinks, out=out, stats=stats, parts=parts,
-            arrived=self._arrived, groups=groups, group=heads // groups, capacity=capacity, scale=scale,
+            queries=queries, mask=mask, sinks=sinks, out=out, stats=stats, parts=parts, arrived=self._arrived,
+            groups=groups, group=heads // groups, capacity=capacity, scale=scale, **members,
         )  # fmt: skip
         kernels = program(_DTYPES[queries.dtype], key_width, value_width)
         kernels.launch("attend", (splits, rows), 32 * warps, [argument], early=True)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from moepack.backends.gpu.program import Program
+from moepack.backends.gpu.rooms import NO_ROOMS, ROOMS, Rooms
 from moepack.backends.gpu.structs import ACTIVATIONS, TYPES, Struct, StructValue, activations
 
 __all__ = [
-    "HeadRows", "Place", "add_norm", "norm_of", "norms", "prepare_heads", "program", "replaced", "rms_norm",
-    "rotations", "supports_heads",
+    "HeadRows", "Place", "add_norm", "norm_of", "norms", "prepare_heads", "prepare_heads_in_rooms", "program",
+    "replaced", "rms_norm", "rotations", "supports_heads",
 ]  # fmt: skip
 
 _THREADS = 256
@@ -81,7 +82,7 @@ class HeadRows(NamedTuple):
     sin: Tensor
 
 
-_HEADS = Struct("step.cu", "Heads", Activations=ACTIVATIONS)
+_HEADS = Struct("step.cu", "Heads", Activations=ACTIVATIONS, Rooms=ROOMS)
 _HEAD_THREADS = 128
 _MOST_WIDTH = 256
 
@@ -102,8 +103,20 @@ def prepare_heads(heads: HeadRows, place: Tensor, keys: Tensor, values: Tensor) 
     Returns:
         The queries [B, heads, D].
     """
-    batch, count, width = heads.queries.shape
     groups, capacity = keys.shape[1:3]
+    held = {"place": place, "keys_out": keys, "values_out": values, "capacity": capacity, "rooms": ROOMS(**NO_ROOMS)}
+    return _prepared(heads, groups, held)
+
+
+def prepare_heads_in_rooms(heads: HeadRows, rooms: Rooms) -> Tensor:
+    """Normalize and rotate heads [R, heads, D] of tokens; write keys and values to rooms; return the queries."""
+    held = {"place": None, "keys_out": None, "values_out": None, "capacity": 0, "rooms": rooms.struct()}
+    return _prepared(heads, heads.keys.shape[1], held)
+
+
+def _prepared(heads: HeadRows, groups: int, held: dict[str, Any]) -> Tensor:
+    """Launch with the members that say where keys and values are written."""
+    batch, count, width = heads.queries.shape
     queries = heads.queries.new_empty((batch, count, width))
     strides = {
         f"{name}_stride": rows.stride(0) // width
@@ -112,9 +125,8 @@ def prepare_heads(heads: HeadRows, place: Tensor, keys: Tensor, values: Tensor) 
     argument = _HEADS(
         queries=_rows(heads.queries), keys=_rows(heads.keys), values=_rows(heads.values),
         query_norm=_rows(heads.query_norm), key_norm=_rows(heads.key_norm),
-        cos=_rows(heads.cos.contiguous()), sin=_rows(heads.sin.contiguous()), place=place,
-        queries_out=queries, keys_out=keys, values_out=values, epsilon=heads.epsilon,
-        query_heads=count, key_heads=groups, **strides, capacity=capacity,
+        cos=_rows(heads.cos.contiguous()), sin=_rows(heads.sin.contiguous()), queries_out=queries,
+        epsilon=heads.epsilon, query_heads=count, key_heads=groups, **strides, **held,
     )  # fmt: skip
     rows = batch * (count + 2 * groups)
     program().launch("prepare_heads", -(-rows * 32 // _HEAD_THREADS), _HEAD_THREADS, [argument, rows], early=True)

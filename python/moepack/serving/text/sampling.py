@@ -248,6 +248,11 @@ class Sampler:
             if sampling.typical_p < 1:
                 self._warpers.append(generation.TypicalLogitsWarper(sampling.typical_p))
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it always chooses the token with the largest logit."""
+        return not self._draws and not self._steering and self._allowed is None
+
     def choose(self, logits: torch.Tensor, ids: list[int]) -> int:
         """Return the next token.
 

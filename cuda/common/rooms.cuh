@@ -1,0 +1,15 @@
+// Where sequences keep their keys and values, for launches over tokens of several sequences.
+#pragma once
+#include "common/types.cuh"
+
+namespace moepack {
+
+// Each sequence has buffers of its own, [groups, capacity, width] of 16-bit values. `keys` and `values` are their
+// addresses. A row of a launch is the token `place` of a sequence's buffers; a negative place means that it is none.
+// Without rooms, `keys` is null.
+struct Rooms {
+    const i64 *keys, *values, *capacity;  // [sequences]
+    const i64 *sequence, *place;          // [rows]
+};
+
+}  // namespace moepack

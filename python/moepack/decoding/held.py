@@ -1,0 +1,161 @@
+"""Keys and values of sequences in one block of memory per cache, for passes that read them by address.
+
+A pass over tokens of several sequences (`moepack.decoding.passes`) is recorded once. It gets the addresses of each
+sequence's keys and values with every replay. They stay in transformers' caches, as `GrowingLayer`s, whose buffers are
+parts of one tensor: making it, or a larger one, takes one allocation and one copy instead of two per layer.
+
+Invariants: all layers of a cache have the same number of tokens. Buffers are read and written in launches of one stream
+only, so a buffer that is replaced may be freed at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from moepack.backends.gpu.rooms import Rooms
+from moepack.decoding.cache import LEAST, Form, GrowingLayer, Room
+from moepack.decoding.translation import require
+
+__all__ = ["Held", "Passing", "Shape", "Span", "held"]
+
+
+class Shape(NamedTuple):
+    """Keys and values of a model.
+
+    Attributes:
+        layers, groups, width: their number, the heads of each, and their columns.
+        dtype, device: of the tensors.
+    """
+
+    layers: int
+    groups: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Held:
+    """A cache whose buffers have known addresses.
+
+    Attributes:
+        addresses: [B, 2, layers], of each sequence's keys and values.
+        capacity: the number of tokens that fit.
+    """
+
+    def __init__(self, layers: list[GrowingLayer], block: Tensor) -> None:
+        """Make the layers views of a block [layers, 2, B, groups, capacity, width]."""
+        self._layers, self.block = layers, block
+        self.capacity = block.shape[4]
+        each = block.element_size()
+        starts = torch.arange(block.shape[2])[:, None, None] * block.stride(2)
+        starts = starts + torch.arange(2)[:, None] * block.stride(1) + torch.arange(len(layers)) * block.stride(0)
+        self.addresses: NDArray[np.int64] = (block.data_ptr() + each * starts).numpy()
+        form = Form(block.shape[2], block.shape[3], (block.shape[5],) * 2, block.dtype, block.device.type)
+        self._rooms = [Room(form, part[0], part[1], None) for part in block]
+
+    def show(self, count: int) -> None:
+        """Set the number of tokens."""
+        for layer, room in zip(self._layers, self._rooms, strict=True):
+            layer.show(room, count)
+
+    def is_of(self, layers: Sequence[Any]) -> bool:
+        """Whether these layers still are views of the block."""
+        first, last = self._layers[0], self._layers[-1]
+        if layers[0] is not first or layers[-1] is not last or len(layers) != len(self._layers):
+            return False
+        ends = (first, self._rooms[0]), (last, self._rooms[-1])
+        return all(layer._room is room and layer._is_part_of(room) and not layer.first for layer, room in ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The next tokens of a sequence.
+
+    Attributes:
+        ids: their numbers; -1 - n is the token that row n of the previous step chose. Empty if they are on the device.
+        count: the number of tokens.
+        place: the number of tokens before them.
+        held: the sequence's keys and values, with room for the tokens.
+        row: of the sequence in its cache.
+    """
+
+    ids: Sequence[int]
+    count: int
+    place: int
+    held: Held
+    row: int = 0
+
+
+def held(cache: DynamicCache, known: Held | None, shape: Shape, batch: int, more: int) -> Held:
+    """Return a cache's buffers, with room for more tokens.
+
+    Args:
+        cache: its layers become `GrowingLayer`s with buffers in one block.
+        known: what was returned for this cache before.
+        shape: of the model's keys and values.
+        batch: the number of sequences.
+        more: tokens.
+
+    Raises:
+        Unknown: the cache has other layers; nothing has changed.
+    """
+    layers: list[Any] = cache.layers
+    if known is not None and known.is_of(layers) and layers[0].count + more <= known.capacity:
+        return known
+    kinds = {type(layer) for layer in layers} - {DynamicLayer, GrowingLayer}
+    require(not kinds, f"caches with layers of the type {', '.join(kind.__name__ for kind in kinds)}")
+    counts = {layer.get_seq_length() for layer in layers}
+    require(len(layers) == shape.layers or not layers, "caches with a different number of layers")
+    require(len(counts) <= 1, "caches whose layers differ in length")
+    count = max(counts, default=0)
+    if count:
+        form = {(*layer.keys.shape[:2], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype, layer.keys.device)
+                for layer in layers}  # fmt: skip
+        require(form == {(batch, shape.groups, shape.width, shape.width, shape.dtype, shape.device)},
+                "caches with unexpected contents")  # fmt: skip
+    capacity = count + more + max(LEAST, count // 4)
+    sizes = shape.layers, 2, batch, shape.groups, capacity, shape.width
+    block = torch.empty(sizes, dtype=shape.dtype, device=shape.device)
+    if count and known is not None and known.is_of(layers):
+        block.narrow(4, 0, count).copy_(known.block.narrow(4, 0, count))
+    elif count:
+        for layer, (keys, values) in zip(layers, block, strict=True):
+            keys.narrow(2, 0, count).copy_(layer.keys)
+            values.narrow(2, 0, count).copy_(layer.values)
+    grown = [layer if type(layer) is GrowingLayer else GrowingLayer.of(layer) for layer in layers]
+    grown += [GrowingLayer() for _ in range(shape.layers - len(grown))]
+    for layer, (keys, values) in zip(grown, block, strict=True):
+        if not layer.is_initialized:
+            layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
+    layers[:] = grown
+    found = Held(grown, block)
+    found.show(count)
+    return found
+
+
+class Passing:
+    """Replaces the cache while a pass over several sequences is recorded; only known attention reads it.
+
+    Attributes:
+        rooms: of each layer.
+        is_prompt: whether rows lie in tiles of one sequence; otherwise each is a token of its own sequence.
+    """
+
+    is_compileable = False
+
+    def __init__(self, rooms: Sequence[Rooms], is_prompt: bool) -> None:
+        self.rooms, self.is_prompt = rooms, is_prompt
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: the model's own attention knows one sequence only."""
+        raise RuntimeError("attention of this form")
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are given, so this is not used."""
+        return 0

@@ -1,0 +1,271 @@
+"""Recorded passes over tokens of several sequences, each with a cache of its own.
+
+A pass is recorded once for a number of rows, not for a cache: the kernels read from tensors which sequence a row
+belongs to, its place, and where the sequence keeps its keys and values. So prompts of any length, caches that come and
+go, and sequences that join and leave a batch need no new recording. There are two kinds:
+
+- steps: each row is the next token of a sequence; sizes are `STEPS`;
+- prompts: rows lie in tiles of one sequence; sizes are `ROWS`. Longer prompts take several passes.
+
+Unused rows have no place: nothing is written for them, and their results are not read. A pass may end with the head;
+it then chooses the likeliest tokens on the device, and the next step can begin with them before the host knows them.
+
+Invariants:
+- Everything that changes between passes is copied to the device in one piece before each.
+- Results are overwritten by the next pass of the same size. Passes run one after the other on the current stream.
+- Only models whose layers `moepack.decoding.layers` knows entirely have passes. Anything else raises `Unknown`, and
+  nothing has changed.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moepack.backends.gpu.recording import Unwritten, record
+from moepack.backends.gpu.rooms import Rooms
+from moepack.decoding.held import Held, Passing, Shape, Span, held
+from moepack.decoding.layers import Replacements
+from moepack.decoding.signature import cache_name
+from moepack.decoding.translation import Guard, Unknown, require, window
+
+__all__ = ["MOST_PROMPTS", "ROWS", "STEPS", "Passes", "Ready"]
+
+STEPS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (64, 128, 256, 512, 1024, 2048)
+MOST_PROMPTS = 16
+"""The most sequences of a prompt's pass."""
+
+_ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary positions whose frequencies do not depend on the length of a sequence."""
+
+
+class Ready:
+    """The results of a pass with the head, which may still run.
+
+    Attributes:
+        logits: [S, vocabulary], in the order of the spans; valid until the next pass.
+    """
+
+    def __init__(self, logits: Tensor, tokens: Tensor) -> None:
+        self.logits, self._count = logits, len(tokens)
+        self._tokens = torch.empty_like(tokens, device="cpu", pin_memory=tokens.is_cuda)
+        self._tokens.copy_(tokens, non_blocking=True)
+        self._event = torch.cuda.Event() if tokens.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._event is not None:
+            self._event.record()
+
+    def tokens(self) -> list[int]:
+        """Wait for the likeliest token of each span; -1 if its logits are not finite."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tokens.tolist()
+
+
+class Passes:
+    """The passes of a decoder on one device.
+
+    Attributes:
+        shape: of its keys and values.
+        tile: rows of a tile of prompts.
+        works: False after a pass that could not be recorded.
+
+    Args:
+        model: the decoder without its head.
+        forward: the forward of its class.
+        replacements: of its modules.
+        recorder: records a pass.
+        head: computes logits [S, V] from hidden states [S, H]; None for passes without it.
+
+    Raises:
+        Unknown: the model has no passes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        forward: Callable[..., Any],
+        replacements: Replacements,
+        head: Callable[[Tensor], Tensor] | None = None,
+        recorder: Any = record,
+    ) -> None:
+        self._guard = Guard.of(model)
+        require(self._guard.holds(), "models with hooks")
+        config, shape = model.config, replacements.held_shape
+        require(shape is not None, "layers without passes")
+        assert shape is not None
+        require(all(window(config, layer) is None for layer in range(config.num_hidden_layers)), "sliding windows")
+        require(getattr(model.rotary_emb, "rope_type", "default") in _ROTARY_TYPES, "rotary positions by length")
+        require(config._attn_implementation in ("eager", "sdpa"), "other attention implementations")
+        self.shape, self.tile = shape
+        self.works = True
+        self._model, self._forward, self._replacements, self._head = model, forward, replacements, head
+        self._recorder = recorder
+        if self.shape.device.type == "cuda" and recorder is record:
+            self._recorder = partial(record, tidy=False, pool=torch.cuda.graph_pool_handle())
+        self._made: dict[tuple[int, bool], _Pass] = {}
+        self._known: WeakKeyDictionary[Any, Held] = WeakKeyDictionary()
+        self._chosen = torch.zeros(STEPS[-1], dtype=torch.int64, device=self.shape.device)
+
+    def holds(self) -> bool:
+        """Whether the model is unchanged."""
+        return self._guard.holds()
+
+    def held(self, cache: Any, batch: int, more: int) -> Held:
+        """Return a cache's keys and values with room for more tokens; see `moepack.decoding.held.held`."""
+        found = held(cache, self._known.get(cache), self.shape, batch, more)
+        self._known[cache] = found
+        return found
+
+    def fits(self, cache: Any, more: int) -> bool:
+        """Whether more tokens fit into a cache's buffers as they are."""
+        known = self._known.get(cache)
+        return known is not None and known.is_of(cache.layers) and cache.layers[0].count + more <= known.capacity
+
+    def rows(self, tokens: int) -> int:
+        """Rows of a prompt's pass that a number of tokens takes."""
+        return -(-tokens // self.tile) * self.tile
+
+    def prompts(self, spans: Sequence[Span], ids: Tensor | None = None) -> Tensor:
+        """Read tokens; return hidden states [rows, H], each span's rows behind those of the spans before.
+
+        Args:
+            spans: with together at most `ROWS[-1]` rows (`rows`) and `MOST_PROMPTS` sequences. Their caches get the
+                tokens; the caller counts them (`Held.show`).
+            ids: [rows], the tokens on the device; None if the spans have them.
+        """
+        states: Tensor = self._run(spans, True, ids).output
+        return states
+
+    def ready(self, spans: Sequence[Span], is_prompt: bool) -> Ready:
+        """Read tokens as `prompts` does, or one token of each span; return the logits behind each span."""
+        made = self._run(spans, is_prompt, None)
+        return Ready(made.output[: len(spans)], made.tokens[: len(spans)])
+
+    def _run(self, spans: Sequence[Span], is_prompt: bool, ids: Tensor | None) -> "_Pass":
+        rows = sum(self.rows(span.count) for span in spans) if is_prompt else len(spans)
+        size = next((size for size in (ROWS if is_prompt else STEPS) if rows <= size), None)
+        require(size is not None and len(spans) <= (MOST_PROMPTS if is_prompt else STEPS[-1]), "passes of this size")
+        assert size is not None
+        with torch.inference_mode():
+            return self._replayed(size, spans, is_prompt, ids)
+
+    def _replayed(self, size: int, spans: Sequence[Span], is_prompt: bool, ids: Tensor | None) -> "_Pass":
+        """Run a pass of a size, recorded at first use."""
+        made = self._made.get((size, is_prompt))
+        if made is None:
+            made = _Pass(size, min(MOST_PROMPTS, size) if is_prompt else size, is_prompt, self.shape)
+        made.put(spans, self.tile, ids)
+        if made.replay is None:
+            try:
+                self._record(made)
+            except (RuntimeError, Unwritten) as error:
+                self.works = False
+                raise Unknown(f"this model ({str(error).partition(chr(10))[0]})") from error
+            self._made[size, is_prompt] = made
+            made.put(spans, self.tile, ids)
+        assert made.replay is not None
+        made.replay()
+        return made
+
+    def _record(self, made: "_Pass") -> None:
+        """Record a pass, which has its inputs."""
+        layers = [Rooms(*made.addresses[:, layer], *made.common) for layer in range(self.shape.layers)]
+        cache = Passing(layers, made.is_prompt)
+        mask = torch.zeros(1, 1, 1, 1, dtype=self.shape.dtype, device=self.shape.device)
+        named = {str(cache_name(type(self._model).forward)): cache}
+
+        def run() -> Tensor:
+            ids = (
+                made.ids
+                if made.is_prompt
+                else torch.where(made.ids < 0, self._chosen[(-1 - made.ids).clamp(min=0)], made.ids)
+            )
+            positions = made.place.clamp(min=0)[None]
+            output = self._forward(
+                input_ids=ids[None], attention_mask=mask, position_ids=positions, use_cache=True, **named
+            )
+            states: Tensor = output.last_hidden_state[0]
+            if self._head is None:
+                return states
+            logits = self._head(states[made.kept])
+            kept: Tensor = made.output
+            kept.copy_(logits)
+            made.tokens.copy_(torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1))
+            if not made.is_prompt:
+                self._chosen[: made.size].copy_(made.tokens.clamp(min=0))
+            return kept
+
+        with self._replacements.active(), torch.inference_mode():
+            chosen = self._chosen.clone()
+            if self._head is not None:  # memory of its own, because recordings share the rest
+                states = torch.zeros(len(made.kept), self._model.config.hidden_size, dtype=self.shape.dtype)
+                made.output = torch.empty_like(self._head(states.to(self.shape.device)))
+            run()  # loads the kernels; writes what the first replay writes again
+            self._chosen.copy_(chosen)
+            made.replay, output = self._recorder(run, self.shape.device)
+        made.output = output
+
+
+class _Pass:
+    """The inputs and results of a pass.
+
+    Attributes:
+        size: the number of rows.
+        is_prompt: the kind.
+        ids, place: [size].
+        common: capacity [S], sequence and place of the rows.
+        addresses: [2, layers, S], of keys and values.
+        kept: [S], the rows whose logits are wanted.
+        tokens: [S], the likeliest.
+        output: [size, H], or [S, V] with the head.
+        replay: runs it.
+    """
+
+    def __init__(self, size: int, sequences: int, is_prompt: bool, shape: Shape) -> None:
+        self.size, self.is_prompt = size, is_prompt
+        parts = {"ids": size, "place": size, "sequence": size, "kept": sequences, "capacity": sequences}
+        parts["addresses"] = 2 * shape.layers * sequences
+        cuda = shape.device.type == "cuda"
+        self._given = torch.zeros(sum(parts.values()), dtype=torch.int64, device=shape.device)
+        # Two, because the copy of the first may still be under way when the second is filled.
+        self._staged = [torch.zeros_like(self._given, device="cpu", pin_memory=cuda) for _ in range(2)]
+        self._copied = [torch.cuda.Event() if cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
+        ends = np.cumsum([*parts.values()])
+        self._places = {name: slice(end - parts[name], end) for name, end in zip(parts, ends.tolist(), strict=True)}
+        self.ids, self.place, self.kept = (self._given[self._places[name]] for name in ("ids", "place", "kept"))
+        self.common = tuple(self._given[self._places[name]] for name in ("capacity", "sequence", "place"))
+        self.addresses = self._given[self._places["addresses"]].view(2, shape.layers, sequences)
+        self.tokens = torch.zeros(sequences, dtype=torch.int64, device=shape.device)
+        self.output: Any = None
+        self.replay: Callable[[], None] | None = None
+        self._turn = 0
+
+    def put(self, spans: Sequence[Span], tile: int, ids: Tensor | None) -> None:
+        """Copy the inputs to the device; arguments as in `Passes.prompts`."""
+        self._turn ^= 1
+        staged, copied = self._staged[self._turn].numpy(), self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
+        part = {name: staged[place] for name, place in self._places.items()}
+        addresses = part["addresses"].reshape(2, -1, len(part["kept"]))
+        part["ids"][:], part["place"][:], part["sequence"][:], row = 0, -1, 0, 0
+        for number, span in enumerate(spans):
+            if span.ids:
+                part["ids"][row : row + span.count] = span.ids
+            part["place"][row : row + span.count] = np.arange(span.place, span.place + span.count)
+            rows = -(-span.count // tile) * tile if self.is_prompt else 1
+            part["sequence"][row : row + rows] = number
+            part["kept"][number] = row + span.count - 1
+            part["capacity"][number] = span.held.capacity
+            addresses[:, :, number] = span.held.addresses[span.row]
+            row += rows
+        self._given.copy_(self._staged[self._turn], non_blocking=True)
+        if ids is not None:
+            self.ids[: len(ids)].copy_(ids)
+        if copied is not None:
+            copied.record()
