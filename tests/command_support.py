@@ -1,4 +1,8 @@
-"""Runs the command line in this process."""
+"""Runs the command line in this process, and starts processes that Ctrl-C ends."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,3 +16,13 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     captured = capsys.readouterr()
     code = caught.value.code
     return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let the processes started inside react to SIGINT, which background jobs of a shell and their children ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

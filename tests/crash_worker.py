@@ -70,7 +70,8 @@ def arm(moment: int = 0) -> list[int]:
             os.kill(os.getpid(), signal.SIGKILL)
         write_all(file, data)
 
-    os.fsync, os.rename, os.unlink, os.mkdir = map(guard, (os.fsync, os.rename, os.unlink, os.mkdir))
+    for name in ("fsync", "rename", "replace", "unlink", "mkdir"):
+        setattr(os, name, guard(getattr(os, name)))
     atomic.write_all = shard.write_all = torn_write
     return left
 

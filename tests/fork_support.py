@@ -6,6 +6,7 @@ A server without threads has imported `preloaded` and forks for each script. The
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ def _run(script: Path, arguments: list[str], folder: Path) -> None:
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run in the background, where it is ignored
     sys.argv, tempfile.tempdir = arguments, str(folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the processes that it starts
     runpy.run_path(str(script), run_name="__main__")

@@ -36,6 +36,16 @@ class Stuck(FineQuant):
         return super().solve(stage)
 
 
+class OnGpus(FineQuant):
+    """Integers in groups. Leaves the numbers of the GPUs that its tasks got in `given`."""
+
+    given: Path
+
+    def solve(self, stage: Stage) -> Mapping[str, Solution]:
+        (self.given / os.environ.get("CUDA_VISIBLE_DEVICES", "none")).touch()
+        return super().solve(stage)
+
+
 def killing_look(stamps: Mapping[str, str]) -> probe.Findings:
     """Probe a node; kill it first if `KILL_NODE` is set there, or kill this process once if `KILL_PROCESS` is a
     path."""

@@ -37,6 +37,7 @@ def forked(arguments: list[str]) -> int:
     child = os.fork()
     if child:
         return child
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if this program runs in the background
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)

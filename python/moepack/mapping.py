@@ -8,13 +8,12 @@ page cache keep their pages. Without support for this advice, nothing changes.
 """
 
 import mmap
-import platform
-import re
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from moepack.system import maps
 
 __all__ = ["map_file", "own_memory"]
 
@@ -35,8 +34,8 @@ def map_file(path: Path, *, huge: bool = True) -> Bytes:
     """
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if huge and _advise_huge(mapping) and _reads_huge_pages():
-        mapping.madvise(mmap.MADV_RANDOM)
+    if huge and maps.advise_huge(mapping):
+        maps.advise_scattered(mapping)
     return np.frombuffer(mapping, np.uint8)
 
 
@@ -46,20 +45,6 @@ def own_memory(size: int) -> Bytes:
     Raises:
         OSError: the system cannot reserve the memory.
     """
-    memory = mmap.mmap(-1, max(size, 1), access=mmap.ACCESS_COPY)
-    _advise_huge(memory)
+    memory = maps.anonymous(max(size, 1))
+    maps.advise_huge(memory)
     return np.frombuffer(memory, np.uint8, count=size)
-
-
-def _advise_huge(memory: mmap.mmap) -> bool:
-    """Request huge pages; return whether the system supports the request."""
-    with suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        return True
-    return False
-
-
-def _reads_huge_pages() -> bool:
-    """Return whether a fault in a map advised huge reads 2 MB (Linux 5.18). Older kernels would read 4 KB."""
-    version = re.match(r"(\d+)\.(\d+)", platform.release())
-    return version is not None and (int(version[1]), int(version[2])) >= (5, 18)

@@ -18,6 +18,7 @@ import tiny_models
 from census_support import skip_unknown
 from command_support import run
 from moepack.calibration import CalibrationRequest, CalibrationSettings
+from moepack.calibration.backward import draw_tokens
 from moepack.calibration.fisher import LENGTH, ROUND, WINDOWS, Sensitivity, fisher, needed_bytes, owners, pieces
 from moepack.calibration.samples import Samples, decoder_samples
 from moepack.calibration.skeleton import Skeleton
@@ -80,7 +81,7 @@ def whole_model(path: Path) -> dict[str, Sensitivity]:
     generator = torch.Generator().manual_seed(0)
     for ids in IDS:
         logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
-        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+        drawn = draw_tokens(logits.detach(), generator)
         loss = nn.functional.cross_entropy(logits, drawn, reduction="sum")
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         for name, gradient in zip(parameters, gradients, strict=True):
@@ -401,3 +402,11 @@ def test_a_model_that_transformers_cannot_run_is_packed_with_a_note(
     monkeypatch.setattr("transformers.MixtralForCausalLM.forward", fails)
     found = find_importance(checkpoint, describe(checkpoint), no_tokenizer)
     assert not found.measured and "no attribute 'image_outputs'" in found.notes[0]
+
+
+def test_tokens_are_drawn_from_the_softmax_of_the_logits() -> None:
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0], [50.0, 0.0, 0.0, 49.0]]).repeat_interleave(20_000, 0)
+    drawn = draw_tokens(logits, torch.Generator().manual_seed(1)).view(2, -1)
+    shares = torch.stack([row.bincount(minlength=4) / len(row) for row in drawn])
+    torch.testing.assert_close(shares, logits[::20_000].softmax(-1), rtol=0, atol=0.02)
+    assert shares[0, 2] == 0

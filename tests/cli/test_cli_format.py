@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import moepack
 import packed_support as support
-from command_support import run
+from command_support import interruptible, run
 from moepack.cli import COMMANDS, app, main
 from moepack.format import MANIFEST, PackedDirectory
 from moepack.units import size, speed
@@ -143,15 +143,17 @@ def test_ctrl_c_exits_130_and_the_same_command_continues(mixtral: Path, packed: 
     out = tmp_path / "out"
     arguments = [mixtral, out, "--method", "finequant"]
     command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    with interruptible():
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 130, done.stderr
     assert f"interrupted; the same command continues from {out}.partial" in done.stderr
     assert "Traceback" not in done.stderr and not out.exists()
     done = subprocess.run([sys.executable, "-m", "moepack", "compress", *arguments], env=ENVIRONMENT)
     assert done.returncode == 0
+    before = signal.getsignal(signal.SIGINT)
     moepack.compress(mixtral, tmp_path / "whole", method="finequant")
     assert support.contents(out) == support.contents(tmp_path / "whole")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,8 @@ import mmap
 import numpy as np
 import pytest
 
-from moepack import mapping
 from moepack.mapping import map_file, own_memory
+from moepack.system import maps
 
 HUGE = "hg"
 RANDOM = "rr"
@@ -50,7 +50,7 @@ def test_a_file_that_cannot_be_mapped(tmp_path):
     ("release", "random"), [("6.18.4-generic", True), ("5.18.0", True), ("5.15.0-91", False), ("strange", False)]
 )
 def test_advice_for_files_is_given_where_the_kernel_reads_2_mb_for_it(file, release, random, monkeypatch):
-    monkeypatch.setattr(mapping.platform, "release", lambda: release)
+    monkeypatch.setattr(maps.platform, "release", lambda: release)
     advised = map_file(file)
     assert (HUGE in flags_of(advised)) is (RANDOM in flags_of(advised) or not random)
     assert (RANDOM in flags_of(advised)) is (random and HUGE in flags_of(advised))

@@ -167,7 +167,7 @@ def test_bad_weights_text_and_settings_are_refused(mixtral, text, tmp_path):
 
 
 def test_drift_is_undone_unless_four_bits_of_activations_would_pass_for_it(text):
-    assert [method(text, activation_bits=bits).settings["drift"] for bits in (16, 8, 4)] == [0.0, 0.75, 0.0]
+    assert [method(text, activation_bits=bits).settings["drift"] for bits in (16, 8, 4)] == [0.0, 0.5, 0.0]
     assert method(text, activation_bits=4, drift=0.5).settings["drift"] == 0.5
 
 

@@ -441,8 +441,8 @@ def test_dense_layers_that_were_only_rounded_are_named(mixtral, text, tmp_path, 
     """As if a layer's inputs overflow: its Hessian cannot be used."""
     moments = LinearsRun._moments
 
-    def overflown(run, path):
-        given = moments(run, path)
+    def overflown(run, path, drift):
+        given = moments(run, path, drift)
         return replace(given, hessians=given.hessians * torch.nan)
 
     monkeypatch.setattr(LinearsRun, "_moments", overflown)

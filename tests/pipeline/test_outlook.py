@@ -1,6 +1,7 @@
 """Plans of sizes and machines, and the library of packed models."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,21 @@ def test_run_packs_once_and_starts_a_chat(
         ["chat", place],
     ]
     assert not list(Path(place).parent.glob("*.source")) and "runs from" in capsys.readouterr().out
+
+
+def test_run_packs_a_file_of_weights_with_the_configuration_of_a_folder(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
+    (weights := tmp_path / "weights").mkdir()
+    shutil.copy(mixtral / "model.safetensors", weights / "moe.safetensors")
+    options = ["--config", str(mixtral), "--yes", "--size", "200kB", "--calibration", "none", "--quiet"]
+    with pytest.raises(SystemExit) as left:
+        moepack.cli.main(["run", str(weights / "moe.safetensors"), *options])
+    assert left.value.code == 0 and started[0][3] == "chat"
+    assert moepack.verify(started[0][4])
 
 
 def test_run_starts_a_packed_model_of_the_hub(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,16 @@ from test_distributed import methods
 
 import moepack
 import packed_support as support
+from command_support import interruptible
 from moepack.errors import ClusterError
+from moepack.format.directory import read_manifest
 from moepack.methods import FineQuant
 from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline.distributed import access
 from moepack.pipeline.distributed import cluster as connection
 from moepack.progress import Silent
 from places import TESTS
-from ray_support import Slow, killing_look
+from ray_support import OnGpus, Slow, killing_look
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'moepack[ray]'")
 
@@ -88,6 +90,34 @@ def test_bytes_match_a_local_run_although_a_node_dies(mixtral: Path, tmp_path: P
             method = methods(tmp_path)[name]
             moepack.compress(mixtral, tmp_path / name / place, method=method, ray=address, threads=1)
         assert support.contents(tmp_path / name / "shared") == support.contents(tmp_path / name / "alone")
+
+
+@pytest.mark.parametrize("name", ["auto with a text", "qmoe at a rate"])
+def test_experts_that_share_bits_are_solved_on_nodes_that_die(
+    name: str, mixtral: Path, tmp_path: Path, nodes: Any
+) -> None:
+    """A node dies after the first group of experts, which is a wave by itself; the next wave runs on the other one."""
+    first, _ = (nodes.add_node(num_cpus=1) for _ in range(2))
+    killing = Killing(nodes, first, 1)
+    method = methods(tmp_path)[name]
+    moepack.compress(mixtral, tmp_path / "shared", method=method, ray=nodes.address, threads=1, progress=killing)
+    moepack.compress(mixtral, tmp_path / "alone", method=methods(tmp_path)[name], threads=1)
+    assert support.contents(tmp_path / "shared") == support.contents(tmp_path / "alone")
+    assert killing.left < 0
+
+
+def test_tasks_run_where_the_gpus_are(mixtral: Path, tmp_path: Path, nodes: Any) -> None:
+    """Ray counts GPUs that it is told of, so that a machine without one can be asked for two."""
+    nodes.add_node(num_cpus=2)
+    nodes.add_node(num_cpus=2, num_gpus=2)
+    method = OnGpus(4, device="cuda")
+    method.given = tmp_path / "given"
+    method.given.mkdir()
+    moepack.compress(mixtral, tmp_path / "shared", method=method, ray=nodes.address, threads=1)
+    assert {each.name for each in method.given.iterdir()} in ({"0"}, {"1"}, {"0", "1"})
+    moepack.compress(mixtral, tmp_path / "alone", method=FineQuant(4), threads=1)
+    shared, alone = (read_manifest(tmp_path / out).tensors for out in ("shared", "alone"))
+    assert shared == alone
 
 
 def test_nodes_that_do_not_fit_are_refused(
@@ -223,7 +253,8 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
     environment = {**os.environ, **SPEED, "PYTHONPATH": PYTHON_PATH, "HOME": str(tmp_path)}
-    process = subprocess.Popen([sys.executable, "-c", script], env=environment, start_new_session=True)
+    with interruptible():
+        process = subprocess.Popen([sys.executable, "-c", script], env=environment, start_new_session=True)
     try:
         wait_until(lambda: process.poll() is not None or any(tmp_path.glob("out.partial/model-*.safetensors")))
         os.killpg(process.pid, signal.SIGINT)

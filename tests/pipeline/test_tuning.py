@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import moepack
 import tiny_models
+from command_support import interruptible
 from moepack import _core
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint
@@ -272,7 +273,8 @@ def test_a_signal_leaves_nothing(packed, text, tmp_path):
     arguments = [*map(str, packed), str(tmp_path / "out"), "--calibration", str(text), "--samples", "3"]
     command = [sys.executable, "-c", script, *arguments, "--sequence-length", "32"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    with interruptible():
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 130 and "interrupted; nothing was written" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from command_support import interruptible
 from moepack.cli import app, main
 from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.serving.text.generation import generate
@@ -302,7 +303,9 @@ def test_the_command_answers_curl_and_ends_cleanly(source):
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "moepack", "serve", str(source), "--port", str(port), "--name", "tiny"]
     environment = {**os.environ, "MOEPACK_API_KEY": KEY}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with interruptible():
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    with process:
         for line in process.stderr:
             if "running on" in line:
                 assert f"http://127.0.0.1:{port}" in line

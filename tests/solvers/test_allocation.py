@@ -7,6 +7,7 @@ one sorted list, grids by bisection of a price, prices by a walk along a summed 
 import heapq
 import itertools
 import math
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from moepack.allocation.budget import Steps, allocate, hull
 from moepack.allocation.candidates import Candidate, Chain
 from moepack.allocation.importance import curvatures, evenness, relative, shares, visits
 from moepack.allocation.price import PricedBudget
+from moepack.calibration.experts import waves_of
 from moepack.checkpoint import Checkpoint, describe
 from moepack.methods.finequant.planning import proposals
 from moepack.methods.milo.planning import Planner, find_sources
@@ -325,6 +327,48 @@ def test_a_price_is_where_the_summed_curves_cross_the_budget(seed: int, share: f
     )
     budget.record_bits("up", range(1, 3), torch.tensor([2.0, 3.0]))
     assert budget.excess() == pytest.approx(6 / share - 1)
+
+
+@given(st.integers(0, 2**31))
+@settings(deadline=None, max_examples=25)
+def test_matrices_of_one_wave_pay_one_price_wherever_they_are_solved(seed: int) -> None:
+    """Copies of a budget that solve one matrix each leave the same budget as solving all in a row."""
+    generator = torch.Generator().manual_seed(seed)
+    ladder = 2.0 ** torch.arange(-6, 3, dtype=torch.float64)
+    curves = {
+        name: torch.rand(5, len(ladder), generator=generator, dtype=torch.float64).sort(descending=True).values * 50
+        for name in ("up", "down")
+    }
+    found = {name: torch.rand(5, generator=generator, dtype=torch.float64) * 50 for name in curves}
+    budget = PricedBudget(150.0, ladder, curves)
+
+    def solve(own: PricedBudget, matrix: int) -> list[float]:
+        one, paid = range(matrix, matrix + 1), []
+        for name, bits in found.items():
+            paid.append(own.price(name, one))
+            own.record_bits(name, one, bits[matrix : matrix + 1])
+        return paid
+
+    solve(budget, 0)
+    budget.share(range(1, 4))
+    other = deepcopy(budget)
+    paid = [solve(budget, matrix) for matrix in (1, 2, 3)]
+    copies = {matrix: deepcopy(other) for matrix in (1, 2, 3)}
+    assert [solve(copies[matrix], matrix) for matrix in (3, 1, 2)] == paid and len({*paid[0], *paid[1], *paid[2]}) == 1
+    for matrix, own in copies.items():
+        other.take(one := range(matrix, matrix + 1), own.taken(one))
+    assert other.excess() is None
+    for own in (budget, other):
+        own.share(None)
+    assert solve(other, 4) == solve(budget, 4) and other.excess() == budget.excess()
+
+
+@pytest.mark.parametrize(("groups", "sizes"), [(0, []), (1, [1]), (2, [1, 1]), (4, [1, 2, 1]), (9, [1, 7, 1]),
+                                               (128, [1, 7, 56, 63, 1])])  # fmt: skip
+def test_waves(groups: int, sizes: list[int]) -> None:
+    every = [range(at, at + 2) for at in range(0, 2 * groups, 2)]
+    waves = waves_of(every)
+    assert [len(wave) for wave in waves] == sizes and [one for wave in waves for one in wave] == every
 
 
 def test_degenerate_sets() -> None:

@@ -4,6 +4,8 @@ Matrices propose *curves*: estimates of their bits at each price of a ladder. Th
 crosses the budget. The actual bits of a matrix are recorded when it is solved. The price is then updated for the
 remaining ones, with curves scaled by the estimation error; so errors do not accumulate, and stages that missed the
 budget can be solved again.
+
+Matrices that are solved independently of each other, perhaps in other processes, pay one *common* price (`share`).
 """
 
 from __future__ import annotations
@@ -32,25 +34,51 @@ class PricedBudget:
         self._spent = {stage: torch.full((len(own),), torch.nan, dtype=torch.float64) for stage, own in curves.items()}
         self._bias: dict[str, float] = {}
         self._last = 0.0
+        self._common: range | None = None
+
+    def share(self, matrices: range | None) -> None:
+        """Give matrices of all stages the present price, whatever the others among them take; None ends this."""
+        self._common = None
+        if matrices is not None:
+            self._last = self._price(matrices)
+        self._common = matrices
 
     def price(self, stage: str, matrices: range) -> float:
         """Return the price for matrices that are about to be solved; clears their bookings."""
         self._spent[stage][matrices.start : matrices.stop] = torch.nan
+        if self._common is None:
+            self._last = self._price()
+        return self._last
+
+    def _price(self, matrices: range = range(0)) -> float:
+        """Return the price at which the unsolved matrices, and those in `matrices`, take the rest of the budget."""
         left, curve = self.budget, torch.zeros(len(self.ladder), dtype=torch.float64)
         for name, curves in self.curves.items():
             unsolved = self._spent[name].isnan()
+            unsolved[matrices.start : matrices.stop] = True
             left -= float(self._spent[name][~unsolved].sum())
             curve += curves[unsolved].sum(0) * self._bias.get(name, 1.0)
-        self._last = self._crossing(curve, left)
-        return self._last
+        return self._crossing(curve, left)
 
     def record_bits(self, stage: str, matrices: range, bits: Tensor) -> None:
         """Record the bits [G] that matrices took at the last returned price."""
         group = slice(matrices.start, matrices.stop)
         self._spent[stage][group] = bits.double().cpu()
-        expected = self._lookup(self.curves[stage][group].sum(0), self._last)
+        if self._common is not None:
+            group = slice(self._common.start, self._common.stop)
+        known = ~self._spent[stage][group].isnan()
+        expected = self._lookup(self.curves[stage][group][known].sum(0), self._last)
         if expected > 0:
-            self._bias[stage] = float(self._spent[stage][group].sum()) / expected
+            self._bias[stage] = float(self._spent[stage][group][known].sum()) / expected
+
+    def taken(self, matrices: range) -> dict[str, Tensor]:
+        """Return the recorded bits [G] of solved matrices by stage."""
+        return {name: own[matrices.start : matrices.stop].clone() for name, own in self._spent.items()}
+
+    def take(self, matrices: range, taken: Mapping[str, Tensor]) -> None:
+        """Record the bits of matrices that a copy of this budget solved at the common price (`taken`)."""
+        for stage, bits in taken.items():
+            self.record_bits(stage, matrices, bits)
 
     def expect(self, stage: str, curves: Tensor) -> None:
         """Replace the curves [E, P] of a stage by better estimates."""

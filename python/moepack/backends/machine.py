@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from moepack.backends.gpu import free_bytes, require, require_compiler
 from moepack.backends.speeds import measure_speeds
 from moepack.backends.targets import GPU_SPEEDS, SPEEDS
 from moepack.errors import DeviceError
+from moepack.system import processors
+from moepack.system.memory import huge_pages, total_bytes
 
 __all__ = ["examine"]
 
@@ -34,8 +35,8 @@ def examine() -> dict[str, Any]:
             **{name: _version(name) for name in PACKAGES},
         },
         "processor": {
-            "model": _processor(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "model": processors.model(),
+            "cores": processors.usable(),
             "instruction sets found": _core.available_isas(),
             "instruction set used": _core.isa(),
             "threads of packed kernels": _core.threads(),
@@ -49,7 +50,7 @@ def examine() -> dict[str, Any]:
         "memory": {
             "total GB": _total_memory(),
             "read bandwidth GB/s": round(speeds.memory / 1e9, 1),
-            "transparent huge pages": _huge_pages(),
+            "transparent huge pages": huge_pages(),
         },
         "gpu": _gpu(),
     }
@@ -62,28 +63,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def _total_memory() -> float | None:
-    if not hasattr(os, "sysconf"):
-        return None
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
-
-
-def _huge_pages() -> str | None:
-    """The selected mode of transparent huge pages, marked by brackets in the file."""
-    try:
-        modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return None
-    return modes[modes.find("[") + 1 : modes.find("]")]
+    found = total_bytes()
+    return None if found is None else round(found / 1e9, 1)
 
 
 def _gpu_use() -> str:

@@ -6,7 +6,6 @@ measured widths, times are interpolated. `moepack doctor` measures this machine;
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ import torch
 from moepack import _core
 from moepack.backends.compute import compute_mode
 from moepack.backends.gpu import GpuBackend, Uploader, require, upload
+from moepack.system.folders import cache_folder
 
 __all__ = ["LAYER_SECONDS", "STEP_SECONDS", "Speeds", "kept_speeds", "measure_speeds", "read_bandwidth", "speeds_here"]
 
@@ -133,7 +133,7 @@ def kept_speeds(device: str = "cpu") -> Speeds | None:
     """
     machine = _machine(device)
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return Speeds.from_json(json.loads(_file().read_text())[machine])
+        return Speeds.from_json(json.loads(_file().read_text(encoding="utf-8"))[machine])
     return None
 
 
@@ -151,10 +151,10 @@ def measure_speeds(device: str = "cpu") -> Speeds:
     found = Speeds.from_json(Speeds(_machine(device), weights, memory).to_json())
     known = {}
     with suppress(OSError, ValueError):
-        known = json.loads(_file().read_text())
+        known = json.loads(_file().read_text(encoding="utf-8"))
     with suppress(OSError):
         _file().parent.mkdir(parents=True, exist_ok=True)
-        _file().write_text(json.dumps({**known, found.machine: found.to_json()}, indent=1))
+        _file().write_bytes(json.dumps({**known, found.machine: found.to_json()}, indent=1).encode())
     return found
 
 
@@ -166,8 +166,7 @@ def read_bandwidth(size: int = PROBE_BYTES, rounds: int = 3) -> float:
 
 
 def _file() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "moepack" / "speeds.json"
+    return cache_folder() / "speeds.json"
 
 
 def _machine(device: str) -> str:

@@ -32,8 +32,9 @@ from moepack.calibration.stream import Stream
 from moepack.calibration.tail import Tail
 from moepack.decoding.finite import are_finite
 from moepack.errors import UnsupportedModelError
+from moepack.solvers.products import fast_products
 
-__all__ = ["Backward", "Passed", "Watch"]
+__all__ = ["Backward", "Passed", "Watch", "draw_tokens"]
 
 FORWARD, BACKWARD = 1, 3
 """Passes over weights per window: one forward, and three backward (outputs, and two kinds of gradients)."""
@@ -177,9 +178,9 @@ class Backward:
                 if not are_finite(logits):
                     raise self._tail.non_finite(ids[None], each)
                 # Drawn on the CPU, so that the device does not influence the tokens.
-                chances = logits.detach().softmax(-1).cpu()
-                targets.copy_(torch.multinomial(chances, 1, generator=generator)[:, 0])
-                _backward([(_loss(logits, targets), None)])
+                targets.copy_(draw_tokens(logits.detach(), generator))
+                with fast_products():
+                    _backward([(_loss(logits, targets), None)])
                 assert given.grad is not None
                 windows.append(_Window(gradient.copy_(given.grad), targets, each if self._joint else None))
                 self._passed("head", BACKWARD * self._head_weights)
@@ -250,7 +251,8 @@ class Backward:
                 if window.states is not None:
                     logits = self._tail.logits(self._ids[number : number + 1], window.states)[0].float()
                     roots.append((_loss(logits, window.drawn), None))
-                _backward(roots)
+                with fast_products():
+                    _backward(roots)
                 self._passed("embedding", BACKWARD * weights)
 
     def _refuse_shared(self) -> None:
@@ -290,6 +292,16 @@ class Backward:
 def _leaf(tensor: Tensor) -> Tensor:
     """Return a floating-point tensor detached, with gradients; other tensors unchanged."""
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a token for each row of logits [L, V] from their softmax, [L] int64.
+
+    Inverts the distribution function at one random number a row, where `torch.multinomial` draws one for each logit.
+    """
+    sums = (logits - logits.amax(-1, keepdim=True)).cpu().exp_().cumsum(-1, dtype=torch.float64)
+    chosen = torch.rand(len(logits), 1, dtype=torch.float64, generator=generator)
+    return torch.searchsorted(sums, chosen * sums[:, -1:], right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
 
 
 def _loss(logits: Tensor, drawn: Tensor) -> Tensor:

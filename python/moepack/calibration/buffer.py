@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moepack.errors import DiskError
+from moepack.system import files
 
 __all__ = ["ListBuffer"]
 
@@ -51,7 +52,7 @@ class ListBuffer:
             self.tokens = torch.zeros(size, dtype=dtype, device=device).view(-1, width)
         else:
             try:
-                file.unlink(missing_ok=True)
+                files.remove(file, missing_ok=True)
                 self.tokens = torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(-1, width)
             except (OSError, RuntimeError) as error:
                 raise DiskError(f"cannot map {size * dtype.itemsize} bytes: {error}", file=file) from error
@@ -59,6 +60,13 @@ class ListBuffer:
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.starts) - 1
+
+    @classmethod
+    def of(cls, tokens: Tensor) -> ListBuffer:
+        """Return a buffer whose storage is the given states [T, H], of one sample."""
+        found = cls([], 1)
+        found.tokens, found.starts = tokens, torch.tensor([0, len(tokens)])
+        return found
 
     def samples(self, first: int, last: int) -> Tensor:
         """Return samples ``first`` to ``last`` (exclusive), a view [last - first, L, H].

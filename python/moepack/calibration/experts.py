@@ -6,7 +6,8 @@ of compressed experts. A *stream* is the forward pass of one model: the compress
 
 Invariant: one group's weights are in memory at a time; results depend on the group size only through the order of
 floating-point sums. Groups do not depend on each other's outputs, so each may be solved in another process (`apart`)
-and its outputs added here (`add`) in the order of the groups, which gives bit-identical sums.
+from the rows that its experts read (`shard`), and its outputs added here (`add`) in the order of the groups, which
+gives bit-identical sums.
 """
 
 from __future__ import annotations
@@ -21,21 +22,27 @@ import torch
 from torch import Tensor
 
 from moepack.arrays import magnitude
+from moepack.calibration.activations import Activations
 from moepack.calibration.buffer import ListBuffer
-from moepack.calibration.moments import Moments, Tokens, expert_moments, sensitivity
+from moepack.calibration.moments import Gram, Moments, Tokens, expert_moments, sensitivity
 from moepack.calibration.recorder import Recorder
 from moepack.calibration.settings import CalibrationSettings
 from moepack.calibration.stage import Inputs, LayerRun, Stage, enough_memory
 from moepack.calibration.stream import Additions, Stream
 from moepack.checkpoint import MoeLayer
 from moepack.errors import CalibrationError, DeviceMemoryError
+from moepack.solvers.products import product
 
-__all__ = ["ExpertsRun"]
+__all__ = ["ExpertsRun", "Shard", "waves_of"]
 
 Group = dict[str, Tensor]
 """Weights of a group of experts by projection, [G, R, C]."""
-Solved = Generator[Stage, None, tuple[Group, Group] | None]
-"""Yields the stages of a group; returns its original and compressed weights, or None for a preview."""
+GROWTH = 7
+"""Groups of a wave per group of the waves before it. The sizes of solved groups predict those of `GROWTH` times as many
+others to within a fraction of a group."""
+
+Solved = Generator[Stage, None, tuple[Group, Group, Activations] | None]
+"""Yields the stages of a group; returns its original and compressed weights, and activations, or None for a preview."""
 
 
 @dataclass
@@ -60,11 +67,48 @@ class _Routes:
         starts = [0, *counts.cumsum(0).tolist()]
         return cls(where // stream.index.shape[1], stream.weights.flatten()[where], starts)
 
+    def part(self, group: range) -> _Routes:
+        """Return the rows of a group of experts; the others have none."""
+        first, last = self.starts[group.start], self.starts[group.stop]
+        starts = [min(max(start, first), last) - first for start in self.starts]
+        return _Routes(self.tokens[first:last], self.weights[first:last], starts)
+
     def pieces(self, expert: int, cap: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield tokens and weights of an expert, at most `cap` at a time."""
         for first in range(self.starts[expert], self.starts[expert + 1], cap):
             last = min(first + cap, self.starts[expert + 1])
             yield self.tokens[first:last], self.weights[first:last]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the experts of a group read, in CPU memory.
+
+    Attributes:
+        rows: [n] int64, the rows in the whole calibration set, ascending.
+        inputs: by stream, these rows, [n, H].
+        routes: by stream, the rows of each expert, as positions in `rows`.
+        counted: the rows that count for Hessians.
+    """
+
+    rows: Tensor
+    inputs: list[Tensor]
+    routes: list[_Routes]
+    counted: _Routes
+
+
+def waves_of(groups: Sequence[range]) -> list[Sequence[range]]:
+    """Divide the groups of a layer into waves.
+
+    The first wave is one group, on which a method calibrates its estimates. The last wave is one group, too, which
+    compensates for the errors of the estimates. Each wave between them has at most `GROWTH` times the groups before it.
+    """
+    waves, done = [groups[:1]], 1
+    while done < len(groups) - 1:
+        size = min(GROWTH * done, len(groups) - 1 - done)
+        waves.append(groups[done : done + size])
+        done += size
+    return [wave for wave in [*waves, groups[done:]] if wave]
 
 
 class ExpertsRun(LayerRun):
@@ -97,32 +141,55 @@ class ExpertsRun(LayerRun):
         self.settings, self.recorder, self.streams, self.factor = settings, recorder, streams, factor
         size = settings.group
         self.groups = [range(i, min(i + size, layer.experts)) for i in range(0, layer.experts, size)]
+        self.waves = waves_of(self.groups)
         self._routes = [_Routes.of(stream, layer.experts) for stream in streams]
         self._counted = _Routes.of(streams[-1 if settings.routing == "original" else 0], layer.experts, mask)
         self.tokens = torch.tensor(self._counted.starts).diff()
         self._cap = max(1, int(settings.token_cap * len(self._routes[0].tokens) / max(layer.experts, 1)))
         *self._first, self._last = [projection.name for projection in layer.projections]
+        self._shard: Shard | None = None
 
     def apart(self) -> ExpertsRun:
-        """Return a copy of this run for other processes, with only the inputs of the experts."""
+        """Return a copy of this run for other processes, without any states."""
         found = copy(self)
-        found.streams = [replace(stream, hidden=ListBuffer([], 1), sums=None, encoder=None, carried={}, _shared={})
-                         for stream in self.streams]  # fmt: skip
+        found.streams = [Stream(stream.compressed, ListBuffer([], 1)) for stream in self.streams]
+        found._routes, found._counted = [], _Routes(torch.empty(0), torch.empty(0), [])
         return found
 
-    def only(self, group: range) -> ExpertsRun:
+    def shard(self, group: range) -> Shard:
+        """Return what the experts of a group read."""
+        *routes, counted = (own.part(group) for own in (*self._routes, self._counted))
+        rows = torch.unique(torch.cat([own.tokens for own in (*routes, counted)]))
+        *routes, counted = (
+            _Routes(torch.searchsorted(rows, own.tokens).cpu(), own.weights.cpu(), own.starts)
+            for own in (*routes, counted)
+        )
+        inputs = [stream.inputs.gather(rows).cpu() for stream in self.streams if stream.inputs is not None]
+        return Shard(rows.cpu(), inputs, routes, counted)
+
+    def only(self, group: range, shard: Shard) -> ExpertsRun:
         """Return the run of one group from a result of `apart`; outputs of its experts are collected in `additions`."""
         found = copy(self)
-        found.groups, found.streams = [group], [replace(stream, sums=Additions()) for stream in self.streams]
+        found.groups, found.tensors, found.waves, found.largest = [group], dict(self.tensors), (), 0.0
+        found._shard, found._routes, found._counted = shard, shard.routes, shard.counted
+        found.streams = [
+            replace(stream, inputs=ListBuffer.of(inputs), sums=Additions())
+            for stream, inputs in zip(self.streams, shard.inputs, strict=True)
+        ]
         return found
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        """Return rows in the whole calibration set."""
+        return rows if self._shard is None else self._shard.rows[rows]
 
     @property
     def additions(self) -> list[Additions]:
         """The additions of a separately solved group to the sums of each stream."""
         return [stream.sums for stream in self.streams if isinstance(stream.sums, Additions)]
 
-    def add(self, additions: Sequence[Additions]) -> None:
-        """Add the outputs of a separately solved group. All groups must be added, in order."""
+    def add(self, additions: Sequence[Additions], largest: float) -> None:
+        """Add the outputs of a separately solved group, and its `largest`. All groups must be added, in order."""
+        self.largest = max(self.largest, largest)
         for stream, added in zip(self.streams, additions, strict=True):
             assert stream.sums is not None
             for rows, outputs in added.made:
@@ -133,6 +200,7 @@ class ExpertsRun(LayerRun):
 
     def rows(self) -> tuple[Tensor, Tensor] | None:
         """See `LayerRun`."""
+        assert self._shard is None, "a shard has the rows of one group"
         stream = self.streams[0]
         return None if stream.inputs is None else (stream.inputs.tokens, stream.index)
 
@@ -147,7 +215,7 @@ class ExpertsRun(LayerRun):
         while pending:
             group = pending.pop(0)
             try:
-                weights = yield from work(group)
+                solved = yield from work(group)
             except torch.OutOfMemoryError as error:
                 if len(group) == 1:
                     message = f"{device} has too little memory for one expert of '{self.layer.name}'"
@@ -155,19 +223,19 @@ class ExpertsRun(LayerRun):
                 half = len(group) // 2
                 pending[:0] = [group[:half], group[half:]]
                 continue
-            if weights is not None:
+            if solved is not None:
                 with enough_memory(device, f"the tokens of one expert of '{self.layer.name}'"):
-                    self._forward(group, *weights)
+                    self._forward(group, *solved)
 
     def _solve(self, group: range) -> Solved:
-        original = self._weights(group)
+        original, kept = self._weights(group), Activations() if self._first else Activations(0)
         values: Group = {}
         if self._first:
-            yield self._stage(group, self._first, original, None)
+            yield self._stage(group, self._first, original, None, kept)
             values = self._answered(self._first)
         feeding = values if self.streams[0].compressed else original
-        yield self._stage(group, [self._last], original, feeding)
-        return original, {**values, **self._answered([self._last])}
+        yield self._stage(group, [self._last], original, feeding, kept)
+        return original, {**values, **self._answered([self._last])}, kept
 
     def _preview(self, group: range) -> Solved:
         original = self._weights(group)
@@ -175,7 +243,7 @@ class ExpertsRun(LayerRun):
             if not names:
                 continue
             self._answer = {}
-            yield self._stage(group, names, original, feeding)
+            yield self._stage(group, names, original, feeding, Activations(0))
             self._take()
         return None
 
@@ -190,8 +258,18 @@ class ExpertsRun(LayerRun):
         values = self._take()
         return {name: values[name].to(self.settings.device, self.settings.dtype) for name in names}
 
-    def _stage(self, group: range, names: list[str], original: Group, feeding: Group | None) -> Stage:
-        """Return a stage. `feeding` holds the weights of the preceding projections; None for the first projections."""
+    def _stage(
+        self, group: range, names: list[str], original: Group, feeding: Group | None, kept: Activations
+    ) -> Stage:
+        """Return a stage.
+
+        Args:
+            group: the experts.
+            names: the projections.
+            original: the weights of all projections.
+            feeding: the weights of the preceding projections; None for the first projections.
+            kept: receives the activations.
+        """
         weights = {name: original[name] for name in names}
         columns, device = weights[names[0]].shape[-1], self.settings.device
 
@@ -206,37 +284,55 @@ class ExpertsRun(LayerRun):
             return (share for _, share in self._counted.pieces(group[position], self._cap))
 
         def rows(position: int) -> Iterator[Tensor]:
-            return (tokens for tokens, _ in self._counted.pieces(group[position], self._cap))
+            return (self._whole(tokens) for tokens, _ in self._counted.pieces(group[position], self._cap))
 
         def hessians() -> Tensor:
             result = torch.zeros(len(group), columns, columns, device=device)
             for position in range(len(group)):
+                gram = Gram(columns, device)
                 for piece in pieces(position):
-                    x = piece.float()
-                    result[position].addmm_(x.T, x)
+                    gram.add(piece.float())
+                gram.write(result[position])
             return result
 
-        def moments() -> Moments:
-            tokens = [self._tokens(group, position, original, feeding) for position in range(len(group))]
-            return expert_moments(tokens, columns, device)
+        def moments(drift: bool) -> Moments:
+            tokens = [self._tokens(group, position, original, feeding, kept) for position in range(len(group))]
+            return expert_moments(tokens, columns, device, drift)
 
         assert self.tokens is not None
         inputs = Inputs(self.tokens[group.start : group.stop], pieces, hessians, moments, weights_of, rows)
         return Stage(self.layer.name, {name: self.tensors[name] for name in names}, group, weights, inputs)
 
-    def _tokens(self, group: range, position: int, original: Group, feeding: Group | None) -> Iterator[Tokens]:
-        """Yield, in pieces, the inputs of one expert in both models (compressed, original), and token weights."""
-        for tokens, share in self._counted.pieces(group[position], self._cap):
-            x, before = (self._rows(stream, tokens) for stream in (0, -1))
-            counts = share.to(x.device).float().square()
+    def _tokens(
+        self, group: range, position: int, original: Group, feeding: Group | None, kept: Activations
+    ) -> Iterator[Tokens]:
+        """Yield, in pieces, the inputs of one expert in both models (compressed, original), and token weights.
+
+        The weights follow from the original model's activations, which the next stage and the outputs read as well.
+        """
+        expert, last = group[position], len(self.streams) - 1
+        compressed, other = self.streams[0].compressed, self.streams[last].compressed
+        for tokens, share in self._counted.pieces(expert, self._cap):
+            counts = share.to(self.settings.device).float().square()
+
+            def after(rows: Tensor) -> Tensor:
+                return self._activations(self._rows(last, rows), original, group, position)
+
             if feeding is None:
-                parts, between = self._outputs(x, original, position), partial(self._between, group[position])
+                x = self._rows(0, tokens)
+                before = self._rows(last, tokens) if last else x
+                parts, between = self._outputs(before, original, position), partial(self._between, expert)
                 counts = counts * sensitivity(parts, between, original[self._last][position])
+                if not other:
+                    kept.keep(last, expert, tokens, between(parts))
                 yield Tokens(x, before, counts)
-            else:
-                after = self._activations(before, original, group, position)
-                before_last = self._activations(x, feeding, group, position, self.streams[0].compressed)
-                yield Tokens(before_last, after, counts)
+                continue
+            originals = after(tokens) if other else kept.of(last, expert, tokens, after)
+            inputs = originals
+            if compressed or last:
+                inputs = self._activations(self._rows(0, tokens), feeding, group, position, compressed)
+                kept.keep(0, expert, tokens, inputs)
+            yield Tokens(inputs, originals, counts)
 
     def _rows(self, stream: int, rows: Tensor) -> Tensor:
         """Return the inputs of the experts, on the device."""
@@ -256,21 +352,27 @@ class ExpertsRun(LayerRun):
 
     def _outputs(self, x: Tensor, weights: Group, position: int) -> list[Tensor]:
         """Return outputs of the first projections for tokens x [n, C]."""
-        return [x @ weights[name][position].to(x.dtype).T for name in self._first]
+        return [product(x, weights[name][position].to(x.dtype)) for name in self._first]
 
-    def _forward(self, group: range, original: Group, compressed: Group) -> None:
+    def _forward(self, group: range, original: Group, compressed: Group, kept: Activations) -> None:
         """Add the outputs of the group's experts to every stream's sums, in place."""
         for number, (stream, routes) in enumerate(zip(self.streams, self._routes, strict=True)):
             weights = compressed if stream.compressed else original
             assert stream.sums is not None
             for position, expert in enumerate(group):
                 for rows, share in routes.pieces(expert, self._cap):
-                    x = self._rows(number, rows)
-                    inputs = self._activations(x, weights, group, position, stream.compressed)
-                    y = self.recorder.behind(inputs @ weights[self._last][position].to(x.dtype).T, expert)
+
+                    def compute(
+                        rows: Tensor, number: int = number, weights: Group = weights, position: int = position
+                    ) -> Tensor:
+                        x = self._rows(number, rows)
+                        return self._activations(x, weights, group, position, self.streams[number].compressed)
+
+                    inputs = kept.of(number, expert, rows, compute)
+                    y = self.recorder.behind(product(inputs, weights[self._last][position].to(inputs.dtype)), expert)
                     largest = max(magnitude(inputs), magnitude(y))
                     if not math.isfinite(largest):
                         raise CalibrationError(f"expert {expert} of '{self.layer.name}' computes NaN or infinity")
                     self.largest = max(self.largest, largest)
                     y = y * (share * self.factor).to(y.device, y.dtype)[:, None]
-                    stream.sums.add(rows, y)
+                    stream.sums.add(self._whole(rows), y)

@@ -68,6 +68,9 @@ BLOCK = 2.5
 GRADIENT = 1.5
 """Memory for the gradient of the embedding or the head and temporaries, relative to that of the weights."""
 
+CHUNK = 1 << 17
+"""Elements of a gradient that are squared and summed at a time: half a megabyte, which caches hold."""
+
 LOGITS = 5
 """Memory for the logits of a piece, their gradients and temporaries, relative to that of the logits."""
 
@@ -211,7 +214,7 @@ class _Squares:
 
     def __init__(self, owners: Mapping[str, Mapping[str, View]], balances: Mapping[str, Balance]) -> None:
         self._owners, self._balances = owners, balances
-        self._sums: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._sums: dict[str, _Sums] = {}
 
     def wants(self, name: str) -> bool:
         """Return whether a parameter contains weights to pack."""
@@ -223,33 +226,63 @@ class _Squares:
         hooked.register_post_accumulate_grad_hook(lambda found: self._add(found, self._owners[name]))
 
     def _add(self, parameter: Any, views: Mapping[str, View]) -> None:
-        gradient, parameter.grad = parameter.grad.square_(), None
+        gradient, parameter.grad = parameter.grad, None
         for name, view in views.items():
-            squares, balance = view(gradient), self._balances[name]
-            rows, columns = (each.to(squares.device).square() for each in (balance.rows, balance.columns))
-            found = (
-                # Two steps, because a sum in float64 copies its whole input.
-                squares.sum((1, 2)).sum(dtype=torch.float64),
-                (squares @ columns[..., None])[..., 0] * rows,
-                (rows[:, None] @ squares)[:, 0] * columns,
-            )
+            matrices = view(gradient)
+            balance = self._balances[name]
             if name not in self._sums:
-                self._sums[name] = found
-            else:
-                for total, part in zip(self._sums[name], found, strict=True):
-                    total += part
+                rows, columns = (each.to(matrices.device).square() for each in (balance.rows, balance.columns))
+                self._sums[name] = _Sums(rows, columns)
+            self._sums[name].add(matrices)
 
     def means(self, tokens: int) -> dict[str, Sensitivity]:
         """Return the means over weights and tokens, by tensor name."""
         means = {}
-        for name, (total, rows, columns) in self._sums.items():
-            height, width = rows.shape[1], columns.shape[1]
+        for name, sums in self._sums.items():
+            height, width = sums.by_row.shape[1], sums.by_column.shape[1]
             means[name] = Sensitivity(
-                float(total) / (max(rows.shape[0] * height * width, 1) * tokens),
-                rows.double().cpu() / (max(width, 1) * tokens),
-                columns.double().cpu() / (max(height, 1) * tokens),
+                float(sums.total) / (max(sums.by_row.shape[0] * height * width, 1) * tokens),
+                (sums.by_row * sums.rows).double().cpu() / (max(width, 1) * tokens),
+                (sums.by_column * sums.columns).double().cpu() / (max(height, 1) * tokens),
             )
         return means
+
+
+class _Sums:
+    """Sums of the squares of matrices [E, R, C].
+
+    Attributes:
+        rows: [E, R], squared factors of the rows.
+        columns: [E, C], squared factors of the columns.
+        total: the sum of all squares, float64.
+        by_row: [E, R], sums over the columns, times `columns`.
+        by_column: [E, C], sums over the rows, times `rows`.
+    """
+
+    def __init__(self, rows: Tensor, columns: Tensor) -> None:
+        """Start sums for squared factors of rows [E, R] and of columns, [E, C] or [1, C]."""
+        self.rows, self.columns = rows, columns.expand(len(rows), -1)
+        self.total = torch.zeros((), dtype=torch.float64, device=rows.device)
+        self.by_row, self.by_column = torch.zeros_like(rows), rows.new_zeros(self.columns.shape)
+
+    def add(self, matrices: Tensor) -> None:
+        """Add matrices.
+
+        A chunk of rows is squared and summed while it is in the cache, so that a matrix is read from memory once.
+        """
+        if matrices.stride(-1) != 1 and matrices.stride(-2) == 1:  # stored by columns
+            by_column, by_row, columns, rows = self.by_row, self.by_column, self.rows, self.columns
+            matrices = matrices.mT
+        else:
+            by_row, by_column, rows, columns = self.by_row, self.by_column, self.rows, self.columns
+        step = max(1, (CHUNK if matrices.device.type == "cpu" else matrices.numel()) // max(matrices.shape[-1], 1))
+        for expert, matrix in enumerate(matrices):
+            for first in range(0, len(matrix), step):
+                part = slice(first, first + step)
+                squares = matrix[part].square()
+                self.total += squares.sum().double()
+                by_row[expert, part].addmv_(squares, columns[expert])
+                by_column[expert].addmv_(squares.T, rows[expert, part])
 
 
 View = Callable[[Tensor], Tensor]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -18,13 +17,15 @@ from safetensors.torch import load_file, save_file
 from moepack.calibration.fisher import LENGTH, WINDOWS, Sensitivity
 from moepack.calibration.samples import Samples
 from moepack.checkpoint import Checkpoint
+from moepack.system import files
+from moepack.system.folders import cache_folder
 
 __all__ = ["KeptSensitivity"]
 
 MOST = 16
 """Maximum number of files; the oldest are deleted."""
 
-FORM = "2"
+FORM = "3"
 """Version of the measurement; change it when results change."""
 
 
@@ -35,8 +36,7 @@ class KeptSensitivity:
         """Derive the file's name; reads a sample of the checkpoint."""
         known = (FORM, WINDOWS, LENGTH, checkpoint.fingerprint(), samples.fingerprint())
         digest = hashlib.sha256(" ".join(map(str, known)).encode()).hexdigest()
-        home = os.environ.get("XDG_CACHE_HOME")
-        folder = (Path(home) if home else Path.home() / ".cache") / "moepack" / "sensitivity"
+        folder = cache_folder() / "sensitivity"
         self.file = folder / f"{digest[:32]}.safetensors"
 
     def read(self) -> dict[str, Sensitivity] | None:
@@ -62,7 +62,7 @@ class KeptSensitivity:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             part = self.file.with_suffix(f".{os.getpid()}")
             save_file(tensors, part)
-            part.replace(self.file)
+            files.replace(part, self.file)
             kept = sorted(self.file.parent.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
             for file in kept[:-MOST]:
-                file.unlink(missing_ok=True)
+                files.remove(file, missing_ok=True)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moepack.calibration.arguments import Stopped
 from moepack.calibration.moments import Moments, Tokens, expert_moments
 from moepack.calibration.stage import Inputs, LayerRun, Stage, enough_memory
 from moepack.checkpoint.dense import DenseLayer
@@ -30,7 +31,7 @@ Forward = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
 """Runs a block over all batches of stream i (0: compressed, -1: original).
 
 After each batch, yields the masks [B L] of the positions that count: those of the block's own states, and, in a
-decoder, those of the encoder's states (otherwise the same mask).
+decoder, those of the encoder's states (otherwise the same mask). A hook ends the pass of a batch early by `Stopped`.
 """
 
 _READS_ENCODER = re.compile(r"\.EncDecAttention\.[kv]$")
@@ -70,6 +71,7 @@ class LinearsRun(LayerRun):
                 raise UnsupportedModelError(f"'{linear.name}' is a {type(module).__name__}, not a linear layer")
             self.modules[linear.name] = module
         self.values: dict[str, Tensor] = {}
+        self._calls: dict[str, int] = {}
 
     def _stages(self) -> Iterator[Stage]:
         for names in self._order():
@@ -77,7 +79,7 @@ class LinearsRun(LayerRun):
             inputs = Inputs(
                 torch.empty(0, dtype=torch.int64),
                 partial(self._pieces, names[0]),
-                lambda path=names[0]: self._moments(path).hessians,  # type: ignore[misc]
+                lambda path=names[0]: self._moments(path, False).hessians,  # type: ignore[misc]
                 partial(self._moments, names[0]),
             )
             yield Stage(self.layer.name, {name: self.tensors[name] for name in names}, range(1), weights, inputs)
@@ -99,6 +101,7 @@ class LinearsRun(LayerRun):
         stages: list[list[str]] = []
 
         def note(path: str, x: Tensor) -> Tensor:
+            self._calls[path] = self._calls.get(path, 0) + 1
             for known, stage in zip(inputs, stages, strict=True):
                 if known is x:
                     stage.append(path)
@@ -115,11 +118,11 @@ class LinearsRun(LayerRun):
         return stages
 
     @torch.no_grad()
-    def _moments(self, path: str) -> Moments:
-        columns = self.modules[path].in_features
-        pairs = zip(*(self._inputs(stream, path) for stream in self._streams), strict=True)
+    def _moments(self, path: str, drift: bool) -> Moments:
+        columns, streams = self.modules[path].in_features, self._streams if drift else self._streams[:1]
+        pairs = zip(*(self._inputs(stream, path) for stream in streams), strict=True)
         tokens = (Tokens(pair[0], pair[-1], torch.ones(len(pair[0]), device=self._device)) for pair in pairs)
-        return expert_moments([tokens], columns, self._device)
+        return expert_moments([tokens], columns, self._device, drift)
 
     def _pieces(self, path: str, _: int) -> Iterator[Tensor]:
         return self._inputs(0, path)
@@ -130,6 +133,8 @@ class LinearsRun(LayerRun):
 
         def note(_: str, x: Tensor) -> Tensor:
             seen.append(x)
+            if len(seen) == self._calls[path]:
+                raise Stopped  # the rest of the block is not needed
             return x
 
         batches = self._forward(stream)

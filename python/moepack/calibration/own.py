@@ -23,6 +23,8 @@ from moepack.checkpoint import Checkpoint
 from moepack.errors import CalibrationError
 from moepack.integrations.loading import open_model
 from moepack.memory import total_bytes
+from moepack.system import files
+from moepack.system.folders import cache_folder
 from moepack.units import size as in_words
 
 __all__ = ["own_windows"]
@@ -62,17 +64,16 @@ def own_windows(checkpoint: Checkpoint, tokenizer: Any, samples: int, length: in
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")
         save_file({"windows": windows}, part)
-        part.replace(file)
+        files.replace(part, file)
         for old in sorted(file.parent.glob("*.safetensors"), key=lambda each: each.stat().st_mtime)[:-MOST]:
-            old.unlink(missing_ok=True)
+            files.remove(old, missing_ok=True)
     return windows
 
 
 def _cache_file(checkpoint: Checkpoint, samples: int, length: int) -> Path:
     known = (FORM, checkpoint.fingerprint(), samples, length)
     digest = hashlib.sha256(" ".join(map(str, known)).encode()).hexdigest()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "moepack" / "own" / f"{digest[:32]}.safetensors"
+    return cache_folder() / "own" / f"{digest[:32]}.safetensors"
 
 
 def _check_memory(checkpoint: Checkpoint) -> None:

@@ -15,11 +15,13 @@ answers gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from moepack.calibration.arguments import Stopped
 from moepack.calibration.block import BlockRun
 from moepack.calibration.buffer import ListBuffer
 from moepack.calibration.linears import LinearsRun
@@ -192,7 +194,8 @@ class Calibrator:
         stream = streams[number]
         read = mask if stream.encoder is None else self.samples.input_mask
         for first, last in stack.batches(len(stream.hidden)):
-            stack.run(index, module, stream, first, last)
+            with suppress(Stopped):
+                stack.run(index, module, stream, first, last)
             yield mask[first:last].flatten(), read[first:last].flatten()
 
 

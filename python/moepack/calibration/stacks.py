@@ -27,6 +27,7 @@ from moepack.calibration.stream import Stream
 from moepack.checkpoint import MoeModel
 from moepack.decoding.finite import advice
 from moepack.errors import CalibrationError, UnsupportedModelError
+from moepack.solvers.products import fast_products
 
 __all__ = ["Stack", "decoder_blocks"]
 
@@ -213,7 +214,9 @@ class Stack:
             return encoder if value is ENCODER else value
 
         filled = arguments.replaced(fill)
-        return block(states, *filled.positional, **filled.named)
+        # Without recorders, the block has experts, whose products have a shape for each number of tokens.
+        with fast_products() if self.skeleton.recorders else contextlib.nullcontext():
+            return block(states, *filled.positional, **filled.named)
 
     def experts_factor(
         self, index: int, block: nn.Module, recorder: Recorder, stream: Stream, first: int, last: int

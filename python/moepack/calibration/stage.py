@@ -8,7 +8,7 @@ computed. Without calibration, a stage is one whole tensor (`WholeTensor`) and n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -100,8 +100,8 @@ class Inputs:
         pieces: yields the tokens of the group's i-th expert, [n, C], in pieces.
         hessians: computes [G, C, C] float32 on the device, the sum of x^T x over those tokens.
         moments: computes the second moments of the same inputs, each token weighted by its influence on the layer's
-            output (equally for linear layers), and the moments with the *drift*, the difference from the original
-            model's inputs (zero if the original model does not run).
+            output (equally for linear layers). With the argument True, also those with the *drift*, the difference
+            from the original model's inputs (zero if the original model does not run).
         weights: the router's weights of the same tokens, [n], in the same pieces; empty for linear layers.
         rows: indices of the same tokens in the inputs that `LayerRun.rows` returns, [n] int64, in the same pieces;
             empty for linear layers.
@@ -110,7 +110,7 @@ class Inputs:
     tokens: Tensor
     pieces: Callable[[int], Iterator[Tensor]]
     hessians: Callable[[], Tensor]
-    moments: Callable[[], Moments]
+    moments: Callable[[bool], Moments]
     weights: Callable[[int], Iterator[Tensor]] = lambda _: iter(())
     rows: Callable[[int], Iterator[Tensor]] = lambda _: iter(())
 
@@ -178,10 +178,10 @@ class Stage:
         assert self.inputs is not None
         return self.inputs.hessians()
 
-    def moments(self) -> Moments:
-        """See `Inputs`; only with calibration."""
+    def moments(self, drift: bool = True) -> Moments:
+        """See `Inputs`; only with calibration. Without `drift`, the original model need not run."""
         assert self.inputs is not None
-        return self.inputs.moments()
+        return self.inputs.moments(drift)
 
 
 class LayerRun(ABC):
@@ -199,7 +199,11 @@ class LayerRun(ABC):
         tokens: [E] int64, number of tokens in each expert's Hessians; None for linear layers.
         finished: whether all stages were answered and the next layer can read the layer's outputs.
         largest: the largest magnitude of activations inside the experts so far.
+        waves: the groups of experts, in order. Groups of one wave are solved independently of each other; none for
+            linear layers.
     """
+
+    waves: Sequence[Sequence[range]] = ()
 
     def __init__(self, layer: PackedLayer) -> None:
         self.layer, self.tensors = layer, layer_tensors(layer)

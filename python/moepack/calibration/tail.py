@@ -17,6 +17,7 @@ from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stacks import Stack
 from moepack.decoding.finite import non_finite_in
 from moepack.errors import NonFiniteError, UnsupportedModelError
+from moepack.solvers.products import fast_products
 
 __all__ = ["Tail"]
 
@@ -81,6 +82,7 @@ class Tail:
         """Return the error for logits that are not finite, which names the module; arguments as for `logits`."""
         return non_finite_in(self._skeleton.module, lambda: self._run(ids, states), self._skeleton.dtype)
 
+    @fast_products()
     def _run(self, ids: Tensor, states: Tensor, factor: float = 1.0) -> Tensor:
         """Return the logits if the last block returns `states`, and all others their input times `factor`."""
         stack, whole, device = self._stack, self._skeleton.module, self._skeleton.device

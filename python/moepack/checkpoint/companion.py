@@ -9,7 +9,6 @@ Invariant: a directory in the cache is complete; it is built under another name 
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +23,8 @@ from moepack.errors import CheckpointError, DiskError
 from moepack.format.hub import CONFIG
 from moepack.format.side import side_names
 from moepack.format.weights import PICKLE, pickle_files, weight_files
+from moepack.system.files import refer, remove_tree, rename
+from moepack.system.folders import cache_folder
 
 __all__ = ["companion", "is_file"]
 
@@ -89,8 +90,7 @@ def _is_whole(folder: Path, file: Path, parts: int) -> bool:
 
 
 def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "moepack" / "files"
+    return cache_folder() / "files"
 
 
 def _digest(parts: Iterable[Path], others: Iterable[Path]) -> str:
@@ -110,21 +110,21 @@ def _build(
     partial = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
     try:
         for name, file in links.items():
-            (partial / name).symlink_to(file)
+            refer(file, partial / name)
         for name in sides:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, partial / name)
         if model is not None:
             config = configuration(model)
             _write_tokenizer(partial, model.file)
-            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            (partial / CONFIG).write_bytes(json.dumps(config, indent=2).encode() + b"\n")
         with suppress(FileExistsError):  # another process was faster
-            partial.rename(target)
+            rename(partial, target)
     except OSError:
         if not target.is_dir():
             raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_tree(partial, ignore_errors=True)
 
 
 def _write_tokenizer(folder: Path, file: Path) -> None:

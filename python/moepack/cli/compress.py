@@ -57,7 +57,8 @@ def compress_command(
     command again to continue.
     """
     given = {key: value for key, value in method_settings.items() if value is not None}
-    usable_device(given.get("device"))
+    if ray is None:
+        usable_device(given.get("device"))
     if prefer_packed and not dry_run and fetched(model, out, given.get("size")):
         print_next(model, out)
         return
@@ -133,7 +134,6 @@ def run(
     from moepack.pipeline.recipe import Recipe
     from moepack.pipeline.source import opened
     from moepack.progress import terminal_progress
-    from moepack.textfile import NO_TEXT
 
     quiet_transformers()
     console = plain_console(stderr=True)
@@ -144,16 +144,14 @@ def run(
             mtp_bits = known.mtp_bits if mtp_bits is None else mtp_bits
             pruning = pruning or known.pruning
         method, given = _asked(known, method, given)
-        if ray is not None and method == "auto":
-            given.setdefault("calibration", NO_TEXT)  # solving on a text cannot be shared
         chosen = create(method, **given)
         if ray is not None:
             refuse_sharing(chosen)
         try:
             refuse_existing(out)
-            whole = ray is not None or pruning is not None
+            whole, shared = pruning is not None, ray is not None
             given_model = configured(model, config)
-            with opened(given_model, out.absolute(), keep_source, disk_budget, whole=whole) as source:
+            with opened(given_model, out.absolute(), keep_source, disk_budget, whole=whole, shared=shared) as source:
                 if pruning is not None:
                     progress.prepare("choosing the experts to leave out")
                     source.prune(pruning, chosen)

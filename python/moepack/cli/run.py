@@ -1,6 +1,5 @@
 """`moepack run`: from a name to a running model."""
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ from moepack.cli import options
 from moepack.cli.console import plain_console
 from moepack.cli.plan import exact_size, print_outlook
 from moepack.cli.usage import wrong_usage
+from moepack.system.processes import run_instead
 
 if TYPE_CHECKING:
     from moepack.pipeline.machines import Machine
@@ -37,6 +37,7 @@ def run_command(
     keep_source: options.KeepSource = False,
     disk_budget: options.DiskBudget = None,
     prefer_packed: options.PreferPacked = False,
+    config: options.Configuration = None,
     threads: options.Threads = None,
     quiet: options.Quiet = False,
 ) -> None:
@@ -53,12 +54,12 @@ def run_command(
     if path is None:
         with wrong_usage():
             streaming = {"keep_source": keep_source, "disk_budget": disk_budget}
-            path = _packed(model, size, calibration, yes, prefer_packed, streaming, threads, quiet)
+            path = _packed(model, size, calibration, yes, prefer_packed, streaming, config, threads, quiet)
     machine = this_machine(path.parent)
     command = ["serve", str(path), "--port", str(port)] if serve else ["chat", str(path)]
     command += [] if threads is None else ["--threads", str(threads)]
     command += _placement(path, machine)
-    os.execv(sys.executable, [sys.executable, "-m", "moepack", *command])
+    run_instead([sys.executable, "-m", "moepack", *command])
 
 
 def _packed(
@@ -68,6 +69,7 @@ def _packed(
     yes: bool,
     prefer_packed: bool,
     streaming: dict[str, Any],
+    config: Path | None,
     threads: int | None,
     quiet: bool,
 ) -> Path:
@@ -76,6 +78,7 @@ def _packed(
     Raises:
         ValueError: no size fits this machine, or there is no terminal to ask.
     """
+    from moepack.checkpoint.resolve import configured
     from moepack.cli.compress import fetched, print_report, run
     from moepack.pipeline.library import entries, library, place_of, title_of
     from moepack.pipeline.outlook import outlook
@@ -86,7 +89,7 @@ def _packed(
         return complete[-1].path
     if size is None and known:
         size = known[-1].size  # an interrupted run
-    found = outlook(model, () if size is None else (size,), None, library(), **streaming)
+    found = outlook(configured(model, config), () if size is None else (size,), None, library(), **streaming)
     if not quiet:
         print_outlook(found, plain_console())
     if found.best is None:
@@ -105,7 +108,7 @@ def _packed(
     given = {"size": size, **({} if calibration is None else {"calibration": calibration})}
     report = run(
         model, target, "auto", given, dry_run=False, threads=threads, ray=None, mtp_bits=None, resume=True,
-        quiet=quiet, **streaming,
+        config=config, quiet=quiet, **streaming,
     )  # fmt: skip
     if report is not None and not quiet:
         print_report(report)

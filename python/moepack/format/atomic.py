@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from moepack.errors import DiskError, MoepackError, OutputExistsError
+from moepack.system import files
 
 TEMPORARY = ".{name}.moepack-tmp"
 """Temporary name of a file. Only one process writes a directory at a time, so the name needs no number."""
@@ -57,15 +58,6 @@ def try_creating(path: Path) -> None:
         file.write(b"0")
 
 
-def sync_directory(path: Path) -> None:
-    """Flush a directory's entries, so that a rename in it survives a power failure."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
 def publish_file(path: Path) -> Iterator[FileIO]:
     """Open a file that is renamed to `path` if the block succeeds and removed if it raises.
@@ -80,12 +72,12 @@ def publish_file(path: Path) -> Iterator[FileIO]:
         try:
             with open(temporary, "wb", buffering=0) as file:
                 yield file
-                os.fsync(file.fileno())
-            os.rename(temporary, path)
-            sync_directory(path.parent)
+                files.sync(file.fileno())
+            files.replace(temporary, path)
+            files.sync_directory(path.parent)
         except BaseException:
             with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                files.remove(temporary, missing_ok=True)
             raise
 
 

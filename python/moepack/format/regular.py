@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.errors import CheckpointError, MoepackError
+from moepack.system.files import open_descriptor
 
 __all__ = ["IS_POINTER", "MAX_JSON", "is_pointer", "leads_out", "open_regular", "parse_json", "read_json"]
 
@@ -33,7 +34,7 @@ def open_regular(file: str | PathLike[str]) -> BufferedReader:
     Raises:
         OSError: the file cannot be opened, or is a pipe, a device or a directory.
     """
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = open_descriptor(file)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file")

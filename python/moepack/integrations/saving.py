@@ -17,6 +17,7 @@ from moepack.format.atomic import TEMPORARY, disk_errors
 from moepack.format.directory import check_size, read_manifest
 from moepack.format.manifest import MANIFEST, Manifest
 from moepack.format.side import is_editable, may_hold_weights, side_names
+from moepack.system import files
 
 __all__ = ["Saver"]
 
@@ -94,13 +95,13 @@ def _put(source: Path, target: Path, link: bool) -> None:
     """Hard-link or copy a file. `target` appears atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(TEMPORARY.format(name=target.name))
-    temporary.unlink(missing_ok=True)
+    files.remove(temporary, missing_ok=True)
     if link:
         with suppress(OSError):
-            os.link(source.resolve(), temporary)
+            files.link(source.resolve(), temporary)
     if not temporary.exists():
         shutil.copyfile(source, temporary)
-    os.replace(temporary, target)
+    files.replace(temporary, target)
 
 
 def _upload(directory: Path, options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ equal uninterrupted work.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -93,13 +93,33 @@ class Expected:
 
 
 class LayerPlan(Protocol):
-    """State that a method collects about one layer before its first stage is solved."""
+    """What the groups of experts of one layer share, such as a bit budget.
 
-    def plan(self, stage: Stage) -> None:
-        """Inspect a stage in advance.
+    All stages of a layer are measured before the first is solved. Groups are then solved in waves (`LayerRun.waves`).
+    Those of one wave may be solved in other processes, each on a copy (`apart`) from the beginning of the wave, because
+    nothing that a group of the wave takes changes how another one is solved.
+    """
 
-        After running out of memory, the same experts are shown again in smaller groups.
+    def measure(self, stage: Stage) -> Any:
+        """Measure a stage before any is solved; changes nothing.
+
+        After running out of memory, the same experts are measured again in smaller groups.
         """
+
+    def add(self, measured: Any) -> None:
+        """Add a result of `measure`. Later ones may depend on those of the first group, which is measured first."""
+
+    def begin(self, wave: Sequence[range]) -> None:
+        """Begin a wave of groups."""
+
+    def apart(self, names: Collection[str]) -> LayerPlan:
+        """Return a copy to send to another process, with the data of this layer's tensors `names` only."""
+
+    def taken(self, group: range) -> Any:
+        """Return what a solved group took from what the groups share."""
+
+    def take(self, group: range, taken: Any) -> None:
+        """Account for a group that a copy solved, given the copy's `taken`."""
 
 
 class Packer(ABC):
@@ -136,9 +156,7 @@ class Packer(ABC):
         return self.pack(weights, self.solve(stage)[weights.name])
 
     def layer_plan(self, experts: int, spent: Mapping[str, int]) -> LayerPlan | None:
-        """Return an object that inspects all stages of a layer before they are solved (`Stage.plan`), or None.
-
-        None means that stages are solved independently.
+        """Return what the experts of a layer share (`Stage.plan`), or None if groups are solved independently.
 
         Args:
             experts: number of experts of the layer.

@@ -41,6 +41,7 @@ def solve(stage: Stage, settings: ClusterSettings, rounding: Rounding, weigh_tok
     moments = stage.moments() if weigh_tokens else _unweighted(stage.hessians())
     stacked = torch.cat(list(stage.weights.values()), 1)
     width = rounding.width(next(iter(stage.tensors)), stacked.shape[-1])
+    assert moments.drift is not None
     hessians, drift = (rotated(rotated(part, width).mT, width).mT for part in (moments.hessians, moments.drift))
     clustered = cluster(rotated(stacked, width), hessians, drift, settings)
     values = rotated(look_up(clustered.codes, clustered.centroids, settings.block), width)

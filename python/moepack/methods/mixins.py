@@ -40,11 +40,6 @@ class Calibrates(ABC):
     def request(self) -> CalibrationRequest | None:
         """The required calibration. None: with these settings, the method uses weights only."""
 
-    @property
-    def sequential(self) -> bool:
-        """Whether the groups of experts of a layer are solved one after another because they share one bit budget."""
-        return False
-
 
 class PacksLinears(ABC):
     """The method also packs linear layers outside the experts."""

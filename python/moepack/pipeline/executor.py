@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from moepack.calibration import LayerRun
 from moepack.calibration.stage import PackedLayer, WholeTensor
@@ -28,7 +28,13 @@ class Unit(NamedTuple):
 
 
 class Executor(ABC):
-    """Packs the tensors of one job. Close it after use, or use it as a context manager."""
+    """Packs the tensors of one job. Close it after use, or use it as a context manager.
+
+    Attributes:
+        reads_here: whether this machine reads all weights to pack.
+    """
+
+    reads_here: ClassVar[bool] = True
 
     def start(
         self,

@@ -58,6 +58,7 @@ from moepack.pipeline.soundness import check_names, check_source
 from moepack.pipeline.source import KEPT_OUT, Source, opened, sources_of
 from moepack.pipeline.writer import ShardWriter
 from moepack.progress import Progress, Silent
+from moepack.system import files
 
 WEIGHT = "weight"
 """Name of a linear layer's projection in the manifest."""
@@ -155,8 +156,8 @@ def compress(
     check_text(assignment.method)
     if threads is not None:
         set_threads(threads)
-    whole = ray is not None or pruning is not None
-    with opened(model, target, keep_source, disk_budget, whole=whole) as source:
+    whole, shared = pruning is not None, ray is not None
+    with opened(model, target, keep_source, disk_budget, whole=whole, shared=shared) as source:
         source.prune(pruning, assignment.method)
         if check and not source.has_original:
             raise ValueError(
@@ -216,7 +217,7 @@ def _unneeded_state_removed(state: Path, partial: Path) -> Iterator[None]:
         yield
     finally:
         if os.path.lexists(state) and not os.path.lexists(partial):
-            state.unlink()
+            files.remove(state)
 
 
 def _executor(ray: str | None, checkpoint: Checkpoint, assignment: Assignment) -> Executor:
@@ -425,7 +426,10 @@ class Job:
         missing = [number for number, (shard, _) in enumerate(shards) if shard.file not in workspace.done]
         self.packer.expect([shards[number][1] for number in missing])
         read = range(len(shards)) if self.packer.samples is not None and missing else missing
-        self.checkpoint.expect([sources_of(shards[number][1]) for number in read])
+        if self.packer.executor.reads_here:
+            self.checkpoint.expect([sources_of(shards[number][1]) for number in read])
+        else:
+            self.checkpoint.files.clear()
         runs = self.packer.runs()
         for shard, layer in shards[: max(missing, default=-1) + 1]:
             record = workspace.done.get(shard.file)

@@ -10,7 +10,6 @@ fingerprint differs, a later run keeps the shards whose inputs are unchanged.
 Only one process works in a directory at a time. It holds a lock that the kernel releases when the process ends.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -21,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from moepack.errors import CorruptionError, DiskError, ResumeError
-from moepack.format.atomic import disk_errors, is_temporary, sync_directory, write_file
+from moepack.format.atomic import disk_errors, is_temporary, write_file
 from moepack.format.directory import read_manifest
 from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
+from moepack.system import files, locks
 
 JOURNAL = "journal.jsonl"
 
@@ -75,11 +75,11 @@ class Workspace:
         complete: whether everything is written and only publication is missing.
     """
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.done: dict[str, ShardRecord] = {}
         self.complete = False
-        self._lock = lock
+        self._lock: locks.Lock | None = None
         self._made_of: Mapping[str, str] = {}
         self._stamps: Mapping[str, str] = {}
 
@@ -108,8 +108,7 @@ class Workspace:
         """
         with disk_errors(path, "create"):
             path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        workspace = cls(path, lock)
+        workspace = cls(path)
         try:
             workspace._claim(fingerprint, resume, digests, stamps or {})
         except BaseException:
@@ -132,7 +131,9 @@ class Workspace:
 
     def close(self) -> None:
         """Release the lock."""
-        os.close(self._lock)
+        if self._lock is not None:
+            locks.unlock(self._lock)
+            self._lock = None
 
     def append(self, shard: ShardRecord) -> None:
         """Record a published shard as finished."""
@@ -148,11 +149,11 @@ class Workspace:
         with disk_errors(file), open(file, "ab") as stream:
             stream.write(line)
             stream.flush()
-            os.fsync(stream.fileno())
+            files.sync(stream.fileno())
 
     def discard(self) -> None:
         """Remove the directory and its contents."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        files.remove_tree(self.path, ignore_errors=True)
 
     def reserve(self, need: int) -> None:
         """Check that `need` bytes are free before the work starts.
@@ -173,7 +174,7 @@ class Workspace:
                 if entry.is_dir():
                     _sweep_folder(entry, keep)
                 elif entry.name not in keep and entry.name != JOURNAL:
-                    entry.unlink()
+                    files.remove(entry)
 
     def publish(self, target: Path) -> None:
         """Remove the journal and rename the directory to `target`.
@@ -181,10 +182,10 @@ class Workspace:
         `target` must not exist: the kernel silently replaces an empty directory.
         """
         with disk_errors(target, "publish"):
-            (self.path / JOURNAL).unlink(missing_ok=True)
-            sync_directory(self.path)
-            self.path.rename(target)
-            sync_directory(target.parent)
+            files.remove(self.path / JOURNAL, missing_ok=True)
+            files.sync_directory(self.path)
+            files.rename(self.path, target)
+            files.sync_directory(target.parent)
 
     def _claim(self, fingerprint: Fingerprint, resume: bool, digests: Digests, stamps: Mapping[str, str]) -> None:
         self._take_lock()
@@ -206,8 +207,11 @@ class Workspace:
 
     def _take_lock(self) -> None:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            with disk_errors(self.path, "lock"):
+                self._lock = locks.lock_directory(self.path)
+        except DiskError as error:
+            if not isinstance(error.__cause__, BlockingIOError):
+                raise
             raise ResumeError("another process is using it", file=self.path) from error
 
     def _continue(self, fingerprint: Fingerprint, digests: Digests, stamps: Mapping[str, str]) -> None:
@@ -260,17 +264,17 @@ class Workspace:
         """Empty the directory. The journal goes last, because it marks the directory as moepack's."""
         with disk_errors(self.path, "clear"):
             for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == JOURNAL):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                files.remove_tree(entry) if entry.is_dir() else files.remove(entry)
 
 
 def _sweep_folder(folder: Path, keep: Collection[str]) -> None:
     """Remove the files of a folder that are not in `keep`, and folders that become empty."""
-    for place, _, files in os.walk(folder, topdown=False):
-        for file in (Path(place) / name for name in files):
+    for place, _, names in os.walk(folder, topdown=False):
+        for file in (Path(place) / name for name in names):
             if file.relative_to(folder.parent).as_posix() not in keep:
-                file.unlink()
+                files.remove(file)
         if not any(os.scandir(place)):
-            os.rmdir(place)
+            files.remove_empty(place)
 
 
 def _parse_fingerprint(line: bytes, journal: Path) -> dict[str, str]:

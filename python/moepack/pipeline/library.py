@@ -7,8 +7,6 @@ The folder is `moepack/models` below `XDG_DATA_HOME`, or `~/.local/share`. A mod
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +14,8 @@ from moepack.checkpoint.resolve import hub_id
 from moepack.pipeline.journal import PARTIAL
 from moepack.pipeline.rewrite import STATE
 from moepack.pipeline.source import SOURCE
+from moepack.system import files
+from moepack.system.folders import data_folder
 
 __all__ = ["Entry", "entries", "library", "place_of", "title_of"]
 
@@ -45,15 +45,14 @@ class Entry:
         """Delete the model and its unfinished work; raises OSError."""
         for path in (self.path, *(self.path.with_name(self.path.name + end) for end in _UNFINISHED)):
             if path.is_dir():
-                shutil.rmtree(path)
+                files.remove_tree(path)
             else:
-                path.unlink(missing_ok=True)
+                files.remove(path, missing_ok=True)
 
 
 def library() -> Path:
     """Return the folder of the library, which may not exist."""
-    home = os.environ.get("XDG_DATA_HOME")
-    return (Path(home) if home else Path.home() / ".local" / "share") / "moepack" / "models"
+    return data_folder() / "models"
 
 
 def title_of(model: str) -> str:

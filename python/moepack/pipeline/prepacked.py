@@ -6,7 +6,6 @@ Versions are found by their model cards, which name the original as `base_model`
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -15,8 +14,9 @@ from moepack.checkpoint.remote.transfer import Listing, list_model
 from moepack.checkpoint.resolve import hub_failures, hub_id, hub_reason
 from moepack.errors import CorruptionError, DownloadError
 from moepack.format import verify
-from moepack.format.atomic import disk_errors, refuse_existing, sync_directory
+from moepack.format.atomic import disk_errors, refuse_existing
 from moepack.format.manifest import MANIFEST
+from moepack.system import files
 
 __all__ = ["DOWNLOAD", "Prepacked", "fetch_packed", "find_packed"]
 
@@ -92,10 +92,10 @@ def fetch_packed(version: Prepacked, out: str | PathLike[str]) -> Path:
         raise DownloadError(f"cannot be downloaded: {hub_reason(error)}", file=listing.model) from error
     report = verify(folder)
     if report.faults:
-        shutil.rmtree(folder)
+        files.remove_tree(folder)
         raise CorruptionError(f"the version on the Hub is damaged: {report.faults[0]}", file=listing.model)
     with disk_errors(target, "publish"):
-        shutil.rmtree(folder / ".cache", ignore_errors=True)
-        folder.rename(target)
-        sync_directory(target.parent)
+        files.remove_tree(folder / ".cache", ignore_errors=True)
+        files.rename(folder, target)
+        files.sync_directory(target.parent)
     return target

@@ -171,6 +171,7 @@ def opened(
     keep_source: bool = False,
     disk_budget: str | int | None = None,
     whole: bool = False,
+    shared: bool = False,
 ) -> Iterator[Source]:
     """Open a checkpoint for a job.
 
@@ -181,7 +182,9 @@ def opened(
         target: the directory to create.
         keep_source: download shards into the Hub's cache and keep them.
         disk_budget: maximum bytes of shards on disk; None means three shards, or what the method needs.
-        whole: download the whole model first, and give an absolute path, which is valid on other machines, too.
+        whole: download the whole model first.
+        shared: other machines read the checkpoint, too: a directory at its absolute path, a model on the Hub from their
+            caches or by ranges. A model that is kept is downloaded first, into a directory.
 
     Raises:
         CheckpointError, UnsupportedModelError, ValueError: as for `open_remote` and `open_checkpoint`.
@@ -189,13 +192,14 @@ def opened(
     if isinstance(model, Source):
         yield model
         return
+    whole = whole or (shared and keep_source)
     if disk_budget is not None and (whole or hub_id(model) is None):
-        raise ValueError("a disk budget applies only to a Hub model that is packed without --ray")
+        raise ValueError("a disk budget applies only to a Hub model that is packed while it is downloaded")
     folder = target.with_name(target.name + SOURCE)
-    found = None if whole else open_remote(model, folder)
+    found = None if whole else open_remote(model, folder, even_cached=shared)
     if found is None:
         directory = resolve_model(model)
-        checkpoint = open_checkpoint(directory.absolute() if whole else directory)
+        checkpoint = open_checkpoint(directory.absolute() if shared else directory)
         yield Source(model, checkpoint, None, keep_source, disk_budget)
         return
     source, keep = Source(model, *found, keep_source, disk_budget), False

@@ -7,7 +7,7 @@ interrupted run, tensors of methods that use no inputs (packed first, one by one
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.overflow import LARGEST, near_limit
 from moepack.registry import open_tensor
 
-__all__ = ["LayerWork", "Packed", "pack_run"]
+__all__ = ["LayerWork", "Measured", "Packed", "pack_run"]
 
 Packed = Mapping[str, PackedBytes]
 """Packed tensors of a layer by projection name or linear layer path."""
@@ -45,8 +45,18 @@ def pack_run(
     return work.pack()
 
 
+Measured = tuple[int, Any]
+"""The number of a layer plan, and what it measured of a stage."""
+
+
 class LayerWork:
-    """Collects the solutions of a layer's tensors, one group of experts at a time."""
+    """Collects the solutions of a layer's tensors, one group of experts at a time.
+
+    Attributes:
+        distinct: the distinct plans of the tensors to solve.
+        layer_plans: the layer plans of those that have one, by position in `distinct`.
+        half: magnitudes of float16 weights that were read, by tensor.
+    """
 
     def __init__(
         self,
@@ -64,30 +74,50 @@ class LayerWork:
         for name, weights in run.tensors.items():
             if name not in known and isinstance(plan := assignment.of(weights), MethodPlan):
                 self.plans[name] = plan
-        self.layer_plans: dict[int, LayerPlan | None] = {}
+        self.distinct = list({id(plan): plan for plan in self.plans.values()}.values())
+        self.layer_plans: dict[int, LayerPlan] = {}
         self.values: dict[str, Tensor] = {}
         self.solutions: dict[str, Solution] = {}
         self.rounded: dict[str, dict[int, str]] = {}
-        self._half: dict[str, list[float]] = {}
+        self.half: dict[str, list[float]] = {}
         for name, weights in run.tensors.items():
             if weights.dtype == torch.float16:
-                self._half[name] = []
+                self.half[name] = []
                 run.tensors[name] = replace(weights, expert=self._observed(name, weights))
 
     def look_ahead(self) -> None:
-        """Show all stages to the methods that need to see them before the first is solved."""
-        for plan in self.plans.values():
-            if id(plan) in self.layer_plans:
-                continue
-            shape = next(iter(self.run.tensors.values())).shape
-            found = None if self.run.tokens is None else plan.packer.layer_plan(shape[0], self.spent)
-            self.layer_plans[id(plan)] = found
-            if found is None:
-                continue
-            for stage in self.run.previews():
-                with self.run.smaller_groups():
-                    if names := self._names(stage, plan):
-                        found.plan(stage.only(names).finite())
+        """Create the layer plans, and show them all stages before the first is solved."""
+        self.create_plans()
+        if self.layer_plans:
+            self.add(self.measured())
+
+    def create_plans(self) -> None:
+        """Create the layer plans of methods whose experts share something."""
+        if self.run.tokens is None:
+            return
+        experts = next(iter(self.run.tensors.values())).shape[0]
+        for number, plan in enumerate(self.distinct):
+            if (found := plan.packer.layer_plan(experts, self.spent)) is not None:
+                self.layer_plans[number] = found
+
+    def measured(self) -> Iterator[Measured]:
+        """Measure all stages for the layer plans."""
+        for stage in self.run.previews():
+            with self.run.smaller_groups():
+                stage = stage.with_cached_moments() if len(self.layer_plans) > 1 else stage
+                for number, found in self.layer_plans.items():
+                    if names := self._names(stage, self.distinct[number]):
+                        yield number, found.measure(stage.only(names).finite())
+
+    def add(self, measured: Iterable[Measured]) -> None:
+        """Add measurements to the layer plans."""
+        for number, each in measured:
+            self.layer_plans[number].add(each)
+
+    def begin(self, wave: Sequence[range]) -> None:
+        """Begin a wave of groups."""
+        for plan in self.layer_plans.values():
+            plan.begin(wave)
 
     def _observed(self, name: str, weights: Weights) -> Callable[[int], Tensor]:
         """Return a function that returns an expert's float16 weights and records their magnitude.
@@ -97,28 +127,30 @@ class LayerWork:
 
         def expert(index: int) -> Tensor:
             found = weights.expert(index)
-            self._half[name].append(magnitude(found))
+            self.half[name].append(magnitude(found))
             return found
 
         return expert
 
     def answer(self) -> None:
         """Solve and answer all stages of the run."""
+        waves = {wave[0].start: wave for wave in self.run.waves}
         for stage in self.run:
+            if wave := waves.pop(stage.experts.start, None):
+                self.begin(wave)
             with self.run.smaller_groups():
                 self.run.answer(self.solve(stage))
 
     def solve(self, stage: Stage) -> dict[str, Tensor]:
         """Return the values of a stage's tensors, from their packed bytes or from their methods."""
         values = {name: self._values(name)[_slice(stage.experts)] for name in stage.tensors if name in self.known}
-        plans = {id(plan): plan for plan in self.plans.values()}.values()
-        stage = stage.with_cached_moments() if len(plans) > 1 and stage.inputs is not None else stage
-        for plan in plans:
+        stage = stage.with_cached_moments() if len(self.distinct) > 1 and stage.inputs is not None else stage
+        for number, plan in enumerate(self.distinct):
             if names := self._names(stage, plan):
-                layer_plan = self.layer_plans.get(id(plan))
+                layer_plan = self.layer_plans.get(number)
                 part = replace(stage.only(names), plan=layer_plan, spent=self.spent, advance=self.advance)
-                for name in self._half.keys() & part.weights.keys():
-                    self._half[name].append(magnitude(part.weights[name]))
+                for name in self.half.keys() & part.weights.keys():
+                    self.half[name].append(magnitude(part.weights[name]))
                 for name, solution in plan.packer.solve(part.finite()).items():
                     self.put(name, stage.experts, solution)
                     if solution.values is not None:
@@ -133,7 +165,7 @@ class LayerWork:
             packed = plan.packer.pack(weights, solution)
             _warn_of_vanished(packed, weights)
             more: dict[str, Any] = {} if plan is self.main or name in self.pinned else {"method": plan.method.name}
-            if near_limit(largest := max(self._half.get(name, ()), default=0.0)):
+            if near_limit(largest := max(self.half.get(name, ()), default=0.0)):
                 more[LARGEST] = largest
             if weights.ndim == 2:
                 reason = self.rounded[name].get(0)

@@ -119,7 +119,7 @@ def _rows(tensor: Matrices, columns: Tensor) -> Tensor:
     for expert in range(experts):
         own, matrix = 1 / columns[expert % len(columns)], tensor.expert(expert)
         for first in range(0, rows, height):
-            found[expert, first : first + height] = (matrix[first : first + height].float().abs() @ own) / width
+            found[expert, first : first + height] = (matrix[first : first + height].abs().float() @ own) / width
     return _positive(found)
 
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from moepack.solvers.gptq import Factors, factorize
+from moepack.solvers.products import fast_products
 
 __all__ = ["corrected"]
 
 
+@fast_products()
 def corrected(
     weights: Tensor, hessians: Tensor, drift: Tensor, share: float, damping: float, factors: Factors | None = None
 ) -> Tensor:
@@ -32,13 +34,18 @@ def corrected(
     Returns:
         [E, R, C]. An expert whose regression cannot be solved, or overflows, keeps its weights.
     """
-    factors = factors or factorize(hessians, damping)
-    usable = torch.tensor([reason is None for reason in factors.reasons], device=drift.device)
-    scale = torch.tensor(factors.scale, device=drift.device)
-    moved = weights @ torch.where(usable[:, None, None], drift, 0.0)
-    root = factors.upper * factors.pivots[:, None, :]  # root root^T is the damped Hessian over its scale
-    moved = torch.linalg.solve_triangular(root.mT, moved, upper=False, left=False)
-    moved = torch.linalg.solve_triangular(root, moved, upper=True, left=False)
-    moved = moved / torch.where(usable, scale, 1.0)[:, None, None]
-    sound = (usable & torch.isfinite(moved).flatten(1).all(1))[:, None, None]
-    return weights + share * torch.where(sound, moved, 0.0)
+    found = weights.clone()
+    for expert in range(len(weights)):
+        if not bool(drift[expert].any()):
+            continue
+        # One expert at a time, because the factors of a whole group would determine peak memory.
+        own, place = (factors, expert) if factors else (factorize(hessians[expert : expert + 1], damping), 0)
+        if own.reasons[place] is not None:
+            continue
+        root = own.upper[place] * own.pivots[place]  # root root^T is the damped Hessian over its scale
+        moved = torch.mm(weights[expert], drift[expert])
+        moved = torch.linalg.solve_triangular(root.mT, moved, upper=False, left=False)
+        moved = torch.linalg.solve_triangular(root, moved, upper=True, left=False).mul_(share / own.scale[place])
+        if bool(torch.isfinite(moved).all()):
+            found[expert] += moved
+    return found

@@ -10,12 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moepack.solvers.products import fast_products
+
 __all__ = ["energy_factors"]
 
 #: Factors are limited to this range: a factor cannot repair a row that lost more than three quarters of its energy.
 LOWEST, HIGHEST = 0.5, 2.0
 
 
+@fast_products()
 def energy_factors(weights: Tensor, values: Tensor, hessians: Tensor) -> Tensor:
     """Return the factors that give quantized rows the output energy of the original rows.
 

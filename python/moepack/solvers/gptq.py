@@ -243,10 +243,11 @@ def _attempt(
     solved: list[int] = []
     for dtype in dtypes:
         for some in _portions([e for e in experts if e not in set(solved)], hessians):
-            upper, pivots, held = _cholesky(hessians[some].to(dtype), scale[some].to(dtype), dead[some], damping)
-            good = [e for e, ok in zip(some, held.tolist(), strict=True) if ok]
-            out[0][good], out[1][good] = upper[held].float(), pivots[held].float()
-            solved += good
+            upper, pivots, held = _cholesky(hessians, some, scale, dead[some], damping, dtype)
+            for position, e in enumerate(some):
+                if bool(held[position]):
+                    out[0][e], out[1][e] = upper[position], pivots[position]
+                    solved.append(e)
     return solved
 
 
@@ -269,14 +270,23 @@ def _portions(experts: list[int], hessians: Tensor) -> Iterator[list[int]]:
         yield experts[first : first + step]
 
 
-def _cholesky(hessians: Tensor, scale: Tensor, dead: Tensor, damping: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return F [n, C, C], p [n, C] of Hessians (overwritten), and whether each is usable, [n] bool."""
-    matrix = hessians.div_(scale[:, None, None])
-    # A dead column has no cross terms in a true Gram matrix; clear remainders of rounding or of the caller.
-    matrix.masked_fill_(dead[:, :, None] | dead[:, None, :], 0)
-    matrix.diagonal(dim1=1, dim2=2).add_(damping + dead.to(matrix.dtype))
-    lower, info = torch.linalg.cholesky_ex(matrix.flip(1, 2))
-    upper = lower.flip(1, 2)
+def _cholesky(
+    hessians: Tensor, some: list[int], scale: Tensor, dead: Tensor, damping: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return F [n, C, C] and p [n, C] of the Hessians `some`, and whether each is usable, [n] bool.
+
+    Passes over the matrices take as long as the factorization, so there are few.
+    """
+    matrix = torch.stack([hessians[e] for e in some]) if len(some) > 1 else hessians[some[0] : some[0] + 1]
+    matrix = matrix.to(dtype).flip(1, 2).div_(scale[some].to(dtype)[:, None, None])
+    gone = dead.flip(1)
+    if bool(gone.any()):
+        # A dead column has no cross terms in a true Gram matrix; clear remainders of rounding or of the caller.
+        matrix.masked_fill_(gone[:, :, None] | gone[:, None, :], 0)
+    matrix.diagonal(dim1=1, dim2=2).add_(damping + gone.to(dtype))
+    # LAPACK counts by columns: the transposed upper factor is the lower one by rows, and not copied.
+    root, info = torch.linalg.cholesky_ex(matrix, upper=True)
+    upper = root.mT.flip(1, 2)
     pivots = upper.diagonal(dim1=1, dim2=2).clone()
     upper.div_(pivots[:, None, :])
     held = (info == 0) & _finite(upper) & (pivots > 0).all(1)

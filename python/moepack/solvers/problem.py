@@ -42,7 +42,7 @@ class Problem:
     """
 
     def __init__(
-        self, weights: Tensor, hessians: Tensor, drift: Tensor | None, settings: Damping, order: Tensor | None = None
+        self, weights: Tensor, hessians: Tensor, drift: Tensor | None, settings: Damping, lanes: int = 1
     ) -> None:
         """Factorize the Hessians and move the weights.
 
@@ -52,11 +52,22 @@ class Problem:
                 the sensitivity a of the model's output to each.
             drift: [E, C, C], sums of a (x' - x)^T x, where x' are the inputs in the original model; or `None`.
             settings: settings of the solver.
-            order: [C], the processing order of columns; None for the natural order.
+            lanes: number of lanes, each of every `lanes`-th column, that are processed one after another.
         """
         self.weights, self.hessians = weights.float(), hessians
         if drift is not None and settings.shift:
             self.weights = corrected(self.weights, hessians, drift, settings.shift, settings.shift_damping)
-        visited = hessians if order is None else hessians[:, order][:, :, order]
-        self.factors: Factors = factorize(visited, settings.damping)
+        self.factors: Factors = factorize(_by_lane(hessians, lanes), settings.damping)
         self.importance = curvatures(torch.tensor(self.factors.scale, device=self.weights.device))
+
+
+def _by_lane(hessians: Tensor, lanes: int) -> Tensor:
+    """Return Hessians [E, C, C] with their rows and columns in the order of `lanes` lanes."""
+    if lanes == 1:
+        return hessians
+    experts, columns, _ = hessians.shape
+    if columns % lanes == 0:  # a copy of a view takes a tenth of the time of a gather
+        parts = hessians.reshape(experts, columns // lanes, lanes, columns // lanes, lanes)
+        return parts.permute(0, 2, 1, 4, 3).reshape(hessians.shape)
+    order = torch.cat([torch.arange(lane, columns, lanes) for lane in range(lanes)]).to(hessians.device)
+    return hessians[:, order][:, :, order]

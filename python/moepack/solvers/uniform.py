@@ -220,7 +220,7 @@ class UniformProblem(Problem):
         Dependent codes are solved lane by lane (docs/format.md, section 9), on the CPU.
         """
         self.settings, self.dependent = settings or UniformSettings(), dependent
-        super().__init__(weights, hessians, drift, self.settings, _by_lane(weights.shape[2]) if dependent else None)
+        super().__init__(weights, hessians, drift, self.settings, LANES if dependent else 1)
         self.curvature = self.importance * self.factors.pivots.square().mean(1)
         if self.settings.even:
             self.importance, self.curvature = self.importance / self.curvature, torch.ones_like(self.curvature)
@@ -252,8 +252,3 @@ class UniformProblem(Problem):
                 break
         found = torch.from_numpy(codes).to(self.weights.device)
         return GptqResult(found, found * (step / 4), reports_of(factors, losses))
-
-
-def _by_lane(columns: int) -> Tensor:
-    """Return the columns in the order in which dependent codes are solved, [C] int64."""
-    return torch.cat([torch.arange(lane, columns, LANES) for lane in range(LANES)])

@@ -27,6 +27,7 @@ from moepack.memory import available_bytes
 from moepack.stores.base import Layer
 from moepack.stores.mapped import MappedStore
 from moepack.stores.module import PackedModule
+from moepack.system.reading import forget, open_buffered
 
 __all__ = ["ResidentStore"]
 
@@ -110,5 +111,7 @@ def _padded(size: int) -> int:
 
 def _forget(file: Path) -> None:
     """Drop a file from the page cache; mapped pages remain."""
-    with suppress(OSError, AttributeError), open(file, "rb") as stream:
-        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with suppress(OSError):
+        descriptor = open_buffered(file)
+        forget(descriptor)
+        os.close(descriptor)

@@ -1,8 +1,8 @@
 """vLLM's configuration for a packed directory: which layers compute on packed bytes.
 
 vLLM merges layers that checkpoints store separately (queries, keys and values; gate and up). A merged layer is packed
-if all of its parts are. All other layers, layers whose weights vLLM reads (`kv_b_proj`, which latent attention
-absorbs), and experts other than SwiGLU are ordinary layers for vLLM, and `loader` decodes their weights.
+if any of its parts is. Layers whose weights vLLM reads (`kv_b_proj`, which latent attention absorbs), and experts other
+than SwiGLU are ordinary layers for vLLM, and `loader` decodes their weights.
 """
 
 from collections.abc import Sequence
@@ -19,23 +19,32 @@ from moepack.format.directory import PackedDirectory
 from moepack.integrations.transformers import LINEAR, METHOD, MoepackConfig
 from moepack.modules.experts import PackedExperts
 from moepack.stores.base import Shape
-from moepack.vllm.methods import PackedExpertsMethod, PackedLinearMethod, Part
+from moepack.vllm.experts import PackedExpertsMethod
+from moepack.vllm.linear import PackedLinearMethod
+from moepack.vllm.parts import Part
 
 __all__ = ["METHOD", "PackedConfig"]
 
 _ABSORBED = "kv_b_proj"
+
+_DRAFT = "draft_model."
+"""What vLLM puts before the paths of a draft model."""
+
+_NOT_ADAPTED = {"gate", "router", "embed_tokens", "lm_head"}
 
 
 class PackedConfig(QuantizationConfig):  # type: ignore[misc]
     """The quantization method `moepack`.
 
     Attributes:
-        modules: the directory's packed linear layers and gated experts, by their path on the hub.
+        modules: the directory's packed linear layers, embeddings and gated experts, by their path on the hub.
+        plain: its matrices that are not packed, which may be parts of merged layers, by their path on the hub.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.modules: dict[str, Part] = {}
+        self.plain: dict[str, Part] = {}
 
     @classmethod
     def get_name(cls) -> str:
@@ -70,12 +79,16 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read the packed modules from the directory or Hub model. Errors as for `PackedDirectory.open`."""
-        source = PackedDirectory.open(resolve_model(model_name if revision is None else f"{model_name}@{revision}"))
+        self.read(PackedDirectory.open(resolve_model(model_name if revision is None else f"{model_name}@{revision}")))
+
+    def read(self, source: PackedDirectory) -> None:
+        """Read the modules of a directory; errors as for `experts_of`."""
         records = source.manifest.packed()
-        for name, record in records.items():
-            if not record.experts:
+        for name, record in source.manifest.tensors.items():
+            if not record.experts and len(record.shape) == 2 and name.endswith(f".{LINEAR}"):
                 rows, columns = record.shape
-                self.modules[name.removesuffix(f".{LINEAR}")] = Part({LINEAR: name}, {LINEAR: (1, rows, columns)})
+                part = Part({LINEAR: name}, {LINEAR: (1, rows, columns)}, record.packed)
+                (self.modules if record.packed else self.plain)[name.removesuffix(f".{LINEAR}")] = part
         for layer in experts_of(source):
             if set(layer.packed) == set(PackedExperts.projections):
                 shapes = {projection: _shape(records[name].shape) for projection, name in layer.packed.items()}
@@ -84,9 +97,11 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename modules to vLLM's paths."""
         self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
+        self.plain = hf_to_vllm_mapper.apply_dict(self.plain)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Return the method of a layer; None for layers that vLLM computes itself."""
+        prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, LinearBase):
             parts = self._parts(prefix)
             return PackedLinearMethod(parts) if parts else UnquantizedLinearMethod()
@@ -95,14 +110,21 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
             return PackedExpertsMethod(part, layer.moe_config)
         return None
 
+    def linear_names(self) -> list[str]:
+        """Return the names of the linear layers that may have adapters: all but routers, embeddings and heads."""
+        linear = {path for path, part in {**self.plain, **self.modules}.items() if LINEAR in part.tensors}
+        return sorted({path.rpartition(".")[2] for path in linear} - _NOT_ADAPTED)
+
     def _parts(self, prefix: str) -> Sequence[Part]:
-        """Return the packed modules that a linear layer merges; empty if one of them is not packed."""
+        """Return the modules that a linear layer merges; empty if none of them is packed, or one is missing."""
         parent, _, name = prefix.rpartition(".")
         if name == _ABSORBED:
             return ()
-        joined = self.packed_modules_mapping.get(name, [name])
-        found = [self.modules.get(f"{parent}.{each}" if parent else each) for each in joined]
-        return [] if None in found else [part for part in found if part is not None]
+        paths = [f"{parent}.{each}" if parent else each for each in self.packed_modules_mapping.get(name, [name])]
+        if not any(path in self.modules for path in paths):
+            return ()
+        found = [self.modules.get(path) or self.plain.get(path) for path in paths]
+        return () if None in found else [part for part in found if part is not None]
 
 
 def _shape(shape: Sequence[int]) -> Shape:

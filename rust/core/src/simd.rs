@@ -7,7 +7,7 @@
 //! An [`Isa`] proves that the processor supports its set: its field is private, and every constructor either detects
 //! the set or returns [`Isa::SCALAR`]. Safe functions may therefore match [`Isa::kind`] and call a
 //! `#[target_feature]` function of that kind. Kernels never detect a set themselves; features beyond those of
-//! [`Kind`] (bf16 products, AVX-VNNI, dot products on Arm) are detected where they are used.
+//! [`Kind`] (bf16 products, AVX-VNNI, products of bytes on Arm) are detected where they are used.
 
 use std::sync::OnceLock;
 
@@ -19,7 +19,7 @@ use crate::{Error, Result};
 pub enum Kind {
     /// Portable Rust.
     Scalar,
-    /// 64-bit Arm with NEON; most such processors also have dot products of bytes.
+    /// 64-bit Arm with NEON; most such processors also have dot products of bytes, and newer ones matrix products.
     Neon,
     /// x86-64 with AVX2, FMA, F16C, BMI1, BMI2 and POPCNT.
     Avx2,
@@ -196,6 +196,41 @@ pub(crate) fn is_amd() -> bool {
 #[cfg(target_arch = "aarch64")]
 pub(crate) fn has_dot_products() -> bool {
     std::arch::is_aarch64_feature_detected!("dotprod")
+}
+
+/// Returns whether NEON has dot products of bytes.
+#[cfg(not(target_arch = "aarch64"))]
+pub(crate) fn has_dot_products() -> bool {
+    false
+}
+
+/// Returns whether NEON has matrix products of bytes (Armv8.6 and later), in addition to dot products.
+#[cfg(target_arch = "aarch64")]
+pub(crate) fn has_matrix_products() -> bool {
+    has_dot_products() && std::arch::is_aarch64_feature_detected!("i8mm")
+}
+
+/// Returns whether NEON has matrix products of bytes.
+#[cfg(not(target_arch = "aarch64"))]
+pub(crate) fn has_matrix_products() -> bool {
+    false
+}
+
+/// The name of an instruction set for kernels with dot products of bytes: `neon-dotprod`, or [`Isa::name`].
+pub(crate) fn name_with_dot_products(isa: Isa) -> &'static str {
+    match isa.kind() {
+        Kind::Neon if has_dot_products() => "neon-dotprod",
+        _ => isa.name(),
+    }
+}
+
+/// The name of an instruction set for kernels that also have matrix products: `neon-i8mm`, or
+/// [`name_with_dot_products`].
+pub(crate) fn name_with_matrix_products(isa: Isa) -> &'static str {
+    match isa.kind() {
+        Kind::Neon if has_matrix_products() => "neon-i8mm",
+        _ => name_with_dot_products(isa),
+    }
 }
 
 /// Returns whether the processor reads ascending streams at full speed without software prefetching: AMD from Zen 4

@@ -49,7 +49,7 @@ pub fn kernels() -> PyResult<BTreeMap<&'static str, &'static str>> {
         .chain([
             ("groupwise", gemm::groupwise::kernel_name(isa)),
             ("codebook", gemm::codebook::kernel_name(isa)),
-            ("coded", isa.name()),
+            ("coded", gemm::coded::kernel_name(isa)),
         ])
         .collect())
 }

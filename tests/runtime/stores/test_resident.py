@@ -11,6 +11,7 @@ from moepack.integrations.loading import open_model
 from moepack.stores import resident
 from moepack.stores.module import PackedModule
 from moepack.stores.resident import ResidentStore
+from moepack.system.memory import group_limits
 
 TOKENS = torch.arange(12).view(1, -1)
 
@@ -83,7 +84,7 @@ def test_the_free_memory_of_a_control_group_includes_its_page_cache(limit, expec
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 800\nactive_file 50\ninactive_file 30\n")
-    assert list(memory._group_limits(tmp_path)) == expected
+    assert list(group_limits(tmp_path)) == expected
 
 
 def test_available_memory_is_less_than_all_of_it():

@@ -16,10 +16,12 @@ import moepack
 from moepack import _core
 from moepack.methods.finequant import FineQuant
 from moepack.modules.experts import PackedExperts
-from moepack.stores.streaming import StreamingStore, region, source, statistics_of
+from moepack.stores.streaming import StreamingStore, statistics_of
 from moepack.stores.streaming.region import Region
 from moepack.stores.streaming.residency import Expert, Residency
 from moepack.stores.streaming.source import PAGE, Source
+from moepack.system import reading
+from moepack.system.maps import anonymous
 from moepack.units import byte_count
 from places import GOLDEN
 from runtime_support import inputs, logits, write_packed
@@ -97,8 +99,8 @@ def test_where_direct_reads_are_refused_reads_are_buffered(file, monkeypatch, re
             raise OSError(22, "Invalid argument")
         return real_read(descriptor, *rest)
 
-    monkeypatch.setattr(source.os, "open", opened)
-    monkeypatch.setattr(source.os, "preadv", read)
+    monkeypatch.setattr(reading.os, "open", opened)
+    monkeypatch.setattr(reading.os, "preadv", read)
     found = Source(file)
     assert not found.is_direct
     memory = bytearray(2 * PAGE)
@@ -109,18 +111,18 @@ def test_where_direct_reads_are_refused_reads_are_buffered(file, monkeypatch, re
 def test_a_truncated_file_and_a_failing_drive_are_named(file, monkeypatch):
     found = Source(file)
     os.truncate(file, 8 * PAGE)
-    memory = np.frombuffer(region.mmap.mmap(-1, 4 * PAGE), np.uint8)
+    memory = np.frombuffer(anonymous(4 * PAGE), np.uint8)
     with pytest.raises(moepack.CorruptionError, match=rf"{file}: ends at byte {8 * PAGE}: it was truncated"):
         found.read(memoryview(memory), 6 * PAGE)
-    monkeypatch.setattr(source.os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    monkeypatch.setattr(reading.os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
     with pytest.raises(moepack.LoadError, match=r"cannot be read at byte 0: Input/output error"):
         found.read(memoryview(memory), 0)
 
 
 def test_short_reads_are_continued(file, monkeypatch):
     found, real = Source(file), os.preadv
-    monkeypatch.setattr(source.os, "preadv", lambda fd, into, place: real(fd, [into[0][:PAGE]], place))
-    memory = np.frombuffer(region.mmap.mmap(-1, 5 * PAGE), np.uint8)
+    monkeypatch.setattr(reading.os, "preadv", lambda fd, into, place: real(fd, [into[0][:PAGE]], place))
+    memory = np.frombuffer(anonymous(5 * PAGE), np.uint8)
     found.read(memoryview(memory), 3 * PAGE)
     assert memory.tobytes() == file.read_bytes()[3 * PAGE : 8 * PAGE]
 
@@ -129,7 +131,7 @@ def test_a_file_that_is_replaced_stays_open(file):
     expected, found = file.read_bytes(), Source(file)
     file.with_suffix(".new").write_bytes(bytes(len(expected)))
     file.with_suffix(".new").replace(file)
-    memory = np.frombuffer(region.mmap.mmap(-1, PAGE), np.uint8)
+    memory = np.frombuffer(anonymous(PAGE), np.uint8)
     found.read(memoryview(memory), PAGE)
     assert memory.tobytes() == expected[PAGE : 2 * PAGE]
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import moepack
 from moepack.errors import DeviceError
+from moepack.system import files
+from moepack.system.folders import cache_folder
 
 __all__ = ["VARIABLE", "Cubin", "architecture", "compile_source", "require_compiler", "sources"]
 
@@ -174,8 +176,7 @@ def _headers() -> Iterator[Path]:
 @cache
 def _folder() -> Path:
     """The cache folder; a temporary folder of this process if it is not writable."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get(VARIABLE) or Path(home) / "moepack") / "kernels"
+    folder = Path(os.environ.get(VARIABLE) or cache_folder()) / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -188,4 +189,4 @@ def _write(path: Path, content: bytes) -> None:
     """Write a file atomically, so other processes never see a part of it."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
-    os.replace(file.name, path)
+    files.replace(file.name, path)

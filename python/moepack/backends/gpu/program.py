@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moepack.backends.gpu.compiler import Cubin, architecture, compile_source
 from moepack.errors import DeviceError
+from moepack.system.libraries import cuda_driver
 
 __all__ = ["Argument", "Program", "is_hopper"]
 
@@ -143,7 +144,7 @@ class Program:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    return cuda_driver()
 
 
 def _configuration(

@@ -14,10 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-import shutil
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,12 +24,16 @@ from pathlib import Path
 
 import numpy as np
 
-from moepack.checkpoint.remote.transfer import RemoteFile, Transfer
+from moepack.checkpoint.pickles import read_pickle
+from moepack.checkpoint.remote.ranges import RangeFiles
+from moepack.checkpoint.remote.transfer import Listing, RemoteFile, Transfer
 from moepack.checkpoint.resolve import hub_reason
 from moepack.checkpoint.shards import SAMPLE_BYTES, Bytes, ShardFiles, map_range, sample_positions, sampled
 from moepack.errors import CheckpointError, DiskError, DownloadError, MoepackError, ResumeError
 from moepack.format.atomic import disk_errors
 from moepack.format.header import Header, TensorInfo, read_header
+from moepack.system.files import remove, remove_tree, replace
+from moepack.system.locks import Lock, lock_directory, unlock
 
 __all__ = ["RemoteFiles", "Traffic"]
 
@@ -115,12 +116,15 @@ class RemoteFiles(ShardFiles):
         self._changed = threading.Condition()
         self._stopped = False
         self._threads: list[threading.Thread] = []
-        self._lock: int | None = None
+        self._lock: Lock | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each shard in bytes."""
         return {name: header.size for name, header in self.shards.items()}
+
+    def __reduce__(self) -> tuple[type[RangeFiles], tuple[Mapping[str, Header], Listing]]:
+        return RangeFiles, (self.shards, self._transfer.listing)
 
     def claim(self, budget: int | None) -> None:
         """Lock the folder and take over what an interrupted run left in it.
@@ -141,18 +145,12 @@ class RemoteFiles(ShardFiles):
                     file=self._folder,
                 )
             (self._folder / "tensors").mkdir(parents=True, exist_ok=True)
-            lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(lock)
-                raise
-            self._lock = lock  # from here on, `close` may remove the folder
+            self._lock = lock_directory(self._folder)  # from here on, `close` may remove the folder
             commit = self._transfer.listing.commit
             if not (self._folder / commit).exists():  # shards of another commit
                 for entry in [*self._folder.iterdir(), *(self._folder / "tensors").iterdir()]:
                     if not entry.is_dir():
-                        entry.unlink()
+                        remove(entry)
                 (self._folder / commit).touch()
         except BlockingIOError as cause:
             raise ResumeError("another process is using it", file=self._folder) from cause
@@ -289,7 +287,7 @@ class RemoteFiles(ShardFiles):
             file = self._folder / "tensors" / _key(info)
             if file.exists() and file.stat().st_size == info.nbytes:
                 self._gathered.add(_key(info))  # by an interrupted run
-            elif info.nbytes and info.file.name not in self._cached:
+            elif info.nbytes and info.strides is None and info.file.name not in self._cached:
                 missing.append(info)
         with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
             for keys in pool.map(self._keep, _runs(missing)):
@@ -306,7 +304,7 @@ class RemoteFiles(ShardFiles):
             part = self._folder / "tensors" / f"{_key(info)}.part"
             with disk_errors(part), part.open("wb") as stream:
                 stream.writelines(pieces.take(info.nbytes))
-            part.rename(part.with_suffix(""))
+            replace(part, part.with_suffix(""))
             position = info.offset + info.nbytes
         return [_key(info) for info in run]
 
@@ -315,7 +313,7 @@ class RemoteFiles(ShardFiles):
         for info in infos:
             if _key(info) in self._gathered and self._folder is not None:
                 self._gathered.discard(_key(info))
-                (self._folder / "tensors" / _key(info)).unlink(missing_ok=True)
+                remove(self._folder / "tensors" / _key(info), missing_ok=True)
 
     @property
     def commit(self) -> str:
@@ -361,9 +359,9 @@ class RemoteFiles(ShardFiles):
         for thread in self._threads:
             thread.join(5.0 if remove else 0.5)  # a thread may wait for a server that does not answer
         if self._folder is not None and remove and self._lock is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_tree(self._folder, ignore_errors=True)
         if self._lock is not None:
-            os.close(self._lock)
+            unlock(self._lock)
             self._lock = None
 
     def _own(self) -> list[str]:
@@ -440,12 +438,12 @@ class RemoteFiles(ShardFiles):
                 return urgent and not own and not self._busy
 
     def _evict(self, name: str) -> None:
-        self._ready.pop(name).unlink(missing_ok=True)
+        remove(self._ready.pop(name), missing_ok=True)
 
     def _drop(self, name: str) -> None:
         assert self._folder is not None
         del self._partial[name]
-        (self._folder / f"{name}.part").unlink(missing_ok=True)
+        remove(self._folder / f"{name}.part", missing_ok=True)
 
     def _fetched(self, name: str) -> Path:
         """Return a shard, downloaded and checked.
@@ -467,10 +465,10 @@ class RemoteFiles(ShardFiles):
                 self._check(part, listing.files[name])
                 break
             except CheckpointError:
-                part.unlink(missing_ok=True)
+                remove(part, missing_ok=True)
                 if attempt == 2:
                     raise
-        part.rename(part.with_suffix(""))
+        replace(part, part.with_suffix(""))
         return part.with_suffix("")
 
     def _receive(self, name: str, part: Path) -> None:
@@ -492,7 +490,8 @@ class RemoteFiles(ShardFiles):
 
     def _check(self, part: Path, file: RemoteFile) -> None:
         """Compare a downloaded shard with the listing."""
-        if read_header(part).digest != self.shards[file.name].digest:
+        read = read_pickle if file.name.endswith(".bin") else read_header
+        if read(part).digest != self.shards[file.name].digest:
             raise DownloadError("the downloaded header differs from that on the Hub", file=file.name)
         if file.sha256 is None:
             return

@@ -124,11 +124,6 @@ class Auto(AutoSettings, Fitted, PinsBits, Calibrates, MeetsSize, PacksLinears, 
         return speeds_of(self.target)
 
     @property
-    def sequential(self) -> bool:
-        """True with a text: the experts of a layer share its bits."""
-        return self.request is not None
-
-    @property
     def kernel(self) -> str:
         """Products of coded integers, or of integers in groups with `prefer="speed"`."""
         return "int" if self.prefer == "speed" else "coded"

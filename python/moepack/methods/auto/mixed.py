@@ -318,11 +318,31 @@ class _CodedPart:
     plan_of_coded: LayerPlan
     fixed: Collection[str]
 
-    def plan(self, stage: Stage) -> None:
-        """Inspect the coded tensors of a stage."""
+    def measure(self, stage: Stage) -> Any:
+        """Measure the coded tensors of a stage; None if it has none."""
         names = [name for name, weights in stage.tensors.items() if weights.name not in self.fixed]
-        if names:
-            self.plan_of_coded.plan(stage.only(names))
+        return self.plan_of_coded.measure(stage.only(names)) if names else None
+
+    def add(self, measured: Any) -> None:
+        """Add a measurement."""
+        if measured is not None:
+            self.plan_of_coded.add(measured)
+
+    def begin(self, wave: Sequence[range]) -> None:
+        """Begin a wave."""
+        self.plan_of_coded.begin(wave)
+
+    def apart(self, names: Collection[str]) -> _CodedPart:
+        """Return a copy for the tensors in `names`."""
+        return replace(self, plan_of_coded=self.plan_of_coded.apart(names), fixed=[*{*self.fixed} & {*names}])
+
+    def taken(self, group: range) -> Any:
+        """Return what the coded tensors of a group took."""
+        return self.plan_of_coded.taken(group)
+
+    def take(self, group: range, taken: Any) -> None:
+        """Account for a group."""
+        self.plan_of_coded.take(group, taken)
 
 
 def _rates(sample: Sample, step: Step, dependent: bool) -> Iterator[tuple[str, Candidate[Any]]]:

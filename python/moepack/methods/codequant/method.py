@@ -70,7 +70,7 @@ class CodeQuant(CodeQuantSettings, PinsBits, Calibrates, PacksLinears, Rewrites,
         if self.hadamard is None:
             self.hadamard = self.activation_bits == 4
         if self.drift is None:
-            self.drift = 0.75 if self.activation_bits == 8 else 0.0
+            self.drift = 0.5 if self.activation_bits == 8 else 0.0
         if self.hadamard and self.activation_bits == 16:
             raise ValueError("hadamard rotates activations before they are rounded: it requires activation_bits 8 or 4")
         width = None if self.block == ROW else self._width(self.block)

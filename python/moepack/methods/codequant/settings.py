@@ -44,7 +44,7 @@ class CodeQuantSettings(Settings):
     drift: float | None = setting(
         None,
         help="Share of the error accumulated in earlier layers that is corrected by moving the weights",
-        shown="0.75 with 8-bit activations, otherwise 0",
+        shown="0.5 with 8-bit activations, otherwise 0",
         minimum=0,
         maximum=1,
     )

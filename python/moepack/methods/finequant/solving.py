@@ -33,7 +33,7 @@ Grid = IntegerSettings | ClusterSettings
 DAMPING, CENTROID_BITS = 0.5, 16
 """Damping of the Hessians of codebooks, as of `IntegerSettings`; bits of a centroid."""
 
-SHIFT, SHIFT_DAMPING = 0.75, 0.2
+SHIFT, SHIFT_DAMPING = 0.25, 0.2
 """Share of the accumulated error of earlier layers that is corrected by moving the weights; damping of that
 regression, relative to the mean diagonal of the Hessian."""
 
@@ -46,9 +46,8 @@ def book_settings(bits: int) -> ClusterSettings:
 def solve_on_inputs(stage: Stage, grid_of: Callable[[Weights], Grid]) -> dict[str, Solution]:
     """Quantize the tensors of a stage, which share the Hessians."""
     assert stage.inputs is not None
-    moments = stage.moments()
-    hessians = with_ridge(moments.hessians, stage.inputs.tokens)
-    drift = None if stage.dense else moments.drift
+    moments = stage.moments(drift=not stage.dense)
+    hessians, drift = with_ridge(moments.hessians, stage.inputs.tokens), moments.drift
     found = {}
     for name, weights in stage.weights.items():
         own = stage.tensors[name]

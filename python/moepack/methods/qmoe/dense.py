@@ -44,7 +44,7 @@ def solve_linears(stage: Stage, settings: DenseSettings) -> dict[str, Solution]:
     if settings.gptq is None:
         hessians = torch.zeros(1, columns, columns, device=next(iter(stage.weights.values())).device)
     else:
-        hessians = stage.moments().hessians
+        hessians = stage.moments(drift=False).hessians
     return {path: _solve(stage, settings, path, weights, hessians) for path, weights in stage.weights.items()}
 
 

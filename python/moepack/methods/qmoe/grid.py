@@ -68,8 +68,8 @@ class GridSolver:
         """Return the Hessians, and the weights to approximate."""
         if not self.weigh_tokens and not self.drift:
             return stage.hessians(), weights
-        moments = stage.moments()
+        moments = stage.moments(drift=bool(self.drift))
         hessians = moments.hessians if self.weigh_tokens else stage.hessians()
-        if not self.drift:
+        if moments.drift is None:
             return hessians, weights
         return hessians, corrected(weights, moments.hessians, moments.drift, self.drift, DRIFT_DAMPING)

@@ -115,6 +115,10 @@ class Qmoe(QmoeSettings, Fitted, PinsBits, Calibrates, PacksLinears, SimpleMetho
         sample = self._form.pack(found.codes[None], parameters[None])
         return Expected(sample.data.nbytes * weights.shape[0], exact=False)
 
+    def is_coded(self, pin: Pin) -> bool:
+        """Also experts of more bits than ternary codes and the two-bit grid have."""
+        return super().is_coded(pin) or (pin.role == "experts" and pin.one is not None and pin.one > MOST_BITS)
+
     def pin(self, pins: Sequence[Pin], checkpoint: Checkpoint, model: MoeModel) -> dict[str, Method]:
         """Return the method with other bits: two bits in groups, a rate of ternary experts, or linear layers."""
         made: dict[tuple[bool, float], Method] = {}
@@ -146,11 +150,6 @@ class Qmoe(QmoeSettings, Fitted, PinsBits, Calibrates, PacksLinears, SimpleMetho
         if rate >= 2.4:
             return cls(bits="2", dense_bits=8, **wanted.text)
         return cls(bits_per_weight=min(0.99 * rate, MOST_BITS), dense_bits=8, **wanted.text)
-
-    @property
-    def sequential(self) -> bool:
-        """Whether there is a rate, so that the experts of a layer share one bit budget."""
-        return self.bits_per_weight is not None
 
     def layer_plan(self, experts: int, spent: Mapping[str, int]) -> RateSolver | None:
         """Return the solver of a layer with a rate, whose stages share its bits."""

@@ -6,6 +6,10 @@ are independent, so the same row at another price is solved as another row.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -35,8 +39,31 @@ EVEN, SPARSE = 0.75, 1.15
 ROWS = 16
 
 
+class Measured(NamedTuple):
+    """Size curves of a group of experts in a stage.
+
+    Attributes:
+        stage: name of the stage.
+        experts: the experts.
+        weights: number of weights of a matrix.
+        unit: unit of the prices.
+        curves: [G, gains, prices] float64, bits.
+        importance: [G] float64.
+    """
+
+    stage: str
+    experts: range
+    weights: int
+    unit: float
+    curves: Tensor
+    importance: Tensor
+
+
 class RateCurves:
-    """Size curves of one layer for all gains. Prices are relative to `unit`, which is set by the first `add`."""
+    """Size curves of one layer for all gains.
+
+    Prices are relative to `unit`, which the first measurement that is added sets.
+    """
 
     def __init__(self, bits_per_weight: float, experts: int) -> None:
         """Create curves for an empty layer; `bits_per_weight` includes all metadata."""
@@ -47,23 +74,33 @@ class RateCurves:
         self._importance: dict[str, Tensor] = {}
 
     def add(self, stage: str, experts: range, problem: RateProblem) -> None:
+        """Measure the experts' matrices of `stage`, and add the measurement."""
+        self.put(self.measure(stage, experts, problem))
+
+    def measure(self, stage: str, experts: range, problem: RateProblem) -> Measured:
         """Solve sampled rows of the experts' matrices of `stage` at all prices and gains."""
         _, rows, columns = problem.weights.shape
-        if not self.unit:
-            energy = problem.importance * problem.weights.square().mean((1, 2))
-            self.unit = max(float(energy.mean()), torch.finfo(torch.float32).tiny)
+        energy = problem.importance * problem.weights.square().mean((1, 2))
+        unit = self.unit or max(float(energy.mean()), torch.finfo(torch.float32).tiny)
         picked = torch.linspace(0, rows - 1, min(ROWS, rows), dtype=torch.float64).round().long()
         tried = len(GAINS) * len(STEPS)
         device = problem.weights.device
-        prices = (STEPS * self.unit).float().repeat(len(GAINS)).repeat_interleave(len(picked)).to(device)
+        prices = (STEPS * unit).float().repeat(len(GAINS)).repeat_interleave(len(picked)).to(device)
         gains = torch.tensor(GAINS).repeat_interleave(len(STEPS) * len(picked)).to(device)
         codes, _, _ = problem.rows(picked.repeat(tried).to(device)).solve(prices, gains)
         bits = row_bits(codes).view(len(experts), tried, len(picked)).sum(2) * (rows / len(picked))
+        curves = bits.view(len(experts), len(GAINS), len(STEPS)).cpu()
+        return Measured(stage, experts, rows * columns, unit, curves, problem.importance.double().cpu())
+
+    def put(self, measured: Measured) -> None:
+        """Add a measurement. The first one decides the unit of those that are made afterwards."""
+        self.unit = self.unit or measured.unit
+        stage, group = measured.stage, slice(measured.experts.start, measured.experts.stop)
         curves = self._curves.setdefault(stage, torch.zeros(self.experts, len(GAINS), len(STEPS), dtype=torch.float64))
-        curves[experts.start : experts.stop] = bits.view(len(experts), len(GAINS), len(STEPS)).cpu()
+        curves[group] = measured.curves
         importance = self._importance.setdefault(stage, torch.zeros(self.experts, dtype=torch.float64))
-        importance[experts.start : experts.stop] = problem.importance.double().cpu()
-        self._weights[stage] = self.experts * rows * columns
+        importance[group] = measured.importance
+        self._weights[stage] = self.experts * measured.weights
 
     def budget(self) -> tuple[PricedBudget, float]:
         """Return the budget of the layer, with prices relative to `unit`, and the gain of its levels."""
@@ -87,9 +124,32 @@ class RateSolver:
         self.curves = RateCurves(bits_per_weight, experts)
         self._budget: tuple[PricedBudget, float] | None = None
 
-    def plan(self, stage: Stage) -> None:
-        """Inspect a stage before any is solved."""
-        self.curves.add(_name(stage), stage.experts, self._problem(stage))
+    def measure(self, stage: Stage) -> Measured:
+        """Measure the size of a stage at all prices before any is solved."""
+        return self.curves.measure(_name(stage), stage.experts, self._problem(stage))
+
+    def add(self, measured: Measured) -> None:
+        """Add a measurement."""
+        self.curves.put(measured)
+
+    def begin(self, wave: Sequence[range]) -> None:
+        """Fix the price of a wave of several groups; that of a single group is updated while it is solved."""
+        self._budget = self._budget or self.curves.budget()
+        self._budget[0].share(range(wave[0].start, wave[-1].stop) if len(wave) > 1 else None)
+
+    def apart(self, names: Collection[str]) -> RateSolver:
+        """Return a copy."""
+        return copy(self)
+
+    def taken(self, group: range) -> dict[str, Tensor]:
+        """Return the bits of a solved group."""
+        assert self._budget is not None
+        return self._budget[0].taken(group)
+
+    def take(self, group: range, taken: Mapping[str, Tensor]) -> None:
+        """Record the bits of a group that a copy solved."""
+        assert self._budget is not None
+        self._budget[0].take(group, taken)
 
     def solve(self, stage: Stage, form: Form) -> tuple[Tensor, Tensor, Tensor, tuple[ExpertReport, ...]]:
         """Quantize a stage; all its projections form one problem.

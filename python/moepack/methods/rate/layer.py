@@ -6,15 +6,17 @@ the Hessians, which share one unit (`moepack.calibration.moments`). A projection
 the price on average; more or less important experts give code length less or more weight when rounding.
 
 Sampled rows of every matrix determine the initial price before the first stage is solved. The actual bits of each group
-of experts are then recorded, and the price is updated for the rest. The first group of a projection is solved once
-more, because compensated weights are wider than the sampled ones.
+of experts are then recorded, and the price is updated for the next wave of groups (`LayerPlan`), whose groups all pay
+it. The first group of a projection is solved once more, because compensated weights are wider than the sampled ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,6 +107,25 @@ class _Outlook:
         return float((self.curvature * self.weights.abs().mean((1, 2)).square()).mean()) if self.weights.numel() else 0
 
 
+class _Measured(NamedTuple):
+    """A sample of a group of experts in a stage.
+
+    Attributes:
+        stage: name of the stage.
+        shapes: shapes of its tensors, by name.
+        experts: the experts.
+        weights, curvature, scale, narrowest: see `_Outlook`; weights [G, K, C'] and curvature [G] of the group.
+    """
+
+    stage: str
+    shapes: Mapping[str, Shape]
+    experts: range
+    weights: Tensor
+    curvature: Tensor
+    scale: float
+    narrowest: float
+
+
 class LayerSolver:
     """Solves the stages of one layer so that it meets its bit budget: a `moepack.methods.base.LayerPlan`."""
 
@@ -126,23 +147,62 @@ class LayerSolver:
         self._given, self._unit = 0.0, 1.0
         self._budget: PricedBudget | None = None
 
-    def plan(self, stage: Stage) -> None:
-        """Inspect a stage before any is solved."""
-        problem, name = self._problem(stage), _name(stage)
-        _, rows, columns = problem.weights.shape
+    def measure(self, stage: Stage) -> _Measured:
+        """Sample a stage before any is solved."""
+        weights, curvature = self._sampled(stage)
+        _, rows, columns = weights.shape
         picked, across = _even(rows, ROWS), _even(columns, COLUMNS)
+        return _Measured(
+            _name(stage), {tensor.name: tensor.shape for tensor in stage.tensors.values()}, stage.experts,
+            weights[:, picked][:, :, across].cpu(), curvature.cpu(),
+            rows * columns / max(len(picked) * len(across), 1), least_spread(weights),
+        )  # fmt: skip
+
+    def add(self, measured: _Measured) -> None:
+        """Add a sample."""
+        name, shapes, own = measured.stage, measured.shapes, measured.weights
         if name not in self._outlooks:
-            shapes = {weights.name: weights.shape for weights in stage.tensors.values()}
             self._given += sum(self._bits[tensor] - self._free(tensor, shape) for tensor, shape in shapes.items())
             experts = next(iter(shapes.values()))[0]
-            scale = rows * columns / max(len(picked) * len(across), 1)
-            empty = torch.zeros(experts, len(picked), len(across))
-            self._outlooks[name] = _Outlook(empty, torch.ones(experts), scale, self._settings)
-        group = slice(stage.experts.start, stage.experts.stop)
-        outlook = self._outlooks[name]
-        outlook.narrowest = min(outlook.narrowest, least_spread(problem.weights))
-        outlook.weights[group] = problem.weights[:, picked][:, :, across].cpu()
-        outlook.curvature[group] = problem.curvature.cpu()
+            empty = torch.zeros(experts, *own.shape[1:])
+            self._outlooks[name] = _Outlook(empty, torch.ones(experts), measured.scale, self._settings)
+        group, outlook = slice(measured.experts.start, measured.experts.stop), self._outlooks[name]
+        outlook.narrowest = min(outlook.narrowest, measured.narrowest)
+        outlook.weights[group], outlook.curvature[group] = own, measured.curvature
+
+    def begin(self, wave: Sequence[range]) -> None:
+        """Fix the price of a wave of several groups; that of a single group is updated while it is solved."""
+        if self._outlooks:
+            common = range(wave[0].start, wave[-1].stop) if len(wave) > 1 else None
+            (self._budget or self._start()).share(common)
+
+    def apart(self, names: Collection[str]) -> LayerSolver:
+        """Return a copy for the tensors in `names`."""
+        found = copy(self)
+        found._bits = {name: bits for name, bits in self._bits.items() if name in names}
+        found._scales = {name: scales for name, scales in self._scales.items() if name in names}
+        return found
+
+    def taken(self, group: range) -> dict[str, Tensor]:
+        """Return the bits of a solved group, by stage."""
+        return {} if self._budget is None else self._budget.taken(group)
+
+    def take(self, group: range, taken: Mapping[str, Tensor]) -> None:
+        """Record the bits of a group that a copy solved."""
+        if self._budget is not None:
+            self._budget.take(group, taken)
+
+    def _sampled(self, stage: Stage) -> tuple[Tensor, Tensor]:
+        """Return the weights [G, R, C] and the curvature [G] that the initial price is found from.
+
+        If all errors count equally, the Hessians do not influence it, and they are not computed. The weights then lack
+        the correction of the drift, which changes their size little. The first solution corrects the price anyway.
+        """
+        if self._settings.even:
+            weights = self._weights(stage)
+            return weights, torch.ones(len(weights))
+        problem = self._problem(stage)
+        return problem.weights, problem.curvature
 
     def solve(self, stage: Stage) -> dict[str, Solution]:
         """Quantize a stage; all its tensors form one problem."""
@@ -205,16 +265,19 @@ class LayerSolver:
         return torch.stack([outlook.bits(self._unit * float(part)) for part in LADDER], 1)
 
     def _problem(self, stage: Stage, dependent: bool = False) -> UniformProblem:
-        moments = stage.moments()
         # Linear layers outside the experts lose less without drift correction (docs/methods/qmoe.md).
-        drift = None if stage.dense else moments.drift
-        factors = [self._factors(stage, tensor) for tensor in stage.weights]
-        weights = torch.cat([own * scale for own, scale in zip(stage.weights.values(), factors, strict=True)], 1)
+        moments = stage.moments(drift=not stage.dense)
+        weights, drift = self._weights(stage), moments.drift
         assert stage.inputs is not None
         hessians = with_ridge(moments.hessians, stage.inputs.tokens)
         if (per := self._divisors(stage)) is not None:
             hessians, drift = hessians / per, None if drift is None else drift / per
         return UniformProblem(weights, hessians, drift, self._settings, dependent=dependent)
+
+    def _weights(self, stage: Stage) -> Tensor:
+        """Return the weights of all tensors of a stage, times their factors, [G, R, C]."""
+        factors = [self._factors(stage, tensor) for tensor in stage.weights]
+        return torch.cat([own * scale for own, scale in zip(stage.weights.values(), factors, strict=True)], 1)
 
     def _divisors(self, stage: Stage) -> Tensor | None:
         """Return the divisors of a stage's moments, [G, C, C], if its weights are multiplied by factors.
@@ -258,7 +321,7 @@ def solved_apart(stage: Stage, solver: Callable[[], LayerSolver]) -> dict[str, S
     known = stage.with_cached_moments()
     for name in stage.tensors:
         own, part = solver(), known.only([name])
-        own.plan(part)
+        own.add(own.measure(part))
         found |= own.solve(part)
     return found
 

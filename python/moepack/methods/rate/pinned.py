@@ -80,11 +80,6 @@ class PinnedTensor(Calibrates, PacksLinears, Method):
         return request
 
     @property
-    def sequential(self) -> bool:
-        """Whether there is a text, so that the experts share the tensor's bits."""
-        return self.request is not None
-
-    @property
     def dense_roles(self) -> frozenset[str]:
         """All roles."""
         return _ROLES

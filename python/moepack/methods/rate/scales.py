@@ -67,7 +67,8 @@ class Scales:
     def scaled(self, expert: int, matrix: Tensor, some: slice = slice(None)) -> Tensor:
         """Return the matrix [R, C] of an expert, or some rows of it, times the factors, float32."""
         rows, columns = self.of(range(expert, expert + 1))
-        return matrix[some].float() * rows[0, some, None] * columns[0]
+        # The factors are float32, and so is the product; a copy in float32 would cost a pass.
+        return torch.mul(matrix[some], rows[0, some, None]).mul_(columns[0])
 
     def stored(self, worth: float | Tensor, experts: range | None = None) -> tuple[Tensor, Tensor]:
         """Return the stored scales of rows [G, R] and columns [G or 1, C] of some or all experts.

@@ -21,6 +21,7 @@ from moepack import __version__
 from moepack.errors import ClusterError, MoepackError, MoepackWarning
 from moepack.pipeline.distributed import probe
 from moepack.pipeline.distributed.access import AUTH_MODE, reach
+from moepack.system import processors
 
 __all__ = ["Cluster"]
 
@@ -41,25 +42,28 @@ class Cluster:
     Attributes:
         ray: the `ray` module.
         threads: cores and threads of each task.
+        gpus: GPUs of each task, 0 or 1.
     """
 
-    def __init__(self, address: str, threads: int) -> None:
+    def __init__(self, address: str, threads: int, gpus: int = 0) -> None:
         """Connect to the cluster at `address`, or start one on this machine if it is "local".
 
         Raises:
-            ClusterError: Ray is not installed, there is no cluster, or no node has `threads` cores.
+            ClusterError: Ray is not installed, there is no cluster, or no node has `threads` cores and `gpus` GPUs.
         """
         try:
             import ray
         except ImportError as error:
             raise ClusterError("sharing a job requires Ray: pip install 'moepack[ray]'") from error
-        self.ray, self.address, self.threads, self._running = ray, address, threads, set[Any]()
+        self.ray, self.address, self.threads, self.gpus = ray, address, threads, gpus
+        self._running = set[Any]()
         self._own = not ray.is_initialized()
         if self._own:
             self._connect()
         if not self.slots:
             self.close()
-            message = f"no node has the {threads} cores that a task takes; --threads sets this number"
+            also = " and the GPU" if gpus else ""
+            message = f"no node has the {threads} cores{also} that a task takes; --threads sets the number of cores"
             raise ClusterError(message, file=address)
 
     def _connect(self) -> None:
@@ -67,7 +71,7 @@ class Cluster:
         self._auth_mode = os.environ.get(AUTH_MODE)
         options: dict[str, Any] = {"address": self.address, "log_to_driver": False, "logging_level": logging.ERROR}
         if self.address == LOCAL:
-            options |= {"num_cpus": len(os.sched_getaffinity(0)), "include_dashboard": False}
+            options |= {"num_cpus": processors.usable(), "include_dashboard": False}
         elif needed := reach(self.address):
             os.environ.update(needed)
             _reread_settings()
@@ -88,7 +92,12 @@ class Cluster:
     @property
     def slots(self) -> int:
         """Number of tasks that can run at the same time."""
-        return sum(int(node["Resources"].get("CPU", 0)) // self.threads for node in self._nodes())
+        return sum(self._slots(node["Resources"]) for node in self._nodes())
+
+    def _slots(self, resources: Mapping[str, float]) -> int:
+        """Return the number of tasks that can run on a node at the same time."""
+        by_cores = int(resources.get("CPU", 0)) // self.threads
+        return min(by_cores, int(resources.get("GPU", 0)) // self.gpus) if self.gpus else by_cores
 
     def _nodes(self) -> list[Mapping[str, Any]]:
         return [node for node in self.ray.nodes() if node["Alive"]]
@@ -162,7 +171,7 @@ class Cluster:
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Submit a task; returns a handle for `result`."""
-        task = self.ray.remote(num_cpus=self.threads, max_retries=RETRIES)(work)
+        task = self.ray.remote(num_cpus=self.threads, num_gpus=self.gpus, max_retries=RETRIES)(work)
         return self._noted(task.remote(self.threads, *arguments))
 
     def result(self, task: Any) -> Any:

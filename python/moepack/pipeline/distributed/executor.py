@@ -2,6 +2,10 @@
 
 Twice as many tasks are submitted as can run at a time. So nodes never wait for the driver, and the number of results
 waiting for their turn is small for models of any size.
+
+If the experts of a layer share a bit budget (`LayerPlan`), tasks first measure all groups of experts, which gives the
+price of a bit. The groups of one wave then pay one price, and the next wave corrects for what they took. A run on one
+machine solves the same waves in the same order.
 """
 
 from __future__ import annotations
@@ -10,7 +14,8 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,11 +23,12 @@ from moepack.calibration import LayerRun
 from moepack.calibration.experts import ExpertsRun
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint
-from moepack.errors import MoepackWarning
-from moepack.methods import Calibrates, MeetsSize, Method, PackedBytes
+from moepack.errors import DeviceError, MoepackWarning
+from moepack.methods import MeetsSize, Method, PackedBytes
+from moepack.methods.mixins import requested
 from moepack.pipeline.assignment import Assignment, PlannedAssignment
 from moepack.pipeline.distributed.cluster import Cluster
-from moepack.pipeline.distributed.remote import Done, Found, pack_tensor, solve_group
+from moepack.pipeline.distributed.remote import Done, Found, measure_group, pack_tensor, solve_group
 from moepack.pipeline.executor import Executor, Unit
 from moepack.pipeline.work import LayerWork, Packed, pack_run
 
@@ -33,39 +39,50 @@ AHEAD = 2
 
 
 def refuse(method: Method) -> None:
-    """Reject a method whose work cannot be shared.
+    """Reject a method whose device a cluster cannot provide.
 
     Raises:
-        ValueError: it solves experts one after another, or on a GPU.
+        DeviceError: this machine has no GPU, although it runs the model's other layers on one.
+        ValueError: the device is neither the CPU nor any GPU.
     """
-    if isinstance(method, Calibrates) and method.sequential:
-        raise ValueError(
-            f"--ray cannot distribute this job: with these settings, the method {method.name} quantizes the experts "
-            "of a layer one after another, because they share a bit budget; omit --ray, or use a method without "
-            "calibration, codequant, or qmoe without --bits-per-weight"
+    device = device_of(method)
+    if str(device) not in ("cpu", "cuda"):
+        raise ValueError(f"--ray assigns a GPU to each task: --device must be cpu or cuda, not {device}")
+    if device.type == "cuda" and requested(method) is not None and not torch.cuda.is_available():
+        raise DeviceError(
+            f"--ray with --device cuda and a text: the layers outside the experts run on a GPU of this machine, which "
+            f"has none; run the command on a node with a GPU, or {method.name} without a text"
         )
-    if torch.device(getattr(method, "device", "cpu")).type != "cpu":
-        raise ValueError("--ray shares work among CPUs: --device must be cpu")
+
+
+def device_of(method: Method) -> torch.device:
+    """Return the device that a method computes on."""
+    return torch.device(getattr(method, "device", "cpu"))
 
 
 class RayExecutor(Executor):
     """Packs tensors on a Ray cluster."""
 
+    reads_here: ClassVar[bool] = False
+
     def __init__(self, address: str, checkpoint: Checkpoint, assignment: Assignment) -> None:
-        """Connect and check that all nodes can take part; each task takes as many cores as torch has threads here.
+        """Connect and check that all nodes can take part.
+
+        Each task takes as many cores as torch has threads here, and one GPU if a method computes on GPUs.
 
         Raises:
             ClusterError: a node cannot take part.
-            ValueError: as for `refuse`.
+            DeviceError, ValueError: as for `refuse`.
         """
         for method in assignment.methods:
             refuse(method)
         self._in_order = any(isinstance(each, MeetsSize) and each.depends_on_sizes for each in assignment.methods)
-        self._cluster = Cluster(address, torch.get_num_threads())
+        gpus = int(any(device_of(method).type == "cuda" for method in assignment.methods))
+        self._cluster = Cluster(address, torch.get_num_threads(), gpus)
         self._waiting: deque[Unit] = deque()
         self._running: dict[tuple[str, str], Any] = {}
         try:
-            headers = checkpoint.shards.values()
+            headers = checkpoint.shards.values() if checkpoint.files.is_local else ()
             self._cluster.check({str(header.file.absolute()): header.stamp for header in headers})
         except BaseException:
             self.close()
@@ -116,18 +133,44 @@ class RayExecutor(Executor):
         """See `Executor`. Linear layers depend on each other, and known tensors are only looked up: both stay here."""
         if not isinstance(run, ExpertsRun) or known.keys() >= run.tensors.keys():
             return pack_run(run, known, self.assignment, self.advance, self.spent)
-        work = LayerWork(run, known, self.assignment, self.advance, self.spent)
         shared = [self._cluster.share((run.apart(), dict(known)))]
-        tasks = ((solve_group, self._assignment, shared, group) for group in run.groups)
-        for group, found in zip(run.groups, self._results(tasks), strict=True):
-            for name, experts, solution in found.solved:
-                work.put(name, experts, solution)
-            run.add(found.additions)
-            self.advance(len(group) * sum(math.prod(run.tensors[name].shape[1:]) for name in work.plans))
+        work = LayerWork(run, known, self.assignment, self.advance, self.spent)
+        work.create_plans()
+        jobs: Iterator[tuple[Any, ...]]
+        for wave in (run.groups[:1], run.groups[1:]) if work.layer_plans else ():
+            plans = self._shared_plans(work)
+            jobs = ((measure_group, self._assignment, shared, plans, group, run.shard(group)) for group in wave)
+            for measured in self._results(jobs):
+                work.add(measured)
+        for groups in run.waves:
+            work.begin(groups)
+            plans, alone = self._shared_plans(work), len(groups) == 1
+            jobs = ((solve_group, self._assignment, shared, plans, group, run.shard(group), alone) for group in groups)
+            for group, found in zip(groups, self._results(jobs), strict=True):
+                self._take(work, run, group, found)
         run.finished = True
         return work.pack()
 
-    def _results(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Found]:
+    def _shared_plans(self, work: LayerWork) -> list[Any]:
+        """Put copies of the layer plans into the object store; returns a list of their reference."""
+        names = {weights.name for weights in work.run.tensors.values()}
+        return [self._cluster.share({number: plan.apart(names) for number, plan in work.layer_plans.items()})]
+
+    def _take(self, work: LayerWork, run: ExpertsRun, group: range, found: Found) -> None:
+        """Take over the result of a group."""
+        for name, experts, solution, dtypes in found.solved:
+            parts = {key: part.to(dtypes[key]) for key, part in solution.parts.items()}
+            work.put(name, experts, replace(solution, parts=parts))
+        for name, largest in found.half.items():
+            work.half[name].append(largest)
+        if found.plans is not None:
+            work.layer_plans = found.plans
+        for number, taken in found.taken.items():
+            work.layer_plans[number].take(group, taken)
+        run.add(found.additions, found.largest)
+        self.advance(len(group) * sum(math.prod(run.tensors[name].shape[1:]) for name in work.plans))
+
+    def _results(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """Yield the results of tasks in order."""
         running: deque[Any] = deque()
         for task in tasks:

@@ -1,7 +1,7 @@
-"""Tasks that run on the nodes of a cluster: pack a tensor, or solve a group of experts.
+"""Tasks that run on the nodes of a cluster: pack a tensor, or measure or solve a group of experts.
 
-A task may run again on another node, so it modifies only its own copies. Layers and the inputs of a layer's experts are
-large and serve many tasks: a process caches the last ones that it fetched.
+A task may run again on another node, so it modifies only its own copies. Layers and layer plans are large and serve
+many tasks: a process caches the last ones that it fetched. The inputs of experts come with the task that reads them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from typing import Any, NamedTuple
 import torch
 
 from moepack.backends.threads import set_threads
-from moepack.calibration.experts import ExpertsRun
+from moepack.calibration.experts import ExpertsRun, Shard
 from moepack.calibration.stage import PackedLayer, WholeTensor
 from moepack.calibration.stream import Additions
 from moepack.errors import MoepackWarning
-from moepack.methods import PackedBytes, Solution
+from moepack.methods import LayerPlan, PackedBytes, Solution
 from moepack.pipeline.assignment import PlannedAssignment
-from moepack.pipeline.work import LayerWork, Packed, pack_run
+from moepack.pipeline.work import LayerWork, Measured, Packed, pack_run
 
-__all__ = ["Done", "Found", "Solved", "pack_tensor", "solve_group"]
+__all__ = ["Done", "Found", "Solved", "measure_group", "pack_tensor", "solve_group"]
 
-Solved = list[tuple[str, range, Solution]]
-"""Solutions by tensor and experts, without values, which only serve to compute the experts' outputs."""
+LayerPlans = dict[int, LayerPlan]
+"""See `LayerWork.layer_plans`."""
+
+Solved = list[tuple[str, range, Solution, dict[str, torch.dtype]]]
+"""Solutions by tensor and experts, without values, which only serve to compute the experts' outputs. Integers are in
+the narrowest dtype that holds them, next to the dtypes that they had."""
 
 
 class Done(NamedTuple):
@@ -37,10 +41,23 @@ class Done(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Solutions for a group of experts, and their additions to the sums of each stream."""
+    """What a task found for a group of experts.
+
+    Attributes:
+        solved: the solutions.
+        additions: additions to the sums of each stream.
+        largest: the largest magnitude of activations.
+        half: the largest magnitude of float16 weights, by tensor.
+        taken: by layer plan, what the group took; empty if `plans` has that.
+        plans: the layer plans after a group that is a wave by itself, otherwise None.
+    """
 
     solved: Solved
     additions: Sequence[Additions]
+    largest: float
+    half: Mapping[str, float]
+    taken: Mapping[int, Any]
+    plans: LayerPlans | None
 
 
 def pack_tensor(
@@ -56,29 +73,83 @@ def pack_tensor(
     return _done(threads, lambda: pack_run(run, {}, assignment, lambda _: None, spent)[name])
 
 
-def solve_group(threads: int, assignment: PlannedAssignment, run: Sequence[Any], group: range) -> Done:
-    """Solve a group of experts of a run, given as a list of one reference."""
+def measure_group(
+    threads: int,
+    assignment: PlannedAssignment,
+    run: Sequence[Any],
+    plans: Sequence[Any],
+    group: range,
+    shard: Shard,
+) -> Done:
+    """Measure the stages of a group of experts; the run and the layer plans are given as lists of one reference."""
+    work = _group(assignment, run, plans, group, shard)
+    return _done(threads, lambda: _measured(work))
+
+
+def _group(
+    assignment: PlannedAssignment, run: Sequence[Any], plans: Sequence[Any], group: range, shard: Shard
+) -> _Noting:
     apart, known = _run(*run)
-    return _done(threads, lambda: _solved(apart.only(group), known, assignment))
+    return _Noting(apart.only(group, shard), known, assignment, _plans(*plans))
 
 
 @torch.no_grad()
-def _solved(run: ExpertsRun, known: Packed, assignment: PlannedAssignment) -> Found:
-    work = _Noting(run, known, assignment, lambda _: None, {})
+def _measured(work: _Noting) -> list[Measured]:
+    found = []
+    for measured in work.measured():
+        work.add([measured])  # the next stage of the first group depends on it
+        found.append(measured)
+    return found
+
+
+def solve_group(
+    threads: int,
+    assignment: PlannedAssignment,
+    run: Sequence[Any],
+    plans: Sequence[Any],
+    group: range,
+    shard: Shard,
+    alone: bool,
+) -> Done:
+    """Solve a group of experts, which is `alone` in its wave or not; other arguments as for `measure_group`."""
+    work = _group(assignment, run, plans, group, shard)
+    return _done(threads, lambda: _solved(work, group, alone))
+
+
+@torch.no_grad()
+def _solved(work: _Noting, group: range, alone: bool) -> Found:
     work.answer()
-    return Found(work.noted, run.additions)
+    run, plans = work.run, work.layer_plans
+    assert isinstance(run, ExpertsRun)
+    additions = [Additions([(rows.cpu(), states.cpu()) for rows, states in own.made]) for own in run.additions]
+    half = {name: max(found, default=0.0) for name, found in work.half.items()}
+    taken = {} if alone else {number: plan.taken(group) for number, plan in plans.items()}
+    return Found(work.noted, additions, run.largest, half, taken, plans if alone else None)
 
 
 class _Noting(LayerWork):
     """Keeps solutions group by group, for the process that combines them."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, run: ExpertsRun, known: Packed, assignment: PlannedAssignment, plans: LayerPlans) -> None:
+        super().__init__(run, known, assignment, lambda _: None, {})
+        self.layer_plans = plans
         self.noted: Solved = []
 
     def put(self, name: str, experts: range, solution: Solution) -> None:
-        """Keep a solution."""
-        self.noted.append((name, experts, replace(solution, values=None)))
+        """Keep a solution, in CPU memory."""
+        parts = {key: _narrowed(part.cpu()) for key, part in solution.parts.items()}
+        dtypes = {key: part.dtype for key, part in solution.parts.items()}
+        self.noted.append((name, experts, replace(solution, parts=parts, values=None), dtypes))
+
+
+def _narrowed(part: torch.Tensor) -> torch.Tensor:
+    """Return integers in the narrowest dtype that holds them; other values unchanged."""
+    if part.dtype in (torch.int32, torch.int64) and part.numel():
+        low, high = (int(each) for each in part.aminmax())
+        for dtype in (torch.int8, torch.int16):
+            if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+                return part.to(dtype)
+    return part
 
 
 def _done(threads: int, work: Callable[[], Any]) -> Done:
@@ -102,6 +173,12 @@ def _layers(reference: Any) -> Mapping[str, PackedLayer]:
 def _run(reference: Any) -> tuple[ExpertsRun, dict[str, PackedBytes]]:
     run, known = _fetched(reference)
     return run, known
+
+
+@lru_cache(maxsize=1)
+def _plans(reference: Any) -> LayerPlans:
+    plans: LayerPlans = _fetched(reference)
+    return plans
 
 
 def _fetched(reference: Any) -> Any:

@@ -1,8 +1,6 @@
 """Runs the HTTP server until Ctrl-C or SIGTERM, then lets running answers end."""
 
 import asyncio
-import resource
-import signal
 import socket
 from contextlib import nullcontext, suppress
 from types import FrameType
@@ -16,6 +14,7 @@ from moepack.serving.engine import Engine
 from moepack.serving.http.notify import notify
 from moepack.serving.http.refusal import Refusal
 from moepack.serving.http.unixsocket import unix_path, unix_socket
+from moepack.system.processes import interrupt_on_termination, raise_open_files
 
 __all__ = ["DRAIN", "listen"]
 
@@ -120,9 +119,9 @@ def listen(app: FastAPI, engine: Engine, host: str, port: int, drain: float = DR
         LoadError: the Unix socket cannot be created.
     """
     path = unix_path(host)
-    _raise_file_limit()
+    raise_open_files(FILES)
     # Uvicorn raises the signal again at the end. As a KeyboardInterrupt, it lets the process clean up.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_on_termination()
     reached = nullcontext() if path is None else unix_socket(path)
     with present_exempted(), reached as listener, suppress(KeyboardInterrupt):
         # With WebSockets off, an upgrade request is an ordinary GET and is answered like any other.
@@ -130,11 +129,3 @@ def listen(app: FastAPI, engine: Engine, host: str, port: int, drain: float = DR
             app, host=host, port=port, log_level="info", timeout_graceful_shutdown=1, http=_Protocol, ws="none"
         )
         _Server(config, engine, drain).run(None if listener is None else [listener])
-
-
-def _raise_file_limit() -> None:
-    """Raise the soft limit of open files, which is often 1024, to what the hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

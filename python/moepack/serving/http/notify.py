@@ -1,8 +1,9 @@
 """Tells systemd about the state of the service (sd_notify), if it started this process."""
 
 import os
-import socket
 from contextlib import suppress
+
+from moepack.system.sockets import datagram
 
 __all__ = ["notify"]
 
@@ -15,5 +16,5 @@ def notify(*states: str) -> None:
     if address.startswith("@"):  # an abstract address
         address = "\0" + address[1:]
     # A manager that has gone must not end the server.
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
+    with suppress(OSError), datagram() as manager:
         manager.sendto("\n".join(states).encode(), address)

@@ -3,7 +3,6 @@
 Invariant: only a socket without a listener is replaced, and only the server's own socket is removed.
 """
 
-import os
 import socket
 import stat
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moepack.errors import LoadError
+from moepack.system import files, sockets
 
 __all__ = ["PREFIX", "unix_path", "unix_socket"]
 
@@ -40,16 +40,15 @@ def unix_socket(path: Path) -> Iterator[socket.socket]:
     Raises:
         LoadError: another server listens there, the path is another kind of file, or it cannot be created.
     """
+    if not sockets.HAS_UNIX:
+        raise LoadError(f"{path}: cannot listen there: this system has no Unix sockets")
     _remove_stale(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(MASK)  # the permissions hold from the start
+    listener = sockets.stream()
     try:
-        listener.bind(str(path))
+        sockets.bind_unix(listener, str(path), MASK)
     except OSError as error:
         listener.close()
         raise LoadError(f"{path}: cannot listen there: {error.strerror or error}") from error
-    finally:
-        os.umask(mask)
     own = _identity(path)
     try:
         yield listener
@@ -57,7 +56,7 @@ def unix_socket(path: Path) -> Iterator[socket.socket]:
         listener.close()
         with suppress(FileNotFoundError):
             if _identity(path) == own:
-                path.unlink()
+                files.remove(path)
 
 
 def _identity(path: Path) -> tuple[int, int]:
@@ -75,12 +74,12 @@ def _remove_stale(path: Path) -> None:
         raise LoadError(f"{path}: cannot listen there: {error.strerror}") from error
     if not stat.S_ISSOCK(mode):
         raise LoadError(f"{path}: cannot listen there: the file exists and is not a socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    with sockets.stream() as probe:
         probe.settimeout(1)
         try:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
+            files.remove(path, missing_ok=True)
             return
         except OSError as error:  # a full backlog, or no permission: there is a listener
             raise LoadError(f"{path}: cannot listen there: {error.strerror or error}") from error

@@ -5,11 +5,10 @@ code. Data shared by all experts (header, tables, parameters) is copied at once 
 expert are loaded by `read` and released by `drop`, in whole pages. Pages at both ends that an expert's codes share with
 their neighbors also stay in memory.
 
-Invariant: the bytes equal those of the file, except that experts that were not read or were dropped are zero. Code that
-multiplies by an expert must prevent it from being dropped (`Residency`).
+Invariant: the bytes equal those of the file, except those of experts that were not read or were dropped, which are
+arbitrary (zero on Linux). Code that multiplies by an expert must prevent it from being dropped (`Residency`).
 """
 
-import mmap
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -18,14 +17,12 @@ from numpy.typing import NDArray
 
 from moepack.arrays import as_bytes
 from moepack.stores.streaming.source import PAGE, READ, Source
+from moepack.system.maps import Reserved
 
 __all__ = ["Piece", "Region"]
 
 Piece = tuple[Source, memoryview, int]
 """A read: the source to read from, and the arguments of its `read`."""
-
-_NORESERVE = 0x4000
-"""Linux's MAP_NORESERVE, which Python does not define: the range may exceed the memory."""
 
 
 class Region:
@@ -50,15 +47,13 @@ class Region:
         self._source, phase = source, place % PAGE
         self._phase = phase
         self._place = place - phase
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        self._memory = mmap.mmap(-1, -(-(phase + len(data)) // PAGE) * PAGE, flags=flags)
-        self._memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would load bytes of other experts
-        own = np.frombuffer(self._memory, np.uint8)[phase : phase + len(data)]
+        self._range = Reserved(-(-(phase + len(data)) // PAGE) * PAGE)
+        own = np.frombuffer(self._range.memory, np.uint8)[phase : phase + len(data)]
         self._runs = _whole_pages(payloads + phase)
         for start, stop in _between([run for run in self._runs if run], phase, phase + len(data)):
             own[start - phase : stop - phase] = data[start - phase : stop - phase]
         self.sizes = [len(run) for run in self._runs]
-        self.shared = len(self._memory) - sum(self.sizes)
+        self.shared = self._range.size - sum(self.sizes)
         self.data = as_bytes(own)
 
     def start(self, expert: int) -> int:
@@ -68,7 +63,7 @@ class Region:
     def piece(self, expert: int, start: int, stop: int) -> Piece:
         """A read of an expert's streamed bytes from `start` to `stop`, relative to the first one, in whole pages."""
         run = self._runs[expert][start:stop]
-        return self._source, memoryview(self._memory)[run.start : run.stop], self._place + run.start
+        return self._source, memoryview(self._range.memory).cast("B")[run.start : run.stop], self._place + run.start
 
     def reads(self, expert: int) -> Iterator[Piece]:
         """The reads that load an expert."""
@@ -79,7 +74,7 @@ class Region:
         """Release the memory of an expert, by default all of it."""
         run = self._runs[expert][start:stop]
         if run:
-            self._memory.madvise(mmap.MADV_DONTNEED, run.start, len(run))
+            self._range.release(run.start, len(run))
 
 
 def _whole_pages(payloads: NDArray[np.int64]) -> list[range]:

@@ -1,23 +1,20 @@
 """Positional file reads that bypass the page cache if the file system supports it.
 
 A cache on top of buffered reads would keep bytes twice, and the page cache is not part of any budget. Files are
-therefore read with O_DIRECT, in whole pages to page-aligned memory. If O_DIRECT is not supported or is slower on this
+therefore read directly, in whole pages to page-aligned memory. If direct reads are not supported or are slower on this
 drive, each buffered read tells the page cache to drop its pages.
 """
 
-import mmap
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from moepack.errors import CorruptionError, LoadError
+from moepack.system import reading
+from moepack.system.maps import PAGE, anonymous
 
 __all__ = ["PAGE", "READ", "Source"]
-
-PAGE = mmap.PAGESIZE
-"""The page size in bytes; offsets, lengths and addresses of direct reads are multiples of it."""
 
 READ = 1 << 20
 """The most bytes per read: drives reach their full rate at a quarter of this with several concurrent reads."""
@@ -41,10 +38,10 @@ class Source:
     def __init__(self, file: Path) -> None:
         self.file = file
         try:
-            self._buffered = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            self._buffered = reading.open_buffered(file)
         except OSError as error:
             raise LoadError(f"cannot be opened: {error.strerror}", file=file) from error
-        self._direct = _open_direct(file)
+        self._direct = reading.open_direct(file)
         self.is_direct = self._direct is not None and self._prefers_direct()
 
     def read(self, into: memoryview, place: int) -> None:
@@ -66,25 +63,20 @@ class Source:
     def _read(self, into: memoryview, place: int, direct: bool) -> None:
         descriptor = self._direct if direct and self._direct is not None else self._buffered
         while into:
-            count = os.preadv(descriptor, [into], place)
+            count = reading.read_at(descriptor, into, place)
             if count == 0:
                 raise self.ended(place)
             if descriptor == self._buffered:
-                self._forget(place, count)
+                reading.forget(self._buffered, place, count)
             into, place = into[count:], place + count
 
     def ended(self, place: int) -> CorruptionError:
         """Build the error for a file that ends at byte `place`, before the requested range."""
         return CorruptionError(f"ends at byte {place}: it was truncated while it was open", file=self.file)
 
-    def _forget(self, place: int, count: int) -> None:
-        """Drop a range from the page cache."""
-        with suppress(OSError, AttributeError):
-            os.posix_fadvise(self._buffered, place, count, os.POSIX_FADV_DONTNEED)
-
     def forget(self) -> None:
         """Drop the file from the page cache; mapped pages remain."""
-        self._forget(0, 0)
+        reading.forget(self._buffered)
 
     def _prefers_direct(self) -> bool:
         """Whether direct reads work and are not clearly slower than buffered ones."""
@@ -93,7 +85,7 @@ class Source:
         length = min(READ, size // (2 * _PROBES) // PAGE * PAGE)
         if length == 0:
             return False
-        memory = memoryview(mmap.mmap(-1, length))
+        memory = memoryview(anonymous(length))
         self.forget()
         try:
             direct = _seconds(lambda place: self._read(memory, place, True), places[::2])
@@ -105,13 +97,6 @@ class Source:
         for descriptor in (getattr(self, "_buffered", None), getattr(self, "_direct", None)):
             if descriptor is not None:
                 os.close(descriptor)
-
-
-def _open_direct(file: Path) -> int | None:
-    """A descriptor for direct reads; None if they are not supported."""
-    with suppress(OSError, AttributeError):
-        return os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    return None
 
 
 def _seconds(read: Callable[[int], None], places: list[int]) -> float:

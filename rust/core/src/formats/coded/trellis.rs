@@ -13,6 +13,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod span;
 
 use super::affine::Affine;
@@ -20,13 +22,13 @@ use super::code::Code;
 use super::register::Register;
 use super::table::Table;
 use super::{LANES, QUAD};
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::simd::Kind;
 use crate::simd::{Isa, vectorized};
 pub(super) use span::LOWEST;
 pub use span::OFFSET;
 use span::PERIOD;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use span::Span;
 
 /// The next state, indexed by twice the state plus the parity of the index.
@@ -84,6 +86,13 @@ impl States {
             let span = Span::of(table);
             // SAFETY: `isa` proves that the processor has AVX2.
             unsafe { avx2::halves(&mut self.0, span, registers) }
+            return span.affine();
+        }
+        #[cfg(target_arch = "aarch64")]
+        if isa.kind() == Kind::Neon {
+            let span = Span::of(table);
+            // SAFETY: `isa` proves that the processor has NEON.
+            unsafe { neon::halves(&mut self.0, span, registers) }
             return span.affine();
         }
         halves(isa, self, 2 * (table.lowest() - LOWEST), registers);

@@ -13,7 +13,9 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::lanes::{AT_ONCE, Lanes};
-pub(super) use super::look_up::{AHEAD, Tables, indices};
+#[cfg(target_arch = "x86_64")]
+pub(super) use super::look_up::Tables;
+pub(super) use super::look_up::{AHEAD, indices};
 use super::pieces::{self, Pieces};
 use super::tokens::Prepared;
 use super::{Epilogue, Rows};

@@ -20,6 +20,9 @@
 //! bounds then apply to rotated weights and activations, plus (log2 of the width + 2) u sqrt(n) |w| |x| for the
 //! rotation.
 //!
+//! Products of bytes on Arm are signed. NEON kernels therefore take 8-bit activations minus 128 and subtract 128 from
+//! the zero point, which changes no product.
+//!
 //! A token that holds NaN or infinity has NaN outputs. Integer modes give the same bits on every instruction set; the
 //! exact mode sums in the same order everywhere and may fuse multiplications and additions.
 //!
@@ -30,15 +33,17 @@
 //! Codes, centroids and scales are not checked: any bytes give a number (possibly NaN) and no out-of-bounds access.
 
 mod grid;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod kernel;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod lanes;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod look_up;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 #[cfg(target_arch = "x86_64")]
 mod panels;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod pieces;
 mod planes;
 mod portable;
@@ -51,7 +56,7 @@ mod x86;
 pub use projection::{Codebook, MODES};
 
 use crate::formats::codebook::{Block, Layout, PANEL};
-use crate::simd::{Isa, Kind};
+use crate::simd::{self, Isa, Kind};
 use crate::types::Mode;
 use crate::{Error, Result};
 
@@ -101,9 +106,8 @@ impl Precision {
 /// The name of the kernel for an instruction set.
 pub fn kernel_name(isa: Isa) -> &'static str {
     match isa.kind() {
-        Kind::Neon => Isa::SCALAR.name(),
         Kind::Amx => "avx512, amx-int8 for 16 tokens and more in the mode int8",
-        _ => isa.name(),
+        _ => simd::name_with_dot_products(isa),
     }
 }
 

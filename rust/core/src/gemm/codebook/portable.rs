@@ -1,5 +1,5 @@
 //! The kernel in portable Rust: the codes of one row are looked up into a buffer, which is multiplied by every token.
-//! The exact mode of AVX2 also uses it, with a [`Lookup`] that permutes registers.
+//! The exact modes of AVX2 and NEON also use it, with a [`Lookup`] that permutes registers.
 
 use super::tokens::Prepared;
 use super::{Epilogue, Precision, Rows};
@@ -13,9 +13,9 @@ pub struct Buffers<'a> {
     bytes: Vec<i8>,
     values: Vec<f32>,
     /// The buffers of the kernels for many tokens.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub(super) pieces: super::pieces::Pieces<'a>,
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     pieces: std::marker::PhantomData<&'a ()>,
     /// 2-bit codes as words of 16 columns, for 16 rows at a time.
     #[cfg(target_arch = "x86_64")]

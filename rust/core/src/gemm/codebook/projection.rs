@@ -3,9 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+#[cfg(target_arch = "aarch64")]
+use super::neon;
 #[cfg(target_arch = "x86_64")]
 use super::panels::{self, Panels};
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::pieces;
 #[cfg(target_arch = "x86_64")]
 use super::planes::lookups::Lookups;
@@ -19,7 +21,7 @@ use crate::formats::codebook::{Block, PANEL, View};
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Work, by_tokens, direct};
 use crate::gemm::panel::{self, Backend};
 use crate::simd::Isa;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::simd::Kind;
 use crate::types::{Activations, Mode, Shape};
 
@@ -163,7 +165,7 @@ impl Kernel for Codebook<'_> {
             };
             return lookups.multiply(self.isa, work.expert(), rows, tokens, out);
         }
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if self.precision != Precision::Exact && tokens.len() >= pieces::FEWEST {
             buffers.pieces.take(prepared, tokens);
         }
@@ -206,6 +208,11 @@ impl Codebook<'_> {
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => unsafe {
                 x86::avx2(block, self.precision, first, prepared, tokens, buffers, out);
+            },
+            // SAFETY: `isa` proves that the processor has NEON.
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon => unsafe {
+                neon::block(block, self.precision, first, prepared, tokens, buffers, out);
             },
             _ => portable::block(block, self.precision, first, prepared, tokens, buffers, out),
         }

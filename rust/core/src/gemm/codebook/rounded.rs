@@ -21,7 +21,7 @@ use crate::gemm::panel::{
     Backend, Element, Instructions, LANES, Line, Section, Source, Square, Tile, TokenForm, bf16, round_token,
 };
 use crate::hadamard;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::simd::Kind;
 use crate::simd::{Isa, fetch, vectorized};
 use crate::types::{Activations, Shape};
@@ -269,10 +269,13 @@ unsafe fn look_up(isa: Isa, block: &Block, values: &Values, first: usize, lines:
     match isa.kind() {
         // SAFETY: `isa` proves that the processor has AVX-512; the caller guarantees the columns.
         #[cfg(target_arch = "x86_64")]
-        Kind::Avx512 => unsafe { x86::avx512(block, values, first, lines) },
+        Kind::Avx512 => unsafe { vectors::avx512(block, values, first, lines) },
         // SAFETY: `isa` proves that the processor has AVX2; the caller guarantees the columns.
         #[cfg(target_arch = "x86_64")]
-        Kind::Avx2 => unsafe { x86::avx2(block, values, first, lines) },
+        Kind::Avx2 => unsafe { vectors::avx2(block, values, first, lines) },
+        // SAFETY: `isa` proves that the processor has NEON; the caller guarantees the columns.
+        #[cfg(target_arch = "aarch64")]
+        Kind::Neon => unsafe { vectors::neon(block, values, first, lines) },
         _ => look_up_portable(block, values, first, lines),
     }
 }
@@ -300,8 +303,8 @@ fn look_up_portable(block: &Block, values: &Values, first: usize, lines: &mut [L
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-mod x86 {
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod vectors {
     // Closures called by iterators would be compiled without the vector instructions.
     #![allow(clippy::needless_range_loop)]
 
@@ -309,12 +312,16 @@ mod x86 {
     use crate::formats::codebook::bits::{QUADS, REGISTER};
     use crate::gemm::codebook::kernel::{AHEAD, indices};
     use crate::gemm::codebook::lanes::{AT_ONCE, Lanes};
+    #[cfg(target_arch = "aarch64")]
+    use crate::gemm::codebook::neon::Neon;
+    #[cfg(target_arch = "x86_64")]
     use crate::gemm::codebook::x86::{Avx2, Avx512};
 
     /// Decodes lines like [`super::look_up`], with AVX-512.
     ///
     /// # Safety
     /// The processor has AVX-512. `first` is a multiple of [`CHUNK`], and the block has the columns of the lines.
+    #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
     pub unsafe fn avx512(block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
         // SAFETY: the function has the features of the lanes, and the bits are the block's; the caller guarantees the
@@ -331,6 +338,7 @@ mod x86 {
     ///
     /// # Safety
     /// The processor has AVX2. `first` is a multiple of [`CHUNK`], and the block has the columns of the lines.
+    #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2")]
     pub unsafe fn avx2(block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
         // SAFETY: the function has the features of the lanes, and the bits are the block's; the caller guarantees the
@@ -339,6 +347,23 @@ mod x86 {
             match block.bits() {
                 3 => look_up::<Avx2, 3>(block, values, first, lines),
                 _ => look_up::<Avx2, 4>(block, values, first, lines),
+            }
+        }
+    }
+
+    /// Decodes lines like [`super::look_up`], with NEON.
+    ///
+    /// # Safety
+    /// The processor has NEON. `first` is a multiple of [`CHUNK`], and the block has the columns of the lines.
+    #[cfg(target_arch = "aarch64")]
+    #[target_feature(enable = "neon")]
+    pub unsafe fn neon(block: &Block, values: &Values, first: usize, lines: &mut [Line]) {
+        // SAFETY: the function has the features of the lanes that are used, and the bits are the block's; the caller
+        // guarantees the columns.
+        unsafe {
+            match block.bits() {
+                3 => look_up::<Neon<false>, 3>(block, values, first, lines),
+                _ => look_up::<Neon<false>, 4>(block, values, first, lines),
             }
         }
     }

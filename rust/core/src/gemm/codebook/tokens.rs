@@ -7,9 +7,7 @@ use super::planes::tables::Tables;
 use crate::formats::codebook::Layout;
 use crate::gemm::layer::Slots;
 use crate::hadamard::rotate;
-use crate::simd::Isa;
-#[cfg(target_arch = "x86_64")]
-use crate::simd::Kind;
+use crate::simd::{Isa, Kind};
 use crate::types::Activations;
 
 /// The activations of a unit of work.
@@ -100,7 +98,7 @@ impl Form {
 }
 
 /// A prepared token in an integer mode.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[derive(Clone, Copy)]
 pub struct Token<'a> {
     pub codes: &'a [u8],
@@ -189,7 +187,7 @@ impl Prepared {
     }
 
     /// A token's codes, step and zero in an integer mode.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub fn token(&self, token: usize) -> Token<'_> {
         Token {
             codes: self.codes(token),
@@ -221,7 +219,7 @@ fn read(x: Activations, token: usize, out: &mut [f32], form: Form) {
     }
 }
 
-/// Quantizes a token: `x ~ step * (code - zero)`; returns step and zero.
+/// Quantizes a token: `x ~ step * (code - zero)`; returns step and zero. On Arm, codes of 8 bits are signed bytes.
 fn quantize(isa: Isa, x: &[f32], bits: u8, codes: &mut [u8]) -> (f32, i32) {
     match isa.kind() {
         // SAFETY: `isa` proves that the processor has AVX2 and FMA.
@@ -230,6 +228,11 @@ fn quantize(isa: Isa, x: &[f32], bits: u8, codes: &mut [u8]) -> (f32, i32) {
         // SAFETY: `isa` proves that the processor has AVX-512.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx512 => unsafe { super::x86::quantize(x, bits, codes) },
+        Kind::Neon if bits == 8 => {
+            let (step, zero) = quantize_portable(x, bits, codes);
+            codes.iter_mut().for_each(|code| *code ^= 0x80);
+            (step, zero - 0x80)
+        }
         _ => quantize_portable(x, bits, codes),
     }
 }

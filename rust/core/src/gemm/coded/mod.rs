@@ -39,10 +39,16 @@ mod x86;
 pub use projection::Coded;
 
 use crate::formats::coded::{BLOCK_ROWS, LANES};
+use crate::simd::{self, Isa};
 use crate::types::Mode;
 
 /// The compute modes of coded tensors.
 pub const MODES: [Mode; 4] = [Mode::Auto, Mode::Exact, Mode::Bf16, Mode::Int8];
+
+/// The name of the kernel for an instruction set.
+pub fn kernel_name(isa: Isa) -> &'static str {
+    simd::name_with_dot_products(isa)
+}
 
 /// The registers of a piece.
 const PIECE: usize = 32;

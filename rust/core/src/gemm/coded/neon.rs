@@ -40,42 +40,102 @@ pub(super) fn exact(codes: &[Register], x: &[f32], sums: &mut [f32; LANES]) {
     }
 }
 
-/// See [`super::products::bytes`].
+/// See [`super::products::bytes`]. Registers are read once for all tokens.
 #[target_feature(enable = "neon")]
-pub(super) fn bytes(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
+pub(super) fn bytes<const N: usize>(symbols: &[Register], x: [&[i8]; N]) -> [[i32; BLOCK_ROWS]; N] {
     match simd::has_dot_products() {
         // SAFETY: the processor has dot products.
         true => unsafe { bytes_by_dot_products(symbols, x) },
         // SAFETY: no dot products are used.
-        false => unsafe { sums::<false>(symbols, x) },
+        false => unsafe { sums::<false, N>(symbols, x) },
     }
 }
 
 /// # Safety
 /// The processor has NEON with dot products.
 #[target_feature(enable = "neon,dotprod")]
-unsafe fn bytes_by_dot_products(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
+unsafe fn bytes_by_dot_products<const N: usize>(
+    symbols: &[Register],
+    x: [&[i8]; N],
+) -> [[i32; BLOCK_ROWS]; N] {
     // SAFETY: guaranteed by the caller.
-    unsafe { sums::<true>(symbols, x) }
+    unsafe { sums::<true, N>(symbols, x) }
 }
 
 /// # Safety
 /// If `DOT_PRODUCTS` is true, the processor must have dot products.
 #[inline]
 #[target_feature(enable = "neon")]
-unsafe fn sums<const DOT_PRODUCTS: bool>(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
-    let mut sums = [vdupq_n_s32(0); PARTS];
-    for (symbols, x) in symbols.iter().zip(x.as_chunks::<QUAD>().0) {
-        let x = vreinterpretq_s8_u32(vdupq_n_u32(u32::from_le_bytes(x.map(|byte| byte as u8))));
-        for (sum, symbols) in sums.iter_mut().zip(symbols.0.as_chunks::<16>().0) {
-            // SAFETY: there are 16 bytes; the rest is guaranteed by the caller.
-            *sum = unsafe { neon::dot::<DOT_PRODUCTS>(*sum, vld1q_u8(symbols.as_ptr()), x) };
+unsafe fn sums<const DOT_PRODUCTS: bool, const N: usize>(
+    symbols: &[Register],
+    x: [&[i8]; N],
+) -> [[i32; BLOCK_ROWS]; N] {
+    let mut sums = [[vdupq_n_s32(0); PARTS]; N];
+    let (runs, rest) = symbols.as_chunks::<QUAD>();
+    for (number, run) in runs.iter().enumerate() {
+        // The activations of four registers.
+        let words = x.map(|x| {
+            let sixteen = &x[QUAD * QUAD * number..][..QUAD * QUAD];
+            // SAFETY: there are 16 bytes.
+            unsafe { vld1q_s8(sixteen.as_ptr()) }
+        });
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            add::<DOT_PRODUCTS, 0, N>(&run[0], words, &mut sums);
+            add::<DOT_PRODUCTS, 1, N>(&run[1], words, &mut sums);
+            add::<DOT_PRODUCTS, 2, N>(&run[2], words, &mut sums);
+            add::<DOT_PRODUCTS, 3, N>(&run[3], words, &mut sums);
         }
     }
-    let mut rows = [0; BLOCK_ROWS];
-    for (rows, &sum) in rows.as_chunks_mut::<4>().0.iter_mut().zip(&sums) {
-        // SAFETY: there are four rows.
-        unsafe { vst1q_s32(rows.as_mut_ptr(), sum) }
+    for (number, symbols) in rest.iter().enumerate() {
+        let words = x.map(|x| {
+            let four = &x[QUAD * (QUAD * runs.len() + number)..][..QUAD];
+            let word = [0, 1, 2, 3].map(|i| four[i] as u8);
+            vreinterpretq_s8_u32(vdupq_n_u32(u32::from_le_bytes(word)))
+        });
+        // SAFETY: guaranteed by the caller.
+        unsafe { add::<DOT_PRODUCTS, 0, N>(symbols, words, &mut sums) }
     }
-    rows
+    sums.map(|sums| {
+        let mut rows = [0; BLOCK_ROWS];
+        for (rows, sum) in rows.as_chunks_mut::<4>().0.iter_mut().zip(sums) {
+            // SAFETY: there are four rows.
+            unsafe { vst1q_s32(rows.as_mut_ptr(), sum) }
+        }
+        rows
+    })
+}
+
+/// Adds the products of a register with word `WORD` of each token's activations.
+///
+/// # Safety
+/// If `DOT_PRODUCTS` is true, the processor must have dot products.
+#[inline]
+#[target_feature(enable = "neon")]
+unsafe fn add<const DOT_PRODUCTS: bool, const WORD: i32, const N: usize>(
+    symbols: &Register,
+    words: [int8x16_t; N],
+    sums: &mut [[int32x4_t; PARTS]; N],
+) {
+    const { assert!(N <= 4) }
+    // Written out: in a loop, compilers would keep the sums in memory.
+    macro_rules! parts {
+        ($($part:literal)*) => {
+            $({
+                let bytes = &symbols.0.as_chunks::<16>().0[$part];
+                // SAFETY: there are 16 bytes, below 128; the rest is guaranteed by the caller.
+                unsafe {
+                    let bytes = vld1q_s8(bytes.as_ptr().cast());
+                    parts!(@ $part bytes 0 1 2 3);
+                }
+            })*
+        };
+        (@ $part:literal $bytes:ident $($token:literal)*) => {
+            $(if $token < N {
+                let sum = &mut sums[$token][$part];
+                *sum = neon::dot_word::<DOT_PRODUCTS, false, WORD>(*sum, $bytes, words[$token]);
+            })*
+        };
+    }
+    parts!(0 1 2 3);
 }

@@ -66,7 +66,7 @@ pub(super) fn bytes<const N: usize>(
         Kind::Avx512 | Kind::Amx => x.map(|x| unsafe { x86::bytes_avx512(symbols, x) }),
         // SAFETY: `isa` proves that the processor has NEON; the bound is asserted.
         #[cfg(target_arch = "aarch64")]
-        Kind::Neon => x.map(|x| unsafe { neon::bytes(symbols, x) }),
+        Kind::Neon => unsafe { neon::bytes(symbols, x) },
         _ => x.map(|x| bytes_portable(symbols, x)),
     }
 }

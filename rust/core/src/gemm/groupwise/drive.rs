@@ -14,14 +14,13 @@ use super::{MODES, Out, Precision, scalar, tile};
 use crate::Result;
 use crate::gemm::panel::Backend;
 use crate::gemm::require_mode;
-use crate::simd::{Isa, Kind};
+use crate::simd::{self, Isa, Kind};
 use crate::types::{Activations, Mode};
 
 /// The name of the kernel for an instruction set.
 pub fn kernel_name(isa: Isa) -> &'static str {
     match isa.kind() {
-        #[cfg(target_arch = "aarch64")]
-        Kind::Neon if crate::simd::has_dot_products() => "neon-dotprod",
+        Kind::Neon => simd::name_with_matrix_products(isa),
         #[cfg(target_arch = "x86_64")]
         Kind::Avx2 if x86::has_avx_vnni() => "avx-vnni",
         #[cfg(target_arch = "x86_64")]
@@ -107,7 +106,13 @@ impl Engine {
         }
         // As even as possible: the fewer tokens share weights, the longer each takes.
         let tokens = left.div_ceil(left.div_ceil(self.widest()));
-        (tokens, tokens, Form::Words)
+        // Matrix products take two lines at a time.
+        let pairs = self.isa.kind() == Kind::Neon && simd::has_matrix_products();
+        let padded = match pairs && tokens > 1 && self.precision == Precision::Int8 {
+            true => tokens.next_multiple_of(2),
+            false => tokens,
+        };
+        (tokens, padded, Form::Words)
     }
 
     /// Configures matrix registers for a few blocks if the tiles use them; [`Engine::rest`] releases them.

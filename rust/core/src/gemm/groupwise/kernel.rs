@@ -206,8 +206,7 @@ unsafe fn quad<V: Lanes, const BITS: usize>(unit: *const u8, quad: usize) -> V::
                 )
             }
             (8, _) => register(word),
-            _ if shift == 0 => V::mask(register(word), 0x0101_0101 * ((1 << BITS) - 1)),
-            _ => V::mask(V::shift(register(word), shift), 0x0101_0101 * ((1 << BITS) - 1)),
+            _ => V::extract::<BITS>(register(word), shift),
         }
     }
 }
@@ -275,7 +274,11 @@ const fn chains<V: Lanes, const C: usize>() -> usize {
     if V::CHAINS { C } else { 1 }
 }
 
-/// Adds the dot products of quad `QUAD` of a unit of each block.
+/// The most lines of a tile.
+const MOST_LINES: usize = 12;
+
+/// Adds the dot products of quad `QUAD` of a unit of each block. Lines are written out: in a loop, compilers would keep
+/// the sums in memory.
 ///
 /// # Safety
 /// As [`multiply`]; `units` are the blocks' registers of the unit, and `words` the tile's.
@@ -294,15 +297,66 @@ unsafe fn dots<
 ) {
     // SAFETY: the caller guarantees the set and the unit; a tile has QUADS * M words per unit.
     unsafe {
+        const { assert!(M <= MOST_LINES) }
         let mut codes = [V::int_zero(); R];
         for r in 0..R {
             codes[r] = quad::<V, BITS>(units[r], QUAD);
         }
-        for line in 0..M {
-            for r in 0..R {
-                let sum = &mut sums[r][line][QUAD % chains::<V, C>()];
-                *sum = V::dot::<BITS>(*sum, codes[r], words.add(QUAD * M + line));
+        macro_rules! lines {
+            ($($line:literal)*) => {
+                $(if $line < M {
+                    for r in 0..R {
+                        let sum = &mut sums[r][$line][QUAD % chains::<V, C>()];
+                        *sum = V::dot_word::<BITS>(*sum, codes[r], words, QUAD * M + $line);
+                    }
+                })*
+            };
+        }
+        lines!(0 1 2 3 4 5 6 7 8 9 10 11);
+    }
+}
+
+/// Returns whether M lines use matrix products.
+#[inline(always)]
+const fn by_matrix<V: Lanes, const M: usize>() -> bool {
+    V::MATRIX && M.is_multiple_of(2)
+}
+
+/// Adds the products of quads `QUAD` and `QUAD + 1` of a unit of each block, by matrix products.
+///
+/// # Safety
+/// As [`dots`], and `M` is even.
+#[inline(always)]
+unsafe fn matrices<
+    V: Lanes,
+    const BITS: usize,
+    const R: usize,
+    const M: usize,
+    const C: usize,
+    const QUAD: usize,
+>(
+    units: &[*const u8; R],
+    words: *const i32,
+    sums: &mut Sums<V, R, M, C>,
+) {
+    // SAFETY: the caller guarantees the set and the unit; a tile has QUADS * M words per unit.
+    unsafe {
+        for r in 0..R {
+            let quads = [
+                quad::<V, BITS>(units[r], QUAD),
+                quad::<V, BITS>(units[r], QUAD + 1),
+            ];
+            macro_rules! lines {
+                ($($first:literal $second:literal),*) => {
+                    $(if $second < M {
+                        let pair = [sums[r][$first][0], sums[r][$second][0]];
+                        let [first, second] = V::add_matrix(pair, quads, words.add(QUAD * M + $first), M);
+                        sums[r][$first][0] = first;
+                        sums[r][$second][0] = second;
+                    })*
+                };
             }
+            lines!(0 1, 2 3, 4 5, 6 7, 8 9, 10 11);
         }
     }
 }
@@ -356,8 +410,14 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
             }
         }
         macro_rules! quads {
-            ($($quad:literal)*) => {
-                $(dots::<V, BITS, R, M, C, $quad>(&units, words, &mut found);)*
+            ($($even:literal $odd:literal),*) => {
+                $(match by_matrix::<V, M>() {
+                    true => matrices::<V, BITS, R, M, C, $even>(&units, words, &mut found),
+                    false => {
+                        dots::<V, BITS, R, M, C, $even>(&units, words, &mut found);
+                        dots::<V, BITS, R, M, C, $odd>(&units, words, &mut found);
+                    }
+                })*
             };
         }
         // A step of 16 columns uses half of its unit: the first half if its number is even.
@@ -366,10 +426,10 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
             steps.columns >= UNIT || step % 2 == 1,
         ];
         if halves[0] {
-            quads!(0 1 2 3);
+            quads!(0 1, 2 3);
         }
         if halves[1] {
-            quads!(4 5 6 7);
+            quads!(4 5, 6 7);
         }
         for (line, found) in sums.as_flattened_mut().iter_mut().zip(found.as_flattened()) {
             for chain in 0..chains::<V, C>() {
@@ -419,6 +479,15 @@ unsafe fn multiply<
             let mut sums: Sums<V, R, M, C> = [[[V::int_zero(); C]; M]; R];
             for (i, unit) in units_in(steps, step).enumerate() {
                 add_unit::<V, BITS, R, M, C>(&cursors, steps, (step, i, unit), tile, &mut sums);
+            }
+            if by_matrix::<V, M>() {
+                for r in 0..R {
+                    for line in (0..M).step_by(2) {
+                        let [first, second] = V::separate([sums[r][line][0], sums[r][line + 1][0]]);
+                        sums[r][line][0] = first;
+                        sums[r][line + 1][0] = second;
+                    }
+                }
             }
             let mut scales = [(V::zero(), V::zero()); R];
             for r in 0..R {

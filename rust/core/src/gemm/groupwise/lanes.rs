@@ -8,6 +8,8 @@
 pub(super) trait Lanes: Copy {
     /// Whether dot products have such a latency that few sums should use several chains.
     const CHAINS: bool = true;
+    /// Whether an even number of lines uses matrix products, which multiply two lines at a time.
+    const MATRIX: bool = false;
     /// 32-bit integers, or words of codes.
     type Int: Copy;
     /// Single-precision floats.
@@ -40,6 +42,47 @@ pub(super) trait Lanes: Copy {
     #[inline(always)]
     unsafe fn end<const BITS: usize>(_sum: Self::Int, dots: Self::Int) -> Self::Int {
         dots
+    }
+    /// `sum` plus the dot product of four codes with word `at` of a unit's words, whose number is a multiple of four.
+    #[inline(always)]
+    unsafe fn dot_word<const BITS: usize>(
+        sum: Self::Int,
+        codes: Self::Int,
+        words: *const i32,
+        at: usize,
+    ) -> Self::Int {
+        // SAFETY: the caller guarantees the set and the word.
+        unsafe { Self::dot::<BITS>(sum, codes, words.wrapping_add(at)) }
+    }
+    /// Adds to the sums of two lines the products of two neighbouring quads of codes with the lines' words: two words
+    /// at `words`, then two words of the next quad, `stride` words later. The sums are in an order of their own until
+    /// [`Lanes::separate`]. Only if [`Lanes::MATRIX`].
+    #[inline(always)]
+    unsafe fn add_matrix(
+        _sums: [Self::Int; 2],
+        _quads: [Self::Int; 2],
+        _words: *const i32,
+        _stride: usize,
+    ) -> [Self::Int; 2] {
+        unreachable!("only for sets with matrix products")
+    }
+    /// The sums of two lines from those of [`Lanes::add_matrix`].
+    #[inline(always)]
+    unsafe fn separate(sums: [Self::Int; 2]) -> [Self::Int; 2] {
+        sums
+    }
+    /// The codes of `BITS` bits of each byte that start at bit `shift`.
+    #[inline(always)]
+    unsafe fn extract<const BITS: usize>(words: Self::Int, shift: u32) -> Self::Int {
+        // SAFETY: the caller guarantees the set.
+        unsafe {
+            let words = if shift == 0 {
+                words
+            } else {
+                Self::shift(words, shift)
+            };
+            Self::mask(words, 0x0101_0101 * ((1 << BITS) - 1))
+        }
     }
     /// Converts integers to floats.
     unsafe fn to_float(words: Self::Int) -> Self::Float;

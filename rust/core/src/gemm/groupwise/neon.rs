@@ -1,6 +1,10 @@
-//! Sixteen lanes on 64-bit Arm: four NEON registers, with or without dot products of bytes (Armv8.2).
+//! Sixteen lanes on 64-bit Arm: four NEON registers, with dot products of bytes (Armv8.2), also with matrix products
+//! (Armv8.6), or with neither.
 //!
-//! All 16 rows share each broadcast of activations; the sums of six lines and the codes take 28 of 32 registers.
+//! A dot product takes its activations from one word of a register, so a load serves four columns of four quads, and
+//! all 16 rows share it. A matrix product multiplies eight columns of two rows by two lines, twice as many as a dot
+//! product: two neighbouring quads of a register, zipped, are the columns of two pairs of rows. The sums of six lines
+//! and the codes take 28 of 32 registers.
 
 use std::arch::aarch64::*;
 
@@ -19,11 +23,14 @@ const PARTS: usize = 4;
 /// # Safety
 /// The processor has NEON, `steps` belong to `weights.layout`, and the tile belongs to `steps` ([`Tile::is_of`]).
 pub(super) unsafe fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
-    // SAFETY: the caller guarantees NEON and the arguments; dot products are detected here.
+    // SAFETY: the caller guarantees NEON and the arguments; products of bytes are detected here.
     unsafe {
-        match simd::has_dot_products() {
-            true => compute_by_dot_products(weights, steps, tile, out),
-            false => kernel::compute::<Neon<false>>(weights, steps, tile, out),
+        if simd::has_matrix_products() {
+            compute_by_matrix_products(weights, steps, tile, out);
+        } else if simd::has_dot_products() {
+            compute_by_dot_products(weights, steps, tile, out);
+        } else {
+            kernel::compute::<Neon<false, false>>(weights, steps, tile, out);
         }
     }
 }
@@ -33,14 +40,57 @@ pub(super) unsafe fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile,
 #[target_feature(enable = "neon,dotprod")]
 unsafe fn compute_by_dot_products(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
     // SAFETY: the function has the features of the lanes; the caller guarantees steps and tile.
-    unsafe { kernel::compute::<Neon<true>>(weights, steps, tile, out) }
+    unsafe { kernel::compute::<Neon<true, false>>(weights, steps, tile, out) }
 }
 
-/// A whole block.
-#[derive(Clone, Copy)]
-struct Neon<const DOT_PRODUCTS: bool>;
+/// # Safety
+/// The processor has NEON with dot products and matrix products; the rest is as in [`kernel::compute`].
+#[target_feature(enable = "neon,dotprod,i8mm")]
+unsafe fn compute_by_matrix_products(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
+    // SAFETY: the function has the features of the lanes; the caller guarantees steps and tile.
+    unsafe { kernel::compute::<Neon<true, true>>(weights, steps, tile, out) }
+}
 
-impl<const DOT_PRODUCTS: bool> Lanes for Neon<DOT_PRODUCTS> {
+/// A whole block, with products of bytes as far as the processor has them. Matrix products imply dot products.
+#[derive(Clone, Copy)]
+struct Neon<const DOT_PRODUCTS: bool, const MATRIX: bool>;
+
+impl<const DOT_PRODUCTS: bool, const MATRIX: bool> Neon<DOT_PRODUCTS, MATRIX> {
+    /// Adds to `sum` the dot products of codes with word `WORD` of `x`.
+    ///
+    /// # Safety
+    /// The processor has NEON and the products of bytes of the type; codes are below `2^BITS`.
+    #[inline(always)]
+    unsafe fn products<const BITS: usize, const WORD: i32>(
+        sum: [uint32x4_t; PARTS],
+        codes: [uint32x4_t; PARTS],
+        x: int8x16_t,
+    ) -> [uint32x4_t; PARTS] {
+        // SAFETY: the caller guarantees NEON, and the products that are used.
+        unsafe {
+            // Signed products take codes below 128. Others are 128 more than their bytes with the highest bit flipped;
+            // all rows share 128 times the sum of the activations.
+            let (mut flip, mut shared) = (vdupq_n_u8(0), vdupq_n_s32(0));
+            if BITS == 8 && !MATRIX {
+                flip = vdupq_n_u8(0x80);
+                shared = neon::dot_word::<DOT_PRODUCTS, true, WORD>(shared, vdupq_n_s8(64), x);
+                shared = vaddq_s32(shared, shared);
+            }
+            parts(|i| {
+                let sum = vaddq_s32(vreinterpretq_s32_u32(sum[i]), shared);
+                let codes = vreinterpretq_s8_u8(veorq_u8(vreinterpretq_u8_u32(codes[i]), flip));
+                vreinterpretq_u32_s32(match MATRIX {
+                    true => neon::usdot_word::<WORD>(sum, codes, x),
+                    false if BITS == 8 => neon::dot_word::<DOT_PRODUCTS, true, WORD>(sum, codes, x),
+                    false => neon::dot_word::<DOT_PRODUCTS, false, WORD>(sum, codes, x),
+                })
+            })
+        }
+    }
+}
+
+impl<const DOT_PRODUCTS: bool, const MATRIX: bool> Lanes for Neon<DOT_PRODUCTS, MATRIX> {
+    const MATRIX: bool = MATRIX;
     type Int = [uint32x4_t; PARTS];
     type Float = [float32x4_t; PARTS];
 
@@ -83,18 +133,76 @@ impl<const DOT_PRODUCTS: bool> Lanes for Neon<DOT_PRODUCTS> {
     }
     #[inline(always)]
     unsafe fn dot<const BITS: usize>(sum: Self::Int, codes: Self::Int, x: *const i32) -> Self::Int {
-        // SAFETY: the caller guarantees NEON, dot products if `DOT_PRODUCTS`, and a readable word at `x`; codes of four
-        // bits are below 16.
-        parts(|i| unsafe {
+        // SAFETY: the caller guarantees NEON, the products of bytes, and a readable word at `x`.
+        unsafe {
             let x = vreinterpretq_s8_s32(vdupq_n_s32(x.read_unaligned()));
-            let (sum, codes) = (vreinterpretq_s32_u32(sum[i]), vreinterpretq_u8_u32(codes[i]));
-            if BITS < 8 {
-                return vreinterpretq_u32_s32(neon::dot::<DOT_PRODUCTS>(sum, codes, x));
+            Self::products::<BITS, 0>(sum, codes, x)
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_word<const BITS: usize>(
+        sum: Self::Int,
+        codes: Self::Int,
+        words: *const i32,
+        at: usize,
+    ) -> Self::Int {
+        // SAFETY: the caller guarantees NEON and the products of bytes. The four words around word `at` are readable,
+        // because the number of words is a multiple of four.
+        unsafe {
+            // One load serves four words: compilers combine equal loads.
+            let x = vld1q_s8(words.add(at / 4 * 4).cast());
+            match at % 4 {
+                0 => Self::products::<BITS, 0>(sum, codes, x),
+                1 => Self::products::<BITS, 1>(sum, codes, x),
+                2 => Self::products::<BITS, 2>(sum, codes, x),
+                _ => Self::products::<BITS, 3>(sum, codes, x),
             }
-            // Dot products take signed bytes, so codes are split into halves of four bits.
-            let low = neon::dot::<DOT_PRODUCTS>(sum, vandq_u8(codes, vdupq_n_u8(15)), x);
-            let high = neon::dot::<DOT_PRODUCTS>(vdupq_n_s32(0), vshrq_n_u8::<4>(codes), x);
-            vreinterpretq_u32_s32(vaddq_s32(low, vshlq_n_s32::<4>(high)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn add_matrix(
+        [first, second]: [Self::Int; 2],
+        [even, odd]: [Self::Int; 2],
+        words: *const i32,
+        stride: usize,
+    ) -> [Self::Int; 2] {
+        // SAFETY: the caller guarantees matrix products, two readable words at `words` and two `stride` words later.
+        unsafe {
+            let (x, next) = (vld1_s32(words), vld1_s32(words.add(stride)));
+            // The eight bytes of one line, then those of the other.
+            let x = vreinterpretq_s8_s32(vcombine_s32(vzip1_s32(x, next), vzip2_s32(x, next)));
+            // Of the four rows of a register, `first` has the sums of two with both lines, and `second` the others.
+            let add = |sum: uint32x4_t, rows: uint32x4_t| {
+                let (sum, rows) = (vreinterpretq_s32_u32(sum), vreinterpretq_s8_u32(rows));
+                vreinterpretq_u32_s32(neon::usmmla(sum, rows, x))
+            };
+            [
+                parts(|i| add(first[i], vzip1q_u32(even[i], odd[i]))),
+                parts(|i| add(second[i], vzip2q_u32(even[i], odd[i]))),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn separate([first, second]: [Self::Int; 2]) -> [Self::Int; 2] {
+        // SAFETY: the caller guarantees NEON.
+        unsafe {
+            [
+                parts(|i| vuzp1q_u32(first[i], second[i])),
+                parts(|i| vuzp2q_u32(first[i], second[i])),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn extract<const BITS: usize>(words: Self::Int, shift: u32) -> Self::Int {
+        // Bytes are shifted, not words: nothing enters from above, so the highest codes of a byte need no mask.
+        let mask = match shift as usize + BITS {
+            8 => u8::MAX,
+            _ => u8::MAX >> (8 - BITS),
+        };
+        // SAFETY: the caller guarantees NEON.
+        words.map(|words| unsafe {
+            let bytes = neon::shift_bytes(vreinterpretq_u8_u32(words), shift);
+            vreinterpretq_u32_u8(vandq_u8(bytes, vdupq_n_u8(mask)))
         })
     }
     #[inline(always)]

@@ -1,84 +1,178 @@
-//! NEON: a quarter of a register at a time; tables are looked up 64 bytes at a time.
+//! NEON: the four quarters of a register advance in step, operation by operation, so that an in-order processor, too,
+//! has independent work. Streams alternate register by register, with their states in memory.
 //!
-//! Streams alternate register by register, so that out-of-order execution has several independent chains.
+//! *Symbols* are looked up like with AVX2 ([`super::avx2`]): a slot's symbol is that of its bucket's first slot, plus
+//! one if the slot lies after the bucket's edge. Bytes below 16 after the shift are in the bucket of the outermost slots,
+//! whose symbols replace the others in the same lookup (`tbx` keeps lanes out of range). Frequencies and starts take
+//! one lookup each in 16, 32 or 64 entries: the more registers a lookup has, the longer it takes, so that the 256
+//! symbols of all slots (four lookups in 64 entries) would take most of the time.
+//!
+//! *Bytes.* A multiplication adds the numbers of reading lanes up to each lane within four of them ([`POSITIONS`]).
+//! Two lookups and additions extend the sums to sixteen lanes.
+//!
+//! A quarter takes 28 vector operations, besides loads and stores.
 
 use std::arch::aarch64::*;
+use std::array::from_fn;
 
 use super::chain::Chain;
 use crate::formats::coded::register::Register;
-use crate::formats::coded::table::Table;
-use crate::formats::coded::{LANES, QUAD};
+use crate::formats::coded::table::{BUCKET, SHIFT, Table};
+use crate::formats::coded::{BLOCK_ROWS, LANES, QUAD};
 
 /// The bytes of a vector.
 const WIDTH: usize = 16;
+/// The vectors of a register.
+const PARTS: usize = LANES / WIDTH;
+/// Bytes that are 255 or 0, read as 32 bits, are 255 times the word u of ones or zeros. As 255 * 0x01010101 is -1,
+/// this factor is 0x01010101 / 255 mod 2^32, and the product is 0x01010101 u: byte i of it is the sum of u's bytes up
+/// to i, at most four.
+const POSITIONS: u32 = 0x0101_0101_u32.wrapping_mul(0x0101_0101_u32.wrapping_neg());
+/// The places whose sums are added to a lane's: the third byte of the lower four lanes for the upper four of each
+/// eight, then that of the lower eight for the upper eight. There is nothing to add at places out of range.
+static EIGHTS: [u8; WIDTH] = [255, 255, 255, 255, 3, 3, 3, 3, 255, 255, 255, 255, 11, 11, 11, 11];
+static SIXTEENS: [u8; WIDTH] = [255, 255, 255, 255, 255, 255, 255, 255, 7, 7, 7, 7, 7, 7, 7, 7];
 
 /// See [`super::decode`].
 #[target_feature(enable = "neon")]
 pub(super) fn decode(chains: &mut [Chain], registers: usize, out: &mut [Register]) {
+    let tables = || chains.iter().map(|chain| chain.table);
+    let banks = tables().map(|table| table.count.div_ceil(BUCKET)).max();
+    let more = chains.iter().any(|chain| chain.rows < BLOCK_ROWS)
+        || tables().any(|table| !table.buckets.edges.is_empty());
+    match (banks, more) {
+        (Some(..=1), false) => rotate::<1, false>(chains, registers, out),
+        (Some(..=1), true) => rotate::<1, true>(chains, registers, out),
+        (Some(2), false) => rotate::<2, false>(chains, registers, out),
+        (Some(2), true) => rotate::<2, true>(chains, registers, out),
+        _ => rotate::<4, true>(chains, registers, out),
+    }
+}
+
+/// Decodes chains whose tables have at most `16 * BANKS` symbols. `MORE` must be true if any lists edges or any chain
+/// has fewer rows than a row block.
+#[target_feature(enable = "neon")]
+fn rotate<const BANKS: usize, const MORE: bool>(
+    chains: &mut [Chain],
+    registers: usize,
+    out: &mut [Register],
+) {
     for i in 0..registers {
         for (number, chain) in chains.iter_mut().enumerate() {
-            next(chain, &mut out[number * registers + i]);
+            next::<BANKS, MORE>(chain, &mut out[number * registers + i]);
         }
     }
 }
 
+/// A value for each quarter.
+type All = [uint8x16_t; PARTS];
+
 /// Decodes a register.
 #[inline]
 #[target_feature(enable = "neon")]
-fn next(chain: &mut Chain, out: &mut Register) {
+fn next<const BANKS: usize, const MORE: bool>(chain: &mut Chain, out: &mut Register) {
+    let (high, low) = (load(&chain.high), load(&chain.low));
+    let symbols = symbols::<MORE>(chain.table, low);
+    store(symbols, out);
+    let frequencies = look_up::<BANKS>(&chain.table.frequencies, symbols);
+    let starts = look_up::<BANKS>(&chain.table.starts, symbols);
+    let words: [[uint8x16_t; 2]; PARTS] =
+        from_fn(|i| states(high[i], frequencies[i], vsubq_u8(low[i], starts[i])));
+    let short: All = from_fn(|i| match MORE {
+        true => vandq_u8(vceqzq_u8(words[i][1]), active(chain.rows * QUAD, WIDTH * i)),
+        false => vceqzq_u8(words[i][1]),
+    });
+    let counts = running_counts(short);
+    let totals: [usize; PARTS] = from_fn(|i| usize::from(vgetq_lane_u8::<15>(counts[i])));
     let mut at = chain.at;
-    for first in (0..LANES).step_by(WIDTH) {
-        let (high, low) = (load(&chain.high.0, first), load(&chain.low.0, first));
-        let symbols = symbols(chain.table, low);
-        let frequencies = look_up(&chain.table.frequencies, symbols);
-        let rest = vsubq_u8(low, look_up(&chain.table.starts, symbols));
-        let [low, high] = states(high, frequencies, rest);
-        let short = vandq_u8(vceqzq_u8(high), active(chain.rows * QUAD, first));
-        let counts = running_count(short);
-        let bytes = load(chain.bytes, at);
-        let given = vqtbl1q_u8(bytes, vsubq_u8(counts, vdupq_n_u8(1)));
-        store(vbslq_u8(short, low, high), &mut chain.high.0, first);
-        store(vbslq_u8(short, given, low), &mut chain.low.0, first);
-        store(symbols, &mut out.0, first);
-        at += usize::from(vgetq_lane_u8::<15>(counts));
-    }
+    let given: All = from_fn(|i| {
+        // SAFETY: `chain.at <= length`, and 64 bytes follow the `length` bytes: a quarter takes 16 after at most 16 for
+        // each of the quarters before it.
+        let bytes = unsafe { vld1q_u8(chain.bytes.as_ptr().add(at)) };
+        at += totals[i];
+        // A set byte is -1: the lane's own byte does not count.
+        vqtbl1q_u8(bytes, vaddq_u8(counts[i], short[i]))
+    });
+    store(
+        from_fn(|i| vbslq_u8(short[i], words[i][0], words[i][1])),
+        &mut chain.high,
+    );
+    store(
+        from_fn(|i| vbslq_u8(short[i], given[i], words[i][0])),
+        &mut chain.low,
+    );
     chain.at = at.min(chain.length);
 }
 
 #[inline]
 #[target_feature(enable = "neon")]
-fn load(from: &[u8], at: usize) -> uint8x16_t {
-    let from: &[u8] = &from[at..at + WIDTH];
-    // SAFETY: the slice has 16 bytes.
-    unsafe { vld1q_u8(from.as_ptr()) }
+fn load(from: &Register) -> All {
+    // SAFETY: a register has 64 bytes.
+    from_fn(|i| unsafe { vld1q_u8(from.0.as_ptr().add(WIDTH * i)) })
 }
 
 #[inline]
 #[target_feature(enable = "neon")]
-fn store(bytes: uint8x16_t, to: &mut [u8; LANES], at: usize) {
-    let to = &mut to[at..at + WIDTH];
-    // SAFETY: the slice has 16 bytes.
-    unsafe { vst1q_u8(to.as_mut_ptr(), bytes) }
+fn store(bytes: All, to: &mut Register) {
+    for (i, bytes) in bytes.into_iter().enumerate() {
+        // SAFETY: a register has 64 bytes.
+        unsafe { vst1q_u8(to.0.as_mut_ptr().add(WIDTH * i), bytes) }
+    }
 }
 
-/// Returns the symbols of slots: each quarter of the table gives zero for slots of the other quarters.
+/// Returns the symbols of slots.
 #[inline]
 #[target_feature(enable = "neon")]
-fn symbols(table: &Table, slots: uint8x16_t) -> uint8x16_t {
-    let quarters = table.symbols.as_chunks::<LANES>().0;
-    let found: [uint8x16_t; 4] = std::array::from_fn(|i| {
-        let within = vsubq_u8(slots, vdupq_n_u8((LANES * i) as u8));
-        look_up(&quarters[i], within)
+fn symbols<const EDGES: bool>(table: &Table, low: All) -> All {
+    let [bases, edges, outer] = [
+        &table.buckets.bases,
+        &table.buckets.first_edges,
+        &table.buckets.outer,
+    ]
+    // SAFETY: a table has 16 bytes.
+    .map(|bytes: &[u8; BUCKET]| unsafe { vld1q_u8(bytes.as_ptr()) });
+    let slots: All = from_fn(|i| vaddq_u8(low[i], vdupq_n_u8(SHIFT as u8)));
+    let buckets: All = from_fn(|i| vshrq_n_u8::<4>(slots[i]));
+    let mut symbols: All = from_fn(|i| {
+        let after = greater(slots[i], vqtbl1q_u8(edges, buckets[i]));
+        vsubq_u8(vqtbl1q_u8(bases, buckets[i]), after)
     });
-    vorrq_u8(vorrq_u8(found[0], found[1]), vorrq_u8(found[2], found[3]))
+    if EDGES {
+        for edge in &table.buckets.edges {
+            symbols = from_fn(|i| vsubq_u8(symbols[i], greater(slots[i], vdupq_n_u8(edge[0]))));
+        }
+    }
+    from_fn(|i| vqtbx1q_u8(symbols[i], outer, slots[i]))
 }
 
-/// Looks up the entries at indices; zero for indices of 64 and more.
+/// All ones where a byte is greater than another one, as signed bytes.
 #[inline]
 #[target_feature(enable = "neon")]
-fn look_up(table: &[u8; LANES], indices: uint8x16_t) -> uint8x16_t {
-    // SAFETY: the table has the 64 bytes that are loaded.
-    unsafe { vqtbl4q_u8(vld1q_u8_x4(table.as_ptr()), indices) }
+fn greater(a: uint8x16_t, b: uint8x16_t) -> uint8x16_t {
+    vcgtq_s8(vreinterpretq_s8_u8(a), vreinterpretq_s8_u8(b))
+}
+
+/// Looks up the entries of symbols in a table of at most `16 * BANKS`.
+#[inline]
+#[target_feature(enable = "neon")]
+fn look_up<const BANKS: usize>(table: &[u8; LANES], symbols: All) -> All {
+    // SAFETY: the table has the 64 bytes, of which 16, 32 or all are loaded.
+    unsafe {
+        match BANKS {
+            1 => {
+                let table = vld1q_u8(table.as_ptr());
+                from_fn(|i| vqtbl1q_u8(table, symbols[i]))
+            }
+            2 => {
+                let table = vld1q_u8_x2(table.as_ptr());
+                from_fn(|i| vqtbl2q_u8(table, symbols[i]))
+            }
+            _ => {
+                let table = vld1q_u8_x4(table.as_ptr());
+                from_fn(|i| vqtbl4q_u8(table, symbols[i]))
+            }
+        }
+    }
 }
 
 /// The low and the high bytes of the new states `high * frequencies + rest`.
@@ -97,17 +191,21 @@ fn states(high: uint8x16_t, frequencies: uint8x16_t, rest: uint8x16_t) -> [uint8
 #[target_feature(enable = "neon")]
 fn active(lanes: usize, first: usize) -> uint8x16_t {
     static MASKS: [[u8; LANES]; 2] = [[u8::MAX; LANES], [0; LANES]];
-    load(MASKS.as_flattened(), LANES - lanes + first)
+    let from = &MASKS.as_flattened()[LANES - lanes + first..][..WIDTH];
+    // SAFETY: the slice has 16 bytes.
+    unsafe { vld1q_u8(from.as_ptr()) }
 }
 
-/// For each lane, the number of marked lanes (all ones) up to and including it.
+/// For each lane, the number of marked lanes (all ones) of its vector up to and including it.
 #[inline]
 #[target_feature(enable = "neon")]
-fn running_count(marks: uint8x16_t) -> uint8x16_t {
-    let zero = vdupq_n_u8(0);
-    let one = vsubq_u8(zero, marks);
-    let two = vaddq_u8(one, vextq_u8::<15>(zero, one));
-    let four = vaddq_u8(two, vextq_u8::<14>(zero, two));
-    let eight = vaddq_u8(four, vextq_u8::<12>(zero, four));
-    vaddq_u8(eight, vextq_u8::<8>(zero, eight))
+fn running_counts(marks: All) -> All {
+    // SAFETY: the arrays have 16 bytes.
+    let [eights, sixteens] = unsafe { [vld1q_u8(EIGHTS.as_ptr()), vld1q_u8(SIXTEENS.as_ptr())] };
+    let fours: All = from_fn(|i| {
+        let words = vmulq_u32(vreinterpretq_u32_u8(marks[i]), vdupq_n_u32(POSITIONS));
+        vreinterpretq_u8_u32(words)
+    });
+    let halves: All = from_fn(|i| vaddq_u8(fours[i], vqtbl1q_u8(fours[i], eights)));
+    from_fn(|i| vaddq_u8(halves[i], vqtbl1q_u8(halves[i], sixteens)))
 }

@@ -1,0 +1,58 @@
+"""Inputs of the last projections of a group of experts, kept from the moments until the group's outputs are computed.
+
+Both need the same products for nearly the same tokens: the moments those that the original router sends to an expert,
+and the outputs those that each model's own router sends. Memory is bounded: activations beyond the budget are computed
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Activations"]
+
+BUDGET = 256 << 20
+"""Bytes of the activations of a group of experts."""
+
+
+class Activations:
+    """Activations by stream and expert.
+
+    Attributes:
+        room: bytes left.
+    """
+
+    def __init__(self, budget: int = BUDGET) -> None:
+        """Create an empty store."""
+        self.room = budget
+        self._kept: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+
+    def keep(self, stream: int, expert: int, rows: Tensor, values: Tensor) -> None:
+        """Keep activations [n, I] of the tokens `rows` [n], ascending, if there is room and they are not kept yet."""
+        pieces = self._kept.setdefault((stream, expert), [])
+        if not len(rows) or values.nbytes > self.room or any(torch.equal(known, rows) for known, _ in pieces):
+            return
+        self.room -= values.nbytes
+        pieces.append((rows, values))
+
+    def of(self, stream: int, expert: int, rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the activations [n, I] of tokens [n]; `compute` returns those of tokens that are not kept."""
+        pieces = self._kept.get((stream, expert), ())
+        for known, values in pieces:
+            if torch.equal(known, rows):
+                return values
+        if not pieces:
+            return compute(rows)
+        out = pieces[0][1].new_empty(len(rows), pieces[0][1].shape[1])
+        missing = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        for known, values in pieces:
+            places = torch.searchsorted(known, rows).clamp_(max=len(known) - 1)
+            found = known[places] == rows
+            out[found.to(out.device)] = values[places[found].to(values.device)]
+            missing &= ~found
+        if bool(missing.any()):
+            out[missing.to(out.device)] = compute(rows[missing])
+        return out

@@ -1,0 +1,46 @@
+"""Unix sockets. Python has none on Windows."""
+
+import os
+import socket
+import sys
+
+__all__ = ["HAS_UNIX", "bind_unix", "datagram", "stream"]
+
+HAS_UNIX = sys.platform != "win32"
+"""Whether the system has Unix sockets. The other functions must not be called without."""
+
+
+if sys.platform == "win32":
+
+    def _unix(kind: int) -> socket.socket:
+        raise OSError("Windows has no Unix sockets")
+
+else:
+
+    def _unix(kind: int) -> socket.socket:
+        return socket.socket(socket.AF_UNIX, kind)  # not inherited by child processes
+
+
+def stream() -> socket.socket:
+    """Return a Unix socket for connections."""
+    return _unix(socket.SOCK_STREAM)
+
+
+def datagram() -> socket.socket:
+    """Return a Unix socket for messages."""
+    return _unix(socket.SOCK_DGRAM)
+
+
+def bind_unix(listener: socket.socket, path: str, removed: int) -> None:
+    """Bind a socket to a path.
+
+    Args:
+        listener: the socket.
+        path: a path where no file is.
+        removed: permissions that the file never has, not even for a moment.
+    """
+    mask = os.umask(removed)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(mask)
