@@ -1,9 +1,10 @@
-"""The vLLM plugin: `vllm serve DIR --load-format moepack --enforce-eager` runs packed directories.
+"""The vLLM plugin: `vllm serve DIR --load-format moepack` runs packed directories.
 
 vLLM calls the entry point `vllm.general_plugins` in each of its processes. `register` adds the quantization method
 `moepack` (`configuration`) and the load format of the same name (`loader`). Layers that correspond in vLLM and moepack
-compute on packed bytes (`methods`); all others get decoded weights under their checkpoint names. Settings that packed
-tensors do not support are rejected before workers start (`settings`).
+compute on packed bytes (`linear`, `experts`, `vocabulary`), of which each rank holds its part (`parts`); all others get
+decoded weights under their checkpoint names. Settings that packed tensors do not support are rejected before workers
+start (`settings`).
 
 Written against vLLM's interfaces of 2026: `VllmConfig`, `QuantizationConfig`, `LinearMethodBase`, `FusedMoEMethodBase`
 of `RoutedExperts`, `BaseModelLoader`. Nothing else of moepack imports vLLM.
