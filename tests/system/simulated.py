@@ -19,7 +19,6 @@ import fastapi  # noqa: F401
 import huggingface_hub  # noqa: F401
 import torch
 import transformers
-import transformers.models.mixtral.modeling_mixtral
 import uvicorn.protocols.http.auto  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,13 +149,14 @@ def become(system: str, work: Path) -> None:
         fcntl.fcntl = lambda fd, command, value=0: os.fsync(fd) if command in (48, 51) else real(fd, command, value)
         removed = {name: module for name, module in LINUX.items() if name != "preadv"}
         assert preadv
-    for name, module in removed.items():
-        delattr(module, name)
     sys.platform = system
     import moepack.system
     from moepack.system import files, folders, libraries, locks, maps, memory, processes, processors, reading, sockets
 
     sys.platform = "linux"
+    without_fakes()
+    for name, module in removed.items():
+        delattr(module, name)
     if system == "win32":
         files.PATIENCE = 0.2
         windows_rules(work)
@@ -164,6 +164,18 @@ def become(system: str, work: Path) -> None:
         memory._filled = lambda *_: False
         memory._system = lambda: types.SimpleNamespace(sysctlbyname=lambda *_: -1)
     assert moepack.system and (folders, libraries, locks, maps, memory, processes, processors, reading, sockets)
+
+
+def without_fakes() -> None:
+    """Import what other packages import late, as on Linux."""
+    hidden = {name: sys.modules.pop(name) for name in ("fcntl", "resource") if name in sys.modules}
+    library = ctypes.__dict__.get("WinDLL")
+    if library:
+        del ctypes.WinDLL
+
+    sys.modules.update(hidden)
+    if library:
+        ctypes.WinDLL = library
 
 
 def main(system: str, work: Path) -> None:
