@@ -90,7 +90,7 @@ def _has_experts(family: str) -> bool:
     """Return whether a model package of transformers defines experts, by its source code."""
     spec = find_spec(f"transformers.models.{family}")
     folders = spec.submodule_search_locations or [] if spec else []
-    sources = [file.read_text() for folder in folders for file in Path(folder).glob("modeling_*.py")]
+    sources = [file.read_text(encoding="utf-8") for folder in folders for file in Path(folder).glob("modeling_*.py")]
     return any(re.search(r"^@use_experts_implementation|^class \w+Experts\(", text, re.M) for text in sources)
 
 

@@ -60,7 +60,8 @@ def compare_command(
     if chart is not None:
         first = text[0].stem
         lines = {name: [(p.size / 1e6, p.rise[first]) for p in points if p.method == name] for name in names}
-        chart.write_text(draw(f"{compared.path.name}: loss over bf16 on {first}, nats per token", "MB", lines))
+        title = f"{compared.path.name}: loss over bf16 on {first}, nats per token"
+        chart.write_text(draw(title, "MB", lines), encoding="utf-8", newline="\n")
 
 
 def _bytes(text: str, original: int) -> int:

@@ -70,7 +70,7 @@ def measured_increase(model: Path, packed: Path, source: str | PathLike[str]) ->
     """
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
-        text.write_text("\n\n".join(read_texts(source, limit=CHARACTERS)), encoding="utf-8")
+        text.write_text("\n\n".join(read_texts(source, limit=CHARACTERS)), encoding="utf-8", newline="\n")
         try:
             found = evaluate(packed, text, CHARACTERS, reference=model)
         except ValueError:  # shorter than one window

@@ -143,7 +143,7 @@ class Program:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def _driver() -> Any:
     return cuda_driver()
 
 

@@ -94,7 +94,7 @@ def _is_cached(name: str, revision: str | None) -> bool:
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     reference = folder / "refs" / (revision or constants.DEFAULT_REVISION)
-    commit = reference.read_text().strip() if reference.is_file() else revision or ""
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision or ""
     return (folder / "snapshots" / commit).is_dir() and bool(commit)
 
 

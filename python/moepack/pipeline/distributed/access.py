@@ -149,7 +149,7 @@ def _token_reason() -> str:
         return f"it does not accept the token in {TOKEN_VALUE}: set the token of the cluster's other machines"
     file = Path(os.environ[TOKEN_PATH]) if TOKEN_PATH in os.environ else Path.home() / DEFAULT_TOKEN
     try:
-        if file.read_text().strip():
+        if file.read_text(encoding="utf-8").strip():
             return f"it does not accept the token in {file}: copy that of the cluster's other machines"
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not text"
