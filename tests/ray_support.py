@@ -37,13 +37,12 @@ class Stuck(FineQuant):
 
 
 class OnGpus(FineQuant):
-    """Integers in groups, declared to compute on a GPU. Leaves the numbers of the GPUs that its tasks got in `pids`."""
+    """Integers in groups. Leaves the numbers of the GPUs that its tasks got in `given`."""
 
-    device = "cuda"
-    pids: Path
+    given: Path
 
     def solve(self, stage: Stage) -> Mapping[str, Solution]:
-        (self.pids / os.environ.get("CUDA_VISIBLE_DEVICES", "none")).touch()
+        (self.given / os.environ.get("CUDA_VISIBLE_DEVICES", "none")).touch()
         return super().solve(stage)
 
 

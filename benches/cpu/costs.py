@@ -1,17 +1,22 @@
 """Measures the processor time and the memory of jobs, to compare them with the plan.
 
     python -m benches.cpu.costs MODEL [MODEL ...] [--calibration FILE] [--samples 16] [--out build/costs.json]
+    python -m benches.cpu.costs --made-up 4 --tokenizer MODEL --calibration built-in --samples 32 --length 512
 
 Each job runs in its own process and one thread. Its time is processor time, which other work on the machine changes
 little, and begins after imports. Each row has what the plan knows of the job (`pipeline.costs.Load`), the seconds of
 planning, of measuring the sensitivity, and of the rest, and the peak anonymous memory. `tests/pipeline/test_costs.py`
 compares them with the plan.
+
+`--made-up` packs one layer of random experts with the shapes of Qwen3-30B-A3B. Each token visits one of E experts: with
+8 windows of 512 tokens per expert, an expert reads as many tokens as one of the real model with 128 windows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,6 +38,31 @@ CALIBRATED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rate", {"bits_per_weight": 3.0}),
     ("finequant", {"bits": 4, "dense_bits": 4}),
 )
+
+
+SHAPES = {
+    "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 128, "num_experts_per_tok": 1, "norm_topk_prob": False,
+}  # fmt: skip
+
+
+def made_up(directory: Path, experts: int, tokenizer: Path) -> Path:
+    """Write a layer of Qwen3-30B-A3B's shapes with Gaussian weights and the vocabulary of another model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    vocabulary = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
+    config = AutoConfig.for_model("qwen3_moe", **SHAPES, num_experts=experts, vocab_size=vocabulary, dtype="bfloat16")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    model.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer / name, directory / name)
+    return directory
 
 
 def measure(model: str, method: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -82,9 +112,12 @@ def measure(model: str, method: str, settings: dict[str, Any]) -> dict[str, Any]
 def main() -> None:
     """Run all jobs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+")
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--made-up", type=int, metavar="EXPERTS")
+    parser.add_argument("--tokenizer", type=Path, help="model whose tokenizer the made-up one takes")
     parser.add_argument("--calibration")
     parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--methods", nargs="+")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("build/costs.json"))
@@ -93,10 +126,14 @@ def main() -> None:
         print(json.dumps(measure(options.models[0], *json.loads(options.job))))
         return
     rows = []
+    scratch = tempfile.TemporaryDirectory()
+    if options.made_up:
+        path = Path(scratch.name) / f"made-up-{options.made_up}"
+        options.models.append(str(made_up(path, options.made_up, options.tokenizer)))
     for model in options.models:
         jobs = [(name, {**own, **({"calibration": "none"} if name == "auto" else {})}) for name, own in JOBS]
         if options.calibration:
-            text = {"calibration": options.calibration, "samples": options.samples, "sequence_length": 256}
+            text = {"calibration": options.calibration, "samples": options.samples, "sequence_length": options.length}
             jobs = [(name, {**own, **text}) for name, own in CALIBRATED]
         for job in jobs:
             if options.methods and job[0] not in options.methods:
@@ -110,6 +147,7 @@ def main() -> None:
             shown = {name: round(value, 1) for name, value in rows[-1]["seconds"].items()}
             memory = {name: value >> 20 for name, value in rows[-1]["memory"].items()}
             print(rows[-1]["model"], job[0], shown, memory, flush=True)
+    scratch.cleanup()
     machine.save(options.out, 1, rows)
 
 

@@ -120,7 +120,7 @@ def large(device: str, family: str) -> Any:
     experts, hidden, inner = LARGE["experts"], LARGE["hidden"], LARGE["inner"]
     settings = Qwen3MoeConfig(
         hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=LARGE["top_k"],
-        num_hidden_layers=LARGE["layers"], vocab_size=4096, num_attention_heads=32, num_key_value_heads=4,
+        num_hidden_layers=LARGE["layers"], vocab_size=151_936, num_attention_heads=32, num_key_value_heads=4,
         head_dim=128, norm_topk_prob=True, tie_word_embeddings=True,
     )  # fmt: skip
     with torch.device("meta"):

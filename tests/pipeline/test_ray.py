@@ -110,11 +110,11 @@ def test_tasks_run_where_the_gpus_are(mixtral: Path, tmp_path: Path, nodes: Any)
     """Ray counts GPUs that it is told of, so that a machine without one can be asked for two."""
     nodes.add_node(num_cpus=2)
     nodes.add_node(num_cpus=2, num_gpus=2)
-    (pids := tmp_path / "pids").mkdir()
-    method = OnGpus(4)
-    method.pids = pids
+    method = OnGpus(4, device="cuda")
+    method.given = tmp_path / "given"
+    method.given.mkdir()
     moepack.compress(mixtral, tmp_path / "shared", method=method, ray=nodes.address, threads=1)
-    assert {each.name for each in pids.iterdir()} <= {"0", "1"}
+    assert {each.name for each in method.given.iterdir()} in ({"0"}, {"1"}, {"0", "1"})
     moepack.compress(mixtral, tmp_path / "alone", method=FineQuant(4), threads=1)
     shared, alone = (read_manifest(tmp_path / out).tensors for out in ("shared", "alone"))
     assert shared == alone

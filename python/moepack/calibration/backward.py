@@ -39,6 +39,9 @@ __all__ = ["Backward", "Passed", "Watch", "draw_tokens"]
 FORWARD, BACKWARD = 1, 3
 """Passes over weights per window: one forward, and three backward (outputs, and two kinds of gradients)."""
 
+DRAWN = 16
+"""Rows of logits from which tokens are drawn at a time."""
+
 PROBED = 4
 """Number of tokens of the test that finds which inputs logits depend on."""
 
@@ -179,7 +182,8 @@ class Backward:
                     raise self._tail.non_finite(ids[None], each)
                 # Drawn on the CPU, so that the device does not influence the tokens.
                 targets.copy_(draw_tokens(logits.detach(), generator))
-                _backward([(_loss(logits, targets), None)])
+                with fast_products(self._ids.shape[1] * self._head_weights):
+                    _backward([(_loss(logits, targets), None)])
                 assert given.grad is not None
                 windows.append(_Window(gradient.copy_(given.grad), targets, each if self._joint else None))
                 self._passed("head", BACKWARD * self._head_weights)
@@ -250,7 +254,8 @@ class Backward:
                 if window.states is not None:
                     logits = self._tail.logits(self._ids[number : number + 1], window.states)[0].float()
                     roots.append((_loss(logits, window.drawn), None))
-                _backward(roots)
+                with fast_products(self._ids.shape[1] * self._head_weights):
+                    _backward(roots)
                 self._passed("embedding", BACKWARD * weights)
 
     def _refuse_shared(self) -> None:
@@ -297,9 +302,14 @@ def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
 
     Inverts the distribution function at one random number a row, where `torch.multinomial` draws one for each logit.
     """
-    sums = (logits - logits.amax(-1, keepdim=True)).cpu().exp_().cumsum(-1, dtype=torch.float64)
     chosen = torch.rand(len(logits), 1, dtype=torch.float64, generator=generator)
-    return torch.searchsorted(sums, chosen * sums[:, -1:], right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+    drawn = torch.empty(len(logits), dtype=torch.int64)
+    for first in range(0, len(logits), DRAWN):  # the sums of all rows would take three times the memory of the logits
+        part = slice(first, first + DRAWN)
+        own = logits[part].cpu()
+        sums = (own - own.amax(-1, keepdim=True)).exp_().cumsum(-1, dtype=torch.float64)
+        drawn[part] = torch.searchsorted(sums, chosen[part] * sums[:, -1:], right=True)[:, 0]
+    return drawn.clamp_(max=logits.shape[1] - 1)
 
 
 def _loss(logits: Tensor, drawn: Tensor) -> Tensor:
@@ -307,7 +317,6 @@ def _loss(logits: Tensor, drawn: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
 
 
-@fast_products()
 def _backward(roots: Roots) -> None:
     """Compute the gradients of all leaves in one pass, so each parameter's gradient is completed exactly once."""
     follow = [(tensor, gradient) for tensor, gradient in roots if tensor.requires_grad]

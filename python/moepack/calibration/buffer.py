@@ -7,7 +7,6 @@ memory if the calibration set fits, or a memory-mapped file if it exceeds memory
 
 from __future__ import annotations
 
-from copy import copy
 from pathlib import Path
 
 import torch
@@ -62,12 +61,11 @@ class ListBuffer:
         """Return the number of samples."""
         return len(self.starts) - 1
 
-    def cpu(self) -> ListBuffer:
-        """Return this buffer, or a copy of it in CPU memory if it is on a device."""
-        if self.tokens.device.type == "cpu":
-            return self
-        found = copy(self)
-        found.tokens = self.tokens.cpu()
+    @classmethod
+    def of(cls, tokens: Tensor) -> ListBuffer:
+        """Return a buffer whose storage is the given states [T, H], of one sample."""
+        found = cls([], 1)
+        found.tokens, found.starts = tokens, torch.tensor([0, len(tokens)])
         return found
 
     def samples(self, first: int, last: int) -> Tensor:

@@ -6,7 +6,8 @@ of compressed experts. A *stream* is the forward pass of one model: the compress
 
 Invariant: one group's weights are in memory at a time; results depend on the group size only through the order of
 floating-point sums. Groups do not depend on each other's outputs, so each may be solved in another process (`apart`)
-and its outputs added here (`add`) in the order of the groups, which gives bit-identical sums.
+from the rows that its experts read (`shard`), and its outputs added here (`add`) in the order of the groups, which
+gives bit-identical sums.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,9 @@ from moepack.calibration.stage import Inputs, LayerRun, Stage, enough_memory
 from moepack.calibration.stream import Additions, Stream
 from moepack.checkpoint import MoeLayer
 from moepack.errors import CalibrationError, DeviceMemoryError
-from moepack.solvers.products import fast_products
+from moepack.solvers.products import product
 
-__all__ = ["ExpertsRun", "waves_of"]
+__all__ = ["ExpertsRun", "Shard", "waves_of"]
 
 Group = dict[str, Tensor]
 """Weights of a group of experts by projection, [G, R, C]."""
@@ -67,11 +67,34 @@ class _Routes:
         starts = [0, *counts.cumsum(0).tolist()]
         return cls(where // stream.index.shape[1], stream.weights.flatten()[where], starts)
 
+    def part(self, group: range) -> _Routes:
+        """Return the rows of a group of experts; the others have none."""
+        first, last = self.starts[group.start], self.starts[group.stop]
+        starts = [min(max(start, first), last) - first for start in self.starts]
+        return _Routes(self.tokens[first:last], self.weights[first:last], starts)
+
     def pieces(self, expert: int, cap: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield tokens and weights of an expert, at most `cap` at a time."""
         for first in range(self.starts[expert], self.starts[expert + 1], cap):
             last = min(first + cap, self.starts[expert + 1])
             yield self.tokens[first:last], self.weights[first:last]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the experts of a group read, in CPU memory.
+
+    Attributes:
+        rows: [n] int64, the rows in the whole calibration set, ascending.
+        inputs: by stream, these rows, [n, H].
+        routes: by stream, the rows of each expert, as positions in `rows`.
+        counted: the rows that count for Hessians.
+    """
+
+    rows: Tensor
+    inputs: list[Tensor]
+    routes: list[_Routes]
+    counted: _Routes
 
 
 def waves_of(groups: Sequence[range]) -> list[Sequence[range]]:
@@ -124,30 +147,40 @@ class ExpertsRun(LayerRun):
         self.tokens = torch.tensor(self._counted.starts).diff()
         self._cap = max(1, int(settings.token_cap * len(self._routes[0].tokens) / max(layer.experts, 1)))
         *self._first, self._last = [projection.name for projection in layer.projections]
+        self._shard: Shard | None = None
 
     def apart(self) -> ExpertsRun:
-        """Return a copy of this run for other processes, with only the inputs of the experts, in CPU memory."""
-        found, none = copy(self), ListBuffer([], 1)
-        found.streams = []
-        for stream in self.streams:
-            inputs = None if stream.inputs is None else stream.inputs.cpu()
-            parts: dict[str, Any] = {
-                "hidden": none,
-                "inputs": inputs,
-                "sums": None,
-                "encoder": None,
-                "carried": {},
-                "_shared": {},
-            }
-            found.streams.append(replace(stream, **parts))
+        """Return a copy of this run for other processes, without any states."""
+        found = copy(self)
+        found.streams = [Stream(stream.compressed, ListBuffer([], 1)) for stream in self.streams]
+        found._routes, found._counted = [], _Routes(torch.empty(0), torch.empty(0), [])
         return found
 
-    def only(self, group: range) -> ExpertsRun:
+    def shard(self, group: range) -> Shard:
+        """Return what the experts of a group read."""
+        *routes, counted = (own.part(group) for own in (*self._routes, self._counted))
+        rows = torch.unique(torch.cat([own.tokens for own in (*routes, counted)]))
+        *routes, counted = (
+            _Routes(torch.searchsorted(rows, own.tokens).cpu(), own.weights.cpu(), own.starts)
+            for own in (*routes, counted)
+        )
+        inputs = [stream.inputs.gather(rows).cpu() for stream in self.streams if stream.inputs is not None]
+        return Shard(rows.cpu(), inputs, routes, counted)
+
+    def only(self, group: range, shard: Shard) -> ExpertsRun:
         """Return the run of one group from a result of `apart`; outputs of its experts are collected in `additions`."""
         found = copy(self)
-        found.groups, found.streams = [group], [replace(stream, sums=Additions()) for stream in self.streams]
-        found.tensors, found.waves, found.largest = dict(self.tensors), (), 0.0
+        found.groups, found.tensors, found.waves, found.largest = [group], dict(self.tensors), (), 0.0
+        found._shard, found._routes, found._counted = shard, shard.routes, shard.counted
+        found.streams = [
+            replace(stream, inputs=ListBuffer.of(inputs), sums=Additions())
+            for stream, inputs in zip(self.streams, shard.inputs, strict=True)
+        ]
         return found
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        """Return rows in the whole calibration set."""
+        return rows if self._shard is None else self._shard.rows[rows]
 
     @property
     def additions(self) -> list[Additions]:
@@ -167,6 +200,7 @@ class ExpertsRun(LayerRun):
 
     def rows(self) -> tuple[Tensor, Tensor] | None:
         """See `LayerRun`."""
+        assert self._shard is None, "a shard has the rows of one group"
         stream = self.streams[0]
         return None if stream.inputs is None else (stream.inputs.tokens, stream.index)
 
@@ -192,6 +226,7 @@ class ExpertsRun(LayerRun):
             if solved is not None:
                 with enough_memory(device, f"the tokens of one expert of '{self.layer.name}'"):
                     self._forward(group, *solved)
+                solved[2].clear()
 
     def _solve(self, group: range) -> Solved:
         original, kept = self._weights(group), Activations() if self._first else Activations(0)
@@ -250,9 +285,8 @@ class ExpertsRun(LayerRun):
             return (share for _, share in self._counted.pieces(group[position], self._cap))
 
         def rows(position: int) -> Iterator[Tensor]:
-            return (tokens for tokens, _ in self._counted.pieces(group[position], self._cap))
+            return (self._whole(tokens) for tokens, _ in self._counted.pieces(group[position], self._cap))
 
-        @fast_products()
         def hessians() -> Tensor:
             result = torch.zeros(len(group), columns, columns, device=device)
             for position in range(len(group)):
@@ -317,12 +351,10 @@ class ExpertsRun(LayerRun):
     def _between(self, expert: int, parts: Sequence[Tensor]) -> Tensor:
         return self.recorder.between(parts, expert)
 
-    @fast_products()
     def _outputs(self, x: Tensor, weights: Group, position: int) -> list[Tensor]:
         """Return outputs of the first projections for tokens x [n, C]."""
-        return [x @ weights[name][position].to(x.dtype).T for name in self._first]
+        return [product(x, weights[name][position].to(x.dtype)) for name in self._first]
 
-    @fast_products()
     def _forward(self, group: range, original: Group, compressed: Group, kept: Activations) -> None:
         """Add the outputs of the group's experts to every stream's sums, in place."""
         for number, (stream, routes) in enumerate(zip(self.streams, self._routes, strict=True)):
@@ -338,10 +370,10 @@ class ExpertsRun(LayerRun):
                         return self._activations(x, weights, group, position, self.streams[number].compressed)
 
                     inputs = kept.of(number, expert, rows, compute)
-                    y = self.recorder.behind(inputs @ weights[self._last][position].to(inputs.dtype).T, expert)
+                    y = self.recorder.behind(product(inputs, weights[self._last][position].to(inputs.dtype)), expert)
                     largest = max(magnitude(inputs), magnitude(y))
                     if not math.isfinite(largest):
                         raise CalibrationError(f"expert {expert} of '{self.layer.name}' computes NaN or infinity")
                     self.largest = max(self.largest, largest)
                     y = y * (share * self.factor).to(y.device, y.dtype)[:, None]
-                    stream.sums.add(rows, y)
+                    stream.sums.add(self._whole(rows), y)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moepack.solvers.products import fast_products
+from moepack.solvers.products import fast_products, filled
 
 __all__ = ["Gram", "Moments", "Tokens", "expert_moments", "sensitivity"]
 
@@ -52,7 +52,6 @@ class Moments:
     drift: Tensor | None = None
 
 
-@fast_products()
 def expert_moments(
     groups: Sequence[Iterable[Tokens]], columns: int, device: torch.device, drift: bool = True
 ) -> Moments:
@@ -64,9 +63,12 @@ def expert_moments(
         for piece in pieces:
             # The square root of the weight on both sides keeps the sum symmetric in any precision.
             x, root = piece.inputs.float(), piece.weights.float().sqrt()[:, None]
-            gram.add(scaled := x * root)
+            work = len(x) * columns * min(columns, BLOCK)
+            gram.add(scaled := filled(x * root, work))
             if drifts is not None and piece.originals is not piece.inputs:
-                drifts[position].addmm_((piece.originals.float() - x).mul_(root).T, scaled)
+                strayed = filled((piece.originals.float() - x).mul_(root), work)
+                with fast_products(work):
+                    drifts[position].addmm_(strayed.T, scaled)
         gram.write(hessians[position])
     return Moments(hessians, drifts)
 
@@ -82,8 +84,11 @@ class Gram:
 
     def add(self, x: Tensor) -> None:
         """Add x^T x for x [n, C] float32."""
-        for (first, last), total in zip(self._places, self._sums, strict=True):
-            total.addmm_(x[:, first:].T, x[:, first:last])
+        work = x.numel() * min(x.shape[1], BLOCK)
+        x = filled(x, work)
+        with fast_products(work):
+            for (first, last), total in zip(self._places, self._sums, strict=True):
+                total.addmm_(x[:, first:].T, x[:, first:last])
 
     def write(self, out: Tensor) -> None:
         """Write the sum to `out`, [C, C] float32."""

@@ -214,7 +214,9 @@ class Stack:
             return encoder if value is ENCODER else value
 
         filled = arguments.replaced(fill)
-        with fast_products():
+        # Without recorders, the block has experts, whose products have a shape for each number of tokens.
+        largest = max((own.numel() for own in block.parameters()), default=0) if self.skeleton.recorders else 0
+        with fast_products(math.prod(states.shape[:2]) * largest):
             return block(states, *filled.positional, **filled.named)
 
     def experts_factor(

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from moepack.errors import InvalidTensorError
 from moepack.solvers.grids import Grid
-from moepack.solvers.products import fast_products
 
 #: Columns updated eagerly; a power of two that keeps the inner matrix-vector products in the first-level cache.
 SUB_BLOCK = 16
@@ -104,7 +103,6 @@ class Factors:
     reasons: list[str | None]
 
 
-@fast_products()
 def gptq(
     weights: Tensor,
     hessians: Tensor,

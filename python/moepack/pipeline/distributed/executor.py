@@ -14,6 +14,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -135,15 +136,17 @@ class RayExecutor(Executor):
         shared = [self._cluster.share((run.apart(), dict(known)))]
         work = LayerWork(run, known, self.assignment, self.advance, self.spent)
         work.create_plans()
+        jobs: Iterator[tuple[Any, ...]]
         for wave in (run.groups[:1], run.groups[1:]) if work.layer_plans else ():
             plans = self._shared_plans(work)
-            for measured in self._results((measure_group, self._assignment, shared, plans, group) for group in wave):
+            jobs = ((measure_group, self._assignment, shared, plans, group, run.shard(group)) for group in wave)
+            for measured in self._results(jobs):
                 work.add(measured)
         for groups in run.waves:
             work.begin(groups)
             plans, alone = self._shared_plans(work), len(groups) == 1
-            tasks = ((solve_group, self._assignment, shared, plans, group, alone) for group in groups)
-            for group, found in zip(groups, self._results(tasks), strict=True):
+            jobs = ((solve_group, self._assignment, shared, plans, group, run.shard(group), alone) for group in groups)
+            for group, found in zip(groups, self._results(jobs), strict=True):
                 self._take(work, run, group, found)
         run.finished = True
         return work.pack()
@@ -155,8 +158,9 @@ class RayExecutor(Executor):
 
     def _take(self, work: LayerWork, run: ExpertsRun, group: range, found: Found) -> None:
         """Take over the result of a group."""
-        for name, experts, solution in found.solved:
-            work.put(name, experts, solution)
+        for name, experts, solution, dtypes in found.solved:
+            parts = {key: part.to(dtypes[key]) for key, part in solution.parts.items()}
+            work.put(name, experts, replace(solution, parts=parts))
         for name, largest in found.half.items():
             work.half[name].append(largest)
         if found.plans is not None:

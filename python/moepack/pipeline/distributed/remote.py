@@ -1,7 +1,7 @@
 """Tasks that run on the nodes of a cluster: pack a tensor, or measure or solve a group of experts.
 
-A task may run again on another node, so it modifies only its own copies. Layers and the inputs of a layer's experts are
-large and serve many tasks: a process caches the last ones that it fetched.
+A task may run again on another node, so it modifies only its own copies. Layers and layer plans are large and serve
+many tasks: a process caches the last ones that it fetched. The inputs of experts come with the task that reads them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moepack.backends.threads import set_threads
-from moepack.calibration.experts import ExpertsRun
+from moepack.calibration.experts import ExpertsRun, Shard
 from moepack.calibration.stage import PackedLayer, WholeTensor
 from moepack.calibration.stream import Additions
 from moepack.errors import MoepackWarning
@@ -28,8 +28,9 @@ __all__ = ["Done", "Found", "Solved", "measure_group", "pack_tensor", "solve_gro
 LayerPlans = dict[int, LayerPlan]
 """See `LayerWork.layer_plans`."""
 
-Solved = list[tuple[str, range, Solution]]
-"""Solutions by tensor and experts, without values, which only serve to compute the experts' outputs."""
+Solved = list[tuple[str, range, Solution, dict[str, torch.dtype]]]
+"""Solutions by tensor and experts, without values, which only serve to compute the experts' outputs. Integers are in
+the narrowest dtype that holds them, next to the dtypes that they had."""
 
 
 class Done(NamedTuple):
@@ -73,12 +74,23 @@ def pack_tensor(
 
 
 def measure_group(
-    threads: int, assignment: PlannedAssignment, run: Sequence[Any], plans: Sequence[Any], group: range
+    threads: int,
+    assignment: PlannedAssignment,
+    run: Sequence[Any],
+    plans: Sequence[Any],
+    group: range,
+    shard: Shard,
 ) -> Done:
     """Measure the stages of a group of experts; the run and the layer plans are given as lists of one reference."""
-    apart, known = _run(*run)
+    work = _group(assignment, run, plans, group, shard)
+    return _done(threads, lambda: _measured(work))
 
-    return _done(threads, lambda: _measured(_Noting(apart.only(group), known, assignment, _plans(*plans))))
+
+def _group(
+    assignment: PlannedAssignment, run: Sequence[Any], plans: Sequence[Any], group: range, shard: Shard
+) -> _Noting:
+    apart, known = _run(*run)
+    return _Noting(apart.only(group, shard), known, assignment, _plans(*plans))
 
 
 @torch.no_grad()
@@ -91,11 +103,17 @@ def _measured(work: _Noting) -> list[Measured]:
 
 
 def solve_group(
-    threads: int, assignment: PlannedAssignment, run: Sequence[Any], plans: Sequence[Any], group: range, alone: bool
+    threads: int,
+    assignment: PlannedAssignment,
+    run: Sequence[Any],
+    plans: Sequence[Any],
+    group: range,
+    shard: Shard,
+    alone: bool,
 ) -> Done:
     """Solve a group of experts, which is `alone` in its wave or not; other arguments as for `measure_group`."""
-    apart, known = _run(*run)
-    return _done(threads, lambda: _solved(_Noting(apart.only(group), known, assignment, _plans(*plans)), group, alone))
+    work = _group(assignment, run, plans, group, shard)
+    return _done(threads, lambda: _solved(work, group, alone))
 
 
 @torch.no_grad()
@@ -119,8 +137,19 @@ class _Noting(LayerWork):
 
     def put(self, name: str, experts: range, solution: Solution) -> None:
         """Keep a solution, in CPU memory."""
-        parts = {key: part.cpu() for key, part in solution.parts.items()}
-        self.noted.append((name, experts, replace(solution, parts=parts, values=None)))
+        parts = {key: _narrowed(part.cpu()) for key, part in solution.parts.items()}
+        dtypes = {key: part.dtype for key, part in solution.parts.items()}
+        self.noted.append((name, experts, replace(solution, parts=parts, values=None), dtypes))
+
+
+def _narrowed(part: torch.Tensor) -> torch.Tensor:
+    """Return integers in the narrowest dtype that holds them; other values unchanged."""
+    if part.dtype in (torch.int32, torch.int64) and part.numel():
+        low, high = (int(each) for each in part.aminmax())
+        for dtype in (torch.int8, torch.int16):
+            if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+                return part.to(dtype)
+    return part
 
 
 def _done(threads: int, work: Callable[[], Any]) -> Done:
