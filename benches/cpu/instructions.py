@@ -89,18 +89,8 @@ def build(folder: Path) -> dict[str, Path]:
                    "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER": "aarch64-linux-gnu-gcc"}  # fmt: skip
     programs = {}
     for target in sorted({processor.target for processor in PROCESSORS.values()}):
-        command = [
-            "cargo",
-            "build",
-            "--release",
-            "--quiet",
-            "--target",
-            target,
-            "-p",
-            "moepack-tools",
-            "--bin",
-            "product",
-        ]
+        command = ["cargo", "build", "--release", "--quiet", "--target", target, "--package", "moepack-tools"]
+        command += ["--bin", "product"]
         subprocess.run(command, check=True, cwd=ROOT, env=environment | os.environ)
         programs[target] = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / target / "release/product"
     return programs

@@ -106,13 +106,13 @@ impl Engine {
         }
         // As even as possible: the fewer tokens share weights, the longer each takes.
         let tokens = left.div_ceil(left.div_ceil(self.widest()));
-        // Matrix products take two lines at a time.
         let pairs = self.isa.kind() == Kind::Neon && simd::has_matrix_products();
-        let padded = match pairs && tokens > 1 && self.precision == Precision::Int8 {
-            true => tokens.next_multiple_of(2),
-            false => tokens,
-        };
-        (tokens, padded, Form::Words)
+        if !(pairs && tokens > 1 && self.precision == Precision::Int8) {
+            return (tokens, tokens, Form::Words);
+        }
+        // Matrix products take two lines at a time.
+        let padded = tokens.next_multiple_of(2);
+        (padded.min(left), padded, Form::Words)
     }
 
     /// Configures matrix registers for a few blocks if the tiles use them; [`Engine::rest`] releases them.

@@ -211,6 +211,39 @@ unsafe fn quad<V: Lanes, const BITS: usize>(unit: *const u8, quad: usize) -> V::
     }
 }
 
+/// The power of two by which [`in_place`] scales the codes of a chain's quads, out of C chains; 0 if they are extracted
+/// by [`quad`].
+#[inline(always)]
+const fn scale<V: Lanes, const BITS: usize, const C: usize>(chain: usize) -> u32 {
+    match (V::IN_PLACE && V::CHAINS, BITS, C) {
+        // The highest codes of a byte do not fit signed bytes.
+        (true, 2, 4) if chain < 3 => 2 * chain as u32,
+        (true, 3, 2 | 4) => 3 * (chain as u32 % 2),
+        _ => 0,
+    }
+}
+
+/// Four codes per lane like [`quad`], left where they are in their bytes, which saves shifts.
+///
+/// # Safety
+/// As [`quad`].
+#[inline(always)]
+unsafe fn in_place<V: Lanes, const BITS: usize>(unit: *const u8, quad: usize) -> V::Int {
+    let (word, shift) = bits::place(BITS, quad);
+    // SAFETY: the caller guarantees the set and the unit, which has as many registers as a code has bits.
+    unsafe {
+        let register = |word: usize| V::load(unit.add(word * REGISTER_BYTES));
+        match (BITS, quad) {
+            // As if the codes were those of shift 3.
+            (3, 7) => V::mask(
+                V::blend(V::shift(register(word), 3), V::shift(register(2), 2), 0x1818_1818),
+                0x3838_3838,
+            ),
+            _ => V::mask(register(word), (0x0101_0101 * ((1 << BITS) - 1)) << shift),
+        }
+    }
+}
+
 /// Expands the codes of a block: for each four columns, 16 rows x 4 bytes.
 ///
 /// # Safety
@@ -300,7 +333,10 @@ unsafe fn dots<
         const { assert!(M <= MOST_LINES) }
         let mut codes = [V::int_zero(); R];
         for r in 0..R {
-            codes[r] = quad::<V, BITS>(units[r], QUAD);
+            codes[r] = match scale::<V, BITS, C>(QUAD % C) {
+                0 => quad::<V, BITS>(units[r], QUAD),
+                _ => in_place::<V, BITS>(units[r], QUAD),
+            };
         }
         macro_rules! lines {
             ($($line:literal)*) => {
@@ -366,13 +402,20 @@ unsafe fn matrices<
 /// # Safety
 /// As [`multiply`]; `sums` has at least one plane.
 #[inline(always)]
-unsafe fn combine<V: Lanes, const C: usize>(sums: &[[V::Int; C]]) -> V::Float {
+unsafe fn combine<V: Lanes, const BITS: usize, const M: usize, const C: usize>(
+    sums: &[[V::Int; C]],
+) -> V::Float {
     // SAFETY: the caller guarantees the trait's set.
     unsafe {
         let digit = |chains: &[V::Int; C]| {
             let mut sum = chains[0];
             for chain in 1..C {
-                sum = V::int_add(sum, chains[chain]);
+                sum = match scale::<V, BITS, C>(chain) {
+                    bits if bits > 0 && !by_matrix::<V, M>() => {
+                        V::int_add(sum, V::scale_down(chains[chain], bits))
+                    }
+                    _ => V::int_add(sum, chains[chain]),
+                };
             }
             V::to_float(sum)
         };
@@ -495,7 +538,7 @@ unsafe fn multiply<
             }
             for token in 0..N {
                 for r in 0..R {
-                    let sum = combine::<V, C>(&sums[r][token * (M / N)..(token + 1) * (M / N)]);
+                    let sum = combine::<V, BITS, M, C>(&sums[r][token * (M / N)..(token + 1) * (M / N)]);
                     let at = step * N + token;
                     totals[r][token] = add_step::<V>(totals[r][token], sum, scales[r], tile, at);
                 }

@@ -10,6 +10,9 @@ pub(super) trait Lanes: Copy {
     const CHAINS: bool = true;
     /// Whether an even number of lines uses matrix products, which multiply two lines at a time.
     const MATRIX: bool = false;
+    /// Whether codes inside of a byte are multiplied where they are, if their sums have chains of their own
+    /// ([`Lanes::scale_down`]).
+    const IN_PLACE: bool = false;
     /// 32-bit integers, or words of codes.
     type Int: Copy;
     /// Single-precision floats.
@@ -70,6 +73,11 @@ pub(super) trait Lanes: Copy {
     #[inline(always)]
     unsafe fn separate(sums: [Self::Int; 2]) -> [Self::Int; 2] {
         sums
+    }
+    /// Divides sums by `2^bits`, of which they are multiples. Only if [`Lanes::IN_PLACE`].
+    #[inline(always)]
+    unsafe fn scale_down(_sums: Self::Int, _bits: u32) -> Self::Int {
+        unreachable!("only for sets that multiply codes in place")
     }
     /// The codes of `BITS` bits of each byte that start at bit `shift`.
     #[inline(always)]

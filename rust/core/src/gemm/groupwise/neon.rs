@@ -91,6 +91,7 @@ impl<const DOT_PRODUCTS: bool, const MATRIX: bool> Neon<DOT_PRODUCTS, MATRIX> {
 
 impl<const DOT_PRODUCTS: bool, const MATRIX: bool> Lanes for Neon<DOT_PRODUCTS, MATRIX> {
     const MATRIX: bool = MATRIX;
+    const IN_PLACE: bool = true;
     type Int = [uint32x4_t; PARTS];
     type Float = [float32x4_t; PARTS];
 
@@ -191,6 +192,19 @@ impl<const DOT_PRODUCTS: bool, const MATRIX: bool> Lanes for Neon<DOT_PRODUCTS, 
                 parts(|i| vuzp2q_u32(first[i], second[i])),
             ]
         }
+    }
+    #[inline(always)]
+    unsafe fn scale_down(sums: Self::Int, bits: u32) -> Self::Int {
+        // SAFETY: the caller guarantees NEON.
+        sums.map(|sums| unsafe {
+            let sums = vreinterpretq_s32_u32(sums);
+            vreinterpretq_u32_s32(match bits {
+                2 => vshrq_n_s32::<2>(sums),
+                3 => vshrq_n_s32::<3>(sums),
+                4 => vshrq_n_s32::<4>(sums),
+                _ => vshlq_s32(sums, vdupq_n_s32(-(bits as i32))),
+            })
+        })
     }
     #[inline(always)]
     unsafe fn extract<const BITS: usize>(words: Self::Int, shift: u32) -> Self::Int {
