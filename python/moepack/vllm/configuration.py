@@ -27,6 +27,9 @@ __all__ = ["METHOD", "PackedConfig"]
 
 _ABSORBED = "kv_b_proj"
 
+_DRAFT = "draft_model."
+"""What vLLM puts before the paths of a draft model."""
+
 _NOT_ADAPTED = {"gate", "router", "embed_tokens", "lm_head"}
 
 
@@ -98,6 +101,7 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Return the method of a layer; None for layers that vLLM computes itself."""
+        prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, LinearBase):
             parts = self._parts(prefix)
             return PackedLinearMethod(parts) if parts else UnquantizedLinearMethod()

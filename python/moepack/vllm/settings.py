@@ -64,15 +64,19 @@ def _models(settings: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _load_draft(settings: Any) -> None:
-    """Give a draft model the load format of its own weights, where vLLM would take the model's."""
+    """Give a draft model the load format of its own weights, where vLLM would take the model's.
+
+    In the configuration that vLLM derives for the draft, its loader reads `load_config`.
+    """
     speculative = getattr(settings, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
-    if speculative is None or draft is None or speculative.draft_load_config is not None:
+    if speculative is None or draft is None:
         return
     packed, inherited = draft.quantization == METHOD, settings.load_config.load_format == METHOD
-    if packed != inherited:
-        own = replace(settings.load_config, load_format=METHOD if packed else "auto")
-        speculative.draft_load_config = own
+    if speculative.draft_load_config is None and packed != inherited:
+        speculative.draft_load_config = replace(settings.load_config, load_format=METHOD if packed else "auto")
+    if settings.model_config is draft and speculative.draft_load_config is not None:
+        settings.load_config = speculative.draft_load_config
 
 
 def _require_formats(settings: Any) -> bool:
