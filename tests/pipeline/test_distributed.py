@@ -115,7 +115,7 @@ def test_methods_of_a_job_may_differ(qwen3_moe: Path, tmp_path: Path, copies: li
 def test_a_full_disk_keeps_finished_work(name: str, mixtral: Path, tmp_path: Path, copies: list[Copies]) -> None:
     """The driver writes: rejections equal those of a local run, and each kind of run can continue the other."""
     out = tmp_path / "out"
-    with failing("rename", 3), pytest.raises(DiskError):
+    with failing("replace", 4), pytest.raises(DiskError):
         moepack.compress(mixtral, out, method=methods(tmp_path)[name], ray="anywhere")
     assert (tmp_path / "out.partial" / "journal.jsonl").exists()
     report = moepack.compress(mixtral, out, method=methods(tmp_path)[name], ray="anywhere")
