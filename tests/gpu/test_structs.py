@@ -35,6 +35,7 @@ PROGRAMS = [
     ("coded_upload.cu", {}),
     ("step.cu", {}),
     ("attention.cu", {"HALF": 0, "KEY_WIDTH": 128, "VALUE_WIDTH": 128}),
+    ("prompt.cu", {"HALF": 0, "WIDTH": 128, "HEADS": 8, "PARTS": 1}),
     ("router.cu", {"SCORES": 4}),
     ("dense.cu", {"HALF": 0, "COLUMNS": 8, "TEAM": 8}),
     ("channels.cu", {"BITS": 4, "REFINES": 1}),

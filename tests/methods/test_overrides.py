@@ -207,6 +207,40 @@ def test_experts_of_one_tensor_have_rates_of_their_own(
     assert lost[:2].max() < lost[2:].min() / 8  # three bits are a factor of 64 in theory
 
 
+EVERY: list[tuple[str, dict[str, Any]]] = [
+    ("finequant", {"calibration": "none", "dense_bits": 4}),
+    ("finequant", {"calibration": "text", "bits_per_weight": 6.5, "group_size": "budget"}),
+    ("milo", {"calibration": "none", "rounds": 2}),
+    ("milo", {"calibration": "none", "rounds": 2, "memory_budget": 700_000}),
+    ("codequant", {"calibration": "text", "rotation_steps": 4}),
+    ("qmoe", {"calibration": "text", "dense_bits": 4}),
+    ("rate", {"calibration": "text", "bits_per_weight": 5.0}),
+    ("auto", {"calibration": "text"}),
+]
+
+
+@pytest.mark.parametrize(("method", "settings"), EVERY)
+def test_experts_of_one_layer_may_differ_with_every_method(
+    method: str, settings: dict[str, Any], qwen3_moe: Path, text: Path, tmp_path: Path
+) -> None:
+    """Tensors whose experts differ are coded, which gives each expert its own bits in one tensor."""
+    if settings["calibration"] == "text":
+        settings = {**settings, "calibration": str(text), "samples": 4, "sequence_length": 32}
+    bits = "down_proj=4,experts.{0..1}=8,layers.0=16,*=" + ("5" if method in ("auto", "rate") else "3")
+    report = compress(qwen3_moe, tmp_path / "out", method=method, bits=bits, **settings)
+    records = packed(tmp_path / "out")
+    assert not any("layers.0." in name for name in records)
+    name = f"{EXPERTS.format(1)}.up_proj"
+    record = records[name]
+    assert record.kind == "coded" and record.shape[0] == 4
+    assert rate(record) == pytest.approx((2 * 8 + 2 * int(bits[-1])) / 4, rel=0.08)
+    down = records[f"{EXPERTS.format(1)}.down_proj"]
+    assert down.details.get("bits", 4) == 4 and (down.kind != "coded" or rate(down) == pytest.approx(4, rel=0.08))
+    assert moepack.verify(tmp_path / "out")
+    if "memory_budget" in settings:
+        assert report.packed_bytes <= settings["memory_budget"]
+
+
 REFUSED = [
     (
         "finequant",
@@ -214,7 +248,13 @@ REFUSED = [
         "experts=2.5",
         "cannot give a tensor 2.5 bits: it gives 2, 3, 4 or 8.*rate 0.4 to 8",
     ),
-    ("finequant", {"calibration": "none"}, "experts.0=8", "gives all experts of a tensor the same bits"),
+    (
+        "finequant",
+        {"calibration": "none"},
+        "experts.0=8",
+        "give bits to only some of its experts; .* `\\*=3` as the last",
+    ),
+    ("milo", {"calibration": "none"}, "experts.0=9,*=3", "cannot give a tensor 9 bits: it gives 0.4 to 8"),
     (
         "finequant",
         {"calibration": "none"},
@@ -222,7 +262,8 @@ REFUSED = [
         "does not pack this tensor .embedding.; methods that give bits by name: auto",
     ),
     ("codequant", {"calibration": "built-in"}, "experts=8", "gives 2, 3 or 4"),
-    ("qmoe", {"calibration": "built-in"}, "experts=3", "gives 0.4 to 2 for experts"),
+    ("qmoe", {"calibration": "built-in"}, "experts=0.3", "gives 0.4 to 2 for experts"),
+    ("qmoe", {"calibration": "built-in"}, "experts=9", "gives 0.4 to 8"),
     ("floe", {"calibration": "built-in"}, "experts=4", "floe has no bits by name; methods that give bits by name"),
     ("auto", {"calibration": "none"}, "experts=9", "gives 0.4 to 8, and 16 leaves a tensor unpacked"),
     ("auto", {"calibration": "none"}, "down_proj=16", "leave it unpacked, but not .*gate_proj'; .* together"),

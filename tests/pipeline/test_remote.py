@@ -18,10 +18,12 @@ from rich.console import Console
 import moepack
 import packed_support as support
 import tiny_models
+from checkpoint.test_pickles import pickled
 from command_support import interruptible
 from hub_support import COMMIT, Answer, Hub, Request, cached, serving, use
 from moepack.checkpoint.quantized import open_checkpoint
-from moepack.checkpoint.remote import open_remote
+from moepack.checkpoint.remote import open_remote, reading
+from moepack.checkpoint.remote.transfer import Transfer
 from moepack.errors import CheckpointError, DiskError, DownloadError, InvalidTensorError, ResumeError
 from moepack.format.side import RECIPE
 from moepack.methods import create
@@ -119,6 +121,33 @@ def test_the_result_equals_that_of_the_directory(
     assert source is not None and (source.name, source.revision) == (NAME, COMMIT)
     assert not list(tmp_path.glob("remote.*")), "nothing of the download remains"
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_pickles_are_read_by_ranges_and_packed_while_they_are_downloaded(
+    shards: int, qwen3_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, counted = pickled(qwen3_moe, tmp_path / "model", shards), list[int]()
+    read = Transfer.read
+
+    def counting(self: Transfer, name: str, start: int, stop: int) -> bytes:
+        counted.append(stop - start)
+        return read(self, name, start, stop)
+
+    with serving({NAME: model}) as server:
+        use(server, tmp_path, monkeypatch)
+        monkeypatch.setattr(Transfer, "read", counting)
+        monkeypatch.setattr(reading, "BLOCK", 512)
+        found = open_remote(NAME)
+        assert found is not None and found[0].notes == open_checkpoint(model).notes
+        assert found[0].fingerprint() == open_checkpoint(model).fingerprint()
+        counted.clear()
+        assert open_remote(NAME) is not None
+        assert sum(counted) < sum(file.stat().st_size for file in model.glob("*.bin")) / 2
+        moepack.compress(NAME, tmp_path / "remote", method="finequant", bits=4)
+        assert not list((tmp_path / "cache").rglob("*.bin")) and not list(tmp_path.glob("remote.*"))
+    moepack.compress(model, tmp_path / "local", method="finequant", bits=4)
+    assert same_but_source(tmp_path / "remote") == same_but_source(tmp_path / "local")
 
 
 def test_shards_on_disk_stay_within_the_budget(hub: Hub, sharded: Path, tmp_path: Path) -> None:

@@ -10,9 +10,23 @@ import pytest
 import moepack
 from places import ROOT
 
-HEAVY = (
-    "cupy fastapi gguf huggingface_hub lm_eval matplotlib numpy peft ray rich safetensors torch transformers typer uvicorn"
-).split()
+HEAVY = [
+    "cupy",
+    "fastapi",
+    "gguf",
+    "huggingface_hub",
+    "lm_eval",
+    "matplotlib",
+    "numpy",
+    "peft",
+    "ray",
+    "rich",
+    "safetensors",
+    "torch",
+    "transformers",
+    "typer",
+    "uvicorn",
+]
 PRELUDE = """
 import socket, sys
 
@@ -60,7 +74,7 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_extras_name_only_packages_of_their_systems() -> None:
-    """CUDA's packages have no wheels for macOS, so a requirement without a marker would break the installation there."""
+    """CUDA's packages have no wheels for macOS: a requirement without a marker would break the installation there."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     cuda = [each for extra in extras.values() for each in extra if each.startswith(("cupy", "nvidia"))]
     assert cuda and all("platform_system" in each and "platform_machine" in each for each in cuda)

@@ -1,4 +1,4 @@
-"""LangChain's and LlamaIndex's OpenAI classes against a server: calls of tools, structured answers, streams."""
+"""LangChain's OpenAI classes against a server: calls of tools, structured answers, streams."""
 
 import pytest
 from pydantic import BaseModel, Field
@@ -119,31 +119,3 @@ class TestLangChain:
         address = {"base_url": f"http://127.0.0.1:{port}/v1", "api_key": "a secret"}
         embeddings = openai.OpenAIEmbeddings(model="tiny", check_embedding_ctx_length=False, **address)
         assert len(embeddings.embed_query("hi")) == len(embeddings.embed_documents(["hi", "you"])[1])
-
-
-class TestLlamaIndex:
-    @pytest.fixture(scope="class")
-    def chat(self, port):
-        like = pytest.importorskip("llama_index.llms.openai_like")
-        return like.OpenAILike(
-            model="tiny", api_base=f"http://127.0.0.1:{port}/v1", api_key="a secret", is_chat_model=True,
-            is_function_calling_model=True, max_tokens=50, context_window=2000, max_retries=0,
-        )  # fmt: skip
-
-    def test_chats_and_streams(self, chat, says):  # noqa: F811
-        from llama_index.core.llms import ChatMessage
-
-        says("Fog.")
-        message = ChatMessage(role="user", content="hi")
-        assert chat.chat([message]).message.content == "Fog."
-        assert [chunk.delta for chunk in chat.stream_chat([message])][-1] is not None
-        assert "".join(chunk.delta or "" for chunk in chat.stream_chat([message])) == "Fog."
-        assert chat.complete("hi").text == "Fog."
-
-    def test_calls(self, chat, says):  # noqa: F811
-        from llama_index.core.tools import FunctionTool
-
-        says(CALLS)
-        said = chat.chat_with_tools([FunctionTool.from_defaults(look)], user_msg="hi", allow_parallel_tool_calls=True)
-        calls = chat.get_tool_calls_from_response(said)
-        assert [call.tool_kwargs for call in calls] == ARGUMENTS

@@ -19,7 +19,7 @@ from moepack.errors import CheckpointError, MoepackError, UnsupportedModelError
 from moepack.format.header import DTYPES, MAX_HEADER, Header, TensorInfo, stamp_of
 from moepack.format.regular import IS_POINTER, is_pointer, open_regular
 
-__all__ = ["PICKLED", "read_pickle"]
+__all__ = ["PICKLED", "read_pickle", "read_pickled"]
 
 PICKLED = "The weights are PyTorch pickles (.bin). Their tensors are mapped; no code in them runs."
 """A note for the user."""
@@ -45,11 +45,23 @@ def read_pickle(file: Path) -> Header:
         if is_pointer(file):
             raise CheckpointError(IS_POINTER, file=file)
         with open_regular(file) as stream:
-            stamp, size = stamp_of(stream), stream.seek(0, 2)
-            members, description = _members(stream, file)
+            return read_pickled(stream, file, stamp_of(stream))
     except OSError as cause:
         raise CheckpointError(f"cannot be read: {cause.strerror or cause}", file=file) from cause
-    tensors = {name: _place(name, tensor, members, file) for name, tensor in _described(file).items()}
+
+
+def read_pickled(stream: Any, file: Path, stamp: str) -> Header:
+    """Read the description of the tensors in a binary stream, as `read_pickle` does.
+
+    Args:
+        stream: the content of `file`; only the directory of the archive, its headers and `data.pkl` are read.
+        file: the file, for errors and places.
+        stamp: stamp of the header.
+    """
+    size = stream.seek(0, 2)
+    members, description = _members(stream, file)
+    stream.seek(0)
+    tensors = {name: _place(name, tensor, members, file) for name, tensor in _described(stream, file).items()}
     ordered = sorted(tensors.values(), key=lambda info: info.offset)
     return Header(file, size, {info.name: info for info in ordered}, {}, hashlib.sha256(description).hexdigest(), stamp)
 
@@ -97,13 +109,13 @@ def _data_offset(stream: Any, header: int) -> int:
     return header + _LOCAL_HEADER + int.from_bytes(fixed[26:28], "little") + int.from_bytes(fixed[28:30], "little")
 
 
-def _described(file: Path) -> dict[str, torch.Tensor]:
+def _described(stream: Any, file: Path) -> dict[str, torch.Tensor]:
     """Return the fake tensors of a file by name."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
         with FakeTensorMode():
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            content = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as cause:  # torch.load passes on any exception of the unpickler
         reason = next(iter(str(cause).splitlines()), type(cause).__name__)
         raise CheckpointError(f"cannot be unpickled: {reason}", file=file) from cause

@@ -141,13 +141,19 @@ def hub_id(model: str | PathLike[str]) -> tuple[str, str | None] | None:
     return None if found is None else (found[1], found[2])
 
 
-def small_files(name: str, revision: str | None) -> Path:
-    """Return the snapshot of a Hub model with all files but the weights; errors as for `resolve_model`."""
+def small_files(name: str, revision: str | None, *more: str) -> Path:
+    """Return the snapshot of a Hub model with all files but the weights; errors as for `resolve_model`.
+
+    Args:
+        name, revision: the model.
+        more: further files, which are otherwise left out.
+    """
     utils: Any = importlib.import_module("huggingface_hub.utils")
     shown = not utils.are_progress_bars_disabled()
     utils.disable_progress_bars()
     try:
-        return _fetched(name, revision, tuple(pattern for pattern in WANTED if pattern != _WEIGHTS))
+        small = tuple(pattern for pattern in WANTED if pattern != _WEIGHTS)
+        return _fetched(name, revision, (*small, *more), UNWANTED[:-1] if more else UNWANTED)
     finally:
         if shown:
             utils.enable_progress_bars()

@@ -78,8 +78,9 @@ Ray = Annotated[
     typer.Option(
         metavar="ADDRESS",
         help="Distribute the work over a Ray cluster: its address, `auto` for this machine's cluster, or `local` for a "
-        "new one on this machine. All nodes need MODEL at the same path and this version of moepack. Each task uses "
-        "--threads cores. The output is the same as without --ray, if all processors have the same instruction sets. "
+        "new one on this machine. All nodes need this version of moepack, and MODEL at the same path if it is a "
+        "directory. Each task uses --threads cores and, with --device cuda, a GPU. The output is the same as without "
+        "--ray, if all processors have the same instruction sets. "
         "Needs pip install 'moepack[ray]'.",
     ),
 ]

@@ -56,7 +56,11 @@ class PinsBits(ABC):
     """The roles of linear layers that may have bits of their own, whether the other settings pack them or not."""
 
     splits_experts: ClassVar[bool] = False
-    """Whether experts of one tensor may have different bits."""
+    """Whether the method gives experts of one tensor different bits by itself."""
+
+    def is_coded(self, pin: Pin) -> bool:
+        """Return whether a tensor is packed as coded integers, because the method's own format has not these bits."""
+        return pin.one is None and not self.splits_experts
 
     @abstractmethod
     def pin(self, pins: Sequence[Pin], checkpoint: Checkpoint, model: MoeModel) -> Mapping[str, Method]:
@@ -92,13 +96,8 @@ def pinned(method: Method, checkpoint: Checkpoint, model: MoeModel) -> Method:
         raise OverrideError(
             f"the method {method.name} does not pack this tensor ({foreign[0].role}); {_able()}", tensor=foreign[0].name
         )
-    for pin in pins:
-        if pin.one is None and not method.splits_experts:
-            raise OverrideError(
-                f"the method {method.name} gives all experts of a tensor the same bits, but a pattern names only some "
-                "of them; auto and rate can give each expert its own",
-                tensor=pin.name,
-            )
+    coded = [pin for pin in pins if method.is_coded(pin)]
+    pins = [pin for pin in pins if pin not in coded]
     found = copy(method)
     found.pinned = Pinned({}, unpacked)
     try:
@@ -108,7 +107,17 @@ def pinned(method: Method, checkpoint: Checkpoint, model: MoeModel) -> Method:
     except ValueError as error:
         raise OverrideError(f"the method {method.name} cannot give these bits: {error}") from error
     bits = {pin.name: pin.one for pin in pins if pin.one is not None}
-    found.pinned = Pinned(methods, unpacked, bits)
+    found.pinned = Pinned({**methods, **_coded(found, coded)}, unpacked, bits)
+    return found
+
+
+def _coded(method: Method, pins: Sequence[Pin]) -> dict[str, Method]:
+    """Return the methods of tensors that are coded beside a method."""
+    if not pins:
+        return {}
+    from moepack.methods import method_class
+
+    found: dict[str, Method] = method_class("rate").beside(method, pins)  # type: ignore[attr-defined]
     return found
 
 

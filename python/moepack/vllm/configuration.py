@@ -27,6 +27,11 @@ __all__ = ["METHOD", "PackedConfig"]
 
 _ABSORBED = "kv_b_proj"
 
+_DRAFT = "draft_model."
+"""What vLLM puts before the paths of a draft model."""
+
+_NOT_ADAPTED = {"gate", "router", "embed_tokens", "lm_head"}
+
 
 class PackedConfig(QuantizationConfig):  # type: ignore[misc]
     """The quantization method `moepack`.
@@ -96,6 +101,7 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Return the method of a layer; None for layers that vLLM computes itself."""
+        prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, LinearBase):
             parts = self._parts(prefix)
             return PackedLinearMethod(parts) if parts else UnquantizedLinearMethod()
@@ -103,6 +109,11 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, RoutedExperts) and part is not None and _is_swiglu(layer):
             return PackedExpertsMethod(part, layer.moe_config)
         return None
+
+    def linear_names(self) -> list[str]:
+        """Return the names of the linear layers that may have adapters: all but routers, embeddings and heads."""
+        linear = {path for path, part in {**self.plain, **self.modules}.items() if LINEAR in part.tensors}
+        return sorted({path.rpartition(".")[2] for path in linear} - _NOT_ADAPTED)
 
     def _parts(self, prefix: str) -> Sequence[Part]:
         """Return the modules that a linear layer merges; empty if none of them is packed, or one is missing."""

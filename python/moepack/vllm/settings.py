@@ -6,6 +6,7 @@ which every way to start an engine calls.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -17,8 +18,14 @@ __all__ = ["GRAPH_TOKENS", "guard"]
 GRAPH_TOKENS = 64
 """Maximum tokens of a packed product in a CUDA graph."""
 
+GRAPH_PAIRS = 512
+"""Maximum pairs of a token and an expert of packed experts in a CUDA graph."""
+
 SIZES = ("data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 """Settings of vLLM's parallel configuration for which packed experts have no exchange of tokens if above 1."""
+
+EXPERTS = frozenset(["experts", "w1", "w2", "w3", "w13"])
+"""Names by which vLLM's adapters address experts."""
 
 
 def guard(kind: Any) -> None:
@@ -30,12 +37,15 @@ def guard(kind: Any) -> None:
 
     @wraps(theirs)
     def checked(self: Any, *arguments: Any, **others: Any) -> None:
+        _load_draft(self)
         packed = _require_formats(self)
         if packed:
             _require_settings(self)
+            _limit_graphs(self)
         theirs(self, *arguments, **others)
         if packed:
-            _require_graphs(self.compilation_config)
+            _require_graphs(self)
+            _keep_adapters_off_experts(self)
 
     kind.__post_init__ = checked
 
@@ -51,6 +61,22 @@ def _models(settings: Any) -> Iterator[tuple[Any, Any]]:
         yield draft, getattr(speculative, "draft_load_config", None) or settings.load_config
     if settings.model_config is not None and settings.model_config is not draft:
         yield settings.model_config, settings.load_config
+
+
+def _load_draft(settings: Any) -> None:
+    """Give a draft model the load format of its own weights, where vLLM would take the model's.
+
+    In the configuration that vLLM derives for the draft, its loader reads `load_config`.
+    """
+    speculative = getattr(settings, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if speculative is None or draft is None:
+        return
+    packed, inherited = draft.quantization == METHOD, settings.load_config.load_format == METHOD
+    if speculative.draft_load_config is None and packed != inherited:
+        speculative.draft_load_config = replace(settings.load_config, load_format=METHOD if packed else "auto")
+    if settings.model_config is draft and speculative.draft_load_config is not None:
+        settings.load_config = speculative.draft_load_config
 
 
 def _require_formats(settings: Any) -> bool:
@@ -79,21 +105,47 @@ def _require_settings(settings: Any) -> None:
             raise LoadError(f"packed experts do not exchange tokens between such ranks: leave {_option(name)} at 1")
     if getattr(parallel, "enable_eplb", False):
         raise LoadError("packed experts stay on their rank and cannot be balanced: leave out --enable-eplb")
-    if getattr(settings, "lora_config", None) is not None:
-        raise LoadError("packed tensors do not support vLLM's adapters: leave out --enable-lora")
+    adapted = getattr(getattr(settings, "lora_config", None), "target_modules", None)
+    if adapted and (experts := sorted(set(adapted) & EXPERTS)):
+        raise LoadError(f"packed experts take no adapters of vLLM: leave {experts} out of --lora-target-modules")
     offload = getattr(getattr(settings, "offload_config", None), "uva", None)
     if getattr(offload, "cpu_offload_gb", 0) or getattr(settings.cache_config, "cpu_offload_gb", 0):
         raise LoadError("vLLM cannot move packed tensors to the CPU: leave out --cpu-offload-gb")
 
 
-def _require_graphs(compilation: Any) -> None:
+def _keep_adapters_off_experts(settings: Any) -> None:
+    """Restrict vLLM's adapters to linear layers, unless the user restricts them.
+
+    vLLM would replace the packed experts, too, and can adapt only kernels of its own. An adapter of experts is then
+    rejected by vLLM when it is loaded, with the names that it may have.
+    """
+    adapters, quantization = getattr(settings, "lora_config", None), settings.quant_config
+    if adapters is not None and adapters.target_modules is None and hasattr(quantization, "linear_names"):
+        adapters.target_modules = quantization.linear_names()
+
+
+def _limit_graphs(settings: Any) -> None:
+    """Let vLLM record graphs for as many tokens as packed products support, unless the user sets the sizes."""
+    compilation = settings.compilation_config
+    if compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
+        compilation.max_cudagraph_capture_size = _graph_tokens(settings)
+
+
+def _graph_tokens(settings: Any) -> int:
+    """Return the maximum number of tokens of packed products in a graph."""
+    chosen = getattr(settings.model_config.hf_text_config, "num_experts_per_tok", None) or 1
+    return max(1, min(GRAPH_TOKENS, GRAPH_PAIRS // chosen))
+
+
+def _require_graphs(settings: Any) -> None:
     """Reject CUDA graphs with more tokens than packed products support."""
+    compilation, most = settings.compilation_config, _graph_tokens(settings)
     mode = getattr(compilation, "cudagraph_mode", None)
     sizes = getattr(compilation, "cudagraph_capture_sizes", None) or [0]
-    if getattr(mode, "name", "NONE") != "NONE" and max(sizes) > GRAPH_TOKENS:
+    if getattr(mode, "name", "NONE") != "NONE" and max(sizes) > most:
         raise LoadError(
-            f"packed products can be recorded for up to {GRAPH_TOKENS} tokens, but vLLM would record {max(sizes)}: "
-            f"start it with --enforce-eager or --max-cudagraph-capture-size {GRAPH_TOKENS}"
+            f"packed products can be recorded for up to {most} tokens, but vLLM would record {max(sizes)}: "
+            f"leave out its sizes, or set --max-cudagraph-capture-size {most}"
         )
 
 

@@ -5,21 +5,26 @@
 are on disk; `ranges` is what other processes read.
 """
 
+import io
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 
+from moepack.checkpoint.pickles import PICKLED, read_pickled
 from moepack.checkpoint.quantized import adapted
 from moepack.checkpoint.reader import Checkpoint, check_listed, read_config
 from moepack.checkpoint.remote.files import RANGES_AT_ONCE, RemoteFiles, Traffic
+from moepack.checkpoint.remote.reading import RangedFile
 from moepack.checkpoint.remote.transfer import Listing, Transfer, list_model
 from moepack.checkpoint.resolve import hub_id, small_files
 from moepack.errors import DownloadError
 from moepack.format.header import Header, header_length, parse_header
-from moepack.format.weights import weight_files
+from moepack.format.weights import PICKLE, pickle_files, weight_files
 
 __all__ = ["RemoteFiles", "Traffic", "open_remote"]
+
+PICKLE_INDEX = f"{PICKLE}.index.json"
 
 ENTRY = 100
 """Approximate bytes of a tensor's entry in a header, without its name."""
@@ -40,7 +45,7 @@ def open_remote(
 
     Returns:
         The checkpoint and its shards; None if `model` is a path, the Hub's cache holds all shards, offline mode is set,
-        or the model has no safetensors. `resolve_model` then gives the directory.
+        or the model has neither safetensors nor pickles. `resolve_model` then gives the directory.
 
     Raises:
         DownloadError: the Hub has no such model, denies access, or cannot be reached, and the cache lacks the model.
@@ -57,10 +62,12 @@ def open_remote(
         if _is_cached(*found):
             return None
         raise
-    if not any(name.endswith(".safetensors") for name in listing.files):
-        return None
+    present = listing.files.__contains__
     directory = small_files(*found)
-    listed = weight_files(directory, present=listing.files.__contains__)
+    listed = weight_files(directory, present=present) if _has(listing, ".safetensors") else {}
+    if not listed and _has(listing, ".bin"):
+        directory = small_files(*found, PICKLE_INDEX)
+        listed = pickle_files(directory, present=present)
     paths = {name: try_to_load_from_cache(listing.model, name, revision=listing.commit) for name in listed}
     cached = {name: Path(path) for name, path in paths.items() if isinstance(path, str)}
     if not listed or (cached.keys() == listed.keys() and not even_cached):
@@ -72,7 +79,13 @@ def open_remote(
     for shard, tensors in listed.items():
         check_listed(tensors, shards[shard])
     files = RemoteFiles(shards, transfer, cached, folder)
-    return adapted(Checkpoint(directory, config, shards, files)), files
+    checkpoint = Checkpoint(directory, config, shards, files)
+    checkpoint.notes = (PICKLED,) if next(iter(listed)).endswith(".bin") else ()
+    return adapted(checkpoint), files
+
+
+def _has(listing: Listing, suffix: str) -> bool:
+    return any(name.endswith(suffix) for name in listing.files)
 
 
 def _is_cached(name: str, revision: str | None) -> bool:
@@ -86,8 +99,10 @@ def _is_cached(name: str, revision: str | None) -> bool:
 
 
 def _header(transfer: Transfer, directory: Path, name: str, tensors: tuple[str, ...]) -> Header:
-    """Read the header of a shard, usually with one request."""
+    """Read the header of a shard: usually with one request, or with one for each block that a pickle's lie in."""
     file, listing = directory / name, transfer.listing
+    if name.endswith(".bin"):
+        return read_pickled(io.BufferedReader(RangedFile(transfer, name)), file, _stamp(listing, name))
     size = listing.files[name].size
     likely = max(8 + sum(len(tensor) + ENTRY for tensor in tensors), LEAST_HEADER)
     raw = transfer.read(name, 0, min(likely, size))

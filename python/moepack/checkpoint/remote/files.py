@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moepack.checkpoint.pickles import read_pickle
 from moepack.checkpoint.remote.ranges import RangeFiles
 from moepack.checkpoint.remote.transfer import Listing, RemoteFile, Transfer
 from moepack.checkpoint.resolve import hub_reason
@@ -286,7 +287,7 @@ class RemoteFiles(ShardFiles):
             file = self._folder / "tensors" / _key(info)
             if file.exists() and file.stat().st_size == info.nbytes:
                 self._gathered.add(_key(info))  # by an interrupted run
-            elif info.nbytes and info.file.name not in self._cached:
+            elif info.nbytes and info.strides is None and info.file.name not in self._cached:
                 missing.append(info)
         with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
             for keys in pool.map(self._keep, _runs(missing)):
@@ -489,7 +490,8 @@ class RemoteFiles(ShardFiles):
 
     def _check(self, part: Path, file: RemoteFile) -> None:
         """Compare a downloaded shard with the listing."""
-        if read_header(part).digest != self.shards[file.name].digest:
+        read = read_pickle if file.name.endswith(".bin") else read_header
+        if read(part).digest != self.shards[file.name].digest:
             raise DownloadError("the downloaded header differs from that on the Hub", file=file.name)
         if file.sha256 is None:
             return

@@ -94,7 +94,7 @@ def _listed(model: str, revision: str | None) -> Listing:
     for each in found.siblings or ():
         files[each.rfilename] = RemoteFile(each.rfilename, int(each.size or 0), getattr(each.lfs, "sha256", None))
     for name, file in files.items():
-        if name.endswith(".safetensors") and not file.size:  # a mirror may list names only
+        if name.endswith((".safetensors", ".bin")) and not file.size:  # a mirror may list names only
             url = huggingface_hub.hf_hub_url(model, name, revision=commit, endpoint=constants.ENDPOINT)
             known = huggingface_hub.get_hf_file_metadata(url, timeout=TIMEOUT)
             digest = known.etag if known.etag and re.fullmatch("[0-9a-f]{64}", known.etag) else None

@@ -18,6 +18,7 @@ from moepack.errors import LoadError, UnsupportedModelError
 from moepack.export.directory import dense_entries
 from moepack.export.gguf.architectures import model_of
 from moepack.export.gguf.blocks import blocks, open_tensor, q4_0_blocks, q8_0_blocks
+from moepack.export.gguf.experts import stacks
 from moepack.export.gguf.model import Model, Piece
 from moepack.export.gguf.vocabulary import Vocabulary
 from moepack.format.atomic import disk_errors
@@ -115,11 +116,15 @@ def _packed_piece(piece: Piece, tensor: GroupwiseTensor) -> _Tensor:
 
 
 def _dense(gguf: Any, model: Model, source: PackedDirectory) -> Iterator[_Tensor]:
-    """Yield the tensors that are not packed: vectors and routers in float32, others unchanged."""
+    """Yield the tensors that are not packed: vectors and routers in float32, others, experts included, unchanged."""
     rename = model.names(gguf, source.config)
-    for entry in (entry for entries in dense_entries(source) for entry in entries):
-        if entry.dtype not in _DTYPES:
-            raise UnsupportedModelError(f"llama.cpp does not support tensors of {entry.dtype}", tensor=entry.name)
+    entries = [entry for entries in dense_entries(source) for entry in entries]
+    if unknown := [entry for entry in entries if entry.dtype not in _DTYPES]:
+        raise UnsupportedModelError(f"llama.cpp does not support tensors of {unknown[0].dtype}", tensor=unknown[0].name)
+    experts, entries = stacks(source.config["model_type"], entries)
+    for stack in experts:
+        yield _Tensor(model.expert_name(f"{stack.layer}.", stack.projection), stack.shape, stack.dtype, stack.data)
+    for entry in entries:
         renamed = rename(entry.name)
         if len(entry.shape) == 1 or _is_vector(renamed) or "ffn_gate_inp" in renamed:
             yield _vector(renamed, lambda entry=entry: _values(entry), entry.shape)  # type: ignore[misc]

@@ -62,6 +62,7 @@ from moepack.methods.fitting import DENSE, Fitted, Wanted
 from moepack.methods.mixins import Calibrates, PacksLinears
 from moepack.methods.parallel import for_experts
 from moepack.methods.pinned import Pin, PinsBits, check_bits
+from moepack.methods.rate.pinned import pinned_bytes
 from moepack.methods.request import TEXT_SETTINGS, request_of
 from moepack.methods.roles import dense_text, parse_dense_bits
 from moepack.methods.settings import in_words
@@ -187,7 +188,12 @@ class FineQuant(FineQuantSettings, Fitted, PinsBits, Calibrates, PacksLinears, S
         bits = {"experts": self.bits, **self._dense}
         found = list(proposals(checkpoint, model, bits, self.symmetric))
         pins = {} if self.pinned is None else self.pinned.methods
-        taken = {one.name: (math.prod(one.shape), pins[one.name].bound(one.shape)) for one in found if one.name in pins}
+        coded = pinned_bytes(self)
+        taken = {
+            one.name: (math.prod(one.shape), math.ceil(coded.get(one.name) or pins[one.name].bound(one.shape)))
+            for one in found
+            if one.name in pins
+        }
         rest = [one for one in found if one.name not in pins]
         sizes = plan_sizes(rest, _rate_of_rest(self.bits_per_weight, rest, taken), self.symmetric) if rest else {}
         packer = self._with_sizes(sizes)

@@ -33,7 +33,7 @@ Grid = IntegerSettings | ClusterSettings
 DAMPING, CENTROID_BITS = 0.5, 16
 """Damping of the Hessians of codebooks, as of `IntegerSettings`; bits of a centroid."""
 
-SHIFT, SHIFT_DAMPING = 0.75, 0.2
+SHIFT, SHIFT_DAMPING = 0.25, 0.2
 """Share of the accumulated error of earlier layers that is corrected by moving the weights; damping of that
 regression, relative to the mean diagonal of the Hessian."""
 

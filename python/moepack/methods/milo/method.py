@@ -37,6 +37,7 @@ from moepack.methods.milo.statistics import FULL_SIDE, kurtosis, residual_rank, 
 from moepack.methods.mixins import Goal, MeetsSize, PacksLinears
 from moepack.methods.parallel import for_experts
 from moepack.methods.pinned import Pin, PinsBits, check_bits
+from moepack.methods.rate.pinned import pinned_bytes
 from moepack.methods.settings import in_words
 from moepack.progress import Progress
 from moepack.solvers.affine import GroupSpec, Solver, check_range, quantize_affine, round_to_nearest
@@ -135,7 +136,7 @@ class Milo(MiloSettings, Fitted, PinsBits, MeetsSize, PacksLinears, SimpleMethod
             )
         planner = Planner(
             self._specs, SOLVERS[self.solver], self.rank_bits, torch.device(self.device), counts, self.dense_weight,
-            self._pinned_bits,
+            self._pinned_bits, pinned_bytes(self),
         )  # fmt: skip
         packer._ranks = found = planner.plan(checkpoint, model, self._terms, self.memory_budget)
         decisions = {name: ([*map(int, ranks)], found.specs[name].symmetric) for name, ranks in found.ranks.items()}

@@ -15,6 +15,7 @@ A budget also decides which tensors have no offsets: usually those of experts, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -99,6 +100,7 @@ class Planner:
         frequency: by layer, the number of tokens that chose each expert; empty if unknown.
         dense_weight: weight of a dense layer's error; all experts of a projection together have weight 1.
         bits: by packed tensor, bits that replace those of the grids.
+        apart: bytes of the tensors that another method packs, by name.
     """
 
     specs: Sequence[GroupSpec]
@@ -108,6 +110,7 @@ class Planner:
     frequency: Mapping[str, Sequence[int]] = field(default_factory=dict)
     dense_weight: float = 1.0
     bits: Mapping[str, float] = field(default_factory=dict)
+    apart: Mapping[str, float] = field(default_factory=dict)
 
     def grids(self, name: str) -> Sequence[GroupSpec]:
         """Return the available grids of a packed tensor."""
@@ -128,12 +131,13 @@ class Planner:
             InvalidTensorError: a weight cannot be quantized.
             ValueError: `memory` is below the size without compensators, or a policy needs unknown frequencies.
         """
-        sources = list(find_sources(model))
+        sources = [source for source in find_sources(model) if source.name not in self.apart]
         counts = [source.shape[0] for source in sources]
         sides = np.repeat([min(source.shape[1:]) for source in sources], counts)
         dense = np.repeat([source.layer is None for source in sources], counts)
         if memory is not None or terms[0].policy == "budget":
-            fixed = kept_bytes(checkpoint, model, {source.name for source in sources})
+            fixed = kept_bytes(checkpoint, model, {source.name for source in sources} | self.apart.keys())
+            fixed += math.ceil(sum(self.apart.values()))
             if memory is None:
                 plain = fixed + sum(base_bytes(source.shape, self.grids(source.name)[0]) for source in sources)
                 memory = int(plain * (1 + terms[0].amount / 100))

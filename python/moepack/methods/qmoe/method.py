@@ -115,6 +115,10 @@ class Qmoe(QmoeSettings, Fitted, PinsBits, Calibrates, PacksLinears, SimpleMetho
         sample = self._form.pack(found.codes[None], parameters[None])
         return Expected(sample.data.nbytes * weights.shape[0], exact=False)
 
+    def is_coded(self, pin: Pin) -> bool:
+        """Also experts of more bits than ternary codes and the two-bit grid have."""
+        return super().is_coded(pin) or (pin.role == "experts" and pin.one is not None and pin.one > MOST_BITS)
+
     def pin(self, pins: Sequence[Pin], checkpoint: Checkpoint, model: MoeModel) -> dict[str, Method]:
         """Return the method with other bits: two bits in groups, a rate of ternary experts, or linear layers."""
         made: dict[tuple[bool, float], Method] = {}

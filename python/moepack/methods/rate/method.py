@@ -22,6 +22,7 @@ from moepack.methods.base import Expected, Method, MethodPlan, Shape, Weights
 from moepack.methods.fitting import Fitted, Wanted
 from moepack.methods.mixins import Calibrates, PacksLinears
 from moepack.methods.pinned import Pin, PinsBits
+from moepack.methods.rate.beside import beside
 from moepack.methods.rate.coder import Coder, bound, expected
 from moepack.methods.rate.importance import Importance, find_importance
 from moepack.methods.rate.pinned import PinnedTensor, completed, pinned_tensors, rest_of, whole
@@ -133,6 +134,11 @@ class Rate(RateSettings, Fitted, PinsBits, Calibrates, PacksLinears, Method):
         rest = rest_of([*pins], self.bits_per_weight * weights, weights)
         found = completed([*pins], rest, self.name, self.pinned_bits)
         return {pin.name: PinnedTensor(pin, self) for pin in found}
+
+    @staticmethod
+    def beside(method: Method, pins: Sequence[Pin]) -> dict[str, Method]:
+        """Return methods for tensors of a job whose main method cannot give them their bits; raises as `beside`."""
+        return beside(method, pins)
 
     def _for_rest(self, weights: int) -> Rate:
         """Return the method for the `weights` weights whose bits are not given, which share the rest of the bits.

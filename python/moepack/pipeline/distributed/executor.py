@@ -14,6 +14,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -157,8 +158,9 @@ class RayExecutor(Executor):
 
     def _take(self, work: LayerWork, run: ExpertsRun, group: range, found: Found) -> None:
         """Take over the result of a group."""
-        for name, experts, solution in found.solved:
-            work.put(name, experts, solution)
+        for name, experts, solution, dtypes in found.solved:
+            parts = {key: part.to(dtypes[key]) for key, part in solution.parts.items()}
+            work.put(name, experts, replace(solution, parts=parts))
         for name, largest in found.half.items():
             work.half[name].append(largest)
         if found.plans is not None:

@@ -28,8 +28,9 @@ __all__ = ["Done", "Found", "Solved", "measure_group", "pack_tensor", "solve_gro
 LayerPlans = dict[int, LayerPlan]
 """See `LayerWork.layer_plans`."""
 
-Solved = list[tuple[str, range, Solution]]
-"""Solutions by tensor and experts, without values, which only serve to compute the experts' outputs."""
+Solved = list[tuple[str, range, Solution, dict[str, torch.dtype]]]
+"""Solutions by tensor and experts, without values, which only serve to compute the experts' outputs. Integers are in
+the narrowest dtype that holds them, next to the dtypes that they had."""
 
 
 class Done(NamedTuple):
@@ -136,8 +137,19 @@ class _Noting(LayerWork):
 
     def put(self, name: str, experts: range, solution: Solution) -> None:
         """Keep a solution, in CPU memory."""
-        parts = {key: part.cpu() for key, part in solution.parts.items()}
-        self.noted.append((name, experts, replace(solution, parts=parts, values=None)))
+        parts = {key: _narrowed(part.cpu()) for key, part in solution.parts.items()}
+        dtypes = {key: part.dtype for key, part in solution.parts.items()}
+        self.noted.append((name, experts, replace(solution, parts=parts, values=None), dtypes))
+
+
+def _narrowed(part: torch.Tensor) -> torch.Tensor:
+    """Return integers in the narrowest dtype that holds them; other values unchanged."""
+    if part.dtype in (torch.int32, torch.int64) and part.numel():
+        low, high = (int(each) for each in part.aminmax())
+        for dtype in (torch.int8, torch.int16):
+            if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+                return part.to(dtype)
+    return part
 
 
 def _done(threads: int, work: Callable[[], Any]) -> Done:

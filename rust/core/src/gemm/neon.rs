@@ -145,3 +145,80 @@ pub fn prefetch_near(at: *const u8) {
     // SAFETY: a prefetch never faults and has no visible effect.
     unsafe { asm!("prfm pldl2keep, [{at}]", at = in(reg) at, options(readonly, nostack, preserves_flags)) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simd;
+
+    /// Sixteen bytes, among them the extremes.
+    fn bytes(seed: usize) -> [i8; 16] {
+        std::array::from_fn(|i| {
+            [-128, 127, -127, 0, 1, -1, 93, -58][(7 * i + i / 3 + seed) * (seed + 3) / 5 % 8]
+        })
+    }
+
+    fn load(bytes: [i8; 16]) -> int8x16_t {
+        // SAFETY: NEON belongs to every 64-bit Arm target; there are 16 bytes.
+        unsafe { vld1q_s8(bytes.as_ptr()) }
+    }
+
+    fn words(vector: int32x4_t) -> [i32; 4] {
+        let mut words = [0; 4];
+        // SAFETY: NEON belongs to every 64-bit Arm target; there are four words.
+        unsafe { vst1q_s32(words.as_mut_ptr(), vector) };
+        words
+    }
+
+    /// The sums of the products of `count` bytes each, at `places` of a and b.
+    fn expected(count: usize, places: impl Fn(usize, usize) -> i32) -> [i32; 4] {
+        std::array::from_fn(|lane| (0..count).map(|i| places(lane, i)).sum::<i32>() + 5)
+    }
+
+    #[test]
+    fn dot_products_are_those_of_any_two_bytes() {
+        // SAFETY: NEON belongs to every 64-bit Arm target.
+        let five = unsafe { vdupq_n_s32(5) };
+        let extremes = [-128; 16];
+        for seed in 0..40 {
+            let (a, b) = match seed {
+                0 => (extremes, extremes),
+                _ => (bytes(seed), bytes(3 * seed + 1)),
+            };
+            let product = |x: i8, y: i8| i32::from(x) * i32::from(y);
+            let dots = expected(4, |lane, i| product(a[4 * lane + i], b[4 * lane + i]));
+            let of_word = expected(4, |lane, i| product(a[4 * lane + i], b[8 + i]));
+            let (x, y) = (load(a), load(b));
+            // SAFETY: NEON is there, as above; the others are detected.
+            unsafe {
+                assert_eq!(words(dot::<false, true>(five, x, y)), dots);
+                assert_eq!(words(dot_word::<false, true, 2>(five, x, y)), of_word);
+                if !a.contains(&-128) || !b.contains(&-128) {
+                    assert_eq!(words(dot::<false, false>(five, x, y)), dots);
+                }
+                if simd::has_dot_products() {
+                    assert_eq!(words(dot::<true, false>(five, x, y)), dots);
+                    assert_eq!(words(dot_word::<true, false, 2>(five, x, y)), of_word);
+                }
+                if simd::has_matrix_products() {
+                    let unsigned = |x: i8, y: i8| i32::from(x as u8) * i32::from(y);
+                    let of_word = expected(4, |lane, i| unsigned(a[4 * lane + i], b[8 + i]));
+                    assert_eq!(words(usdot_word::<2>(five, x, y)), of_word);
+                    let matrix = expected(8, |lane, i| unsigned(a[lane / 2 * 8 + i], b[lane % 2 * 8 + i]));
+                    assert_eq!(words(usmmla(five, x, y)), matrix);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_are_shifted_without_their_neighbours() {
+        let given = bytes(4).map(|byte| byte as u8);
+        for count in 0..=8 {
+            let mut found = [0; 16];
+            // SAFETY: NEON belongs to every 64-bit Arm target; the arrays have 16 bytes.
+            unsafe { vst1q_u8(found.as_mut_ptr(), shift_bytes(vld1q_u8(given.as_ptr()), count)) };
+            assert_eq!(found, given.map(|byte| byte.checked_shr(count).unwrap_or(0)));
+        }
+    }
+}

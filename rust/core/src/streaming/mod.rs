@@ -13,6 +13,7 @@
 //! - Memory never exceeds the maximum number of records that were loaded or in flight at a time, plus one buffer per
 //!   reading thread.
 
+mod file;
 mod records;
 mod slots;
 #[cfg(test)]

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
+use super::file::{open, read_at};
 use super::slots::Slots;
 use super::{GAP, PAGE, READ};
 use crate::formats::channels::{Layout, View};
@@ -72,7 +73,7 @@ impl Records {
         let layout = Layout::of_head(head).map_err(Failure::Argument)?;
         let Shape { experts, rows, .. } = layout.shape();
         let system = |error| Failure::System(0, error);
-        let file = open(place).map_err(system)?;
+        let file = open(place.file, place.direct).map_err(system)?;
         let length = file.metadata().map_err(system)?.len();
         // Checked before allocating the table of records, whose size comes from the header.
         if length.saturating_sub(place.start) < layout.total_bytes() as u64 {
@@ -239,35 +240,4 @@ fn fill(file: &File, into: &mut [u8], place: u64, used: usize) -> std::result::R
         }
     }
     Ok(())
-}
-
-#[cfg(unix)]
-fn read_at(file: &File, into: &mut [u8], place: u64) -> io::Result<usize> {
-    std::os::unix::fs::FileExt::read_at(file, into, place)
-}
-
-#[cfg(windows)]
-fn read_at(file: &File, into: &mut [u8], place: u64) -> io::Result<usize> {
-    std::os::windows::fs::FileExt::seek_read(file, into, place)
-}
-
-#[cfg(target_os = "linux")]
-fn open(place: &Place) -> io::Result<File> {
-    use rustix::fs::{Mode, OFlags};
-
-    let direct = match place.direct {
-        true => OFlags::DIRECT,
-        false => OFlags::empty(),
-    };
-    let descriptor = rustix::fs::open(
-        place.file,
-        OFlags::RDONLY | OFlags::CLOEXEC | direct,
-        Mode::empty(),
-    )?;
-    Ok(descriptor.into())
-}
-
-#[cfg(not(target_os = "linux"))]
-fn open(place: &Place) -> io::Result<File> {
-    File::open(place.file)
 }
