@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moepack.calibration.activations import BUDGET
+from moepack.calibration.fisher import LENGTH
 from moepack.methods.parallel import MAX_WORKERS
 
 __all__ = ["PROCESS", "TEXT_STAGES", "Load", "Shape", "job_memory", "job_seconds"]
@@ -52,10 +54,16 @@ SAMPLE_MEMORY, MATRIX_MEMORY = 4, 8
 FORWARD, BACKWARD = 1.0, 3.0
 """Passes over the weights of a block; the backward pass repeats the forward pass."""
 
-TOKEN_SECONDS = 6e-11
+TOKEN_SECONDS = 1.2e-11
 """Seconds per weight, token that visits it, and pass of the model in float32."""
 
-SOLVER = {"column": 3.2e-4, "weight": 8e-8, "cube": 9e-11}
+STATES = 16
+"""Memory in bytes per token and hidden unit: float32 states of two streams, and the inputs of the experts."""
+
+GRADIENT, GRADIENTS = 5e-9, 1.0
+"""Seconds per weight and window to square a gradient, and of all else in the measurement of the sensitivity."""
+
+SOLVER = {"column": 3.2e-4, "weight": 8e-8, "cube": 4e-11}
 """Seconds of calibrated solving: per column and pass ("column"), per weight and pass ("weight"), and per columns
 cubed to factorize a Hessian ("cube")."""
 
@@ -66,9 +74,9 @@ PASSES = {"coded": (3.7, 2.5), "int": (1.3, 1.3)}
 """Mean number of solver passes over a linear layer and over experts, by the kind of product, in units of a pass of
 coded integers. Integers in groups take one pass of GPTQ, and three cheap ones that replace codes and scales."""
 
-HESSIAN = 16
-"""Calibration memory in bytes per expert being packed and pair of columns: the sums of the inputs, and their
-inverse."""
+HESSIAN = 28
+"""Calibration memory in bytes per expert being packed and pair of columns: sums of the inputs and of the drift, their
+scaled copies, and factors."""
 
 TEXT_STAGES = ("sensitivity", "run", "solve")
 """Stages that only jobs with a text have."""
@@ -153,7 +161,11 @@ def job_seconds(load: Load) -> dict[str, float] | None:
     reads = sum(math.prod(shape[1:]) * (load.share if shape[0] == "experts" else 1.0) for shape in load.shapes)
     searching, compared, sampled = PLAN.get(load.method, (0.0, 0.0, 0.0))
     runs = 2 * FORWARD * TOKEN_SECONDS * reads * load.tokens
-    back = (FORWARD + BACKWARD) * TOKEN_SECONDS * reads * load.measured
+    back = 0.0
+    if load.measured:
+        windows = load.measured / min(LENGTH, load.length or LENGTH)
+        back = GRADIENTS + GRADIENT * load.weights * windows
+        back += (FORWARD + BACKWARD) * TOKEN_SECONDS * reads * load.measured / 2
     return {
         "plan": STARTED + searching + compared * len(load.shapes) + sampled * min(load.weights, SAMPLED),
         "sensitivity": back / load.threads,
@@ -181,12 +193,22 @@ def _solving(load: Load) -> float:
     return fixed + shared / load.workers
 
 
+def _activations(load: Load) -> int:
+    """Return the bytes of the activations that two streams keep for a group of experts."""
+    found = (
+        2 * 4 * load.tokens * load.share * min(experts, load.group) * columns
+        for role, experts, _, columns in load.shapes
+        if role == "experts"
+    )
+    return int(min(max(found, default=0.0), BUDGET))
+
+
 def job_memory(load: Load) -> int:
     """Return the memory of a job in bytes: the process, and the largest of its stages.
 
     The plan holds its sample, and the measurement of the sensitivity a block with gradients. Packing holds the codes of
     one tensor (one byte per weight), the experts being packed, and two packed layers, of which one is being written.
-    With a text it also holds the layer in float32, the Hessians, and the states of all tokens before and after a block.
+    With a text it also holds the layer in float32, the Hessians, the states of all tokens, and activations.
     """
     if not load.shapes:
         return PROCESS
@@ -199,7 +221,7 @@ def job_memory(load: Load) -> int:
     if load.tokens:
         largest = max(sum(math.prod(shape[1:]) for shape in layer) for layer in load.layers)
         squares = max(min(experts, load.group) * columns**2 for _, experts, _, columns in load.shapes)
-        packing += 4 * largest + 2 * 4 * load.tokens * load.width + HESSIAN * squares
+        packing += 4 * largest + STATES * load.tokens * load.width + HESSIAN * squares + _activations(load)
     plan = 0
     if load.method in PLAN:
         matrix = max(rows * columns for _, _, rows, columns in load.shapes)

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 __all__ = ["ROWS", "fast_products", "filled", "product"]
 
-ROWS, WORK = 256, 1 << 29
+ROWS, WORK = 256, 1 << 30
 """Rows to whose multiples matrices are filled up, and multiplications from which a product gains more time than the
 memory is worth."""
 
