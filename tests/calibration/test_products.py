@@ -7,7 +7,7 @@ import torch
 
 from moepack.calibration.activations import Activations
 from moepack.calibration.moments import BLOCK, Gram, Tokens, expert_moments
-from moepack.solvers.products import ROWS, fast_products, filled, product
+from moepack.solvers.products import ROWS, WORK, fast_products, filled, product
 
 CPU = torch.device("cpu")
 
@@ -26,12 +26,14 @@ def test_blocks_give_the_whole_symmetric_product(columns: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS + 7])
-def test_filled_up_rows_give_the_same_products(rows: int) -> None:
+def test_filled_up_rows_give_the_same_products(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moepack.solvers.products.WORK", 1)
     x, weights = torch.randn(rows, 12), torch.randn(5, 12)
     torch.testing.assert_close(product(x, weights), x @ weights.T, rtol=1e-5, atol=1e-5)
-    full = filled(x)
+    full = filled(x, 1)
     assert torch.equal(full[:rows], x) and not full[rows:].any()
-    assert len(full) == rows if rows < ROWS else len(full) % ROWS == 0
+    assert len(full) % ROWS == 0
+    assert filled(x, 0) is x, "small products keep their shape"
 
 
 def test_moments_without_drift_are_the_same_hessians() -> None:
@@ -83,19 +85,21 @@ def test_the_setting_of_products_is_restored_after_the_last_user() -> None:
     setting = torch.backends.mkldnn.matmul
     before, entered, leave = setting.fp32_precision, threading.Event(), threading.Event()
 
-    @fast_products()
+    @fast_products(WORK)
     def other() -> None:
         entered.set()
         leave.wait(10)
 
     thread = threading.Thread(target=other)
-    with fast_products():
+    with fast_products(WORK):
         thread.start()
         assert entered.wait(10)
     assert setting.fp32_precision == "bf16"
     leave.set()
     thread.join()
     assert setting.fp32_precision == before
-    with pytest.raises(ZeroDivisionError), fast_products():
+    with fast_products(WORK - 1):
+        assert setting.fp32_precision == before
+    with pytest.raises(ZeroDivisionError), fast_products(WORK):
         _ = 1 / 0
     assert setting.fp32_precision == before

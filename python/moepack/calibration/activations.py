@@ -38,6 +38,10 @@ class Activations:
         self.room -= values.nbytes
         pieces.append((rows, values))
 
+    def clear(self) -> None:
+        """Drop all activations; whoever still holds this store holds no memory."""
+        self._kept.clear()
+
     def of(self, stream: int, expert: int, rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the activations [n, I] of tokens [n]; `compute` returns those of tokens that are not kept."""
         pieces = self._kept.get((stream, expert), ())

@@ -39,6 +39,9 @@ __all__ = ["Backward", "Passed", "Watch", "draw_tokens"]
 FORWARD, BACKWARD = 1, 3
 """Passes over weights per window: one forward, and three backward (outputs, and two kinds of gradients)."""
 
+DRAWN = 16
+"""Rows of logits from which tokens are drawn at a time."""
+
 PROBED = 4
 """Number of tokens of the test that finds which inputs logits depend on."""
 
@@ -179,7 +182,7 @@ class Backward:
                     raise self._tail.non_finite(ids[None], each)
                 # Drawn on the CPU, so that the device does not influence the tokens.
                 targets.copy_(draw_tokens(logits.detach(), generator))
-                with fast_products():
+                with fast_products(self._ids.shape[1] * self._head_weights):
                     _backward([(_loss(logits, targets), None)])
                 assert given.grad is not None
                 windows.append(_Window(gradient.copy_(given.grad), targets, each if self._joint else None))
@@ -251,7 +254,7 @@ class Backward:
                 if window.states is not None:
                     logits = self._tail.logits(self._ids[number : number + 1], window.states)[0].float()
                     roots.append((_loss(logits, window.drawn), None))
-                with fast_products():
+                with fast_products(self._ids.shape[1] * self._head_weights):
                     _backward(roots)
                 self._passed("embedding", BACKWARD * weights)
 
@@ -299,9 +302,14 @@ def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
 
     Inverts the distribution function at one random number a row, where `torch.multinomial` draws one for each logit.
     """
-    sums = (logits - logits.amax(-1, keepdim=True)).cpu().exp_().cumsum(-1, dtype=torch.float64)
     chosen = torch.rand(len(logits), 1, dtype=torch.float64, generator=generator)
-    return torch.searchsorted(sums, chosen * sums[:, -1:], right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+    drawn = torch.empty(len(logits), dtype=torch.int64)
+    for first in range(0, len(logits), DRAWN):  # the sums of all rows would take three times the memory of the logits
+        part = slice(first, first + DRAWN)
+        own = logits[part].cpu()
+        sums = (own - own.amax(-1, keepdim=True)).exp_().cumsum(-1, dtype=torch.float64)
+        drawn[part] = torch.searchsorted(sums, chosen[part] * sums[:, -1:], right=True)[:, 0]
+    return drawn.clamp_(max=logits.shape[1] - 1)
 
 
 def _loss(logits: Tensor, drawn: Tensor) -> Tensor:

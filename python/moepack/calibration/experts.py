@@ -226,6 +226,7 @@ class ExpertsRun(LayerRun):
             if solved is not None:
                 with enough_memory(device, f"the tokens of one expert of '{self.layer.name}'"):
                     self._forward(group, *solved)
+                solved[2].clear()
 
     def _solve(self, group: range) -> Solved:
         original, kept = self._weights(group), Activations() if self._first else Activations(0)

@@ -13,13 +13,12 @@ x. Its regression on the inputs gives the part of the earlier layers' error that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moepack.solvers.products import ROWS, fast_products, filled
+from moepack.solvers.products import fast_products, filled
 
 __all__ = ["Gram", "Moments", "Tokens", "expert_moments", "sensitivity"]
 
@@ -64,10 +63,11 @@ def expert_moments(
         for piece in pieces:
             # The square root of the weight on both sides keeps the sum symmetric in any precision.
             x, root = piece.inputs.float(), piece.weights.float().sqrt()[:, None]
-            gram.add(scaled := filled(x * root))
+            work = len(x) * columns * min(columns, BLOCK)
+            gram.add(scaled := filled(x * root, work))
             if drifts is not None and piece.originals is not piece.inputs:
-                strayed = filled((piece.originals.float() - x).mul_(root))
-                with fast_products() if len(scaled) >= ROWS else nullcontext():
+                strayed = filled((piece.originals.float() - x).mul_(root), work)
+                with fast_products(work):
                     drifts[position].addmm_(strayed.T, scaled)
         gram.write(hessians[position])
     return Moments(hessians, drifts)
@@ -84,8 +84,9 @@ class Gram:
 
     def add(self, x: Tensor) -> None:
         """Add x^T x for x [n, C] float32."""
-        x = filled(x)
-        with fast_products() if len(x) >= ROWS else nullcontext():
+        work = x.numel() * min(x.shape[1], BLOCK)
+        x = filled(x, work)
+        with fast_products(work):
             for (first, last), total in zip(self._places, self._sums, strict=True):
                 total.addmm_(x[:, first:].T, x[:, first:last])
 

@@ -215,7 +215,8 @@ class Stack:
 
         filled = arguments.replaced(fill)
         # Without recorders, the block has experts, whose products have a shape for each number of tokens.
-        with fast_products() if self.skeleton.recorders else contextlib.nullcontext():
+        largest = max((own.numel() for own in block.parameters()), default=0) if self.skeleton.recorders else 0
+        with fast_products(math.prod(states.shape[:2]) * largest):
             return block(states, *filled.positional, **filled.named)
 
     def experts_factor(

@@ -43,6 +43,11 @@ class Tail:
             outside = (path for path, _ in whole.named_children() if not f"{stack.name}.".startswith(f"{path}."))
             self.heads = list(outside)
 
+    @property
+    def weights(self) -> int:
+        """Number of weights of the heads."""
+        return sum(own.numel() for path in self.heads for own in self._skeleton.module.get_submodule(path).parameters())
+
     @contextmanager
     def loaded(self) -> Iterator[None]:
         """Load all weights except those of the blocks to the device."""
@@ -82,7 +87,6 @@ class Tail:
         """Return the error for logits that are not finite, which names the module; arguments as for `logits`."""
         return non_finite_in(self._skeleton.module, lambda: self._run(ids, states), self._skeleton.dtype)
 
-    @fast_products()
     def _run(self, ids: Tensor, states: Tensor, factor: float = 1.0) -> Tensor:
         """Return the logits if the last block returns `states`, and all others their input times `factor`."""
         stack, whole, device = self._stack, self._skeleton.module, self._skeleton.device
@@ -92,7 +96,8 @@ class Tail:
                 stand_in.change = lambda hidden: factor * hidden
             stand_ins[-1].change = lambda _: states
             try:
-                return whole(input_ids=ids.to(device), use_cache=False).logits  # type: ignore[no-any-return]
+                with fast_products(ids.numel() * self.weights):
+                    return whole(input_ids=ids.to(device), use_cache=False).logits  # type: ignore[no-any-return]
             except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 message = f"transformers cannot compute the logits of {type(whole).__name__} ({reason})"

@@ -17,7 +17,6 @@ from moepack.solvers.products import fast_products
 __all__ = ["corrected"]
 
 
-@fast_products()
 def corrected(
     weights: Tensor, hessians: Tensor, drift: Tensor, share: float, damping: float, factors: Factors | None = None
 ) -> Tensor:
@@ -43,7 +42,8 @@ def corrected(
         if own.reasons[place] is not None:
             continue
         root = own.upper[place] * own.pivots[place]  # root root^T is the damped Hessian over its scale
-        moved = torch.mm(weights[expert], drift[expert])
+        with fast_products(weights[expert].numel() * drift.shape[-1]):
+            moved = torch.mm(weights[expert], drift[expert])
         moved = torch.linalg.solve_triangular(root.mT, moved, upper=False, left=False)
         moved = torch.linalg.solve_triangular(root, moved, upper=True, left=False).mul_(share / own.scale[place])
         if bool(torch.isfinite(moved).all()):

@@ -7,6 +7,8 @@ restores the energy of its output on the calibration set.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,6 @@ __all__ = ["energy_factors"]
 LOWEST, HIGHEST = 0.5, 2.0
 
 
-@fast_products()
 def energy_factors(weights: Tensor, values: Tensor, hessians: Tensor) -> Tensor:
     """Return the factors that give quantized rows the output energy of the original rows.
 
@@ -41,4 +42,5 @@ def _energy(weights: Tensor, hessians: Tensor) -> Tensor:
     The rows are divided instead of the Hessians, which are larger: a second copy of them would determine peak memory.
     """
     scale = hessians.diagonal(dim1=1, dim2=2).abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
-    return (torch.bmm(weights / scale[:, None, None], hessians) * weights).sum(2)
+    with fast_products(math.prod(weights.shape[1:]) * hessians.shape[-1]):
+        return (torch.bmm(weights / scale[:, None, None], hessians) * weights).sum(2)
