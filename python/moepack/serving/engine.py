@@ -4,7 +4,8 @@ Sequences wait in a bounded queue, then occupy a slot until they end. Each step 
 (`moepack.serving.step`) over one token of every sequence whose prompt is read, and up to `CHUNK` prompt tokens, oldest
 sequence first. Answers wait for a burst of short prompts (`BURST`). While slots are free, keys and values of ended
 sequences are kept for prompts with the same beginning, so the next turn of a chat reads only the new tokens. A prompt
-that several sequences wait for is read once: the others get copies of its keys and values.
+that several sequences wait for is read once: the others get copies of its keys and values. On a GPU, the next step may
+begin before the results of the last one are read, if all answers are greedy.
 
 Invariants: Only the engine's thread accesses the model, the slots and the caches. Only the last piece of a sequence
 says how it ended. Sequences that failed, timed out or were cancelled release their slot before the next step. A

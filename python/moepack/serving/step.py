@@ -6,6 +6,9 @@ attention function, processes the sequences in turn, appends their keys and valu
 calls the model's original attention function. A sequence's cache is therefore always transformers' own, and joins and
 leaves a batch at no cost.
 
+On a GPU, models with recorded passes (`moepack.decoding.passes`) use these instead: one for single tokens, others for
+prompts. The device chooses the likeliest tokens, and the next step can begin before the host has read them (`Flight`).
+
 Models whose attention bypasses transformers' interface, or that keep states other than keys and values, run their
 sequences one after another. So do sequences whose rotary frequencies depend on their length
 (`moepack.decoding.carried`), because each needs its own frequencies.
