@@ -7,8 +7,9 @@ PYTHONPATH=python compute-sanitizer --tool racecheck python -m benches.gpu.sanit
 import torch
 from torch import Tensor
 
-from moepack.backends.gpu import dense, router, step
+from moepack.backends.gpu import dense, prompt_attention, router, step
 from moepack.backends.gpu.attention import Attention
+from moepack.backends.gpu.rooms import Rooms
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -26,6 +27,36 @@ def attention() -> None:
         mask = torch.zeros(batch, capacity, device="cuda", dtype=torch.bfloat16)
         for given in (None, random(groups * group)):
             attend(random(batch, groups * group, width), keys, values, mask, width**-0.5, given)
+
+
+def rooms(keys: list[Tensor], values: list[Tensor], read: list[tuple[int, int]], tile: int) -> Rooms:
+    """Buffers of sequences, and rows of their next tokens, given the first and the number; padded to tiles."""
+    sequence, place = [], []
+    for number, (first, count) in enumerate(read):
+        padding = -count % tile
+        sequence += [number] * (count + padding)
+        place += [*range(first, first + count)] + [-1] * padding
+    capacity = [buffer.shape[1] for buffer in keys]
+    addresses = ([buffer.data_ptr() for buffer in buffers] for buffers in (keys, values))
+    return Rooms(*(torch.tensor(each, device="cuda") for each in (*addresses, capacity, sequence, place)))
+
+
+def in_rooms() -> None:
+    """Prompts and steps of sequences with full buffers of their own, with windows and sinks."""
+    steps = Attention(torch.device("cuda"))
+    for width, groups, group in [(128, 2, 8), (64, 3, 4), (64, 2, 1), (128, 1, 12), (64, 1, 7)]:
+        heads, tile = groups * group, prompt_attention.tile_rows(group)
+        for read, rows in [([(0, 100), (37, 1), (129, 65)], tile), ([(0, 1), (130, 1), (1000, 1)], 1)]:
+            buffers = [[random(groups, first + count, width) for first, count in read] for _ in range(2)]
+            held = rooms(*buffers, read, rows)
+            total = len(held.place)
+            attend = prompt_attention.attend if rows > 1 else steps.in_rooms
+            for sinks, window in ((None, 0), (random(heads), 19)):
+                attend(random(total, heads, width), held, groups, width**-0.5, sinks, window)
+            norms, turns = (random(width), random(width)), (random(total, width), random(total, width))
+            given = random(total, heads, width), random(total, groups, width), random(total, groups, width)
+            step.prepare_heads_in_rooms(step.HeadRows(*given, *norms, 1e-6, *turns), held)
+            torch.cuda.synchronize()
 
 
 def others() -> None:
@@ -50,6 +81,7 @@ def others() -> None:
 
 if __name__ == "__main__":
     attention()
+    in_rooms()
     others()
     torch.cuda.synchronize()
     print("done")
