@@ -15,7 +15,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The arguments of the servers that are started, instead of a start."""
     calls: list[list[str]] = []
     monkeypatch.setattr(vllm, "find_spec", lambda name: name)
-    monkeypatch.setattr(vllm.os, "execv", lambda program, command: calls.append(command[3:]))
+    monkeypatch.setattr(vllm, "run_instead", lambda command: calls.append(command[3:]))
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     return calls
 

@@ -32,11 +32,14 @@ class Activations:
 
     def keep(self, stream: int, expert: int, rows: Tensor, values: Tensor) -> None:
         """Keep activations [n, I] of the tokens `rows` [n], ascending, if there is room and they are not kept yet."""
-        pieces = self._kept.setdefault((stream, expert), [])
-        if not len(rows) or values.nbytes > self.room or any(torch.equal(known, rows) for known, _ in pieces):
-            return
-        self.room -= values.nbytes
-        pieces.append((rows, values))
+        if self.takes(stream, expert, rows, values.nbytes):
+            self.room -= values.nbytes
+            self._kept.setdefault((stream, expert), []).append((rows, values))
+
+    def takes(self, stream: int, expert: int, rows: Tensor, nbytes: int) -> bool:
+        """Return whether there is room for activations of a size, and they are not kept yet."""
+        pieces = self._kept.get((stream, expert), ())
+        return 0 < nbytes <= self.room and not any(torch.equal(known, rows) for known, _ in pieces)
 
     def clear(self) -> None:
         """Drop all activations; whoever still holds this store holds no memory."""

@@ -234,9 +234,29 @@ class ExpertsRun(LayerRun):
         if self._first:
             yield self._stage(group, self._first, original, None, kept)
             values = self._answered(self._first)
-        feeding = values if self.streams[0].compressed else original
+        last, compressed = len(self.streams) - 1, self.streams[0].compressed
+        feeding = values if compressed else original
+        if not self.streams[last].compressed:
+            self._keep(last, group, original, kept)
         yield self._stage(group, [self._last], original, feeding, kept)
+        if compressed or last:
+            self._keep(0, group, feeding, kept)
         return original, {**values, **self._answered([self._last])}, kept
+
+    def _keep(self, stream: int, group: range, weights: Group, kept: Activations) -> None:
+        """Keep activations that the moments of a stage keep, in the same order.
+
+        Moments are not computed for tensors that a resumed job has packed. Products of other numbers of rows round
+        differently, so their outputs would not be those of the job without an interruption.
+        """
+        if not self._first:
+            return
+        columns, compressed = self.tensors[self._last].shape[-1], self.streams[stream].compressed
+        for position, expert in enumerate(group):
+            for tokens, _ in self._counted.pieces(expert, self._cap):
+                if kept.takes(stream, expert, tokens, len(tokens) * columns * self.settings.dtype.itemsize):
+                    x = self._rows(stream, tokens)
+                    kept.keep(stream, expert, tokens, self._activations(x, weights, group, position, compressed))
 
     def _preview(self, group: range) -> Solved:
         original = self._weights(group)

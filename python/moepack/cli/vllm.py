@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from moepack.errors import LoadError
+from moepack.system.processes import run_instead
 
 __all__ = ["replace_by_vllm"]
 
@@ -46,7 +47,7 @@ def replace_by_vllm(context: typer.Context, path: str, name: str) -> None:
     if context.params["api_key"] is not None:
         os.environ["VLLM_API_KEY"] = context.params["api_key"]
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments])
+    run_instead([sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments])
 
 
 def vllm_arguments(context: typer.Context, path: str, name: str) -> list[str]:
