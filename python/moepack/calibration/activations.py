@@ -1,7 +1,7 @@
 """Inputs of the last projections of a group of experts, kept from the moments until the group's outputs are computed.
 
-Both need the same products for nearly the same tokens: the moments those that the original router sends to an expert,
-and the outputs those that each model's own router sends. Memory is bounded: activations beyond the budget are computed
+Moments and outputs need the same products for nearly the same tokens: moments read the tokens that the original router
+sends to an expert, outputs the tokens that each model's own router sends. Activations beyond the budget are computed
 again.
 """
 
@@ -46,7 +46,7 @@ class Activations:
         self._kept.clear()
 
     def of(self, stream: int, expert: int, rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the activations [n, I] of tokens [n]; `compute` returns those of tokens that are not kept."""
+        """Return the activations [n, I] of tokens [n]. `compute` is called for tokens that are not kept."""
         pieces = self._kept.get((stream, expert), ())
         for known, values in pieces:
             if torch.equal(known, rows):

@@ -38,7 +38,7 @@ __all__ = ["ExpertsRun", "Shard", "waves_of"]
 Group = dict[str, Tensor]
 """Weights of a group of experts by projection, [G, R, C]."""
 GROWTH = 7
-"""Groups of a wave per group of the waves before it. The sizes of solved groups predict those of `GROWTH` times as many
+"""Largest size of a wave, relative to the groups before it. Solved groups predict the size of `GROWTH` times as many
 others to within a fraction of a group."""
 
 Solved = Generator[Stage, None, tuple[Group, Group, Activations] | None]

@@ -96,8 +96,8 @@ class LayerPlan(Protocol):
     """What the groups of experts of one layer share, such as a bit budget.
 
     All stages of a layer are measured before the first is solved. Groups are then solved in waves (`LayerRun.waves`).
-    Those of one wave may be solved in other processes, each on a copy (`apart`) from the beginning of the wave, because
-    nothing that a group of the wave takes changes how another one is solved.
+    Groups of the same wave do not depend on each other, so each may be solved in another process, on a copy (`apart`)
+    from the beginning of the wave.
     """
 
     def measure(self, stage: Stage) -> Any:
