@@ -382,8 +382,9 @@ def test_a_budget_for_a_directory_is_refused(sharded: Path, tmp_path: Path) -> N
         moepack.compress(sharded, tmp_path / "out", method=Ternary(), disk_budget="1GB")
 
 
+@pytest.mark.parametrize("awaited", [False, True], ids=["before it is needed", "while a reader waits"])
 def test_a_failed_download_ahead_is_repeated_when_it_is_needed(
-    hub: Hub, packed_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, packed_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, awaited: bool
 ) -> None:
     from moepack.checkpoint.remote.files import RemoteFiles
 
@@ -392,6 +393,9 @@ def test_a_failed_download_ahead_is_repeated_when_it_is_needed(
     def once(self: RemoteFiles, name: str, part: Path) -> None:
         if name not in self._wanted and name not in failed:
             failed.append(name)
+            deadline = time.monotonic() + (5 if awaited else 0)
+            while name not in self._wanted and time.monotonic() < deadline:
+                time.sleep(0.01)
             raise DownloadError("cannot be downloaded: the server is restarting", file=name)
         receive(self, name, part)
 

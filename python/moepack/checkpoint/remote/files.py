@@ -377,6 +377,7 @@ class RemoteFiles(ShardFiles):
                 if self._stopped:
                     return
                 assert name is not None
+                urgent = name in self._wanted
                 self._busy[name] = self._partial.pop(name, 0)
             path, failure = Path(), None
             try:
@@ -392,10 +393,11 @@ class RemoteFiles(ShardFiles):
                     self._alone.pop(name, None)
                 else:
                     self._partial |= {name: received} if self.budget is not None else {}
-                    # A reader that needs the shard later tries again; one that waits for it gets the error.
+                    # A reader gets the error of the download that it asked for. A failed download ahead is repeated
+                    # when a reader needs the shard, also if the reader began to wait during the download.
                     self._postponed.add(name)
-                    self._failed |= {name: failure} if name in self._wanted else {}
-                if name in self._wanted:
+                    self._failed |= {name: failure} if urgent else {}
+                if name in self._wanted and (urgent or failure is None):
                     self._wanted.remove(name)
                 self._changed.notify_all()
 
