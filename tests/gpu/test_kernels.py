@@ -154,8 +154,13 @@ def compiled(request):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_kernels_keep_their_values_in_registers(name, arch):
-    cubin, most = PROGRAMS[name].cubin(arch), SPILLS.get(name, 0) * (2 if CURRENT else 3) // 2
+def test_kernels_keep_their_values_in_registers(name, arch, tmp_path, monkeypatch):
+    cubin, most = PROGRAMS[name].cubin(arch), SPILLS.get(name, 0)
+    if not CURRENT:
+        most = most * 3 // 2 + 8
+        if "Compiling entry function" not in cubin.log:  # another thread compiled at the same time
+            monkeypatch.setattr(compiler, "_folder", lambda: tmp_path)
+            cubin = PROGRAMS[name].cubin(arch)
     kernels = _USE.findall(cubin.log)
     wanted = KERNELS.get(PROGRAMS[name].source, {"gated", "combine", "dequantize"})
     assert wanted <= {kernel for kernel, *_ in kernels}
