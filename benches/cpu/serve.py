@@ -4,8 +4,8 @@
     python -m benches.cpu.serve MODEL --schema [--clients 1 8] [--rounds 5]
     python -m benches.cpu.serve --random [--clients 1 8] [--directory build/serve]
 
-Each client requests streamed answers one after another, with prompts that start differently; token counts are those
-reported by the servers. Decoding is greedy, and answers end only if the model ends them. With `--minutes`, the last
+Each client requests streamed answers one after another. Prompts start differently, and no server gets one twice,
+because servers keep the keys and values of earlier prompts; token counts are those reported by the servers. Decoding is greedy, and answers end only if the model ends them. With `--minutes`, the last
 number of clients runs for that long, and the server's memory is reported over time: growth after the first quarter is a
 leak.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import os
 import re
@@ -99,14 +100,16 @@ def stream(port: int, name: str, tokens: int, number: int, fields: Any = None) -
     return first, made
 
 
-def load(port: int, name: str, clients: int, tokens: int, seconds: float, fields: Any = None) -> dict[str, float]:
-    """Run clients that send requests for some time."""
+def load(
+    port: int, name: str, clients: int, tokens: int, seconds: float, numbers: Iterator[int], fields: Any = None
+) -> dict[str, float]:
+    """Run clients that send requests, with the next numbers in their prompts, for some time."""
     until, start = time.perf_counter() + seconds, time.perf_counter()
 
-    def client(number: int) -> list[tuple[float, int]]:
-        answers = [stream(port, name, tokens, number, fields)]
+    def client(_: int) -> list[tuple[float, int]]:
+        answers = [stream(port, name, tokens, next(numbers), fields)]
         while time.perf_counter() < until:
-            answers.append(stream(port, name, tokens, number + clients * len(answers), fields))
+            answers.append(stream(port, name, tokens, next(numbers), fields))
         return answers
 
     with ThreadPoolExecutor(clients) as pool:
@@ -162,7 +165,7 @@ def constrained(command: list[str], options: argparse.Namespace) -> dict[str, An
             for number in range(options.rounds + 1):  # the first round compiles the grammar and does not count
                 for side, fields in sides.items():
                     before = processor_seconds(process)
-                    found = load(port, model, clients, options.tokens, options.seconds, fields)
+                    found = load(port, model, clients, options.tokens, options.seconds, itertools.count(), fields)
                     if number:
                         speeds[side]["clock"].append(found["tokens_per_second"])
                         used = processor_seconds(process) - before
@@ -175,15 +178,16 @@ def measure(name: str, command: list[str], options: argparse.Namespace) -> dict[
     """All figures of a server."""
     port = free_port()
     figures: dict[str, Any] = {}
+    numbers = itertools.count()
     with running(command, port) as process:
         model = json.load(ask(port, "GET", "/v1/models"))["data"][0]["id"]
-        stream(port, model, 4, 0)
+        stream(port, model, 4, next(numbers))
         for clients in options.clients:
-            figures[str(clients)] = found = load(port, model, clients, options.tokens, options.seconds)
+            figures[str(clients)] = found = load(port, model, clients, options.tokens, options.seconds, numbers)
             print(f"{name}, {clients} clients: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items()), flush=True)
         memory, until = [own_memory(process)], time.monotonic() + 60 * options.minutes
         while time.monotonic() < until:
-            load(port, model, options.clients[-1], options.tokens, 5.0)
+            load(port, model, options.clients[-1], options.tokens, 5.0, numbers)
             memory.append(own_memory(process))
         figures["own_memory"] = memory
         print(f"{name}, own memory in MB: " + " ".join(f"{count / 1e6:.0f}" for count in memory), flush=True)

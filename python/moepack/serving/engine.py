@@ -74,6 +74,8 @@ class Engine:
         vocabulary: number of rows of the embedding; None if it is unknown.
         logits: number of logits.
         ends: tokens that end an answer.
+        on_step: called when all sequences have got the pieces of a step, and at the end; must not raise. Usually in the
+            engine's thread.
 
     Args:
         model: a loaded decoder on one device. The engine takes ownership.
@@ -108,6 +110,7 @@ class Engine:
         self.vocabulary = vocabulary_of(model)
         self.logits: int = model.config.get_text_config(decoder=True).vocab_size
         self.ends = end_tokens(model, tokenizer)
+        self.on_step: Callable[[], None] = lambda: None
         self._stop = end_strings(model)
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []
@@ -208,6 +211,7 @@ class Engine:
                     self._leave()
                     if self._active:
                         self._step()
+                    self.on_step()
                     if self._readings:
                         self._read()
         finally:  # no client is left waiting, for any cause
@@ -226,6 +230,7 @@ class Engine:
         for sequence in left:
             sequence.cache = None
             sequence.finish("error", error="the server is shutting down")
+        self.on_step()
 
     def _admit(self) -> bool:
         """Give free slots to the sequences that have waited longest. Block while there is none.

@@ -21,6 +21,7 @@ from moepack.errors import CheckpointError, LoadError
 from moepack.format.weights import weight_files
 from moepack.serving.constraint import Budget, Budgeted, Grammars
 from moepack.serving.engine import ClosedError, Engine, QueueFullError
+from moepack.serving.http.handover import Handover
 from moepack.serving.http.metrics import Metrics
 from moepack.serving.http.refusal import Refusal, defect
 from moepack.serving.http.requests import Sampled
@@ -67,6 +68,7 @@ class Running:
     def __init__(
         self,
         engine: Engine,
+        handover: Handover,
         asked: Ordered[tuple[list[int], Sampling, Wanted]],
         limit: int | None = None,
         ended: Callable[[Sequence, Piece | None], None] = lambda sequence, last: None,
@@ -76,10 +78,9 @@ class Running:
         self.prompt = sum({id(ids): len(ids) for ids, _, _ in asked}.values())
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
         self.sequences: list[Sequence] = []
-        loop = asyncio.get_running_loop()
         try:
             for index, (ids, sampling, wanted) in enumerate(asked):
-                self.sequences.append(engine.submit(ids, sampling, self._receiver(loop, index), wanted))
+                self.sequences.append(engine.submit(ids, sampling, self._receiver(handover, index), wanted))
         except QueueFullError as error:
             self.cancel()
             raise Refusal(429, str(error), "queue_full", "rate_limit_error") from error
@@ -90,14 +91,9 @@ class Running:
             self.cancel()
             raise
 
-    def _receiver(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[Piece], None]:
+    def _receiver(self, handover: Handover, index: int) -> Callable[[Piece], None]:
         put = self._pieces.put_nowait  # no reference to self, which would be a cycle with its sequences
-
-        def hand_over(piece: Piece) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(put, (index, piece))
-
-        return hand_over
+        return lambda piece: handover.add(put, (index, piece))
 
     def cancel(self) -> None:
         """Release the slots of all sequences."""
@@ -171,6 +167,7 @@ class Answers:
         self.engine, self.settings = engine, settings
         self.created = int(time.time())
         self._fingerprint = fingerprint(settings.source)
+        self._handover: Handover | None = None
         self.grammars = Grammars(engine.tokenizer, engine.logits, engine.ends)
         self.spelling = Spelling(engine.tokenizer)
         self.metrics = Metrics(engine, settings.name)
@@ -248,9 +245,17 @@ class Answers:
                 wanted = Wanted(top, scores_prompt, writes, constraint, self.adapter(body.model))
                 asked.append((ids, replace(sampling, seed=seed), wanted))
         try:
-            return Running(self.engine, asked, limit, self.metrics.end)
+            return Running(self.engine, self._here(), asked, limit, self.metrics.end)
         except ValueError as error:  # the settings have been checked, so the prompt is at fault
             raise Refusal(400, str(error), "invalid_prompt", param=param) from error
+
+    def _here(self) -> Handover:
+        """Return the engine's way to the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._handover is None or self._handover.loop is not loop:
+            self._handover = Handover(loop)
+            self.engine.on_step = self._handover.wake
+        return self._handover
 
     async def compile(self, lark: tuple[str, str] | None) -> None:
         """Compile a grammar before `run`, in a thread, because it can take a second.
