@@ -2,14 +2,19 @@
 
     python -m benches.cpu.loaded [MODEL] [--threads 2] [--busy 0 2 4 8 12] [--out build/loaded.json]
 
-A scheduler that divides all cores evenly among the decoder's threads and O other busy threads gives the decoder
-cores / (O + threads) of the speed that it has on an idle machine, or all of it if there are cores for all. The figure
-that counts is this share over the measured one: 1 is fair, and 1.3 is the goal.
+Processor time is counted, so the machine need not be idle. Two figures say how well threads give way:
+
+- *cost*: processor time of a token, relative to the row with the least. Threads that spin while others wait for a core
+  raise it.
+- *share*: cores that the decoder got, the processor time over the wall time. A scheduler that divides all cores evenly
+  among the decoder's threads and O other busy threads gives it cores * threads / (O + threads), and at most what it
+  takes of an idle machine: `--demand`, by default one core a thread.
+
+The decoder's speed is its cores over the processor time of a token. `fair over measured` is the speed of a fair share
+at the least cost, over the measured speed: 1 is fair, and 1.3 is the goal.
 
 Others are the busy processes started here and whatever else runs meanwhile, which is counted: the runnable threads of
-/proc/loadavg without those of this process. The speed of the idle machine is that of the fastest window without busy
-processes, so the machine should be nearly idle for this one. Without a packed MODEL, a synthetic one is packed to four
-bits.
+/proc/loadavg without those of this process. Without a packed MODEL, a synthetic one is packed to four bits.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +72,7 @@ class Others(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.done, self.counts = threading.Event(), list[int]()
+        self.seconds = 0.0  #: processor time of this thread
 
     def run(self) -> None:
         """Sample."""
@@ -73,6 +80,7 @@ class Others(threading.Thread):
             all_running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
             states = [stat.read_text().rpartition(") ")[2][0] for stat in Path("/proc/self/task").glob("*/stat")]
             self.counts.append(all_running - states.count("R"))
+            self.seconds = time.thread_time()
 
     def stop(self) -> float:
         """The mean count."""
@@ -81,24 +89,37 @@ class Others(threading.Thread):
         return max(0.0, statistics.fmean(self.counts))
 
 
-def measure(model: Any, count: int, idle: float | None, options: argparse.Namespace) -> dict[str, float]:
-    """Speeds beside `count` busy processes; without the speed of the idle machine, the fastest window gives it."""
+def measure(model: Any, count: int, options: argparse.Namespace) -> dict[str, float]:
+    """Processor time of a token, cores and speed beside `count` busy processes: medians over windows."""
     prompt = torch.arange(16)[None] * 31 % (model.config.vocab_size - 3) + 3
     with busy(count):
         decode(model, prompt, options.tokens)
         others = Others()
         others.start()
-        speeds = [1 / decode(model, prompt, options.tokens) for _ in range(options.windows)]
+        costs, shares = [], []
+        for _ in range(options.windows):
+            wall, start = time.perf_counter(), time.process_time() - others.seconds
+            decode(model, prompt, options.tokens)
+            used = time.process_time() - others.seconds - start
+            costs.append(used / options.tokens)
+            shares.append(used / (time.perf_counter() - wall))
         found = others.stop()
-    cores = len(os.sched_getaffinity(0))
-    share = min(1.0, cores / (found + options.threads))
-    speed = statistics.harmonic_mean(speeds)
-    idle = idle or max(speeds)
     return {
-        "busy": count, "others": round(found, 1), "tokens per second": round(speed, 2),
-        "share": round(speed / idle, 3), "fair share": round(share, 3),
-        "fair over measured": round(share * idle / speed, 2),
+        "busy": count, "others": round(found, 1), "cpu ms per token": round(1000 * statistics.median(costs), 3),
+        "cores": round(statistics.median(shares), 3),
     }  # fmt: skip
+
+
+def compared(rows: list[dict[str, float]], threads: int, demand: float) -> list[dict[str, float]]:
+    """Add the cost and the fair share to each row."""
+    cores, least = len(os.sched_getaffinity(0)), min(row["cpu ms per token"] for row in rows)
+    found = []
+    for row in rows:
+        cost, fair = row["cpu ms per token"] / least, min(demand, cores * threads / (row["others"] + threads))
+        ratio = fair / row["cores"] * cost
+        figures = {"cost": cost, "fair cores": fair, "share": row["cores"] / fair, "fair over measured": ratio}
+        found.append({**row, **{name: round(value, 2) for name, value in figures.items()}})
+    return found
 
 
 def main() -> None:
@@ -108,7 +129,7 @@ def main() -> None:
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 2, 4, 8, 12], help="numbers of busy processes")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32, help="of a window")
-    parser.add_argument("--idle", type=float, help="tokens per second of the idle machine, if known")
+    parser.add_argument("--demand", type=float, help="cores that the decoder takes of an idle machine")
     parser.add_argument("--out", type=Path, default=Path("build/loaded.json"))
     options = parser.parse_args()
     set_threads(options.threads)
@@ -118,12 +139,14 @@ def main() -> None:
             source = build_small("qwen3_moe", Path(directory) / "source")
             compress(source, path, method=create("finequant", bits=4, dense_bits=4))
         model = moepack.load(path, dtype=torch.bfloat16)
-        idle, figures = options.idle, []
+        rows: list[dict[str, float]] = []
         for count in options.busy:
-            figures.append(measure(model, count, idle, options))
-            idle = idle or max(figures[0]["tokens per second"] / figures[0]["share"], 0.0)
-            print("  ".join(f"{name} {value}" for name, value in figures[-1].items()), flush=True)
-    machine.save(options.out, options.threads, figures)
+            rows.append(measure(model, count, options))
+            print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    figures = compared(rows, options.threads, options.demand or options.threads)
+    for row in figures:
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    machine.save(options.out, options.threads, {"demand": options.demand or options.threads, "rows": figures})
 
 
 if __name__ == "__main__":

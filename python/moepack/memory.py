@@ -8,7 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moepack.system.memory import ProcessMemory, available_bytes, process_memory, total_bytes
+from moepack.system.memory import ProcessMemory, available_bytes, process_memory, release_unused, total_bytes
 
 __all__ = [
     "PeakMemory",
@@ -17,6 +17,7 @@ __all__ = [
     "available_bytes",
     "present_exempted",
     "process_memory",
+    "release_unused",
     "total_bytes",
     "without_collector",
 ]

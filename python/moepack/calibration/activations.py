@@ -12,10 +12,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Activations"]
+__all__ = ["Activations", "budget"]
 
-BUDGET = 256 << 20
-"""Bytes of the activations of a group of experts."""
+LEAST, MOST = 64 << 20, 256 << 20
+"""Bytes of the activations of a group of experts: in the smallest layers, and in any."""
+
+
+def budget(weights: int) -> int:
+    """Return the bytes of activations that are kept for a layer of experts with a number of weights."""
+    return min(LEAST + 4 * weights, MOST)
 
 
 class Activations:
@@ -25,9 +30,9 @@ class Activations:
         room: bytes left.
     """
 
-    def __init__(self, budget: int = BUDGET) -> None:
+    def __init__(self, room: int = MOST) -> None:
         """Create an empty store."""
-        self.room = budget
+        self.room = room
         self._kept: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
 
     def keep(self, stream: int, expert: int, rows: Tensor, values: Tensor) -> None:

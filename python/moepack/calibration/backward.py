@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moepack.calibration.arguments import mapped, tensors
 from moepack.calibration.buffer import ListBuffer
+from moepack.calibration.factored import Gradients, Watch
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stacks import Stack
 from moepack.calibration.stream import Stream
@@ -34,7 +35,7 @@ from moepack.decoding.finite import are_finite
 from moepack.errors import UnsupportedModelError
 from moepack.solvers.products import fast_products
 
-__all__ = ["Backward", "Passed", "Watch", "draw_tokens"]
+__all__ = ["Backward", "Passed", "draw_tokens"]
 
 FORWARD, BACKWARD = 1, 3
 """Passes over weights per window: one forward, and three backward (outputs, and two kinds of gradients)."""
@@ -47,16 +48,6 @@ PROBED = 4
 
 Roots = Iterable[tuple[Tensor, Tensor | None]]
 """Tensors, each with the gradient of the loss with respect to it; None for the loss itself."""
-
-
-class Watch(Protocol):
-    """Receives gradients."""
-
-    def wants(self, name: str) -> bool:
-        """Return whether the gradient of a parameter is needed."""
-
-    def watch(self, name: str, parameter: nn.Parameter) -> None:
-        """Receive the gradients of a loaded parameter, one per window."""
 
 
 Passed = Callable[[str, int], None]
@@ -107,6 +98,7 @@ class Backward:
     def __init__(self, skeleton: Skeleton, stack: Stack, ids: Tensor, watch: Watch) -> None:
         assert stack.batch == 1, "gradients are kept per window"
         self._skeleton, self._stack, self._ids, self._watch = skeleton, stack, ids, watch
+        self._gradients = Gradients(watch)
         self._passed: Passed = lambda path, weights: None
         self._refuse_shared()
         self._tail = Tail(skeleton, stack)
@@ -177,13 +169,15 @@ class Backward:
                 self._watch_below(path, but=owner)
             for ids, each, gradient, targets in zip(self._ids, states, gradients, drawn, strict=True):
                 given = _leaf(each)
-                logits = self._tail.logits(ids[None], given)[0].float()
+                with self._gradients:
+                    logits = self._tail.logits(ids[None], given)[0].float()
                 if not are_finite(logits):
                     raise self._tail.non_finite(ids[None], each)
                 # Drawn on the CPU, so that the device does not influence the tokens.
                 targets.copy_(draw_tokens(logits.detach(), generator))
                 with fast_products(self._ids.shape[1] * self._head_weights):
                     _backward([(_loss(logits, targets), None)])
+                    self._gradients.finish()
                 assert given.grad is not None
                 windows.append(_Window(gradient.copy_(given.grad), targets, each if self._joint else None))
                 self._passed("head", BACKWARD * self._head_weights)
@@ -224,12 +218,14 @@ class Backward:
 
         arguments = mapped(stack.arguments(number, index), followed)
         states = hidden.clone().view(*hidden.shape[:2], *stack.shape)  # a block may modify its inputs
-        output = stack.call(block, states, arguments, carried, shared, None)
+        with self._gradients:
+            output = stack.call(block, states, arguments, carried, shared, None)
         first, *others = output if isinstance(output, tuple) else (output,)
         given = tensors((tuple(others), shared))
         assert not window.handed or len(window.handed) == len(given), "a second run of a block passes on other values"
         roots = [(first.flatten(2), window.hidden), *zip_longest(given, window.handed)]
         _backward((tensor, gradient) for tensor, gradient in roots if gradient is not None)
+        self._gradients.finish()
         assert hidden.grad is not None
         window.hidden.copy_(hidden.grad)
         window.handed = [tensor.grad for tensor in handed]
@@ -244,7 +240,8 @@ class Backward:
         with self._skeleton.loaded(stack.name, without=stack.list_name), tail:
             self._watch_below(stack.name)
             for number, window in enumerate(windows):
-                stand_ins = stack.recorded(self._ids[number : number + 1])
+                with self._gradients:
+                    stand_ins = stack.recorded(self._ids[number : number + 1])
                 roots: list[tuple[Tensor, Tensor | None]] = [(stand_ins[0].hidden.flatten(2), window.hidden)]
                 for index, stand_in in enumerate(stand_ins):
                     found = zip(tensors(stand_in.arguments), self._dependent[index], strict=True)
@@ -252,10 +249,12 @@ class Backward:
                     pairs = zip(depend, window.arguments[index], strict=True)
                     roots += [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
                 if window.states is not None:
-                    logits = self._tail.logits(self._ids[number : number + 1], window.states)[0].float()
+                    with self._gradients:
+                        logits = self._tail.logits(self._ids[number : number + 1], window.states)[0].float()
                     roots.append((_loss(logits, window.drawn), None))
                 with fast_products(self._ids.shape[1] * self._head_weights):
                     _backward(roots)
+                    self._gradients.finish()
                 self._passed("embedding", BACKWARD * weights)
 
     def _refuse_shared(self) -> None:
@@ -272,7 +271,7 @@ class Backward:
         others = set() if but is None else set(map(id, but.parameters()))
         for name, parameter in self._loaded(path):
             if id(parameter) not in others and self._watch.wants(name):
-                self._watch.watch(name, parameter)
+                self._gradients.watch(name, parameter)
 
     def _loaded(self, path: str) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the loaded parameters below a module by name; tied ones have the name of their origin."""

@@ -53,6 +53,7 @@ class ListBuffer:
         else:
             try:
                 files.remove(file, missing_ok=True)
+                _fill(file, size * dtype.itemsize)
                 self.tokens = torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(-1, width)
             except (OSError, RuntimeError) as error:
                 raise DiskError(f"cannot map {size * dtype.itemsize} bytes: {error}", file=file) from error
@@ -84,3 +85,11 @@ class ListBuffer:
     def add(self, tokens: Tensor, states: Tensor) -> None:
         """Add states [n, H] to the rows ``tokens`` [n] in place; rows may repeat."""
         self.tokens.index_add_(0, tokens.to(self.tokens.device), states.to(self.tokens.device, self.tokens.dtype))
+
+
+def _fill(file: Path, size: int) -> None:
+    """Write a file of zeros. A sparse one would end the process if the disk were full when a page is first written."""
+    zeros = bytes(min(size, 1 << 20))
+    with file.open("wb") as out:
+        for first in range(0, size, len(zeros)):
+            out.write(zeros[: size - first])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moepack.arrays import magnitude
-from moepack.calibration.activations import Activations
+from moepack.calibration.activations import Activations, budget
 from moepack.calibration.buffer import ListBuffer
 from moepack.calibration.moments import Gram, Moments, Tokens, expert_moments, sensitivity
 from moepack.calibration.recorder import Recorder
@@ -40,6 +40,10 @@ Group = dict[str, Tensor]
 GROWTH = 7
 """Largest size of a wave, relative to the groups before it. Solved groups predict the size of `GROWTH` times as many
 others to within a fraction of a group."""
+
+PIECE = 16 << 20
+"""Largest float32 tensor of the tokens of an expert that are processed together, in bytes. A few times as much is in
+use at the same time."""
 
 Solved = Generator[Stage, None, tuple[Group, Group, Activations] | None]
 """Yields the stages of a group; returns its original and compressed weights, and activations, or None for a preview."""
@@ -145,7 +149,9 @@ class ExpertsRun(LayerRun):
         self._routes = [_Routes.of(stream, layer.experts) for stream in streams]
         self._counted = _Routes.of(streams[-1 if settings.routing == "original" else 0], layer.experts, mask)
         self.tokens = torch.tensor(self._counted.starts).diff()
-        self._cap = max(1, int(settings.token_cap * len(self._routes[0].tokens) / max(layer.experts, 1)))
+        most = int(settings.token_cap * len(self._routes[0].tokens) / max(layer.experts, 1))
+        widest = max((size for tensor in self.tensors.values() for size in tensor.shape[1:]), default=1)
+        self._cap = max(1, min(most, PIECE // (4 * max(widest, 1))))
         *self._first, self._last = [projection.name for projection in layer.projections]
         self._shard: Shard | None = None
 
@@ -228,8 +234,13 @@ class ExpertsRun(LayerRun):
                     self._forward(group, *solved)
                 solved[2].clear()
 
+    @property
+    def _budget(self) -> int:
+        """Bytes of the activations of a group."""
+        return budget(sum(math.prod(tensor.shape) for tensor in self.tensors.values())) if self._first else 0
+
     def _solve(self, group: range) -> Solved:
-        original, kept = self._weights(group), Activations() if self._first else Activations(0)
+        original, kept = self._weights(group), Activations(self._budget)
         values: Group = {}
         if self._first:
             yield self._stage(group, self._first, original, None, kept)

@@ -18,10 +18,8 @@ is complete.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +27,11 @@ from torch import Tensor, nn
 from moepack.calibration.backward import Backward
 from moepack.calibration.samples import Samples
 from moepack.calibration.skeleton import Skeleton
+from moepack.calibration.squares import Sums
 from moepack.calibration.stacks import Stack, decoder_blocks
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.classes import building, meta_model
-from moepack.checkpoint.experts import form_of
+from moepack.checkpoint.experts import ExpertsForm, form_of
 from moepack.decoding.vocabulary import require_known, vocabulary_of
 from moepack.memory import PeakMemory, available_bytes
 from moepack.progress import Progress, Silent
@@ -67,9 +66,6 @@ BLOCK = 2.5
 
 GRADIENT = 1.5
 """Memory for the gradient of the embedding or the head and temporaries, relative to that of the weights."""
-
-CHUNK = 1 << 17
-"""Elements of a gradient that are squared and summed at a time: half a megabyte, which caches hold."""
 
 LOGITS = 5
 """Memory for the logits of a piece, their gradients and temporaries, relative to that of the logits."""
@@ -214,26 +210,34 @@ class _Squares:
 
     def __init__(self, owners: Mapping[str, Mapping[str, View]], balances: Mapping[str, Balance]) -> None:
         self._owners, self._balances = owners, balances
-        self._sums: dict[str, _Sums] = {}
+        self._sums: dict[str, Sums] = {}
 
     def wants(self, name: str) -> bool:
         """Return whether a parameter contains weights to pack."""
         return name in self._owners
 
-    def watch(self, name: str, parameter: nn.Parameter) -> None:
-        """Add each gradient of a parameter to the sums as soon as it is complete, and drop it."""
-        hooked: Any = parameter.requires_grad_(True)
-        hooked.register_post_accumulate_grad_hook(lambda found: self._add(found, self._owners[name]))
+    def gradient(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient of a parameter."""
+        for packed, view in self._owners[name].items():
+            self._of(packed, gradient.device).add(view(gradient))
 
-    def _add(self, parameter: Any, views: Mapping[str, View]) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        for name, view in views.items():
-            matrices = view(gradient)
-            balance = self._balances[name]
-            if name not in self._sums:
-                rows, columns = (each.to(matrices.device).square() for each in (balance.rows, balance.columns))
-                self._sums[name] = _Sums(rows, columns)
-            self._sums[name].add(matrices)
+    def factors(self, name: str, matrix: int, left: Tensor, right: Tensor) -> None:
+        """Add the gradient left^T right of a matrix of a parameter."""
+        for packed, view in self._owners[name].items():
+            sums = self._of(packed, left.device)
+            if matrix < len(sums.rows):
+                sums.add_factors(matrix, *view.factors(left, right))
+
+    def rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
+        """Add the gradients of different rows of a parameter."""
+        for packed in self._owners[name]:
+            self._of(packed, gradients.device).add_rows(rows, gradients)
+
+    def _of(self, packed: str, device: torch.device) -> Sums:
+        if packed not in self._sums:
+            balance = self._balances[packed]
+            self._sums[packed] = Sums(*(each.to(device).square() for each in (balance.rows, balance.columns)))
+        return self._sums[packed]
 
     def means(self, tokens: int) -> dict[str, Sensitivity]:
         """Return the means over weights and tokens, by tensor name."""
@@ -248,45 +252,23 @@ class _Squares:
         return means
 
 
-class _Sums:
-    """Sums of the squares of matrices [E, R, C].
+@dataclass(frozen=True)
+class View:
+    """Where a packed tensor is in a parameter: a projection of an experts module, or the whole of a linear layer."""
 
-    Attributes:
-        rows: [E, R], squared factors of the rows.
-        columns: [E, C], squared factors of the columns.
-        total: the sum of all squares, float64.
-        by_row: [E, R], sums over the columns, times `columns`.
-        by_column: [E, C], sums over the rows, times `rows`.
-    """
+    form: ExpertsForm | None = None
+    projection: str = ""
 
-    def __init__(self, rows: Tensor, columns: Tensor) -> None:
-        """Start sums for squared factors of rows [E, R] and of columns, [E, C] or [1, C]."""
-        self.rows, self.columns = rows, columns.expand(len(rows), -1)
-        self.total = torch.zeros((), dtype=torch.float64, device=rows.device)
-        self.by_row, self.by_column = torch.zeros_like(rows), rows.new_zeros(self.columns.shape)
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the tensor's matrices [E, R, C] from a parameter's values."""
+        return values[None] if self.form is None else self.form.part(self.projection, values)
 
-    def add(self, matrices: Tensor) -> None:
-        """Add matrices.
-
-        A chunk of rows is squared and summed while it is in the cache, so that a matrix is read from memory once.
-        """
-        if matrices.stride(-1) != 1 and matrices.stride(-2) == 1:  # stored by columns
-            by_column, by_row, columns, rows = self.by_row, self.by_column, self.rows, self.columns
-            matrices = matrices.mT
-        else:
-            by_row, by_column, rows, columns = self.by_row, self.by_column, self.rows, self.columns
-        step = max(1, (CHUNK if matrices.device.type == "cpu" else matrices.numel()) // max(matrices.shape[-1], 1))
-        for expert, matrix in enumerate(matrices):
-            for first in range(0, len(matrix), step):
-                part = slice(first, first + step)
-                squares = matrix[part].square()
-                self.total += squares.sum().double()
-                by_row[expert, part].addmv_(squares, columns[expert])
-                by_column[expert].addmv_(squares.T, rows[expert, part])
-
-
-View = Callable[[Tensor], Tensor]
-"""Returns the matrices [E, R, C] of a tensor from a parameter's values."""
+    def factors(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors [n, R] and [n, C] of the tensor's gradient from those of the parameter's."""
+        if self.form is None:
+            return left, right
+        place = self.form.places[self.projection]
+        return (right[:, place.rows], left) if place.transposed else (left[:, place.rows], right)
 
 
 def owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, dict[str, View]]]:
@@ -294,12 +276,12 @@ def owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, dict[str, V
     owners: dict[str, dict[str, View]] = {}
     for dense in model.dense:
         for linear in dense.linears:
-            owners.setdefault(f"{linear.name}.weight", {})[linear.source] = lambda values: values[None]
+            owners.setdefault(f"{linear.name}.weight", {})[linear.source] = View()
     for layer in model.layers:
         form = form_of(whole.get_submodule(layer.name))
         for part in layer.projections:
             if form is not None and part.name in form.places:
                 parameter = f"{layer.name}.{form.places[part.name].parameter}"
-                owners.setdefault(parameter, {})[part.packed_name] = partial(form.part, part.name)
+                owners.setdefault(parameter, {})[part.packed_name] = View(form, part.name)
     parameters = dict(whole.named_parameters(remove_duplicate=False))
     yield from ((name, packed) for name, packed in owners.items() if name in parameters)

@@ -110,6 +110,11 @@ class Calibrator:
             if name == "encoder":
                 encoders = [self._finish(stack, stream) for stream in streams]
 
+    def forget(self) -> None:
+        """Drop all hidden states after the last layer, so that their files can be removed."""
+        self._buffers.clear()
+        self.hidden = ListBuffer([], 1)
+
     @property
     def _seq2seq(self) -> bool:
         return self.samples.targets is not None

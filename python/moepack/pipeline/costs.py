@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moepack.calibration.activations import BUDGET
+from moepack.calibration.activations import budget
 from moepack.calibration.fisher import LENGTH
 from moepack.methods.parallel import MAX_WORKERS
 
@@ -59,6 +59,9 @@ TOKEN_SECONDS = 1.2e-11
 
 STATES = 16
 """Memory in bytes per token and hidden unit: float32 states of two streams, and the inputs of the experts."""
+
+ROOM = 64 << 20
+"""States in bytes that are in memory with the smallest layers; see `in_file`."""
 
 GRADIENT, GRADIENTS = 5e-9, 1.0
 """Seconds per weight and window to square a gradient, and of all else in the measurement of the sensitivity."""
@@ -149,9 +152,24 @@ class Load:
         return sum(math.prod(shape[1:]) for shape in self.shapes)
 
     @property
+    def largest(self) -> int:
+        """Number of weights of the largest layer."""
+        return max((sum(math.prod(shape[1:]) for shape in layer) for layer in self.layers), default=0)
+
+    @property
     def workers(self) -> int:
         """Threads that share the work on experts."""
         return min(self.threads, MAX_WORKERS)
+
+
+def in_file(tokens: int, width: int, weights: int) -> bool:
+    """Return whether the states of a job are kept in a mapped file, because memory promises little for its layers.
+
+    Args:
+        tokens, width: number of calibration tokens, and size of a hidden state.
+        weights: weights of the largest packed layer.
+    """
+    return STATES * tokens * width > ROOM + 4 * weights
 
 
 def job_seconds(load: Load) -> dict[str, float] | None:
@@ -200,7 +218,7 @@ def _activations(load: Load) -> int:
         for role, experts, _, columns in load.shapes
         if role == "experts"
     )
-    return int(min(max(found, default=0.0), BUDGET))
+    return int(min(max(found, default=0.0), budget(load.largest)))
 
 
 def job_memory(load: Load) -> int:
@@ -208,7 +226,8 @@ def job_memory(load: Load) -> int:
 
     The plan holds its sample, and the measurement of the sensitivity a block with gradients. Packing holds the codes of
     one tensor (one byte per weight), the experts being packed, and two packed layers, of which one is being written.
-    With a text it also holds the layer in float32, the Hessians, the states of all tokens, and activations.
+    With a text it also holds the codes of the layer, the Hessians, activations, and, unless they are in a file, the
+    states of all tokens.
     """
     if not load.shapes:
         return PROCESS
@@ -219,9 +238,9 @@ def job_memory(load: Load) -> int:
     )
     packing = codes + working + 2 * load.packed
     if load.tokens:
-        largest = max(sum(math.prod(shape[1:]) for shape in layer) for layer in load.layers)
         squares = max(min(experts, load.group) * columns**2 for _, experts, _, columns in load.shapes)
-        packing += 4 * largest + STATES * load.tokens * load.width + HESSIAN * squares + _activations(load)
+        states = 0 if in_file(load.tokens, load.width, load.largest) else STATES * load.tokens * load.width
+        packing += load.largest + states + HESSIAN * squares + _activations(load)
     plan = 0
     if load.method in PLAN:
         matrix = max(rows * columns for _, _, rows, columns in load.shapes)

@@ -405,6 +405,7 @@ class Job:
     def _write(self, workspace: Workspace) -> None:
         need = space_bound(self.outputs, self.checkpoint, workspace.done, self.assignment.goal)
         workspace.reserve(need + self.checkpoint.files.needs)
+        self.packer.keep_states_in(workspace.path)
         self.progress.start(sum(map(_weights, self.outputs.shards)), self._done_weights(workspace))
         try:
             with ShardWriter(workspace) as writer:

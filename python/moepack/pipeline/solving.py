@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from moepack.calibration import Calibrator, LayerRun, Weights
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
+from moepack.memory import release_unused
 from moepack.methods import MethodPlan, PackedBytes
 from moepack.pipeline.assignment import PlannedAssignment
+from moepack.pipeline.costs import in_file
 from moepack.pipeline.executor import Executor, Here, Unit
 from moepack.pipeline.work import Packed
 
@@ -53,6 +58,20 @@ class LayerPacker:
         self.spent: dict[str, int] = {}
         self.executor.start(assignment, self.layers, advance, self.spent)
 
+    def keep_states_in(self, directory: Path) -> None:
+        """Keep hidden states in files of a directory if they are large beside the model's layers.
+
+        They are mapped, so the system may write them to the disk when other programs need the memory.
+        """
+        calibrator = self._calibrator
+        if calibrator is None or self.samples is None or calibrator.settings.device.type != "cpu":
+            return
+        config = calibrator.skeleton.config
+        width = int(getattr(config, "hidden_size", 0) or getattr(config, "d_model", 0))
+        weights = max(sum(math.prod(each.shape) for each in layer_tensors(layer).values()) for layer in self.layers)
+        if in_file(self.samples.inputs.numel(), width, weights):
+            calibrator.settings = replace(calibrator.settings, buffer_directory=directory)
+
     def runs(self) -> Iterator[LayerRun | None]:
         """Yield a run of the model for each of `layers`, or None for layers whose inputs are not needed.
 
@@ -65,6 +84,8 @@ class LayerPacker:
         runs = self._calibrator.layers({layer.name: layer for layer in reached if isinstance(layer, DenseLayer)})
         for layer in self.layers:
             yield None if self._is_unreached(layer) else next(runs)
+        runs.close()
+        self._calibrator.forget()
 
     def _is_unreached(self, layer: PackedLayer) -> bool:
         """Return whether calibration skips a layer: the embedding, the head, and layers that the model lacks."""
@@ -108,6 +129,7 @@ class LayerPacker:
         packed |= {name: self.executor.tensor(Unit(layer, name)) for name in self._alone(layer) if name not in packed}
         if run is not None:
             packed |= self.executor.run(run, packed)
+            release_unused()
         return {name: packed[name] for name in tensors}
 
     def record_sizes(self, layer: PackedLayer, packed: Packed) -> None:

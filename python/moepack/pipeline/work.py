@@ -194,12 +194,27 @@ class LayerWork:
             self.solutions[name] = solution
             return
         if name not in self.solutions:
-            parts = {
-                key: torch.empty((count, *part.shape[1:]), dtype=part.dtype) for key, part in solution.parts.items()
-            }
-            self.solutions[name] = Solution(parts)
+            self.solutions[name] = Solution({})
+        kept = self.solutions[name].parts
         for key, part in solution.parts.items():
-            self.solutions[name].parts[key][_slice(experts)].copy_(part)
+            narrow = _narrowest(part)
+            if key not in kept:
+                kept[key] = torch.empty((count, *part.shape[1:]), dtype=narrow)
+            elif kept[key].dtype != narrow:
+                kept[key] = kept[key].to(torch.promote_types(kept[key].dtype, narrow))
+            kept[key][_slice(experts)].copy_(part)
+
+
+def _narrowest(part: Tensor) -> torch.dtype:
+    """Return the narrowest dtype for the integers of a group, since codes of a whole layer are kept; or its dtype."""
+    if part.dtype not in (torch.int16, torch.int32) or not part.numel():
+        return part.dtype
+    low, high = (int(each) for each in part.aminmax())
+    return next(
+        kind
+        for kind in (torch.int8, torch.int16, torch.int32)
+        if high <= torch.iinfo(kind).max and low >= -torch.iinfo(kind).max
+    )
 
 
 def _slice(experts: range) -> slice:

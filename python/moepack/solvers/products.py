@@ -65,4 +65,6 @@ def product(rows: Tensor, weights: Tensor) -> Tensor:
     """Return rows [n, C] times the transpose of weights [R, C], for any n."""
     work = len(rows) * weights.numel()
     with fast_products(work):
-        return (filled(rows, work) @ weights.T)[: len(rows)]
+        given = filled(rows, work)
+        found = given @ weights.T
+    return found if given is rows else found[: len(rows)]

@@ -32,4 +32,6 @@ def with_ridge(hessians: Tensor, tokens: Tensor) -> Tensor:
     many = tokens.clamp(min=1).to(hessians)[:, None]
     entries = hessians.diagonal(dim1=1, dim2=2)
     expected = torch.lerp(entries, entries.mean(1, keepdim=True), SHRINKAGE / (SHRINKAGE + many))
-    return hessians + torch.diag_embed(RIDGE * hessians.shape[1] / many * expected)
+    found = hessians.clone()
+    found.diagonal(dim1=1, dim2=2).add_(RIDGE * hessians.shape[1] / many * expected)
+    return found

@@ -1,5 +1,6 @@
 """Used and free memory of the process and the machine."""
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -7,7 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessMemory", "available_bytes", "group_limits", "huge_pages", "process_memory", "total_bytes"]
+__all__ = [
+    "ProcessMemory",
+    "available_bytes",
+    "group_limits",
+    "huge_pages",
+    "process_memory",
+    "release_unused",
+    "total_bytes",
+]
 
 
 @dataclass(frozen=True)
@@ -28,8 +37,6 @@ class ProcessMemory:
 
 
 if sys.platform == "win32":
-    import ctypes
-
     from moepack.system.kernel32 import checked, function
 
     class _Counters(ctypes.Structure):
@@ -73,8 +80,9 @@ if sys.platform == "win32":
     def _total() -> int | None:
         return int(_machine().ullTotalPhys)
 
+    def _release() -> None: ...
+
 elif sys.platform == "darwin":
-    import ctypes
 
     class _Task(ctypes.Structure):
         """The first fields of task_vm_info."""
@@ -132,6 +140,8 @@ elif sys.platform == "darwin":
         done = _system().sysctlbyname(b"hw.memsize", ctypes.byref(found), ctypes.byref(size), None, 0)
         return found.value if done == 0 else None
 
+    def _release() -> None: ...
+
 else:
     _FIELDS = {"VmHWM": "peak", "VmRSS": "resident", "RssAnon": "anonymous", "RssFile": "mapped"}
 
@@ -156,6 +166,11 @@ else:
         system = _kilobytes("/proc/meminfo").get("MemTotal")
         return None if system is None else min([system, *(limit for limit, _ in _groups(_GROUPS))])
 
+    def _release() -> None:
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+        if trim is not None:
+            trim(ctypes.c_size_t(0))
+
 
 _GROUPS = Path("/sys/fs/cgroup")
 
@@ -163,6 +178,11 @@ _GROUPS = Path("/sys/fs/cgroup")
 def process_memory() -> ProcessMemory:
     """Return the memory of this process; zeros if the system cannot tell."""
     return _process()
+
+
+def release_unused() -> None:
+    """Return freed memory to the system, which the C library of Linux otherwise keeps between live allocations."""
+    _release()
 
 
 def available_bytes() -> int | None:

@@ -267,20 +267,21 @@ class LayerSolver:
     def _problem(self, stage: Stage, dependent: bool = False) -> UniformProblem:
         # Linear layers outside the experts lose less without drift correction (docs/methods/qmoe.md).
         moments = stage.moments(drift=not stage.dense)
-        weights, drift = self._weights(stage), moments.drift
         assert stage.inputs is not None
-        hessians = with_ridge(moments.hessians, stage.inputs.tokens)
-        if (per := self._divisors(stage)) is not None:
-            hessians, drift = hessians / per, None if drift is None else drift / per
-        return UniformProblem(weights, hessians, drift, self._settings, dependent=dependent)
+        hessians, drift = with_ridge(moments.hessians, stage.inputs.tokens), moments.drift
+        del moments  # the largest tensors of a job; the stage may keep them
+        if (factors := self._divisors(stage)) is not None:
+            hessians = _divided(hessians, *factors)
+            drift = None if drift is None else _divided(drift, *factors)
+        return UniformProblem(self._weights(stage), hessians, drift, self._settings, dependent=dependent)
 
     def _weights(self, stage: Stage) -> Tensor:
         """Return the weights of all tensors of a stage, times their factors, [G, R, C]."""
         factors = [self._factors(stage, tensor) for tensor in stage.weights]
         return torch.cat([own * scale for own, scale in zip(stage.weights.values(), factors, strict=True)], 1)
 
-    def _divisors(self, stage: Stage) -> Tensor | None:
-        """Return the divisors of a stage's moments, [G, C, C], if its weights are multiplied by factors.
+    def _divisors(self, stage: Stage) -> tuple[Tensor, Tensor] | None:
+        """Return factors of columns [G, C] and counts [G] that divide a stage's moments, if its weights have factors.
 
         Inputs are divided by the factors of columns, which the stage's tensors share, and output errors by those of
         rows.
@@ -290,9 +291,8 @@ class LayerSolver:
         if not factors:
             return None
         rows, columns = torch.cat([rows for rows, _ in factors], 1), factors[0][1]
-        counts = rows.square().reciprocal().mean(1)
-        per = columns[:, :, None] * columns[:, None] / counts[:, None, None]
-        return per.to(next(iter(stage.weights.values())).device)
+        device = next(iter(stage.weights.values())).device
+        return columns.to(device), rows.square().reciprocal().mean(1).to(device)
 
     def _factors(self, stage: Stage, tensor: str) -> Tensor:
         """Return the factors of a tensor's weights in a stage, broadcastable to [G, R, C]."""
@@ -323,6 +323,18 @@ def solved_apart(stage: Stage, solver: Callable[[], LayerSolver]) -> dict[str, S
         own, part = solver(), known.only([name])
         own.add(own.measure(part))
         found |= own.solve(part)
+    return found
+
+
+def _divided(moments: Tensor, columns: Tensor, counts: Tensor) -> Tensor:
+    """Return moments [G, C, C] divided by products of the factors of columns [G, C] and multiplied by counts [G].
+
+    Each matrix is divided alone, so that the divisors of the group take no memory.
+    """
+    found = torch.empty_like(moments)
+    count = len(moments)
+    for own, out, factors, tokens in zip(moments, found, columns.expand(count, -1), counts.expand(count), strict=True):
+        torch.div(own, factors[:, None] * factors / tokens, out=out)
     return found
 
 
