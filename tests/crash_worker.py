@@ -25,25 +25,13 @@ import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
 import moepack.methods
 import moepack.pipeline.job
+from fork_support import forked
 from moepack.format import atomic, shard
 from moepack.methods.qmoe.ternary import Ternary
 
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-def forked(work: Callable[[], object]) -> int:
-    """Run `work` in a child; return its wait status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException as error:
-            print(f"child: {error!r}", file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
 
 
 def arm(moment: int = 0) -> list[int]:
@@ -103,7 +91,7 @@ def main(model: Path, work: Path, name: str = "ternary", wanted: int = 0) -> Non
         status = forked(killed)
         if status == 0 and not wanted:
             break
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (moment, status)
+        assert status == -signal.SIGKILL, (moment, status)
         kills += 1
         if out.exists():
             assert not partial.exists()

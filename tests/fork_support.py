@@ -9,8 +9,13 @@ import runpy
 import signal
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+
+_fork = os.fork
 
 
 @dataclass(frozen=True)
@@ -43,3 +48,18 @@ def _run(script: Path, arguments: list[str], folder: Path) -> None:
     sys.argv, tempfile.tempdir = arguments, str(folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the processes that it starts
     runpy.run_path(str(script), run_name="__main__")
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Run a function in a child; return its exit code, 1 after an exception, which it prints, or minus its signal."""
+    child = _fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,81 +1,104 @@
-"""Runs as a program: compresses, loads, resumes and replaces a model under the rules of another system.
+"""Runs scenarios under the rules of another system, each in a process of its own.
 
-Usage: `simulated.py win32|darwin WORK`. Third-party packages are imported first. Then the names that the system lacks
-are removed, `sys.platform` is its name while `moepack.system` selects its implementations, and an audit hook refuses
-what Windows refuses: replacing or removing what this process has open or mapped, opening directories, and forbidden
-file names.
+Usage: `simulated.py win32|darwin WORK [SCENARIO ...]`, by `fork_support.run_script`. The modules of `moepack.system` are reloaded:
+`sys.platform` is the other system's name while they select their implementations, with fakes of the modules and
+functions that only that system has. Then the names that the system lacks are removed from `os` and `mmap`, and on
+Windows `windows_files` enforces the rules of its file system.
+
+Prints a JSON object: the traceback of each scenario, or an empty string if it passed.
 """
 
 import ctypes
 import fcntl
+import importlib
+import json
 import mmap
 import os
 import sys
 import tempfile
+import traceback
 import types
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import fastapi  # noqa: F401
-import huggingface_hub  # noqa: F401
-import torch
-import transformers
+import huggingface_hub.file_download  # noqa: F401
+import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 import uvicorn.protocols.http.auto  # noqa: F401
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+import windows_files
+
+from fork_support import forked
+from moepack.system import (
+    files,
+    folders,
+    libraries,
+    locks,
+    maps,
+    memory,
+    names,
+    processes,
+    processors,
+    reading,
+    sockets,
+)
+
 LINUX = {
     **{name: os for name in ("preadv", "sched_getaffinity", "register_at_fork", "posix_fadvise", "O_DIRECT")},
     **{name: mmap for name in ("MADV_HUGEPAGE", "MADV_NOHUGEPAGE", "MADV_RANDOM", "MADV_DONTNEED")},
 }
-UNIX = {name: os for name in ("O_CLOEXEC", "O_DIRECTORY", "O_NONBLOCK", "fork", "umask", "sysconf")}
-REFUSED: list[str] = []
+UNIX = {name: os for name in ("O_DIRECTORY", "fork", "umask", "sysconf")}
+PREADV, MAP = os.preadv, mmap.mmap
 
 
-def in_use() -> set[str]:
-    """Files that this process has open or mapped."""
-    maps = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
-    found = {line[5].rstrip() for line in maps if len(line) == 6}
-    for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            found.add(str(descriptor.readlink()))
-        except OSError:
-            continue
-    return found
+class Kernel32:
+    """The functions of kernel32 that `moepack.system` calls."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self.ranges: list[mmap.mmap] = []
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(type(self), f"_{name}", lambda *_: 0)
+
+        def function(*arguments: Any) -> Any:
+            return call(self, *arguments)
+
+        return function
+
+    def _CreateFileW(self, name, access, share, security, disposition, flags, template):
+        return windows_files.shared(name)
+
+    def _ReadFile(self, handle, address, length, count, offset):
+        place = offset._obj.Offset | offset._obj.OffsetHigh << 32
+        got = PREADV(handle, [(ctypes.c_char * length).from_address(address)], place)
+        count._obj.value, self.last = got, 0 if got else 38
+        return int(got > 0)
+
+    def _VirtualAlloc(self, at, size, kind, protection):
+        self.ranges.append(MAP(-1, size))
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.ranges[-1]))
+
+    def _VirtualFree(self, address, size, kind):
+        return 1
+
+    def _GetCurrentProcess(self):
+        return 1
+
+    def _GlobalMemoryStatusEx(self, found):
+        found._obj.ullTotalPhys, found._obj.ullAvailPhys = 8 << 30, 4 << 30
+        return 1
+
+    def _K32GetProcessMemoryInfo(self, process, found, size):
+        found._obj.WorkingSetSize, found._obj.PeakWorkingSetSize, found._obj.PrivateUsage = 3 << 20, 4 << 20, 2 << 20
+        return 1
 
 
-def windows_rules(work: Path) -> None:
-    busy = [False]
-
-    def hook(event: str, arguments: tuple) -> None:
-        if busy[0] or event not in ("os.rename", "os.remove", "open"):
-            return
-        paths = [os.fsdecode(each) for each in arguments[:2] if isinstance(each, str | bytes | os.PathLike)]
-        paths = [path for path in map(os.path.abspath, paths) if path.startswith(str(work))]
-        busy[0] = True
-        try:
-            for path in paths:
-                if set(path[1:]) & set('<>:"|?*\\'):
-                    raise OSError(22, "Invalid argument", path)
-                if event == "open" and arguments[1] is None and os.path.isdir(path):  # by os.open
-                    raise PermissionError(13, "Permission denied", path)
-                if event != "open" and any(f"{used}/".startswith(f"{path}/") for used in in_use()):
-                    REFUSED.append(path)
-                    raise PermissionError(13, "Sharing violation", path)
-        finally:
-            busy[0] = False
-
-    rename = os.rename
-
-    def new_only(source, target, **keywords):
-        if os.path.lexists(target):
-            raise FileExistsError(17, "File exists", target)
-        rename(source, target, **keywords)
-
-    os.rename = new_only
-    sys.addaudithook(hook)
-
-
-def fake_modules() -> None:
-    """The modules of Windows that `moepack.system` imports, on top of Linux."""
+def fake_windows() -> None:
+    """Provide the modules and functions of Windows that `moepack.system` uses."""
+    import signal
 
     def locking(descriptor: int, mode: int, count: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,153 +106,81 @@ def fake_modules() -> None:
     descriptors = {"get_osfhandle": lambda fd: fd, "open_osfhandle": lambda handle, flags: handle}
     sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=locking, **descriptors)  # type: ignore[assignment]
     sys.modules["winreg"] = types.ModuleType("winreg")
-    preadv, real_open, last = os.preadv, os.open, [0]
-
-    class Function:
-        def __init__(self, call):
-            self.call = call
-
-        def __call__(self, *arguments):
-            return self.call(*arguments)
-
-    def create(name, access, share, security, disposition, flags, template):
-        return real_open(name, os.O_RDONLY)
-
-    def read(handle, address, length, count, offset):
-        place = offset._obj.Offset | offset._obj.OffsetHigh << 32
-        got = preadv(handle, [(ctypes.c_char * length).from_address(address)], place)
-        count._obj.value, last[0] = got, 0 if got else 38
-        return int(got > 0)
-
-    def allocate(at, size, kind, protection):
-        memory = mmap.mmap(-1, size)
-        ranges.append(memory)
-        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-    def status(found):
-        found._obj.ullTotalPhys, found._obj.ullAvailPhys = 8 << 30, 4 << 30
-        return 1
-
-    def counters(process, found, size):
-        found._obj.WorkingSetSize, found._obj.PeakWorkingSetSize, found._obj.PrivateUsage = 3 << 20, 4 << 20, 2 << 20
-        return 1
-
-    ranges: list[mmap.mmap] = []
-    calls = {
-        "CreateFileW": create,
-        "ReadFile": read,
-        "VirtualAlloc": allocate,
-        "VirtualFree": lambda *_: 1,
-        "DiscardVirtualMemory": lambda *_: 0,
-        "GetCurrentProcess": lambda: 1,
-        "K32GetProcessMemoryInfo": counters,
-        "GlobalMemoryStatusEx": status,
-        "GetProcessAffinityMask": lambda *_: 0,
-    }
-    library = types.SimpleNamespace(**{name: Function(call) for name, call in calls.items()})
+    library = Kernel32()
     ctypes.WinDLL = lambda name, use_last_error=False: library
-    ctypes.get_last_error = lambda: last[0]
+    ctypes.get_last_error = lambda: library.last
     ctypes.WinError = lambda code: OSError(code, "a Windows error")
     os.O_BINARY = os.O_NOINHERIT = 0
+    signal.SIGBREAK = signal.SIGUSR1
+    rebind("TemporaryFile", tempfile.NamedTemporaryFile)  # as there
+
+
+def fake_macos() -> None:
+    """Provide the commands of macOS's `fcntl`."""
+    fcntl.F_FULLFSYNC, fcntl.F_NOCACHE = 51, 48
+    real = fcntl.fcntl
+    fcntl.fcntl = lambda fd, command, value=0: os.fsync(fd) if command in (48, 51) else real(fd, command, value)
+
+
+def rebind(name: str, value: object) -> None:
+    """Replace a name where modules of the package have imported it."""
+    for module in [module for each, module in sys.modules.items() if each.split(".")[0] == "moepack"]:
+        if hasattr(module, name):
+            setattr(module, name, value)
 
 
 def become(system: str, work: Path) -> None:
+    """Load `moepack.system` as on another system, and remove what that system lacks."""
+    hidden = {}
     if system == "win32":
-        tempfile.TemporaryFile = tempfile.NamedTemporaryFile  # as there
-        fake_modules()
+        fake_windows()
         removed = {**LINUX, **UNIX}
-        for name in ("fcntl", "resource"):
-            sys.modules[name] = None  # type: ignore[assignment]
-        import signal
-
-        signal.SIGBREAK = signal.SIGUSR1
+        hidden = {name: sys.modules.pop(name) for name in ("fcntl", "resource") if name in sys.modules}
+        sys.modules |= dict.fromkeys(("fcntl", "resource"))  # type: ignore[arg-type]
     else:
-        fcntl.F_FULLFSYNC, fcntl.F_NOCACHE = 51, 48
-        real, preadv = fcntl.fcntl, os.preadv
-        fcntl.fcntl = lambda fd, command, value=0: os.fsync(fd) if command in (48, 51) else real(fd, command, value)
+        fake_macos()
         removed = {name: module for name, module in LINUX.items() if name != "preadv"}
-        assert preadv
     sys.platform = system
-    import moepack.system
-    from moepack.system import files, folders, libraries, locks, maps, memory, processes, processors, reading, sockets
-
+    for module in (files, folders, libraries, locks, maps, memory, names, processes, processors, reading, sockets):
+        importlib.reload(module)
     sys.platform = "linux"
-    without_fakes()
+    rebind("KEEPS_REMOVED", files.KEEPS_REMOVED)
+    sys.modules |= hidden
     for name, module in removed.items():
         delattr(module, name)
     if system == "win32":
-        files.PATIENCE = 0.2
-        windows_rules(work)
-    else:  # mach is not to be had
+        files.PATIENCE = 0.3
+        windows_files.enforce(work)
+    else:  # there is no mach
         memory._filled = lambda *_: False
         memory._system = lambda: types.SimpleNamespace(sysctlbyname=lambda *_: -1)
-    assert moepack.system and (folders, libraries, locks, maps, memory, processes, processors, reading, sockets)
 
 
-def without_fakes() -> None:
-    """Import what other packages import late, as on Linux."""
-    hidden = {name: sys.modules.pop(name) for name in ("fcntl", "resource") if name in sys.modules}
-    library = ctypes.__dict__.get("WinDLL")
-    if library:
-        del ctypes.WinDLL
-
-    sys.modules.update(hidden)
-    if library:
-        ctypes.WinDLL = library
-
-
-def main(system: str, work: Path) -> None:
+def main(system: str, work: Path, wanted: Sequence[str]) -> None:
+    """Run scenarios; all if none is wanted."""
+    os.environ |= {"XDG_CACHE_HOME": str(work / "cache"), "XDG_DATA_HOME": str(work / "data")}
     become(system, work)
-    import moepack
-    from moepack.cli import app
-    from moepack.errors import DiskError, ResumeError
-    from moepack.format.atomic import write_file
-    from moepack.pipeline import job
-    from moepack.pipeline.journal import Workspace
+    import scenarios
 
-    assert app
-    out, source = work / "packed", ROOT / "examples" / "tiny-moe"
-    append, written = Workspace.append, []
+    outcomes = {}
+    for name in wanted or scenarios.SCENARIOS:
+        scenario = scenarios.SCENARIOS[name]
+        folder = work / name
+        folder.mkdir()
+        failure = work.with_name(f"{work.name}.failure")
 
-    def interrupted(self, shard):
-        append(self, shard)
-        written.append(shard.name)
-        raise KeyboardInterrupt
+        def run(scenario=scenario, folder=folder, failure=failure) -> None:
+            try:
+                scenario(system, folder)
+            except BaseException:
+                failure.write_text(traceback.format_exc())
+                raise
 
-    Workspace.append = interrupted
-    try:
-        job.compress(source, out, method="finequant", threads=1)
-    except KeyboardInterrupt:
-        assert written and not out.exists()
-    Workspace.append = append
-    moepack.compress(source, out, method="finequant", threads=1)
-    assert {entry.name for entry in work.iterdir()} == {"packed"}, [*work.iterdir()]
-
-    other = Workspace.open(work / "other.partial", {"method": "x"}, resume=True)
-    try:
-        Workspace.open(work / "other.partial", {"method": "x"}, resume=True)
-        raise AssertionError("locked twice")
-    except ResumeError as error:
-        assert "another process" in str(error)
-    other.close()
-
-    tokens = torch.arange(8).view(1, -1)
-    model = moepack.load(out)
-    with torch.no_grad():
-        expected = model(tokens).logits
-    shard = next(out.glob("*.safetensors"))
-    try:
-        write_file(shard, shard.read_bytes())
-        assert system != "win32"
-    except DiskError as error:
-        assert system == "win32" and "has the file open, or a loaded model is mapped from it" in str(error)
-    model.generate(tokens, max_new_tokens=2, do_sample=False)
-    with torch.no_grad():
-        resident = moepack.load(out, resident=True)
-        assert torch.allclose(resident(tokens).logits, expected, atol=1e-4)
-    assert transformers.__version__
-    print("refused", len(REFUSED))
+        code = forked(run)
+        outcomes[name] = "" if code == 0 else failure.read_text() if failure.exists() else f"it exited with {code}"
+        failure.unlink(missing_ok=True)
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

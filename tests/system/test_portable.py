@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import moepack.system
-from moepack.system.names import clash, is_portable, made_portable
+from moepack.system.names import is_portable, made_portable
 
 PACKAGE = Path(moepack.system.__file__).parents[1]
 SYSTEM = Path(moepack.system.__file__).parent
@@ -150,8 +150,3 @@ def test_portable(name):
 def test_not_portable(name):
     assert not is_portable(name)
     assert is_portable(made_portable(name))
-
-
-def test_names_that_differ_in_case_clash():
-    assert clash(["a", "b", "A"]) == ("a", "A")
-    assert clash(["a", "b", "a"]) is None

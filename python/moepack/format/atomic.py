@@ -14,6 +14,7 @@ from tempfile import TemporaryFile
 
 from moepack.errors import DiskError, MoepackError, OutputExistsError
 from moepack.system import files
+from moepack.system.names import is_usable
 
 TEMPORARY = ".{name}.moepack-tmp"
 """Temporary name of a file. Only one process writes a directory at a time, so the name needs no number."""
@@ -51,8 +52,10 @@ def try_creating(path: Path) -> None:
     """Check that `path` can be created, before hours of work. Leaves nothing behind.
 
     Raises:
-        DiskError: the nearest existing parent directory is not writable.
+        DiskError: the nearest existing parent directory is not writable, or Windows reserves the name.
     """
+    if not is_usable(path.name):
+        raise DiskError("cannot create: Windows reserves this name; choose another", file=path)
     nearest = next(above for above in path.absolute().parents if os.path.lexists(above))
     with disk_errors(path, "create"), TemporaryFile(dir=nearest) as file:
         file.write(b"0")

@@ -17,6 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from moepack.format.regular import leads_out
+from moepack.system.names import is_usable
 
 __all__ = ["SideFile", "files_below", "is_editable", "is_safe_name", "is_small", "may_hold_weights", "side_names"]
 
@@ -73,8 +74,12 @@ def is_editable(name: str) -> bool:
 
 
 def is_safe_name(name: str) -> bool:
-    """Return whether a name stays inside the directory: plain folder and file names, separated by `/`."""
-    return not set(name) & set("\\\0") and all(part not in ("", ".", "..") for part in name.split("/"))
+    """Return whether a name stays inside the directory: plain folder and file names, separated by `/`.
+
+    On Windows, names that the system reads differently, such as those of devices, do not.
+    """
+    plain = not set(name) & set("\\\0") and all(part not in ("", ".", "..") for part in name.split("/"))
+    return plain and is_usable(name)
 
 
 def side_names(entry: Path) -> list[str]:

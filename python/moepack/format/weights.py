@@ -13,6 +13,7 @@ from pathlib import Path
 from moepack.errors import CheckpointError, MoepackError
 from moepack.format.hub import CONFIG, INDEX
 from moepack.format.regular import read_json
+from moepack.system.names import is_usable
 
 __all__ = ["NAMED", "PICKLE", "pickle_files", "weight_files"]
 
@@ -79,8 +80,13 @@ def _check_name(shard: object, suffix: str, index: Path, tensor: str, error: typ
     """Check that a shard is a plain file name, so that an index cannot make moepack open other files."""
     if not isinstance(shard, str) or not shard.endswith(suffix):
         raise error(f"the shard {shard!r} is not a {suffix.lstrip('.')} file", file=index, tensor=tensor)
-    if any(mark in shard for mark in "/\\\0"):
+    if not _is_plain(shard):
         raise error(f"the shard {shard!r} is not a plain file name in the directory", file=index, tensor=tensor)
+
+
+def _is_plain(name: str) -> bool:
+    """Return whether a name is that of a file in the directory itself, on this system."""
+    return not set(name) & set("/\\\0") and is_usable(name)
 
 
 def _named(directory: Path, error: type[MoepackError], has: Callable[[str], bool]) -> str:
@@ -90,7 +96,7 @@ def _named(directory: Path, error: type[MoepackError], has: Callable[[str], bool
     if found is None:
         return ""
     ends = (_SUFFIX, f"{_SUFFIX}.index.json")
-    if not isinstance(found, str) or not found.endswith(ends) or set(found) & set("/\\\0"):
+    if not isinstance(found, str) or not found.endswith(ends) or not _is_plain(found):
         raise error(f"{NAMED} is {found!r}, not the name of a safetensors file or of its index", file=config)
     if not has(found):
         raise error(f"{NAMED} names {found}, which does not exist", file=config)

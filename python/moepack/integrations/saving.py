@@ -97,11 +97,22 @@ def _put(source: Path, target: Path, link: bool) -> None:
     temporary = target.with_name(TEMPORARY.format(name=target.name))
     files.remove(temporary, missing_ok=True)
     if link:
+        if target.exists() and target.samefile(source):  # linked by an earlier call
+            return
+        with suppress(OSError):  # it exists, or the file system has no links
+            files.link(source.resolve(), target)
+            return
+    if link and files.KEEPS_REMOVED:  # a link to a file in use cannot be renamed elsewhere
         with suppress(OSError):
             files.link(source.resolve(), temporary)
-    if not temporary.exists():
-        shutil.copyfile(source, temporary)
-    files.replace(temporary, target)
+    try:
+        if not temporary.exists():
+            shutil.copyfile(source, temporary)
+        files.replace(temporary, target)
+    except OSError:
+        with suppress(OSError):
+            files.remove(temporary, missing_ok=True)
+        raise
 
 
 def _upload(directory: Path, options: dict[str, Any]) -> None:

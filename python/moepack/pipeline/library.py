@@ -16,6 +16,7 @@ from moepack.pipeline.rewrite import STATE
 from moepack.pipeline.source import SOURCE
 from moepack.system import files
 from moepack.system.folders import data_folder
+from moepack.system.names import made_portable
 
 __all__ = ["Entry", "entries", "library", "place_of", "title_of"]
 
@@ -60,7 +61,7 @@ def title_of(model: str) -> str:
     if hub_id(model) is not None:
         return model
     path = Path(model).absolute()
-    return f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    return f"{made_portable(path.name)}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
 
 def place_of(title: str, size: str) -> Path:

@@ -1,13 +1,12 @@
 """File names that every system can keep.
 
 Windows refuses some characters and device names, drops trailing dots and spaces, and reads `C:name` and `name:stream`
-as something else. Windows and macOS treat names that differ only in case as one.
+as something else: a file of another folder, and a hidden part of a file.
 """
 
 import sys
-from collections.abc import Iterable
 
-__all__ = ["clash", "is_portable", "is_usable", "made_portable"]
+__all__ = ["is_portable", "is_usable", "made_portable"]
 
 _FORBIDDEN = frozenset('<>:"|?*\\' + "".join(map(chr, range(32))))
 _DEVICES = frozenset(
@@ -27,9 +26,12 @@ def _is_portable_part(part: str) -> bool:
     return part.split(".")[0].rstrip().lower() not in _DEVICES
 
 
+_ALL_USABLE = sys.platform != "win32"
+
+
 def is_usable(name: str) -> bool:
-    """Return whether this system can keep a file of this name, a relative path with `/`."""
-    return sys.platform != "win32" or is_portable(name)
+    """Return whether this system can keep a file of this name, a relative path with `/`, inside of the folder."""
+    return _ALL_USABLE or is_portable(name)
 
 
 def made_portable(name: str) -> str:
@@ -37,12 +39,3 @@ def made_portable(name: str) -> str:
     replaced = "".join("_" if letter in _FORBIDDEN or letter == "/" else letter for letter in name)
     stem = replaced.rstrip(". ") or "_"
     return stem if is_portable(stem) else f"_{stem}"
-
-
-def clash(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return two names that Windows and macOS treat as one, the first such pair; None if there is none."""
-    known: dict[str, str] = {}
-    for name in names:
-        if (other := known.setdefault(name.casefold(), name)) != name:
-            return other, name
-    return None

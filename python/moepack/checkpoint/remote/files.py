@@ -32,7 +32,7 @@ from moepack.checkpoint.shards import SAMPLE_BYTES, Bytes, ShardFiles, map_range
 from moepack.errors import CheckpointError, DiskError, DownloadError, MoepackError, ResumeError
 from moepack.format.atomic import disk_errors
 from moepack.format.header import Header, TensorInfo, read_header
-from moepack.system.files import remove, remove_tree, replace
+from moepack.system.files import KEEPS_REMOVED, remove, remove_tree, replace
 from moepack.system.locks import Lock, lock_directory, unlock
 
 __all__ = ["RemoteFiles", "Traffic"]
@@ -192,15 +192,16 @@ class RemoteFiles(ShardFiles):
         """
         if _key(info) in self._gathered:
             assert self._folder is not None
-            return map_range(self._folder / "tensors" / _key(info), info, None, 0)
+            return _kept(map_range(self._folder / "tensors" / _key(info), info, None, 0))
         shard = info.file.name
         with self._changed:
             alone = self._is_read_alone(info)
             if not alone:
                 self._use(shard)
                 self._await(shard)
-                # The file is opened under the lock, because another thread may remove it. It stays readable then.
-                return map_range(self._ready[shard], info, None)
+                # The file is opened under the lock, because another thread may remove it.
+                mapped = map_range(self._ready[shard], info, None)
+                return mapped if shard in self._cached or self.budget is None else _kept(mapped)
         data = self._transfer.read(shard, info.offset, info.offset + info.nbytes)
         return np.frombuffer(bytearray(data), np.uint8)
 
@@ -516,6 +517,11 @@ class _Pieces:
             taken, self._rest = piece[:count], piece[count:]
             count -= len(taken)
             yield taken
+
+
+def _kept(mapped: Bytes) -> Bytes:
+    """Return mapped bytes that stay readable after their file is removed: a copy where a map forbids the removal."""
+    return mapped if KEEPS_REMOVED else mapped.copy()
 
 
 def _key(info: TensorInfo) -> str:

@@ -6,6 +6,7 @@ rejected with the reason before anything is written.
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,14 +71,15 @@ def export_gguf(directory: Path, out: Path) -> int:
     partial = out.with_name(f".{out.name}.moepack-tmp")
     try:
         with disk_errors(out):
-            writer = gguf.GGUFWriter(partial, model.name)
-            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            model.write(gguf, writer, source.config)
-            vocabulary.write(gguf, writer)
-            _write(gguf, writer, tensors)
+            with closing(gguf.GGUFWriter(partial, model.name)) as writer:
+                writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+                model.write(gguf, writer, source.config)
+                vocabulary.write(gguf, writer)
+                _write(gguf, writer, tensors)
             files.replace(partial, out)
     finally:
-        files.remove(partial, missing_ok=True)
+        with suppress(OSError):
+            files.remove(partial, missing_ok=True)
     return out.stat().st_size
 
 
@@ -90,7 +92,6 @@ def _write(gguf: Any, writer: Any, tensors: list[_Tensor]) -> None:
     writer.write_ti_data_to_file()
     for tensor in tensors:
         writer.write_tensor_data(tensor.data())
-    writer.close()
 
 
 def _packed(gguf: Any, model: Model, source: PackedDirectory, tensors: dict[str, GroupwiseTensor]) -> Iterator[_Tensor]:
