@@ -107,6 +107,17 @@ def test_norms_that_keep_their_scales_are_noted(architecture: str, tmp_path: Pat
     assert moepack.verify(tmp_path / "out").ok
 
 
+@pytest.mark.parametrize("name", ["model.layers.9.eh_proj.weight", "mtp.fc.weight", "model.mtp_linear_proj.0.weight"])
+def test_the_last_norm_keeps_its_scales_if_layers_for_prediction_read_it(name: str, tmp_path: Path) -> None:
+    support.tiny_model("mixtral").save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert not torch.equal(form_of(checkpoint).tensor("model.norm.weight"), checkpoint.tensor("model.norm.weight"))
+    save_file(load_file(tmp_path / FILE) | {name: torch.ones(64, 128)}, tmp_path / FILE, {"format": "pt"})
+    checkpoint = open_checkpoint(tmp_path)
+    form = form_of(checkpoint)
+    assert torch.equal(form.tensor("model.norm.weight"), checkpoint.tensor("model.norm.weight"))
+
+
 # ---- what is combined with a packed model
 
 

@@ -7,7 +7,8 @@
 | values | rows of the value projection, and its bias | columns of the output projection |
 
 A seam is found only if all tensors involved are known and the matrices whose columns are balanced will be packed. All
-other tensors keep their scales.
+other tensors keep their scales. So does the last norm of a checkpoint with layers for multi-token prediction, which read
+its output and share the head.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from moepack.checkpoint.model import MoeLayer, MoeModel, Part
 from moepack.checkpoint.reader import Checkpoint
 
 __all__ = ["Edge", "Heads", "Seam", "find_seams", "knows_norms"]
+
+_PREDICTION = re.compile(r"(?:.+\.)?mtp\w*\..+|.+\.eh_proj\.weight")
+"""Names of tensors for multi-token prediction: of Qwen3-Next, MiMo and Ernie 4.5, and of DeepSeek-V3 and GLM-4.5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,7 @@ def _norms(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[tuple
         if all(others.fullmatch(rest) or any(p.fullmatch(rest) for p in readers.values()) for rest in rests):
             for norm, reads in readers.items():
                 yield f"{place}.{norm}", [f"{place}.{rest}" for rest in rests if reads.fullmatch(rest)]
-    if architecture.head in checkpoint:
+    if architecture.head in checkpoint and not any(map(_PREDICTION.fullmatch, checkpoint.names())):
         yield architecture.last_norm.removesuffix(".weight"), [architecture.head]
 
 
