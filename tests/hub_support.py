@@ -37,6 +37,9 @@ def cached(cache: Path, name: str, model: Path, commit: str = COMMIT, revision: 
 
 LARGE = 20_000
 
+STORED = (".safetensors", ".gguf")
+"""Suffixes of the files that the content network has. The hub itself has the others."""
+
 
 @dataclass
 class Request:
@@ -160,15 +163,17 @@ class Hub:
             return _send(handler, 404, b"{}", {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "no revision"})
         if answer := self.fault(Request(handler.command, path, None, None)):
             return _send(handler, answer.status, b"{}", answer.headers)
-        files = sorted(file for file in self.models[match[1]].iterdir() if file.is_file())
+        root = self.models[match[1]]
+        files = sorted(file for file in root.rglob("*") if file.is_file())
         listed = []
         for file in files:
+            path = file.relative_to(root).as_posix()
             sha256, size = _digest(file, file.stat().st_mtime_ns), file.stat().st_size
             entry = {"size": size, "oid" if match[2] == "tree" else "blobId": sha256[:40]}
-            if file.suffix == ".safetensors":
+            if file.suffix in STORED:
                 key = {"oid": sha256} if match[2] == "tree" else {"sha256": sha256}
                 entry["lfs"] = {**key, "size": size, "pointerSize": 134}
-            listed.append({"type": "file", "path": file.name, "rfilename": file.name, **entry})
+            listed.append({"type": "file", "path": path, "rfilename": path, **entry})
         if self.names_only and match[2] != "tree":
             listed = [{"rfilename": entry["rfilename"]} for entry in listed]
         found = listed if match[2] == "tree" else {"id": match[1], "sha": COMMIT, "siblings": listed}
@@ -187,7 +192,7 @@ class Hub:
             return _send(handler, 404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
         digest = _digest(file, file.stat().st_mtime_ns)
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'}
-        if file.suffix != ".safetensors":
+        if file.suffix not in STORED:
             return self._file(handler, path, file, headers)
         self.requests.append(_request(handler, path))
         location = f"{self.network}/network/{match[1]}/{match[3]}?signature=abc"
@@ -215,7 +220,7 @@ class Hub:
         if len(content) > LARGE:
             time.sleep(self.pause)
         sent = _send(handler, status, content, {**more, **answer.headers}, answer.keep, answer.delay)
-        self.sent += sent if file.suffix == ".safetensors" else 0
+        self.sent += sent if file.suffix in STORED else 0
         return None
 
 

@@ -155,7 +155,7 @@ def test_a_gguf_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_a_repository_of_gguf_files_lists_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     files = ["README.md", "Q4.gguf", "Q8.gguf"]
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: files)
     with pytest.raises(CheckpointError, match=r"GGUF files \(Q4\.gguf, Q8\.gguf\); .* such as a/b@c/Q4\.gguf"):
         resolve_model("a/b@c")
 

@@ -2,7 +2,8 @@
 
 All other code reads model directories. That of a file lies in the user's cache (`~/.cache/moepack/files/NAME-DIGEST`)
 and may be deleted at any time. Configuration and tokenizer come from the folder of the file if it has a config.json,
-otherwise from the metadata of a GGUF file.
+otherwise from the metadata of a GGUF file. A GGUF file of the Hub whose weights are read by ranges has a directory
+without links.
 
 Invariant: a directory in the cache is complete; it is built under another name and renamed.
 """
@@ -26,7 +27,7 @@ from moepack.format.weights import PICKLE, pickle_files, weight_files
 from moepack.system.files import refer, remove_tree, rename
 from moepack.system.folders import cache_folder
 
-__all__ = ["companion", "is_file"]
+__all__ = ["companion", "is_file", "sides_of"]
 
 _NAMES = {".safetensors": "model.safetensors", ".bin": PICKLE}
 """Name of a model's only file of weights, by its suffix."""
@@ -65,9 +66,40 @@ def companion(path: Path, config: Path | None = None) -> Path:
     else:
         model = read_model(list(links.values()))
     target = _cache() / f"{first.stem}-{_digest(links.values(), [folder / name for name in sides])}"
+    return _built(target, links, folder, sides, model)
+
+
+def sides_of(model: GgufModel, entries: bytes, config: Path | None, folder: Path) -> Path:
+    """Return the model directory of a GGUF file that is not on this machine. It has no weights.
+
+    Args:
+        model: its headers.
+        entries: the bytes of the first part before the description of the first tensor.
+        config: as for `companion`.
+        folder: the small files of the repository, as they are in the folder of the file.
+
+    Raises: as `companion`.
+    """
+    if config is not None and not (config / CONFIG).is_file():
+        raise CheckpointError(f"has no {CONFIG}", file=config)
+    if config is not None or (folder / CONFIG).is_file():
+        return (config or folder).absolute()
+    target = _cache() / f"{model.file.stem}-{hashlib.sha256(entries).hexdigest()[:16]}"
+    return _built(target, {}, folder, [], model, entries)
+
+
+def _built(
+    target: Path,
+    links: Mapping[str, Path],
+    folder: Path,
+    sides: Sequence[str],
+    model: GgufModel | None,
+    entries: bytes = b"",
+) -> Path:
+    """Return a directory of the cache, which is built if it does not exist."""
     if not target.is_dir():
         try:
-            _build(target, links, folder, sides, model)
+            _build(target, links, folder, sides, model, entries)
         except OSError as cause:
             raise DiskError(f"cannot be written: {cause.strerror or cause}", file=target) from cause
     return target
@@ -103,9 +135,17 @@ def _digest(parts: Iterable[Path], others: Iterable[Path]) -> str:
 
 
 def _build(
-    target: Path, links: Mapping[str, Path], folder: Path, sides: Sequence[str], model: GgufModel | None
+    target: Path,
+    links: Mapping[str, Path],
+    folder: Path,
+    sides: Sequence[str],
+    model: GgufModel | None,
+    entries: bytes,
 ) -> None:
-    """Write a directory: links to the files, and the small files of a folder or those made from the metadata."""
+    """Write a directory: links to the files, and the small files of a folder or those made from the metadata.
+
+    Without a link, the tokenizer is made from a GGUF file that has the given entries and no tensor.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
     try:
@@ -116,7 +156,11 @@ def _build(
             shutil.copyfile(folder / name, partial / name)
         if model is not None:
             config = configuration(model)
+            if entries:
+                (partial / model.file.name).write_bytes(entries[:8] + bytes(8) + entries[16:])
             _write_tokenizer(partial, model.file)
+            if entries:
+                (partial / model.file.name).unlink()
             (partial / CONFIG).write_bytes(json.dumps(config, indent=2).encode() + b"\n")
         with suppress(FileExistsError):  # another process was faster
             rename(partial, target)

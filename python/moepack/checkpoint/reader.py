@@ -152,9 +152,10 @@ class Checkpoint:
         Raises:
             CheckpointError: the tensor does not exist, or its file changed after the checkpoint was opened.
         """
-        return self._mapped(self.info(name))
+        return self.mapped(self.info(name))
 
-    def _mapped(self, info: TensorInfo) -> torch.Tensor:
+    def mapped(self, info: TensorInfo) -> torch.Tensor:
+        """Return the tensor at a place in the shards. Errors as for `tensor`."""
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
         data = self.files.raw(replace(info, nbytes=info.span))
@@ -170,7 +171,7 @@ class Checkpoint:
         count = info.shape[0]
         if not 0 <= expert < count:
             raise IndexError(f"expert index {expert} is out of range: '{name}' has {count} experts")
-        return self._mapped(info.at(expert))
+        return self.mapped(info.at(expert))
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of the tensor, shape (nbytes,), mapped from the file if they are contiguous in it.
@@ -183,7 +184,7 @@ class Checkpoint:
             return np.empty(0, dtype=np.uint8)
         if info.strides is None:
             return self.files.raw(info)
-        data: npt.NDArray[np.uint8] = self._mapped(info).contiguous().reshape(-1).view(torch.uint8).numpy()
+        data: npt.NDArray[np.uint8] = self.mapped(info).contiguous().reshape(-1).view(torch.uint8).numpy()
         return data
 
     def expect(self, groups: Sequence[Collection[str]]) -> None:

@@ -7,18 +7,20 @@ format. PyTorch pickles are downloaded if there are no safetensors.
 
 import importlib
 import re
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from moepack.checkpoint.companion import companion, is_file
-from moepack.checkpoint.gguf.files import SUFFIX
+from moepack.checkpoint.gguf.files import gguf_models, is_kind
+from moepack.checkpoint.hub_model import HubModel, hub_model
 from moepack.errors import CheckpointError, DownloadError
 from moepack.format.hub import CONFIG
 from moepack.format.weights import pickle_files, weight_files
 
-__all__ = ["configured", "hub_failures", "hub_id", "hub_reason", "resolve_model", "small_files"]
+__all__ = ["NO_FILE", "chosen_gguf", "configured", "hub_failures", "hub_reason", "resolve_model", "small_files"]
 
 _TEMPLATES = "*.jinja"
 _WEIGHTS = "*.safetensors"
@@ -41,38 +43,40 @@ UNWANTED = (
 
 _PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
-_HUB_FILE = re.compile(
-    r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[^/]+))?/(?P<file>.+\.gguf)", re.ASCII
-)
+NO_FILE = "--config applies to files of weights; directories and models of the Hub have a config.json"
+"""Error message for a folder of a configuration that is not needed."""
 
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(.+))?", re.ASCII)
+MOST = 12
+"""Maximum number of files in an error message."""
 
 
 def resolve_model(model: str | PathLike[str]) -> Path:
     """Return the directory of a model.
 
     Args:
-        model: a directory, a file of weights, a Hub id `ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` (branch,
-            tag or commit), or a GGUF file of the Hub, `ORGANIZATION/NAME/FILE.gguf`. An existing path takes precedence.
-            Any other value is returned unchanged; opening it reports the error.
+        model: a directory, a file of weights, or the name of a model on the Hub (`hub_model`). An existing path takes
+            precedence. Any other value is returned unchanged; opening it reports the error.
 
     Raises:
-        CheckpointError: `model` is the root of a model's Hub cache, or a damaged GGUF file.
+        CheckpointError: `model` is the root of a model's Hub cache, a damaged GGUF file, or a repository of several
+            GGUF files.
         UnsupportedModelError: a GGUF file of an architecture that is not supported.
         DownloadError: the Hub has no such model or revision, denies access, or cannot be reached and the cache does not
             hold the model.
     """
-    found = hub_id(model)
-    if found is None:
-        path = _file(model)
+    found = hub_model(model)
+    if found is None or found.is_gguf:
+        path = _file(model, found)
         return Path(model) if path is None else companion(path)
-    snapshot = _fetched(*found, WANTED)
+    where = found.name, found.revision
+    snapshot = _fetched(*where, WANTED)
     if weight_files(snapshot):
         return snapshot
     if (snapshot / CONFIG).is_file():
-        snapshot = _fetched(*found, (*WANTED, *_PICKLES), UNWANTED[:-1])
-    _refuse_gguf_only(snapshot, *found)
-    return snapshot
+        snapshot = _fetched(*where, (*WANTED, *_PICKLES), UNWANTED[:-1])
+    if weight_files(snapshot) or pickle_files(snapshot) or not gguf_models(names := _names(found, snapshot)):
+        return snapshot
+    return companion(_fetched_gguf(found, chosen_gguf(found, names)))
 
 
 def configured(model: str | PathLike[str], config: Path | None) -> str | PathLike[str]:
@@ -86,59 +90,80 @@ def configured(model: str | PathLike[str], config: Path | None) -> str | PathLik
     """
     if config is None:
         return model
-    path = _file(model)
+    path = _file(model, hub_model(model))
     if path is None:
-        raise ValueError("--config applies to files of weights; directories and models of the Hub have a config.json")
+        raise ValueError(NO_FILE)
     return companion(path, config)
 
 
-def _file(model: str | PathLike[str]) -> Path | None:
-    """Return a file of weights, or the folder of a GGUF model; None for any other model.
-
-    All parts of a GGUF file of the Hub are downloaded. The small files of its repository come along, because they may
-    have a configuration.
-    """
-    given = fspath(model)
-    if is_file(Path(given)):
-        return Path(given)
-    found = None if Path(given).exists() else _HUB_FILE.fullmatch(given)
+def _file(model: str | PathLike[str], found: HubModel | None) -> Path | None:
+    """Return a file of weights, or the folder of a GGUF model; None for any other model."""
     if found is None:
-        return None
-    parts = re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", found["file"])
+        return Path(model) if is_file(Path(model)) else None
+    if found.file is not None:
+        return _fetched_gguf(found, [found.file])
+    names = _names(found)
+    return _fetched_gguf(found, chosen_gguf(found, names)) if found.is_gguf or gguf_models(names) else None
+
+
+def _fetched_gguf(found: HubModel, names: Sequence[str]) -> Path:
+    """Return a GGUF file of the Hub after downloading all its parts.
+
+    The small files of its repository come along, because they may have a configuration.
+    """
+    parts = re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", names[0])
     small = [pattern for pattern in WANTED if pattern != _WEIGHTS]
-    file = _fetched(found["name"], found["revision"], (*small, parts)) / found["file"]
+    file = _fetched(found.name, found.revision, (*small, parts)) / names[0]
     if not file.is_file():
-        raise DownloadError(f"the model '{found['name']}' of the Hub has no such file", file=given)
+        raise _no_such_file(found, names[0])
     return file
 
 
-def _refuse_gguf_only(snapshot: Path, name: str, revision: str | None) -> None:
-    """Reject a repository whose only weights are GGUF files, and list them."""
+def _no_such_file(found: HubModel, name: str) -> DownloadError:
+    return DownloadError(f"the model '{found.name}' of the Hub has no such file", file=f"{found.repository}/{name}")
+
+
+def _names(found: HubModel, snapshot: Path | None = None) -> Sequence[str]:
+    """Return the names of the files of a repository, or of those in a snapshot if the Hub cannot be reached."""
     import huggingface_hub
 
-    if weight_files(snapshot) or pickle_files(snapshot):
-        return
     try:
-        files = huggingface_hub.list_repo_files(name, revision=revision)
+        return huggingface_hub.HfApi().list_repo_files(found.name, revision=found.revision)
     except hub_failures():
-        return
-    if found := [file for file in files if file.endswith(SUFFIX)]:
-        shown = ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
-        title = name if revision is None else f"{name}@{revision}"
-        message = f"has no weights but GGUF files ({shown}); name one of them, such as {title}/{found[0]}"
-        raise CheckpointError(message, file=name)
+        folder = snapshot or _fetched(found.name, found.revision, (CONFIG,))
+        return [file.relative_to(folder).as_posix() for file in folder.rglob("*")]
 
 
-def hub_id(model: str | PathLike[str]) -> tuple[str, str | None] | None:
-    """Return the name and the revision of a model on the Hub; None for any other value, which is a path.
+def chosen_gguf(found: HubModel, names: Iterable[str]) -> Sequence[str]:
+    """Return the names of the parts of the GGUF model that a name means, in order.
+
+    Args:
+        found: the name.
+        names: the names of the files of the repository.
 
     Raises:
-        CheckpointError: `model` is the root of a model's Hub cache.
+        DownloadError: the repository has no such file, or lacks a part of it.
+        CheckpointError: several files, or none, have the quantization; or there are several files and none is named.
     """
-    given = fspath(model)
-    _refuse_cache(Path(given))
-    found = None if Path(given).exists() or given.endswith(SUFFIX) else _HUB_ID.fullmatch(given)
-    return None if found is None else (found[1], found[2])
+    names = list(names)
+    models = gguf_models(names)
+    if found.file is not None:
+        fitting = [parts for parts in models if found.file in parts]
+        if not fitting:
+            raise _no_such_file(found, found.file)
+    else:
+        fitting = [parts for parts in models if found.kind is None or is_kind(parts[0], found.kind)]
+    if len(fitting) != 1:
+        has = "has no weights but GGUF files" if found.kind is None else f"has no GGUF file of '{found.kind}'"
+        if found.kind is not None and fitting:
+            has = f"has several GGUF files of '{found.kind}'"
+        listed = [parts[0] for parts in fitting or models]
+        shown = ", ".join(listed[:MOST]) + (f" and {len(listed) - MOST} more" if len(listed) > MOST else "")
+        message = f"{has} ({shown}); name one of them, such as {found.repository}/{listed[0]}"
+        raise CheckpointError(message if listed else f"{has}, nor any other", file=found.name)
+    if missing := [name for name in fitting[0] if name not in names]:
+        raise _no_such_file(found, missing[0])
+    return fitting[0]
 
 
 def small_files(name: str, revision: str | None, *more: str) -> Path:
@@ -157,14 +182,6 @@ def small_files(name: str, revision: str | None, *more: str) -> Path:
     finally:
         if shown:
             utils.enable_progress_bars()
-
-
-def _refuse_cache(path: Path) -> None:
-    """Reject the cache folder of a Hub model, which is easily mistaken for one of the snapshots in it."""
-    if (path / "snapshots").is_dir() and not (path / "config.json").exists():
-        found = sorted(str(each) for each in (path / "snapshots").iterdir())
-        holds = f"give one of its snapshots: {', '.join(found)}" if found else "it holds no snapshot"
-        raise CheckpointError(f"is the Hub cache of a model, not a model; {holds}", file=path)
 
 
 def _fetched(name: str, revision: str | None, wanted: tuple[str, ...], unwanted: tuple[str, ...] = UNWANTED) -> Path:

@@ -124,7 +124,6 @@ def run(
     prune_by: str | None = None,
 ) -> "CompressReport | None":
     """Print the plan, then compress. Return None after a dry run."""
-    from moepack.checkpoint.resolve import configured
     from moepack.cli.evaluate import quiet_transformers
     from moepack.format.atomic import refuse_existing
     from moepack.pipeline import compress
@@ -150,8 +149,7 @@ def run(
         try:
             refuse_existing(out)
             whole, shared = pruning is not None, ray is not None
-            given_model = configured(model, config)
-            with opened(given_model, out.absolute(), keep_source, disk_budget, whole=whole, shared=shared) as source:
+            with opened(model, out.absolute(), keep_source, disk_budget, whole, shared, config) as source:
                 if pruning is not None:
                     progress.prepare("choosing the experts to leave out")
                     source.prune(pruning, chosen)

@@ -19,8 +19,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Checkpoint = Annotated[
     str,
     typer.Argument(
-        help="Checkpoint directory, file of weights (safetensors, GGUF, PyTorch), or id of a Hugging Face Hub model: "
-        "ORGANIZATION/NAME[@REVISION][/FILE.gguf]."
+        help="Checkpoint directory, file of weights (safetensors, GGUF, PyTorch), or model of the Hugging Face Hub: "
+        "ORGANIZATION/NAME[@REVISION], for a GGUF model with /FILE.gguf or a quantization such as :Q8_0."
     ),
 ]
 Configuration = Annotated[

@@ -58,7 +58,6 @@ def plan_command(
     Only headers are read, a few megabytes of a Hub model. --loss predicts the loss increase of a local checkpoint, if
     an earlier `moepack compress` measured the sensitivity of its weights.
     """
-    from moepack.checkpoint.resolve import configured
     from moepack.cli.evaluate import quiet_transformers
     from moepack.pipeline.machines import Machine
     from moepack.pipeline.outlook import outlook
@@ -66,7 +65,7 @@ def plan_command(
     quiet_transformers()
     with wrong_usage():
         given = None if machine is None else Machine.described(machine)
-        found = outlook(configured(model, config), sizes or (), given, loss=loss, target=target)
+        found = outlook(model, sizes or (), given, loss=loss, target=target, config=config)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
     else:

@@ -78,7 +78,6 @@ def _packed(
     Raises:
         ValueError: no size fits this machine, or there is no terminal to ask.
     """
-    from moepack.checkpoint.resolve import configured
     from moepack.cli.compress import fetched, print_report, run
     from moepack.pipeline.library import entries, library, place_of, title_of
     from moepack.pipeline.outlook import outlook
@@ -89,7 +88,8 @@ def _packed(
         return complete[-1].path
     if size is None and known:
         size = known[-1].size  # an interrupted run
-    found = outlook(configured(model, config), () if size is None else (size,), None, library(), **streaming)
+    sizes = () if size is None else (size,)
+    found = outlook(model, sizes, None, library(), config=config, **streaming)
     if not quiet:
         print_outlook(found, plain_console())
     if found.best is None:
@@ -124,7 +124,8 @@ def _packed_already(model: str) -> Path | None:
     """
     import huggingface_hub
 
-    from moepack.checkpoint.resolve import hub_failures, hub_id, resolve_model
+    from moepack.checkpoint.hub_model import hub_id
+    from moepack.checkpoint.resolve import hub_failures, resolve_model
     from moepack.format.directory import read_manifest
     from moepack.format.manifest import MANIFEST
 

@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from moepack.checkpoint.resolve import hub_id
+from moepack.checkpoint.hub_model import hub_model
 from moepack.pipeline.journal import PARTIAL
 from moepack.pipeline.rewrite import STATE
 from moepack.pipeline.source import SOURCE
@@ -57,8 +57,8 @@ def library() -> Path:
 
 
 def title_of(model: str) -> str:
-    """Return the title of a model: its Hub id, or the directory's name with a digest of its path."""
-    if hub_id(model) is not None:
+    """Return the title of a model: its name on the Hub, or the directory's name with a digest of its path."""
+    if hub_model(model) is not None:
         return model
     path = Path(model).absolute()
     return f"{made_portable(path.name)}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

@@ -115,11 +115,12 @@ def outlook(
     disk_budget: str | int | None = None,
     loss: bool = False,
     target: str | None = None,
+    config: Path | None = None,
 ) -> Outlook:
     """Compare sizes of a packed model.
 
     Args:
-        model: a directory or a Hub id.
+        model: a directory, a file of weights, or the name of a model on the Hub.
         sizes: sizes of all weight files; empty means those of `BITS` that are smaller than the checkpoint.
         machine: the machine that would run the model; None means this one.
         place: folder in which the model would be packed; None means the current one.
@@ -127,13 +128,14 @@ def outlook(
         loss: predict the loss if the sensitivity is known; samples the weights once for each size, which takes a few
             seconds per size and 10^7 weights.
         target: the machine whose decoding speeds are expected, as for `auto`; None means this one.
+        config: folder of config.json and tokenizer of a file of weights, as for `configured`.
 
     Raises:
         CheckpointError, UnsupportedModelError: as for `compress`.
         ValueError: the target or a size is invalid, impossibly small, or not smaller than the checkpoint.
     """
     out = (place or Path.cwd()).absolute() / "packed"
-    with opened(model, out, keep_source, disk_budget) as source:
+    with opened(model, out, keep_source, disk_budget, config=config) as source:
         return _compared(source, sizes, machine or this_machine(out.parent), out, loss, target)
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from moepack.checkpoint.hub_model import hub_id
 from moepack.checkpoint.remote.transfer import Listing, list_model
-from moepack.checkpoint.resolve import hub_failures, hub_id, hub_reason
+from moepack.checkpoint.resolve import hub_failures, hub_reason
 from moepack.errors import CorruptionError, DownloadError
 from moepack.format import verify
 from moepack.format.atomic import disk_errors, refuse_existing

@@ -16,10 +16,11 @@ from pathlib import Path
 
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint
+from moepack.checkpoint.hub_model import hub_model
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.remote import RemoteFiles, open_remote
 from moepack.checkpoint.remote.files import AT_ONCE
-from moepack.checkpoint.resolve import hub_id, resolve_model
+from moepack.checkpoint.resolve import configured, resolve_model
 from moepack.errors import DiskError, DownloadError, MoepackError
 from moepack.format.header import TensorInfo
 from moepack.methods import Method
@@ -87,8 +88,10 @@ class Source:
         remote: RemoteFiles | None,
         keep: bool = False,
         disk_budget: str | int | None = None,
+        config: Path | None = None,
     ) -> None:
         self.model, self.checkpoint, self.remote, self._keep = model, checkpoint, remote, keep
+        self._config = config
         self.pruning: Pruning | None = None
         self._budget = None if disk_budget is None else byte_count(disk_budget)
 
@@ -148,20 +151,22 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The name of a model on the Hub; empty for a directory."""
-        found = hub_id(self.model)
-        return "" if found is None else found[0]
+        """The name of a model on the Hub without its revision; empty for a directory."""
+        found = hub_model(self.model)
+        return "" if found is None else found.title
 
     @property
     def commit(self) -> str | None:
         """The commit of a model on the Hub; None for a directory."""
         if self.remote is not None:
             return self.remote.commit
-        return self.checkpoint.path.name if hub_id(self.model) is not None else None
+        path = self.checkpoint.path
+        # The directory of a GGUF file is not always a snapshot of the Hub's cache, which the commit names.
+        return path.name if hub_model(self.model) is not None and path.parent.name == "snapshots" else None
 
     def directory(self) -> Path:
         """Return the directory of the whole checkpoint, if `has_original`; raises as `resolve_model`."""
-        return self.checkpoint.path if self.remote is None else resolve_model(self.model)
+        return self.checkpoint.path if self.remote is None else resolve_model(configured(self.model, self._config))
 
 
 @contextmanager
@@ -172,6 +177,7 @@ def opened(
     disk_budget: str | int | None = None,
     whole: bool = False,
     shared: bool = False,
+    config: Path | None = None,
 ) -> Iterator[Source]:
     """Open a checkpoint for a job.
 
@@ -185,24 +191,26 @@ def opened(
         whole: download the whole model first.
         shared: other machines read the checkpoint, too: a directory at its absolute path, a model on the Hub from their
             caches or by ranges. A model that is kept is downloaded first, into a directory.
+        config: folder of config.json and tokenizer of a file of weights, as for `configured`.
 
     Raises:
-        CheckpointError, UnsupportedModelError, ValueError: as for `open_remote` and `open_checkpoint`.
+        CheckpointError, UnsupportedModelError, ValueError: as for `open_remote`, `configured` and
+            `open_checkpoint`.
     """
     if isinstance(model, Source):
         yield model
         return
     whole = whole or (shared and keep_source)
-    if disk_budget is not None and (whole or hub_id(model) is None):
+    if disk_budget is not None and (whole or hub_model(model) is None):
         raise ValueError("a disk budget applies only to a Hub model that is packed while it is downloaded")
     folder = target.with_name(target.name + SOURCE)
-    found = None if whole else open_remote(model, folder, even_cached=shared)
+    found = None if whole else open_remote(model, folder, even_cached=shared, config=config)
     if found is None:
-        directory = resolve_model(model)
+        directory = resolve_model(configured(model, config))
         checkpoint = open_checkpoint(directory.absolute() if shared else directory)
-        yield Source(model, checkpoint, None, keep_source, disk_budget)
+        yield Source(model, checkpoint, None, keep_source, disk_budget, config)
         return
-    source, keep = Source(model, *found, keep_source, disk_budget), False
+    source, keep = Source(model, *found, keep_source, disk_budget, config), False
     try:
         yield source
     except (DownloadError, DiskError, KeyboardInterrupt):

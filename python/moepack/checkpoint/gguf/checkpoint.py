@@ -14,6 +14,7 @@ from moepack.checkpoint.gguf.header import FLOAT_KINDS
 from moepack.checkpoint.gguf.model import GgufModel, read_model
 from moepack.checkpoint.gguf.names import Made, Piece, made_of
 from moepack.checkpoint.reader import Checkpoint, read_config
+from moepack.checkpoint.shards import ShardFiles
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.header import TensorInfo
 
@@ -37,8 +38,7 @@ def open_gguf(directory: Path, parts: Sequence[Path]) -> Checkpoint:
         CheckpointError: a file is unreadable, truncated or contradicts itself, another part or config.json.
         UnsupportedModelError: a tensor or its type is not known.
     """
-    model = read_model([_followed(part) for part in parts])
-    return GgufCheckpoint(directory, read_config(directory), model)
+    return GgufCheckpoint(directory, read_config(directory), read_model([_followed(part) for part in parts]))
 
 
 def _followed(part: Path) -> Path:
@@ -50,9 +50,16 @@ def _followed(part: Path) -> Path:
 class GgufCheckpoint(DecodedCheckpoint):
     """The tensors of a GGUF model under transformers' names."""
 
-    def __init__(self, path: Path, config: dict[str, Any], model: GgufModel) -> None:
-        shards = {header.header.file.name: header.header for header in model.headers}
-        original = Checkpoint(path, config, shards)
+    def __init__(self, path: Path, config: dict[str, Any], model: GgufModel, files: ShardFiles | None = None) -> None:
+        """Create the checkpoint; raises as `open_gguf`.
+
+        Args:
+            path: a directory with config.json.
+            config: its content.
+            model: the headers.
+            files: returns the bytes of the parts; None reads the files.
+        """
+        original = Checkpoint(path, config, model.shards, files)
         made, unread = made_of(model, config)
         self._kinds, self._made = model.kinds, {each.name: each for each in made}
         if len(self._made) != len(made):
@@ -90,9 +97,7 @@ class GgufCheckpoint(DecodedCheckpoint):
     def _values(self, piece: Piece, expert: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return the decoded values of a piece, or of one matrix of it."""
         index = piece.expert if piece.expert is not None else expert
-        stored = self._original.tensor(piece.name) if index is None else self._original.part(piece.name, index)
-        if piece.rows is not None:
-            stored = stored[piece.rows]
+        stored = self._original.mapped(_place(self._original, piece.name, index, piece.rows))
         kind = self._kinds[piece.name]
         if kind in FLOAT_KINDS:
             return stored.to(dtype)
@@ -122,13 +127,17 @@ def _dequantized(stored: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.T
 
 def _stored(original: Checkpoint, piece: Piece) -> TensorInfo:
     """Return the place of a piece in the file."""
-    info = original.info(piece.name)
-    if piece.expert is None:
-        return info
-    info = info.at(piece.expert)
-    if piece.rows is None:
+    return _place(original, piece.name, piece.expert, piece.rows)
+
+
+def _place(original: Checkpoint, name: str, index: int | None, rows: slice | None) -> TensorInfo:
+    """Return the place of a tensor of the file, of one matrix of it, or of rows of that matrix."""
+    info = original.info(name)
+    if index is not None:
+        info = info.at(index)
+    if rows is None:
         return info
     row = info.nbytes // info.shape[0]
-    count = piece.rows.stop - piece.rows.start
+    count = rows.stop - rows.start
     shape = (count, *info.shape[1:])
-    return TensorInfo(info.name, shape, info.dtype, info.file, info.offset + piece.rows.start * row, count * row)
+    return TensorInfo(info.name, shape, info.dtype, info.file, info.offset + rows.start * row, count * row)

@@ -1,12 +1,13 @@
-"""Finds GGUF files: which files of a directory are a model, and the parts of a split one."""
+"""Finds GGUF files: which files of a directory or repository are a model, and the parts of a split one."""
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from moepack.errors import CheckpointError
 from moepack.format.weights import pickle_files, weight_files
 
-__all__ = ["SUFFIX", "gguf_files", "parts_of"]
+__all__ = ["SUFFIX", "gguf_files", "gguf_models", "is_kind", "parts_of"]
 
 SUFFIX = ".gguf"
 
@@ -39,11 +40,39 @@ def parts_of(file: Path) -> list[Path]:
     Raises:
         CheckpointError: a part is missing.
     """
-    match = _PART.fullmatch(file.name)
-    if match is None:
-        return [file]
-    count = int(match["count"])
-    parts = [file.with_name(f"{match['stem']}-{number:05d}-of-{count:05d}{SUFFIX}") for number in range(1, count + 1)]
+    parts = [file.with_name(name) for name in _part_names(file.name)]
     if missing := [part for part in parts if not part.exists()]:
         raise CheckpointError(f"is a part of a split model, and {missing[0].name} does not exist", file=file)
     return parts
+
+
+def gguf_models(names: Iterable[str]) -> list[Sequence[str]]:
+    """Return the GGUF models among the files of a repository: the names of the parts of each, in order.
+
+    A split model counts if its first part exists. Other parts may be missing.
+    """
+    found = sorted(name for name in names if name.endswith(SUFFIX))
+    models = []
+    for name in found:
+        folder, _, file = name.rpartition("/")
+        parts = _part_names(file)
+        if file == parts[0] and not file.startswith(_NO_MODEL):
+            models.append([f"{folder}/{part}" if folder else part for part in parts])
+    return models
+
+
+def is_kind(name: str, kind: str) -> bool:
+    """Return whether the path of a file names a quantization, such as `Q8_0` in `model-Q8_0.gguf` or `Q8_0/model.gguf`.
+
+    Case does not matter.
+    """
+    return re.search(rf"(?<![A-Za-z0-9_]){re.escape(kind)}(?![A-Za-z0-9_])", name, re.ASCII | re.IGNORECASE) is not None
+
+
+def _part_names(name: str) -> list[str]:
+    """Return the names of all parts of a split model in order, from that of any part; `name` if it is not split."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    count = int(match["count"])
+    return [f"{match['stem']}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]

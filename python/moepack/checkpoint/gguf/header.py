@@ -12,10 +12,11 @@ import hashlib
 import mmap
 import struct
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.header import Header, TensorInfo, stamp_of
 from moepack.format.regular import IS_POINTER, is_pointer, open_regular
 
-__all__ = ["FLOAT_KINDS", "GgufHeader", "block_sizes", "read_gguf"]
+__all__ = ["FLOAT_KINDS", "GgufHeader", "Sliced", "block_sizes", "parse_gguf", "read_gguf"]
 
 FLOAT_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """The types that are not quantized."""
@@ -47,12 +48,23 @@ class GgufHeader:
         metadata: the entries by key: numbers, strings, and lists of them.
         kinds: name of each tensor's type, such as "Q4_K".
         shapes: shape of each tensor, outermost axis first.
+        entries: bytes of the file before the description of the first tensor.
+        nbytes: bytes of the file before the padding after the header.
     """
 
     header: Header
     metadata: Mapping[str, Any]
     kinds: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
+    entries: int
+    nbytes: int
+
+
+class Sliced(Protocol):
+    """The content of a file, which slices read."""
+
+    def __getitem__(self, place: slice) -> bytes:
+        """Return the bytes from `place.start` to `place.stop`, which lie in the file."""
 
 
 def block_sizes() -> dict[int, tuple[str, int, int]]:
@@ -76,24 +88,36 @@ def read_gguf(file: Path) -> GgufHeader:
         CheckpointError: the file is unreadable, truncated or contradicts itself.
         UnsupportedModelError: another version or byte order, an unknown type, or the package `gguf` is not installed.
     """
-    sizes = block_sizes()
     try:
         if is_pointer(file):
             raise CheckpointError(IS_POINTER, file=file)
         with open_regular(file) as stream:
             stamp, size = stamp_of(stream), stream.seek(0, 2)
-            if size < 24:
-                raise CheckpointError(f"truncated: {size} bytes, a GGUF file has at least 24", file=file)
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _parsed(_Bytes(data, min(size, MAX_METADATA), file), size, stamp, sizes)
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if size else nullcontext(b"") as data:
+                return parse_gguf(data, size, file, stamp)
     except OSError as cause:
         raise CheckpointError(f"cannot be read: {cause.strerror or cause}", file=file) from cause
+
+
+def parse_gguf(data: Sliced, size: int, file: Path, stamp: str) -> GgufHeader:
+    """Validate the header of a file's content; errors as for `read_gguf`.
+
+    Args:
+        data: the content, which is read from the front.
+        size: its size in bytes.
+        file: the file, for errors and places.
+        stamp: stamp of the header.
+    """
+    sizes = block_sizes()
+    if size < 24:
+        raise CheckpointError(f"truncated: {size} bytes, a GGUF file has at least 24", file=file)
+    return _parsed(_Bytes(data, min(size, MAX_METADATA), file), size, stamp, sizes)
 
 
 class _Bytes:
     """Takes values from the front of a file's bytes. Raises a CheckpointError at their end."""
 
-    def __init__(self, data: mmap.mmap, end: int, file: Path) -> None:
+    def __init__(self, data: Sliced, end: int, file: Path) -> None:
         self._data, self._end, self.file, self.position = data, end, file, 0
 
     def take(self, count: int) -> bytes:
@@ -153,6 +177,7 @@ def _parsed(data: _Bytes, size: int, stamp: str, sizes: Mapping[int, tuple[str, 
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
         raise CheckpointError(f"general.alignment is {alignment!r}", file=file)
+    described = data.position
     found = [_tensor(data, sizes) for _ in range(data.fits(tensors, 24))]
     start = -(-data.position // alignment) * alignment
     infos, kinds, shapes = {}, {}, {}
@@ -163,9 +188,11 @@ def _parsed(data: _Bytes, size: int, stamp: str, sizes: Mapping[int, tuple[str, 
         kinds[name], shapes[name] = sizes[number][0], shape
     ordered = sorted(infos.values(), key=lambda info: (info.offset, info.nbytes))
     _check_places(ordered, start, size, file)
-    data_position, data.position = data.position, 0
-    digest = hashlib.sha256(data.take(data_position)).hexdigest()
-    return GgufHeader(Header(file, size, {i.name: i for i in ordered}, {}, digest, stamp), metadata, kinds, shapes)
+    stop, data.position = data.position, 0
+    header = Header(
+        file, size, {info.name: info for info in ordered}, {}, hashlib.sha256(data.take(stop)).hexdigest(), stamp
+    )
+    return GgufHeader(header, metadata, kinds, shapes, described, stop)
 
 
 def _tensor(data: _Bytes, sizes: Mapping[int, tuple[str, int, int]]) -> tuple[str, tuple[int, ...], int, int]:

@@ -6,8 +6,9 @@ from typing import Any
 
 from moepack.checkpoint.gguf.header import GgufHeader, read_gguf
 from moepack.errors import CheckpointError, UnsupportedModelError
+from moepack.format.header import Header
 
-__all__ = ["GgufModel", "read_model"]
+__all__ = ["GgufModel", "model_of", "read_model"]
 
 
 class GgufModel:
@@ -32,6 +33,11 @@ class GgufModel:
             self.kinds |= header.kinds
             self.shapes |= header.shapes
         self.architecture = self.plain("general.architecture", str)
+
+    @property
+    def shards(self) -> dict[str, Header]:
+        """The places of the tensors' bytes, by the names of the parts."""
+        return {header.header.file.name: header.header for header in self.headers}
 
     @property
     def file(self) -> Path:
@@ -80,7 +86,16 @@ def read_model(files: Sequence[Path]) -> GgufModel:
     Raises:
         CheckpointError, UnsupportedModelError: as for `read_gguf`; or the parts do not belong together.
     """
-    headers = [read_gguf(file) for file in files]
+    return model_of([read_gguf(file) for file in files])
+
+
+def model_of(headers: Sequence[GgufHeader]) -> GgufModel:
+    """Return the model of the headers of its parts, in order.
+
+    Raises:
+        CheckpointError: the parts do not belong together.
+    """
+    files = [header.header.file for header in headers]
     for number, (file, header) in enumerate(zip(files, headers, strict=True)):
         place = header.metadata.get("split.no", 0), header.metadata.get("split.count", len(files))
         if place != (number, len(files)):

@@ -2,7 +2,7 @@
 
 `open_remote` reads configuration, index and the headers of all shards, a few megabytes in all. The result is a
 `Checkpoint` whose bytes come from `RemoteFiles`. `transfer` lists files and reads ranges; `files` decides which shards
-are on disk; `ranges` is what other processes read.
+are on disk; `ranges` is what other processes read; `gguf` opens GGUF files.
 """
 
 import io
@@ -11,13 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 
+from moepack.checkpoint.gguf.files import SUFFIX, gguf_models
+from moepack.checkpoint.hub_model import hub_model
 from moepack.checkpoint.pickles import PICKLED, read_pickled
 from moepack.checkpoint.quantized import adapted
 from moepack.checkpoint.reader import Checkpoint, check_listed, read_config
 from moepack.checkpoint.remote.files import RANGES_AT_ONCE, RemoteFiles, Traffic
+from moepack.checkpoint.remote.gguf import open_parts
 from moepack.checkpoint.remote.reading import RangedFile
 from moepack.checkpoint.remote.transfer import Listing, Transfer, list_model
-from moepack.checkpoint.resolve import hub_id, small_files
+from moepack.checkpoint.resolve import NO_FILE, chosen_gguf, small_files
 from moepack.errors import DownloadError
 from moepack.format.header import Header, header_length, parse_header
 from moepack.format.weights import PICKLE, pickle_files, weight_files
@@ -34,7 +37,11 @@ LEAST_HEADER = 16 << 10
 
 
 def open_remote(
-    model: str | PathLike[str], folder: Path | None = None, *, even_cached: bool = False
+    model: str | PathLike[str],
+    folder: Path | None = None,
+    *,
+    even_cached: bool = False,
+    config: Path | None = None,
 ) -> tuple[Checkpoint, RemoteFiles] | None:
     """Open a model on the Hub. No shard is downloaded.
 
@@ -42,37 +49,67 @@ def open_remote(
         model: as for `resolve_model`.
         folder: where shards are kept while they are needed; None if only headers and single tensors will be read.
         even_cached: open it also if the Hub's cache of this machine holds all shards, because other machines will read.
+        config: folder of config.json and tokenizer of a GGUF model, as for `configured`.
 
     Returns:
         The checkpoint and its shards; None if `model` is a path, the Hub's cache holds all shards, offline mode is set,
-        or the model has neither safetensors nor pickles. `resolve_model` then gives the directory.
+        or the model has no weights in a known format. `resolve_model` or `configured` then gives the directory.
 
     Raises:
         DownloadError: the Hub has no such model, denies access, or cannot be reached, and the cache lacks the model.
-        CheckpointError, UnsupportedModelError: as for `open_checkpoint`.
+        CheckpointError, UnsupportedModelError: as for `open_checkpoint` and `chosen_gguf`.
+        ValueError: as for `configured`.
     """
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import constants
 
-    found = hub_id(model)
+    found = hub_model(model)
     if found is None or constants.HF_HUB_OFFLINE:
         return None
     try:
-        listing = list_model(*found)
+        listing = list_model(found.name, found.revision)
     except DownloadError:
-        if _is_cached(*found):
+        if _is_cached(found.name, found.revision):
             return None
         raise
-    present = listing.files.__contains__
-    directory = small_files(*found)
-    listed = weight_files(directory, present=present) if _has(listing, ".safetensors") else {}
-    if not listed and _has(listing, ".bin"):
-        directory = small_files(*found, PICKLE_INDEX)
-        listed = pickle_files(directory, present=present)
-    paths = {name: try_to_load_from_cache(listing.model, name, revision=listing.commit) for name in listed}
-    cached = {name: Path(path) for name, path in paths.items() if isinstance(path, str)}
+    directory = small_files(found.name, found.revision)
+    if directory.name != listing.commit:
+        raise DownloadError("has a new commit since its files were listed; start again", file=found.name)
+    listed: Mapping[str, tuple[str, ...]] = {} if found.is_gguf else _listed(listing, directory)
+    if not listed and (found.is_gguf or gguf_models(listing.files)):
+        place, _, _ = (parts := chosen_gguf(found, listing.files))[0].rpartition("/")
+        listing, directory = listing.within(place), directory / place
+        listed = {part.rpartition("/")[2]: () for part in parts}
+    elif config is not None:
+        raise ValueError(NO_FILE)
+    cached = {name: path for name in listed if (path := listing.cached(name)) is not None}
     if not listed or (cached.keys() == listed.keys() and not even_cached):
         return None
-    config, transfer = read_config(directory), Transfer(listing)
+    transfer = Transfer(listing)
+    if next(iter(listed)).endswith(SUFFIX):
+        checkpoint, files = open_parts(transfer, directory, list(listed), cached, folder, config)
+    else:
+        checkpoint, files = _opened(transfer, directory, listed, cached, folder)
+    return adapted(checkpoint), files
+
+
+def _listed(listing: Listing, directory: Path) -> Mapping[str, tuple[str, ...]]:
+    """Return the files of the weights in the root of a repository, as `weight_files` and `pickle_files` do."""
+    present = listing.files.__contains__
+    listed = weight_files(directory, present=present) if _has(listing, ".safetensors") else {}
+    if not listed and _has(listing, ".bin"):
+        listed = pickle_files(small_files(listing.model, listing.revision, PICKLE_INDEX), present=present)
+    return listed
+
+
+def _opened(
+    transfer: Transfer,
+    directory: Path,
+    listed: Mapping[str, tuple[str, ...]],
+    cached: Mapping[str, Path],
+    folder: Path | None,
+) -> tuple[Checkpoint, RemoteFiles]:
+    """Open a model of safetensors or pickles, from the headers of its shards."""
+    config = read_config(directory)
     with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
         headers = pool.map(lambda name: _header(transfer, directory, name, listed[name]), listed)
         shards: Mapping[str, Header] = dict(zip(listed, headers, strict=True))
@@ -81,7 +118,7 @@ def open_remote(
     files = RemoteFiles(shards, transfer, cached, folder)
     checkpoint = Checkpoint(directory, config, shards, files)
     checkpoint.notes = (PICKLED,) if next(iter(listed)).endswith(".bin") else ()
-    return adapted(checkpoint), files
+    return checkpoint, files
 
 
 def _has(listing: Listing, suffix: str) -> bool:
@@ -102,16 +139,11 @@ def _header(transfer: Transfer, directory: Path, name: str, tensors: tuple[str, 
     """Read the header of a shard: usually with one request, or with one for each block that a pickle's lie in."""
     file, listing = directory / name, transfer.listing
     if name.endswith(".bin"):
-        return read_pickled(io.BufferedReader(RangedFile(transfer, name)), file, _stamp(listing, name))
+        return read_pickled(io.BufferedReader(RangedFile(transfer, name)), file, listing.stamp(name))
     size = listing.files[name].size
     likely = max(8 + sum(len(tensor) + ENTRY for tensor in tensors), LEAST_HEADER)
     raw = transfer.read(name, 0, min(likely, size))
     stop = 8 + header_length(raw[:8], size, file)
     if len(raw) < stop:
         raw += transfer.read(name, len(raw), stop)
-    return parse_header(raw[:stop], size, file, _stamp(listing, name))
-
-
-def _stamp(listing: Listing, name: str) -> str:
-    """Return the stamp of a shard on the Hub, which changes with its content."""
-    return f"{listing.files[name].size} {listing.files[name].sha256 or listing.commit}"
+    return parse_header(raw[:stop], size, file, listing.stamp(name))

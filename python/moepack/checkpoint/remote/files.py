@@ -24,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from moepack.checkpoint.gguf.files import SUFFIX
+from moepack.checkpoint.gguf.header import read_gguf
 from moepack.checkpoint.pickles import read_pickle
 from moepack.checkpoint.remote.ranges import RangeFiles
 from moepack.checkpoint.remote.transfer import Listing, RemoteFile, Transfer
@@ -459,7 +461,8 @@ class RemoteFiles(ShardFiles):
         if self.budget is None:
             import huggingface_hub
 
-            return Path(huggingface_hub.hf_hub_download(listing.model, name, revision=listing.commit))
+            path = listing.files[name].name
+            return Path(huggingface_hub.hf_hub_download(listing.model, path, revision=listing.commit))
         assert self._folder is not None
         part = self._folder / f"{name}.part"
         for attempt in (1, 2):
@@ -493,8 +496,8 @@ class RemoteFiles(ShardFiles):
 
     def _check(self, part: Path, file: RemoteFile) -> None:
         """Compare a downloaded shard with the listing."""
-        read = read_pickle if file.name.endswith(".bin") else read_header
-        if read(part).digest != self.shards[file.name].digest:
+        name = file.name.rpartition("/")[2]
+        if _digest(part, name) != self.shards[name].digest:
             raise DownloadError("the downloaded header differs from that on the Hub", file=file.name)
         if file.sha256 is None:
             return
@@ -502,6 +505,13 @@ class RemoteFiles(ShardFiles):
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         if found != file.sha256:
             raise DownloadError(f"its SHA-256 is {found}, but the Hub lists {file.sha256}", file=file.name)
+
+
+def _digest(part: Path, name: str) -> str:
+    """Return the digest of the header of a downloaded shard."""
+    if name.endswith(SUFFIX):
+        return read_gguf(part).header.digest
+    return (read_pickle if name.endswith(".bin") else read_header)(part).digest
 
 
 class _Pieces:

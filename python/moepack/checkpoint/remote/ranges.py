@@ -8,7 +8,6 @@ file are checked.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 
@@ -38,11 +37,8 @@ class RangeFiles(ShardFiles):
         Raises:
             DownloadError: the bytes cannot be downloaded.
         """
-        from huggingface_hub import try_to_load_from_cache
-
         name = info.file.name
-        found = try_to_load_from_cache(self._listing.model, name, revision=self._listing.commit)
-        if isinstance(found, str):
-            return map_range(Path(found), info, None)
+        if (found := self._listing.cached(name)) is not None:
+            return map_range(found, info, None)
         self._transfer = self._transfer or Transfer(self._listing)
         return np.frombuffer(bytearray(self._transfer.read(name, info.offset, info.offset + info.nbytes)), np.uint8)

@@ -1,17 +1,20 @@
-"""A file of the Hub as a stream whose bytes are read by ranges, for readers that seek."""
+"""Files of the Hub whose bytes are read by ranges as a parser asks for them."""
 
 import io
 
 from moepack.checkpoint.remote.transfer import Transfer
 
-__all__ = ["RangedFile"]
+__all__ = ["Front", "RangedFile"]
 
 BLOCK = 64 << 10
 """Bytes of a request. Blocks are kept, because headers are read in small pieces."""
 
+FIRST = 1 << 20
+"""Bytes of the first request for a header of unknown length. Each further request doubles what is known."""
+
 
 class RangedFile(io.RawIOBase):
-    """A file of a listing. Not for threads to share."""
+    """A file of a listing as a stream. Not for threads to share."""
 
     def __init__(self, transfer: Transfer, name: str) -> None:
         super().__init__()
@@ -49,3 +52,19 @@ class RangedFile(io.RawIOBase):
         buffer[: len(found)] = found
         self._position += len(found)
         return len(found)
+
+
+class Front:
+    """The bytes at the front of a file, requested in growing ranges, for a parser that does not know where they end."""
+
+    def __init__(self, transfer: Transfer, name: str) -> None:
+        self._transfer, self._name = transfer, name
+        self._size = transfer.listing.files[name].size
+        self._data = bytearray()
+
+    def __getitem__(self, place: slice) -> bytes:
+        """Return the bytes of a slice; raises as `Transfer.read`."""
+        if place.stop > len(self._data):
+            stop = min(max(place.stop, FIRST, 2 * len(self._data)), self._size)
+            self._data += self._transfer.read(self._name, len(self._data), stop)
+        return bytes(self._data[place])

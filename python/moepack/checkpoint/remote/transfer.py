@@ -7,10 +7,13 @@ continues at the first missing byte. huggingface_hub's own downloads do not cont
 Invariant: a stream yields exactly the requested bytes of the listed commit, or raises.
 """
 
+from __future__ import annotations
+
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from moepack.checkpoint.resolve import hub_failures, hub_reason
@@ -38,7 +41,7 @@ PATIENCE = 300.0
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a model on the Hub: its name, size in bytes, and SHA-256 (hexadecimal) if the Hub knows it."""
+    """A file of a model on the Hub: its path in the repository, size in bytes, and SHA-256 if the Hub knows it."""
 
     name: str
     size: int
@@ -53,13 +56,29 @@ class Listing:
         model: `ORGANIZATION/NAME`.
         revision: the requested branch, tag or commit; None for the default branch.
         commit: the commit.
-        files: the files by name.
+        files: the files by name; in a folder (`within`), by their names in it.
     """
 
     model: str
     revision: str | None
     commit: str
     files: Mapping[str, RemoteFile]
+
+    def within(self, folder: str) -> Listing:
+        """Return the files of a folder; "" is the repository's root."""
+        inside = {name: file for name, file in self.files.items() if name.rpartition("/")[0] == folder}
+        return replace(self, files={name.rpartition("/")[2]: file for name, file in inside.items()})
+
+    def stamp(self, name: str) -> str:
+        """Return a text that changes with the content of a file."""
+        return f"{self.files[name].size} {self.files[name].sha256 or self.commit}"
+
+    def cached(self, name: str) -> Path | None:
+        """Return a file in the Hub's cache of this machine; None if it is not there."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.model, self.files[name].name, revision=self.commit)
+        return Path(found) if isinstance(found, str) else None
 
 
 def list_model(model: str, revision: str | None) -> Listing:
@@ -94,7 +113,7 @@ def _listed(model: str, revision: str | None) -> Listing:
     for each in found.siblings or ():
         files[each.rfilename] = RemoteFile(each.rfilename, int(each.size or 0), getattr(each.lfs, "sha256", None))
     for name, file in files.items():
-        if name.endswith((".safetensors", ".bin")) and not file.size:  # a mirror may list names only
+        if name.endswith((".safetensors", ".bin", ".gguf")) and not file.size:  # a mirror may list names only
             url = huggingface_hub.hf_hub_url(model, name, revision=commit, endpoint=constants.ENDPOINT)
             known = huggingface_hub.get_hf_file_metadata(url, timeout=TIMEOUT)
             digest = known.etag if known.etag and re.fullmatch("[0-9a-f]{64}", known.etag) else None
@@ -149,7 +168,10 @@ class Transfer:
         from huggingface_hub.utils import get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
         url = known or huggingface_hub.hf_hub_url(
-            self.listing.model, name, revision=self.listing.commit, endpoint=constants.ENDPOINT
+            self.listing.model,
+            self.listing.files[name].name,
+            revision=self.listing.commit,
+            endpoint=constants.ENDPOINT,
         )
         # A redirect usually leads to a signed address at another host, which must not see the token.
         headers = dict(self._headers) if _is_hub(url) else {"Accept-Encoding": "identity"}

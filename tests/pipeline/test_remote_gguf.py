@@ -1,0 +1,149 @@
+"""GGUF models on a hub, planned from their headers and packed while they are downloaded."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import moepack
+import packed_support as support
+from checkpoint.test_gguf_sources import OWN, saved
+from gguf_support import quantized, write_gguf
+from hub_support import Hub, serving, use
+from moepack.checkpoint.quantized import open_checkpoint
+from moepack.checkpoint.remote import open_remote, reading
+from moepack.checkpoint.resolve import resolve_model
+from moepack.cli import app
+from moepack.errors import CheckpointError, DownloadError
+from moepack.format.side import RECIPE
+from moepack.methods import create
+from moepack.pipeline.estimate import estimate
+from moepack.pipeline.recipe import Recipe
+
+pytest.importorskip("gguf")
+
+NAME = "someone/moe-GGUF"
+SPLIT = {"split_max_tensors": 9}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("qwen3_moe", tmp_path_factory.mktemp("original") / "model", **OWN["qwen3_moe"])
+
+
+@pytest.fixture(scope="session")
+def repository(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two quantizations: one in one file, one split and in a folder; and an image encoder."""
+    folder = tmp_path_factory.mktemp("repository")
+    (folder / "BF16").mkdir()
+    write_gguf(original, folder / "moe-Q8_0.gguf", quantized("Q8_0"))
+    write_gguf(original, folder / "BF16" / "moe-BF16.gguf", quantized("BF16"), **SPLIT)
+    (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    (folder / "README.md").write_text("# A model\n")
+    return folder
+
+
+@pytest.fixture
+def hub(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serving({NAME: repository}) as server:
+        use(server, tmp_path, monkeypatch)
+        yield server
+
+
+def local_of(repository: Path, kind: str) -> Path:
+    found = sorted(repository.rglob(f"*{kind}*.gguf"))
+    assert len(found) > 1 or kind == "Q8_0"
+    return found[0]
+
+
+def same_but_source(directory: Path) -> dict[str, bytes]:
+    files = support.contents(directory)
+    return {**files, RECIPE: Recipe.read(directory / RECIPE).without_source().to_bytes()}
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
+def test_a_remote_file_is_the_local_one(hub: Hub, repository: Path, kind: str) -> None:
+    local = open_checkpoint(local_of(repository, kind))
+    for name in (f"{NAME}:{kind.lower()}", f"{NAME}@main/{local_of(repository, kind).relative_to(repository)}"):
+        found = open_remote(name)
+        assert found is not None
+        remote = found[0]
+        assert remote.config == local.config and remote.names() == local.names() and remote.notes == local.notes
+        assert remote.fingerprint() == local.fingerprint()
+        assert support.contents(remote.path) == {
+            name: content for name, content in support.contents(local.path).items() if not name.endswith(".gguf")
+        }
+    assert all(remote.tensor(each).equal(local.tensor(each)) for each in local.names()[::3])
+
+
+def test_a_plan_reads_the_headers_only(
+    hub: Hub, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "FIRST", 4096)
+    method, file = create("finequant", bits=4), local_of(repository, "Q8_0")
+    found = open_remote(f"{NAME}:Q8_0")
+    header = found[0].shards[file.name] if found is not None else None
+    assert header is not None and hub.sent <= 2 * min(info.offset for info in header.tensors.values())
+    plan = estimate(f"{NAME}:Q8_0", tmp_path / "out", method)
+    before = estimate(file, tmp_path / "out", method)
+    assert (plan.parts, plan.kept, plan.seconds) == (before.parts, before.kept, before.seconds)
+    assert plan.streaming is not None and plan.streaming.download == file.stat().st_size
+    assert not list(tmp_path.glob("out*")) and not list((tmp_path / "cache").rglob("*.gguf"))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
+@pytest.mark.parametrize(("method", "settings"), [("finequant", {"bits": 3}), ("auto", {"calibration": "none"})])
+def test_the_result_equals_that_of_the_file(
+    hub: Hub, repository: Path, tmp_path: Path, kind: str, method: str, settings: dict[str, object]
+) -> None:
+    moepack.compress(f"{NAME}:{kind}", tmp_path / "remote", method=method, **settings)
+    moepack.compress(local_of(repository, kind), tmp_path / "local", method=method, **settings)
+    assert same_but_source(tmp_path / "remote") == same_but_source(tmp_path / "local")
+    source = Recipe.read(tmp_path / "remote").source
+    assert source is not None and source.name == f"{NAME}:{kind}" and source.revision
+    assert not list(tmp_path.glob("remote.*")) and not list((tmp_path / "cache").rglob("*.gguf"))
+
+
+def test_a_kept_source_serves_the_next_job_without_a_connection(hub: Hub, tmp_path: Path) -> None:
+    moepack.compress(f"{NAME}:BF16", tmp_path / "out", method="finequant", keep_source=True)
+    assert open_remote(f"{NAME}:BF16") is None, "the cache holds the model"
+    hub.close()
+    moepack.compress(f"{NAME}:BF16", tmp_path / "again", method="finequant")
+    assert same_but_source(tmp_path / "out") == same_but_source(tmp_path / "again")
+
+
+def test_a_configuration_of_the_user(hub: Hub, original: Path, repository: Path, tmp_path: Path) -> None:
+    """It may have entries that the metadata of a file lack."""
+    for name, model in (("remote", f"{NAME}:Q8_0"), ("local", str(local_of(repository, "Q8_0")))):
+        arguments = ["compress", model, str(tmp_path / name), "--method", "finequant", "--config", str(original)]
+        done = CliRunner().invoke(app, [*arguments, "--quiet"])
+        assert done.exit_code == 0, done.output
+    assert same_but_source(tmp_path / "remote") == same_but_source(tmp_path / "local")
+    assert not list((tmp_path / "cache").rglob("*.gguf"))
+
+
+def test_one_of_several_files_must_be_named(hub: Hub) -> None:
+    listed = r"\(BF16/moe-BF16-00001-of-\d+\.gguf, moe-Q8_0\.gguf\); name one of them, such as someone/moe-GGUF"
+    for given, reason in ((NAME, "no weights but GGUF files"), (f"{NAME}:Q4_0", "no GGUF file of 'Q4_0'")):
+        for opening in (open_remote, resolve_model):
+            with pytest.raises(CheckpointError, match=f"{reason} {listed}"):
+                opening(given)
+    with pytest.raises(DownloadError, match="has no such file"):
+        open_remote(f"{NAME}/moe-Q2_K.gguf")
+
+
+def test_the_only_file_of_a_repository_needs_no_name(
+    hub: Hub, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "single").mkdir()
+    file = write_gguf(original, tmp_path / "single" / "moe.gguf", quantized("Q8_0"))
+    hub.models["someone/single"] = file.parent
+    found = open_remote("someone/single")
+    assert found is not None and found[0].fingerprint() == open_checkpoint(file).fingerprint()
+    assert open_checkpoint(resolve_model("someone/single")).fingerprint() == found[0].fingerprint()
