@@ -198,11 +198,11 @@ def main(system: str, work: Path) -> None:
 
     Workspace.append = interrupted
     try:
-        job.compress(source, out, method="finequant", threads=1)
+        job.compress(source, out, method="finequant", calibration="none", threads=1)
     except KeyboardInterrupt:
         assert written and not out.exists()
     Workspace.append = append
-    moepack.compress(source, out, method="finequant", threads=1)
+    moepack.compress(source, out, method="finequant", calibration="none", threads=1)
     assert {entry.name for entry in work.iterdir()} == {"packed"}, [*work.iterdir()]
 
     other = Workspace.open(work / "other.partial", {"method": "x"}, resume=True)
