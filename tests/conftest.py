@@ -1,8 +1,10 @@
 """Shared fixtures: tiny random checkpoints, built once per session. Treat them as read-only."""
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,46 @@ from moepack.backends.gpu import compiler
 from moepack.backends.speeds import Speeds
 from moepack.census.tiny import tiny_model
 from moepack.methods.qmoe.ternary import Ternary
+from moepack.textfile import BUILT_IN
 from packed_support import FAST, calibration_text
 
+UNCALIBRATED = (moepack.methods.FineQuant, moepack.methods.Rate)
+"""Methods whose default text is left out of the tests."""
+
 EVEN = Speeds("test", dict.fromkeys(("int2", "int3", "int4", "int8", "coded2", "coded4"), 1e9), 1e12)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let `finequant` and `rate` read no text unless a test names one: the built-in text takes seconds for each model.
+
+    Tests of the default have the mark `built_in_text`; processes that tests start have the default as well.
+    """
+    config.addinivalue_line("markers", "built_in_text: `finequant` and `rate` read the built-in text by default")
+    for method in UNCALIBRATED:
+        _set_default_text(method, BUILT_IN, None)
+
+
+def _set_default_text(method: type, old: str | None, new: str | None) -> None:
+    """Replace the default of the setting `calibration`; `settings_of` keeps showing the declared one."""
+    names = list(inspect.signature(method).parameters)
+    defaults: list[Any] = list(method.__init__.__defaults__)
+    position = names.index("calibration") - len(names)
+    assert defaults[position] == old
+    defaults[position] = new
+    method.__init__.__defaults__ = tuple(defaults)
+
+
+@pytest.fixture(autouse=True)
+def _built_in_text(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Restore the default text for tests with the mark `built_in_text`."""
+    if request.node.get_closest_marker("built_in_text") is None:
+        yield
+        return
+    for method in UNCALIBRATED:
+        _set_default_text(method, None, BUILT_IN)
+    yield
+    for method in UNCALIBRATED:
+        _set_default_text(method, BUILT_IN, None)
 
 
 @pytest.fixture(scope="session", autouse=True)

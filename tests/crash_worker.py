@@ -68,7 +68,8 @@ def main(model: Path, work: Path, name: str = "ternary", wanted: int = 0) -> Non
     def compress(out: Path) -> None:
         seen = {"calibration": str(work / "text.txt"), "samples": 4, "sequence_length": 32}
         settings = {name: seen for name in ("codequant", "floe", "qmoe")}
-        settings |= {"auto": {**seen, "bits_per_weight": 6.0}, "rate": {"bits_per_weight": 2.5}}
+        settings |= {"auto": {**seen, "bits_per_weight": 6.0}, "rate": {"bits_per_weight": 2.5, "calibration": "none"}}
+        settings |= {"finequant": {"calibration": "none"}}
         method = Ternary() if name == "ternary" else moepack.methods.create(name, **settings.get(name, {}))
         moepack.pipeline.job.compress(model, out, method=method, threads=1)
 

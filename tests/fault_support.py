@@ -40,7 +40,8 @@ def every_method(place: Path) -> dict[str, Method]:
     text.write_text("".join(f"Line {i} of a text that nobody wrote.\n" for i in range(200)))
     seen = {"calibration": str(text), "samples": 4, "sequence_length": 32}
     settings = {name: seen for name in ("codequant", "floe", "qmoe")}
-    settings |= {"auto": {**seen, "bits_per_weight": 6.0}, "rate": {"bits_per_weight": 2.5}}
+    settings |= {"auto": {**seen, "bits_per_weight": 6.0}, "rate": {"bits_per_weight": 2.5, "calibration": "none"}}
+    settings |= {"finequant": {"calibration": "none"}}
     found = {name: create(name, **settings.get(name, {})) for name in METHODS}
     found["finequant with a text"] = create("finequant", bits=3, **seen)
     found["finequant with codebooks"] = create("finequant", grid="codebook", **seen)

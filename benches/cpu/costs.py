@@ -131,7 +131,7 @@ def main() -> None:
         path = Path(scratch.name) / f"made-up-{options.made_up}"
         options.models.append(str(made_up(path, options.made_up, options.tokenizer)))
     for model in options.models:
-        jobs = [(name, {**own, **({"calibration": "none"} if name == "auto" else {})}) for name, own in JOBS]
+        jobs = [(name, {**own, "calibration": "none"}) for name, own in JOBS]
         if options.calibration:
             text = {"calibration": options.calibration, "samples": options.samples, "sequence_length": options.length}
             jobs = [(name, {**own, **text}) for name, own in CALIBRATED]

@@ -164,7 +164,7 @@ def build_small(architecture: str, directory: Path) -> Path:
 def compare_steps(architecture: str, options: argparse.Namespace, work: Path) -> dict[str, float]:
     """Tokens per second of a synthetic model, decoded by the core and by transformers; prints the table."""
     source, packed = build_small(architecture, work / architecture), work / f"{architecture}-packed"
-    compress(source, packed, method=create("finequant", bits=4, dense_bits=4))
+    compress(source, packed, method=create("finequant", bits=4, dense_bits=4, calibration="none"))
     model = moepack.load(packed, dtype=torch.bfloat16)
     prompt = torch.arange(PROMPT)[None] * 31 % (model.config.vocab_size - 3) + 3
     times: dict[str, list[float]] = {mode: [] for mode in MODES}

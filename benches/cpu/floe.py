@@ -414,8 +414,8 @@ def packed(options: argparse.Namespace) -> dict[str, Any]:
         "the paper's form, 80 %, bf16": ("floe", {**paper, "bits": 16}),
         "the paper's form, 60 %, int8": ("floe", {**paper, "sparsity": 0.6}),
         "the paper's form, 80 %, int8, first layer whole": ("floe", {**paper, "dense_layers": 1}),
-        "int2, offsets": ("finequant", {"bits": 2, "symmetric": False}),
-        "int3, offsets": ("finequant", {"bits": 3, "symmetric": False}),
+        "int2, offsets": ("finequant", {"bits": 2, "symmetric": False, "calibration": "none"}),
+        "int3, offsets": ("finequant", {"bits": 3, "symmetric": False, "calibration": "none"}),
     })  # fmt: skip
 
 

@@ -68,7 +68,8 @@ def commands(model: Path, packed: Path, work: Path) -> dict[str, list[str]]:
     """A command line for each command that takes time, and for each method of `compress`."""
     text = str(EXAMPLES / "texts" / "white-fang.txt")
     seen = ["--calibration", text, "--samples", "64", "--sequence-length", "512"]
-    methods = {"finequant": [], "milo": [], "rate": ["--bits-per-weight", "2.5"]}
+    free = ["--calibration", "none"]
+    methods = {"finequant": free, "milo": [], "rate": ["--bits-per-weight", "2.5", *free]}
     found = {
         f"compress {method}": ["compress", str(model), str(work / "out"), "--method", method, "--no-resume", *more]
         for method, more in {**methods, "codequant": seen, "qmoe": seen}.items()
@@ -83,7 +84,7 @@ def commands(model: Path, packed: Path, work: Path) -> dict[str, list[str]]:
 def measure(model: Path, work: Path) -> dict[str, dict[str, object]]:
     """Interrupt every command at every moment before its end."""
     packed = work / "packed"
-    compress = ["compress", str(model), str(packed), "--method", "finequant"]
+    compress = ["compress", str(model), str(packed), "--method", "finequant", "--calibration", "none"]
     assert os.waitstatus_to_exitcode(os.waitpid(forked(compress), 0)[1]) == 0
     found = {}
     for name, arguments in commands(model, packed, work).items():

@@ -136,7 +136,7 @@ def even_method(bits: float) -> Any:
             take = partial(take_sample, checkpoint, model, self.dense_roles, largest=largest_at(bits))
             return Coder.of(self, take(importance=dict.fromkeys(take().widths, 1.0)))
 
-    return Even(bits_per_weight=bits)
+    return Even(bits_per_weight=bits, calibration=None)
 
 
 class Blocks:

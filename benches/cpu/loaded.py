@@ -137,7 +137,7 @@ def main() -> None:
         path = options.model or Path(directory) / "packed"
         if options.model is None:
             source = build_small("qwen3_moe", Path(directory) / "source")
-            compress(source, path, method=create("finequant", bits=4, dense_bits=4))
+            compress(source, path, method=create("finequant", bits=4, dense_bits=4, calibration="none"))
         model = moepack.load(path, dtype=torch.bfloat16)
         rows: list[dict[str, float]] = []
         for count in options.busy:

@@ -104,7 +104,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         packed = f"{folder}/packed"
-        compress(options.model, packed, method=FineQuant(bits=options.bits, group_size=32))
+        compress(options.model, packed, method=FineQuant(bits=options.bits, group_size=32, calibration=None))
         figures = {}
         for name, directory in zip(SIDES, (options.model, packed), strict=True):
             command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--directory", directory]

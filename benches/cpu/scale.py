@@ -121,9 +121,11 @@ def work(options: argparse.Namespace) -> None:
     settings = {"calibration": str(options.directory / "calibration.txt"), "samples": options.samples}
     calibrated = Qmoe(**settings, group=options.group, device=options.device)
     others = {"bits_per_weight": 3.0, "codes": options.codes} if options.work == "rate" else {}
-    method = calibrated if options.work == "qmoe" else create(options.work, **others)
+    method = calibrated if options.work == "qmoe" else create(options.work, calibration="none", **others)
     if options.workers:
-        compress(options.directory / "few", options.directory / "none", method="finequant", ray=address)
+        compress(
+            options.directory / "few", options.directory / "none", method="finequant", calibration="none", ray=address
+        )
         print(READY, flush=True)
     report = compress(
         options.directory / "model", options.directory / "packed", method=method, threads=options.threads, ray=address

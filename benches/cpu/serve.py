@@ -217,7 +217,10 @@ def random_models(directory: Path) -> dict[str, Path]:
     from moepack.methods.finequant import FineQuant
     from moepack.pipeline import compress
 
-    methods = {"int4": FineQuant(bits=4, group_size=32, dense_bits=4), "codebook": llama.random_method()}
+    methods = {
+        "int4": FineQuant(bits=4, group_size=32, dense_bits=4, calibration=None),
+        "codebook": llama.random_method(),
+    }
     directory.mkdir(parents=True, exist_ok=True)
     if missing := [name for name in methods if not (directory / name).exists()]:
         with tempfile.TemporaryDirectory(dir=directory) as model:

@@ -39,6 +39,7 @@ def methods(text: Path) -> dict[str, moepack.methods.Method]:
     """Every method, with little calibration."""
     seen = {"calibration": str(text), "samples": 4, "sequence_length": 64}
     settings = {"codequant": {**seen, "steps": 2}, "floe": seen, "qmoe": seen, "rate": {"bits_per_weight": 2.5}}
+    settings |= {name: {**settings.get(name, {}), "calibration": "none"} for name in ("finequant", "rate")}
     return {name: create(name, **settings.get(name, {})) for name in METHODS}
 
 

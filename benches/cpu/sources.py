@@ -27,7 +27,7 @@ from benches.tools import machine
 HIDDEN, INNER, BLOCK = 1024, 2048, 128
 WORK = (
     "import sys, moepack, json; from moepack.methods.finequant import FineQuant\n"
-    "report = moepack.compress(sys.argv[1], sys.argv[2], method=FineQuant(bits=4), threads=1)\n"
+    "report = moepack.compress(sys.argv[1], sys.argv[2], method=FineQuant(bits=4, calibration=None), threads=1)\n"
     "print(json.dumps([report.peak_memory, report.expert_weights, report.seconds]))"
 )
 Tensors = dict[str, torch.Tensor]

@@ -42,12 +42,12 @@ DEFAULT = tuple(
 
 def method_of(name: str, seen: dict[str, Any], dense: bool) -> Method:
     """The method of a name in the table; `seen` are the settings of the text."""
-    text = seen if name.endswith("+") else {}
+    text = seen if name.endswith("+") else {"calibration": "none"}
     kind, bits = name.rstrip("+")[:-1], int(name.rstrip("+")[-1])
     if kind == "rate":
         return create("rate", bits_per_weight=bits + 0.25, roles="attention,shared,mlp" if dense else "none", **text)
     if kind == "fast":
-        return create("auto", bits_per_weight=float(bits), prefer="speed", **(text or {"calibration": "none"}))
+        return create("auto", bits_per_weight=float(bits), prefer="speed", **text)
     own = {"bits": bits, "dense_bits": bits if dense else None}
     return create("finequant", **own, **({"grid": "codebook"} if kind == "book" else {}), **text)
 

@@ -206,7 +206,7 @@ class Bench:
 
     def method(self, claim: str, setting: Setting) -> Method:
         """The method with its text or its budget."""
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, Any] = {"calibration": "none"}
         if setting.method in CALIBRATED:
             arguments = {"calibration": str(self.options.calibration), "samples": self.options.samples}
         arguments |= setting.arguments

@@ -37,7 +37,9 @@ POINTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("2 bits, group 64, dense 4 bits", {"bits": "2", "dense_bits": 4}),
         ("0.87 bits, dense 8 bits", {"bits_per_weight": 0.87, "dense_bits": 8}),
     ],
-    "finequant": [(f"{bits} bits, group 64", {"bits": bits, "dense_bits": 8}) for bits in (2, 3, 4, 8)],
+    "finequant": [
+        (f"{bits} bits, group 64", {"bits": bits, "dense_bits": 8, "calibration": "none"}) for bits in (2, 3, 4, 8)
+    ],
     "milo": [
         (f"{bits} bits, {more} % compensators", {"bits": bits, "rank": f"budget:{more}"})
         for bits in (2, 3, 4)

@@ -20,10 +20,13 @@ from benches.tools import machine
 from benches.tools.method_loss import MethodLoss
 from moepack.methods.rate import Rate
 
+FREE = {"calibration": "none"}
+"""Settings without a text."""
+
 
 def compare(model: MethodLoss, rate: float, seen: dict[str, Any]) -> dict[str, Any]:
     """Measure both kinds of codes at a rate, with the calibration settings `seen`."""
-    row: dict[str, Any] = {"model": model.name, "kind": "text" if seen else "free", "rate": rate}
+    row: dict[str, Any] = {"model": model.name, "kind": "free" if seen == FREE else "text", "rate": rate}
     for codes in ("plain", "dependent"):
         row[codes] = model.measure(Rate(rate, roles="none", codes=codes, **seen))
     return row
@@ -50,7 +53,7 @@ def main() -> None:
     for path in options.models:
         model = MethodLoss(path, options.text, options.chars)
         for rate in options.rates:
-            rows.append(compare(model, rate, seen if options.calibration else {}))
+            rows.append(compare(model, rate, seen if options.calibration else FREE))
             print(_line(rows[-1]), flush=True)
             machine.save(
                 options.out, options.threads, {"chars": options.chars, "samples": options.samples, "rows": rows}

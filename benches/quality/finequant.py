@@ -125,7 +125,7 @@ class Budgeted(FineQuant):
         checkpoint, roles = Checkpoint.open(source), dict.fromkeys(("experts", "attention", "shared", "mlp"), bits)
         found = list(proposals(checkpoint, describe(checkpoint), roles))
         for rate in rates:
-            method = cls(bits, "budget", bits_per_weight=rate, dense_bits=bits)
+            method = cls(bits, "budget", bits_per_weight=rate, dense_bits=bits, calibration=None)
             method.measured = found
             yield rate, method
 
@@ -174,16 +174,16 @@ class Bench:
         """Experts alone and everything packed, also with eight-bit activations."""
         for bits, size, dense in ((8, 64, None), (4, 64, None), (8, 64, 8), (4, 64, 8), (3, 64, None)):
             label = f"int{bits} group {size}" + (f", others int{dense}" if dense else ", experts only")
-            self.packed("quality", label, FineQuant(bits, size, dense_bits=dense), ("exact", "int8"))
+            self.packed("quality", label, FineQuant(bits, size, dense_bits=dense, calibration=None), ("exact", "int8"))
 
     def curve(self, bits: int) -> None:
         """Fixed sizes, the paper's rule, and budgets of the bytes of each fixed size and between them."""
         rates = []
         for size in FIXED:
-            row = self.packed("curve", f"int{bits} {size}", FineQuant(bits, size, dense_bits=bits))
+            row = self.packed("curve", f"int{bits} {size}", FineQuant(bits, size, dense_bits=bits, calibration=None))
             rates.append(row["bits_per_weight"])
         for alpha in ALPHAS:
-            method = FineQuant(bits, "adaptive", dense_bits=bits, alpha=alpha)
+            method = FineQuant(bits, "adaptive", dense_bits=bits, alpha=alpha, calibration=None)
             self.packed("curve", f"int{bits} adaptive {alpha}", method)
         middles = [(a + b) / 2 for a, b in itertools.pairwise(rates) if b - a > 0.05]
         wanted = sorted({rate for rate in (*rates, *middles) if rate > rates[0]})
@@ -198,10 +198,10 @@ class Bench:
             add_outliers(self.model, source)
             rates = []
             for size in FIXED:
-                method = FineQuant(4, size, dense_bits=4)
+                method = FineQuant(4, size, dense_bits=4, calibration=None)
                 rates.append(self.packed("outliers", f"int4 {size}", method, source=source)["bits_per_weight"])
             for alpha in (0.4, 0.35, 0.3):
-                method = FineQuant(4, "adaptive", dense_bits=4, alpha=alpha)
+                method = FineQuant(4, "adaptive", dense_bits=4, alpha=alpha, calibration=None)
                 self.packed("outliers", f"int4 adaptive {alpha}", method, source=source)
             labels = {rate: f"int4 budget {rate:.4f}" for rate in sorted({rate for rate in rates if rate > rates[0]})}
             wanted = [rate for rate, label in labels.items() if not self.results.find(self.key("outliers", label))]
@@ -212,7 +212,7 @@ class Bench:
         """Bits by role, in groups of 64 (table 5 of the paper)."""
         for bits, dense in ROLES:
             label = f"experts int{bits}, others {'as they are' if dense is None else f'int{dense}'}"
-            self.packed("roles", label, FineQuant(bits, 64, dense_bits=dense))
+            self.packed("roles", label, FineQuant(bits, 64, dense_bits=dense, calibration=None))
 
     def rule(self) -> None:
         """Sizes and errors of the adaptive rule and of the budget at four bits."""

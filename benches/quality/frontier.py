@@ -58,13 +58,16 @@ def methods(options: argparse.Namespace) -> Iterator[tuple[str, Method]]:
     knobs = [rate for rate in options.rates if rate <= MOST_TERNARY]
     kinds: dict[str, Callable[[], Iterator[tuple[str, Method]]]] = {
         "free": lambda: (
-            (f"rate {rate:g}", create("rate", bits_per_weight=rate, roles="none")) for rate in options.rates
+            (f"rate {rate:g}", create("rate", bits_per_weight=rate, roles="none", calibration="none"))
+            for rate in options.rates
         ),
         "text": lambda: (
             (f"rate {rate:g} with a text", create("rate", bits_per_weight=rate, roles="none", **seen))
             for rate in options.rates
         ),
-        "finequant": lambda: ((f"finequant {bits}", create("finequant", bits=bits)) for bits in (2, 3, 4)),
+        "finequant": lambda: (
+            (f"finequant {bits}", create("finequant", bits=bits, calibration="none")) for bits in (2, 3, 4)
+        ),
         "milo": lambda: iter([("milo", create("milo"))]),
         "qmoe": lambda: iter([("qmoe 2", create("qmoe", bits="2", **seen))]),
         "knob": lambda: ((f"qmoe {rate:g}", create("qmoe", bits_per_weight=rate, **seen)) for rate in knobs),

@@ -46,7 +46,8 @@ class Bench:
     def compressed(self, out: Path, rate: float) -> Path:
         """Compress to the given bits per weight."""
         options = self.options
-        seen = {"calibration": str(options.calibration), "samples": options.samples} if options.calibration else {}
+        seen = {"calibration": str(options.calibration), "samples": options.samples}
+        seen = seen if options.calibration else {"calibration": "none"}
         compress(self.path, out, method=create("rate", bits_per_weight=rate, roles=options.roles, **seen))
         return out
 

@@ -51,7 +51,7 @@ def rows(model: Path, rate: float) -> Iterator[dict[str, Any]]:
     sums: dict[int, NDArray[np.float64]] = {}
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "packed"
-        compress(model, out, method=create("rate", bits_per_weight=rate, roles="none"))
+        compress(model, out, method=create("rate", bits_per_weight=rate, roles="none", calibration="none"))
         packed = PackedDirectory.open(out)
         for name, record in packed.manifest.packed().items():
             sums[record.shape[-1]] = sums.get(record.shape[-1], np.zeros(5)) + parts(packed.tensor(name))

@@ -25,7 +25,8 @@ from moepack.pipeline import compress
 
 def landed(model: Path, rate: float, options: argparse.Namespace) -> float:
     """Bits per weight of a directory that was compressed to a requested rate."""
-    seen = {"calibration": str(options.calibration), "samples": options.samples} if options.calibration else {}
+    seen = {"calibration": str(options.calibration), "samples": options.samples}
+    seen = seen if options.calibration else {"calibration": "none"}
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "packed"
         compress(model, out, method=create("rate", bits_per_weight=rate, roles=options.roles, **seen))

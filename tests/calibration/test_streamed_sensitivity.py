@@ -372,7 +372,7 @@ def test_one_method_for_two_checkpoints_reads_the_text_where_it_can(broken: Path
 
 
 def little_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("moepack.methods.auto.method.total_bytes", lambda: 1000)
+    patch.setattr("moepack.methods.request.total_bytes", lambda: 1000)
 
 
 def others_took_it(patch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def test_ctrl_c_exits_130_and_the_same_command_continues(mixtral: Path, packed: 
         "main(['compress', *sys.argv[1:]])\n"
     )
     out = tmp_path / "out"
-    arguments = [mixtral, out, "--method", "finequant"]
+    arguments = [mixtral, out, "--method", "finequant", "--calibration", "none"]
     command = [sys.executable, "-c", script, *arguments]
     with interruptible():
         done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)

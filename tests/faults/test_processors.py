@@ -18,7 +18,7 @@ from moepack import _core
 USE = """
 import sys, torch, moepack
 from moepack import _core
-moepack.compress(sys.argv[1], sys.argv[2], method="finequant")
+moepack.compress(sys.argv[1], sys.argv[2], method="finequant", calibration="none")
 assert moepack.verify(sys.argv[2]).ok and _core.isa() == "scalar"
 with torch.no_grad():
     torch.save(moepack.load(sys.argv[2], torch.float32)(torch.arange(3, 20)[None]).logits, sys.argv[3])

@@ -107,7 +107,7 @@ class Stack:
         if not same([stand_in.arguments for stand_in in found], [stand_in.arguments for stand_in in changed]):
             raise UnsupportedModelError(
                 f"blocks of '{self.name}' depend on more than the preceding block's outputs, which calibration does "
-                "not support; finequant and rate pack the model without calibration"
+                "not support; finequant and rate pack the model with `--calibration none`"
             )
 
     def _probed(self, ids: Tensor, encoder: Tensor | None) -> int | None:

@@ -120,7 +120,7 @@ def check(model_types: tuple[str, ...], method: Method | None = None) -> Outcome
         except Exception as error:  # architectures raise arbitrary exceptions for settings that they lack
             reason = reason or f"transformers cannot build a tiny model here ({_line(error)})"
             continue
-        return _tried(model_type, model, logits, method or FineQuant(bits=8))
+        return _tried(model_type, model, logits, method or FineQuant(bits=8, calibration=None))
     return Outcome(model_types[0], "not tried", reason=reason)
 
 
@@ -135,7 +135,7 @@ def core_decodes() -> dict[str, str]:
             continue
         with tempfile.TemporaryDirectory(prefix="moepack-models-") as folder:
             model.save_pretrained(Path(folder) / "source")
-            compress(Path(folder) / "source", Path(folder) / "packed", method=FineQuant(bits=8))
+            compress(Path(folder) / "source", Path(folder) / "packed", method=FineQuant(bits=8, calibration=None))
             found[family] = str(tried(load(Path(folder) / "packed")))
     return found
 

@@ -23,7 +23,9 @@ def compare_command(
         typer.Option(help="Sizes separated by commas, each in bytes (such as 3MB) or in percent of the checkpoint."),
     ] = "12%,20%,30%",
     methods: Annotated[str, typer.Option(help="Methods separated by commas.")] = "auto,rate,finequant,milo",
-    calibration: Annotated[str | None, typer.Option(help="Calibration text for the methods that calibrate.")] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="Calibration text, or `none`. Default: that of each method.")
+    ] = None,
     samples: Annotated[int, typer.Option(help="Number of calibration windows.", min=1)] = 128,
     chars: Annotated[int, typer.Option(help="Characters of each text to use.", min=1)] = 100_000,
     device: Annotated[str, typer.Option(help="cpu or cuda.", callback=usable_device)] = "cpu",

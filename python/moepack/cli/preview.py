@@ -93,7 +93,7 @@ def _left(free: int | None, need: int) -> str:
 def _loss(loss: tuple[float, float] | None) -> str:
     """Return the expected increase of the loss."""
     if loss is None:
-        return "unknown without calibration; `--calibration FILE` estimates it and about halves the loss"
+        return "unknown without calibration; a text (`--calibration`) estimates it and about halves the loss"
     least, most = loss
     return f"+{least:.2g} to +{most:.2g} nats per token"
 

@@ -5,7 +5,17 @@ from typing import Any
 from moepack.methods.settings import setting
 from moepack.textfile import BUILT_IN, NO_TEXT
 
-__all__ = ["calibration", "codes", "device", "group", "minimum_tokens", "samples", "sequence_length", "span_seed"]
+__all__ = [
+    "calibration",
+    "codes",
+    "default_calibration",
+    "device",
+    "group",
+    "minimum_tokens",
+    "samples",
+    "sequence_length",
+    "span_seed",
+]
 
 
 def calibration(default: str | None = BUILT_IN, **declared: Any) -> Any:
@@ -15,6 +25,11 @@ def calibration(default: str | None = BUILT_IN, **declared: Any) -> Any:
         "`built-in` (a text that comes with moepack), `self` (samples of the model itself), or `none`."
     )
     return setting(default, help=about, shown="", users="basic", recorded=False, absent=NO_TEXT, **declared)
+
+
+def default_calibration() -> Any:
+    """Return the setting `calibration` of methods that also pack models that cannot run on a text."""
+    return calibration(note="by default `built-in`, or `none` if the model cannot run on it")
 
 
 def samples(default: int = 128) -> Any:

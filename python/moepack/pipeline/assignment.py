@@ -22,8 +22,10 @@ from moepack.checkpoint.dense import position
 from moepack.methods import Method, MethodPlan, PackedBytes, Rearranges, Rewrites, create
 from moepack.methods.mixins import linear_roles
 from moepack.methods.pinned import pinned, without
+from moepack.methods.request import DefaultText, readable
 from moepack.progress import Progress
 from moepack.registry import open_tensor
+from moepack.textfile import NO_TEXT
 
 __all__ = ["Assignment", "PlannedAssignment"]
 
@@ -95,20 +97,27 @@ class Assignment:
             return self
         if not model.beyond:
             raise ValueError("the model has no multi-token-prediction experts to pack")
-        method = create("finequant", bits=bits)
+        method = create("finequant", bits=bits, calibration=NO_TEXT)
         names = (part.packed_name for layer in model.beyond for part in layer.projections)
         return replace(self, others={**dict.fromkeys(names, method), **self.others})
 
     def with_overrides(self, checkpoint: Checkpoint, model: MoeModel) -> tuple[Assignment, MoeModel]:
-        """Apply the main method's bits by name; also return the model without the tensors that they leave unpacked.
+        """Apply the main method's bits by name, and drop the built-in text where the model cannot run on it.
+
+        Returns:
+            The assignment; and the model without the tensors that stay unpacked, with a note on a text that is dropped.
 
         Raises:
             OverrideError: a pattern matches nothing or has no effect, or the method cannot give a tensor the bits.
         """
-        method = pinned(self.method, checkpoint, model)
+        found = {id(method): readable(method, checkpoint, model) for method in self.methods}
+        others = {name: found.get(id(other), other) for name, other in self.others.items()}
+        unread = dict.fromkeys(one.unread for one in found.values() if isinstance(one, DefaultText) and one.unread)
+        model = replace(model, notes=(*model.notes, *unread))
+        method = pinned(found[id(self.method)], checkpoint, model)
         if method.pinned is None:
-            return self, model
-        return Assignment(method, {**method.pinned.methods, **self.others}), without(model, method.pinned.unpacked)
+            return Assignment(method, others), model
+        return Assignment(method, {**method.pinned.methods, **others}), without(model, method.pinned.unpacked)
 
     def described(self, checkpoint: Checkpoint, notes: tuple[str, ...]) -> MoeModel:
         """Describe a changed form of the checkpoint as the original was; `notes` replace those of the description."""
@@ -267,7 +276,10 @@ class PlannedAssignment:
         """
         requests = [plan.request for plan in self.plans if plan.request is not None]
         if any(request != requests[0] for request in requests):
-            raise ValueError("all methods of a job must use the same calibration set and the same calibration settings")
+            raise ValueError(
+                "all methods of a job must use the same calibration set and the same calibration settings; methods "
+                "that read the built-in text by default need calibration='none' beside others"
+            )
         return requests[0] if requests else None
 
     @property

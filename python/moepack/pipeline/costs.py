@@ -3,7 +3,7 @@
 The time consists of:
 
 - `plan`: methods that allocate bytes code a sample of the weights several times (`auto`: two ways of coding).
-- `sensitivity`: `auto` runs each piece of the text through the model and back.
+- `sensitivity`: `auto` and `rate` run each piece of the text through the model and back.
 - `run`: the model runs over the text, once with original and once with packed weights.
 - `solve`: calibrated solvers; a part for each layer and column, which threads do not share, and one for each weight.
 - `pack`: rounding and encoding.

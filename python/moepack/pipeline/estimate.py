@@ -27,7 +27,7 @@ from moepack.checkpoint.balanced import BalancedCheckpoint
 from moepack.errors import DiskError
 from moepack.format.atomic import refuse_existing, try_creating
 from moepack.memory import available_bytes
-from moepack.methods import Auto, Goal, Method, MethodPlan, Weights
+from moepack.methods import Auto, Goal, Method, MethodPlan, Rate, Weights
 from moepack.methods.base import Expected
 from moepack.methods.mixins import goal_of, is_sized_by_plan, requested
 from moepack.methods.preference import Preference, expected_preferences
@@ -323,7 +323,8 @@ def load_of(
     """
     layers = [list(layer_tensors(shard.layer).values()) for shard in outputs.shards if shard.layer is not None]
     sizes = [sum(math.prod(weights.shape) for weights in layer) for layer in layers]
-    measures = request is not None and isinstance(method, Auto) and not checkpoint.config.get("is_encoder_decoder")
+    measures = request is not None and isinstance(method, Auto | Rate)
+    measures = measures and not checkpoint.config.get("is_encoder_decoder")
     tokens = 0 if request is None else request.samples * request.length
     return Load(
         method=method.name,

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
-
 from moepack.backends.speeds import Speeds
 from moepack.backends.targets import speeds_of
 from moepack.calibration import CalibrationRequest
@@ -27,8 +25,7 @@ from moepack.calibration.fisher import TWO_TEXTS, needed_bytes, too_little
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.balanced import balanced
 from moepack.checkpoint.dense import EMBEDDING, ROLES
-from moepack.errors import CalibrationError, DeviceError
-from moepack.memory import total_bytes
+from moepack.errors import DeviceError, UnsupportedModelError
 from moepack.methods.auto.coded import Coded
 from moepack.methods.auto.loss import WITHIN
 from moepack.methods.auto.mixed import CODED, Alternatives, Mixed
@@ -38,7 +35,7 @@ from moepack.methods.auto.target import Target
 from moepack.methods.base import Method, MethodPlan, Shape
 from moepack.methods.files import kept_bytes
 from moepack.methods.fitting import Fitted, Wanted
-from moepack.methods.mixins import Calibrates, Goal, MeetsSize, PacksLinears
+from moepack.methods.mixins import Goal, MeetsSize, PacksLinears
 from moepack.methods.pinned import Pin, PinsBits
 from moepack.methods.preference import Preference, slow_coded
 from moepack.methods.rate.coder import bound
@@ -46,24 +43,21 @@ from moepack.methods.rate.importance import Importance, find_importance
 from moepack.methods.rate.method import Rate
 from moepack.methods.rate.pinned import PinnedTensor, completed, pinned_bytes, rest_of, whole
 from moepack.methods.rate.settings import LEAST_BITS, MOST_BITS
-from moepack.methods.request import TEXT_SETTINGS
+from moepack.methods.request import TEXT_SETTINGS, DefaultText, installed_bytes
 from moepack.progress import Progress, Silent
-from moepack.textfile import BUILT_IN
 from moepack.units import size as in_words
 
 __all__ = ["Auto"]
 
-UNREAD = "The built-in text was not used, so the importance of weights is estimated without a text: {}."
-"""A note; takes the reason and a remedy."""
-
 
 @dataclass
-class Auto(AutoSettings, Fitted, PinsBits, Calibrates, MeetsSize, PacksLinears, Method):
+class Auto(AutoSettings, Fitted, PinsBits, DefaultText, MeetsSize, PacksLinears, Method):
     """The method with its settings."""
 
     pinned_bits: ClassVar[str] = f"{LEAST_BITS:g} to {MOST_BITS:g}"
     pinned_roles: ClassVar[frozenset[str]] = frozenset((EMBEDDING, *ROLES))
     splits_experts: ClassVar[bool] = True
+    without_text: ClassVar[str] = "the importance of weights is estimated"
 
     sized_by_plan: ClassVar[bool] = True
     depends_on_sizes: ClassVar[bool] = True
@@ -177,8 +171,7 @@ class Auto(AutoSettings, Fitted, PinsBits, Calibrates, MeetsSize, PacksLinears, 
         self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None
     ) -> tuple[Rate, CalibrationRequest | None, Importance]:
         """See `moepack.methods.rate.pinned.Coding`."""
-        unread = self._unread(checkpoint, model) if self.calibration == BUILT_IN else None
-        rate = self._rate(None if unread else self.calibration)
+        rate = self._rate(self.calibration)
         found = find_importance(checkpoint, whole(self, checkpoint, model), rate.request, progress or Silent())
         return rate, rate.request, found
 
@@ -192,7 +185,6 @@ class Auto(AutoSettings, Fitted, PinsBits, Calibrates, MeetsSize, PacksLinears, 
         """
         goal = self.goal(checkpoint, model)
         room, shapes = self._room(goal.nbytes, checkpoint, model)
-        unread = self._unread(checkpoint, model) if self.calibration == BUILT_IN else None
         rate, _, importance = self.coding(checkpoint, model, progress)
         settings = {**self._settings(rate.calibration), "size": goal.nbytes}
         packer, seconds, preferences = self._preferred(rate, checkpoint, model, importance, room, shapes)
@@ -212,7 +204,7 @@ class Auto(AutoSettings, Fitted, PinsBits, Calibrates, MeetsSize, PacksLinears, 
             token_seconds=seconds,
             preferences=preferences,
             machine=self.speeds.machine,
-            notes=(*((UNREAD.format(unread),) if unread else ()), *importance.notes),
+            notes=importance.notes,
         )
 
     def _preferred(
@@ -247,25 +239,16 @@ class Auto(AutoSettings, Fitted, PinsBits, Calibrates, MeetsSize, PacksLinears, 
         sources |= {linear.source for dense in model.dense for linear in dense.only(self.dense_roles).linears}
         return balanced(checkpoint, model, sources) or checkpoint
 
-    def _unread(self, checkpoint: Checkpoint, model: MoeModel) -> str | None:
-        """Return why the built-in text is not used, and a remedy, as clauses; None if it is used.
-
-        Raises:
-            UnsupportedModelError: transformers cannot build the model.
-        """
+    def hindrance(self, checkpoint: Checkpoint, model: MoeModel) -> str | None:
+        """See `DefaultText`; the model must also have one text, and memory for the gradients of its largest layer."""
         if checkpoint.config.get("is_encoder_decoder"):
             return f"{TWO_TEXTS}; `--calibration FILE` uses a text to reduce the error of each tensor"
-        place = torch.device(self.device)
-        memory = total_bytes() if place.type == "cpu" else torch.cuda.get_device_properties(place).total_memory
-        if reason := too_little(needed_bytes(checkpoint, model), memory, "are installed"):
-            return reason
-        request = self.request
-        assert request is not None, "there is a calibration set"
         try:
-            request.load(checkpoint)
-        except CalibrationError as error:
-            return f"{error}; correct this and compress again"
-        return None
+            needed = needed_bytes(checkpoint, model)
+        except UnsupportedModelError as error:
+            return str(error)
+        reason = too_little(needed, installed_bytes(self.device), "are installed")
+        return reason or super().hindrance(checkpoint, model)
 
     @classmethod
     def fitted(cls, wanted: Wanted) -> Auto:

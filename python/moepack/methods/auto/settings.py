@@ -23,7 +23,8 @@ class AutoSettings(Settings):
         None, help="Size relative to the checkpoint, for example 0.25.", users="basic", recorded=False
     )
     calibration: str | None = shared.calibration(
-        note="by default `built-in`, if the model's largest layer and its gradients fit in memory"
+        note="by default `built-in`, or `none` if the model cannot run on it or the gradients of its largest layer do "
+        "not fit in memory"
     )
     prefer: str = setting(
         "balance",

@@ -1,9 +1,9 @@
 """The method `finequant`: integers per row or per group of columns (FineQuant, section 3).
 
-It needs no calibration: weights are rounded to nearest. With a text they are solved on its inputs (`solving`), and
-experts may have a codebook per row instead. A tensor's group size is fixed, or chosen from its weights: by the paper's
-adaptive rule (section 3.3), or by loss per byte over all tensors of the model. Experts, attention, shared experts and
-other linear layers may use different bits (table 5).
+Weights are solved on the inputs of a text (`solving`), and experts may have a codebook per row instead. Without a text,
+as in the paper, weights are rounded to nearest. A tensor's group size is fixed, or chosen from its weights: by the
+paper's adaptive rule (section 3.3), or by loss per byte over all tensors of the model. Experts, attention, shared
+experts and other linear layers may use different bits (table 5).
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from moepack.methods.finequant.sizes import (
 )
 from moepack.methods.finequant.solving import Grid, book_settings, solve_on_inputs, solve_without_inputs
 from moepack.methods.fitting import DENSE, Fitted, Wanted
-from moepack.methods.mixins import Calibrates, PacksLinears
+from moepack.methods.mixins import PacksLinears
 from moepack.methods.parallel import for_experts
 from moepack.methods.pinned import Pin, PinsBits, check_bits
 from moepack.methods.rate.pinned import pinned_bytes
-from moepack.methods.request import TEXT_SETTINGS, request_of
+from moepack.methods.request import TEXT_SETTINGS, DefaultText, request_of
 from moepack.methods.roles import dense_text, parse_dense_bits
 from moepack.methods.settings import in_words
 from moepack.progress import Progress
@@ -77,11 +77,12 @@ __all__ = ["FineQuant"]
 
 
 @dataclass
-class FineQuant(FineQuantSettings, Fitted, PinsBits, Calibrates, PacksLinears, SimpleMethod):
+class FineQuant(FineQuantSettings, Fitted, PinsBits, DefaultText, PacksLinears, SimpleMethod):
     """The method with its settings."""
 
     pinned_bits: ClassVar[str] = in_words(BITS)
     pinned_roles: ClassVar[frozenset[str]] = frozenset(ROLES)
+    without_text: ClassVar[str] = "weights are rounded to nearest"
 
     _sizes: Mapping[str, GroupSize] | None = field(default=None, init=False, repr=False)
 
@@ -125,6 +126,17 @@ class FineQuant(FineQuantSettings, Fitted, PinsBits, Calibrates, PacksLinears, S
     def request(self) -> CalibrationRequest | None:
         """The calibration set, and how the model runs; None without calibration."""
         return request_of(self)
+
+    @property
+    def needs_text(self) -> bool:
+        """True for codebooks, which are fitted on a text."""
+        return self.grid == CODEBOOK
+
+    def hindrance(self, checkpoint: Checkpoint, model: MoeModel) -> str | None:
+        """See `DefaultText`; also, nothing runs through experts without values."""
+        if any(0 in part.shape for layer in model.layers for part in layer.projections):
+            return "the model has experts without values"
+        return super().hindrance(checkpoint, model)
 
     @property
     def packs_empty(self) -> bool:

@@ -74,7 +74,7 @@ class FineQuantSettings(Settings):
         users="expert",
         choices=(INTEGERS, CODEBOOK),
     )
-    calibration: str | None = shared.calibration(None)
+    calibration: str | None = shared.default_calibration()
     samples: int = shared.samples()
     sequence_length: int = shared.sequence_length()
     group: int = setting(16, help="Experts that are quantized together", minimum=1)
@@ -84,6 +84,6 @@ class FineQuantSettings(Settings):
     device: str = shared.device()
     seed: int = setting(0, help="Seed of the span corruption of encoder-decoder models")
     name: ClassVar[str] = "finequant"
-    summary: ClassVar[str] = "group-wise integers of 8, 4, 3 or 2 bits; calibration is optional and reduces the loss"
+    summary: ClassVar[str] = "group-wise integers of 8, 4, 3 or 2 bits, calibrated on a text by default"
     implementation: ClassVar[str] = "moepack.methods.finequant.method:FineQuant"
     seconds: ClassVar[float | None] = 35

@@ -20,7 +20,7 @@ from moepack.checkpoint.dense import EMBEDDING, ROLES
 from moepack.errors import OverrideError
 from moepack.methods.base import Expected, Method, MethodPlan, Shape, Weights
 from moepack.methods.fitting import Fitted, Wanted
-from moepack.methods.mixins import Calibrates, PacksLinears
+from moepack.methods.mixins import PacksLinears
 from moepack.methods.pinned import Pin, PinsBits
 from moepack.methods.rate.beside import beside
 from moepack.methods.rate.coder import Coder, bound, expected
@@ -28,7 +28,7 @@ from moepack.methods.rate.importance import Importance, find_importance
 from moepack.methods.rate.pinned import PinnedTensor, completed, pinned_tensors, rest_of, whole
 from moepack.methods.rate.sample import take_sample
 from moepack.methods.rate.settings import LEAST_BITS, MOST_BITS, RateSettings
-from moepack.methods.request import TEXT_SETTINGS, request_of
+from moepack.methods.request import TEXT_SETTINGS, DefaultText, request_of
 from moepack.progress import Progress
 from moepack.solvers.priced import largest_at
 
@@ -38,12 +38,13 @@ _ROLES = (EMBEDDING, *ROLES)
 
 
 @dataclass
-class Rate(RateSettings, Fitted, PinsBits, Calibrates, PacksLinears, Method):
+class Rate(RateSettings, Fitted, PinsBits, DefaultText, PacksLinears, Method):
     """The method with its settings."""
 
     pinned_bits: ClassVar[str] = f"{LEAST_BITS:g} to {MOST_BITS:g}"
     pinned_roles: ClassVar[frozenset[str]] = frozenset(_ROLES)
     splits_experts: ClassVar[bool] = True
+    without_text: ClassVar[str] = "the importance of weights is estimated"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,7 +27,7 @@ class RateSettings(Settings):
         users="expert",
     )
     codes: str = shared.codes()
-    calibration: str | None = shared.calibration(None)
+    calibration: str | None = shared.default_calibration()
     samples: int = shared.samples()
     sequence_length: int = shared.sequence_length()
     group: int = shared.group()
@@ -37,7 +37,7 @@ class RateSettings(Settings):
     name: ClassVar[str] = "rate"
     summary: ClassVar[str] = (
         "entropy-coded integers at any average from 0.4 to 8 bits per weight, for experts and all linear layers; "
-        "calibration is optional and reduces the loss"
+        "calibrated on a text by default"
     )
     implementation: ClassVar[str] = "moepack.methods.rate.method:Rate"
     seconds: ClassVar[float | None] = 24
