@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,11 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from moepack.calibration.backward import Backward
+from moepack.calibration.metrics import RowMetric
 from moepack.calibration.samples import Samples
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.stacks import Stack, decoder_blocks
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.classes import building, meta_model
+from moepack.checkpoint.dense import EMBEDDING
 from moepack.checkpoint.experts import form_of
 from moepack.decoding.vocabulary import require_known, vocabulary_of
 from moepack.memory import PeakMemory, available_bytes
@@ -83,11 +86,14 @@ class Sensitivity:
         mean: mean F of the original, unbalanced weights.
         rows: [E, R] float64, F of the balanced matrices averaged over columns.
         columns: [E, C] float64, F of the balanced matrices averaged over rows.
+        metric: [C, C] float32, the metric of the rows of the embedding or the head (`metrics`), for unbalanced weights;
+            None for other tensors.
     """
 
     mean: float
     rows: Tensor
     columns: Tensor
+    metric: Tensor | None = None
 
 
 def fisher(
@@ -120,7 +126,8 @@ def fisher(
     skeleton = Skeleton(checkpoint, model, dtype=torch.float32, device=device, recorded=False)
     ids = pieces(samples.inputs)
     require_known(ids, vocabulary_of(skeleton.module))
-    squares, shown = _Squares(dict(owners(model, skeleton.module)), balances), progress or Silent()
+    squares = _Squares(dict(owners(model, skeleton.module)), balances, _of_tokens(model))
+    shown = progress or Silent()
     stacks = decoder_blocks(model)
     rounds = [Backward(skeleton, Stack(skeleton, *stacks, batch=1), part, squares) for part in torch.split(ids, ROUND)]
     generator = torch.Generator().manual_seed(0)
@@ -210,11 +217,20 @@ def _weights(module: nn.Module | None, but: nn.Module | None = None) -> int:
 
 
 class _Squares:
-    """Sums of squared gradients of each packed tensor. A parameter may contain several packed tensors."""
+    """Sums of squared gradients of each packed tensor. A parameter may contain several packed tensors.
 
-    def __init__(self, owners: Mapping[str, Mapping[str, View]], balances: Mapping[str, Balance]) -> None:
-        self._owners, self._balances = owners, balances
+    `tokens` are the packed tensors whose rows are tokens, by parameter.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, Mapping[str, View]],
+        balances: Mapping[str, Balance],
+        tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self._owners, self._balances, self._tokens = owners, balances, tokens or {}
         self._sums: dict[str, _Sums] = {}
+        self._metrics: dict[str, RowMetric] = {}
 
     def wants(self, name: str) -> bool:
         """Return whether a parameter contains weights to pack."""
@@ -224,6 +240,12 @@ class _Squares:
         """Add each gradient of a parameter to the sums as soon as it is complete, and drop it."""
         hooked: Any = parameter.requires_grad_(True)
         hooked.register_post_accumulate_grad_hook(lambda found: self._add(found, self._owners[name]))
+
+    def observe(self, name: str, module: nn.Module) -> AbstractContextManager[None]:
+        """Add to the metric of the rows of the embedding or the head; other modules are not observed."""
+        if name not in self._tokens or not isinstance(module, nn.Linear | nn.Embedding):
+            return nullcontext()
+        return self._metrics.setdefault(self._tokens[name], RowMetric(module.weight)).observing(module)
 
     def _add(self, parameter: Any, views: Mapping[str, View]) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -244,6 +266,7 @@ class _Squares:
                 float(sums.total) / (max(sums.by_row.shape[0] * height * width, 1) * tokens),
                 (sums.by_row * sums.rows).double().cpu() / (max(width, 1) * tokens),
                 (sums.by_column * sums.columns).double().cpu() / (max(height, 1) * tokens),
+                self._metrics[name].mean(tokens) if name in self._metrics else None,
             )
         return means
 
@@ -283,6 +306,12 @@ class _Sums:
                 self.total += squares.sum().double()
                 by_row[expert, part].addmv_(squares, columns[expert])
                 by_column[expert].addmv_(squares.T, rows[expert, part])
+
+
+def _of_tokens(model: MoeModel) -> dict[str, str]:
+    """Return the tensors whose rows are tokens, by parameter."""
+    linears = (linear for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head"))
+    return {f"{linear.name}.weight": linear.source for linear in linears}
 
 
 View = Callable[[Tensor], Tensor]
