@@ -141,6 +141,37 @@ def test_a_head_that_is_stored_with_other_values_is_not_tied(model_type: str, tm
     assert found["model.embed_tokens.weight"].mean > 0
 
 
+@pytest.mark.parametrize("form", ["tied", "not tied", "scaled logits"])
+def test_rows_of_tokens_have_the_metric_of_what_they_are_multiplied_with(form: str, tmp_path: Path) -> None:
+    """Inputs of the head by the squared gradients of logits; gradients of rows, of which every window reads others."""
+    path = saved(*MODELS[form][:1], tmp_path / "model", MODELS[form][1])
+    ids = torch.stack([torch.randperm(57, generator=torch.Generator().manual_seed(own))[:16] + 3 for own in range(3)])
+    found = measured(path, decoder_samples(ids))
+    model, generator = open_model(path, torch.float32), torch.Generator().manual_seed(0)
+    width = model.config.hidden_size
+    expected = {"head": torch.zeros(width, width), "embedding": torch.zeros(width, width)}
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    read: list[Tensor] = []
+    head.register_forward_pre_hook(lambda _, given: read.append(given[0][0]))
+    rows = embedding.weight.detach()[ids].requires_grad_()
+    for window, own in zip(ids, rows, strict=True):
+        factor = embedding(window[:1])[0] / embedding.weight[window[0]]
+        logits = model(inputs_embeds=(own * factor)[None], use_cache=False).logits[0]
+        drawn = draw_tokens(logits.detach(), generator)
+        loss = nn.functional.cross_entropy(logits, drawn, reduction="sum")
+        (outer,) = torch.autograd.grad(loss, [own])
+        slopes = (logits.detach().softmax(-1) - nn.functional.one_hot(drawn, logits.shape[1])).norm(dim=-1)
+        slopes = slopes * (logits.norm() / (read[-1] @ head.weight.T).norm()).detach()
+        expected["head"] += (inner := (read[-1] * slopes[:, None]).detach()).T @ inner / ids.numel()
+        expected["embedding"] += outer.T @ outer / ids.numel()
+    if form == "tied":
+        expected = {"embedding": expected["head"] + expected["embedding"]}
+    names = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}
+    for role, own in expected.items():
+        torch.testing.assert_close(found[names[role]].metric, own, rtol=1e-3, atol=1e-4 * float(own.diagonal().mean()))
+    assert all(own.metric is None for name, own in found.items() if "layers" in name)
+
+
 @pytest.mark.parametrize("model_type", ["gemma4", "inkling2", "zaya", "granitemoe", "deepseek_v4"])
 def test_a_streamed_model_predicts_the_same_as_the_whole_one(model_type: str, tmp_path: Path) -> None:
     """The tail of the model also receives inputs other than the outputs of the last block."""

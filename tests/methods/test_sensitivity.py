@@ -229,7 +229,10 @@ def test_measurements_are_kept_and_damaged_ones_repeated(tmp_path: Path, monkeyp
     assert len(runs) == 1
     checkpoint = Checkpoint.open(TINY_MOE)
     kept = KeptSensitivity(checkpoint, load_samples(checkpoint, BUILT_IN, 2, 32))
-    assert kept.read() is not None
+    read = kept.read()
+    assert read is not None and {name for name, own in read.items() if own.metric is not None} == {
+        linear.source for dense in describe(checkpoint).dense for linear in dense.linears if "layers" not in linear.name
+    }
     kept.file.write_bytes(kept.file.read_bytes()[:100])
     third = scales("2MB")
     assert len(runs) == 2

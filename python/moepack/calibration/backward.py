@@ -16,7 +16,7 @@ within a window. The tail therefore runs again together with the embedding, so n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -48,7 +48,6 @@ PROBED = 4
 
 Roots = Iterable[tuple[Tensor, Tensor | None]]
 """Tensors, each with the gradient of the loss with respect to it; None for the loss itself."""
-
 
 Passed = Callable[[str, int], None]
 """Progress callback: the place (a block's path, "head" or "embedding") and the weights that a window passed there."""
@@ -167,20 +166,21 @@ class Backward:
             self._joint = self._reads(owner, states[0])
             for path in self._tail.heads:
                 self._watch_below(path, but=owner)
-            for ids, each, gradient, targets in zip(self._ids, states, gradients, drawn, strict=True):
-                given = _leaf(each)
-                with self._gradients:
-                    logits = self._tail.logits(ids[None], given)[0].float()
-                if not are_finite(logits):
-                    raise self._tail.non_finite(ids[None], each)
-                # Drawn on the CPU, so that the device does not influence the tokens.
-                targets.copy_(draw_tokens(logits.detach(), generator))
-                with fast_products(self._ids.shape[1] * self._head_weights):
-                    _backward([(_loss(logits, targets), None)])
-                    self._gradients.finish()
-                assert given.grad is not None
-                windows.append(_Window(gradient.copy_(given.grad), targets, each if self._joint else None))
-                self._passed("head", BACKWARD * self._head_weights)
+            with self._observed(() if self._joint else self._tail.heads):
+                for ids, each, gradient, targets in zip(self._ids, states, gradients, drawn, strict=True):
+                    given = _leaf(each)
+                    with self._gradients:
+                        logits = self._tail.logits(ids[None], given)[0].float()
+                    if not are_finite(logits):
+                        raise self._tail.non_finite(ids[None], each)
+                    # Drawn on the CPU, so that the device does not influence the tokens.
+                    targets.copy_(draw_tokens(logits.detach(), generator))
+                    with fast_products(self._ids.shape[1] * self._head_weights):
+                        _backward([(_loss(logits, targets), None)])
+                        self._gradients.finish()
+                    assert given.grad is not None
+                    windows.append(_Window(gradient.copy_(given.grad), targets, each if self._joint else None))
+                    self._passed("head", BACKWARD * self._head_weights)
         return windows
 
     def _reads(self, owner: nn.Module, states: Tensor) -> bool:
@@ -237,8 +237,11 @@ class Backward:
         stack = self._stack
         weights = self._weights(stack.name)
         tail = self._tail.loaded() if self._joint else nullcontext()
-        with self._skeleton.loaded(stack.name, without=stack.list_name), tail:
+        with ExitStack() as opened:
+            opened.enter_context(self._skeleton.loaded(stack.name, without=stack.list_name))
+            opened.enter_context(tail)
             self._watch_below(stack.name)
+            opened.enter_context(self._observed([stack.name, *(self._tail.heads if self._joint else ())]))
             for number, window in enumerate(windows):
                 with self._gradients:
                     stand_ins = stack.recorded(self._ids[number : number + 1])
@@ -272,6 +275,18 @@ class Backward:
         for name, parameter in self._loaded(path):
             if id(parameter) not in others and self._watch.wants(name):
                 self._gradients.watch(name, parameter)
+
+    @contextmanager
+    def _observed(self, paths: Iterable[str]) -> Iterator[None]:
+        """Observe the calls of the loaded modules at or below some paths, other than blocks."""
+        with ExitStack() as opened:
+            for path in paths:
+                for name, module in self._skeleton.module.get_submodule(path).named_modules(prefix=path):
+                    weight = module._parameters.get("weight")
+                    if weight is not None and not weight.is_meta:
+                        origin = self._skeleton.origin(f"{name}.weight")
+                        opened.enter_context(self._watch.observe(origin, module))
+            yield
 
     def _loaded(self, path: str) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the loaded parameters below a module by name; tied ones have the name of their origin."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -44,6 +45,9 @@ class Watch(Protocol):
 
     def rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
         """Receive the gradients [n, B] of different rows [n] of a parameter [A, B]; the others are zero."""
+
+    def observe(self, name: str, module: nn.Module) -> AbstractContextManager[None]:
+        """Observe calls of a module at an end of the model, whose loaded weights are the parameter `name`."""
 
 
 class _Matrix(NamedTuple):

@@ -19,18 +19,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from moepack.calibration.backward import Backward
+from moepack.calibration.metrics import RowMetric
 from moepack.calibration.samples import Samples
 from moepack.calibration.skeleton import Skeleton
 from moepack.calibration.squares import Sums
 from moepack.calibration.stacks import Stack, decoder_blocks
 from moepack.checkpoint import Checkpoint, MoeModel
 from moepack.checkpoint.classes import building, meta_model
+from moepack.checkpoint.dense import EMBEDDING
 from moepack.checkpoint.experts import ExpertsForm, form_of
 from moepack.decoding.vocabulary import require_known, vocabulary_of
 from moepack.memory import PeakMemory, available_bytes
@@ -79,11 +82,14 @@ class Sensitivity:
         mean: mean F of the original, unbalanced weights.
         rows: [E, R] float64, F of the balanced matrices averaged over columns.
         columns: [E, C] float64, F of the balanced matrices averaged over rows.
+        metric: [C, C] float32, the metric of the rows of the embedding or the head (`metrics`), for unbalanced weights;
+            None for other tensors.
     """
 
     mean: float
     rows: Tensor
     columns: Tensor
+    metric: Tensor | None = None
 
 
 def fisher(
@@ -116,7 +122,8 @@ def fisher(
     skeleton = Skeleton(checkpoint, model, dtype=torch.float32, device=device, recorded=False)
     ids = pieces(samples.inputs)
     require_known(ids, vocabulary_of(skeleton.module))
-    squares, shown = _Squares(dict(owners(model, skeleton.module)), balances), progress or Silent()
+    squares = _Squares(dict(owners(model, skeleton.module)), balances, _of_tokens(model))
+    shown = progress or Silent()
     stacks = decoder_blocks(model)
     rounds = [Backward(skeleton, Stack(skeleton, *stacks, batch=1), part, squares) for part in torch.split(ids, ROUND)]
     generator = torch.Generator().manual_seed(0)
@@ -206,11 +213,20 @@ def _weights(module: nn.Module | None, but: nn.Module | None = None) -> int:
 
 
 class _Squares:
-    """Sums of squared gradients of each packed tensor. A parameter may contain several packed tensors."""
+    """Sums of squared gradients of each packed tensor. A parameter may contain several packed tensors.
 
-    def __init__(self, owners: Mapping[str, Mapping[str, View]], balances: Mapping[str, Balance]) -> None:
-        self._owners, self._balances = owners, balances
+    `tokens` are the packed tensors whose rows are tokens, by parameter.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, Mapping[str, View]],
+        balances: Mapping[str, Balance],
+        tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self._owners, self._balances, self._tokens = owners, balances, tokens or {}
         self._sums: dict[str, Sums] = {}
+        self._metrics: dict[str, RowMetric] = {}
 
     def wants(self, name: str) -> bool:
         """Return whether a parameter contains weights to pack."""
@@ -233,6 +249,12 @@ class _Squares:
         for packed in self._owners[name]:
             self._of(packed, gradients.device).add_rows(rows, gradients)
 
+    def observe(self, name: str, module: nn.Module) -> AbstractContextManager[None]:
+        """Add to the metric of the rows of the embedding or the head; other modules are not observed."""
+        if name not in self._tokens or not isinstance(module, nn.Linear | nn.Embedding):
+            return nullcontext()
+        return self._metrics.setdefault(self._tokens[name], RowMetric(module.weight)).observing(module)
+
     def _of(self, packed: str, device: torch.device) -> Sums:
         if packed not in self._sums:
             balance = self._balances[packed]
@@ -248,6 +270,7 @@ class _Squares:
                 float(sums.total) / (max(sums.by_row.shape[0] * height * width, 1) * tokens),
                 (sums.by_row * sums.rows).double().cpu() / (max(width, 1) * tokens),
                 (sums.by_column * sums.columns).double().cpu() / (max(height, 1) * tokens),
+                self._metrics[name].mean(tokens) if name in self._metrics else None,
             )
         return means
 
@@ -269,6 +292,12 @@ class View:
             return left, right
         place = self.form.places[self.projection]
         return (right[:, place.rows], left) if place.transposed else (left[:, place.rows], right)
+
+
+def _of_tokens(model: MoeModel) -> dict[str, str]:
+    """Return the tensors whose rows are tokens, by parameter."""
+    linears = (linear for dense in model.dense for linear in dense.linears if linear.role in (EMBEDDING, "head"))
+    return {f"{linear.name}.weight": linear.source for linear in linears}
 
 
 def owners(model: MoeModel, whole: nn.Module) -> Iterator[tuple[str, dict[str, View]]]:

@@ -25,7 +25,7 @@ __all__ = ["KeptSensitivity"]
 MOST = 16
 """Maximum number of files; the oldest are deleted."""
 
-FORM = "3"
+FORM = "4"
 """Version of the measurement; change it when results change."""
 
 
@@ -47,7 +47,9 @@ class KeptSensitivity:
                 name.removesuffix(" mean"): float(mean) for name, mean in tensors.items() if name.endswith(" mean")
             }
             return {
-                name: Sensitivity(mean, tensors[f"{name} rows"], tensors[f"{name} columns"])
+                name: Sensitivity(
+                    mean, tensors[f"{name} rows"], tensors[f"{name} columns"], tensors.get(f"{name} metric")
+                )
                 for name, mean in means.items()
             }
         return None
@@ -58,6 +60,8 @@ class KeptSensitivity:
         for name, own in found.items():
             tensors[f"{name} mean"] = torch.tensor(own.mean, dtype=torch.float64)
             tensors |= {f"{name} rows": own.rows.contiguous(), f"{name} columns": own.columns.contiguous()}
+            if own.metric is not None:
+                tensors[f"{name} metric"] = own.metric.contiguous()
         with suppress(OSError, SafetensorError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             part = self.file.with_suffix(f".{os.getpid()}")

@@ -17,8 +17,10 @@ from moepack.methods.coverage import coverage_notes
 from moepack.methods.rate.importance import Importance
 from moepack.methods.rate.layer import LayerSolver, parts_of, solved_apart
 from moepack.methods.rate.sample import Sample
+from moepack.methods.rate.scales import Scales
 from moepack.methods.rate.settings import RateSettings
 from moepack.methods.rate.step_size import Step, find_step, free_bits
+from moepack.methods.rate.vocabulary import solved_rows
 from moepack.solvers.priced import coder_symbols, largest_at, low_bits_of, round_priced, scale_of
 from moepack.solvers.uniform import UniformSettings
 
@@ -164,6 +166,8 @@ class Coder(Packer):
         experts, rows, columns = weights.shape
         whole, dependent = torch.empty(weights.shape, dtype=torch.int8), weights.name in self.step.dependent
         scales = self.importance.scales.get(weights.name)
+        if (metric := self.importance.metrics.get(weights.name)) is not None and scales is not None:
+            return {name: Solution(self._compensated(stage, weights, scales, metric))}
         for expert in range(experts):
             matrix = weights.expert(expert)
             try:
@@ -177,6 +181,16 @@ class Coder(Packer):
             stage.advance(rows * columns)
         scale = scale_of(self.step_of(weights.name), dependent)
         return {name: Solution(parts_of(whole, torch.tensor([[scale]]), dependent))}
+
+    def _compensated(self, stage: Stage, weights: Weights, scales: Scales, metric: Tensor) -> dict[str, Tensor]:
+        """Return the parts of the embedding or the head, whose rows have the metric `metric`."""
+        step, lengths = self.step_of(weights.name), self.step.lengths_of(weights.name)
+        settings = UniformSettings(largest=lengths.largest, even=True)
+        try:
+            codes = solved_rows(weights.expert(0), scales, metric, step, lengths, settings, stage.advance)
+        except ValueError as cause:
+            raise InvalidTensorError(str(cause), tensor=weights.sources[0]) from cause
+        return parts_of(codes[None], torch.tensor([[scale_of(step, lengths.dependent)]]), lengths.dependent)
 
     def pack(self, weights: Weights, solution: Solution) -> PackedBytes:
         """Encode the codes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
@@ -54,12 +54,14 @@ class Importance:
         measured: whether importance was measured on a text. Otherwise it is a guess from models that were trained for
             this project. On SmolLM2-135M, the guessed loss was 15 to 22 times too small
             (docs/methods/sensitivity.md).
+        metrics: the metric of the rows of the embedding and the head, [C, C], by name, if it was measured.
         reason: why importance was not measured although there is a text, as a clause; otherwise empty.
     """
 
     values: dict[str, float]
     scales: dict[str, Scales]
     measured: bool
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
     reason: str = ""
 
     @property
@@ -106,7 +108,8 @@ def _found(
         else:
             scales[name] = scales_of(own, LOST[roles[name]] / alike[roles[name]] / SQUARE / max(weights[name], 1))
     values = prior | {name: _rounded(own.mean) for name, own in found.items() if own.mean > 0}
-    return Importance(values, scales, bool(found), reason)
+    metrics = {name: own.metric for name, own in found.items() if own.metric is not None}
+    return Importance(values, scales, bool(found), metrics, reason)
 
 
 def _measured(

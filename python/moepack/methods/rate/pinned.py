@@ -117,7 +117,8 @@ class PinnedTensor(Calibrates, PacksLinears, Method):
         if self.pin.one is None:
             scales[name], measured = self._split(settings, scales[name], checkpoint, model), True
         sample = take_sample(checkpoint, model, _ROLES, {name: 1.0}, scales, largest, {name})
-        found = Importance(importance.values, {name: scales[name]}, measured)
+        metrics = {own: metric for own, metric in importance.metrics.items() if own == name}
+        found = Importance(importance.values, {name: scales[name]}, measured, metrics)
         return Coder.of(replace(settings, bits_per_weight=self.mean), sample, found)
 
     def _split(self, settings: RateSettings, scales: Scales, checkpoint: Checkpoint, model: MoeModel) -> Scales:
