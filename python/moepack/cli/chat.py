@@ -25,7 +25,7 @@ from moepack.cli.options import (
     TopK,
     TopP,
 )
-from moepack.cli.placement import Device, DeviceMemory, HostMemory, Misses, loading
+from moepack.cli.placement import Device, DeviceMemory, HostMemory, KvBits, Misses, loading
 from moepack.cli.usage import require_place, wrong_usage
 from moepack.textfile import standard_input
 
@@ -62,6 +62,7 @@ def chat_command(
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
     misses: Misses = None,
+    kv_bits: KvBits = None,
 ) -> None:
     """Chat with a model. A model without a chat template continues your text."""
     from moepack.cli.evaluate import quiet_transformers
@@ -75,7 +76,7 @@ def chat_command(
     with wrong_usage():
         require_place(history)
         caps = host_memory, device_memory, misses
-        model = open_with(directory, loading(dtype, threads, mode, device, *caps, resident=resident))
+        model = open_with(directory, loading(dtype, threads, mode, device, *caps, resident=resident, kv_bits=kv_bits))
         tokenizer = open_tokenizer(directory)
         drawn = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty}
         limits = {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ()), "seed": seed}

@@ -20,7 +20,7 @@ from moepack.cli.options import (
     TopK,
     TopP,
 )
-from moepack.cli.placement import Approximate, Device, DeviceMemory, Guess, HostMemory, Misses, loading
+from moepack.cli.placement import Approximate, Device, DeviceMemory, Guess, HostMemory, KvBits, Misses, loading
 from moepack.cli.usage import wrong_usage
 from moepack.errors import TextError
 from moepack.textfile import read_text, standard_input
@@ -62,6 +62,7 @@ def generate_command(
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
     misses: Misses = None,
+    kv_bits: KvBits = None,
     guess: Guess = True,
     approximate: Approximate = False,
 ) -> None:
@@ -81,8 +82,8 @@ def generate_command(
         sampling = Sampling(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), **drawn)
         if system is not None and not chat:
             raise ValueError("--system needs --chat")
-        caps = host_memory, device_memory, misses
-        options = loading(dtype, threads, mode, device, *caps, resident=resident, guess=guess, approximate=approximate)
+        more = {"resident": resident, "guess": guess, "approximate": approximate, "kv_bits": kv_bits}
+        options = loading(dtype, threads, mode, device, host_memory, device_memory, misses, **more)
         model = open_with(directory, options)
         tokenizer = open_tokenizer(directory)
         if not (chat or model.config.is_encoder_decoder):

@@ -7,7 +7,17 @@ import typer
 if TYPE_CHECKING:
     from moepack.integrations.options import LoadOptions
 
-__all__ = ["Approximate", "Device", "DeviceMemory", "Guess", "HostMemory", "Misses", "loading", "usable_device"]
+__all__ = [
+    "Approximate",
+    "Device",
+    "DeviceMemory",
+    "Guess",
+    "HostMemory",
+    "KvBits",
+    "Misses",
+    "loading",
+    "usable_device",
+]
 
 Device = Annotated[
     str | None,
@@ -31,7 +41,10 @@ Misses = Annotated[
         "`computed` runs them on the CPU, `auto` (default) splits them to finish soonest."
     ),
 ]
-
+KvBits = Annotated[
+    int | None,
+    typer.Option(help="8 stores keys and values in 8 bits, in about half of the memory. Default: the model's dtype."),
+]
 Guess = Annotated[
     bool, typer.Option(help="With --host-memory, prefetch the likely experts of the next layer. Outputs do not change.")
 ]
@@ -48,7 +61,7 @@ def loading(
     host_memory: str | None,
     device_memory: str | None,
     misses: str | None,
-    **more: bool,
+    **more: Any,
 ) -> "LoadOptions":
     """Return how a command loads its model, from its options; raises as `LoadOptions`."""
     from moepack.integrations.options import LoadOptions

@@ -10,7 +10,7 @@ import typer
 
 from moepack.cli.command import NAMED, command_line
 from moepack.cli.options import AnyModel, Dtype, MinP, Mode, RepetitionPenalty, Resident, Threads, TopK, TopP
-from moepack.cli.placement import Device, DeviceMemory, HostMemory, Misses, loading
+from moepack.cli.placement import Device, DeviceMemory, HostMemory, KvBits, Misses, loading
 from moepack.cli.usage import wrong_usage
 from moepack.cli.vllm import replace_by_vllm
 from moepack.errors import LoadError
@@ -110,6 +110,7 @@ def serve_command(
     host_memory: HostMemory = None,
     device_memory: DeviceMemory = None,
     misses: Misses = None,
+    kv_bits: KvBits = None,
     engine: Program = "moepack",
 ) -> None:
     """Serve a model over HTTP with OpenAI's and Anthropic's API (docs/serving.md).
@@ -135,7 +136,8 @@ def serve_command(
             tuple(cors_origin or ()), None if chat_template is None else read_text(chat_template),
             _variables(chat_template_kwargs), _sampling(**drawn, repetition_penalty=repetition_penalty), log_prompts,
         )  # fmt: skip
-        options = loading(dtype, threads, mode, device, host_memory, device_memory, misses, resident=resident)
+        caps = host_memory, device_memory, misses
+        options = loading(dtype, threads, mode, device, *caps, resident=resident, kv_bits=kv_bits)
         loaded = _adapters(lora or [])
         serving, stepping = _engine(path, options, loaded, slots, queue, context, timeout, deterministic)
         application = create_app(serving, settings)

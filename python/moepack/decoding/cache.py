@@ -115,6 +115,11 @@ class _Growing(DynamicLayer):  # type: ignore[misc]
         return form_of(*self._tensors)
 
     @classmethod
+    def stored(cls, form: Form) -> Form:
+        """The form of the layer's tensors for keys and values of a form."""
+        return form
+
+    @classmethod
     def _of(cls, layer: DynamicLayer, **kwargs: Any) -> Self:
         """Create a layer that continues another one."""
         grown = cls(**kwargs)
@@ -159,7 +164,7 @@ class GrowingLayer(_Growing):
         return self.count
 
     @classmethod
-    def of(cls, layer: DynamicLayer) -> "GrowingLayer":
+    def of(cls, layer: DynamicLayer) -> Self:
         """Create a layer that continues another one."""
         return cls._of(layer)
 
@@ -183,7 +188,7 @@ class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A layer of `DynamicCache` that appends in place and keeps the last `sliding_window - 1` tokens."""
 
     @classmethod
-    def of(cls, layer: DynamicSlidingWindowLayer) -> "GrowingWindow":
+    def of(cls, layer: DynamicSlidingWindowLayer) -> Self:
         """Create a layer that continues another one."""
         return cls._of(layer, sliding_window=layer.sliding_window)
 
@@ -254,7 +259,9 @@ class Mark:
         self._cache, self._layers = cache, list(cache.layers)
         self._attributes = [dict(vars(layer)) for layer in self._layers]
         kinds = {type(layer) for layer in self._layers}
-        self.is_exact = type(cache) is DynamicCache and kinds <= {*_TOKEN_LAYERS}
+        self.is_exact = type(cache) is DynamicCache and all(
+            kind in _PLAIN_LAYERS or issubclass(kind, _Growing) for kind in kinds
+        )
 
     def restore(self) -> None:
         """Restore the layers and their contents."""
@@ -264,7 +271,7 @@ class Mark:
         self._cache.layers[:] = self._layers
 
 
-_TOKEN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, GrowingWindow)
+_PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 class Tokens(NamedTuple):
@@ -282,15 +289,15 @@ class Tokens(NamedTuple):
         """Convert a cache layer of `length` tokens to one that grows in place; None if it does not match."""
         kinds = {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingWindow}
         kind: Any = kinds.get(type(layer), type(layer))
-        if kind not in kinds.values() or layer.get_seq_length() != length:
+        if not issubclass(kind, _Growing) or layer.get_seq_length() != length:
             return None
         kept, tokens = length, layer.count if isinstance(layer, _Growing) else layer.keys.shape[2]
-        if kind is GrowingWindow:
+        if issubclass(kind, GrowingWindow):
             if layer.record_past or layer.sliding_window != self.window:
                 return None
             kept = min(length, layer.sliding_window - 1)
         form = layer.form if type(layer) is kind else form_of(layer.keys, layer.values)
-        if form != self.form or tokens != kept:
+        if form != kind.stored(self.form) or tokens != kept:
             return None
         taken: GrowingLayer | GrowingWindow = layer if type(layer) is kind else kind.of(layer)
         return taken

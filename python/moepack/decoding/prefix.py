@@ -5,24 +5,50 @@ import math
 import sys
 from typing import Any
 
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from moepack.decoding.cache import GrowingLayer
+from moepack.decoding.narrow import NarrowLayer, NarrowWindow
 
-__all__ = ["Prefix", "common", "forked", "new_cache"]
+__all__ = ["Prefix", "common", "forked", "new_cache", "set_kv_bits"]
+
+
+KV_BITS = (8,)
+"""The numbers of bits in which keys and values can be stored, besides those of the model's dtype."""
+
+
+def set_kv_bits(model: Any, bits: int | None) -> None:
+    """Store keys and values of new caches of a model in 8 bits, or in the model's dtype if `bits` is None.
+
+    Raises:
+        ValueError: another number of bits, or a model that keeps its state in other layers.
+    """
+    if bits is not None and bits not in KV_BITS:
+        raise ValueError(f"kv_bits must be {' or '.join(map(str, KV_BITS))}, not {bits!r}")
+    if bits is not None and model.config.is_encoder_decoder:
+        raise ValueError("kv_bits needs a decoder-only model")
+    model.moepack_kv_bits = bits
+    cache = new_cache(model)
+    if bits is not None and not any(isinstance(layer, (NarrowLayer, NarrowWindow)) for layer in cache.layers):
+        model.moepack_kv_bits = None
+        raise ValueError(f"kv_bits: {type(model).__name__} has a cache of its own, which is not stored in 8 bits")
 
 
 def new_cache(model: Any) -> Any:
     """Return an empty cache for one sequence; layers that keep all tokens grow in place.
 
-    A model whose transformers file defines its own cache class (MiniMax) gets that class.
+    A model whose transformers file defines its own cache class (MiniMax) gets that class. `set_kv_bits` selects layers
+    in 8 bits; states of linear attention keep their dtypes.
     """
     classes = vars(sys.modules[type(model).__module__]).values()
     own = [kind for kind in classes if isinstance(kind, type) and issubclass(kind, DynamicCache)]
     if (kind := next((kind for kind in own if kind.__module__ == type(model).__module__), None)) is not None:
         return kind()
     cache = DynamicCache(config=model.config)
-    cache.layers = [GrowingLayer.of(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    kinds: dict[type, Any] = {DynamicLayer: GrowingLayer}
+    if getattr(model, "moepack_kv_bits", None) is not None:
+        kinds = {DynamicLayer: NarrowLayer, DynamicSlidingWindowLayer: NarrowWindow}
+    cache.layers = [kinds[type(layer)].of(layer) if type(layer) in kinds else layer for layer in cache.layers]
     return cache
 
 
@@ -61,7 +87,7 @@ class Prefix:
 
         A sliding window has dropped tokens that a shorter sequence attends to.
         """
-        return len(self.ids) <= self.limit and all(type(layer) is GrowingLayer for layer in self.cache.layers)
+        return len(self.ids) <= self.limit and all(isinstance(layer, GrowingLayer) for layer in self.cache.layers)
 
     def shared(self, ids: list[int], adapter: str | None = None) -> int:
         """Return how many prompt tokens can be reused; the last one never is, because its logits are needed."""

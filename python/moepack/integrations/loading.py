@@ -20,6 +20,7 @@ from moepack.checkpoint.decoded import DecodedCheckpoint
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.decoding.carried import carried_of
+from moepack.decoding.prefix import set_kv_bits
 from moepack.decoding.vocabulary import watch
 from moepack.errors import CheckpointError, CorruptionError, DeviceError, LoadError, MoepackError, UnsupportedModelError
 from moepack.format.directory import check_listed, read_manifest
@@ -50,8 +51,8 @@ def load(directory: Directory, options: LoadOptions) -> Any:
     Args:
         directory: a directory written by `moepack compress`, or the Hub id of one (`ORGANIZATION/NAME[@REVISION]`).
         **options: the fields of `moepack.LoadOptions`: `dtype`, `threads`, `mode`, `resident`, `device`, `device_map`,
-            `host_memory`, `guess`, `approximate`, `device_memory` and `misses`; `help(moepack.LoadOptions)` describes
-            them.
+            `host_memory`, `guess`, `approximate`, `device_memory`, `misses` and `kv_bits`; `help(moepack.LoadOptions)`
+            describes them.
 
     Returns:
         The model, of the class named in config.json, such as `...ForCausalLM` or `...ForConditionalGeneration`.
@@ -99,6 +100,8 @@ def open_with(directory: Directory, options: LoadOptions) -> Any:
     _cap(model, Path(directory), gpu, options)
     watch(model)
     carried_of(model)
+    if options.kv_bits is not None:
+        set_kv_bits(model, options.kv_bits)
     return model.eval()
 
 

@@ -47,6 +47,9 @@ class LoadOptions:
             they are chosen (docs/gpu.md).
         misses: with `device_memory`, what happens to chosen experts that are not on the GPU: "moved" copies them there,
             "computed" runs them on the CPU, "auto" splits them by measured times to finish soonest (docs/gpu.md).
+        kv_bits: 8 stores keys and values in 8 bits in the caches of moepack's generation, chats and server
+            (docs/serving.md); None stores them in `dtype`. `generate` of transformers makes its own cache, unless
+            `past_key_values` is `moepack.decoding.prefix.new_cache(model)`.
 
     Raises:
         ValueError: unknown dtype, or conflicting options.
@@ -63,6 +66,7 @@ class LoadOptions:
     approximate: bool = False
     device_memory: str | int | None = None
     misses: Misses = "auto"
+    kv_bits: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str) and self.dtype not in (*DTYPES, "auto"):

@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moepack.backends.gpu import lost
-from moepack.decoding.cache import GrowingLayer
+from moepack.decoding.cache import GrowingLayer, GrowingWindow
 from moepack.decoding.carried import carried_of
 from moepack.decoding.decoder import passes_of
 from moepack.decoding.families import decoder_of
@@ -44,7 +44,8 @@ from moepack.serving.reading import Reading
 __all__ = ["Flight", "Part", "Stepper"]
 
 NAME = "moepack_sequences"
-_LAYERS = (DynamicLayer, GrowingLayer, DynamicSlidingWindowLayer)
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Transformers' layers that keep only keys and values. The models' own subclasses may keep more."""
 PROBE = 12
 """Number of tokens of the test that compares one pass with two."""
 ALIKE = 0.05
@@ -274,8 +275,13 @@ def _goes_together(model: Any) -> bool:
         bool(getattr(model, "_supports_attention_backend", False))
         and config._attn_implementation in ("sdpa", "eager")
         and set(getattr(config, "layer_types", None) or _KINDS) <= _KINDS
-        and all(type(layer) in _LAYERS for layer in new_cache(model).layers)
+        and all(_keeps_tokens(layer) for layer in new_cache(model).layers)
     )
+
+
+def _keeps_tokens(layer: Any) -> bool:
+    """Return whether a cache layer keeps keys and values and nothing else."""
+    return type(layer) in _LAYERS or isinstance(layer, (GrowingLayer, GrowingWindow))
 
 
 def _reads_in_pieces(model: Any) -> bool:
@@ -284,10 +290,10 @@ def _reads_in_pieces(model: Any) -> bool:
     True for caches of keys and values. Other models are tested: some models' own cache layers never drop what the first
     pass has read, and some models lose the state of linear attention if more than one token follows.
     """
-    kinds = {type(layer) for layer in new_cache(model).layers}
-    if kinds and kinds <= {*_LAYERS}:
+    layers = new_cache(model).layers
+    if layers and all(map(_keeps_tokens, layers)):
         return True
-    if not {kind.__module__ for kind in kinds} <= {DynamicLayer.__module__, GrowingLayer.__module__}:
+    if not all(_keeps_tokens(layer) or type(layer).__module__ == DynamicLayer.__module__ for layer in layers):
         return False
     ids, cache, first = list(range(PROBE)), new_cache(model), PROBE // 2
     try:

@@ -18,6 +18,7 @@ use crate::held::Held;
 enum Cache<'py> {
     F32(PyReadwriteArray3<'py, f32>),
     Bf16(PyReadwriteArray3<'py, u16>),
+    Bytes(PyReadwriteArray3<'py, i8>),
 }
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Cache<'py> {
@@ -30,8 +31,11 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Cache<'py> {
         if let Ok(array) = object.cast::<PyArray3<f32>>() {
             return Ok(Cache::F32(array.try_readwrite()?));
         }
-        let message =
-            "a cache must be NumPy arrays [groups, capacity, width] of float32, or of uint16 (bfloat16)";
+        if let Ok(array) = object.cast::<PyArray3<i8>>() {
+            return Ok(Cache::Bytes(array.try_readwrite()?));
+        }
+        let message = "a cache must be NumPy arrays [groups, capacity, width] of float32 or uint16 (bfloat16), or \
+                       [groups, capacity, width + 4] of int8";
         Err(PyTypeError::new_err(message))
     }
 }
@@ -41,6 +45,7 @@ impl Cache<'_> {
         Ok(match self {
             Cache::F32(array) => Lane::F32(contiguous(array.as_slice_mut(), "a cache")?),
             Cache::Bf16(array) => Lane::Bf16(contiguous(array.as_slice_mut(), "a cache")?),
+            Cache::Bytes(array) => Lane::Bytes(contiguous(array.as_slice_mut(), "a cache")?),
         })
     }
 }
@@ -85,6 +90,8 @@ impl Decoder {
     ///     position: the position of the token.
     ///     caches: for each layer keys and values, [groups, capacity, width], float32 or bfloat16 as bits,
     ///         C-contiguous, the first visible token, and the number of tokens; the token's keys and values are appended.
+    ///         In 8 bits: int8 [groups, capacity, width + 4], for each row its codes and a little-endian float32, by
+    ///         which they are multiplied.
     ///         For a delta rule: the last inputs of its convolution, [1, channels, tokens], and its state, float32
     ///         [heads, width of keys, width of values], both of which are updated; the two numbers are ignored.
     ///     isa: the instruction set, by default the active one.

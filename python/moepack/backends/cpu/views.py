@@ -98,7 +98,7 @@ def dense_product(matrix: DenseMatrix, x: Tensor) -> Tensor:
 
 def first_sequence(keys: Tensor, values: Tensor) -> tuple[NDArray[Any], NDArray[Any]] | None:
     """View the first sequence of buffers [batch, heads, capacity, width]; None if the core cannot read them."""
-    kind = FLOATS.get(keys.dtype)
+    kind = {**FLOATS, torch.int8: torch.int8}.get(keys.dtype)
     if kind is None or keys.dtype != values.dtype or keys.device.type != "cpu" or keys.requires_grad:
         return None
     return np.asarray(keys[0].view(kind).numpy()), np.asarray(values[0].view(kind).numpy())

@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use super::norm::Norm;
 use super::output::Output;
-use super::past::Past;
+use super::past::{Own, Past};
 use super::rotary::Rotation;
 use super::softmax::{Reading, Rows, Softmax};
 use super::step::Mixing;
@@ -47,10 +47,10 @@ struct Heads {
     queries: Vec<f32>,
     /// heads x width; empty without gates.
     gates: Vec<f32>,
-    /// groups x width, in the precision of the cache.
-    keys: Vec<f32>,
-    /// groups x width, in the precision of the cache.
-    values: Vec<f32>,
+    /// groups x width.
+    keys: Own,
+    /// groups x width.
+    values: Own,
 }
 
 /// The attention of a step.
@@ -141,7 +141,7 @@ impl Step<'_> {
             true => unzipped(&product(0, &weights.query), weights.width),
             false => (product(0, &weights.query), Vec::new()),
         };
-        let (mut keys, mut values) = (product(1, &weights.key), product(2, &weights.value));
+        let (mut keys, values) = (product(1, &weights.key), product(2, &weights.value));
         for (norm, heads) in [
             (&weights.query_norm, &mut queries),
             (&weights.key_norm, &mut keys),
@@ -151,13 +151,11 @@ impl Step<'_> {
             }
             rotation.apply(heads, weights.width, 0);
         }
-        self.past.keys.round(&mut keys);
-        self.past.values.round(&mut values);
         Heads {
             queries,
             gates,
-            keys,
-            values,
+            keys: Own::new(&self.past.keys, keys, weights.width),
+            values: Own::new(&self.past.values, values, weights.width),
         }
     }
 
@@ -197,8 +195,8 @@ impl Mixing for Step<'_> {
         let rows = |past, own| Rows { past, own };
         let reading = Reading {
             queries: &heads.queries,
-            keys: &[rows(self.past.keys.read(groups, width), &heads.keys)],
-            values: rows(self.past.values.read(groups, width), &heads.values),
+            keys: &[rows(self.past.keys.read(groups, width), &heads.keys.rounded)],
+            values: rows(self.past.values.read(groups, width), &heads.values.rounded),
             scale: self.weights.scale,
         };
         thread.phase(self.softmax.units(), |unit| {

@@ -169,10 +169,10 @@ impl Delta<'_> {
 
     pub(super) fn check_past(&self, past: &Past) -> Result<()> {
         let Sizes { heads, width, .. } = self.sizes();
-        let state =
-            matches!(past.values, Lane::F32(_)) && past.values.values().len() == heads * width[0] * width[1];
-        let window = past.keys.values().len() == self.convolution.len();
-        require(state && window, || {
+        let size = heads * width[0] * width[1];
+        let state = matches!(&past.values, Lane::F32(values) if values.len() == size);
+        let window = past.keys.floats().map(|values| values.len());
+        require(state && window == Some(self.convolution.len()), || {
             "the state of a delta rule has another size".into()
         })
     }
@@ -202,13 +202,14 @@ impl Step<'_> {
     fn token(&self) -> Token {
         let (weights, sizes) = (self.weights, self.weights.sizes());
         let [mut inputs, gates, rates, decays] = self.parts();
-        self.window.round(&mut inputs);
+        inputs = self.window.rounded(&inputs, sizes.channels);
         let (mut kernel, mut window) = (
             vec![0.0; weights.convolution.len()],
             vec![0.0; weights.convolution.len()],
         );
         weights.convolution.widen(0, &mut kernel);
-        self.window.values().widen(0, &mut window);
+        let before = self.window.floats().expect("a cache has been checked");
+        before.widen(0, &mut window);
         let count = kernel.len() / sizes.channels;
         let channels = kernel.chunks_exact(count).zip(window.chunks_exact_mut(count));
         for (x, (kernel, window)) in inputs.iter_mut().zip(channels) {

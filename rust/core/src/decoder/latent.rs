@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 
 use super::norm::Norm;
 use super::output::Output;
-use super::past::Past;
+use super::past::{Own, Past};
 use super::rotary::Rotation;
 use super::softmax::{Reading, Rows, Softmax, add_rows};
 use super::step::Mixing;
@@ -47,9 +47,9 @@ struct Token {
     /// Queries, heads x (plain + rotated).
     queries: Vec<f32>,
     /// The latent in the precision of the cache.
-    latent: Vec<f32>,
+    latent: Own,
     /// The rotated key in the precision of the cache.
-    key: Vec<f32>,
+    key: Own,
 }
 
 /// The attention of a step.
@@ -190,9 +190,11 @@ impl Step<'_> {
         let mut key = latent.split_off(sizes.rank);
         weights.norm.apply(self.isa, &mut latent);
         rotation.apply(&mut key, sizes.rotated, 0);
-        self.past.keys.round(&mut latent);
-        self.past.values.round(&mut key);
-        Token { queries, latent, key }
+        Token {
+            queries,
+            latent: Own::new(&self.past.keys, latent, sizes.rank),
+            key: Own::new(&self.past.values, key, sizes.rotated),
+        }
     }
 
     /// K^T q of a head, followed by the rotated part of its query.
@@ -296,11 +298,11 @@ impl Mixing for Step<'_> {
         let sizes = self.weights.sizes();
         let latents = Rows {
             past: self.past.keys.read(1, sizes.rank),
-            own: &token.latent,
+            own: &token.latent.rounded,
         };
         let keys = Rows {
             past: self.past.values.read(1, sizes.rotated),
-            own: &token.key,
+            own: &token.key.rounded,
         };
         let reading = Reading {
             queries,

@@ -11,7 +11,7 @@ use super::past::{Past, Read};
 use crate::gemm::dense::dot;
 use crate::gemm::layer::exp;
 use crate::simd::{Isa, vectorized};
-use crate::types::{Activations, from_bf16};
+use crate::types::Activations;
 
 /// The number of tokens of a unit of work.
 const RUN: usize = 256;
@@ -161,11 +161,8 @@ fn part_loop(reading: Reading, group: usize, heads: Range<usize>, tokens: Range<
         scores.iter_mut().for_each(|score| *score = exp(*score - largest));
         part.heads.push((largest, scores.iter().sum()));
         let (weights, own) = scores.split_at(before.len());
-        let row = |at| reading.values.past.at(group, before.start + at);
-        match reading.values.past.values {
-            Activations::F32(values) => add_rows(sums, weights, |at| &values[row(at)..], |value| value),
-            Activations::Bf16(values) => add_rows(sums, weights, |at| &values[row(at)..], from_bf16),
-        }
+        let past = reading.values.past;
+        past.add(group, before.start, weights, sums);
         add_rows(
             sums,
             own,
@@ -181,7 +178,7 @@ impl Rows<'_> {
     #[inline(always)]
     fn widen(&self, group: usize, token: usize, last: usize, out: &mut [f32]) {
         match token < last {
-            true => self.past.values.widen(self.past.at(group, token), out),
+            true => self.past.widen(group, token, out),
             false => out.copy_from_slice(&self.own[group * out.len()..][..out.len()]),
         }
     }

@@ -1,0 +1,80 @@
+"""Measures the loss of keys and values in 8 bits, and their memory.
+
+    python -m benches.quality.narrow MODEL [MODEL ...] --text FILE [--text FILE] [--windows 8] [--length N] [--piece 64]
+        [--threads 1] [--out build/narrow.json]
+
+The unpacked models read windows in pieces, in float32, so later pieces attend to the stored keys and values of earlier
+ones. Without --length, a window has as many tokens as the model has positions, at most 2,048. Prints the loss with keys
+and values in float32, the increase in 8 bits in nats per token, and the bytes of a token's keys and values in all
+layers, in bfloat16 and in 8 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from benches.tools import machine
+from benches.tools.scores import windows
+from moepack.decoding.prefix import new_cache, set_kv_bits
+from moepack.integrations.loading import open_model, open_tokenizer
+
+LONGEST = 2048
+
+
+@torch.inference_mode()
+def loss(model: Any, texts: torch.Tensor, piece: int) -> tuple[float, Any]:
+    """The mean loss of tokens but the first of each window, and the cache of the last window."""
+    total, cache = 0.0, None
+    for ids in texts:
+        cache, rows = new_cache(model), []
+        for part in ids.split(piece):
+            rows.append(model(part[None], past_key_values=cache, use_cache=True).logits[0].float())
+        total += float(functional.cross_entropy(torch.cat(rows)[:-1], ids[1:], reduction="sum"))
+    return total / (len(texts) * (texts.shape[1] - 1)), cache
+
+
+def row_bytes(cache: Any, wide: bool) -> int:
+    """The bytes of a token's keys and values in all layers; `wide`: in bfloat16."""
+    tensors = [each for layer in cache.layers for each in (layer.keys, layer.values)]
+    return sum(each.shape[1] * each.shape[3] * (2 if wide else each.element_size()) for each in tensors)
+
+
+def measured(path: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """The figures of a model."""
+    model, tokenizer = open_model(path, dtype="float32"), open_tokenizer(path)
+    length = given.length or min(model.config.max_position_embeddings, LONGEST)
+    figures: dict[str, Any] = {"model": path.name, "length": length, "windows": given.windows}
+    for text in given.text:
+        texts, found = windows(tokenizer, text, given.windows, length), {}
+        for bits in (None, 8):
+            set_kv_bits(model, bits)
+            found[bits], cache = loss(model, texts, given.piece)
+            figures["bytes in 8 bits" if bits else "bytes in bfloat16"] = row_bytes(cache, wide=bits is None)
+        figures[text.stem] = {"loss": found[None], "increase": found[8] - found[None]}
+        print(f"{path.name:<16} {text.stem:<16} {found[None]:.4f} {found[8] - found[None]:+.5f}", flush=True)
+    print(f"{path.name:<16} bytes per token: {figures['bytes in bfloat16']}, {figures['bytes in 8 bits']} in 8 bits")
+    return figures
+
+
+def main() -> None:
+    """Measure all models."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, nargs="+")
+    parser.add_argument("--text", type=Path, required=True, action="append")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--length", type=int)
+    parser.add_argument("--piece", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("build/narrow.json"))
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    machine.save(given.out, given.threads, [measured(model, given) for model in given.models])
+
+
+if __name__ == "__main__":
+    main()
