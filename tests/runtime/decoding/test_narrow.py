@@ -114,13 +114,13 @@ def test_the_core_decodes_with_them(packed: Path) -> None:
 
 
 def test_the_core_writes_the_same_bytes(tmp_path: Path) -> None:
-    model = tiny_model("glm4_moe")
-    model = moepack.load(write_packed(model, tmp_path / "model", create("finequant", bits=8, calibration="none")))
-    model.float()
-    set_kv_bits(model, 8)
-    narrow, wide = new_cache(model), None
-    set_kv_bits(model, None)
+    packed = write_packed(
+        tiny_model("glm4_moe"), tmp_path / "model", create("finequant", bits=8, calibration="none")
+    )
+    model = moepack.load(packed, dtype="float32")
     wide = new_cache(model)
+    set_kv_bits(model, 8)
+    narrow = new_cache(model)
     read(model, "transformers", wide)
     read(model, "native", narrow)
     first = encode(wide.layers[0].keys)  # the first layer's keys do not depend on others
