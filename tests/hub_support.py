@@ -83,9 +83,10 @@ class Hub:
         requests: all requests to files, in order.
         fault: decides how a request is answered wrongly; None answers all correctly.
         token: if set, files need it.
-        sent: bytes of weights sent so far.
+        sent: bytes of weights sent so far, those being sent included.
         names_only: list files without sizes and digests, as some mirrors do.
         tags: the tags of models that a search finds.
+        xet: answer as for files in xet storage, whose own server is missing.
         pause: seconds before each response of more than `LARGE` bytes.
     """
 
@@ -94,8 +95,10 @@ class Hub:
         self.requests: list[Request] = []
         self.fault: Fault = lambda _: None
         self.sent = 0
+        self._counting = threading.Lock()
         self.pause = 0.0
         self.names_only = False
+        self.xet = False
         self.tags: dict[str, set[str]] = {}
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler(place)) for place in ("hub", "network")]
         # Two host names, because huggingface_hub before 2.0 follows redirects within one host to the end.
@@ -138,7 +141,9 @@ class Hub:
         path = unquote(urlparse(handler.path).path)
         try:
             if place == "network":
-                self._file(handler, path, self._at(path.removeprefix("/network/")))
+                file = self._at(path.removeprefix("/network/"))
+                tag = _digest(file, file.stat().st_mtime_ns)[:32]
+                self._file(handler, path, file, {"ETag": f'"{tag}-5"'})
             elif path.startswith("/api/models"):
                 self._api(handler, path)
             else:
@@ -151,6 +156,8 @@ class Hub:
         return self.models[f"{owner}/{name}"] / file
 
     def _api(self, handler: BaseHTTPRequestHandler, path: str) -> None:
+        if "/xet-read-token/" in path:
+            return _send(handler, 404, b"{}", {"X-Error-Code": "EntryNotFound"})
         if path == "/api/models":
             tags = parse_qs(urlparse(handler.path).query).get("filter", [])
             listed = [{"id": name} for name, known in self.tags.items() if known >= {*",".join(tags).split(",")}]
@@ -194,10 +201,17 @@ class Hub:
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'}
         if file.suffix not in STORED:
             return self._file(handler, path, file, headers)
-        self.requests.append(_request(handler, path))
+        self.requests.append(request := _request(handler, path))
+        answer = self.fault(request) or Answer()
         location = f"{self.network}/network/{match[1]}/{match[3]}?signature=abc"
         linked = {"X-Linked-Size": str(file.stat().st_size), "X-Linked-Etag": f'"{digest}"', "Location": location}
-        return _send(handler, 302, b"", {**headers, **linked})
+        if self.xet:
+            route = f"{self.url}/api/models/{match[1]}/xet-read-token/{COMMIT}"
+            linked |= {"X-Xet-Hash": digest, "X-Xet-Refresh-Route": route, "ETag": f'"{digest[::-1]}"'}
+            linked["Link"] = (
+                f'<{route}>; rel="xet-auth", <{self.network}/reconstructions>; rel="xet-reconstruction-info"'
+            )
+        return _send(handler, answer.status or 302, b"", {**headers, **linked, **answer.headers})
 
     def _file(
         self, handler: BaseHTTPRequestHandler, path: str, file: Path, headers: dict[str, str] | None = None
@@ -219,9 +233,10 @@ class Hub:
             content = answer.change(stream.read(stop + 1 - start))
         if len(content) > LARGE:
             time.sleep(self.pause)
-        sent = _send(handler, status, content, {**more, **answer.headers}, answer.keep, answer.delay)
-        self.sent += sent if file.suffix in STORED else 0
-        return None
+        if file.suffix in STORED and handler.command != "HEAD":
+            with self._counting:  # before the client has the bytes, so that it sees them counted
+                self.sent += len(content[: answer.keep])
+        return _send(handler, status, content, {**more, **answer.headers}, answer.keep, answer.delay)
 
 
 @cache
@@ -241,15 +256,15 @@ def _send(
     headers: dict[str, str],
     keep: int | None = None,
     delay: float = 0.0,
-) -> int:
-    """Send a response; close the connection early if `keep` is less than the body. Return the bytes sent."""
+) -> None:
+    """Send a response; close the connection early if `keep` is less than the body."""
     handler.send_response(status)
     for name, value in headers.items():
         handler.send_header(name, value)
     handler.send_header("Content-Length", str(len(body)))
     handler.end_headers()
     if handler.command == "HEAD":
-        return 0
+        return
     kept = body if keep is None else body[:keep]
     for start in range(0, len(kept), 1 << 16):
         time.sleep(delay)
@@ -257,7 +272,6 @@ def _send(
     handler.wfile.flush()
     if len(kept) < len(body):
         handler.close_connection = True
-    return len(kept)
 
 
 @contextmanager
@@ -278,8 +292,20 @@ def use(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("HUGGINGFACE_CO_URL_TEMPLATE", template),
         ("HF_HUB_CACHE", str(tmp_path / "cache")),
         ("HF_HUB_OFFLINE", False),
-        ("HF_HUB_DOWNLOAD_TIMEOUT", 1),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", 30),
     ):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setattr(transfer, "PAUSE", 0.02)
     monkeypatch.setattr(transfer, "LONGEST", 0.05)
+
+
+def held_from(server: Hub, reached: Callable[[], bool]) -> threading.Event:
+    """Hold back all weights once a condition is true, so that a job cannot finish; return the event that ends it."""
+    ended = threading.Event()
+
+    def hold(request: Request) -> None:
+        if request.path.startswith("/network/") and reached():
+            ended.wait(120)
+
+    server.fault = hold
+    return ended

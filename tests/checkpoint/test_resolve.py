@@ -10,6 +10,8 @@ import pytest
 import moepack
 import packed_support as support
 from hub_support import cached
+from moepack.checkpoint.gguf.files import is_kind
+from moepack.checkpoint.hub_model import hub_id, hub_model
 from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import CheckpointError
 from moepack.methods.qmoe.ternary import Ternary
@@ -158,6 +160,33 @@ def test_a_repository_of_gguf_files_lists_them(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: files)
     with pytest.raises(CheckpointError, match=r"GGUF files \(Q4\.gguf, Q8\.gguf\); .* such as a/b@c/Q4\.gguf"):
         resolve_model("a/b@c")
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ("a/b", ("a/b", None, None, None)),
+        ("a/b@v1/x", ("a/b", "v1/x", None, None)),
+        ("a/b:Q8_0", ("a/b", None, None, "Q8_0")),
+        ("a/b@v1:Q4_K_M", ("a/b", "v1", None, "Q4_K_M")),
+        ("a/b/Q4/m.gguf", ("a/b", None, "Q4/m.gguf", None)),
+        ("a/b@v1/m.gguf", ("a/b", "v1", "m.gguf", None)),
+    ],
+)
+def test_names_of_models_on_the_hub(given: str, parts: tuple[str | None, ...]) -> None:
+    found = hub_model(given)
+    assert found is not None and (found.name, found.revision, found.file, found.kind) == parts
+    assert hub_id(given) == (None if found.is_gguf else parts[:2])
+
+
+@pytest.mark.parametrize("given", ["a", "./a/b", "a/b.gguf", "a/b:", "a/b@", "a/b/c", "/a/b:Q8_0", "a/b:Q8_0/c"])
+def test_other_values_are_paths(given: str) -> None:
+    assert hub_model(given) is None
+
+
+def test_a_quantization_is_a_whole_word_of_a_path() -> None:
+    assert is_kind("moe-Q8_0.gguf", "q8_0") and is_kind("Q4_K_M/moe-00001-of-00002.gguf", "Q4_K_M")
+    assert not is_kind("moe-IQ4_XS.gguf", "Q4_XS") and not is_kind("moe-Q4_K_M.gguf", "Q4_K")
 
 
 def test_the_root_of_a_cache_is_not_a_model(hub_cache: Path, tmp_path: Path) -> None:

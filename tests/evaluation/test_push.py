@@ -12,6 +12,7 @@ import moepack
 import packed_support as support
 from hub_support import serving, use
 from moepack.errors import CorruptionError, LoadError, UploadError
+from moepack.format.side import RECIPE
 from moepack.pipeline.prepacked import fetch_packed, find_packed
 from moepack.report import push
 from moepack.report.card import is_own_card
@@ -56,6 +57,16 @@ def test_a_packed_directory_is_uploaded_with_a_card(
     push(place, "someone/packed")
     assert "Mine." in (place / "README.md").read_text(), "an existing card is kept"
     moepack.verify(place)
+
+
+@pytest.mark.parametrize("source", ["someone/moe", "someone/moe:Q8_0", "someone/moe/BF16/moe.gguf"])
+def test_the_card_names_the_original_of_the_recipe(
+    packed: Path, tmp_path: Path, uploads: list[dict[str, Any]], source: str
+) -> None:
+    place = shutil.copytree(packed, tmp_path / "packed")
+    (place / RECIPE).write_text(f"source:\n  name: {source}\n  revision: abc\nmethod: finequant\n")
+    push(place, "someone/packed")
+    assert "base_model: someone/moe\n" in (place / "README.md").read_text()
 
 
 def test_other_directories_are_not_uploaded(mixtral: Path, tmp_path: Path, uploads: list[dict[str, Any]]) -> None:

@@ -20,7 +20,7 @@ import packed_support as support
 import tiny_models
 from checkpoint.test_pickles import pickled
 from command_support import interruptible
-from hub_support import COMMIT, Answer, Hub, Request, cached, serving, use
+from hub_support import COMMIT, Answer, Hub, Request, cached, held_from, serving, use
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.remote import open_remote, reading
 from moepack.checkpoint.remote.transfer import Transfer
@@ -236,10 +236,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_the_network_do_not_change_the_result(
-    hub: Hub, sharded: Path, packed_shards: Path, tmp_path: Path, fault: str
+    hub: Hub, packed_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Every ninth request for weights is answered wrongly."""
     counted = [0]
+    if fault == "a stalling peer":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 1)
 
     def broken(request: Request) -> Answer | None:
         if not request.path.startswith("/network/"):
@@ -286,6 +288,65 @@ def test_other_bytes_than_listed_are_refused(hub: Hub, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+VERSIONS = {
+    "another commit": ("/someone/", {"X-Repo-Commit": "f" * 40}, f"sent commit {'f' * 40} instead of {COMMIT}"),
+    "another file": ("/someone/", {"X-Linked-Etag": f'"{"e" * 64}"'}, f"has the SHA-256 {'e' * 64}, but the Hub lists"),
+    "a changed file": ("/network/", {"ETag": '"changed"'}, r"changed during the download: its tag was '\w+-5' and is"),
+    "another range": ("/network/", {"Content-Range": "bytes 0-9/99"}, "sent the range 'bytes 0-9/99' instead of"),
+    "no range": ("/network/", {"Content-Range": "items 1"}, "sent the range 'items 1' instead of that from"),
+    "another size": ("/network/", {"Content-Range": "bytes {start}-{start}/9"}, "sent .* bytes as the range"),
+    "a compressed range": ("/network/", {"Content-Encoding": "br"}, "a range of compressed content"),
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_ranges_of_another_version_are_refused(hub: Hub, version: str) -> None:
+    found = open_remote(NAME)
+    assert found is not None
+    checkpoint, files = found
+    path, headers, message = VERSIONS[version]
+    files._transfer._locations.clear()  # opening the model followed the redirects
+
+    def wrong(request: Request) -> Answer | None:
+        if not request.path.startswith(path) or request.start is None:
+            return None
+        return Answer(headers={key: value.replace("{start}", str(request.start)) for key, value in headers.items()})
+
+    hub.fault = wrong
+    with pytest.raises(DownloadError, match=message):
+        checkpoint.tensor(next(name for name in checkpoint.names() if "experts" in name))
+
+
+def test_files_of_xet_storage_are_read_over_http(hub: Hub, packed_shards: Path, tmp_path: Path) -> None:
+    """The redirect of a file leads to its bytes, whether hf_xet is installed or not."""
+    hub.xet = True
+    moepack.compress(NAME, tmp_path / "out", method=Ternary())
+    assert support.contents(tmp_path / "out") == support.contents(packed_shards)
+
+
+@pytest.mark.parametrize("reason", ["disabled", "not installed"])
+def test_files_of_xet_storage_are_kept_without_hf_xet(
+    hub: Hub, sharded: Path, packed_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    if reason == "disabled":  # by HF_HUB_DISABLE_XET
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    else:
+        monkeypatch.setattr("huggingface_hub.file_download.is_xet_available", lambda: False)
+    hub.xet = True
+    moepack.compress(NAME, tmp_path / "out", method=Ternary(), keep_source=True)
+    assert support.contents(tmp_path / "out") == support.contents(packed_shards)
+    kept = (tmp_path / "cache").rglob("snapshots/*/*.safetensors")
+    assert {file.name for file in kept} == {file.name for file in sharded.glob("*.safetensors")}
+
+
+def test_a_failure_of_xet_storage_names_the_way_around(hub: Hub, tmp_path: Path) -> None:
+    pytest.importorskip("hf_xet")
+    hub.xet = True
+    with pytest.raises(DownloadError, match=r"cannot be downloaded: .*; HF_HUB_DISABLE_XET=1 downloads without hf_xet"):
+        moepack.compress(NAME, tmp_path / "out", method=Ternary(), keep_source=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_lost_connection_is_continued_by_the_same_call(hub: Hub, packed_shards: Path, tmp_path: Path) -> None:
     def lost(request: Request) -> Answer | None:
         return Answer(keep=0) if request.path.startswith("/network/") and hub.sent > limit else None
@@ -310,10 +371,9 @@ def test_a_lost_connection_is_continued_by_the_same_call(hub: Hub, packed_shards
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_job_is_continued(
-    hub: Hub, sharded: Path, packed_shards: Path, tmp_path: Path, kill: signal.Signals
-) -> None:
-    hub.pause = 0.2
+def test_a_killed_job_is_continued(hub: Hub, packed_shards: Path, tmp_path: Path, kill: signal.Signals) -> None:
+    awaited = {signal.SIGINT: "out.source/*.safetensors", signal.SIGKILL: "out.partial/*.safetensors"}[kill]
+    gone = held_from(hub, lambda: bool(list(tmp_path.glob(awaited))))
     code = (
         "import sys, moepack; from moepack.methods.qmoe.ternary import Ternary; "
         f"moepack.compress({NAME!r}, sys.argv[1], method=Ternary())"
@@ -324,14 +384,14 @@ def test_a_killed_job_is_continued(
     with interruptible():
         job = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    awaited = {signal.SIGINT: "out.source/*.safetensors", signal.SIGKILL: "out.partial/*.safetensors"}[kill]
     while not list(tmp_path.glob(awaited)):
         assert job.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     job.send_signal(kill)
     job.wait(60)
     assert not (tmp_path / "out").exists() and (tmp_path / "out.source").exists()
-    hub.pause, before = 0.0, downloaded(tmp_path / "out.source")
+    gone.set()
+    before = downloaded(tmp_path / "out.source")
     start = len(hub.requests)
     moepack.compress(NAME, tmp_path / "out", method=Ternary())
     assert support.contents(tmp_path / "out") == support.contents(packed_shards)

@@ -1,6 +1,13 @@
 """GGUF models on a hub, planned from their headers and packed while they are downloaded."""
 
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,17 +16,20 @@ from typer.testing import CliRunner
 import moepack
 import packed_support as support
 from checkpoint.test_gguf_sources import OWN, saved
+from command_support import interruptible
 from gguf_support import quantized, write_gguf
-from hub_support import Hub, serving, use
+from hub_support import LARGE, Answer, Hub, held_from, serving, use
 from moepack.checkpoint.quantized import open_checkpoint
-from moepack.checkpoint.remote import open_remote, reading
+from moepack.checkpoint.remote import Altered, files, open_remote, parts, reading
 from moepack.checkpoint.resolve import resolve_model
 from moepack.cli import app
 from moepack.errors import CheckpointError, DownloadError
 from moepack.format.side import RECIPE
 from moepack.methods import create
 from moepack.pipeline.estimate import estimate
+from moepack.pipeline.library import entries, place_of, title_of
 from moepack.pipeline.recipe import Recipe
+from places import ROOT
 
 pytest.importorskip("gguf")
 
@@ -34,7 +44,8 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved("qwen3_moe", tmp_path_factory.mktemp("original") / "model", **OWN["qwen3_moe"])
+    sizes = {**OWN["qwen3_moe"], "num_hidden_layers": 4, "num_experts": 8}
+    return saved("qwen3_moe", tmp_path_factory.mktemp("original") / "model", **sizes)
 
 
 @pytest.fixture(scope="session")
@@ -147,3 +158,107 @@ def test_the_only_file_of_a_repository_needs_no_name(
     found = open_remote("someone/single")
     assert found is not None and found[0].fingerprint() == open_checkpoint(file).fingerprint()
     assert open_checkpoint(resolve_model("someone/single")).fingerprint() == found[0].fingerprint()
+
+
+def test_another_process_reads_ranges(hub: Hub, repository: Path) -> None:
+    cloudpickle = pytest.importorskip("cloudpickle")  # Ray's way to send a checkpoint to a node
+    found, local = open_remote(f"{NAME}:BF16"), open_checkpoint(local_of(repository, "BF16"))
+    assert found is not None
+    checkpoint = pickle.loads(cloudpickle.dumps(found[0]))
+    assert all(checkpoint.tensor(each).equal(local.tensor(each)) for each in local.names()[::7])
+
+
+def test_a_quantization_is_part_of_a_name_in_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    place_of(title_of(f"{NAME}:Q8_0"), "9GB").mkdir(parents=True)
+    (entry,) = entries(f"{NAME}:Q8_0")
+    assert entry.size == "9GB" and ":" not in entry.path.name
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of more than 60 kB are cut into parts of at least 40 kB."""
+    monkeypatch.setattr(parts, "WHOLE", 60_000)
+    monkeypatch.setattr(parts, "LEAST", 40_000)
+
+
+class Watching(moepack.progress.Silent):
+    """Notes how much of a model was on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.most = folder, 0
+
+    def traffic(self, received: int, left: int, disk: int) -> None:
+        found = 0
+        for file in self.folder.glob("moe*.gguf-*"):
+            with suppress(FileNotFoundError):  # just completed or removed
+                found += file.stat().st_size
+        self.most = max(self.most, found)
+
+
+def test_a_large_file_is_packed_in_parts(hub: Hub, small_parts: None, repository: Path, tmp_path: Path) -> None:
+    """The disk holds some parts of it, and its SHA-256 is verified all the same."""
+    file = local_of(repository, "Q8_0")
+    found = open_remote(f"{NAME}:Q8_0")
+    assert found is not None and len(found[1].sizes) > 3 and sum(found[1].sizes.values()) == file.stat().st_size
+    watching = Watching(tmp_path / "remote.source")
+    budget = 4 * max(found[1].sizes.values())
+    assert budget < file.stat().st_size / 2
+    report = moepack.compress(
+        f"{NAME}:Q8_0", tmp_path / "remote", method="finequant", disk_budget=budget, progress=watching
+    )
+    moepack.compress(file, tmp_path / "local", method="finequant")
+    assert same_but_source(tmp_path / "remote") == same_but_source(tmp_path / "local")
+    assert 0 < watching.most <= budget and len(hub.shards()) > len(found[1].sizes)
+    assert not any("SHA-256" in note for note in report.notes)
+
+
+def test_a_large_file_with_another_digest_leaves_nothing(hub: Hub, small_parts: None, tmp_path: Path) -> None:
+    """The difference is found when layers are already packed."""
+
+    def changed(body: bytes) -> bytes:
+        return body[:-1] + bytes([body[-1] ^ 1]) if len(body) > LARGE else body
+
+    hub.fault = lambda request: Answer(change=changed) if request.path.startswith("/network/") else None
+    with pytest.raises(Altered, match=r"its SHA-256 is \w+, but the Hub lists"):
+        moepack.compress(f"{NAME}:Q8_0", tmp_path / "out", method="finequant")
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_killed_job_continues(
+    hub: Hub,
+    repository: Path,
+    tmp_path: Path,
+    small_parts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    killed: bool,
+) -> None:
+    """If too much would have to be downloaded again to verify the file, its report says so."""
+    awaited = "out.partial/*.safetensors" if killed else "out.source/moe-*.gguf-*"
+    gone = held_from(hub, lambda: bool(list(tmp_path.glob(awaited))))
+    code = (
+        "import sys, moepack; from moepack.checkpoint.remote import parts; parts.WHOLE, parts.LEAST = 60_000, 40_000; "
+        f"moepack.compress('{NAME}:Q8_0', sys.argv[1], method='finequant', disk_budget=sys.argv[2])"
+    )
+    found = open_remote(f"{NAME}:Q8_0")
+    budget = str(0 if found is None else 4 * max(found[1].sizes.values()))
+    there = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+    environment = {**os.environ, **there, "PYTHONPATH": str(ROOT / "python")}
+    command = [sys.executable, "-c", code, str(tmp_path / "out"), budget]
+    with interruptible():
+        job = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not list(tmp_path.glob(awaited)):
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    job.send_signal(signal.SIGKILL if killed else signal.SIGINT)
+    job.wait(60)
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.source").exists()
+    gone.set()
+    monkeypatch.setattr(files, "LARGEST_REST", 1000 if killed else 64 << 20)
+    report = moepack.compress(f"{NAME}:Q8_0", tmp_path / "out", method="finequant", disk_budget=budget)
+    moepack.compress(local_of(repository, "Q8_0"), tmp_path / "local", method="finequant")
+    assert same_but_source(tmp_path / "out") == same_but_source(tmp_path / "local")
+    assert any("SHA-256 of moe-Q8_0.gguf was not compared" in note for note in report.notes) == killed
+    assert not list(tmp_path.glob("out.*"))

@@ -126,9 +126,9 @@ def exact_size(nbytes: int) -> str:
 
 def download_text(found: "Streaming") -> str:
     """Describe how a model on the Hub is downloaded."""
-    total = f"{size(found.download)} in {found.shards} shards"
+    total = f"{size(found.download)} in {found.shards} shard{'s' * (found.shards != 1)}"
     if found.budget is None:
         return f"{total}, kept in the Hub's cache"
     if found.whole:
-        return f"{total}, kept until the job is done, because the method reads them several times"
-    return f"{total}, at most {size(found.disk)} of them on disk at a time"
+        return f"{total}, kept until the job is done, because the method reads it several times"
+    return f"{total}, at most {size(found.disk)} of it on disk at a time"

@@ -12,7 +12,9 @@ def push_command(
     directory: Annotated[Path, typer.Argument(help="A packed directory.")],
     name: Annotated[str, typer.Argument(help="Hub id: ORGANIZATION/NAME. It is created if it does not exist.")],
     private: Annotated[bool, typer.Option("--private", help="Create a private model.")] = False,
-    base_model: Annotated[str | None, typer.Option(help="Hub id of the original, for the model card.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="Hub id of the original, for the model card. Default: that of recipe.yaml.")
+    ] = None,
 ) -> None:
     """Upload DIRECTORY to the Hub with its model card. Log in first: `hf auth login`.
 

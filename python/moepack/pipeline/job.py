@@ -23,6 +23,7 @@ from moepack.backends.threads import set_threads
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.checkpoint.balanced import BalancedCheckpoint
+from moepack.checkpoint.remote import Altered
 from moepack.errors import (
     CalibrationError,
     CheckpointError,
@@ -171,6 +172,8 @@ def compress(
         if known is not None and made is not None:
             said += known.differences(Recipe.read(target))
             report = replace(report, notes=(*said, *report.notes))
+        if source.remote is not None:
+            report = replace(report, notes=(*report.notes, *source.remote.notes))
         return _checked(report, plan, source, check, progress)
 
 
@@ -376,7 +379,7 @@ class Job:
 
     def _keep_or_discard(self, workspace: Workspace, error: MoepackError) -> None:
         """Prepare a failed job's directory for the next run."""
-        if not (workspace.done or workspace.complete or isinstance(error, DiskError)):
+        if isinstance(error, Altered) or not (workspace.done or workspace.complete or isinstance(error, DiskError)):
             # An empty working directory would only block the same job with other settings.
             workspace.discard()
         elif workspace.done and isinstance(error, InvalidTensorError | CalibrationError):

@@ -21,6 +21,9 @@ from moepack.system.names import made_portable
 __all__ = ["Entry", "entries", "library", "place_of", "title_of"]
 
 _SEPARATOR = "--"
+_COLON = "%3A"
+"""Stands for the colon of `ORGANIZATION/NAME:Q8_0` in file names, because Windows does not allow it there."""
+
 _UNFINISHED = (PARTIAL, STATE, SOURCE)
 
 
@@ -66,7 +69,8 @@ def title_of(model: str) -> str:
 
 def place_of(title: str, size: str) -> Path:
     """Return the directory of a model in the library."""
-    return library() / f"{title.replace('/', _SEPARATOR)}{_SEPARATOR}{size}"
+    name = title.replace("/", _SEPARATOR).replace(":", _COLON)
+    return library() / f"{name}{_SEPARATOR}{size}"
 
 
 def entries(title: str | None = None) -> list[Entry]:
@@ -85,4 +89,5 @@ def _entry(path: Path) -> Entry:
     name, _, size = path.name.rpartition(_SEPARATOR)
     places = (path, *(path.with_name(path.name + end) for end in _UNFINISHED))
     nbytes = sum(file.stat().st_size for place in places for file in (place, *place.rglob("*")) if file.is_file())
-    return Entry(path, name.replace(_SEPARATOR, "/"), size, nbytes, path.is_dir())
+    title = name.replace(_SEPARATOR, "/").replace(_COLON, ":")
+    return Entry(path, title, size, nbytes, path.is_dir())

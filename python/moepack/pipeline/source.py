@@ -1,8 +1,8 @@
 """The checkpoint that a job reads: a directory, or a model on the Hub that is packed while it is downloaded.
 
-Shards of a model on the Hub are kept in `OUT.source` while they are needed. Methods that read all weights before they
-pack the first layer would download the model once for each pass. Their shards therefore stay until the job is done, if
-the disk has room for all of them.
+Shards of a model on the Hub, or parts of large ones, are kept in `OUT.source` while they are needed. Methods that read
+all weights before they pack the first layer would download the model once for each pass. Their shards therefore stay
+until the job is done, if the disk has room for all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.hub_model import hub_model
 from moepack.checkpoint.quantized import open_checkpoint
-from moepack.checkpoint.remote import RemoteFiles, open_remote
+from moepack.checkpoint.remote import Altered, RemoteFiles, open_remote
 from moepack.checkpoint.remote.files import AT_ONCE
 from moepack.checkpoint.resolve import configured, resolve_model
 from moepack.errors import DiskError, DownloadError, MoepackError
@@ -111,16 +111,18 @@ class Source:
         missing = self.remote.missing()
         total, largest = sum(missing), sorted(missing)[-AT_ONCE:]
         if self._keep:
-            return Streaming(total, len(missing), None, False, False)
+            return Streaming(total, self.remote.absent, None, False, False)
         least = self.remote.least(_groups(self.checkpoint, layers))
         if self._budget is not None and self._budget < least:
             raise ValueError(
                 f"a disk budget of {size(self._budget)} is too small: a layer of this model needs {size(least)} of "
-                "shards at a time"
+                "its shards, or of parts of them, at a time"
             )
         usual = min(max(sum(largest), least + max(largest, default=0)), total)
         budget = self._budget or (total if looks_ahead and total <= free else usual)
-        return Streaming(total, len(missing), budget, looks_ahead and budget >= total, looks_ahead and budget < total)
+        return Streaming(
+            total, self.remote.absent, budget, looks_ahead and budget >= total, looks_ahead and budget < total
+        )
 
     def prune(self, pruning: Pruning | None, method: Method) -> None:
         """Leave experts out, once; raises as `moepack.pipeline.pruning.pruned`."""
@@ -213,6 +215,8 @@ def opened(
     source, keep = Source(model, *found, keep_source, disk_budget, config), False
     try:
         yield source
+    except Altered:
+        raise
     except (DownloadError, DiskError, KeyboardInterrupt):
         keep = True
         raise

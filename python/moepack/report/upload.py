@@ -5,9 +5,11 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
+from moepack.checkpoint.hub_model import hub_model
 from moepack.checkpoint.resolve import hub_failures, hub_reason
-from moepack.errors import TextError, UploadError
+from moepack.errors import MoepackError, TextError, UploadError
 from moepack.format import PackedDirectory
+from moepack.pipeline.recipe import Recipe
 from moepack.report.card import CARD, is_own_card
 from moepack.report.writing import write_report
 from moepack.textfile import read_text
@@ -27,7 +29,7 @@ def push(
         directory: the packed directory.
         name: `ORGANIZATION/NAME`; the repository is created if it does not exist.
         private: create a private repository.
-        base_model: Hub id of the original, for a new card.
+        base_model: Hub id of the original, for a new card; None means that of the recipe.
 
     Returns:
         The address of the model and of the commit.
@@ -45,7 +47,7 @@ def push(
     except (OSError, TextError):
         described = False
     if not described:
-        write_report(place, base_model=base_model)
+        write_report(place, base_model=base_model or _original(place))
     api = huggingface_hub.HfApi()
     try:
         made = api.create_repo(name, private=private, exist_ok=True)
@@ -56,3 +58,13 @@ def push(
     except hub_failures() as error:
         raise UploadError(f"cannot be uploaded to '{name}': {hub_reason(error)}", file=place) from error
     return str(made), done.commit_url
+
+
+def _original(place: Path) -> str | None:
+    """Return the Hub id of the repository that a packed directory was made from; None if its recipe names none."""
+    try:
+        source = Recipe.read(place).source
+    except (OSError, MoepackError):
+        return None
+    found = None if source is None else hub_model(source.name)
+    return None if found is None else found.name

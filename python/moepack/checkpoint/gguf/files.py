@@ -46,7 +46,7 @@ def parts_of(file: Path) -> list[Path]:
     return parts
 
 
-def gguf_models(names: Iterable[str]) -> list[Sequence[str]]:
+def gguf_models(names: Iterable[str]) -> Sequence[Sequence[str]]:
     """Return the GGUF models among the files of a repository: the names of the parts of each, in order.
 
     A split model counts if its first part exists. Other parts may be missing.

@@ -2,7 +2,8 @@
 
 `open_remote` reads configuration, index and the headers of all shards, a few megabytes in all. The result is a
 `Checkpoint` whose bytes come from `RemoteFiles`. `transfer` lists files and reads ranges; `files` decides which shards
-are on disk; `ranges` is what other processes read; `gguf` opens GGUF files.
+are on disk, `parts` divides large ones, `sums` verifies these; `kept` holds tensors that are needed again; `ranges` is
+what other processes read; `gguf` opens GGUF files.
 """
 
 import io
@@ -16,16 +17,18 @@ from moepack.checkpoint.hub_model import hub_model
 from moepack.checkpoint.pickles import PICKLED, read_pickled
 from moepack.checkpoint.quantized import adapted
 from moepack.checkpoint.reader import Checkpoint, check_listed, read_config
-from moepack.checkpoint.remote.files import RANGES_AT_ONCE, RemoteFiles, Traffic
+from moepack.checkpoint.remote.files import RemoteFiles, Traffic
 from moepack.checkpoint.remote.gguf import open_parts
+from moepack.checkpoint.remote.kept import RANGES_AT_ONCE
 from moepack.checkpoint.remote.reading import RangedFile
+from moepack.checkpoint.remote.sums import Altered
 from moepack.checkpoint.remote.transfer import Listing, Transfer, list_model
 from moepack.checkpoint.resolve import NO_FILE, chosen_gguf, small_files
 from moepack.errors import DownloadError
 from moepack.format.header import Header, header_length, parse_header
 from moepack.format.weights import PICKLE, pickle_files, weight_files
 
-__all__ = ["RemoteFiles", "Traffic", "open_remote"]
+__all__ = ["Altered", "RemoteFiles", "Traffic", "open_remote"]
 
 PICKLE_INDEX = f"{PICKLE}.index.json"
 

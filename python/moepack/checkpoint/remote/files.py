@@ -1,14 +1,15 @@
 """The shards of a model on the Hub, downloaded ahead of their readers into little disk space.
 
 Before `expect`, tensors are read by ranges; those announced by `gather` are kept, because they are needed again at the
-end. After `expect`, threads download whole shards in the order in which layers need them, several at a time, and shards
-that were read are removed when the next ones need their space. Readers wait for missing shards. A shard that was
-removed too early is downloaded again.
+end. After `expect`, threads download shards, or parts of large ones (`parts`), in the order in which layers need them,
+several at a time, and those that were read are removed when the next ones need their space. Readers wait for missing
+parts. A part that was removed too early is downloaded again.
 
 Invariants:
 
-* downloaded shards, started ones included, take at most the budget;
-* only shards with the size, header and SHA-256 of the listing are read;
+* downloaded parts, started ones included, take at most the budget;
+* only shards with the size, header and SHA-256 of the listing are read; those in several parts are verified when the
+  last part is there (`sums`);
 * after a kill at any time, a new object over the same folder and commit continues with what the folder holds.
 """
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,38 +27,41 @@ import numpy as np
 from moepack.checkpoint.gguf.files import SUFFIX
 from moepack.checkpoint.gguf.header import read_gguf
 from moepack.checkpoint.pickles import read_pickle
+from moepack.checkpoint.remote.kept import RANGES_AT_ONCE, KeptTensors, surviving
+from moepack.checkpoint.remote.parts import Part, Parts
 from moepack.checkpoint.remote.ranges import RangeFiles
-from moepack.checkpoint.remote.transfer import Listing, RemoteFile, Transfer
+from moepack.checkpoint.remote.sums import Sums
+from moepack.checkpoint.remote.transfer import Listing, Transfer
 from moepack.checkpoint.resolve import hub_reason
 from moepack.checkpoint.shards import SAMPLE_BYTES, Bytes, ShardFiles, map_range, sample_positions, sampled
 from moepack.errors import CheckpointError, DiskError, DownloadError, MoepackError, ResumeError
 from moepack.format.atomic import disk_errors
 from moepack.format.header import Header, TensorInfo, read_header
-from moepack.system.files import KEEPS_REMOVED, remove, remove_tree, replace
+from moepack.system.files import remove, remove_tree, replace
 from moepack.system.locks import Lock, lock_directory, unlock
 
 __all__ = ["RemoteFiles", "Traffic"]
 
 AT_ONCE = 3
-"""Shards that are downloaded at the same time, and the default budget in shards."""
-
-RANGES_AT_ONCE = 16
-"""Ranges that are requested at the same time. They are small, so that the time of an answer dominates."""
-
-GAP = 256 << 10
-"""Largest hole in bytes between two tensors that are read by one request."""
+"""Parts that are downloaded at the same time, and the default budget in parts."""
 
 COMPARED = 1 << 23
 """Bytes of two tensors that are compared at a time."""
 
 ALONE = 4
-"""A shard is downloaded again once more than a quarter of it was read by ranges."""
+"""A part is downloaded again once more than a quarter of it was read by ranges."""
 
 LARGEST_ALONE = 64 << 20
-"""Largest tensor in bytes that is read by its range instead of its shard."""
+"""Largest tensor in bytes that is read by its range instead of its part."""
+
+LARGEST_REST = 64 << 20
+"""Most bytes of a part that no layer needs that are read only to verify its shard."""
 
 WAIT = 0.2
 """Seconds between two reports of a reader that waits."""
+
+Run = tuple[int, int, TensorInfo | None]
+"""First byte of a range, the byte after its last one, and the kept tensor there, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class RemoteFiles(ShardFiles):
         self._transfer, self._folder, self._creator = transfer, folder, threading.get_ident()
         self._ready: dict[str, Path] = dict(cached)
         self._cached = frozenset(cached)
+        self._divide(self._cached)
         self._busy: dict[str, int] = {}
         self._partial: dict[str, int] = {}
         self._failed: dict[str, MoepackError] = {}
@@ -113,17 +117,44 @@ class RemoteFiles(ShardFiles):
         self._recent: list[str] = []
         self._together = 1
         self._position = self._received = 0
-        self._gathered: set[str] = set()
+        self._kept = None if folder is None else KeptTensors(transfer, folder / "tensors")
         self._alone: dict[str, int] = {}
         self._changed = threading.Condition()
         self._stopped = False
         self._threads: list[threading.Thread] = []
         self._lock: Lock | None = None
 
+    def _divide(self, whole: Collection[str]) -> None:
+        self._parts = Parts(self.shards, whole)
+        self._sums = Sums(self._parts, self._transfer.listing, self._pieces)
+
+    def _pieces(self, part: Part) -> Iterator[bytes | memoryview] | None:
+        """Return the bytes of a part: kept tensors, and the rest by ranges; None if the rest is large."""
+        runs, position, rest = list[Run](), part.start, 0
+        tensors = (info for info in self.shards[part.shard].tensors.values() if part.start <= info.offset < part.stop)
+        for info in tensors:
+            if info.offset >= position and self._kept is not None and self._kept.has(info):
+                runs += [(position, info.offset, None), (info.offset, info.offset + info.nbytes, info)]
+                rest += info.offset - position
+                position = info.offset + info.nbytes
+        runs.append((position, part.stop, None))
+        return self._read_runs(part.shard, runs) if rest + part.stop - position <= LARGEST_REST else None
+
+    def _read_runs(
+        self, shard: str, runs: Sequence[tuple[int, int, TensorInfo | None]]
+    ) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of ranges of a shard, which are tensors that are kept or None."""
+        for start, stop, info in runs:
+            found = None if info is None or self._kept is None else self._kept.find(info)
+            if found is not None:
+                yield found.data
+            else:
+                yield from self._transfer.stream(shard, start, stop)
+
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each shard in bytes."""
-        return {name: header.size for name, header in self.shards.items()}
+        """The size of each part in bytes. A shard that is one part has its name."""
+        return {name: part.size for name, part in self._parts.items()}
 
     def __reduce__(self) -> tuple[type[RangeFiles], tuple[Mapping[str, Header], Listing]]:
         return RangeFiles, (self.shards, self._transfer.listing)
@@ -140,6 +171,8 @@ class RemoteFiles(ShardFiles):
         """
         assert self._folder is not None, "a folder is needed to keep shards"
         self.budget = budget
+        if budget is None:
+            self._divide(self.shards)
         try:
             if self._folder.exists() and not (self._folder / "tensors").is_dir():
                 raise ResumeError(
@@ -158,28 +191,31 @@ class RemoteFiles(ShardFiles):
             raise ResumeError("another process is using it", file=self._folder) from cause
         except OSError as cause:
             raise DiskError(f"cannot be created: {cause.strerror}", file=self._folder) from cause
-        for name, header in self.shards.items():
+        for name, part in self._parts.items():
             file = self._folder / name
-            if name not in self._ready and file.exists() and file.stat().st_size == header.size:
+            if name not in self._ready and file.exists() and file.stat().st_size == part.size:
                 self._ready[name] = file  # it was renamed after all checks
-            elif (part := self._folder / f"{name}.part").exists():
-                self._partial[name] = part.stat().st_size
+            elif (begun := self._folder / f"{name}.part").exists():
+                self._partial[name] = begun.stat().st_size
 
     def least(self, groups: Sequence[Collection[TensorInfo]]) -> int:
-        """Return the smallest possible budget: the largest total size of shards that a group needs."""
-        own = ({info.file.name for info in group} - self._cached for group in groups)
-        return max((sum(self.shards[name].size for name in names) for names in own), default=0)
+        """Return the smallest possible budget: the largest total size of parts that a group needs."""
+        own = ({self._parts.name_of(info) for info in group} - self._cached for group in groups)
+        return max((sum(self._parts[name].size for name in names) for names in own), default=0)
 
     def expect(self, groups: Sequence[Collection[TensorInfo]]) -> None:
         """See `ShardFiles`. Starts the downloads; a later call replaces the order of those not yet started."""
-        members = [dict.fromkeys(info.file.name for info in group) for group in groups]
+        members = [dict.fromkeys(map(self._parts.name_of, group)) for group in groups]
         with self._changed:
             self._order = list(dict.fromkeys(name for names in members for name in names))
             if self.budget is None:
-                self._order += [name for name in self.shards if name not in self._order]
+                self._order += [name for name in self._parts if name not in self._order]
+            self._sums.expect(self._order)
             self._together = max(map(len, members), default=1)
             self._position = 0
             if not self._threads:
+                for name in self._own():
+                    self._sums.add(self._parts[name], self._ready[name])
                 self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(AT_ONCE)]
                 for thread in self._threads:
                     thread.start()
@@ -192,51 +228,49 @@ class RemoteFiles(ShardFiles):
             DownloadError: the bytes cannot be downloaded.
             DiskError: the disk is full.
         """
-        if _key(info) in self._gathered:
-            assert self._folder is not None
-            return _kept(map_range(self._folder / "tensors" / _key(info), info, None, 0))
-        shard = info.file.name
+        if self._kept is not None and (found := self._kept.find(info)) is not None:
+            return found
+        name = self._parts.name_of(info)
         with self._changed:
-            alone = self._is_read_alone(info)
+            alone = self._is_read_alone(name, info)
             if not alone:
-                self._use(shard)
-                self._await(shard)
+                self._use(name)
+                self._await(name)
                 # The file is opened under the lock, because another thread may remove it.
-                mapped = map_range(self._ready[shard], info, None)
-                return mapped if shard in self._cached or self.budget is None else _kept(mapped)
-        data = self._transfer.read(shard, info.offset, info.offset + info.nbytes)
+                mapped = map_range(self._ready[name], info, None, info.offset - self._parts[name].start)
+                return mapped if name in self._cached or self.budget is None else surviving(mapped)
+        data = self._transfer.read(info.file.name, info.offset, info.offset + info.nbytes)
         return np.frombuffer(bytearray(data), np.uint8)
 
-    def _is_read_alone(self, info: TensorInfo) -> bool:
-        """Return whether to read a tensor by its range instead of downloading its shard; counts its bytes.
+    def _is_read_alone(self, name: str, info: TensorInfo) -> bool:
+        """Return whether to read a tensor by its range instead of downloading its part `name`; counts its bytes.
 
-        A shard that was removed may be needed for a few tensors (a sample of all weights) or for all of them again.
-        Ranges of at most a quarter of a shard are read before it is downloaded again. So a sample costs what it reads,
+        A part that was removed may be needed for a few tensors (a sample of all weights) or for all of them again.
+        Ranges of at most a quarter of a part are read before it is downloaded again. So a sample costs what it reads,
         and a complete pass at most a quarter more than without this rule.
         """
-        shard = info.file.name
-        if shard in self._ready:
+        if name in self._ready:
             return False
         if not self._threads:
             return True
         soon = self._order[self._position : self._position + AT_ONCE + self._together]
-        if self.budget is None or shard in soon or shard in self._busy or shard in self._wanted:
+        if self.budget is None or name in soon or name in self._busy or name in self._wanted:
             return False
         if info.nbytes > LARGEST_ALONE:  # it would take memory
             return False
-        read = self._alone.get(shard, 0) + info.nbytes
-        if read > self.shards[shard].size // ALONE:
+        read = self._alone.get(name, 0) + info.nbytes
+        if read > self._parts[name].size // ALONE:
             return False
-        self._alone[shard] = read
+        self._alone[name] = read
         return True
 
-    def _await(self, shard: str) -> None:
-        """Wait for a shard; raises as `raw`. Call it with the lock."""
-        while shard not in self._ready:
-            if shard in self._failed:
-                raise self._failed.pop(shard)
-            if shard not in self._wanted:
-                self._wanted.append(shard)
+    def _await(self, name: str) -> None:
+        """Wait for a part; raises as `raw`. Call it with the lock."""
+        while name not in self._ready:
+            if name in self._failed:
+                raise self._failed.pop(name)
+            if name not in self._wanted:
+                self._wanted.append(name)
                 self._changed.notify_all()
             self._changed.wait(WAIT)
             self._tell()
@@ -245,13 +279,13 @@ class RemoteFiles(ShardFiles):
         if threading.get_ident() == self._creator:
             self.report()
 
-    def _use(self, shard: str) -> None:
-        """Note that a shard is read now."""
-        if self._recent and self._recent[-1] == shard:
+    def _use(self, name: str) -> None:
+        """Note that a part is read now."""
+        if self._recent and self._recent[-1] == name:
             return
-        self._recent = [*(name for name in self._recent if name != shard), shard]
-        if shard in self._order:
-            self._position = self._order.index(shard)
+        self._recent = [*(each for each in self._recent if each != name), name]
+        if name in self._order:
+            self._position = self._order.index(name)
             self._changed.notify_all()
 
     def sampled(self, shard: str) -> bytes:
@@ -284,39 +318,13 @@ class RemoteFiles(ShardFiles):
 
         Raises as `raw`.
         """
-        assert self._folder is not None
-        missing = []
-        for info in infos:
-            file = self._folder / "tensors" / _key(info)
-            if file.exists() and file.stat().st_size == info.nbytes:
-                self._gathered.add(_key(info))  # by an interrupted run
-            elif info.nbytes and info.strides is None and info.file.name not in self._cached:
-                missing.append(info)
-        with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
-            for keys in pool.map(self._keep, _runs(missing)):
-                self._gathered.update(keys)
-                self._tell()
-
-    def _keep(self, run: Sequence[TensorInfo]) -> list[str]:
-        """Download neighbouring tensors into files of their own."""
-        assert self._folder is not None
-        position, stop = run[0].offset, run[-1].offset + run[-1].nbytes
-        pieces = _Pieces(self._transfer.stream(run[0].file.name, position, stop))
-        for info in run:
-            deque(pieces.take(info.offset - position), maxlen=0)
-            part = self._folder / "tensors" / f"{_key(info)}.part"
-            with disk_errors(part), part.open("wb") as stream:
-                stream.writelines(pieces.take(info.nbytes))
-            replace(part, part.with_suffix(""))
-            position = info.offset + info.nbytes
-        return [_key(info) for info in run]
+        assert self._kept is not None
+        self._kept.gather([info for info in infos if info.file.name not in self._cached], self._tell)
 
     def release(self, infos: Collection[TensorInfo]) -> None:
         """See `ShardFiles`; removes the tensors."""
-        for info in infos:
-            if _key(info) in self._gathered and self._folder is not None:
-                self._gathered.discard(_key(info))
-                remove(self._folder / "tensors" / _key(info), missing_ok=True)
+        if self._kept is not None:
+            self._kept.release(infos)
 
     @property
     def commit(self) -> str:
@@ -324,8 +332,24 @@ class RemoteFiles(ShardFiles):
         return self._transfer.listing.commit
 
     def missing(self) -> list[int]:
-        """Return the sizes of the shards that are not in the Hub's cache."""
-        return [header.size for name, header in self.shards.items() if name not in self._cached]
+        """Return the sizes of the parts that are not in the Hub's cache."""
+        return [part.size for name, part in self._parts.items() if name not in self._cached]
+
+    @property
+    def absent(self) -> int:
+        """The number of shards that are not in the Hub's cache."""
+        return len(self.shards.keys() - self._cached)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was not verified by the end of a job, in full sentences."""
+        names = self._sums.unverified if self.budget is not None else []
+        if not names:
+            return ()
+        return (
+            f"The SHA-256 of {', '.join(names)} was not compared with the Hub's, because this run did not read all "
+            "parts; the place, the size and the version of every part were.",
+        )
 
     @property
     def needs(self) -> int:
@@ -334,10 +358,16 @@ class RemoteFiles(ShardFiles):
         return max(min(total if self.budget is None else self.budget, total) - self.traffic().disk, 0)
 
     def clear(self) -> None:
-        """See `ShardFiles`; removes all shards from the folder, or completes the Hub's cache. Raises as `raw`."""
+        """See `ShardFiles`; removes all shards from the folder, or completes the Hub's cache.
+
+        Raises:
+            Altered: a shard in several parts has another SHA-256 than listed.
+            DownloadError, DiskError: as for `raw`.
+        """
+        self._sums.wait()
         with self._changed:
             if self.budget is None:
-                for name in self.shards:
+                for name in self._parts:
                     self._await(name)
             self._order, self._wanted = [], []
             for name in self._own():
@@ -346,12 +376,12 @@ class RemoteFiles(ShardFiles):
     def traffic(self) -> Traffic:
         """Return the state of the downloads."""
         with self._changed:
-            total = sum(self.shards[name].size for name in self._order)
-            known = sum(self.shards[name].size for name in self._order[: self._position] if name not in self._ready)
-            known += sum(self.shards[name].size for name in self._order if name in self._ready)
+            total = sum(self._parts[name].size for name in self._order)
+            known = sum(self._parts[name].size for name in self._order[: self._position] if name not in self._ready)
+            known += sum(self._parts[name].size for name in self._order if name in self._ready)
             known += sum(self._busy.values())
             partial = sum(self._busy.values()) + sum(self._partial.values())
-            disk = sum(self.shards[name].size for name in self._own()) + partial
+            disk = sum(self._parts[name].size for name in self._own()) + partial
             return Traffic(self._received, total, max(total - known, 0), disk)
 
     def close(self, remove: bool) -> None:
@@ -368,7 +398,7 @@ class RemoteFiles(ShardFiles):
             self._lock = None
 
     def _own(self) -> list[str]:
-        """Return the complete shards in the folder, which may be removed. Those in the Hub's cache may not."""
+        """Return the complete parts in the folder, which may be removed. Those in the Hub's cache may not."""
         return [name for name, path in self._ready.items() if path.parent == self._folder]
 
     def _work(self) -> None:
@@ -427,9 +457,9 @@ class RemoteFiles(ShardFiles):
         used = {name: number for number, name in enumerate(self._recent)}
         while True:
             own = self._own()
-            taken = sum(self.shards[each].size for each in (*own, *self._busy))
+            taken = sum(self._parts[each].size for each in (*own, *self._busy))
             partial = [each for each in self._partial if each != name]
-            if taken + sum(self._partial[each] for each in partial) + self.shards[name].size <= self.budget:
+            if taken + sum(self._partial[each] for each in partial) + self._parts[name].size <= self.budget:
                 return True
             idle = [each for each in own if urgent or (each not in kept and each not in ahead)]
             # Evict the least recently read shard first, then shards downloaded ahead, and the current layer last.
@@ -443,6 +473,7 @@ class RemoteFiles(ShardFiles):
                 return urgent and not own and not self._busy
 
     def _evict(self, name: str) -> None:
+        self._sums.forget(self._parts[name])
         remove(self._ready.pop(name), missing_ok=True)
 
     def _drop(self, name: str) -> None:
@@ -457,36 +488,35 @@ class RemoteFiles(ShardFiles):
             DownloadError, CheckpointError: it cannot be downloaded, or differs from the listing, twice.
             DiskError: it cannot be written.
         """
-        listing = self._transfer.listing
+        listing, part = self._transfer.listing, self._parts[name]
         if self.budget is None:
-            import huggingface_hub
-
-            path = listing.files[name].name
-            return Path(huggingface_hub.hf_hub_download(listing.model, path, revision=listing.commit))
+            return listing.download(name)
         assert self._folder is not None
-        part = self._folder / f"{name}.part"
+        file = self._folder / f"{name}.part"
         for attempt in (1, 2):
-            self._receive(name, part)
+            self._receive(name, file)
             try:
-                self._check(part, listing.files[name])
+                self._check(file, part)
                 break
             except CheckpointError:
-                remove(part, missing_ok=True)
+                remove(file, missing_ok=True)
                 if attempt == 2:
                     raise
-        replace(part, part.with_suffix(""))
-        return part.with_suffix("")
+        replace(file, file.with_suffix(""))
+        self._sums.add(part, file.with_suffix(""))
+        self._sums.check()
+        return file.with_suffix("")
 
-    def _receive(self, name: str, part: Path) -> None:
-        """Append the missing bytes of a shard to its file."""
-        size = self.shards[name].size
-        with disk_errors(part), part.open("ab") as stream:
+    def _receive(self, name: str, file: Path) -> None:
+        """Append the missing bytes of a part to its file."""
+        part = self._parts[name]
+        with disk_errors(file), file.open("ab") as stream:
             start = stream.tell()
-            if start > size:
+            if start > part.size:
                 stream.truncate(start := 0)
             with self._changed:
                 self._busy[name] = start
-            for piece in self._transfer.stream(name, start, size):
+            for piece in self._transfer.stream(part.shard, part.start + start, part.stop):
                 if self._stopped:
                     raise DownloadError("the download was stopped", file=name)
                 stream.write(piece)
@@ -494,17 +524,19 @@ class RemoteFiles(ShardFiles):
                     self._busy[name] += len(piece)
                     self._received += len(piece)
 
-    def _check(self, part: Path, file: RemoteFile) -> None:
-        """Compare a downloaded shard with the listing."""
-        name = file.name.rpartition("/")[2]
-        if _digest(part, name) != self.shards[name].digest:
-            raise DownloadError("the downloaded header differs from that on the Hub", file=file.name)
-        if file.sha256 is None:
+    def _check(self, file: Path, part: Part) -> None:
+        """Compare a downloaded shard with the listing. Of several parts, `Sums` compares the whole."""
+        if not part.is_whole:
             return
-        with disk_errors(part), part.open("rb") as stream:
+        name, listed = part.shard, self._transfer.listing.files[part.shard].sha256
+        if _digest(file, name) != self.shards[name].digest:
+            raise DownloadError("the downloaded header differs from that on the Hub", file=name)
+        if listed is None:
+            return
+        with disk_errors(file), file.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
-        if found != file.sha256:
-            raise DownloadError(f"its SHA-256 is {found}, but the Hub lists {file.sha256}", file=file.name)
+        if found != listed:
+            raise DownloadError(f"its SHA-256 is {found}, but the Hub lists {listed}", file=name)
 
 
 def _digest(part: Path, name: str) -> str:
@@ -512,40 +544,3 @@ def _digest(part: Path, name: str) -> str:
     if name.endswith(SUFFIX):
         return read_gguf(part).header.digest
     return (read_pickle if name.endswith(".bin") else read_header)(part).digest
-
-
-class _Pieces:
-    """A stream of bytes that is taken apart at given lengths."""
-
-    def __init__(self, stream: Iterator[bytes]) -> None:
-        self._stream, self._rest = stream, b""
-
-    def take(self, count: int) -> Iterator[bytes]:
-        """Yield the next `count` bytes."""
-        while count:
-            piece = self._rest or next(self._stream)
-            taken, self._rest = piece[:count], piece[count:]
-            count -= len(taken)
-            yield taken
-
-
-def _kept(mapped: Bytes) -> Bytes:
-    """Return mapped bytes that stay readable after their file is removed: a copy where a map forbids the removal."""
-    return mapped if KEEPS_REMOVED else mapped.copy()
-
-
-def _key(info: TensorInfo) -> str:
-    """Return the file name of a kept tensor, which does not depend on how the tensor was renamed."""
-    return f"{info.file.name.removesuffix('.safetensors')}-{info.offset}"
-
-
-def _runs(infos: Collection[TensorInfo]) -> list[list[TensorInfo]]:
-    """Group tensors that are neighbours in their shard."""
-    runs: list[list[TensorInfo]] = []
-    for info in sorted(infos, key=lambda each: (each.file.name, each.offset)):
-        last = runs[-1][-1] if runs else None
-        if last is not None and last.file == info.file and 0 <= info.offset - last.offset - last.nbytes <= GAP:
-            runs[-1].append(info)
-        else:
-            runs.append([info])
-    return runs

@@ -9,7 +9,8 @@ from moepack.checkpoint.gguf.checkpoint import GgufCheckpoint
 from moepack.checkpoint.gguf.header import GgufHeader, parse_gguf
 from moepack.checkpoint.gguf.model import model_of
 from moepack.checkpoint.reader import Checkpoint, read_config
-from moepack.checkpoint.remote.files import RANGES_AT_ONCE, RemoteFiles
+from moepack.checkpoint.remote.files import RemoteFiles
+from moepack.checkpoint.remote.kept import RANGES_AT_ONCE
 from moepack.checkpoint.remote.reading import Front
 from moepack.checkpoint.remote.transfer import Transfer
 

@@ -3,8 +3,7 @@
 `RemoteFiles` becomes this when it is sent to another process. The token, the endpoint and the cache are those of the
 process that reads, so no token travels.
 
-Invariant: bytes are those of the listed commit. A range has no checksum of its own; only its place and the size of its
-file are checked.
+Invariant: bytes are those of the listed commit, as far as `transfer` can verify a range.
 """
 
 from collections.abc import Mapping

@@ -4,7 +4,13 @@ Requests use huggingface_hub's client, so that `HF_ENDPOINT`, tokens, proxies an
 request is repeated after the time that the server asks for (`Retry-After`), or after growing pauses. A broken stream
 continues at the first missing byte. huggingface_hub's own downloads do not continue after the process was killed.
 
-Invariant: a stream yields exactly the requested bytes of the listed commit, or raises.
+Ranges have no checksum. Instead, every answer is compared with the listing: the commit (`X-Repo-Commit`) and the
+SHA-256 (`X-Linked-Etag`, `ETag`) as far as the server names them, the place and the length of the range, and the size
+of the file. The entity tag of a file must be the same in all answers of a host, as RFC 9110 (15.3.7.3) requires of
+ranges that are combined.
+
+Invariant: a stream yields exactly the requested bytes of the listed commit, or raises. Bytes that a server sends under
+the right headers are not verified here.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +44,9 @@ LONGEST = 16.0
 
 PATIENCE = 300.0
 """Longest pause in seconds that a server can ask for."""
+
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,22 @@ class Listing:
         found = try_to_load_from_cache(self.model, self.files[name].name, revision=self.commit)
         return Path(found) if isinstance(found, str) else None
 
+    def download(self, name: str) -> Path:
+        """Download a file into the Hub's cache with huggingface_hub, which uses hf_xet if it is installed.
+
+        Raises:
+            DownloadError: the file cannot be downloaded.
+        """
+        import huggingface_hub
+        from huggingface_hub import constants
+
+        try:
+            return Path(huggingface_hub.hf_hub_download(self.model, self.files[name].name, revision=self.commit))
+        except Exception as cause:  # hf_xet raises exceptions of its own
+            uses_xet = find_spec("hf_xet") is not None and not constants.HF_HUB_DISABLE_XET
+            advice = "; HF_HUB_DISABLE_XET=1 downloads without hf_xet" if uses_xet else ""
+            raise DownloadError(f"cannot be downloaded: {hub_reason(cause)}{advice}", file=name) from cause
+
 
 def list_model(model: str, revision: str | None) -> Listing:
     """Return the files of a model.
@@ -116,7 +142,7 @@ def _listed(model: str, revision: str | None) -> Listing:
         if name.endswith((".safetensors", ".bin", ".gguf")) and not file.size:  # a mirror may list names only
             url = huggingface_hub.hf_hub_url(model, name, revision=commit, endpoint=constants.ENDPOINT)
             known = huggingface_hub.get_hf_file_metadata(url, timeout=TIMEOUT)
-            digest = known.etag if known.etag and re.fullmatch("[0-9a-f]{64}", known.etag) else None
+            digest = known.etag if known.etag and _SHA256.fullmatch(known.etag) else None
             files[name] = RemoteFile(name, known.size or 0, digest)
     return Listing(model, revision, commit, files)
 
@@ -131,6 +157,7 @@ class Transfer:
         headers = huggingface_hub.utils.build_hf_headers()  # type: ignore[attr-defined]
         self._headers = {**headers, "Accept-Encoding": "identity"}
         self._locations: dict[str, str] = {}
+        self._tags: dict[tuple[str, str], str] = {}
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return the bytes from `start` to `stop` of a file; raises as `stream`."""
@@ -179,7 +206,8 @@ class Transfer:
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
             hf_raise_for_status(response)
-            skip = self._check(name, response, start)
+            self._check_version(name, response)
+            skip = self._check_place(name, response, start)
             if response.history:
                 self._locations[name] = str(response.url)
             left = stop - start
@@ -191,22 +219,52 @@ class Transfer:
                 if not left:
                     return
 
-    def _check(self, name: str, response: Any, start: int) -> int:
-        """Check the size of the file and the place of the response; return the number of bytes before `start`."""
-        size = self.listing.files[name].size
+    def _check_version(self, name: str, response: Any) -> None:
+        """Check that an answer, and the redirects that led to it, are about the listed file.
+
+        Raises:
+            DownloadError: the server names another commit or SHA-256, or another entity tag than before.
+        """
+        listed = self.listing.files[name].sha256
+        for answer in (*response.history, response):
+            commit = answer.headers.get("X-Repo-Commit", self.listing.commit)
+            if commit != self.listing.commit:
+                raise self._error(name, f"the server sent commit {commit} instead of {self.listing.commit}")
+            # The tag of a redirect is not that of the file. Other hosts have tags of their own, compared below.
+            own = answer.headers.get("ETag") if _is_hub(str(answer.url)) else None
+            tag = _bare_tag(answer.headers.get("X-Linked-Etag") or own)
+            if listed is not None and _SHA256.fullmatch(tag) and tag != listed:
+                raise self._error(name, f"the server has the SHA-256 {tag}, but the Hub lists {listed}")
+        if tag := _bare_tag(response.headers.get("ETag")):
+            before = self._tags.setdefault((name, response.url.host), tag)
+            if tag != before:
+                raise self._error(name, f"the file changed during the download: its tag was '{before}' and is '{tag}'")
+
+    def _check_place(self, name: str, response: Any, start: int) -> int:
+        """Check the place and length of an answer and the size of the file; return the bytes before `start` in it."""
+        size, length = self.listing.files[name].size, response.headers.get("Content-Length", "")
+        total, skip = length, start
         if response.status_code == 206:
-            place, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
-            if place.partition("-")[0] != str(start):
+            place = response.headers.get("Content-Range", "")
+            match = _RANGE.fullmatch(place)
+            if match is None or int(match[1]) != start or int(match[2]) < start:
                 raise self._error(name, f"the server sent the range '{place}' instead of that from {start}")
-        else:
-            total = response.headers.get("Content-Length", "*")
-            start, whole = 0, start
+            if length.isdigit() and int(length) != int(match[2]) + 1 - start:
+                raise self._error(name, f"the server sent {length} bytes as the range '{place}'")
+            if response.headers.get("Content-Encoding", "identity") != "identity":
+                raise self._error(name, "the server sent a range of compressed content")
+            total, skip = match[3], 0
         if total not in ("*", "", str(size)):
             raise self._error(name, f"the server has {total} bytes, but the Hub lists {size}")
-        return 0 if response.status_code == 206 else whole
+        return skip
 
     def _error(self, name: str, reason: str) -> DownloadError:
         return DownloadError(f"cannot be downloaded: {reason}", file=f"{self.listing.model}/{name}")
+
+
+def _bare_tag(tag: str | None) -> str:
+    """Return an entity tag without the mark of a weak one and quotes; "" for None."""
+    return (tag or "").removeprefix("W/").strip('"')
 
 
 def _is_hub(url: str) -> bool:

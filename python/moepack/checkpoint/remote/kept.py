@@ -1,0 +1,115 @@
+"""Tensors that are read twice, at the start and at the end of a job, kept on disk apart from their shards.
+
+Invariant: a file in the folder is complete; it is written under another name and renamed.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from moepack.checkpoint.remote.transfer import Transfer
+from moepack.checkpoint.shards import Bytes, map_range
+from moepack.format.atomic import disk_errors
+from moepack.format.header import TensorInfo
+from moepack.system.files import KEEPS_REMOVED, remove, replace
+
+__all__ = ["RANGES_AT_ONCE", "KeptTensors", "surviving"]
+
+RANGES_AT_ONCE = 16
+"""Ranges that are requested at the same time. They are small, so that the time of an answer dominates."""
+
+GAP = 256 << 10
+"""Largest hole in bytes between two tensors that are read by one request."""
+
+
+class KeptTensors:
+    """The tensors in a folder."""
+
+    def __init__(self, transfer: Transfer, folder: Path) -> None:
+        self._transfer, self._folder = transfer, folder
+        self._complete: set[str] = set()
+
+    def has(self, info: TensorInfo) -> bool:
+        """Return whether a tensor is kept."""
+        return _key(info) in self._complete
+
+    def find(self, info: TensorInfo) -> Bytes | None:
+        """Return the bytes of a tensor; None if it is not kept."""
+        return surviving(map_range(self._folder / _key(info), info, None, 0)) if self.has(info) else None
+
+    def gather(self, infos: Collection[TensorInfo], report: Callable[[], None]) -> None:
+        """Download tensors; those that an interrupted run left are taken over.
+
+        Raises:
+            DownloadError: the bytes cannot be downloaded.
+            DiskError: the disk is full.
+        """
+        missing = []
+        for info in infos:
+            file = self._folder / _key(info)
+            if file.exists() and file.stat().st_size == info.nbytes:
+                self._complete.add(_key(info))
+            elif info.nbytes and info.strides is None:
+                missing.append(info)
+        with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
+            for keys in pool.map(self._keep, _runs(missing)):
+                self._complete.update(keys)
+                report()
+
+    def release(self, infos: Collection[TensorInfo]) -> None:
+        """Remove tensors."""
+        for info in infos:
+            if (key := _key(info)) in self._complete:
+                self._complete.discard(key)
+                remove(self._folder / key, missing_ok=True)
+
+    def _keep(self, run: Sequence[TensorInfo]) -> list[str]:
+        """Download neighbouring tensors into files of their own."""
+        position, stop = run[0].offset, run[-1].offset + run[-1].nbytes
+        pieces = _Pieces(self._transfer.stream(run[0].file.name, position, stop))
+        for info in run:
+            deque(pieces.take(info.offset - position), maxlen=0)
+            part = self._folder / f"{_key(info)}.part"
+            with disk_errors(part), part.open("wb") as stream:
+                stream.writelines(pieces.take(info.nbytes))
+            replace(part, part.with_suffix(""))
+            position = info.offset + info.nbytes
+        return [_key(info) for info in run]
+
+
+class _Pieces:
+    """A stream of bytes that is taken apart at given lengths."""
+
+    def __init__(self, stream: Iterator[bytes]) -> None:
+        self._stream, self._rest = stream, b""
+
+    def take(self, count: int) -> Iterator[bytes]:
+        """Yield the next `count` bytes."""
+        while count:
+            piece = self._rest or next(self._stream)
+            taken, self._rest = piece[:count], piece[count:]
+            count -= len(taken)
+            yield taken
+
+
+def surviving(mapped: Bytes) -> Bytes:
+    """Return mapped bytes that stay readable after their file is removed: a copy where a map forbids the removal."""
+    return mapped if KEEPS_REMOVED else mapped.copy()
+
+
+def _key(info: TensorInfo) -> str:
+    """Return the file name of a kept tensor, which does not depend on how the tensor was renamed."""
+    return f"{info.file.name.removesuffix('.safetensors')}-{info.offset}-{info.nbytes}"
+
+
+def _runs(infos: Collection[TensorInfo]) -> list[list[TensorInfo]]:
+    """Group tensors that are neighbours in their shard."""
+    runs: list[list[TensorInfo]] = []
+    for info in sorted(infos, key=lambda each: (each.file.name, each.offset)):
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.file == info.file and 0 <= info.offset - last.offset - last.nbytes <= GAP:
+            runs[-1].append(info)
+        else:
+            runs.append([info])
+    return runs
