@@ -206,7 +206,7 @@ def test_the_default_reads_the_built_in_text_where_the_model_can_run(
     assert taken(TINY_MOE) == BUILT_IN
     assert taken(TINY_MOE, calibration="none") is None and taken(TINY_MOE, prefer="speed") == "built-in"
     assert taken(TINY_MOE, calibration=str(NOVEL)) == str(NOVEL)
-    monkeypatch.setattr("moepack.methods.auto.method.total_bytes", lambda: 1000)
+    monkeypatch.setattr("moepack.methods.request.total_bytes", lambda: 1000)
     assert taken(TINY_MOE) is None and taken(TINY_MOE, calibration=str(NOVEL)) == str(NOVEL)
 
 

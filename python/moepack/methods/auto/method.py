@@ -43,7 +43,7 @@ from moepack.methods.rate.importance import Importance, find_importance
 from moepack.methods.rate.method import Rate
 from moepack.methods.rate.pinned import PinnedTensor, completed, pinned_bytes, rest_of, whole
 from moepack.methods.rate.settings import LEAST_BITS, MOST_BITS
-from moepack.methods.request import TEXT_SETTINGS, DefaultText, installed_bytes
+from moepack.methods.request import TEXT_SETTINGS, DefaultText, installed_bytes, readable
 from moepack.progress import Progress, Silent
 from moepack.units import size as in_words
 
@@ -176,13 +176,15 @@ class Auto(AutoSettings, Fitted, PinsBits, DefaultText, MeetsSize, PacksLinears,
         return rate, rate.request, found
 
     def plan(self, checkpoint: Checkpoint, model: MoeModel, progress: Progress | None = None) -> MethodPlan:
-        """Allocate the bytes.
+        """Allocate the bytes; without the built-in text if the model cannot run on it.
 
         Raises:
             CalibrationError: the calibration set is unusable.
             InvalidTensorError: a weight is NaN or infinite.
             ValueError: see `goal`.
         """
+        if (other := readable(self, checkpoint, model)) is not self:
+            return other.plan(checkpoint, model, progress)
         goal = self.goal(checkpoint, model)
         room, shapes = self._room(goal.nbytes, checkpoint, model)
         rate, _, importance = self.coding(checkpoint, model, progress)
