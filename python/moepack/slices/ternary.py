@@ -1,6 +1,7 @@
 """Slices of ternary tensors (docs/format.md, 5). Columns cannot be cut, because a code spans several of them.
 
-The header of a slice counts the non-zero weights of the whole tensor, or all weights of the slice if these are fewer.
+The header of a slice counts the non-zero weights of the whole tensor, or all weights of the slice if these are fewer,
+because an exact count takes decoding. No kernel reads the count, and slices are not written to files.
 """
 
 import numpy as np

@@ -5,7 +5,8 @@ if any of its parts is. Layers whose weights vLLM reads (`kv_b_proj`, which late
 than SwiGLU are ordinary layers for vLLM, and `loader` decodes their weights.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ _ABSORBED = "kv_b_proj"
 
 _DRAFT = "draft_model."
 """What vLLM puts before the paths of a draft model."""
+
+_ROTATED = re.compile(r"(?!.*vision).+\.self_attn\.[qk]_proj\.weight")
+"""Names of the matrices of queries and keys of a language model."""
 
 _NOT_ADAPTED = {"gate", "router", "embed_tokens", "lm_head"}
 
@@ -83,11 +87,12 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
 
     def read(self, source: PackedDirectory) -> None:
         """Read the modules of a directory; errors as for `experts_of`."""
-        records = source.manifest.packed()
+        records, pairs = source.manifest.packed(), _pairs(source.config)
         for name, record in source.manifest.tensors.items():
             if not record.experts and len(record.shape) == 2 and name.endswith(f".{LINEAR}"):
                 rows, columns = record.shape
-                part = Part({LINEAR: name}, {LINEAR: (1, rows, columns)}, record.packed)
+                rotated = pairs if _ROTATED.fullmatch(name) else 0
+                part = Part({LINEAR: name}, {LINEAR: (1, rows, columns)}, record.packed, rotated)
                 (self.modules if record.packed else self.plain)[name.removesuffix(f".{LINEAR}")] = part
         for layer in experts_of(source):
             if set(layer.packed) == set(PackedExperts.projections):
@@ -125,6 +130,14 @@ class PackedConfig(QuantizationConfig):  # type: ignore[misc]
             return ()
         found = [self.modules.get(path) or self.plain.get(path) for path in paths]
         return () if None in found else [part for part in found if part is not None]
+
+
+def _pairs(config: Mapping[str, Any]) -> int:
+    """Return the size of a Llama 4's heads, whose queries and keys vLLM reorders when it loads them; otherwise 0."""
+    text = config.get("text_config") or config
+    if text.get("model_type") != "llama4_text":
+        return 0
+    return int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
 
 
 def _shape(shape: Sequence[int]) -> Shape:

@@ -2,7 +2,8 @@
 
 Each rank reads its own part of the mapped files (`parts`). Decoded weights are bfloat16 under their checkpoint names,
 as written by `moepack export --to bf16`, one tensor or one projection of a layer's experts at a time. vLLM's models
-load them like any checkpoint. Tensors of layers that other ranks of a pipeline compute are not decoded.
+load them like any checkpoint. Tensors of layers that other ranks of a pipeline compute are not decoded, and layers for
+multi-token prediction, which vLLM loads as a model of their own, get no other packed layers.
 """
 
 from collections.abc import Iterator
@@ -60,12 +61,25 @@ class PackedLoader(BaseModelLoader):  # type: ignore[misc]
             if is_pp_missing_parameter(f"{path}.", model)
             for name in part.tensors.values()
         }
+        if _predicts(model_config):
+            elsewhere |= _of_layers(directory)
         model.load_weights(_weights(source, elsewhere))  # type: ignore[operator]
 
 
 def _name(model_config: Any) -> str:
     revision = getattr(model_config, "revision", None)
     return model_config.model if revision is None else f"{model_config.model}@{revision}"
+
+
+def _predicts(model_config: Any) -> bool:
+    """Return whether a model consists of the layers of a checkpoint for multi-token prediction, as a speculator."""
+    return str(getattr(model_config.hf_config, "model_type", "")).endswith("mtp")
+
+
+def _of_layers(directory: PackedDirectory) -> set[str]:
+    """Return the packed tensors of all layers but those for multi-token prediction."""
+    packed = directory.manifest.packed()
+    return {name for name, record in packed.items() if ".layers." in name and not record.beyond}
 
 
 def _parts(model: nn.Module, directory: PackedDirectory) -> dict[str, Part]:

@@ -39,11 +39,14 @@ class Part:
         tensors: tensor names by projection.
         shapes: shapes (E, R, C) by projection. A linear layer has E = 1.
         packed: whether its tensors are packed. Others are parts of merged layers that are packed otherwise.
+        pairs: features of a head of which vLLM's model expects the even ones before the odd ones, because it rotates
+            halves and the checkpoint's model pairs; 0 if it expects the order of the checkpoint.
     """
 
     tensors: Mapping[str, str]
     shapes: Mapping[str, Shape]
     packed: bool = True
+    pairs: int = 0
 
 
 @dataclass
@@ -152,6 +155,8 @@ class Slab(nn.Module):
         y: torch.Tensor = self.product(x)
         if self.held_rows != self.rows:
             y = y.narrow(-1, self.rows.start - self.held_rows.start, len(self.rows))
+        if self.part.pairs:
+            y = y.unflatten(-1, (-1, self.part.pairs // 2, 2)).transpose(-1, -2).flatten(-3)
         return y
 
 

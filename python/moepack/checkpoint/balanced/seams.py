@@ -7,8 +7,8 @@
 | values | rows of the value projection, and its bias | columns of the output projection |
 
 A seam is found only if all tensors involved are known and the matrices whose columns are balanced will be packed. All
-other tensors keep their scales. So does the last norm of a checkpoint with layers for multi-token prediction, which read
-its output and share the head.
+other tensors keep their scales. So does the last norm of a checkpoint with layers for multi-token prediction, which
+read its output and share the head.
 """
 
 from __future__ import annotations
