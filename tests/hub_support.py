@@ -273,7 +273,7 @@ def use(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("HUGGINGFACE_CO_URL_TEMPLATE", template),
         ("HF_HUB_CACHE", str(tmp_path / "cache")),
         ("HF_HUB_OFFLINE", False),
-        ("HF_HUB_DOWNLOAD_TIMEOUT", 1),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", 20),
     ):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setattr(transfer, "PAUSE", 0.02)
