@@ -24,6 +24,6 @@ def test_the_scenarios_pass(system: str, tmp_path: Path) -> None:
     script = Path(__file__).with_name("simulated.py")
     done = run_script(script, system, work, *WANTED[system], folder=tmp_path, timeout=1200)
     assert done.returncode == 0, done.stderr
-    outcomes = json.loads(done.stdout[done.stdout.rindex("{") :])
+    outcomes = json.loads(done.stdout.splitlines()[-1])
     assert len(outcomes) == len(WANTED[system]) or len(outcomes) > 10
     assert not {name: outcome for name, outcome in outcomes.items() if outcome}, done.stderr
