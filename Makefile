@@ -11,7 +11,7 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name 
 # pip reads this: whatever a target installs has the versions that the tests have passed with.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help setup demo test test-rust test-arm test-python tools vllm vllm-environment newest lowest lint lint-rust lint-python lint-files lint-arm format fuzz wheels release-check docs bench clean
+.PHONY: help setup demo test test-rust test-arm test-windows test-python tools vllm vllm-environment newest lowest lint lint-rust lint-python lint-files lint-arm format fuzz wheels release-check docs bench clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -53,12 +53,26 @@ test-arm: ## Run the core's tests for 64-bit Arm under qemu-user: with matrix pr
 	    cargo test --release --target $(ARM) --package moepack-core --quiet || exit 1; \
 	done
 
+WINDOWS := x86_64-pc-windows-gnu
+
+test-windows: export CARGO_TARGET_X86_64_PC_WINDOWS_GNU_RUNNER ?= wine
+test-windows: export WINEPATH = $(CURDIR)/build/wine
+test-windows: export WINEDEBUG ?= -all
+test-windows: $(BIN)/maturin ## Run the core's tests for 64-bit Windows under Wine, linked by zig
+	$(BIN)/python -m pip install --quiet ziglang cargo-zigbuild
+	mkdir -p build/wine
+	$(BIN)/python -m ziglang cc -target x86_64-windows-gnu -shared -O2 -s -ladvapi32 \
+	    -o build/wine/bcryptprimitives.dll .ci/wine/bcryptprimitives.c
+	PATH="$(CURDIR)/$(BIN):$$PATH" \
+	    cargo-zigbuild test --release --target $(WINDOWS) --package moepack-core --lib --tests --quiet
+
 TEST_WORKERS ?= 2
 TESTS ?=
 
 test-python: setup tools ## Run the Python tests (TESTS, or all) in TEST_WORKERS processes
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
-	    $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal $(TESTS)
+	    $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal --durations 40 --durations-min 5 \
+	    $(TESTS)
 
 VLLM := build/vllm
 ENGINE_TESTS ?= tests/vllm_engine

@@ -34,15 +34,18 @@ MOMENTS = (0.05, 0.2, 0.8, 2.0)
 
 def forked(arguments: list[str]) -> int:
     """Run a command without output in a child process; return its id."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the child handles it
     child = os.fork()
     if child:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         return child
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if this program runs in the background
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
     code = 1
     try:
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if this program runs in the background
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         main(arguments)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

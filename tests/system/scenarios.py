@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,8 +29,8 @@ TOKENS = torch.arange(8).view(1, -1)
 
 
 def packed(work: Path, name: str = "packed") -> Path:
-    """Pack the example."""
-    moepack.compress(TINY_MOE, work / name, method="finequant", threads=1)
+    """Pack the model that lies next to the folder."""
+    moepack.compress(work.with_name("model"), work / name, method="finequant", threads=1)
     return work / name
 
 
@@ -89,7 +91,7 @@ def killed_jobs_continue_to_the_same_bytes(system: str, work: Path) -> None:
 
     assert forked(lambda: moments.write_text(str(armed(0, "reference")))) == 0
     reference, last = contents(work / "reference"), int(moments.read_text())
-    for moment in sorted({1 + (last - 1) * step // 7 for step in range(8)}):
+    for moment in sorted({1 + (last - 1) * step // 5 for step in range(6)}):
         assert forked(lambda moment=moment: armed(moment, "out")) == 9, moment
         if not (work / "out").exists():
             assert forked(lambda: packed(work, "out")) == 0, moment
@@ -176,10 +178,10 @@ def loaded_models_are_saved(system: str, work: Path) -> None:
     for _ in range(2):  # the second time, files are replaced
         model.save_pretrained(work / "saved")
         assert {**contents(out), **contents(work / "saved")} == contents(out)
-    copy = moepack.load(work / "saved")
+    copy = moepack.load(shutil.copytree(out, work / "copied"))
     with refused(system):
-        model.save_pretrained(work / "saved")
-    assert not [name for name in names(work / "saved") if name.startswith(".")]
+        model.save_pretrained(work / "copied")
+    assert not [name for name in names(work / "copied") if name.startswith(".")]
     assert copy(TOKENS).logits.equal(model(TOKENS).logits)
 
 
@@ -214,12 +216,11 @@ def calibrated_jobs_publish(system: str, work: Path) -> None:
     seen = {"calibration": str(text), "samples": 2, "sequence_length": 32}
     for method, settings in (
         ("auto", {"bits_per_weight": 6.0, **seen}),
-        ("codequant", seen),
         ("qmoe", seen),
         ("floe", seen),
     ):
-        moepack.compress(TINY_MOE, work / method, method=method, threads=1, **settings)
-    assert names(work) == {"text.txt", "auto", "codequant", "qmoe", "floe"}
+        moepack.compress(work.with_name("model"), work / method, method=method, threads=1, **settings)
+    assert names(work) == {"text.txt", "auto", "qmoe", "floe"}
 
 
 def models_of_the_hub_stream(system: str, work: Path) -> None:
@@ -230,7 +231,7 @@ def models_of_the_hub_stream(system: str, work: Path) -> None:
     model = tiny_models.build("qwen3_moe", work / "model", max_shard_size="60KB")
     largest = max(file.stat().st_size for file in model.glob("*.safetensors"))
     with pytest.MonkeyPatch.context() as patch, serving({"someone/moe": model}) as server:
-        use(server, work, patch)
+        use(server, Path(tempfile.mkdtemp()), patch)  # the Hub's client locks its cache as on Linux
         moepack.compress("someone/moe", work / "streamed", method=Ternary(), disk_budget=4 * largest)
         moepack.compress("someone/moe", work / "kept", method=Ternary(), keep_source=True)
     moepack.compress(model, work / "packed", method=Ternary())
@@ -238,7 +239,7 @@ def models_of_the_hub_stream(system: str, work: Path) -> None:
         files_of = contents(work / name)
         for each, data in contents(work / "packed").items():
             assert each == "recipe.yaml" or files_of[each] == data, each
-    assert names(work) - {"cache"} == {"model", "streamed", "kept", "packed"}
+    assert names(work) == {"model", "streamed", "kept", "packed"}
 
 
 def scanners_delay_a_job(system: str, work: Path) -> None:

@@ -1,8 +1,8 @@
 """Runs scenarios under the rules of another system, each in a process of its own.
 
-Usage: `simulated.py win32|darwin WORK [SCENARIO ...]`, by `fork_support.run_script`. The modules of `moepack.system` are reloaded:
-`sys.platform` is the other system's name while they select their implementations, with fakes of the modules and
-functions that only that system has. Then the names that the system lacks are removed from `os` and `mmap`, and on
+Usage: `simulated.py win32|darwin WORK [SCENARIO ...]`, by `fork_support.run_script`. Modules of `moepack.system` are
+reloaded: `sys.platform` is the other system's name while they select their implementations, with fakes of the modules
+and functions that only that system has. Then the names that the system lacks are removed from `os` and `mmap`, and on
 Windows `windows_files` enforces the rules of its file system.
 
 Prints a JSON object: the traceback of each scenario, or an empty string if it passed.
@@ -26,10 +26,9 @@ import fastapi  # noqa: F401
 import huggingface_hub.file_download  # noqa: F401
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 import uvicorn.protocols.http.auto  # noqa: F401
-
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
 import windows_files
 
+import tiny_models
 from fork_support import forked
 from moepack.system import (
     files,
@@ -159,6 +158,7 @@ def become(system: str, work: Path) -> None:
 def main(system: str, work: Path, wanted: Sequence[str]) -> None:
     """Run scenarios; all if none is wanted."""
     os.environ |= {"XDG_CACHE_HOME": str(work / "cache"), "XDG_DATA_HOME": str(work / "data")}
+    tiny_models.build("mixtral", work / "model")
     become(system, work)
     import scenarios
 
