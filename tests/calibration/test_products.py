@@ -70,7 +70,7 @@ def test_activations_are_those_computed_anew(wanted: list[int], pieces: list[lis
 
 
 def test_activations_stay_within_their_budget() -> None:
-    kept, rows = Activations(budget=100), torch.arange(10)
+    kept, rows = Activations(room=100), torch.arange(10)
     kept.keep(0, 0, rows, values_of(rows))
     assert kept.room == 20
     kept.keep(0, 0, rows, values_of(rows))

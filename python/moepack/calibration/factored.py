@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,8 @@ class Watch(Protocol):
         """Observe calls of a module at an end of the model, whose loaded weights are the parameter `name`."""
 
 
-class _Matrix(NamedTuple):
+@dataclass(frozen=True)
+class _Matrix:
     """A matrix of a watched parameter, as a product reads it.
 
     Attributes:
@@ -148,7 +149,7 @@ class Gradients(TorchFunctionMode):
         if name is None or weight.dim() != 2 or base.dim() not in (2, 3) or not base.is_contiguous():
             return None
         size = base.shape[-2] * base.shape[-1]
-        index, rest = divmod(weight.storage_offset() - base.storage_offset(), max(size, 1))
+        index, rest = divmod(int(weight.storage_offset()) - int(base.storage_offset()), max(size, 1))
         for turned, shape in ((False, base.shape[-2:]), (True, base.shape[-2:][::-1])):
             strides = (1, shape[0]) if turned else (shape[1], 1)
             if not rest and weight.shape == shape and weight.stride() == strides:
@@ -299,5 +300,5 @@ def _whole(parameter: nn.Parameter, window: _Window) -> Tensor:
 def _summed(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return different rows [n] and the sums of their gradients [n, B]."""
     rows, gradients = (torch.cat(each) for each in zip(*parts, strict=True))
-    different, places = rows.unique(return_inverse=True)
+    different, places = torch.unique(rows, return_inverse=True)
     return different, gradients.new_zeros(len(different), gradients.shape[1]).index_add_(0, places, gradients)

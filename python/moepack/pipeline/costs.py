@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moepack.calibration.activations import budget
+from moepack.calibration.activations import MOST
 from moepack.calibration.fisher import LENGTH
 from moepack.methods.parallel import MAX_WORKERS
 
@@ -218,7 +218,7 @@ def _activations(load: Load) -> int:
         for role, experts, _, columns in load.shapes
         if role == "experts"
     )
-    return int(min(max(found, default=0.0), budget(load.largest)))
+    return int(min(max(found, default=0.0), MOST))
 
 
 def job_memory(load: Load) -> int:
@@ -226,8 +226,8 @@ def job_memory(load: Load) -> int:
 
     The plan holds its sample, and the measurement of the sensitivity a block with gradients. Packing holds the codes of
     one tensor (one byte per weight), the experts being packed, and two packed layers, of which one is being written.
-    With a text it also holds the codes of the layer, the Hessians, activations, and, unless they are in a file, the
-    states of all tokens.
+    With a text it also holds the layer in float32, the Hessians, the states of all tokens, and activations; states
+    count even if they are in a file, which makes up for the temporaries of an expert's tokens.
     """
     if not load.shapes:
         return PROCESS
@@ -239,8 +239,8 @@ def job_memory(load: Load) -> int:
     packing = codes + working + 2 * load.packed
     if load.tokens:
         squares = max(min(experts, load.group) * columns**2 for _, experts, _, columns in load.shapes)
-        states = 0 if in_file(load.tokens, load.width, load.largest) else STATES * load.tokens * load.width
-        packing += load.largest + states + HESSIAN * squares + _activations(load)
+        states = STATES * load.tokens * load.width
+        packing += 4 * load.largest + states + HESSIAN * squares + _activations(load)
     plan = 0
     if load.method in PLAN:
         matrix = max(rows * columns for _, _, rows, columns in load.shapes)

@@ -2,8 +2,9 @@
 
 All output goes to `OUT.partial` next to `OUT`: one shard per MoE layer, shards of dense tensors copied byte for byte,
 the small files, and finally the manifest. The directory is then renamed, so `OUT` is either complete or absent.
-Anonymous memory stays below 1 GiB + 4 x the largest layer: the codes of one projection, one expert in floating point,
-and the blobs of two layers, one of which is written while the next is packed.
+Without a text, anonymous memory stays below 1 GiB + 4 x the largest layer: the codes of one projection, one expert in
+floating point, and the blobs of two layers, one of which is written while the next is packed. With a text, Hessians and
+activations are additional (`pipeline.costs.job_memory`).
 """
 
 import math

@@ -14,7 +14,6 @@ from moepack.calibration import Calibrator, LayerRun, Weights
 from moepack.calibration.stage import PackedLayer, layer_tensors
 from moepack.checkpoint import Checkpoint, DenseLayer, MoeModel
 from moepack.checkpoint.dense import EMBEDDING
-from moepack.memory import release_unused
 from moepack.methods import MethodPlan, PackedBytes
 from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.costs import in_file
@@ -129,7 +128,6 @@ class LayerPacker:
         packed |= {name: self.executor.tensor(Unit(layer, name)) for name in self._alone(layer) if name not in packed}
         if run is not None:
             packed |= self.executor.run(run, packed)
-            release_unused()
         return {name: packed[name] for name in tensors}
 
     def record_sizes(self, layer: PackedLayer, packed: Packed) -> None:

@@ -19,6 +19,7 @@ from moepack.arrays import magnitude
 from moepack.calibration import LayerRun, Stage, Weights
 from moepack.calibration.stage import WholeTensor
 from moepack.errors import MoepackWarning
+from moepack.memory import release_unused
 from moepack.methods import LayerPlan, MethodPlan, PackedBytes, Solution
 from moepack.pipeline.assignment import PlannedAssignment
 from moepack.pipeline.overflow import LARGEST, near_limit
@@ -140,6 +141,7 @@ class LayerWork:
                 self.begin(wave)
             with self.run.smaller_groups():
                 self.run.answer(self.solve(stage))
+            release_unused()
 
     def solve(self, stage: Stage) -> dict[str, Tensor]:
         """Return the values of a stage's tensors, from their packed bytes or from their methods."""
