@@ -1,7 +1,7 @@
 """Measures what compensating errors of the embedding and the head in the metric of their rows gains at equal bits.
 
     python -m benches.studies.vocabulary MODEL --texts FILE ... [--source built-in] [--bits 3 4] [--damping 0.1 0.5 1]
-        [--windows 8] [--pieces 96] [--untied] --results FILE
+        [--windows 8] [--pieces 96] [--kept FILE] [--untied] --results FILE
 
 Only the embedding and the head are packed; all layers keep their weights. Each is rounded to nearest, and solved in its
 metric at each damping, with factors of rows and columns as in `auto` and a step at which it takes the given bits per
@@ -9,7 +9,8 @@ weight with all metadata. `--untied` gives a model whose head is the embedding a
 two at a time. One line of JSON is appended to the results per run: bits, loss increase and divergence by text.
 
 `--pieces` is the number of pieces of the text on which sensitivity is measured. Only the ends are measured, so layers
-need no gradients of weights.
+need no gradients of weights. `--kept` names a file that keeps the measurement for other runs with the same model and
+text.
 """
 
 from __future__ import annotations
@@ -125,7 +126,13 @@ class Tensors:
 
 def rows(options: argparse.Namespace, path: Path) -> Iterator[Mapping[str, Any]]:
     """One row per tensor, rate and damping."""
-    known = measured(path, options.source, options.pieces)
+    if options.kept is not None and options.kept.exists():
+        known = {name: fisher.Sensitivity(*own) for name, own in torch.load(options.kept).items()}
+    else:
+        known = measured(path, options.source, options.pieces)
+        if options.kept is not None:
+            plain = {name: (own.mean, own.rows, own.columns, own.metric) for name, own in known.items()}
+            torch.save(plain, options.kept)
     scores = Scores(path, options.texts, "cpu", options.windows)
     changed = open_model(path, torch.float32).eval()
     scores.original = Kept(scores.original)
@@ -134,7 +141,8 @@ def rows(options: argparse.Namespace, path: Path) -> Iterator[Mapping[str, Any]]
         for bits in options.bits:
             for damping in (None, *options.damping):
                 parameter.data, taken = tensors.at(bits, damping)
-                row = {"model": options.model.name, "untied": options.untied, "tensor": linear.source, "bits": bits}
+                row = {"model": options.model.name, "untied": options.untied, "windows": options.windows}
+                row |= {"pieces": options.pieces, "tensor": linear.source, "bits": bits}
                 yield row | {"damping": damping, "taken": round(taken, 4), **scores.of(changed)}
         parameter.data = tensors.matrix.float()
 
@@ -149,6 +157,7 @@ def main() -> None:
     parser.add_argument("--damping", type=float, nargs="+", default=[0.5])
     parser.add_argument("--windows", type=int, default=8, help="windows per evaluation text")
     parser.add_argument("--pieces", type=int, default=fisher.WINDOWS)
+    parser.add_argument("--kept", type=Path, help="file that keeps the measured sensitivity")
     parser.add_argument("--untied", action="store_true")
     parser.add_argument("--results", type=Path, required=True)
     options = parser.parse_args()

@@ -44,7 +44,7 @@ class RowMetric:
     def observing(self, module: nn.Linear | nn.Embedding) -> Iterator[None]:
         """Add every token that passes the module and gets a gradient."""
 
-        def hook(_: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
+        def hook(_: nn.Module, given: tuple[Any, ...], output: Any) -> None:
             if not output.requires_grad:
                 return
             inputs = given[0].detach()

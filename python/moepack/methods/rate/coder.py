@@ -20,7 +20,7 @@ from moepack.methods.rate.sample import Sample
 from moepack.methods.rate.scales import Scales
 from moepack.methods.rate.settings import RateSettings
 from moepack.methods.rate.step_size import Step, find_step, free_bits
-from moepack.methods.rate.vocabulary import solved_rows
+from moepack.methods.rate.vocabulary import DAMPING, solved_rows
 from moepack.solvers.priced import coder_symbols, largest_at, low_bits_of, round_priced, scale_of
 from moepack.solvers.uniform import UniformSettings
 
@@ -185,7 +185,7 @@ class Coder(Packer):
     def _compensated(self, stage: Stage, weights: Weights, scales: Scales, metric: Tensor) -> dict[str, Tensor]:
         """Return the parts of the embedding or the head, whose rows have the metric `metric`."""
         step, lengths = self.step_of(weights.name), self.step.lengths_of(weights.name)
-        settings = UniformSettings(largest=lengths.largest, even=True)
+        settings = UniformSettings(largest=lengths.largest, even=True, damping=DAMPING)
         try:
             codes = solved_rows(weights.expert(0), scales, metric, step, lengths, settings, stage.advance)
         except ValueError as cause:

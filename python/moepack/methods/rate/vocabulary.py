@@ -19,10 +19,14 @@ from moepack.methods.rate.scales import Scales
 from moepack.solvers.priced import WORTH, Lengths, round_priced, symbols_of
 from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings
 
-__all__ = ["solved_rows"]
+__all__ = ["DAMPING", "solved_rows"]
 
 BLOCK = 1 << 21
 """Weights of a block of rows. It does not depend on the machine, because code lengths depend on it slightly."""
+
+DAMPING = 0.1
+"""Damping of the metric, relative to its mean diagonal. Every token of the text contributes to it, so it needs less
+than the Hessians of layers (docs/methods/sensitivity.md)."""
 
 DTYPES = (torch.int8, torch.int16, torch.int32)
 
