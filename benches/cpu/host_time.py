@@ -54,12 +54,13 @@ class Timed:
         self._method = method
 
     def __call__(self, *args: Any) -> Any:
+        """Call the method."""
         start = time.thread_time()
         found = self._method(*args)
         Timed.spent += time.thread_time() - start
         return found
 
-    step = matmul = __call__
+    step = matmul = __call__  # the names under which the core's objects are called
 
 
 def watch_core() -> None:

@@ -5,9 +5,9 @@
     python -m benches.cpu.serve --random [--clients 1 8] [--directory build/serve]
 
 Each client requests streamed answers one after another. Prompts start differently, and no server gets one twice,
-because servers keep the keys and values of earlier prompts; token counts are those reported by the servers. Decoding is greedy, and answers end only if the model ends them. With `--minutes`, the last
-number of clients runs for that long, and the server's memory is reported over time: growth after the first quarter is a
-leak.
+because servers keep the keys and values of earlier prompts; token counts are those reported by the servers. Decoding is
+greedy, and answers end only if the model ends them. With `--minutes`, the last number of clients runs for that long,
+and the server's memory is reported over time: growth after the first quarter is a leak.
 
 `--schema` alternates between free answers and answers that follow a JSON schema, of the same number of tokens. Medians
 over rounds count, and the best rounds, which other load of the machine disturbs least.

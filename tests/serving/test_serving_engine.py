@@ -326,6 +326,38 @@ def test_answers_never_wait_longer_than_for_a_burst(engine, sizes):
     assert all(any(answered[i : i + 4]) for i in range(len(answered) - 3))
 
 
+@pytest.mark.parametrize("lengths", [(4, 6, 5, 8, 3, 4), (12, 3, 9, 7, 11, 5, 6)], ids=["burst", "more than a burst"])
+def test_the_last_of_many_prompts_waits_only_for_full_chunks(engine, sizes, lengths):
+    """Beside a running answer, prompts of `n` tokens are read in the fewest steps of 8 tokens."""
+    found = beside_an_answer(
+        engine, sizes, lambda: [submit(engine, 6 + i, length, Collector()) for i, length in enumerate(lengths)]
+    )
+    fewest = -(-sum(lengths) // 8)
+    answered = sum(1 for step in found[:fewest] if step[0] == 1)
+    assert sum(map(sum, found[:fewest])) - answered >= sum(lengths) - 1
+
+
+def test_the_pieces_of_a_step_are_announced_together(engine, sizes):
+    events = []
+
+    class Noted(Collector):
+        def __call__(self, piece):
+            events.append("piece")
+            super().__call__(piece)
+
+    engine.on_step = lambda: events.append("step")
+    collectors = [Noted() for _ in range(4)]
+    for first, collector in enumerate(collectors, 6):
+        engine.submit([first, 5], Sampling(max_new_tokens=6, ignore_eos=True), collector)
+    engine.start()
+    for collector in collectors:
+        collector.text()
+    engine.close()
+    assert events[-1] == "step" and events.count("piece") == sum(len(each.pieces) for each in collectors)
+    runs = "".join(event[0] for event in events).split("s")
+    assert len([run for run in runs if run]) <= len(sizes)
+
+
 @pytest.mark.parametrize("length", [17, 33])
 def test_a_single_prompt_is_no_burst(engine, sizes, length):
     found = beside_an_answer(engine, sizes, lambda: submit(engine, 6, length, Collector()))
