@@ -132,6 +132,23 @@ pub fn shift_bytes(bytes: uint8x16_t, count: u32) -> uint8x16_t {
     }
 }
 
+/// The bits of `bytes` that `mask` selects, and those of `others` elsewhere, in one operation. Compilers turn the
+/// intrinsic into two if the other operands are constants.
+#[inline]
+#[target_feature(enable = "neon")]
+pub fn select(mask: uint8x16_t, bytes: uint8x16_t, others: uint8x16_t) -> uint8x16_t {
+    let mut selected = bytes;
+    // SAFETY: the instruction belongs to NEON, which the function has, and only touches registers.
+    unsafe {
+        asm!(
+            "bif {selected:v}.16b, {others:v}.16b, {mask:v}.16b",
+            selected = inout(vreg) selected, others = in(vreg) others, mask = in(vreg) mask,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    selected
+}
+
 /// Prefetches the cache line at an address, which may be invalid, into the first-level cache.
 #[inline(always)]
 pub fn prefetch(at: *const u8) {
@@ -209,6 +226,19 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn selected_bits_are_those_of_the_mask() {
+        let [mask, a, b] = [1, 2, 3].map(|seed| bytes(seed).map(|byte| byte as u8));
+        let mut found = [0; 16];
+        // SAFETY: NEON belongs to every 64-bit Arm target; the arrays have 16 bytes.
+        unsafe {
+            let [mask, a, b] = [mask, a, b].map(|bytes| vld1q_u8(bytes.as_ptr()));
+            vst1q_u8(found.as_mut_ptr(), select(mask, a, b));
+        }
+        let wanted: [u8; 16] = std::array::from_fn(|i| a[i] & mask[i] | b[i] & !mask[i]);
+        assert_eq!(found, wanted);
     }
 
     #[test]

@@ -57,7 +57,7 @@ pub(super) fn indices<T: Code>(codes: &[T], out: &mut Vec<T>) -> Option<()> {
 
 /// Masks of the lanes whose state is odd, for the current register (64 symbols, one of each lane) and the next three.
 ///
-/// A byte of a mask is 0xFF or 0; with AVX2, only its highest bit is used. Masks of later registers contain what the
+/// A byte of a mask is 0xFF or 0; with AVX2, only its highest bit is used, with NEON only its lowest one. Masks of later registers contain what the
 /// symbols decoded so far determine. The transitions of [`NEXT`] act like a linear-feedback shift register: an odd
 /// index flips the lane's masks two and three registers ahead, and the mask four registers ahead starts as the current
 /// one.
@@ -92,7 +92,7 @@ impl States {
         if isa.kind() == Kind::Neon {
             let span = Span::of(table);
             // SAFETY: `isa` proves that the processor has NEON.
-            unsafe { neon::halves(&mut self.0, span, registers) }
+            unsafe { neon::halves(&mut self.0, span, table.count, registers) }
             return span.affine();
         }
         halves(isa, self, 2 * (table.lowest() - LOWEST), registers);

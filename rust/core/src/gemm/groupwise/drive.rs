@@ -1,6 +1,6 @@
 //! Chooses the kernels: the tokens of a tile, and the tile's product with a block.
 
-use super::kernel::Weights;
+use super::cursor::Weights;
 #[cfg(target_arch = "x86_64")]
 use super::kernel::by_pairs;
 #[cfg(target_arch = "x86_64")]

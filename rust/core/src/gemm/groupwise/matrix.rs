@@ -9,7 +9,8 @@
 //! tokens.
 
 use super::Out;
-use super::kernel::{Weights, add_step};
+use super::cursor::{Cursor, Weights};
+use super::kernel::add_step;
 use super::lanes::Lanes;
 use super::tile::{DIGIT, Steps, Tile};
 use super::x86::Avx512;
@@ -126,7 +127,7 @@ unsafe fn walk<const P: usize>(
     // SAFETY: each step is below `steps.count`, so the block has its parameters, and the tile 16 scales and sums; an
     // output has 16 floats. The caller guarantees the rest.
     unsafe {
-        let cursor = super::kernel::Cursor::<Avx512>::new(weights);
+        let cursor = Cursor::<Avx512>::new(weights);
         let mut totals = [Avx512::zero(); ROWS];
         for step in 0..steps.count {
             products::<P>(steps, step, tile, panel, multiplier, &mut sums[step % 2]);

@@ -34,6 +34,7 @@
 //!
 //! Codes and parameters are not checked: any bytes give a number (possibly NaN) and no out-of-bounds access.
 
+mod cursor;
 mod drive;
 mod kernel;
 mod lanes;

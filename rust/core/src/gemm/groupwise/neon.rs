@@ -9,7 +9,8 @@
 use std::arch::aarch64::*;
 
 use super::Out;
-use super::kernel::{self, Weights};
+use super::cursor::Weights;
+use super::kernel;
 use super::lanes::Lanes;
 use super::tile::{Steps, Tile};
 use crate::gemm::neon;

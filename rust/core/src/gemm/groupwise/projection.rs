@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Out;
+use super::cursor::Weights;
 use super::drive::{Engine, ROW_TOKENS, Scratch};
-use super::kernel::Weights;
 use super::panels::{self, Panels};
 use super::tile::{Form, Steps, Tile};
 use crate::Result;

@@ -1,7 +1,8 @@
 //! Sixteen lanes in portable Rust.
 
 use super::Out;
-use super::kernel::{self, Weights};
+use super::cursor::Weights;
+use super::kernel;
 use super::lanes::Lanes;
 use super::tile::{Steps, Tile};
 

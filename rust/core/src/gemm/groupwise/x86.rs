@@ -3,7 +3,8 @@
 use std::arch::x86_64::*;
 
 use super::Out;
-use super::kernel::{self, Weights};
+use super::cursor::Weights;
+use super::kernel;
 use super::lanes::Lanes;
 use super::tile::{Steps, Tile};
 

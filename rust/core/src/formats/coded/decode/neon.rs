@@ -7,12 +7,14 @@
 //! one lookup each in 16, 32 or 64 entries: the more registers a lookup has, the longer it takes, so that the 256
 //! symbols of all slots (four lookups in 64 entries) would take most of the time.
 //!
-//! *Bytes.* A multiplication adds the numbers of reading lanes up to each lane within four of them ([`POSITIONS`]).
-//! Two lookups and additions extend the sums to sixteen lanes.
+//! *Bytes.* The number of reading lanes before a lane, its position among the bytes to read, fits a nibble. Two quarters
+//! are therefore counted together, one in the low and one in the high nibbles of a vector ([`positions`]).
 //!
-//! A quarter takes 28 vector operations, besides loads and stores.
+//! A quarter takes 24 vector operations, besides loads and stores: 9 for its symbols and their table entries, 6 for the
+//! new states, 6 for the bytes to read, and 3 for their selection.
 
 use std::arch::aarch64::*;
+use std::arch::asm;
 use std::array::from_fn;
 
 use super::chain::Chain;
@@ -24,10 +26,10 @@ use crate::formats::coded::{BLOCK_ROWS, LANES, QUAD};
 const WIDTH: usize = 16;
 /// The vectors of a register.
 const PARTS: usize = LANES / WIDTH;
-/// Bytes that are 255 or 0, read as 32 bits, are 255 times the word u of ones or zeros. As 255 * 0x01010101 is -1,
-/// this factor is 0x01010101 / 255 mod 2^32, and the product is 0x01010101 u: byte i of it is the sum of u's bytes up
-/// to i, at most four.
-const POSITIONS: u32 = 0x0101_0101_u32.wrapping_mul(0x0101_0101_u32.wrapping_neg());
+/// Nibbles that are 15 or 0, read as 32 bits, are 15 times the word u of bytes 0, 1, 16 or 17. The product with 0x01010101
+/// / 15 mod 2^32 is 0x01010101 u: byte i of it is the sum of u's bytes up to i, at most 4 * 17.
+const POSITIONS: u32 = 0x0101_0101_u32.wrapping_mul(0xeeee_eeef);
+const _: () = assert!(0xeeee_eeef_u32.wrapping_mul(15) == 1);
 /// The places whose sums are added to a lane's: the third byte of the lower four lanes for the upper four of each
 /// eight, then that of the lower eight for the upper eight. There is nothing to add at places out of range.
 static EIGHTS: [u8; WIDTH] = [255, 255, 255, 255, 3, 3, 3, 3, 255, 255, 255, 255, 11, 11, 11, 11];
@@ -76,22 +78,21 @@ fn next<const BANKS: usize, const MORE: bool>(chain: &mut Chain, out: &mut Regis
     store(symbols, out);
     let frequencies = look_up::<BANKS>(&chain.table.frequencies, symbols);
     let starts = look_up::<BANKS>(&chain.table.starts, symbols);
-    let words: [[uint8x16_t; 2]; PARTS] =
-        from_fn(|i| states(high[i], frequencies[i], vsubq_u8(low[i], starts[i])));
+    let words: [[uint8x16_t; 2]; PARTS] = from_fn(|i| states(high[i], frequencies[i], low[i], starts[i]));
     let short: All = from_fn(|i| match MORE {
         true => vandq_u8(vceqzq_u8(words[i][1]), active(chain.rows * QUAD, WIDTH * i)),
         false => vceqzq_u8(words[i][1]),
     });
-    let counts = running_counts(short);
-    let totals: [usize; PARTS] = from_fn(|i| usize::from(vgetq_lane_u8::<15>(counts[i])));
+    let pairs: [([uint8x16_t; 2], [usize; 2]); PARTS / 2] =
+        from_fn(|i| positions([short[2 * i], short[2 * i + 1]]));
     let mut at = chain.at;
     let given: All = from_fn(|i| {
+        let (places, totals) = pairs[i / 2];
         // SAFETY: `chain.at <= length`, and 64 bytes follow the `length` bytes: a quarter takes 16 after at most 16 for
         // each of the quarters before it.
         let bytes = unsafe { vld1q_u8(chain.bytes.as_ptr().add(at)) };
-        at += totals[i];
-        // A set byte is -1: the lane's own byte does not count.
-        vqtbl1q_u8(bytes, vaddq_u8(counts[i], short[i]))
+        at += totals[i % 2];
+        vqtbl1q_u8(bytes, places[i % 2])
     });
     store(
         from_fn(|i| vbslq_u8(short[i], words[i][0], words[i][1])),
@@ -175,15 +176,34 @@ fn look_up<const BANKS: usize>(table: &[u8; LANES], symbols: All) -> All {
     }
 }
 
-/// The low and the high bytes of the new states `high * frequencies + rest`.
+/// The low and the high bytes of the new states `high * frequencies + low - starts`. A slot is not before its symbol's
+/// first one, so that no difference is negative.
 #[inline]
 #[target_feature(enable = "neon")]
-fn states(high: uint8x16_t, frequencies: uint8x16_t, rest: uint8x16_t) -> [uint8x16_t; 2] {
-    let first = vmull_u8(vget_low_u8(high), vget_low_u8(frequencies));
-    let first = vreinterpretq_u8_u16(vaddw_u8(first, vget_low_u8(rest)));
-    let second = vmull_high_u8(high, frequencies);
-    let second = vreinterpretq_u8_u16(vaddw_high_u8(second, rest));
+fn states(high: uint8x16_t, frequencies: uint8x16_t, low: uint8x16_t, starts: uint8x16_t) -> [uint8x16_t; 2] {
+    let rests = [
+        vsubl_u8(vget_low_u8(low), vget_low_u8(starts)),
+        vsubl_high_u8(low, starts),
+    ];
+    let [first, second] = add_products(rests, high, frequencies).map(|words| vreinterpretq_u8_u16(words));
     [vuzp1q_u8(first, second), vuzp2q_u8(first, second)]
+}
+
+/// Adds the products of bytes to words: those of the first eight lanes, and of the last eight. With intrinsics, compilers
+/// would move the subtraction that makes the words behind the products, which takes an operation more.
+#[inline]
+#[target_feature(enable = "neon")]
+fn add_products([mut first, mut second]: [uint16x8_t; 2], a: uint8x16_t, b: uint8x16_t) -> [uint16x8_t; 2] {
+    // SAFETY: the instructions belong to NEON, which the function has, and only touch registers.
+    unsafe {
+        asm!(
+            "umlal {first:v}.8h, {a:v}.8b, {b:v}.8b",
+            "umlal2 {second:v}.8h, {a:v}.16b, {b:v}.16b",
+            first = inout(vreg) first, second = inout(vreg) second, a = in(vreg) a, b = in(vreg) b,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    [first, second]
 }
 
 /// All ones in the lanes, counted from `first`, that are below `lanes`.
@@ -196,16 +216,27 @@ fn active(lanes: usize, first: usize) -> uint8x16_t {
     unsafe { vld1q_u8(from.as_ptr()) }
 }
 
-/// For each lane, the number of marked lanes (all ones) of its vector up to and including it.
+/// For each lane of two vectors, the number of marked lanes (all ones) of its vector before it; and the number of marked
+/// lanes of each vector.
 #[inline]
 #[target_feature(enable = "neon")]
-fn running_counts(marks: All) -> All {
+fn positions([first, second]: [uint8x16_t; 2]) -> ([uint8x16_t; 2], [usize; 2]) {
     // SAFETY: the arrays have 16 bytes.
     let [eights, sixteens] = unsafe { [vld1q_u8(EIGHTS.as_ptr()), vld1q_u8(SIXTEENS.as_ptr())] };
-    let fours: All = from_fn(|i| {
-        let words = vmulq_u32(vreinterpretq_u32_u8(marks[i]), vdupq_n_u32(POSITIONS));
-        vreinterpretq_u8_u32(words)
-    });
-    let halves: All = from_fn(|i| vaddq_u8(fours[i], vqtbl1q_u8(fours[i], eights)));
-    from_fn(|i| vaddq_u8(halves[i], vqtbl1q_u8(halves[i], sixteens)))
+    let nibbles = vdupq_n_u8(15);
+    let marks = vbslq_u8(nibbles, first, second);
+    let sums = vmulq_u32(vreinterpretq_u32_u8(marks), vdupq_n_u32(POSITIONS));
+    let sums = vreinterpretq_u8_u32(sums);
+    let sums = vaddq_u8(sums, vqtbl1q_u8(sums, eights));
+    let sums = vaddq_u8(sums, vqtbl1q_u8(sums, sixteens));
+    // Less the lane's own mark: 17 * 15 is -1 mod 256. At most 15 * 17 remain.
+    let before = vmlaq_u8(sums, marks, vdupq_n_u8(17));
+    // Lane 14's sum is at most 15 * 17, and lane 15's the same plus its marks, mod 256.
+    let ends = usize::from(vgetq_lane_u16::<7>(vreinterpretq_u16_u8(sums)));
+    let (most, last) = (ends & 255, ends >> 8);
+    let own = last.wrapping_sub(most) & 0x11;
+    (
+        [vandq_u8(before, nibbles), vshrq_n_u8::<4>(before)],
+        [(most & 15) + (own & 1), (most >> 4) + (own >> 4)],
+    )
 }

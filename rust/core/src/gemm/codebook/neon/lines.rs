@@ -117,7 +117,7 @@ unsafe fn sums<const DOT_PRODUCTS: bool, const BYTES: usize, const N: usize>(
             for quad in 0..QUADS {
                 macro_rules! columns {
                     ($c:literal) => {
-                        let index = vbslq_u8(code, neon::shift_bytes(words[quad], $c), rows);
+                        let index = neon::select(code, neon::shift_bytes(words[quad], $c), rows);
                         for byte in 0..BYTES {
                             let weights = vreinterpretq_s8_u8(vqtbl2q_u8(tables[byte][quad], index));
                             for t in 0..N {
