@@ -51,6 +51,7 @@ class Timed:
     spent = 0.0
 
     def __init__(self, method: Callable[..., Any]) -> None:
+        """Measure the calls of a method."""
         self._method = method
 
     def __call__(self, *args: Any) -> Any:

@@ -49,7 +49,8 @@ class RowMetric:
                 return
             inputs = given[0].detach()
             add = self._looked_up if isinstance(module, nn.Embedding) else self._multiplied
-            output.register_hook(lambda gradient: add(module, inputs, output.detach(), gradient))
+            hooked: Any = output
+            hooked.register_hook(lambda gradient: add(module, inputs, output.detach(), gradient))
 
         handle = module.register_forward_hook(hook)
         try:

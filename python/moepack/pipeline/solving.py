@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moepack.calibration import Calibrator, LayerRun, Weights
 from moepack.calibration.stage import PackedLayer, layer_tensors
@@ -80,7 +81,7 @@ class LayerPacker:
             yield from (None for _ in self.layers)
             return
         reached = [layer for layer in self.layers if not self._is_unreached(layer)]
-        runs = self._calibrator.layers({layer.name: layer for layer in reached if isinstance(layer, DenseLayer)})
+        runs: Any = self._calibrator.layers({layer.name: layer for layer in reached if isinstance(layer, DenseLayer)})
         for layer in self.layers:
             yield None if self._is_unreached(layer) else next(runs)
         runs.close()

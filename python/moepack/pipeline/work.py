@@ -198,6 +198,7 @@ class LayerWork:
         if name not in self.solutions:
             self.solutions[name] = Solution({})
         kept = self.solutions[name].parts
+        assert isinstance(kept, dict), "solutions of parts are created above"
         for key, part in solution.parts.items():
             narrow = _narrowest(part)
             if key not in kept:

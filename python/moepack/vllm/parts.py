@@ -156,7 +156,7 @@ class Slab(nn.Module):
         if self.held_rows != self.rows:
             y = y.narrow(-1, self.rows.start - self.held_rows.start, len(self.rows))
         if self.part.pairs:
-            y = y.unflatten(-1, (-1, self.part.pairs // 2, 2)).transpose(-1, -2).flatten(-3)
+            y = y.view(*y.shape[:-1], -1, self.part.pairs // 2, 2).transpose(-1, -2).flatten(-3)
         return y
 
 

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: the encoding, the cache's layers, and decoding with them in the core and in transformers."""
+"""Keys and values in 8 bits: the encoding, the layers of the cache, and decoding in the core and in transformers."""
 
 import copy
 from pathlib import Path
@@ -114,9 +114,7 @@ def test_the_core_decodes_with_them(packed: Path) -> None:
 
 
 def test_the_core_writes_the_same_bytes(tmp_path: Path) -> None:
-    packed = write_packed(
-        tiny_model("glm4_moe"), tmp_path / "model", create("finequant", bits=8, calibration="none")
-    )
+    packed = write_packed(tiny_model("glm4_moe"), tmp_path / "model", create("finequant", bits=8, calibration="none"))
     model = moepack.load(packed, dtype="float32")
     wide = new_cache(model)
     set_kv_bits(model, 8)
