@@ -24,6 +24,7 @@ mod rotary;
 mod router;
 mod softmax;
 mod step;
+mod sums;
 #[cfg(test)]
 mod tests;
 

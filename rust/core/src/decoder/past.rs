@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::require;
-use super::softmax::add_rows;
+use super::sums::add_rows;
 use crate::Result;
 use crate::types::{Activations, from_bf16};
 

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use super::past::{Past, Read};
+use super::sums::add_rows;
 use crate::gemm::dense::dot;
 use crate::gemm::layer::exp;
 use crate::simd::{Isa, vectorized};
@@ -17,8 +18,6 @@ use crate::types::Activations;
 const RUN: usize = 256;
 /// The maximum number of heads of a unit of work.
 const BUNDLE: usize = 8;
-/// The number of value columns summed in registers: four of 16.
-const LANES: usize = 64;
 
 /// The rows of the cache and that of the current token, which have the same width in each group.
 #[derive(Clone, Copy)]
@@ -181,30 +180,5 @@ impl Rows<'_> {
             true => self.past.widen(group, token, out),
             false => out.copy_from_slice(&self.own[group * out.len()..][..out.len()]),
         }
-    }
-}
-
-/// Adds weighted rows to `sums` in order, some columns at a time in registers.
-#[inline(always)]
-pub(super) fn add_rows<'v, T: Copy + 'v>(
-    sums: &mut [f32],
-    weights: &[f32],
-    row: impl Fn(usize) -> &'v [T],
-    wide: impl Fn(T) -> f32,
-) {
-    let whole = sums.len() - sums.len() % LANES;
-    for (number, sums) in sums.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-        let mut lanes = *sums;
-        for (at, &weight) in weights.iter().enumerate() {
-            let row = &row(at)[number * LANES..][..LANES];
-            for lane in 0..LANES {
-                lanes[lane] += weight * wide(row[lane]);
-            }
-        }
-        *sums = lanes;
-    }
-    for (at, &weight) in weights.iter().enumerate() {
-        let pairs = sums[whole..].iter_mut().zip(&row(at)[whole..]);
-        pairs.for_each(|(sum, &value)| *sum += weight * wide(value));
     }
 }
