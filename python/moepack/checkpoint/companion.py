@@ -24,7 +24,7 @@ from moepack.errors import CheckpointError, DiskError
 from moepack.format.hub import CONFIG
 from moepack.format.side import side_names
 from moepack.format.weights import PICKLE, pickle_files, weight_files
-from moepack.system.files import refer, remove_tree, rename
+from moepack.system.files import refer, remove, remove_tree, rename
 from moepack.system.folders import cache_folder
 
 __all__ = ["companion", "is_file", "sides_of"]
@@ -160,7 +160,7 @@ def _build(
                 (partial / model.file.name).write_bytes(entries[:8] + bytes(8) + entries[16:])
             _write_tokenizer(partial, model.file)
             if entries:
-                (partial / model.file.name).unlink()
+                remove(partial / model.file.name)
             (partial / CONFIG).write_bytes(json.dumps(config, indent=2).encode() + b"\n")
         with suppress(FileExistsError):  # another process was faster
             rename(partial, target)
