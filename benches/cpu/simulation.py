@@ -48,7 +48,7 @@ def disassemble(library: str) -> list[Instruction]:
 
 
 def loops(instructions: list[Instruction]) -> list[list[Instruction]]:
-    """The instructions from the target of each backward jump to the jump, without those that contain calls."""
+    """The loops: instructions from the target of each backward jump to the jump. Loops with calls are left out."""
     places, found = {address: i for i, (address, _, _) in enumerate(instructions)}, []
     for end, (address, name, operands) in enumerate(instructions):
         if name[0] != "j" or not re.fullmatch(r"[0-9a-f]+", operands):
@@ -77,7 +77,7 @@ def assembly(body: list[Instruction]) -> str:
 
 
 def simulate(body: list[Instruction], cpu: str, tool: str) -> dict[str, float]:
-    """Instructions and cycles of an iteration, the cycles of its busiest port, and those that dispatch takes."""
+    """Instructions and cycles of an iteration, and the cycles of its busiest port and of dispatch."""
     command = [tool, "-mtriple=x86_64", f"-mcpu={cpu}", "-iterations=400", "-"]
     run = subprocess.run(command, input=assembly(body), capture_output=True, text=True, check=True)
     total = int(re.search(r"Total Cycles:\s+(\d+)", run.stdout)[1])  # type: ignore[index]

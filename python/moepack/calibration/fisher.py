@@ -287,7 +287,7 @@ class View:
         return values[None] if self.form is None else self.form.part(self.projection, values)
 
     def factors(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors [n, R] and [n, C] of the tensor's gradient from those of the parameter's."""
+        """Return the factors [n, R] and [n, C] of the tensor's gradient, from the factors of its parameter."""
         if self.form is None:
             return left, right
         place = self.form.places[self.projection]

@@ -39,7 +39,7 @@ class KeptTensors:
         return surviving(map_range(self._folder / _key(info), info, None, 0)) if self.has(info) else None
 
     def gather(self, infos: Collection[TensorInfo], report: Callable[[], None]) -> None:
-        """Download tensors; those that an interrupted run left are taken over.
+        """Download tensors that the folder does not hold yet.
 
         Raises:
             DownloadError: the bytes cannot be downloaded.

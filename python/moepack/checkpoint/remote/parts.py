@@ -1,4 +1,4 @@
-"""Divides shards into parts, each of which is downloaded, kept and removed as a whole.
+"""Divides shards into parts. A part is downloaded, kept and removed as a whole.
 
 A shard is one part, unless it is larger than `WHOLE`, as a GGUF model in a single file is. Such a shard is cut between
 tensors, so that packing it needs the disk space of some parts only.
