@@ -327,7 +327,7 @@ def test_a_plan_promises_only_measured_loss(tmp_path: Path, capsys: pytest.Captu
     assert loss(Auto(size="3MB", calibration=None)) is None
     options = ("--size", "3MB", "--dry-run", "--calibration", "none")
     said = run(capsys, "compress", TINY_MOE, tmp_path / "out", *options)[1]
-    assert re.search(r"loss +unknown without calibration; `--calibration", said), said
+    assert re.search(r"loss +unknown without calibration; a text \(`--calibration`\)", said), said
     said = run(capsys, "compress", TINY_MOE, tmp_path / "out", "--method", "finequant", "--dry-run")[1]
     assert not re.search(r"loss +", said), said
 

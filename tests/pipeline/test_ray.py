@@ -245,7 +245,7 @@ def test_an_interrupted_job_continues(mixtral: Path, tmp_path: Path) -> None:
 import moepack, sys
 from pathlib import Path
 from ray_support import Stuck
-method = Stuck(4)
+method = Stuck(4, calibration=None)
 method.pids = Path({str(pids)!r})
 try:
     moepack.compress({str(mixtral)!r}, {str(tmp_path / "out")!r}, method=method, ray="local", threads=1)

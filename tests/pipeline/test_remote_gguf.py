@@ -239,7 +239,7 @@ def test_a_killed_job_continues(
     gone = held_from(hub, lambda: bool(list(tmp_path.glob(awaited))))
     code = (
         "import sys, moepack; from moepack.checkpoint.remote import parts; parts.WHOLE, parts.LEAST = 60_000, 40_000; "
-        f"moepack.compress('{NAME}:Q8_0', sys.argv[1], method='finequant', disk_budget=sys.argv[2])"
+        f"moepack.compress('{NAME}:Q8_0', sys.argv[1], method='finequant', calibration=None, disk_budget=sys.argv[2])"
     )
     found = open_remote(f"{NAME}:Q8_0")
     budget = str(0 if found is None else 4 * max(found[1].sizes.values()))

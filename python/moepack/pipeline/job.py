@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -435,23 +435,23 @@ class Job:
             self.checkpoint.expect([sources_of(shards[number][1]) for number in read])
         else:
             self.checkpoint.files.clear()
-        runs = self.packer.runs()
-        for shard, layer in shards[: max(missing, default=-1) + 1]:
-            record = workspace.done.get(shard.file)
-            if record is None or self.packer.samples is not None:
-                self.progress.stage(layer.name if record is None else f"{layer.name} (done before)")
-            with naming_files(self.checkpoint):
-                run = next(runs)
-                if record is None:
-                    packed = self.packer.pack(layer, run, {})
-                    beyond = layer in self.model.beyond
-                    writer.begin(partial(_write_layer, workspace.path / shard.file, layer, packed, beyond))
-                    self._advance(0)
-                else:
-                    packed = _read_layer(workspace.path / record.name, layer, record)
-                    if run is not None:
-                        self.packer.pack(layer, run, packed)
-                self.packer.record_sizes(layer, packed)
+        with closing(self.packer.runs()) as runs:
+            for shard, layer in shards[: max(missing, default=-1) + 1]:
+                record = workspace.done.get(shard.file)
+                if record is None or self.packer.samples is not None:
+                    self.progress.stage(layer.name if record is None else f"{layer.name} (done before)")
+                with naming_files(self.checkpoint):
+                    run = next(runs)
+                    if record is None:
+                        packed = self.packer.pack(layer, run, {})
+                        beyond = layer in self.model.beyond
+                        writer.begin(partial(_write_layer, workspace.path / shard.file, layer, packed, beyond))
+                        self._advance(0)
+                    else:
+                        packed = _read_layer(workspace.path / record.name, layer, record)
+                        if run is not None:
+                            self.packer.pack(layer, run, packed)
+                    self.packer.record_sizes(layer, packed)
 
     def _advance(self, weights: int) -> None:
         self.progress.advance(weights, self.peak.sample())

@@ -75,17 +75,20 @@ class LayerPacker:
     def runs(self) -> Iterator[LayerRun | None]:
         """Yield a run of the model for each of `layers`, or None for layers whose inputs are not needed.
 
-        Pack each layer before requesting the next run. Raises as `Calibrator.layers`.
+        Pack each layer before requesting the next run. Closing the iterator drops the hidden states, whose files can
+        then be removed. Raises as `Calibrator.layers`.
         """
         if self._calibrator is None:
             yield from (None for _ in self.layers)
             return
         reached = [layer for layer in self.layers if not self._is_unreached(layer)]
         runs: Any = self._calibrator.layers({layer.name: layer for layer in reached if isinstance(layer, DenseLayer)})
-        for layer in self.layers:
-            yield None if self._is_unreached(layer) else next(runs)
-        runs.close()
-        self._calibrator.forget()
+        try:
+            for layer in self.layers:
+                yield None if self._is_unreached(layer) else next(runs)
+        finally:
+            runs.close()
+            self._calibrator.forget()
 
     def _is_unreached(self, layer: PackedLayer) -> bool:
         """Return whether calibration skips a layer: the embedding, the head, and layers that the model lacks."""
