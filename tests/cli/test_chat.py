@@ -143,6 +143,7 @@ class Terminal:
         self.pid, self.file = pty.fork()
         if self.pid == 0:
             os.environ["TERM"] = "dumb"
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execv(command[0], command)
         self.seen = ""
 
