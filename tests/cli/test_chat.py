@@ -137,7 +137,7 @@ def test_models_without_a_template_continue_the_text(talk, packed):
 
 
 class Terminal:
-    """A program in a separate terminal."""
+    """A program in a separate terminal; killed at the end of the context if it runs then."""
 
     def __init__(self, command):
         self.pid, self.file = pty.fork()
@@ -159,24 +159,36 @@ class Terminal:
     def type(self, text):
         os.write(self.file, text.encode())
 
+    def ends_within(self, seconds):
+        until = time.monotonic() + seconds
+        while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+            assert time.monotonic() < until, f"the program did not end: {self.seen}"
+            time.sleep(0.05)
+        self.pid = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self.file)
+
 
 def test_in_a_terminal_ctrl_c_stops_an_answer_and_lines_are_recalled(source, tmp_path):
     history = ["--history", str(tmp_path / "history")] if module.find_spec("prompt_toolkit") else []
     options = ["--max-new-tokens", "1900", "--temperature", "0", *history]
-    terminal = Terminal([sys.executable, "-m", "moepack", "chat", str(source), *options])
+    command = [sys.executable, "-m", "moepack", "chat", str(source), *options]
     answer = generate(open_model(source), open_tokenizer(source), "u:hello\na:", Sampling(max_new_tokens=30)).text
-    terminal.wait(">>> ")
-    terminal.type("hello\r")
-    terminal.wait(re.escape(max(re.findall("[!-~]+", answer), key=len)))
-    terminal.type("\x03")
-    terminal.wait(r"\(stopped\)")
-    terminal.wait(">>> ")
-    terminal.type("/bye\r")
-    until = time.monotonic() + 90
-    while os.waitpid(terminal.pid, os.WNOHANG) == (0, 0):
-        if time.monotonic() > until:
-            os.kill(terminal.pid, signal.SIGKILL)
-            pytest.fail(f"the chat did not end: {terminal.seen}")
-        time.sleep(0.05)
+    with Terminal(command) as terminal:
+        terminal.wait(">>> ")
+        terminal.type("hello\r")
+        terminal.wait(re.escape(max(re.findall("[!-~]+", answer), key=len)))
+        terminal.type("\x03")
+        terminal.wait(r"\(stopped\)")
+        terminal.wait(">>> ")
+        terminal.type("/bye\r")
+        terminal.ends_within(90)
     if history:
         assert "+hello" in (tmp_path / "history").read_text()
