@@ -5,13 +5,11 @@ The reference is a freshly loaded model that reads the sequence in one pass, the
 
 import copy
 import re
-import string
 import threading
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moepack.census.tiny import tiny_config, tiny_model
@@ -25,19 +23,13 @@ from moepack.serving.step import Stepper
 from moepack.serving.text.generation import Memory, generate
 from moepack.serving.text.sampling import Sampler, Sampling
 from places import ROOT
+from runtime_support import letters
 
 TABLE = (ROOT / "docs" / "models.md").read_text()
 ARCHITECTURES = re.findall(r"^\| `([\w-]+)` \| (?:works|text part only)", TABLE, re.M)
 NEW = 6
 NARROW = {"sliding_window": 8, "attention_chunk_size": 8, "index_topk": 8}
 """Settings that limit the context window; in tiny models they exceed the sequences."""
-
-
-def letters():
-    """A tokenizer of 64 characters without an end token."""
-    alphabet = string.ascii_letters + string.digits + " ."
-    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 def tokens(count, seed):

@@ -13,7 +13,7 @@ from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaL
 from moepack.backends.gpu import lost
 from moepack.decoding.carried import carried_of
 from moepack.decoding.finite import are_finite, non_finite
-from moepack.decoding.prefix import Prefix, new_cache
+from moepack.decoding.prefix import Prefix, kv_bits, new_cache
 from moepack.decoding.signature import cache_name
 from moepack.decoding.vocabulary import require_head, require_known, vocabulary_of
 from moepack.errors import MoepackWarning, NonFiniteError
@@ -241,9 +241,12 @@ def _warn_of_length(model: Any, prompt: int, new: int) -> None:
 
 @contextmanager
 def _remembered(memory: Memory | None, model: Any, ids: list[int], streamer: _Streamer) -> Iterator[dict[str, Any]]:
-    """Yield the initial cache as an argument of `generate`. After an interrupted call the memory is empty."""
+    """Yield the initial cache as an argument of `generate`. After an interrupted call the memory is empty.
+
+    Without a memory, transformers' `generate` makes the cache, unless the model stores keys and values in 8 bits.
+    """
     if memory is None:
-        yield {}
+        yield {_CACHE: new_cache(model)} if kv_bits(model) is not None else {}
         return
     carried, prefix = carried_of(model), memory.prefix
     cache = prefix.continued(ids) if prefix is not None and prefix.shared(ids) else new_cache(model)
