@@ -30,12 +30,13 @@ def asking(engine):
         def ask(path, body=b"", *, method=None, app=None, headers=(("Content-Type", "application/json"),)):
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             method = method or ("POST" if data else "GET")
-            return runner.run(_call(app or create_app(engine, Settings("tiny")), method, path, data, headers))
+            return runner.run(call(app or create_app(engine, Settings("tiny")), method, path, data, headers))
 
         yield ask
 
 
-async def _call(app, method, path, data, headers):
+async def call(app, method, path, data, headers):
+    """Send one request to an application: (status, headers, content)."""
     raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
     path, _, query = path.partition("?")
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",

@@ -5,6 +5,7 @@ codec fault cannot hide a runtime fault, and vice versa.
 """
 
 import math
+import string
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 import transformers
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from moepack.methods import PackedBytes, PacksLinears, SimpleMethod, Solution
 from moepack.pipeline import compress
@@ -147,6 +150,13 @@ def tiny_model(architecture, seed=0):
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * (1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5))
     return model
+
+
+def letters():
+    """A tokenizer of 64 characters without an end token."""
+    alphabet = string.ascii_letters + string.digits + " ."
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 def experts_modules(model):

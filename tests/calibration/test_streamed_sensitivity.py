@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import MixtralModel
 
 import moepack
@@ -19,6 +20,7 @@ from census_support import skip_unknown
 from command_support import run
 from moepack.calibration import CalibrationRequest, CalibrationSettings
 from moepack.calibration.backward import draw_tokens
+from moepack.calibration.factored import Gradients
 from moepack.calibration.fisher import (
     LENGTH,
     ROUND,
@@ -288,6 +290,40 @@ def test_products_have_no_gradients_of_their_weights(
     received: set[str] = set()
     monkeypatch.setattr(_Squares, "gradient", lambda self, name, gradient: received.add(name))
     assert measured(path) and not received
+
+
+def test_products_by_keyword_have_the_same_gradients() -> None:
+    """Factors are kept where a handler knows the keywords; autograd computes the other gradients."""
+    received: dict[str, Tensor] = {}
+
+    class Watch:
+        def gradient(self, name: str, gradient: Tensor) -> None:
+            received[name] = gradient
+
+        def factors(self, name: str, matrix: int, left: Tensor, right: Tensor) -> None:
+            received[name] = left.mT @ right
+
+        def rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
+            received[name] = torch.zeros(8, 6).index_copy(0, rows, gradients)
+
+    x, ids = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 3, 1])
+    products: dict[str, Callable[[Tensor], Tensor]] = {
+        "linear": lambda weight: functional.linear(input=x, weight=weight),
+        "embedding": lambda weight: functional.embedding(input=ids, weight=weight),
+        "matmul": lambda weight: torch.matmul(x, other=weight.mT),
+        "mm": lambda weight: torch.mm(input=x, mat2=weight.mT),
+        "method": lambda weight: x.matmul(other=weight.mT),
+    }
+    for name, product in products.items():
+        weight = nn.Parameter(torch.ones(8, 6))
+        product(weight).square().sum().backward()  # type: ignore[no-untyped-call]
+        expected, weight.grad = weight.grad, None
+        gradients = Gradients(Watch())  # type: ignore[arg-type]
+        gradients.watch(name, weight)
+        with gradients:
+            product(weight).square().sum().backward()  # type: ignore[no-untyped-call]
+        gradients.finish()
+        torch.testing.assert_close(received[name], expected)
 
 
 def test_factors_of_any_size_give_the_sums_of_the_whole_gradient() -> None:

@@ -177,30 +177,33 @@ class Gradients(TorchFunctionMode):
 def _handlers(gradients: Gradients) -> dict[Any, Callable[..., Tensor | None]]:
     """Return the functions of torch that keep factors; each handler returns None where it does not apply."""
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         matrix = gradients.matrix(weight)
         if matrix is None:
             return None
         gradients.expect(matrix.name)
-        found: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, gradients, matrix)
-        found = found.view(*x.shape[:-1], len(weight))
+        found: Tensor = _Product.apply(input.reshape(-1, input.shape[-1]), weight, gradients, matrix)
+        found = found.view(*input.shape[:-1], len(weight))
         return found if bias is None else found + bias
 
-    def matmul(x: Any, weight: Any) -> Tensor | None:
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not isinstance(x, Tensor) or x.dim() < 2:
+    def matmul(x: Any = None, weight: Any = None, **others: Any) -> Tensor | None:
+        # Operands have several keywords, which transformers does not use.
+        if others or not isinstance(weight, Tensor) or weight.dim() != 2 or not isinstance(x, Tensor) or x.dim() < 2:
             return None
         return linear(x, weight.mT)
 
-    def grouped(x: Tensor, weight: Tensor, *, offs: Tensor | None = None, **others: Any) -> Tensor | None:
+    def grouped(x: Any = None, weight: Any = None, *, offs: Tensor | None = None, **others: Any) -> Tensor | None:
+        if weight is None or any(value is not None for value in others.values()):
+            return None
         known = gradients.stacked(weight)
-        if known is None or offs is None or x.dim() != 2 or any(value is not None for value in others.values()):
+        if known is None or offs is None or x.dim() != 2:
             return None
         gradients.expect(known[0])
         found: Tensor = _Grouped.apply(x, weight, offs, gradients, *known)
         return found
 
     def embedding(
-        ids: Tensor,
+        input: Tensor,
         weight: Tensor,
         padding_idx: int | None = None,
         max_norm: float | None = None,
@@ -212,7 +215,7 @@ def _handlers(gradients: Gradients) -> dict[Any, Callable[..., Tensor | None]]:
         if name is None or max_norm is not None or scale_grad_by_freq or sparse:
             return None
         gradients.expect(name)
-        found: Tensor = _LookUp.apply(ids, weight, padding_idx, gradients, name)
+        found: Tensor = _LookUp.apply(input, weight, padding_idx, gradients, name)
         return found
 
     found: dict[Any, Callable[..., Tensor | None]] = {functional.linear: linear, functional.embedding: embedding}

@@ -8,8 +8,8 @@ Invariants:
 
 * `keys` and `values` of a layer are encoded, `[batch, heads, tokens, width + 4]`, int8, so the operations inherited
   from transformers (cropping, reordering, copies) act on whole rows;
-* a value is off by at most 1/254 of the largest magnitude of its row; a row with a value that is not finite decodes
-  to NaN;
+* a value is off by at most 1/254 of the largest magnitude of its row if that is at least 1e-36; a row with a value that
+  is not finite decodes to NaN;
 * the core writes the same bytes for the same float32 row.
 """
 
@@ -31,14 +31,16 @@ def encode(values: Tensor) -> Tensor:
     wide = values.float()
     scale = wide.abs().amax(-1, keepdim=True) / 127
     scale = torch.where(scale.isfinite(), scale, torch.nan)
-    codes = torch.where(scale > 0, (wide / scale).round(), 0).to(torch.int8)
+    # A scale that is not a normal number is rounded by up to a half, so that codes may exceed 127.
+    codes = torch.where(scale > 0, (wide / scale).round().clamp_(-128, 127), 0).to(torch.int8)
     return torch.cat([codes, scale.contiguous().view(torch.int8)], dim=-1)
 
 
 def decode(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Decode int8 rows `[..., width + 4]` to `[..., width]` of a dtype."""
-    codes, scale = rows[..., :-SCALE], rows[..., -SCALE:].contiguous().view(torch.float32)
-    return (codes.float() * scale).to(dtype)
+    # A copy, because the scale of a single row is contiguous but not aligned.
+    scale = rows[..., -SCALE:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return (rows[..., :-SCALE].float() * scale).to(dtype)
 
 
 class _Narrow:

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from moepack.decoding.cache import GrowingLayer
 from moepack.decoding.narrow import NarrowLayer, NarrowWindow
 
-__all__ = ["Prefix", "common", "forked", "new_cache", "set_kv_bits"]
+__all__ = ["Prefix", "common", "forked", "kv_bits", "new_cache", "set_kv_bits"]
 
 
 KV_BITS = (8,)
@@ -34,6 +34,12 @@ def set_kv_bits(model: Any, bits: int | None) -> None:
         raise ValueError(f"kv_bits: {type(model).__name__} has a cache of its own, which is not stored in 8 bits")
 
 
+def kv_bits(model: Any) -> int | None:
+    """Return the number of bits in which new caches of a model store keys and values; None for the model's dtype."""
+    bits: int | None = getattr(model, "moepack_kv_bits", None)
+    return bits
+
+
 def new_cache(model: Any) -> Any:
     """Return an empty cache for one sequence; layers that keep all tokens grow in place.
 
@@ -46,7 +52,7 @@ def new_cache(model: Any) -> Any:
         return kind()
     cache = DynamicCache(config=model.config)
     kinds: dict[type, Any] = {DynamicLayer: GrowingLayer}
-    if getattr(model, "moepack_kv_bits", None) is not None:
+    if kv_bits(model) is not None:
         kinds = {DynamicLayer: NarrowLayer, DynamicSlidingWindowLayer: NarrowWindow}
     cache.layers = [kinds[type(layer)].of(layer) if type(layer) in kinds else layer for layer in cache.layers]
     return cache

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class LayerPacker:
         if in_file(self.samples.inputs.numel(), width, weights):
             calibrator.settings = replace(calibrator.settings, buffer_directory=directory)
 
-    def runs(self) -> Iterator[LayerRun | None]:
+    def runs(self) -> Generator[LayerRun | None]:
         """Yield a run of the model for each of `layers`, or None for layers whose inputs are not needed.
 
         Pack each layer before requesting the next run. Closing the iterator drops the hidden states, whose files can

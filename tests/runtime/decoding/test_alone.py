@@ -4,19 +4,20 @@ The reference is a freshly loaded model that reads the sequence in one pass, the
 """
 
 import copy
+import functools
 import re
-import string
 import threading
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moepack.census.tiny import tiny_config, tiny_model
 from moepack.decoding.carried import carried_of
-from moepack.decoding.prefix import Prefix, new_cache
+from moepack.decoding.narrow import NarrowLayer
+from moepack.decoding.prefix import Prefix, new_cache, set_kv_bits
+from moepack.decoding.signature import cached
 from moepack.integrations.loading import open_model
 from moepack.serving import engine as engine_module
 from moepack.serving.engine import Engine
@@ -25,19 +26,13 @@ from moepack.serving.step import Stepper
 from moepack.serving.text.generation import Memory, generate
 from moepack.serving.text.sampling import Sampler, Sampling
 from places import ROOT
+from runtime_support import letters
 
 TABLE = (ROOT / "docs" / "models.md").read_text()
 ARCHITECTURES = re.findall(r"^\| `([\w-]+)` \| (?:works|text part only)", TABLE, re.M)
 NEW = 6
 NARROW = {"sliding_window": 8, "attention_chunk_size": 8, "index_topk": 8}
 """Settings that limit the context window; in tiny models they exceed the sequences."""
-
-
-def letters():
-    """A tokenizer of 64 characters without an end token."""
-    alphabet = string.ascii_letters + string.digits + " ."
-    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 def tokens(count, seed):
@@ -212,6 +207,27 @@ def test_every_kind_of_rotary_positions(architecture, kind, together):
     require_alone(model, together)
     if kind in VARYING:
         require_alone(model, together, long=29, common=20)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_cache_that_replaces_a_dropped_one_has_8_bits(remembers, monkeypatch):
+    model = rotated("phimoe", "longrope", short_mscale=1.1, long_mscale=1.5)
+    set_kv_bits(model, 8)
+    model.generation_config.eos_token_id = None
+    forward, caches = model.forward, {}
+
+    @functools.wraps(forward)
+    def noted(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        caches[id(cached(output))] = cached(output)
+        return output
+
+    monkeypatch.setattr(model, "forward", noted)
+    prompt, memory = "abcdefghijklmnopqrstuvwxyzABC", Memory() if remembers else None
+    generate(model, letters(), prompt, Sampling(max_new_tokens=8), memory=memory)
+    assert [cache.get_seq_length() for cache in caches.values()] == [32, 36]
+    assert all(type(layer) is NarrowLayer for cache in caches.values() for layer in cache.layers)
+    assert "prepare_inputs_for_generation" not in vars(model)
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 import moepack
 from moepack.census.tiny import tiny_model
@@ -15,7 +16,9 @@ from moepack.decoding.narrow import NarrowLayer, NarrowWindow, decode, encode
 from moepack.decoding.prefix import Prefix, forked, new_cache, set_kv_bits
 from moepack.methods import create
 from moepack.serving.step import Part, Stepper
-from runtime_support import write_packed
+from moepack.serving.text.generation import Memory, generate
+from moepack.serving.text.sampling import Sampling
+from runtime_support import letters, write_packed
 
 PROMPT, TOKENS, WINDOW = 5, 12, 8
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -72,6 +75,18 @@ def test_zeros_and_values_that_are_not_finite() -> None:
     assert (found[0] == 0).all() and found[1:3].isnan().all() and (found[3] == 1).all()
 
 
+def test_the_least_floats_keep_their_signs() -> None:
+    values = torch.arange(-400, 401)[:, None] * torch.tensor([2.0**-149, 2.0**-150, 0.0])
+    found = decode(encode(values), torch.float32)
+    assert (found * values >= 0).all() and ((found - values).abs() <= 64 * 2.0**-149).all()
+
+
+@pytest.mark.parametrize("width", [6, 7, 8])
+def test_a_single_row_is_decoded(width: int) -> None:
+    row = numbers(1, 1, 1, width)
+    assert ((decode(encode(row), torch.float32) - row).abs() <= row.abs().amax() / 253.9).all()
+
+
 @pytest.mark.parametrize("kind", ["all", "window"])
 def test_a_layer_gives_what_its_decoded_rows_are(kind: str) -> None:
     layer: Any = NarrowLayer() if kind == "all" else NarrowWindow(sliding_window=WINDOW)
@@ -113,20 +128,34 @@ def test_the_core_decodes_with_them(packed: Path) -> None:
             assert one.keys.shape == other.keys.shape
 
 
-def test_the_core_writes_the_same_bytes(tmp_path: Path) -> None:
-    packed = write_packed(tiny_model("glm4_moe"), tmp_path / "model", create("finequant", bits=8, calibration="none"))
+def uneven(model: Any) -> None:
+    """Give heads of the first layer's values rows of zeros, of one value, of a wide range, and of the least floats."""
+    attention = model.model.layers[0].self_attn
+    heads = attention.v_proj.weight.detach().view(-1, attention.head_dim, attention.v_proj.in_features)
+    heads[0].zero_()
+    heads[1:2] = heads[1:2, :1].expand_as(heads[1:2])
+    heads[2] *= torch.logspace(-12, 12, attention.head_dim)[:, None]
+    heads[3] *= 1e-43
+
+
+@pytest.mark.parametrize("architecture", ["glm4_moe", "deepseek_v2", "gpt_oss"])
+def test_the_core_writes_what_is_encoded(architecture: str, tmp_path: Path) -> None:
+    """The first layer's rows do not depend on the cache, so a cache in float32 holds what the other one encoded."""
+    model = tiny_model(architecture, own={"num_key_value_heads": 4, **ARCHITECTURES[architecture]})
+    if architecture == "glm4_moe":
+        uneven(model)
+    packed = write_packed(model, tmp_path / "model", create("finequant", bits=8, calibration="none"))
     model = moepack.load(packed, dtype="float32")
     wide = new_cache(model)
     set_kv_bits(model, 8)
     narrow = new_cache(model)
-    read(model, "transformers", wide)
-    read(model, "native", narrow)
-    first = encode(wide.layers[0].keys)  # the first layer's keys do not depend on others
-    same = (first == narrow.layers[0].keys).all(-1)
-    assert same.float().mean() > 0.8  # other rows differ by the last bit of a sum
-    torch.testing.assert_close(
-        decode(first, torch.float32), decode(narrow.layers[0].keys, torch.float32), rtol=0, atol=0.02
-    )
+    for cache in (wide, narrow):
+        read(model, "native", cache)
+    assert decoder_of(model).forward.steps == 2 * TOKENS
+    for part in ("keys", "values"):
+        floats, rows = (getattr(cache.layers[0], part)[:, :, -TOKENS:] for cache in (wide, narrow))
+        assert floats.dtype == torch.float32 and rows.dtype == torch.int8 and rows[..., :-4].any()
+        assert torch.equal(encode(floats), rows)
 
 
 def test_prefixes_and_forks_keep_8_bits(packed: Path) -> None:
@@ -158,6 +187,24 @@ def test_sequences_share_a_step(packed: Path) -> None:
             expected = [logits([ids], [cache], place) for ids, cache in zip(pieces, alone, strict=True)]
             assert len(found) == 3 and (found - torch.cat(expected)).abs().max() <= 0.02 * found.abs().max()
     assert any(isinstance(layer, (NarrowLayer, NarrowWindow)) for layer in together[0].layers)
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_generation_uses_them(remembers: bool, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = moepack.load(packed, dtype="float32", kv_bits=8)
+    caches, generated = [], model.generate
+
+    def spied(**given: Any) -> Any:
+        caches.extend(value for value in given.values() if isinstance(value, DynamicCache))
+        return generated(**given)
+
+    monkeypatch.setattr(model, "generate", spied)
+    memory = Memory() if remembers else None
+    report = generate(model, letters(), "abcdefghijkl", Sampling(max_new_tokens=4), memory=memory)
+    (cache,) = caches
+    assert cache.get_seq_length() == 12 + report.tokens - 1
+    assert any(isinstance(layer, (NarrowLayer, NarrowWindow)) for layer in cache.layers)
+    assert not any(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
 @pytest.mark.parametrize("bits", [4, 16, 0])

@@ -20,7 +20,7 @@ from moepack.errors import CheckpointError, LoadError
 from moepack.format.weights import weight_files
 from moepack.serving.constraint import Budget, Budgeted, Grammars
 from moepack.serving.engine import ClosedError, Engine, QueueFullError
-from moepack.serving.http.handover import Handover
+from moepack.serving.http.handover import Handover, handover_of
 from moepack.serving.http.metrics import Metrics
 from moepack.serving.http.refusal import Refusal, defect
 from moepack.serving.http.requests import Sampled
@@ -166,7 +166,6 @@ class Answers:
         self.engine, self.settings = engine, settings
         self.created = int(time.time())
         self._fingerprint = fingerprint(settings.source)
-        self._handover: Handover | None = None
         self.grammars = Grammars(engine.tokenizer, engine.logits, engine.ends)
         self.spelling = Spelling(engine.tokenizer)
         self.metrics = Metrics(engine, settings.name)
@@ -244,17 +243,9 @@ class Answers:
                 wanted = Wanted(top, scores_prompt, writes, constraint, self.adapter(body.model))
                 asked.append((ids, replace(sampling, seed=seed), wanted))
         try:
-            return Running(self.engine, self._here(), asked, limit, self.metrics.end)
+            return Running(self.engine, handover_of(self.engine), asked, limit, self.metrics.end)
         except ValueError as error:  # the settings have been checked, so the prompt is at fault
             raise Refusal(400, str(error), "invalid_prompt", param=param) from error
-
-    def _here(self) -> Handover:
-        """Return the engine's way to the running event loop."""
-        loop = asyncio.get_running_loop()
-        if self._handover is None or self._handover.loop is not loop:
-            self._handover = Handover(loop)
-            self.engine.on_step = self._handover.wake
-        return self._handover
 
     async def compile(self, lark: tuple[str, str] | None) -> None:
         """Compile a grammar before `run`, in a thread, because it can take a second.

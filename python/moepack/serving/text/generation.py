@@ -1,5 +1,6 @@
 """Text generation and timing: runs transformers' `generate` and streams each token."""
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -9,12 +10,13 @@ from typing import Any
 
 import torch
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import Cache
 
 from moepack.backends.gpu import lost
 from moepack.decoding.carried import carried_of
 from moepack.decoding.finite import are_finite, non_finite
-from moepack.decoding.prefix import Prefix, new_cache
-from moepack.decoding.signature import cache_name
+from moepack.decoding.prefix import Prefix, kv_bits, new_cache
+from moepack.decoding.signature import cache_argument, cache_name
 from moepack.decoding.vocabulary import require_head, require_known, vocabulary_of
 from moepack.errors import MoepackWarning, NonFiniteError
 from moepack.serving.text.prompts import Prompt, positions, prompt_ids
@@ -241,17 +243,43 @@ def _warn_of_length(model: Any, prompt: int, new: int) -> None:
 
 @contextmanager
 def _remembered(memory: Memory | None, model: Any, ids: list[int], streamer: _Streamer) -> Iterator[dict[str, Any]]:
-    """Yield the initial cache as an argument of `generate`. After an interrupted call the memory is empty."""
+    """Yield the initial cache as an argument of `generate`. After an interrupted call the memory is empty.
+
+    Without a memory, transformers' `generate` makes the cache, unless the model stores keys and values in 8 bits.
+    """
     if memory is None:
-        yield {}
+        with _renewed(model):
+            yield {_CACHE: new_cache(model)} if kv_bits(model) is not None else {}
         return
     carried, prefix = carried_of(model), memory.prefix
     cache = prefix.continued(ids) if prefix is not None and prefix.shared(ids) else new_cache(model)
     memory.prefix = None
     carried.reset()
-    yield {_CACHE: cache}
+    with _renewed(model):
+        yield {_CACHE: cache}
     prefix = Prefix((ids + streamer.ids)[: cache.get_seq_length()], cache, carried.limit)
     memory.prefix = prefix if prefix.is_useful else None
+
+
+@contextmanager
+def _renewed(model: Any) -> Iterator[None]:
+    """Give a model that drops its cache and reads the sequence again (`Carried.rereads`) a new one in 8 bits."""
+    if kv_bits(model) is None or not carried_of(model).rereads:
+        yield
+        return
+    prepare = model.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def renewed(*args: Any, **kwargs: Any) -> Any:
+        inputs = prepare(*args, **kwargs)
+        has_cache = any(isinstance(value, Cache) for value in inputs.values())
+        return inputs if has_cache else {**inputs, **cache_argument(model, new_cache(model))}
+
+    model.prepare_inputs_for_generation = renewed
+    try:
+        yield
+    finally:
+        del model.prepare_inputs_for_generation
 
 
 def _report(streamer: _Streamer, prompt_tokens: int, start: float) -> GenerationReport:

@@ -262,7 +262,8 @@ class Sampler:
             ids: the tokens so far, prompt included.
 
         Raises:
-            NonFiniteError: the model computes NaN or infinity.
+            NonFiniteError: the model computes NaN or infinity. A greedy choice from unchanged logits does not notice
+                negative infinity at other tokens.
         """
         with one_thread():
             if (self._draws or self._steering) and not are_finite(logits):
