@@ -30,6 +30,7 @@ from moepack.methods import create
 from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline.estimate import estimate
 from moepack.pipeline.recipe import Recipe
+from moepack.pipeline.source import opened
 from moepack.progress import Bar, Lines
 from places import ROOT
 
@@ -417,6 +418,16 @@ def test_a_full_disk_is_an_error_that_keeps_the_download(
     assert (tmp_path / "out.source").exists()
     moepack.compress(NAME, tmp_path / "out", method=Ternary())
     assert support.contents(tmp_path / "out") == support.contents(packed_shards)
+
+
+def test_shards_stay_beside_finished_layers_after_any_exception(hub: Hub, tmp_path: Path) -> None:
+    for layers in (True, False):
+        with pytest.raises(MemoryError), opened(NAME, tmp_path / "out") as source:
+            assert source.remote is not None
+            source.remote.claim(10**6)
+            (tmp_path / "out.partial").mkdir() if layers else (tmp_path / "out.partial").rmdir()
+            raise MemoryError
+        assert (tmp_path / "out.source").exists() == layers
 
 
 def test_shards_of_another_commit_are_not_used(hub: Hub, packed_shards: Path, tmp_path: Path) -> None:
