@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ import packed_support as support
 import tiny_models
 from checkpoint.test_pickles import pickled
 from command_support import interruptible
-from hub_support import COMMIT, Answer, Hub, Request, cached, held_from, serving, use
+from hub_support import COMMIT, Answer, Hub, Request, bytes_in, cached, held_from, serving, use
 from moepack.checkpoint.quantized import open_checkpoint
-from moepack.checkpoint.remote import open_remote, reading
-from moepack.checkpoint.remote.transfer import Transfer
+from moepack.checkpoint.remote import open_remote, reading, transfer
+from moepack.checkpoint.remote.transfer import Listing, Transfer
 from moepack.errors import CheckpointError, DiskError, DownloadError, InvalidTensorError, ResumeError
 from moepack.format.side import RECIPE
 from moepack.methods import create
@@ -64,12 +63,7 @@ def total(model: Path) -> int:
 
 def downloaded(folder: Path) -> int:
     """The bytes of shards in a folder, complete or not."""
-    total = 0
-    for pattern in ("*.safetensors", "*.part"):
-        for file in folder.glob(pattern):
-            with suppress(FileNotFoundError):  # just completed or deleted by the download
-                total += file.stat().st_size
-    return total
+    return bytes_in(folder, "*.safetensors", "*.part")
 
 
 def test_a_remote_checkpoint_reads_what_the_directory_holds(hub: Hub, sharded: Path) -> None:
@@ -242,7 +236,15 @@ def test_faults_of_the_network_do_not_change_the_result(
     """Every ninth request for weights is answered wrongly."""
     counted = [0]
     if fault == "a stalling peer":
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 1)
+        # The timeout is short for weights only, and on a busy machine other answers may be late, too.
+        prepare = Transfer.__init__
+
+        def impatient(self: Transfer, listing: Listing) -> None:
+            prepare(self, listing)
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 1)
+
+        monkeypatch.setattr(Transfer, "__init__", impatient)
+        monkeypatch.setattr(transfer, "ATTEMPTS", 100)
 
     def broken(request: Request) -> Answer | None:
         if not request.path.startswith("/network/"):
@@ -384,12 +386,12 @@ def test_a_killed_job_is_continued(hub: Hub, packed_shards: Path, tmp_path: Path
     environment = {**os.environ, **there, "PYTHONPATH": str(ROOT / "python")}
     with interruptible():
         job = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not list(tmp_path.glob(awaited)):
         assert job.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     job.send_signal(kill)
-    job.wait(60)
+    job.wait(300)
     assert not (tmp_path / "out").exists() and (tmp_path / "out.source").exists()
     gone.set()
     before = downloaded(tmp_path / "out.source")
@@ -464,7 +466,7 @@ def test_a_failed_download_ahead_is_repeated_when_it_is_needed(
     def once(self: RemoteFiles, name: str, part: Path) -> None:
         if name not in self._wanted and name not in failed:
             failed.append(name)
-            deadline = time.monotonic() + (5 if awaited else 0)
+            deadline = time.monotonic() + (60 if awaited else 0)
             while name not in self._wanted and time.monotonic() < deadline:
                 time.sleep(0.01)
             raise DownloadError("cannot be downloaded: the server is restarting", file=name)
