@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -299,13 +299,24 @@ def use(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "LONGEST", 0.05)
 
 
+def bytes_in(folder: Path, *patterns: str) -> int:
+    """Return the bytes of files that were in a folder at one time, while another thread adds and removes files."""
+    while True:
+        files, total = [file for pattern in patterns for file in folder.glob(pattern)], 0
+        for file in files:
+            with suppress(FileNotFoundError):
+                total += file.stat().st_size
+        if files == [file for pattern in patterns for file in folder.glob(pattern)]:
+            return total
+
+
 def held_from(server: Hub, reached: Callable[[], bool]) -> threading.Event:
     """Hold back all weights once a condition is true, so that a job cannot finish; return the event that ends it."""
     ended = threading.Event()
 
     def hold(request: Request) -> None:
         if request.path.startswith("/network/") and reached():
-            ended.wait(120)
+            ended.wait(600)
 
     server.fault = hold
     return ended

@@ -21,7 +21,7 @@ from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.remote import Altered, RemoteFiles, open_remote
 from moepack.checkpoint.remote.files import AT_ONCE
 from moepack.checkpoint.resolve import configured, resolve_model
-from moepack.errors import DiskError, DownloadError, MoepackError
+from moepack.errors import DiskError, DownloadError
 from moepack.format.header import TensorInfo
 from moepack.methods import Method
 from moepack.pipeline.journal import PARTIAL
@@ -220,7 +220,7 @@ def opened(
     except (DownloadError, DiskError, KeyboardInterrupt):
         keep = True
         raise
-    except MoepackError:
+    except BaseException:
         keep = os.path.lexists(target.with_name(target.name + PARTIAL))
         raise
     finally:

@@ -8,7 +8,6 @@ what other processes read; `gguf` opens GGUF files.
 
 import io
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from moepack.checkpoint.quantized import adapted
 from moepack.checkpoint.reader import Checkpoint, check_listed, read_config
 from moepack.checkpoint.remote.files import RemoteFiles, Traffic
 from moepack.checkpoint.remote.gguf import open_parts
-from moepack.checkpoint.remote.kept import RANGES_AT_ONCE
+from moepack.checkpoint.remote.kept import at_once
 from moepack.checkpoint.remote.reading import RangedFile
 from moepack.checkpoint.remote.sums import Altered
 from moepack.checkpoint.remote.transfer import Listing, Transfer, list_model
@@ -113,9 +112,8 @@ def _opened(
 ) -> tuple[Checkpoint, RemoteFiles]:
     """Open a model of safetensors or pickles, from the headers of its shards."""
     config = read_config(directory)
-    with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
-        headers = pool.map(lambda name: _header(transfer, directory, name, listed[name]), listed)
-        shards: Mapping[str, Header] = dict(zip(listed, headers, strict=True))
+    headers = at_once(transfer, lambda name: _header(transfer, directory, name, listed[name]), listed)
+    shards: Mapping[str, Header] = dict(zip(listed, headers, strict=True))
     for shard, tensors in listed.items():
         check_listed(tensors, shards[shard])
     files = RemoteFiles(shards, transfer, cached, folder)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +27,11 @@ import numpy as np
 from moepack.checkpoint.gguf.files import SUFFIX
 from moepack.checkpoint.gguf.header import read_gguf
 from moepack.checkpoint.pickles import read_pickle
-from moepack.checkpoint.remote.kept import RANGES_AT_ONCE, KeptTensors, surviving
+from moepack.checkpoint.remote.kept import KeptTensors, at_once, surviving
 from moepack.checkpoint.remote.parts import Part, Parts
 from moepack.checkpoint.remote.ranges import RangeFiles
 from moepack.checkpoint.remote.sums import Sums
-from moepack.checkpoint.remote.transfer import Listing, Transfer
+from moepack.checkpoint.remote.transfer import STOPPED, Listing, Transfer
 from moepack.checkpoint.resolve import hub_reason
 from moepack.checkpoint.shards import SAMPLE_BYTES, Bytes, ShardFiles, map_range, sample_positions, sampled
 from moepack.errors import CheckpointError, DiskError, DownloadError, MoepackError, ResumeError
@@ -111,6 +111,7 @@ class RemoteFiles(ShardFiles):
         self._busy: dict[str, int] = {}
         self._partial: dict[str, int] = {}
         self._failed: dict[str, MoepackError] = {}
+        self._broken: DiskError | None = None
         self._postponed: set[str] = set()
         self._wanted: list[str] = []
         self._order: list[str] = []
@@ -174,19 +175,19 @@ class RemoteFiles(ShardFiles):
         if budget is None:
             self._divide(self.shards)
         try:
-            if self._folder.exists() and not (self._folder / "tensors").is_dir():
+            if self._folder.exists() and any(self._folder.iterdir()) and not (self._folder / "tensors").is_dir():
                 raise ResumeError(
                     "exists, but was not created by moepack; move it away, or choose another output directory",
                     file=self._folder,
                 )
             (self._folder / "tensors").mkdir(parents=True, exist_ok=True)
             self._lock = lock_directory(self._folder)  # from here on, `close` may remove the folder
-            commit = self._transfer.listing.commit
-            if not (self._folder / commit).exists():  # shards of another commit
+            mark = self._folder / self._mark
+            if not mark.exists():  # of another commit, other files, or parts that were cut in another way
                 for entry in [*self._folder.iterdir(), *(self._folder / "tensors").iterdir()]:
                     if not entry.is_dir():
                         remove(entry)
-                (self._folder / commit).touch()
+                mark.touch()
         except BlockingIOError as cause:
             raise ResumeError("another process is using it", file=self._folder) from cause
         except OSError as cause:
@@ -197,6 +198,13 @@ class RemoteFiles(ShardFiles):
                 self._ready[name] = file  # it was renamed after all checks
             elif (begun := self._folder / f"{name}.part").exists():
                 self._partial[name] = begun.stat().st_size
+
+    @property
+    def _mark(self) -> str:
+        """The name of an empty file that says which commit, shards and parts a folder holds."""
+        listing = self._transfer.listing
+        held = [(part.name, listing.files[part.shard].name, part.start) for part in self._parts.values()]
+        return f"{listing.commit}-{hashlib.sha256(repr(held).encode()).hexdigest()[:16]}"
 
     def least(self, groups: Sequence[Collection[TensorInfo]]) -> int:
         """Return the smallest possible budget: the largest total size of parts that a group needs."""
@@ -214,6 +222,7 @@ class RemoteFiles(ShardFiles):
             self._together = max(map(len, members), default=1)
             self._position = 0
             if not self._threads:
+                self._shrink()
                 for name in self._own():
                     self._sums.add(self._parts[name], self._ready[name])
                 self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(AT_ONCE)]
@@ -239,8 +248,7 @@ class RemoteFiles(ShardFiles):
                 # The file is opened under the lock, because another thread may remove it.
                 mapped = map_range(self._ready[name], info, None, info.offset - self._parts[name].start)
                 return mapped if name in self._cached or self.budget is None else surviving(mapped)
-        data = self._transfer.read(info.file.name, info.offset, info.offset + info.nbytes)
-        return np.frombuffer(bytearray(data), np.uint8)
+        return np.frombuffer(self._transfer.filled(info.file.name, info.offset, info.offset + info.nbytes), np.uint8)
 
     def _is_read_alone(self, name: str, info: TensorInfo) -> bool:
         """Return whether to read a tensor by its range instead of downloading its part `name`; counts its bytes.
@@ -269,6 +277,10 @@ class RemoteFiles(ShardFiles):
         while name not in self._ready:
             if name in self._failed:
                 raise self._failed.pop(name)
+            if self._broken is not None:
+                raise self._broken
+            if self._stopped:
+                raise DownloadError(STOPPED, file=name)
             if name not in self._wanted:
                 self._wanted.append(name)
                 self._changed.notify_all()
@@ -298,14 +310,13 @@ class RemoteFiles(ShardFiles):
         if header.size <= len(blocks) * SAMPLE_BYTES:
             whole = self._transfer.read(shard, 0, header.size)
             return b"".join(whole[start:stop] for start, stop in ends)
-        with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
-            return b"".join(pool.map(lambda end: self._transfer.read(shard, *end), ends))
+        return b"".join(at_once(self._transfer, lambda end: self._transfer.read(shard, *end), ends))
 
     def equal(self, first: TensorInfo, second: TensorInfo) -> bool:
         """See `ShardFiles`; stops at the first difference. Without a folder, compares only the first 8 MiB."""
-        for at in range(0, first.nbytes, COMPARED):
+        for at in range(0, first.span if first.nbytes else 0, COMPARED):
             ends = [
-                (each.file.name, each.offset + at, each.offset + min(at + COMPARED, each.nbytes))
+                (each.file.name, each.offset + at, each.offset + min(at + COMPARED, each.span))
                 for each in (first, second)
             ]
             one, other = (self._transfer.read(*end) for end in ends)
@@ -364,7 +375,7 @@ class RemoteFiles(ShardFiles):
             Altered: a shard in several parts has another SHA-256 than listed.
             DownloadError, DiskError: as for `raw`.
         """
-        self._sums.wait()
+        self._sums.wait(self._tell)
         with self._changed:
             if self.budget is None:
                 for name in self._parts:
@@ -389,6 +400,7 @@ class RemoteFiles(ShardFiles):
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+        self._transfer.stop()
         for thread in self._threads:
             thread.join(5.0 if remove else 0.5)  # a thread may wait for a server that does not answer
         if self._folder is not None and remove and self._lock is not None:
@@ -403,10 +415,16 @@ class RemoteFiles(ShardFiles):
 
     def _work(self) -> None:
         """Download shards until `close`; runs in several threads."""
+        self._verify()
         while True:
             with self._changed:
-                while not self._stopped and (name := self._next()) is None:
-                    self._changed.wait()
+                try:
+                    while not self._stopped and (name := self._next()) is None:
+                        self._changed.wait()
+                except DiskError as error:  # nothing was downloaded, so every reader raises it
+                    self._broken = error
+                    self._changed.notify_all()
+                    return
                 if self._stopped:
                     return
                 assert name is not None
@@ -424,6 +442,9 @@ class RemoteFiles(ShardFiles):
                 if failure is None:
                     self._ready[name] = path
                     self._alone.pop(name, None)
+                    self._postponed.discard(name)
+                    if self.budget is not None:
+                        self._sums.add(self._parts[name], path)
                 else:
                     self._partial |= {name: received} if self.budget is not None else {}
                     # A reader gets the error of the download that it asked for. A failed download ahead is repeated
@@ -433,6 +454,12 @@ class RemoteFiles(ShardFiles):
                 if name in self._wanted and (urgent or failure is None):
                     self._wanted.remove(name)
                 self._changed.notify_all()
+            self._verify()
+
+    def _verify(self) -> None:
+        """Read the parts whose turn it is for their SHA-256. `clear` repeats what fails, and raises."""
+        with suppress(Exception):
+            self._sums.read()
 
     def _next(self) -> str | None:
         """Return the shard to download now, after making room for it; None to wait."""
@@ -472,14 +499,33 @@ class RemoteFiles(ShardFiles):
                 # A shard larger than the budget is an error of the caller. Refusing it would block its reader forever.
                 return urgent and not own and not self._busy
 
+    def _shrink(self) -> None:
+        """Remove what an earlier run with a larger budget left, parts that are not needed or needed last first."""
+        if self.budget is None:
+            return
+        place = {name: number for number, name in enumerate(self._order)}
+        found = {name: self._parts[name].size for name in self._own()} | self._partial
+        last = sorted(found, key=lambda name: place.get(name, len(place)))
+        while sum(found.values()) > self.budget:
+            name = last.pop()
+            del found[name]
+            if name in self._partial:
+                self._drop(name)
+            else:
+                self._evict(name)
+
     def _evict(self, name: str) -> None:
         self._sums.forget(self._parts[name])
-        remove(self._ready.pop(name), missing_ok=True)
+        path = self._ready.pop(name)
+        with disk_errors(path, "remove"):
+            remove(path, missing_ok=True)
 
     def _drop(self, name: str) -> None:
         assert self._folder is not None
         del self._partial[name]
-        remove(self._folder / f"{name}.part", missing_ok=True)
+        path = self._folder / f"{name}.part"
+        with disk_errors(path, "remove"):
+            remove(path, missing_ok=True)
 
     def _fetched(self, name: str) -> Path:
         """Return a shard, downloaded and checked.
@@ -502,10 +548,10 @@ class RemoteFiles(ShardFiles):
                 remove(file, missing_ok=True)
                 if attempt == 2:
                     raise
-        replace(file, file.with_suffix(""))
-        self._sums.add(part, file.with_suffix(""))
         self._sums.check()
-        return file.with_suffix("")
+        with disk_errors(file):
+            replace(file, self._folder / name)
+        return self._folder / name
 
     def _receive(self, name: str, file: Path) -> None:
         """Append the missing bytes of a part to its file."""
@@ -518,7 +564,7 @@ class RemoteFiles(ShardFiles):
                 self._busy[name] = start
             for piece in self._transfer.stream(part.shard, part.start + start, part.stop):
                 if self._stopped:
-                    raise DownloadError("the download was stopped", file=name)
+                    raise DownloadError(STOPPED, file=name)
                 stream.write(piece)
                 with self._changed:
                     self._busy[name] += len(piece)

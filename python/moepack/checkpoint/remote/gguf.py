@@ -1,7 +1,6 @@
 """Opens a GGUF model of the Hub whose parts are not on this machine."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from moepack.checkpoint.companion import sides_of
@@ -10,7 +9,7 @@ from moepack.checkpoint.gguf.header import GgufHeader, parse_gguf
 from moepack.checkpoint.gguf.model import model_of
 from moepack.checkpoint.reader import Checkpoint, read_config
 from moepack.checkpoint.remote.files import RemoteFiles
-from moepack.checkpoint.remote.kept import RANGES_AT_ONCE
+from moepack.checkpoint.remote.kept import at_once
 from moepack.checkpoint.remote.reading import Front
 from moepack.checkpoint.remote.transfer import Transfer
 
@@ -39,8 +38,7 @@ def open_parts(
         DownloadError: a header cannot be downloaded.
         CheckpointError, UnsupportedModelError, DiskError: as for `open_gguf` and `companion`.
     """
-    with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
-        read = list(pool.map(lambda name: _header(transfer, snapshot / name), parts))
+    read = list(at_once(transfer, lambda name: _header(transfer, snapshot / name), parts))
     model = model_of([header for header, _ in read])
     directory = sides_of(model, read[0][1], config, snapshot)
     files = RemoteFiles(model.shards, transfer, cached, folder)

@@ -1,12 +1,15 @@
 """Tensors that are read twice, at the start and at the end of a job, kept on disk apart from their shards.
 
+Tensors of a pickle may share their bytes, which are then kept once, until the last of them is released.
+
 Invariant: a file in the folder is complete; it is written under another name and renamed.
 """
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from moepack.checkpoint.remote.transfer import Transfer
 from moepack.checkpoint.shards import Bytes, map_range
@@ -14,7 +17,7 @@ from moepack.format.atomic import disk_errors
 from moepack.format.header import TensorInfo
 from moepack.system.files import KEEPS_REMOVED, remove, replace
 
-__all__ = ["RANGES_AT_ONCE", "KeptTensors", "surviving"]
+__all__ = ["RANGES_AT_ONCE", "KeptTensors", "at_once", "surviving"]
 
 RANGES_AT_ONCE = 16
 """Ranges that are requested at the same time. They are small, so that the time of an answer dominates."""
@@ -23,12 +26,17 @@ GAP = 256 << 10
 """Largest hole in bytes between two tensors that are read by one request."""
 
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
 class KeptTensors:
     """The tensors in a folder."""
 
     def __init__(self, transfer: Transfer, folder: Path) -> None:
         self._transfer, self._folder = transfer, folder
         self._complete: set[str] = set()
+        self._users: defaultdict[str, set[str]] = defaultdict(set)
 
     def has(self, info: TensorInfo) -> bool:
         """Return whether a tensor is kept."""
@@ -45,22 +53,24 @@ class KeptTensors:
             DownloadError: the bytes cannot be downloaded.
             DiskError: the disk is full.
         """
-        missing = []
+        missing = {}
         for info in infos:
-            file = self._folder / _key(info)
+            file, key = self._folder / _key(info), _key(info)
+            self._users[key].add(info.name)
             if file.exists() and file.stat().st_size == info.nbytes:
-                self._complete.add(_key(info))
+                self._complete.add(key)
             elif info.nbytes and info.strides is None:
-                missing.append(info)
-        with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
-            for keys in pool.map(self._keep, _runs(missing)):
-                self._complete.update(keys)
-                report()
+                missing[key] = info
+        for keys in at_once(self._transfer, self._keep, _runs(missing.values())):
+            self._complete.update(keys)
+            report()
 
     def release(self, infos: Collection[TensorInfo]) -> None:
         """Remove tensors."""
         for info in infos:
-            if (key := _key(info)) in self._complete:
+            key = _key(info)
+            self._users[key].discard(info.name)
+            if key in self._complete and not self._users[key]:
                 self._complete.discard(key)
                 remove(self._folder / key, missing_ok=True)
 
@@ -73,7 +83,8 @@ class KeptTensors:
             part = self._folder / f"{_key(info)}.part"
             with disk_errors(part), part.open("wb") as stream:
                 stream.writelines(pieces.take(info.nbytes))
-            replace(part, part.with_suffix(""))
+            with disk_errors(part):
+                replace(part, self._folder / _key(info))
             position = info.offset + info.nbytes
         return [_key(info) for info in run]
 
@@ -91,6 +102,18 @@ class _Pieces:
             taken, self._rest = piece[:count], piece[count:]
             count -= len(taken)
             yield taken
+
+
+def at_once(transfer: Transfer, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield the results of work that reads ranges in threads, in order. Ctrl-C ends streams that have begun."""
+    with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
+        try:
+            yield from pool.map(work, items)
+        except Exception:
+            raise
+        except BaseException:
+            transfer.stop()
+            raise
 
 
 def surviving(mapped: Bytes) -> Bytes:

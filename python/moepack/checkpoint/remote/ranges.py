@@ -40,4 +40,4 @@ class RangeFiles(ShardFiles):
         if (found := self._listing.cached(name)) is not None:
             return map_range(found, info, None)
         self._transfer = self._transfer or Transfer(self._listing)
-        return np.frombuffer(bytearray(self._transfer.read(name, info.offset, info.offset + info.nbytes)), np.uint8)
+        return np.frombuffer(self._transfer.filled(name, info.offset, info.offset + info.nbytes), np.uint8)

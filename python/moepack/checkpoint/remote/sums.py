@@ -18,10 +18,14 @@ from moepack.checkpoint.remote.parts import Part, Parts
 from moepack.checkpoint.remote.transfer import Listing
 from moepack.errors import DownloadError
 from moepack.format.atomic import disk_errors
+from moepack.system.files import KEEPS_REMOVED
 
 __all__ = ["Altered", "Sums"]
 
 BLOCK = 1 << 20
+
+WAIT = 0.2
+"""Seconds between two looks at what another thread reads."""
 
 Pieces = Iterator[bytes | memoryview]
 
@@ -49,6 +53,7 @@ class Sums:
         self._waiting: dict[str, Path] = {}
         self._changed = threading.Condition()
         self._is_reading = False
+        self._open: str | None = None
         self._wrong: Altered | None = None
 
     def expect(self, names: Iterable[str]) -> None:
@@ -57,18 +62,24 @@ class Sums:
             self._expected.update(names)
 
     def add(self, part: Part, path: Path) -> None:
-        """Add a complete part. If another thread reads parts at this time, it reads this one, too.
+        """Add a complete part, which `read` will read."""
+        if part.shard in self._digests:
+            with self._changed:
+                self._waiting[part.name] = path
+
+    def read(self) -> bool:
+        """Read the parts whose turn it is. A part that cannot be read is read from its start by the next call.
+
+        Returns:
+            Whether all were read; False: another thread reads them at this time.
 
         Raises:
             DiskError: a part cannot be read.
             DownloadError: bytes between kept tensors cannot be downloaded.
         """
-        if part.shard not in self._digests:
-            return
         with self._changed:
-            self._waiting[part.name] = path
             if self._is_reading:
-                return
+                return False
             self._is_reading = True
         try:
             while (found := self._take()) is not None:
@@ -76,6 +87,7 @@ class Sums:
         except BaseException:
             self._stop()
             raise
+        return True
 
     def _take(self) -> tuple[Part, Pieces] | None:
         """Return a part that comes next in its shard, and its bytes; None if there is none."""
@@ -84,9 +96,11 @@ class Sums:
                 part = self._following(shard)
                 if part is None:
                     continue
-                if (path := self._waiting.pop(part.name, None)) is not None:
-                    with disk_errors(path):
-                        return part, _blocks(path.open("rb"))  # it stays readable when it is removed
+                if (path := self._waiting.get(part.name)) is not None:
+                    with disk_errors(path, "read"):
+                        content = _blocks(path.open("rb"))  # it stays readable when it is removed
+                    self._open = part.name
+                    return part, content
                 if part.name not in self._expected and (pieces := self._pieces(part)) is not None:
                     return part, pieces
             self._stop()
@@ -98,23 +112,29 @@ class Sums:
 
     def _read(self, part: Part, pieces: Pieces) -> None:
         """Add the next part of a shard; compare the digest after the last one."""
-        digest, listed = self._digests[part.shard], self._listing.files[part.shard].sha256
+        digest, listed = self._digests[part.shard].copy(), self._listing.files[part.shard].sha256
         for piece in pieces:
             digest.update(piece)
-        self._next[part.shard] += 1
+        with self._changed:
+            self._digests[part.shard], self._open = digest, None
+            self._next[part.shard] += 1
+            self._waiting.pop(part.name, None)
+            self._changed.notify_all()
         if self._following(part.shard) is None and digest.hexdigest() != listed:
             message = f"its SHA-256 is {digest.hexdigest()}, but the Hub lists {listed}"
             self._wrong = Altered(f"{message}; nothing that was packed is kept", file=part.shard)
 
     def _stop(self) -> None:
         with self._changed:
-            self._is_reading = False
+            self._is_reading, self._open = False, None
             self._changed.notify_all()
 
     def forget(self, part: Part) -> None:
-        """Note that a part is removed."""
+        """Note that a part will be removed. Where an open file cannot be removed, wait until it is closed."""
         with self._changed:
             self._waiting.pop(part.name, None)
+            while not KEEPS_REMOVED and self._open == part.name:
+                self._changed.wait(WAIT)
 
     def check(self) -> None:
         """Raise if a shard is known to differ from the listing.
@@ -125,10 +145,12 @@ class Sums:
         if self._wrong is not None:
             raise self._wrong
 
-    def wait(self) -> None:
-        """Wait until the parts that are there have been read; raises as `check`."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_reading)
+    def wait(self, report: Callable[[], None] = lambda: None) -> None:
+        """Wait until the parts that are there have been read; raises as `read` and `check`."""
+        while not self.read():
+            with self._changed:
+                self._changed.wait(WAIT)
+            report()
         self.check()
 
     @property
@@ -139,6 +161,6 @@ class Sums:
 
 def _blocks(stream: BinaryIO) -> Pieces:
     """Yield the content of a file, and close it."""
-    with disk_errors(Path(stream.name)), stream:
+    with disk_errors(Path(stream.name), "read"), stream:
         while block := stream.read(BLOCK):
             yield block

@@ -16,6 +16,7 @@ the right headers are not verified here.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ LONGEST = 16.0
 
 PATIENCE = 300.0
 """Longest pause in seconds that a server can ask for."""
+
+STOPPED = "the download was stopped"
 
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -158,24 +161,41 @@ class Transfer:
         self._headers = {**headers, "Accept-Encoding": "identity"}
         self._locations: dict[str, str] = {}
         self._tags: dict[tuple[str, str], str] = {}
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """End the streams that have begun: they raise before their next piece or attempt."""
+        stopped, self._stopped = self._stopped, threading.Event()
+        stopped.set()
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return the bytes from `start` to `stop` of a file; raises as `stream`."""
         return b"".join(self.stream(name, start, stop))
 
+    def filled(self, name: str, start: int, stop: int) -> bytearray:
+        """Return what `read` does without a second copy in memory."""
+        data, position = bytearray(stop - start), 0
+        for piece in self.stream(name, start, stop):
+            data[position : position + len(piece)] = piece
+            position += len(piece)
+        return data
+
     def stream(self, name: str, start: int, stop: int) -> Iterator[bytes]:
         """Yield the bytes from `start` to `stop` of a file, in pieces of at most 1 MiB.
 
         Raises:
-            DownloadError: the server denies access, does not answer repeatedly, or sends something else.
+            DownloadError: the server denies access, does not answer repeatedly, or sends something else; or `stop` was
+                called.
         """
-        position, failures = start, 0
+        position, failures, stopped = start, 0, self._stopped
         while position < stop:
             known = self._locations.get(name)
             try:
                 for piece in self._attempt(name, known, position, stop):
                     position, failures = position + len(piece), 0
                     yield piece
+                    if stopped.is_set():
+                        raise self._error(name, STOPPED)
                 if position < stop:
                     raise OSError("the connection ended early")
             except hub_failures() as cause:
@@ -186,7 +206,8 @@ class Transfer:
                     wait = 0.0  # the signature of the address may have expired
                 if wait is None or failures >= ATTEMPTS:
                     raise self._error(name, hub_reason(cause)) from cause
-                time.sleep(wait)
+                if stopped.wait(wait):
+                    raise self._error(name, STOPPED) from cause
 
     def _attempt(self, name: str, known: str | None, start: int, stop: int) -> Iterator[bytes]:
         """Yield bytes of one response, maybe fewer than requested; `known` is where the last redirect led."""
