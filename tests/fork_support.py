@@ -45,6 +45,7 @@ def _run(script: Path, arguments: list[str], folder: Path) -> None:
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run in the background, where it is ignored
     sys.argv, tempfile.tempdir = arguments, str(folder)
+    sys.path.insert(0, str(script.parent))  # as `python SCRIPT` does
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the processes that it starts
     runpy.run_path(str(script), run_name="__main__")
 
