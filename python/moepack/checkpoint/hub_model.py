@@ -8,6 +8,7 @@
 | `ORGANIZATION/NAME[@REVISION]:KIND` | the only GGUF file with this quantization in its name, such as `Q8_0` |
 """
 
+import os
 import re
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -65,7 +66,7 @@ def hub_model(model: str | PathLike[str]) -> HubModel | None:
     """
     given = fspath(model)
     _refuse_cache(Path(given))
-    found = None if Path(given).exists() else _MODEL.fullmatch(given)
+    found = None if os.path.exists(given) else _MODEL.fullmatch(given)
     if found is None or (found["file"] is None and given.endswith(SUFFIX)):
         return None
     return HubModel(found["name"], found["revision"] or found["of_file"], found["file"], found["kind"])
@@ -83,7 +84,7 @@ def hub_id(model: str | PathLike[str]) -> tuple[str, str | None] | None:
 
 def _refuse_cache(path: Path) -> None:
     """Reject the cache folder of a Hub model, which is easily mistaken for one of the snapshots in it."""
-    if (path / "snapshots").is_dir() and not (path / "config.json").exists():
+    if os.path.isdir(path / "snapshots") and not (path / "config.json").exists():
         found = sorted(str(each) for each in (path / "snapshots").iterdir())
         holds = f"give one of its snapshots: {', '.join(found)}" if found else "it holds no snapshot"
         raise CheckpointError(f"is the Hub cache of a model, not a model; {holds}", file=path)

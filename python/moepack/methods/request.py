@@ -80,7 +80,7 @@ class DefaultText(Calibrates):
         request = self.request
         assert request is not None, "there is a calibration set"
         largest = max(sum(math.prod(part.shape) for part in layer.projections) for layer in model.layers)
-        width = int(checkpoint.config.get("hidden_size") or checkpoint.config.get("d_model", 0))
+        width = max(layer.projections[0].shape[-1] for layer in model.layers)
         needed = 4 * largest + STATES * request.samples * request.length * width
         there = total_bytes()
         if there is not None and there < needed:
