@@ -102,6 +102,8 @@ def engine(directory: Path, **settings: Any) -> Iterator[Any]:
         running = vllm.LLM(str(directory), **defaults | settings)
         yield running
     finally:
+        if running is not None:  # otherwise the collector shuts it down, and the processes' groups of a later engine
+            running.llm_engine.engine_core.shutdown()
         running = None
         gc.collect()
         cleanup_dist_env_and_memory()
