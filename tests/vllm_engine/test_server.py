@@ -82,7 +82,8 @@ def server(
 def environment() -> dict[str, str]:
     """The environment of a server: vLLM's default log level, and no compilation, which takes longer than the tests."""
     kept = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
-    return {**kept, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCH_COMPILE_DISABLE": "1"}
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return kept | settings
 
 
 def wait_for(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
