@@ -81,7 +81,8 @@ $(VLLM)/installed: .ci/vllm.txt
 	rm -rf $(VLLM)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet uv
-	$(VLLM)/bin/python -m uv pip install --quiet --python $(VLLM)/bin/python --no-deps --requirement .ci/vllm.txt
+	$(VLLM)/bin/python -m uv pip install --quiet --python $(VLLM)/bin/python --no-deps --compile-bytecode \
+	    --requirement .ci/vllm.txt
 	@touch $@
 
 vllm-environment: $(VLLM)/installed ## Create build/vllm, an environment with vLLM's CPU build (6 GB)

@@ -22,7 +22,6 @@ import moepack
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -42,6 +41,9 @@ ANSWER = 12
 """Tokens of an answer."""
 
 CONTEXT = 64
+
+CACHE = 64 << 20
+"""Bytes of an engine's keys and values. vLLM writes all of them when an engine starts."""
 
 Tokens = list[int]
 
@@ -96,12 +98,14 @@ def engine(directory: Path, **settings: Any) -> Iterator[Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     defaults = {"dtype": "float32", "max_model_len": CONTEXT, "max_num_seqs": 8, "enforce_eager": True}
-    defaults |= {"skip_tokenizer_init": True, "disable_log_stats": True}
+    defaults |= {"skip_tokenizer_init": True, "disable_log_stats": True, "kv_cache_memory_bytes": CACHE}
     running = None
     try:
         running = vllm.LLM(str(directory), **defaults | settings)
         yield running
     finally:
+        if running is not None:  # otherwise the collector shuts it down, and the processes' groups of a later engine
+            running.llm_engine.engine_core.shutdown()
         running = None
         gc.collect()
         cleanup_dist_env_and_memory()

@@ -61,3 +61,22 @@ def test_two_ranks_give_the_answers_of_one(
         assert_agrees(running, expected)
         total = sum(record.nbytes for record in manifest_of(directory).packed().values())
         assert all(0.4 * total < share < 0.65 * total for share in running.apply_model(held))
+
+
+@pytest.mark.parametrize("directory", ["only experts can be divided"], indirect=True)
+def test_two_stages_give_the_answers_of_one(
+    directory: Path, expected: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage holds its layers, and both hold the tied embedding.
+
+    The CPU build needs a compiled model to pass hidden states on.
+    """
+    monkeypatch.setitem(os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    settings = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": False}
+    with engine(directory, load_format="moepack", **settings) as running:
+        assert_agrees(running, expected)
+        records = manifest_of(directory).packed()
+        total = sum(record.nbytes for record in records.values())
+        shared = sum(record.nbytes for name, record in records.items() if ".layers." not in name)
+        shares = running.apply_model(held)
+        assert all(share < 0.6 * (total - shared) + shared for share in shares) and sum(shares) >= total
