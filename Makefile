@@ -11,7 +11,7 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name target -prune -o \( -name 
 # pip reads this: whatever a target installs has the versions that the tests have passed with.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help setup demo test test-rust test-arm test-windows test-python tools vllm vllm-environment newest lowest lint lint-rust lint-python lint-files lint-arm format fuzz wheels release-check docs bench clean
+.PHONY: help setup demo test test-rust test-arm test-windows test-python test-slow tools vllm vllm-environment newest lowest lint lint-rust lint-python lint-files lint-arm format fuzz wheels release-check docs bench clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -73,6 +73,9 @@ test-python: setup tools ## Run the Python tests (TESTS, or all) in TEST_WORKERS
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
 	    $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal --durations 40 --durations-min 5 \
 	    $(TESTS)
+
+test-slow: ## Run the Python tests that repeat others in all combinations; `make test-python` leaves them out
+	$(MAKE) test-python TESTS="-m slow $(TESTS)"
 
 VLLM := build/vllm
 ENGINE_TESTS ?= tests/vllm_engine

@@ -31,13 +31,8 @@ from moepack.backends.gpu.families import FAMILIES
 from moepack.backends.gpu.linear import COLUMNS
 from moepack.errors import DeviceError
 
-ARCHITECTURES = ("sm_80", "sm_90a")
-PLAIN = {
-    *("coded", "coded, dependent", "coded upload", "int4 by 64", "grouped int3 by 64", "linear int4 by 64"),
-    "attention",
-}
-"""Programs that are also compiled without the instructions that only sm_90a has, as newer GPUs get them: one of each
-kind. A compilation takes up to ten seconds."""
+ARCHITECTURES = ("sm_80", "sm_90", "sm_90a")
+SLOW = pytest.mark.slow
 
 
 def groupwise(bits, group, symmetric, tokens=8, rank_bits=0):
@@ -92,6 +87,14 @@ PROGRAMS = {
     "residuals of 4 bits": channel_kernels._program(4, refines=True),
 }
 """A program of each kind of inner loop."""
+
+PLAIN = {
+    *("int3 by 64", "int8 by 64, 32 tokens", "int3 by 64 and factors", "codebook 4 bits", "fsv8", "dict16", "coded"),
+    *("coded, dependent, 16 tokens", "coded upload", "linear int4 by 64", "grouped int3 by 64", "grouped codebook"),
+    *("step", "attention", "prompt attention", "router", "dense", "channels of 8 bits"),
+}
+"""A program of each source. The tests marked as slow compile the others for sm_80, and all for sm_90, whose code newer
+GPUs get: a compilation takes up to ten seconds."""
 
 GROUPED = {"route", "lay_out", "add", *(f"{kernel}_{n}" for kernel in ("gated", "project") for n in (16, 32, 64))}
 LINEAR = {"prepare", "add", *(f"linear_{columns}" for columns in COLUMNS)}
@@ -160,7 +163,11 @@ def compiled(request):
 
 
 @pytest.mark.parametrize(
-    ("name", "arch"), [*product(PROGRAMS, ARCHITECTURES), *((name, "sm_90") for name in sorted(PLAIN))]
+    ("name", "arch"),
+    [
+        pytest.param(name, arch, marks=[] if (name in PLAIN and arch == "sm_80") or arch == "sm_90a" else SLOW)
+        for name, arch in product(PROGRAMS, ARCHITECTURES)
+    ],
 )
 def test_kernels_keep_their_values_in_registers(name, arch, tmp_path, monkeypatch):
     cubin, most = PROGRAMS[name].cubin(arch), SPILLS.get(name, 0)
