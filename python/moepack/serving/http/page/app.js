@@ -20,6 +20,7 @@ const IDEAS = {
 let settings = store.loadSettings();
 let server = null; // what `describe` returned; null until the server answered
 let wantsKey = false; // whether the server has refused a request without a key
+let keyBefore = ""; // the key when the drawer was opened
 let chat = store.chats().find((found) => found.id === location.hash.slice(1)) ?? store.newChat();
 const running = new Map(); // AbortControllers by the id of the conversation
 let leaves = false; // whether the page is being closed, which ends its requests
@@ -397,22 +398,26 @@ function toEnd() {
 function openDrawer() {
   const form = $("#drawer form");
   for (const name of ["system", "key", ...NUMBERS]) form.elements[name].value = settings[name] ?? "";
+  keyBefore = settings.key ?? "";
   $("#key").hidden = !wantsKey && !settings.key;
   form.elements.stop.value = (settings.stop ?? []).join("\n");
   $("#drawer").showModal();
 }
 
-function closeDrawer() {
+/** Keeps settings while they are typed: the event of closing may come after the next click. */
+function keepSettings() {
   const fields = $("#drawer form").elements;
-  const key = fields.key.value.trim();
-  const reconnects = key !== (settings.key ?? "") || !server;
-  settings = { ...settings, system: fields.system.value, key, stop: fields.stop.value.split("\n").filter(Boolean) };
+  const stop = fields.stop.value.split("\n").filter(Boolean);
+  settings = { ...settings, system: fields.system.value, key: fields.key.value.trim(), stop };
   for (const name of NUMBERS) {
     const { value, valueAsNumber, validity } = fields[name];
     settings[name] = value === "" || !validity.valid ? null : valueAsNumber;
   }
   store.saveSettings(settings);
-  if (reconnects) connect();
+}
+
+function closeDrawer() {
+  if ((settings.key ?? "") !== keyBefore || !server) connect();
 }
 
 function setTheme(theme) {
@@ -461,6 +466,7 @@ $("#new").onclick = newConversation;
 $("#side-open").onclick = () => document.body.classList.toggle(innerWidth > 760 ? "wide" : "side");
 $("#side-close").onclick = $("#shade").onclick = () => document.body.classList.remove("side");
 $("#drawer-open").onclick = openDrawer;
+$("#drawer form").oninput = keepSettings;
 $("#drawer").onclose = closeDrawer;
 $("#drawer").onclick = (event) => {
   if (event.target === $("#drawer")) $("#drawer").close();
