@@ -179,7 +179,9 @@ def test_names_of_models_on_the_hub(given: str, parts: tuple[str | None, ...]) -
     assert hub_id(given) == (None if found.is_gguf else parts[:2])
 
 
-@pytest.mark.parametrize("given", ["a", "./a/b", "a/b.gguf", "a/b:", "a/b@", "a/b/c", "/a/b:Q8_0", "a/b:Q8_0/c", "a" * 300, "a\0b"])
+@pytest.mark.parametrize(
+    "given", ["a", "./a/b", "a/b.gguf", "a/b:", "a/b@", "a/b/c", "/a/b:Q8_0", "a/b:Q8_0/c", "a" * 300, "a\0b"]
+)
 def test_other_values_are_paths(given: str) -> None:
     assert hub_model(given) is None
 

@@ -34,6 +34,11 @@ LATENT = {
 }  # fmt: skip
 """Sizes that vLLM's latent attention takes."""
 
+ALIKE = {
+    *("deepseek_v2", "dots1", "ernie4_5_moe", "flex_olmo", "granitemoe", "hunyuan_v1_moe", "olmoe", "qwen2_moe"),
+}
+"""Families whose layers are fused and named as those of another family here: their tests have the mark `slow`."""
+
 EXPERTS, ABSORBED = r".+\.experts\..+", r".+\.kv_b_proj\.weight"
 
 FAMILIES: dict[str, Mapping[str, Any]] = {
@@ -66,6 +71,11 @@ BIASED = re.compile(r".*correction_bias")
 """Parameters that vLLM's router on the CPU leaves out, unless experts are chosen in groups."""
 
 
+def each(families: Mapping[str, Any]) -> list[Any]:
+    """The families as parameters of a test."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in families]
+
+
 def checkpoint(family: str, directory: Path) -> Path:
     """Write a tiny model of a family."""
     model = tiny_model(family, own={**FAMILIES, **DIFFERENT}[family]).to(torch.bfloat16)
@@ -80,7 +90,7 @@ def checkpoint(family: str, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each(FAMILIES))
 def test_a_family_gives_the_answers_of_our_own_runtime(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +108,7 @@ def test_a_family_gives_the_answers_of_our_own_runtime(
         assert_agrees(running, found, vllm_support.BOUND if decoded else BOUND)
 
 
-@pytest.mark.parametrize("family", DIFFERENT)
+@pytest.mark.parametrize("family", each(DIFFERENT))
 def test_a_family_that_vllm_computes_differently_gives_the_answers_of_the_unpacked_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +121,7 @@ def test_a_family_that_vllm_computes_differently_gives_the_answers_of_the_unpack
         with engine(tmp_path / name) as running:
             scores.append(read(running))
             left = manifest_of(tmp_path / "packed").packed().keys() - packed_names(running)
-            assert name == "plain" or all(re.fullmatch(ABSORBED, each) for each in left)
+            assert name == "plain" or all(re.fullmatch(ABSORBED, tensor) for tensor in left)
     assert torch.allclose(*scores, atol=2 * vllm_support.BOUND)
 
 

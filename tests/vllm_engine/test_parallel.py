@@ -51,7 +51,15 @@ def held(model: torch.nn.Module) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("experts", [False, True], ids=["tensor parallel", "expert parallel"])
+@pytest.mark.parametrize(
+    ("directory", "experts"),
+    [
+        pytest.param(method, experts, marks=[pytest.mark.slow] if cut == experts else [])
+        for method, cut in (("channels can be cut", True), ("only experts can be divided", False))
+        for experts in (False, True)
+    ],
+    indirect=["directory"],
+)
 def test_two_ranks_give_the_answers_of_one(
     directory: Path, expected: list[Answer], experts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
