@@ -32,9 +32,7 @@ def report(_short: None, shallow: Path, tmp_path_factory: pytest.TempPathFactory
     return moepack.compress(shallow, tmp_path_factory.mktemp("checked") / "out", method=auto(), check=True)
 
 
-def test_the_increase_is_that_of_evaluate(
-    report: moepack.CompressReport, shallow: Path, tmp_path: Path
-) -> None:
+def test_the_increase_is_that_of_evaluate(report: moepack.CompressReport, shallow: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(NOVEL.read_text(encoding="utf-8")[: check.CHARACTERS], encoding="utf-8")
     found = moepack.evaluate(report.path, text, reference=shallow)

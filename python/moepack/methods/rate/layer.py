@@ -262,7 +262,7 @@ class LayerSolver:
 
         # Steps grow with the root of the price, and twice the step takes about one bit less per weight.
         fall = max(0.5 * weights, 1.0)
-        return 2.0 ** smallest_within(bits, self._given, center + LOWEST, center + HIGHEST, EXACT, fall)
+        return float(2.0 ** smallest_within(bits, self._given, center + LOWEST, center + HIGHEST, EXACT, fall))
 
     def _curve(self, outlook: _Outlook) -> Tensor:
         return torch.stack([outlook.bits(self._unit * float(part)) for part in LADDER], 1)

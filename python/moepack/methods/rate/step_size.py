@@ -186,7 +186,8 @@ def _dependent(sample: Sample, step: float, lengths: Lengths) -> frozenset[str]:
 def _search(kinds: _Kinds, budget: float, low: float, high: float) -> float:
     """Return the smallest step in the given range of exponents at which all code lengths fit the budget."""
     # Twice the step takes about one bit less per weight.
-    return 2.0 ** smallest_within(lambda each: kinds.bits(2.0**each), budget, low, high, EXACT, max(kinds.weights, 1.0))
+    fall = max(kinds.weights, 1.0)
+    return float(2.0 ** smallest_within(lambda each: kinds.bits(2.0**each), budget, low, high, EXACT, fall))
 
 
 def _coded(sample: Sample, step: float, kinds: _Kinds) -> dict[str, float]:
