@@ -18,6 +18,7 @@ from moepack.census.tiny import tiny_model
 from moepack.methods.qmoe.ternary import Ternary
 from moepack.textfile import BUILT_IN
 from packed_support import FAST, calibration_text
+from places import TINY_MOE
 
 UNCALIBRATED = (moepack.methods.FineQuant, moepack.methods.Rate)
 """Methods whose default text is left out of the tests."""
@@ -100,6 +101,12 @@ def qwen3_moe(tiny_checkpoint: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def switch(tiny_checkpoint: Callable[[str], Path]) -> Path:
     return tiny_checkpoint("switch_transformers")
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first two layers of the example model, for properties that need no good model."""
+    return tiny_models.first_layers(TINY_MOE, tmp_path_factory.mktemp("shallow") / "model", 2)
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,13 @@
 config. Weights are random, so they can test mechanics but not quality.
 """
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DeepseekV2Config,
@@ -131,3 +134,14 @@ def build(architecture: str, directory: Path, seed: int = 0, **save: Any) -> Pat
 def write_tokenizer(directory: Path) -> None:
     """Write a tokenizer of single bytes into a checkpoint."""
     _tokenizer().save_pretrained(directory)
+
+
+def first_layers(model: Path, directory: Path, layers: int) -> Path:
+    """Write a copy of a decoder with one file of weights that has only its first layers."""
+    shutil.copytree(model, directory)
+    tensors = load_file(directory / "model.safetensors")
+    kept = {name: own for name, own in tensors.items() if "layers." not in name or int(name.split(".")[2]) < layers}
+    save_file(kept, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    return directory

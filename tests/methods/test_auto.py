@@ -105,8 +105,8 @@ MET = [
 @pytest.mark.parametrize("method", MET, ids=["size", "ratio", "bits", "speed"])
 def test_a_size_is_met_and_expected_by_the_plan(method: Auto, tmp_path: Path) -> None:
     plan = estimate(TINY_MOE, tmp_path / "out", method)
-    report = moepack.compress(TINY_MOE, tmp_path / "out", method=method)
-    assert plan.goal is not None
+    assert plan.plan is not None and plan.goal is not None
+    report = moepack.compress(TINY_MOE, tmp_path / "out", method=plan.plan)
     assert 0.995 * plan.goal.nbytes < weight_bytes(tmp_path / "out") <= plan.goal.nbytes
     assert plan.after == pytest.approx(report.packed_bytes, rel=0.02)
     assert plan.disk >= report.packed_bytes

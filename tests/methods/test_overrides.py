@@ -137,7 +137,7 @@ def test_methods_of_fixed_bits_give_each_tensor_its_own(
     method: str, key: str, settings: dict[str, Any], mixtral: Path, text: Path, tmp_path: Path
 ) -> None:
     if settings["calibration"] == "text":
-        settings = {**settings, "calibration": str(text), "samples": 4, "sequence_length": 32}
+        settings = {**settings, "calibration": str(text), "samples": 2, "sequence_length": 32}
     compress(
         mixtral, tmp_path / "out", method=method, bits="down_proj=2,self_attn.q_proj=3,layers.1=16,*=4", **settings
     )
@@ -151,7 +151,7 @@ def test_methods_of_fixed_bits_give_each_tensor_its_own(
 
 
 def test_qmoe_gives_experts_rates_and_linear_layers_bits(mixtral: Path, text: Path, tmp_path: Path) -> None:
-    settings = {"calibration": str(text), "samples": 4, "sequence_length": 32}
+    settings = {"calibration": str(text), "samples": 2, "sequence_length": 32}
     compress(mixtral, tmp_path / "out", method="qmoe", bits="down_proj=2,self_attn=8", **settings)
     records = packed(tmp_path / "out")
     assert records[f"{EXPERTS.format(0)}.down_proj"].details["bits"] == 2
@@ -165,7 +165,7 @@ def test_auto_meets_the_size_around_given_rates(
     calibrated: bool, prefer: str, qwen3_moe: Path, text: Path, tmp_path: Path
 ) -> None:
     model, out = qwen3_moe, tmp_path / "out"
-    own = {"calibration": str(text), "samples": 4, "sequence_length": 64} if calibrated else {"calibration": "none"}
+    own = {"calibration": str(text), "samples": 2, "sequence_length": 32} if calibrated else {"calibration": "none"}
     given = {"down_proj": 5, "q_proj": 7, "layers.0.self_attn.o_proj": 16}
     whole = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     compress(model, out, method="auto", size=int(whole * 0.55), prefer=prefer, bits=given, **own)
@@ -196,7 +196,7 @@ def errors(model: Path, out: Path, name: str) -> torch.Tensor:
 def test_experts_of_one_tensor_have_rates_of_their_own(
     method: str, calibrated: bool, mixtral: Path, text: Path, tmp_path: Path
 ) -> None:
-    own = {"calibration": str(text), "samples": 4, "sequence_length": 64} if calibrated else {"calibration": None}
+    own = {"calibration": str(text), "samples": 2, "sequence_length": 32} if calibrated else {"calibration": None}
     size = {"auto": {"ratio": 0.4}, "rate": {"bits_per_weight": 4.0}}[method]
     own = own if method == "rate" or calibrated else {"calibration": "none"}
     compress(mixtral, tmp_path / "out", method=method, bits="experts.{0..1}=6,experts=3", **size, **own)
@@ -225,7 +225,7 @@ def test_experts_of_one_layer_may_differ_with_every_method(
 ) -> None:
     """Tensors whose experts differ are coded, which gives each expert its own bits in one tensor."""
     if settings["calibration"] == "text":
-        settings = {**settings, "calibration": str(text), "samples": 4, "sequence_length": 32}
+        settings = {**settings, "calibration": str(text), "samples": 2, "sequence_length": 32}
     bits = "down_proj=4,experts.{0..1}=8,layers.0=16,*=" + ("5" if method in ("auto", "rate") else "3")
     report = compress(qwen3_moe, tmp_path / "out", method=method, bits=bits, **settings)
     records = packed(tmp_path / "out")

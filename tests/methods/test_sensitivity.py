@@ -173,7 +173,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ("method", "settings"),
     [
         (Auto, {"calibration": None}),
-        (Auto, {"calibration": BUILT_IN, "samples": 4, "sequence_length": 128}),
+        (Auto, {"calibration": BUILT_IN, "samples": 4, "sequence_length": 64}),
         (Rate, {"roles": "none"}),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_model_in_other_scales_loses_as_much(
     for number, model in enumerate(both):
         out = tmp_path / str(number)
         moepack.compress(model, out, method=method(bits_per_weight=3.0, **settings))
-        found = moepack.evaluate(out, NOVEL, 24_000, reference=model)
+        found = moepack.evaluate(out, NOVEL, 12_000, reference=model)
         losses.append(found.loss)
         apart.append(found.kl)
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
@@ -198,19 +198,23 @@ def test_a_model_in_other_scales_loses_as_much(
 def test_the_default_reads_the_built_in_text_where_the_model_can_run(
     mixtral: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def taken(model: Path, **settings: Any) -> str | None:
-        checkpoint = Checkpoint.open(model)
-        request = Auto(**settings).plan(checkpoint, describe(checkpoint)).request
-        return None if request is None else str(request.source)
+    checkpoint = Checkpoint.open(mixtral)
+    model = describe(checkpoint)
 
-    assert taken(TINY_MOE) == BUILT_IN
-    assert taken(TINY_MOE, calibration="none") is None and taken(TINY_MOE, prefer="speed") == "built-in"
-    assert taken(TINY_MOE, calibration=str(NOVEL)) == str(NOVEL)
+    def taken(**settings: Any) -> str | None:
+        plan = Auto(ratio=0.8, samples=2, sequence_length=32, **settings).plan(checkpoint, model)
+        return None if plan.request is None else str(plan.request.source)
+
+    assert taken() == BUILT_IN
+    assert taken(calibration="none") is None and taken(prefer="speed") == "built-in"
+    assert taken(calibration=str(NOVEL)) == str(NOVEL)
     monkeypatch.setattr("moepack.methods.request.total_bytes", lambda: 1000)
-    assert taken(TINY_MOE) is None and taken(TINY_MOE, calibration=str(NOVEL)) == str(NOVEL)
+    assert taken() is None and taken(calibration=str(NOVEL)) == str(NOVEL)
 
 
-def test_measurements_are_kept_and_damaged_ones_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_are_kept_and_damaged_ones_repeated(
+    shallow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runs: list[int] = []
 
@@ -221,13 +225,13 @@ def test_measurements_are_kept_and_damaged_ones_repeated(tmp_path: Path, monkeyp
     monkeypatch.setattr("moepack.methods.rate.importance.fisher", counted)
 
     def scales(size: str) -> dict[str, Any]:
-        method, checkpoint = Auto(size, calibration=BUILT_IN, samples=2, sequence_length=32), Checkpoint.open(TINY_MOE)
+        method, checkpoint = Auto(size, calibration=BUILT_IN, samples=2, sequence_length=32), Checkpoint.open(shallow)
         plan = method.plan(checkpoint, describe(checkpoint))
         return dict(plan.packer.coder.importance.scales)  # type: ignore[attr-defined]
 
     first, second = scales("2MB"), scales("1MB")
     assert len(runs) == 1
-    checkpoint = Checkpoint.open(TINY_MOE)
+    checkpoint = Checkpoint.open(shallow)
     kept = KeptSensitivity(checkpoint, load_samples(checkpoint, BUILT_IN, 2, 32))
     read = kept.read()
     assert read is not None and {name for name, own in read.items() if own.metric is not None} == {
@@ -276,8 +280,8 @@ def test_sensitivity_of_experts_is_that_of_their_matrices(tmp_path: Path) -> Non
             assert float(own.rows.mean()) == pytest.approx(float(own.columns.mean()), rel=1e-4)
 
 
-def test_packed_tensors_have_scales_of_columns(tmp_path: Path) -> None:
-    moepack.compress(TINY_MOE, tmp_path / "out", method=Auto("1MB", calibration=None))
+def test_packed_tensors_have_scales_of_columns(shallow: Path, tmp_path: Path) -> None:
+    moepack.compress(shallow, tmp_path / "out", method=Auto("1MB", calibration=None))
     packed = PackedDirectory.open(tmp_path / "out")
     for name, record in packed.manifest.packed().items():
         columns = packed.blob(name).parameters("columns")
@@ -290,15 +294,15 @@ def test_packed_tensors_have_scales_of_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [Auto, Rate])
-def test_experts_that_few_tokens_reach_are_kept(method: type[Auto] | type[Rate], tmp_path: Path) -> None:
+def test_experts_that_few_tokens_reach_are_kept(method: type[Auto] | type[Rate], shallow: Path, tmp_path: Path) -> None:
     """64 tokens reach some experts twice or never; their weights still stay near the original."""
     text = tmp_path / "text.txt"
     text.write_text(NOVEL.read_text(encoding="utf-8")[3000:3400], encoding="utf-8")
     few = method(bits_per_weight=2.5, calibration=str(text), samples=2, sequence_length=64)
-    report = moepack.compress(TINY_MOE, tmp_path / "out", method=few)
+    report = moepack.compress(shallow, tmp_path / "out", method=few)
     assert any("no calibration token reached" in note and "error compensation" in note for note in report.notes)
     tensors = PackedDirectory.open(report.path).tensors()
-    for layer in describe(Checkpoint.open(TINY_MOE)).layers:
+    for layer in describe(Checkpoint.open(shallow)).layers:
         for part in layer.projections:
             packed = torch.from_numpy(_core.PackedTensor(tensors[part.packed_name]).dequantize())
             for expert, found in enumerate(packed):

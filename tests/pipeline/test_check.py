@@ -1,5 +1,6 @@
 """The check at the end of `compress`: the measured loss, and a note if it is far from the plan."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,24 +16,32 @@ from places import NOVEL, TINY_MOE
 
 
 def auto(**settings) -> Auto:
-    return Auto(bits_per_weight=3.0, calibration=str(NOVEL), samples=4, sequence_length=128, **settings)
+    return Auto(bits_per_weight=3.0, calibration=str(NOVEL), samples=4, sequence_length=64, **settings)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short() -> Iterator[None]:
+    """Read a third of the usual part of the text."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "CHARACTERS", 3500)
+        yield
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> moepack.CompressReport:
-    return moepack.compress(TINY_MOE, tmp_path_factory.mktemp("checked") / "out", method=auto(), check=True)
+def report(_short: None, shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> moepack.CompressReport:
+    return moepack.compress(shallow, tmp_path_factory.mktemp("checked") / "out", method=auto(), check=True)
 
 
-def test_the_increase_is_that_of_evaluate(report: moepack.CompressReport, tmp_path: Path) -> None:
+def test_the_increase_is_that_of_evaluate(report: moepack.CompressReport, shallow: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(NOVEL.read_text(encoding="utf-8")[: check.CHARACTERS], encoding="utf-8")
-    found = moepack.evaluate(report.path, text, reference=TINY_MOE)
+    found = moepack.evaluate(report.path, text, reference=shallow)
     assert report.increase == pytest.approx(found.loss - found.reference_loss, abs=1e-5)
     assert 0.02 < report.increase < 1
 
 
 def test_small_models_are_checked_where_that_is_asked_for(mixtral: Path, tmp_path: Path) -> None:
-    calibrated = FineQuant(calibration=str(NOVEL), samples=4, sequence_length=128)
+    calibrated = FineQuant(calibration=str(NOVEL), samples=4, sequence_length=64)
     assert moepack.compress(mixtral, tmp_path / "out", method=calibrated).increase is None
     assert check.is_checked(None, auto().request, check.LARGE)
     assert not check.is_checked(None, auto().request, check.LARGE - 1)
@@ -45,11 +54,13 @@ def test_a_method_without_a_text_is_checked_on_the_built_in_one(tmp_path: Path) 
     assert report.increase is not None and report.increase > 0.05
 
 
-def test_a_loss_far_from_the_plan_is_reported_with_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_far_from_the_plan_is_reported_with_remedies(
+    shallow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = Auto.plan
     monkeypatch.setattr(Auto, "plan", lambda *given: replace(plan(*given), loss=(0.0001, 0.0002)))
-    arguments = ["compress", str(TINY_MOE), str(tmp_path / "out"), "--bits-per-weight", "3", "--check", "--quiet"]
-    arguments += ["--calibration", str(NOVEL), "--samples", "4", "--sequence-length", "128"]
+    arguments = ["compress", str(shallow), str(tmp_path / "out"), "--bits-per-weight", "3", "--check", "--quiet"]
+    arguments += ["--calibration", str(NOVEL), "--samples", "4", "--sequence-length", "64"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "far more than the plan expected (+0.0001 nats per token to +0.0002 nats per token)" in done.output

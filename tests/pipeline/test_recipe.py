@@ -14,7 +14,7 @@ from moepack.methods import METHODS
 from moepack.pipeline import compress
 from moepack.pipeline.recipe import Recipe
 
-TEXT = {"samples": 4, "sequence_length": 32}
+TEXT = {"samples": 2, "sequence_length": 32}
 JOBS: list[tuple[str, dict[str, Any]]] = [
     ("auto", {"ratio": 0.5, "calibration": "none"}),
     ("auto", {"calibration": "text", **TEXT, "bits": "down_proj=5,experts.0=7"}),

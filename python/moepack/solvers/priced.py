@@ -174,8 +174,10 @@ class Profile:
             values, weights = self._drawn(number) if lengths.dependent else (_centers(), self.counts[number])
             codes = lengths.cheapest(values * (_scale(number) / step), number, price)
             symbols = symbols_of(codes.int(), lengths.dependent)  # int8 could not be compared with L
-            listed = symbols.abs() <= largest
-            counts[number].index_add_(0, symbols[listed].long() + largest, weights[listed])
+            # Exceptions are counted beside the others, and dropped.
+            places = symbols.clamp_(-largest - 1, largest + 1).add_(largest + 1)
+            own = torch.zeros(2 * largest + 3, dtype=torch.float64).index_add_(0, places, weights)
+            counts[number] = own[1:-1]
         return counts
 
     def _drawn(self, number: int) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ from moepack.solvers.priced import (
     symbols_of,
 )
 from moepack.solvers.ridge import with_ridge
+from moepack.solvers.search import smallest_within
 from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, dependent_codes, priced_codes, step_of
 
 __all__ = ["LayerSolver", "parts_of", "solved_apart"]
@@ -240,7 +241,7 @@ class LayerSolver:
         }
 
     def _start(self) -> PricedBudget:
-        """Find the layer's initial price by bisection, and its bits at other prices."""
+        """Find the layer's initial price by a search, and its bits at other prices."""
         self._unit = self._price()
         for outlook in self._outlooks.values():
             outlook.decide(self._unit)
@@ -254,12 +255,14 @@ class LayerSolver:
         """Return the price at which the sampled layer meets its budget."""
         outlooks = self._outlooks.values()
         center = math.log2(max(sum(outlook.loss for outlook in outlooks) / len(outlooks), 1e-30))
-        low, high = center + LOWEST, center + HIGHEST
-        while high - low > EXACT:
-            middle = (low + high) / 2
-            bits = sum(float(outlook.bits(2.0**middle).sum()) for outlook in outlooks)
-            low, high = (middle, high) if bits > self._given else (low, middle)
-        return float(2.0**high)
+        weights = sum(outlook.weights.numel() * outlook.scale for outlook in outlooks)
+
+        def bits(exponent: float) -> float:
+            return sum(float(outlook.bits(2.0**exponent).sum()) for outlook in outlooks)
+
+        # Steps grow with the root of the price, and twice the step takes about one bit less per weight.
+        fall = max(0.5 * weights, 1.0)
+        return float(2.0 ** smallest_within(bits, self._given, center + LOWEST, center + HIGHEST, EXACT, fall))
 
     def _curve(self, outlook: _Outlook) -> Tensor:
         return torch.stack([outlook.bits(self._unit * float(part)) for part in LADDER], 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from moepack.solvers.priced import (
     round_priced,
     worth_of,
 )
+from moepack.solvers.search import smallest_within
 
 __all__ = ["Step", "find_step", "free_bits", "once_bytes"]
 
@@ -86,10 +87,17 @@ class Step:
 
 @dataclass(frozen=True)
 class _Kinds:
-    """Weight profiles of plain and of dependent codes; each present only if used."""
+    """Weight profiles of plain and of dependent codes; each present only if used.
+
+    Attributes:
+        profiles: profiles of plain (False) and of dependent codes (True).
+        dependent: names of the tensors with dependent codes.
+        known: code lengths by step.
+    """
 
     profiles: Mapping[bool, Profile]
     dependent: frozenset[str]
+    known: dict[float, dict[bool, Lengths]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, sample: Sample, dependent: frozenset[str]) -> _Kinds:
@@ -103,9 +111,17 @@ class _Kinds:
                 profiles[name in dependent].add(sample.values(name), sample.factor(name))
         return cls(profiles, dependent)
 
+    @property
+    def weights(self) -> float:
+        """Number of weights."""
+        return sum(float(profile.counts.sum()) for profile in self.profiles.values())
+
     def lengths(self, step: float) -> dict[bool, Lengths]:
         """Return the code lengths at a step."""
-        return {kind: profile.lengths(step, worth_of(kind), kind) for kind, profile in self.profiles.items()}
+        if step not in self.known:
+            found = {kind: profile.lengths(step, worth_of(kind), kind) for kind, profile in self.profiles.items()}
+            self.known[step] = found
+        return self.known[step]
 
     def bits(self, step: float) -> float:
         """Return the bits of all weights at a step."""
@@ -169,10 +185,9 @@ def _dependent(sample: Sample, step: float, lengths: Lengths) -> frozenset[str]:
 
 def _search(kinds: _Kinds, budget: float, low: float, high: float) -> float:
     """Return the smallest step in the given range of exponents at which all code lengths fit the budget."""
-    while high - low > EXACT:
-        middle = (low + high) / 2
-        low, high = (middle, high) if kinds.bits(2.0**middle) > budget else (low, middle)
-    return float(2.0**high)
+    # Twice the step takes about one bit less per weight.
+    fall = max(kinds.weights, 1.0)
+    return float(2.0 ** smallest_within(lambda each: kinds.bits(2.0**each), budget, low, high, EXACT, fall))
 
 
 def _coded(sample: Sample, step: float, kinds: _Kinds) -> dict[str, float]:
