@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import AutoConfig, AutoTokenizer
 
@@ -15,7 +16,7 @@ from moepack.calibration.text import token_windows
 from moepack.checkpoint import Checkpoint
 from moepack.checkpoint.classes import building
 from moepack.errors import CalibrationError
-from moepack.textfile import OWN_SAMPLES
+from moepack.textfile import BUILT_IN, OWN_SAMPLES
 
 __all__ = ["CalibrationRequest", "load_samples", "span_tokens"]
 
@@ -40,8 +41,21 @@ class CalibrationRequest:
     seed: int = 0
 
     def load(self, checkpoint: Checkpoint) -> Samples:
-        """Return the calibration set; raises as `load_samples`."""
-        return load_samples(checkpoint, self.source, self.samples, self.length, premask=self.premask, seed=self.seed)
+        """Return the calibration set; raises as `load_samples`. Do not change its tensors.
+
+        A job asks several times. The built-in text, which no file can change, is tokenized once for each checkpoint.
+        """
+        known = _BUILT_IN.setdefault(checkpoint, {}) if self.source == BUILT_IN else {}
+        key = (self.samples, self.length, self.premask, self.seed)
+        if key not in known:
+            known[key] = load_samples(
+                checkpoint, self.source, self.samples, self.length, premask=self.premask, seed=self.seed
+            )
+        return known[key]
+
+
+_BUILT_IN: WeakKeyDictionary[Checkpoint, dict[tuple[int, int, bool, int], Samples]] = WeakKeyDictionary()
+"""Sets of the built-in text."""
 
 
 def load_samples(
