@@ -37,7 +37,7 @@ LATENT = {
 ALIKE = {
     *("deepseek_v2", "dots1", "ernie4_5_moe", "flex_olmo", "granitemoe", "hunyuan_v1_moe", "olmoe", "qwen2_moe"),
 }
-"""Families whose layers are fused and named as those of another family here: their tests have the mark `slow`."""
+"""Families that fuse and name layers like another family in this list. Their tests have the mark `slow`."""
 
 EXPERTS, ABSORBED = r".+\.experts\..+", r".+\.kv_b_proj\.weight"
 
