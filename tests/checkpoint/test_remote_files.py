@@ -261,7 +261,7 @@ def test_strided_tensors_are_compared_to_their_last_element(hub: Hub, model: Pat
 
 
 def _sums(content: bytes, pieces: Any) -> tuple[Sums, list[Part], Path]:
-    """The digest of a shard of three tensors in as many parts; `pieces` reads those that are not downloaded."""
+    """The digest of a shard of three tensors, one in each part; `pieces` reads the parts that are not downloaded."""
     third = len(content) // 3
     file = Path("moe.safetensors")
     tensors = {str(at): TensorInfo(str(at), (third,), torch.uint8, file, at * third, third) for at in range(3)}

@@ -28,19 +28,20 @@ def smallest_within(
     """
     cells = 1 << max(math.ceil(math.log2((high - low) / exact)), 0)
     width = (high - low) / cells
-    first, last, place, wide = 0, cells, cells // 2, cells
-    known: list[tuple[int, float]] = []
+    first, last, place = 0, cells, cells // 2
+    before: tuple[int, float] | None = None
+    evaluations, checked = 0, cells
     while last - first > 1:
         excess = function(low + width * place) - limit
         first, last = (place, last) if excess > 0 else (first, place)
         slope = -fall * width
-        if known and (known[-1][1] - excess) * (known[-1][0] - place) < 0:
-            slope = (known[-1][1] - excess) / (known[-1][0] - place)
-        known.append((place, excess))
+        if before is not None and (before[1] - excess) * (before[0] - place) < 0:
+            slope = (before[1] - excess) / (before[0] - place)
+        before, evaluations = (place, excess), evaluations + 1
         target = place - excess / slope if slope and math.isfinite(excess) else math.nan
-        halved = len(known) % 3 or 2 * (last - first) <= wide  # otherwise the bracket shrinks too slowly
-        if not len(known) % 3:
-            wide = last - first
-        place = math.ceil(target) if halved and math.isfinite(target) else (first + last) // 2
+        shrinks = True
+        if evaluations % 3 == 0:  # three evaluations must halve the bracket; otherwise the next one does
+            shrinks, checked = 2 * (last - first) <= checked, last - first
+        place = math.ceil(target) if shrinks and math.isfinite(target) else (first + last) // 2
         place = min(max(place, first + 1), last - 1)
     return low + width * last
