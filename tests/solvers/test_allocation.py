@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from moepack.allocation.budget import Steps, allocate, hull
 from moepack.allocation.candidates import Candidate, Chain
 from moepack.allocation.importance import curvatures, evenness, relative, shares, visits
-from moepack.allocation.price import PricedBudget
+from moepack.allocation.price import Curves, PricedBudget
 from moepack.calibration.experts import waves_of
 from moepack.checkpoint import Checkpoint, describe
 from moepack.methods.finequant.planning import proposals
@@ -314,7 +314,7 @@ def test_a_price_is_where_the_summed_curves_cross_the_budget(seed: int, share: f
     generator = torch.Generator().manual_seed(seed)
     ladder = 2.0 ** torch.arange(-6, 3, dtype=torch.float64)
     curves = torch.rand(3, len(ladder), generator=generator, dtype=torch.float64).sort(descending=True).values * 50
-    budget = PricedBudget(share, ladder, {"up": curves})
+    budget = PricedBudget(share, ladder, {"up": Curves.of(curves)})
     assert budget.price("up", range(3)) == pytest.approx(twin_price(curves, ladder, share), rel=1e-9)
     # Booked bytes leave the budget, and curves of the stage are scaled by the error of the estimate.
     budget.record_bits("up", range(1), torch.tensor([1.0]))
@@ -340,7 +340,7 @@ def test_matrices_of_one_wave_pay_one_price_wherever_they_are_solved(seed: int) 
         for name in ("up", "down")
     }
     found = {name: torch.rand(5, generator=generator, dtype=torch.float64) * 50 for name in curves}
-    budget = PricedBudget(150.0, ladder, curves)
+    budget = PricedBudget(150.0, ladder, {name: Curves.of(own) for name, own in curves.items()})
 
     def solve(own: PricedBudget, matrix: int) -> list[float]:
         one, paid = range(matrix, matrix + 1), []

@@ -5,6 +5,6 @@ This room knows no method, checkpoint or format: tensors are represented by byte
 
 from moepack.allocation.budget import Choice, allocate
 from moepack.allocation.candidates import Candidate, Chain
-from moepack.allocation.price import PricedBudget
+from moepack.allocation.price import Curves, PricedBudget
 
-__all__ = ["Candidate", "Chain", "Choice", "PricedBudget", "allocate"]
+__all__ = ["Candidate", "Chain", "Choice", "Curves", "PricedBudget", "allocate"]

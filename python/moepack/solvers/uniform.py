@@ -17,6 +17,7 @@ Invariants: as for :mod:`moepack.solvers.gptq`.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -143,13 +144,18 @@ def dependent_codes(exact: Tensor, prices: Tensor, largest: int = LARGEST) -> Co
     """
     runs = torch.arange(len(exact))[:, None].expand(exact.shape[:2])
     lengths = CodeLengths.counted(exact.round(), runs, largest)
-    for _ in range(ROUNDS):
-        known = [Lengths(table[None, 1:-1].contiguous(), dependent=True) for table in lengths.table]
-        batch = zip(exact, known, prices.tolist(), strict=True)
-        codes = [round_priced(matrix, 1.0, own, price).int() for matrix, own, price in batch]
-        symbols = symbols_of(torch.stack(codes), dependent=True) if codes else exact.int()
-        lengths = CodeLengths.counted(symbols, runs, largest)
+    # A sample of a matrix is too small for the core to share among threads.
+    with ThreadPoolExecutor(max(1, min(len(exact), torch.get_num_threads()))) as pool:
+        for _ in range(ROUNDS):
+            codes = list(pool.map(_rounded, exact, lengths.table, prices.tolist()))
+            symbols = symbols_of(torch.stack(codes), dependent=True) if codes else exact.int()
+            lengths = CodeLengths.counted(symbols, runs, largest)
     return lengths
+
+
+def _rounded(exact: Tensor, table: Tensor, price: float) -> Tensor:
+    """Return dependent codes of a matrix [R, C] in steps, int32, from the code lengths [2 L + 3] of its run."""
+    return round_priced(exact, 1.0, Lengths(table[None, 1:-1].contiguous(), dependent=True), price).int()
 
 
 def priced_codes(exact: Tensor, prices: Tensor, runs: Tensor, largest: int = LARGEST) -> CodeLengths:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moepack.allocation import PricedBudget
+from moepack.allocation import Curves, PricedBudget
 from moepack.allocation.importance import evenness
 from moepack.calibration import Stage
 from moepack.methods.qmoe.forms import Form
@@ -106,7 +106,8 @@ class RateCurves:
         """Return the budget of the layer, with prices relative to `unit`, and the gain of its levels."""
         wanted = self.bits_per_weight * sum(self._weights.values())
         gain = self._gain(wanted)
-        return PricedBudget(wanted, STEPS, {name: own[:, gain] for name, own in self._curves.items()}), GAINS[gain]
+        curves = {name: Curves.of(own[:, gain]) for name, own in self._curves.items()}
+        return PricedBudget(wanted, STEPS, curves), GAINS[gain]
 
     def _gain(self, wanted: float) -> int:
         shares = [evenness(importance) for importance in self._importance.values()]

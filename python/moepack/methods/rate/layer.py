@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moepack.allocation import PricedBudget
+from moepack.allocation import Curves, PricedBudget
 from moepack.calibration import Stage
 from moepack.methods.base import Shape, Solution
 from moepack.methods.rate.sample import stream_rows
@@ -264,8 +265,9 @@ class LayerSolver:
         fall = max(0.5 * weights, 1.0)
         return float(2.0 ** smallest_within(bits, self._given, center + LOWEST, center + HIGHEST, EXACT, fall))
 
-    def _curve(self, outlook: _Outlook) -> Tensor:
-        return torch.stack([outlook.bits(self._unit * float(part)) for part in LADDER], 1)
+    def _curve(self, outlook: _Outlook) -> Curves:
+        """Return the bits of a stage relative to the layer's price, as decided until now."""
+        return Curves(len(outlook.weights), partial(_ladder_bits, replace(outlook), self._unit))
 
     def _problem(self, stage: Stage, dependent: bool = False) -> UniformProblem:
         # Linear layers outside the experts lose less without drift correction (docs/methods/qmoe.md).
@@ -380,6 +382,11 @@ def _expected(outlook: _Outlook, price: float, stage: Stage, weights: Tensor) ->
     table = outlook.lengths(price).table[stage.experts.start : stage.experts.stop].to(weights.device)
     runs = torch.arange(len(table), device=weights.device)[:, None].expand(weights.shape[:2])
     return CodeLengths(table.contiguous(), runs, torch.zeros(0))
+
+
+def _ladder_bits(outlook: _Outlook, unit: float, number: int) -> Tensor:
+    """Return the bits of each expert at a price of the ladder, [E] float64."""
+    return outlook.bits(unit * float(LADDER[number]))
 
 
 def _stored_bits(stage: Stage, codes: Tensor, largest: int, dependent: bool) -> Tensor:
