@@ -22,7 +22,7 @@ compensation helps less. It falls by a factor of e^FALL with each bit."""
 
 WITHIN = 2.0
 """Factor, up or down, within which the prediction holds with a text: for 50 of 56 increases of three small models
-(`benches/quality/plan_accuracy.py`), and for SmolLM2-135M at 3 and 4 bits on two texts (0.70 to 1.13;
+(`benches/quality/plan_accuracy.py`), and for SmolLM2-135M at 2 to 4.5 bits on two texts (0.50 to 1.5;
 docs/methods/sensitivity.md)."""
 
 
