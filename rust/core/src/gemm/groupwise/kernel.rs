@@ -19,7 +19,7 @@
 
 use super::Out;
 use super::cursor::{Cursor, PAIR_AHEAD, Weights, ahead};
-use super::lanes::Lanes;
+use super::lanes::{Kernels, Lanes};
 use super::tile::{DIGIT, Steps, Tile};
 use crate::bits::{self, UNIT};
 use crate::formats::groupwise::{BLOCK_ROWS, REGISTER_BYTES};
@@ -330,7 +330,7 @@ unsafe fn add_unit<V: Lanes, const BITS: usize, const R: usize, const M: usize, 
 /// The processor supports the set of `V`. `steps` belong to the layout of all blocks, which has `BITS` bits, and
 /// the tile belongs to `steps` and has N tokens in M lines.
 #[inline(always)]
-unsafe fn multiply<
+pub(super) unsafe fn multiply<
     V: Lanes,
     const BITS: usize,
     const R: usize,
@@ -425,11 +425,61 @@ macro_rules! choose {
         match ($weights[0].layout.bits(), $tile.tokens, $tile.lines()) {
             // SAFETY: the caller guarantees the set, steps and tile; the constants match layout and tile.
             $($(($bits, $tokens, $lines) => unsafe {
-                multiply::<$lanes, $bits, $blocks, $tokens, $lines, $chains>($weights, $steps, $tile, $out)
+                <$lanes>::multiply::<$bits, $blocks, $tokens, $lines, $chains>($weights, $steps, $tile, $out)
             },)*)*
             other => unreachable!("no kernel for (bits, tokens, lines) {other:?}"),
         }
     };
+}
+
+/// Multiplies a block by a tile of any number of lines up to [`MOST_LINES`], in loops over lines and tokens: sums are in
+/// memory, and one function serves all tiles.
+///
+/// # Safety
+/// As [`compute`]; the layout has `BITS` bits.
+#[inline(always)]
+pub(super) unsafe fn multiply_in_loops<V: Lanes, const BITS: usize>(
+    weights: &Weights,
+    steps: &Steps,
+    tile: &Tile,
+    out: &mut Out,
+) {
+    let (tokens, lines) = (tile.tokens, tile.lines());
+    assert!(lines <= MOST_LINES);
+    // SAFETY: units and steps stay within those of the layout, to which block and tile belong: a tile has QUADS * lines
+    // words per unit, a scale and a sum per step and token, and `out` has 16 floats per token.
+    unsafe {
+        let cursor = Cursor::<V>::new(weights);
+        let mut totals = [V::zero(); MOST_LINES];
+        for step in 0..steps.count {
+            let mut sums = [[V::int_zero()]; MOST_LINES];
+            for (i, unit) in units_in(steps, step).enumerate() {
+                let words = tile.words.as_ptr().cast::<i32>().add(unit * QUADS * lines);
+                let codes = cursor.unit::<BITS>(step, i);
+                // A step of 16 columns uses half of its unit.
+                let quads = match (steps.columns >= UNIT, step % 2) {
+                    (true, _) => 0..QUADS,
+                    (false, 0) => 0..QUADS / 2,
+                    _ => QUADS / 2..QUADS,
+                };
+                for number in quads {
+                    let codes = quad::<V, BITS>(codes, number);
+                    for (line, [sum]) in sums[..lines].iter_mut().enumerate() {
+                        *sum = V::dot::<BITS>(*sum, codes, words.add(number * lines + line));
+                    }
+                }
+            }
+            let scales = cursor.scales(step);
+            for (token, total) in totals[..tokens].iter_mut().enumerate() {
+                let planes = &sums[token * tile.planes..(token + 1) * tile.planes];
+                let sum = combine::<V, BITS, 1, 1>(planes);
+                *total = add_step::<V>(*total, sum, scales, tile, step * tokens + token);
+            }
+        }
+        for (total, out) in totals[..tokens].iter().zip(out.iter_mut()) {
+            V::store(*total, out.as_mut_ptr());
+        }
+    }
 }
 
 /// Multiplies a block by a tile.
@@ -437,7 +487,7 @@ macro_rules! choose {
 /// # Safety
 /// The processor supports the set of `V`, `steps` belong to `weights.layout`, and the tile belongs to `steps`.
 #[inline(always)]
-pub(super) unsafe fn compute<V: Lanes>(
+pub(super) unsafe fn compute<V: Kernels>(
     weights: &[Weights; 1],
     steps: &Steps,
     tile: &Tile,
@@ -462,7 +512,7 @@ pub(super) fn by_pairs(lines: usize) -> bool {
 /// # Safety
 /// As [`compute`].
 #[inline(always)]
-pub(super) unsafe fn compute_pair<V: Lanes>(
+pub(super) unsafe fn compute_pair<V: Kernels>(
     weights: &[Weights; 2],
     steps: &Steps,
     tile: &Tile,

@@ -11,7 +11,7 @@ use std::arch::aarch64::*;
 use super::Out;
 use super::cursor::Weights;
 use super::kernel;
-use super::lanes::Lanes;
+use super::lanes::{Kernels, Lanes, kernels};
 use super::tile::{Steps, Tile};
 use crate::gemm::neon;
 use crate::simd;
@@ -27,30 +27,18 @@ pub(super) unsafe fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile,
     // SAFETY: the caller guarantees NEON and the arguments; products of bytes are detected here.
     unsafe {
         if simd::has_matrix_products() {
-            compute_by_matrix_products(weights, steps, tile, out);
+            kernel::compute::<Neon<true, true>>(weights, steps, tile, out);
         } else if simd::has_dot_products() {
-            compute_by_dot_products(weights, steps, tile, out);
+            kernel::compute::<Neon<true, false>>(weights, steps, tile, out);
         } else {
             kernel::compute::<Neon<false, false>>(weights, steps, tile, out);
         }
     }
 }
 
-/// # Safety
-/// The processor has NEON with dot products; the rest is as in [`kernel::compute`].
-#[target_feature(enable = "neon,dotprod")]
-unsafe fn compute_by_dot_products(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
-    // SAFETY: the function has the features of the lanes; the caller guarantees steps and tile.
-    unsafe { kernel::compute::<Neon<true, false>>(weights, steps, tile, out) }
-}
-
-/// # Safety
-/// The processor has NEON with dot products and matrix products; the rest is as in [`kernel::compute`].
-#[target_feature(enable = "neon,dotprod,i8mm")]
-unsafe fn compute_by_matrix_products(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
-    // SAFETY: the function has the features of the lanes; the caller guarantees steps and tile.
-    unsafe { kernel::compute::<Neon<true, true>>(weights, steps, tile, out) }
-}
+kernels!(Neon<false, false>, "neon");
+kernels!(Neon<true, false>, "neon,dotprod");
+kernels!(Neon<true, true>, "neon,dotprod,i8mm");
 
 /// A whole block, with products of bytes as far as the processor has them. Matrix products imply dot products.
 #[derive(Clone, Copy)]

@@ -11,8 +11,16 @@ use super::tile::{Steps, Tile};
 /// # Safety
 /// `steps` belong to `weights.layout`, and the tile belongs to `steps` ([`Tile::is_of`]).
 pub(super) unsafe fn compute(weights: &[Weights; 1], steps: &Steps, tile: &Tile, out: &mut [Out; 1]) {
+    let ([weights], [out]) = (weights, out);
     // SAFETY: portable code needs no instruction set; the caller guarantees the rest.
-    unsafe { kernel::compute::<Portable>(weights, steps, tile, out) }
+    unsafe {
+        match weights.layout.bits() {
+            2 => kernel::multiply_in_loops::<Portable, 2>(weights, steps, tile, out),
+            3 => kernel::multiply_in_loops::<Portable, 3>(weights, steps, tile, out),
+            4 => kernel::multiply_in_loops::<Portable, 4>(weights, steps, tile, out),
+            _ => kernel::multiply_in_loops::<Portable, 8>(weights, steps, tile, out),
+        }
+    }
 }
 
 /// Arrays of 16.

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use super::Out;
 use super::cursor::Weights;
 use super::kernel;
-use super::lanes::Lanes;
+use super::lanes::{Kernels, Lanes, kernels};
 use super::tile::{Steps, Tile};
 
 /// Expands the codes of a block to bytes.
@@ -56,6 +56,13 @@ entry!(
 );
 entry!(compute_avx2, compute, 1, Avx2<false>, "avx2,fma,f16c");
 entry!(compute_avx_vnni, compute, 1, Avx2<true>, "avx2,fma,f16c,avxvnni");
+
+kernels!(
+    Avx512,
+    "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
+);
+kernels!(Avx2<false>, "avx2,fma,f16c");
+kernels!(Avx2<true>, "avx2,fma,f16c,avxvnni");
 
 /// A whole block.
 #[derive(Clone, Copy)]
