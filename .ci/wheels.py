@@ -73,15 +73,16 @@ def run(command: list[str], folder: Path, environment: dict[str, str] | None) ->
 def windows_linker(target: str, folder: Path, path: str) -> dict[str, str]:
     """Write scripts into `folder` that run zig as a linker for Windows; return the variables that make cargo use them.
 
-    `maturin build --zig` is no help for a module of a package: it exports PyInit_moepack._core in place of the
-    function's name. The scripts call the same wrapper of zig. Their folder stays, because cargo builds everything again
-    if the linker's path changes.
+    `maturin build --zig` cannot link a module of a package: it exports PyInit_moepack._core in place of the function's
+    name. The scripts run the same wrapper of zig, which writes a hash into the file in place of the time. The folder
+    must be the same each time, because cargo compiles everything again if the linker's path changes.
     """
     processor = target.split("-")[0]
     exports = folder / "_core.def"
     wrapper = shlex.join(["exec", sys.executable, "-m", "maturin", "zig"])
+    options = f"-target {processor}-windows-gnu -fno-sanitize=all -Wl,-Brepro"
     commands = {
-        "linker": f'cc -- -fno-sanitize=all -target {processor}-windows-gnu "$@" {shlex.quote(str(exports))}',
+        "linker": f'cc -- {options} "$@" {shlex.quote(str(exports))}',
         f"{processor}-w64-mingw32-dlltool": 'dlltool -- "$@"',
     }
     folder.mkdir(parents=True, exist_ok=True)
