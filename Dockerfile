@@ -13,7 +13,7 @@ ARG TORCH_INDEX=
 # The wheel itself says which versions of torch it takes.
 # hadolint ignore=DL3013
 RUN --mount=type=bind,source=dist,target=/dist \
-    wheel="$(find /dist -name "moepack-*_$(uname -m).whl" | sort -V | tail -n 1)" && \
+    wheel="$(find /dist -name "moepack-*linux*_$(uname -m).whl" | sort -V | tail -n 1)" && \
     test -n "$wheel" && \
     if [ -n "$TORCH_INDEX" ]; then pip install --no-cache-dir torch --index-url "$TORCH_INDEX"; fi && \
     pip install --no-cache-dir "${wheel}[serve]" && \

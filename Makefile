@@ -152,7 +152,7 @@ FUZZ_SECONDS ?= 60
 fuzz: ## Fuzz each target for FUZZ_SECONDS under AddressSanitizer; installs a nightly compiler
 	rust/fuzz/run.sh $(FUZZ_SECONDS)
 
-wheels: $(BIN)/maturin ## Build the abi3 wheels into dist/, x86-64 and 64-bit Arm, for every Linux since glibc 2.17
+wheels: $(BIN)/maturin ## Build the abi3 wheels for Linux, Windows and macOS, x86-64 and 64-bit Arm, into dist/
 	$(BIN)/python -m pip install --quiet ziglang
 	$(BIN)/python .ci/wheels.py
 

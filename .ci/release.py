@@ -29,11 +29,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LARGEST = 12_000_000
 """The most bytes of a wheel."""
 
+EXTENSION = "moepack/_core.*[od]"  # .so or .pyd
 IN_WHEEL = (
     "moepack/__main__.py",
     "moepack/py.typed",
     "moepack/_core.pyi",
-    "moepack/_core.*[od]",  # .so or .pyd
+    EXTENSION,
     "moepack/cuda/*.cu",
     "moepack/cuda/common/*.cuh",
     "moepack-*.dist-info/entry_points.txt",
@@ -111,6 +112,9 @@ def wrong_wheel(path: Path) -> Iterator[str]:
     with zipfile.ZipFile(path) as files:
         names = files.namelist()
         yield from wrong_files(names, IN_WHEEL)
+        for name in (name for name in names if fnmatch(name, EXTENSION)):
+            if b"PyInit__core\0" not in files.read(name):
+                yield f"{name} does not export PyInit__core, so Python cannot import it"
         yield from wrong_metadata(files.read(f"moepack-{stated}.dist-info/METADATA"))
 
 

@@ -1,11 +1,11 @@
-"""Build the wheels for Linux, x86-64 and 64-bit Arm: the same bytes from the same sources, wherever they lie.
+"""Build the wheels for Linux, Windows and macOS on Linux: the same bytes from the same sources, wherever they lie.
 
     python .ci/wheels.py [--out dist] [--target TRIPLE ...] [--check]
 
-zig is the linker: it asks for no glibc newer than 2.17 and links for other processors. What depends on the builder is
-taken out of the wheels: folders, which the compiler is given other names for; and time, folders and the random serial
-number of the list of crates (CycloneDX), which becomes a hash of the rest. Compiler, zig and maturin must be the same.
---check builds each wheel once more, from a copy of the sources in another folder, and compares.
+zig is the linker: it asks for no glibc newer than 2.17 and links for other processors and systems. What depends on the
+builder is taken out of the wheels: folders, which the compiler is given other names for; and time, folders and the
+random serial number of the list of crates (CycloneDX), which becomes a hash of the rest. Compiler, zig and maturin must
+be the same. --check builds each wheel once more, from a copy of the sources in another folder, and compares.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import base64
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,14 +25,22 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGETS = ("x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu")
+TARGETS = (
+    "x86_64-unknown-linux-gnu",
+    "aarch64-unknown-linux-gnu",
+    "x86_64-pc-windows-gnu",
+    "aarch64-pc-windows-gnullvm",
+    "aarch64-apple-darwin",
+    "x86_64-apple-darwin",
+)
+OLDEST_MACOS = {"aarch64-apple-darwin": "11.0", "x86_64-apple-darwin": "10.12"}
 SOURCES = ("Cargo.toml", "Cargo.lock", "LICENSE", "README.md", "pyproject.toml", "cuda", "python", "rust")
 
 
 def build(root: Path, target: str, out: Path) -> Path:
     """Build the wheel of the sources in `root` for a target into `out`, and return its path."""
     if shutil.which("rustup"):
-        subprocess.run(["rustup", "target", "add", target], cwd=root, check=True, capture_output=True)
+        run(["rustup", "--quiet", "target", "add", target], root, None)
     cargo_home = Path(os.environ.get("CARGO_HOME", Path.home() / ".cargo"))
     names = {cargo_home: "cargo", root: "moepack"}
     flags = [f"--remap-path-prefix={folder}={name}" for folder, name in names.items()]
@@ -40,14 +49,49 @@ def build(root: Path, target: str, out: Path) -> Path:
         "CARGO_ENCODED_RUSTFLAGS": "\x1f".join(flags),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
+    command = [sys.executable, "-m", "maturin", "build", "--release", "--locked", "--target", target]
+    if "-windows-" in target:
+        environment |= windows_linker(target, root / "target" / "zig" / target, environment["PATH"])
+    else:
+        command.append("--zig")
+    if target in OLDEST_MACOS:
+        environment["MACOSX_DEPLOYMENT_TARGET"] = OLDEST_MACOS[target]
     with tempfile.TemporaryDirectory() as folder:
-        maturin = [sys.executable, "-m", "maturin", "build", "--release", "--locked", "--zig"]
-        command = [*maturin, "--target", target, "--out", folder]
-        subprocess.run(command, cwd=root, env=environment, check=True)
+        run([*command, "--out", folder], root, environment)
         (wheel,) = Path(folder).glob("*.whl")
         out.mkdir(parents=True, exist_ok=True)
         normalize(wheel, out / wheel.name, root)
         return out / wheel.name
+
+
+def run(command: list[str], folder: Path, environment: dict[str, str] | None) -> None:
+    """Run a command in a folder; end with its name if it fails, after what it has printed."""
+    if code := subprocess.run(command, cwd=folder, env=environment).returncode:
+        raise SystemExit(f"exit code {code}: {shlex.join(command)}")
+
+
+def windows_linker(target: str, folder: Path, path: str) -> dict[str, str]:
+    """Write scripts into `folder` that run zig as a linker for Windows; return the variables that make cargo use them.
+
+    `maturin build --zig` cannot link a module of a package: it exports PyInit_moepack._core in place of the function's
+    name. The scripts run the same wrapper of zig, which writes a hash into the file in place of the time. The folder
+    must be the same each time, because cargo compiles everything again if the linker's path changes.
+    """
+    processor = target.split("-")[0]
+    exports = folder / "_core.def"
+    wrapper = shlex.join(["exec", sys.executable, "-m", "maturin", "zig"])
+    options = f"-target {processor}-windows-gnu -fno-sanitize=all -Wl,-Brepro"
+    commands = {
+        "linker": f'cc -- {options} "$@" {shlex.quote(str(exports))}',
+        f"{processor}-w64-mingw32-dlltool": 'dlltool -- "$@"',
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    exports.write_text("EXPORTS\n    PyInit__core\n")
+    for name, arguments in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{wrapper} {arguments}\n")
+        (folder / name).chmod(0o755)
+    variable = f"CARGO_TARGET_{target.upper().replace('-', '_')}_LINKER"
+    return {variable: str(folder / "linker"), "PATH": f"{folder}{os.pathsep}{path}"}
 
 
 def normalize(wheel: Path, to: Path, root: Path) -> None:

@@ -29,14 +29,24 @@ text
 """
 
 
-def wheel(folder: Path, tag: str = "cp311-abi3-win_amd64", leave_out: str = "", more: str = "", old: str = "") -> Path:
-    """Write a wheel with empty files of the right names."""
+EXTENSION = b"\0PyInit__core\0"
+
+
+def wheel(
+    folder: Path,
+    tag: str = "cp311-abi3-win_amd64",
+    leave_out: str = "",
+    more: str = "",
+    old: str = "",
+    extension: bytes = EXTENSION,
+) -> Path:
+    """Write a wheel with files of the right names, all empty but the extension."""
     version = release.version()
     path = folder / f"moepack-{version}-{tag}.whl"
     with zipfile.ZipFile(path, "w") as files:
         for name in filter(None, [*FILES, more]):
             if name != leave_out:
-                files.writestr(name, b"")
+                files.writestr(name, extension if "_core" in name else b"")
         content = METADATA.format(version=version).replace(old, "") if old else METADATA.format(version=version)
         files.writestr(f"moepack-{version}.dist-info/METADATA", content)
     return path
@@ -70,6 +80,11 @@ def test_a_complete_wheel_is_accepted(tmp_path: Path) -> None:
 def test_a_missing_file_is_found(name: str, tmp_path: Path) -> None:
     (problem,) = release.wrong_wheel(wheel(tmp_path, leave_out=name))
     assert problem.endswith("is missing")
+
+
+def test_an_extension_that_python_cannot_import_is_found(tmp_path: Path) -> None:
+    (problem,) = release.wrong_wheel(wheel(tmp_path, extension=b"\0PyInit_moepack._core\0"))
+    assert problem == "moepack/_core.xso does not export PyInit__core, so Python cannot import it"
 
 
 @pytest.mark.parametrize("name", ["tests/test_x.py", "moepack/cli/__pycache__/x.pyc"])

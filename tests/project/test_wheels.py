@@ -1,10 +1,16 @@
-"""Wheels contain nothing that depends on the build machine: `.ci/wheels.py` removes it."""
+"""`.ci/wheels.py` removes what depends on the build machine from wheels, and links them for other systems."""
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
+import tomllib
 import uuid
 import zipfile
 from pathlib import Path
+
+import pytest
 
 from places import ROOT
 
@@ -46,3 +52,34 @@ def test_the_record_matches_the_wheel(tmp_path: Path) -> None:
         crates = json.loads(wheel.read(LIST))
     assert names[-1] == f"{INFO}/RECORD" and str(tmp_path) not in json.dumps(crates)
     assert uuid.UUID(crates["serialNumber"]) and "timestamp" not in crates["metadata"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the wheels are built on Linux")
+def test_the_linker_for_windows_is_zig_with_the_export_that_python_looks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "some python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    folder = tmp_path / "some folder"
+    variables = wheels.windows_linker("aarch64-pc-windows-gnullvm", folder, "/bin")
+    assert variables["PATH"] == f"{folder}{os.pathsep}/bin"
+    linker = variables["CARGO_TARGET_AARCH64_PC_WINDOWS_GNULLVM_LINKER"]
+    said = subprocess.run([linker, "a b.o"], stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    assert said[:4] == ["-m", "maturin", "zig", "cc"] and said[-2] == "a b.o"
+    assert said[said.index("-target") + 1] == "aarch64-windows-gnu"
+    module = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["maturin"]["module-name"]
+    assert Path(said[-1]).read_text().split() == ["EXPORTS", f"PyInit_{module.split('.')[-1]}"]
+
+
+def test_the_workflow_makes_its_wheels_for_the_same_versions_of_macos() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8")
+    (line,) = (line for line in workflow.splitlines() if "MACOSX_DEPLOYMENT_TARGET" in line)
+    intel, arm = wheels.OLDEST_MACOS["x86_64-apple-darwin"], wheels.OLDEST_MACOS["aarch64-apple-darwin"]
+    assert line.endswith(f"== 'x86_64-apple-darwin' && '{intel}' || '{arm}' }}}}")
+
+
+def test_a_command_that_fails_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"exit code 3: .*sys\.exit\(3\)"):
+        wheels.run([sys.executable, "-c", "import sys; sys.exit(3)"], tmp_path, None)
