@@ -93,8 +93,8 @@ PLAIN = {
     *("coded, dependent, 16 tokens", "coded upload", "linear int4 by 64", "grouped int3 by 64", "grouped codebook"),
     *("step", "attention", "prompt attention", "router", "dense", "channels of 8 bits"),
 }
-"""A program of each source. The tests marked as slow compile the others for sm_80, and all for sm_90, whose code newer
-GPUs get: a compilation takes up to ten seconds."""
+"""A program of each source. The tests marked as slow compile the others, and all for sm_90, whose code newer GPUs get.
+A compilation takes up to ten seconds."""
 
 GROUPED = {"route", "lay_out", "add", *(f"{kernel}_{n}" for kernel in ("gated", "project") for n in (16, 32, 64))}
 LINEAR = {"prepare", "add", *(f"linear_{columns}" for columns in COLUMNS)}
@@ -165,7 +165,7 @@ def compiled(request):
 @pytest.mark.parametrize(
     ("name", "arch"),
     [
-        pytest.param(name, arch, marks=[] if (name in PLAIN and arch == "sm_80") or arch == "sm_90a" else SLOW)
+        pytest.param(name, arch, marks=[] if name in PLAIN and arch in ("sm_80", "sm_90a") else SLOW)
         for name, arch in product(PROGRAMS, ARCHITECTURES)
     ],
 )

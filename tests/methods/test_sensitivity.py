@@ -293,7 +293,7 @@ def test_packed_tensors_have_scales_of_columns(shallow: Path, tmp_path: Path) ->
 # ---- experts that the text hardly reaches
 
 
-@pytest.mark.parametrize("method", [Auto, Rate])
+@pytest.mark.parametrize("method", [pytest.param(Auto, marks=pytest.mark.slow), Rate])
 def test_experts_that_few_tokens_reach_are_kept(method: type[Auto] | type[Rate], shallow: Path, tmp_path: Path) -> None:
     """64 tokens reach some experts twice or never; their weights still stay near the original."""
     text = tmp_path / "text.txt"

@@ -147,7 +147,7 @@ def calibrated(text: Path, bits: float = 3.0, **options: Any) -> Rate:
     return Rate(bits, calibration=str(text), samples=3, sequence_length=32, group=3, **options)
 
 
-@pytest.mark.parametrize("bits", [1.25, 3.0])
+@pytest.mark.parametrize("bits", [1.25, pytest.param(3.0, marks=pytest.mark.slow)])
 def test_a_text_keeps_the_bits_and_lowers_the_loss(bits: float, tmp_path: Path) -> None:
     novel = NOVEL
     methods = {"free": Rate(bits), "text": Rate(bits, calibration=str(novel), samples=24, sequence_length=128)}
@@ -176,7 +176,14 @@ def test_later_layers_compensate_the_bits_of_earlier_ones(mixtral: Path, text: P
     )
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v2", "switch_transformers"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "qwen3_moe")),
+        "deepseek_v2",
+        "switch_transformers",
+    ],
+)
 def test_every_architecture_is_calibrated(architecture: str, tiny_checkpoint: Any, text: Path, tmp_path: Path) -> None:
     """With all linear layers; the head is rounded without its inputs."""
     model = tiny_checkpoint(architecture)

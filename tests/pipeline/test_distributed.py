@@ -91,7 +91,8 @@ def methods(place: Path) -> dict[str, Method]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("auto", "auto with a text", "auto with a text, mixed", "auto with bits by name", "rate with a text"),
+        *("auto", "auto with a text, mixed", "rate with a text"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("auto with a text", "auto with bits by name")),
         *("codequant", "finequant", "finequant with a text", "floe", "milo", "qmoe", "qmoe at a rate"),
     ],
 )
@@ -111,7 +112,7 @@ def test_methods_of_a_job_may_differ(qwen3_moe: Path, tmp_path: Path, copies: li
     assert support.contents(tmp_path / "shared") == support.contents(tmp_path / "alone")
 
 
-@pytest.mark.parametrize("name", ["auto", "auto with a text", "qmoe"])
+@pytest.mark.parametrize("name", ["auto", pytest.param("auto with a text", marks=pytest.mark.slow), "qmoe"])
 def test_a_full_disk_keeps_finished_work(name: str, mixtral: Path, tmp_path: Path, copies: list[Copies]) -> None:
     """The driver writes: rejections equal those of a local run, and each kind of run can continue the other."""
     out = tmp_path / "out"

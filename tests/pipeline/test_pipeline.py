@@ -81,11 +81,15 @@ def test_stock_transformers_fails_loudly(packed: Path) -> None:
     assert "mismatch" in done.stderr
 
 
-def test_killed_at_every_moment_it_continues_to_the_same_bytes(mixtral: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [24, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_killed_at_every_moment_it_continues_to_the_same_bytes(
+    kills: int | None, mixtral: Path, tmp_path: Path
+) -> None:
     command = [sys.executable, TESTS / "crash_worker.py", mixtral, tmp_path]
+    command += [] if kills is None else ["ternary", str(kills)]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) > 50, "the moments of a run of three shards and five files"
+    assert int(done.stdout) == kills or (kills is None and int(done.stdout) > 50), "of three shards and five files"
 
 
 def test_killed_from_outside_it_does_not_repeat_finished_layers(tmp_path: Path) -> None:

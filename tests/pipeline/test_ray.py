@@ -92,7 +92,7 @@ def test_bytes_match_a_local_run_although_a_node_dies(mixtral: Path, tmp_path: P
         assert support.contents(tmp_path / name / "shared") == support.contents(tmp_path / name / "alone")
 
 
-@pytest.mark.parametrize("name", ["auto with a text", "qmoe at a rate"])
+@pytest.mark.parametrize("name", ["auto with a text", pytest.param("qmoe at a rate", marks=pytest.mark.slow)])
 def test_experts_that_share_bits_are_solved_on_nodes_that_die(
     name: str, mixtral: Path, tmp_path: Path, nodes: Any
 ) -> None:
