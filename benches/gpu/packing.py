@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -125,7 +126,7 @@ def measure(method: str, device: str, layers: int, options: argparse.Namespace) 
     for name in ("directory", "samples", "bits", "threads"):
         command += [f"--{name}", str(getattr(options, name))]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    subprocess.run(["rm", "-rf", str(options.directory / "packed")], check=True)
+    shutil.rmtree(options.directory / "packed")
     figures = json.loads(printed.splitlines()[-1])
     print(f"{method} on {device}, layers: {layers}, {figures}", file=sys.stderr, flush=True)
     return figures

@@ -446,8 +446,8 @@ pub(super) unsafe fn multiply_in_loops<V: Lanes, const BITS: usize>(
 ) {
     let (tokens, lines) = (tile.tokens, tile.lines());
     assert!(lines <= MOST_LINES);
-    // SAFETY: units and steps stay within those of the layout, to which block and tile belong: a tile has QUADS * lines
-    // words per unit, a scale and a sum per step and token, and `out` has 16 floats per token.
+    // SAFETY: the block and the tile belong to the layout, and units and steps stay within it. A tile has QUADS * lines
+    // words per unit, and a scale and a sum per step and token. `out` has 16 floats per token.
     unsafe {
         let cursor = Cursor::<V>::new(weights);
         let mut totals = [V::zero(); MOST_LINES];
