@@ -19,7 +19,7 @@
 
 use super::Out;
 use super::cursor::{Cursor, PAIR_AHEAD, Weights, ahead};
-use super::lanes::{Kernels, Lanes};
+use super::lanes::Lanes;
 use super::tile::{DIGIT, Steps, Tile};
 use crate::bits::{self, UNIT};
 use crate::formats::groupwise::{BLOCK_ROWS, REGISTER_BYTES};
@@ -413,6 +413,47 @@ pub(super) unsafe fn add_step<V: Lanes>(
         V::add_product(total, offset, V::broadcast(tile.sums.as_ptr().add(at)))
     }
 }
+
+/// Lanes whose kernels are functions by themselves, with the instruction set: one for each kind of tile. A single
+/// function that contains all of them takes minutes to compile.
+pub(super) trait Kernels: Lanes {
+    /// [`multiply`].
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn multiply<const BITS: usize, const R: usize, const N: usize, const M: usize, const C: usize>(
+        weights: &[Weights; R],
+        steps: &Steps,
+        tile: &Tile,
+        out: &mut [Out; R],
+    );
+}
+
+/// Implements [`Kernels`] for lanes that need some features.
+macro_rules! kernels {
+    ($lanes:ty, $features:literal) => {
+        impl Kernels for $lanes {
+            #[inline(never)]
+            #[target_feature(enable = $features)]
+            unsafe fn multiply<
+                const BITS: usize,
+                const R: usize,
+                const N: usize,
+                const M: usize,
+                const C: usize,
+            >(
+                weights: &[Weights; R],
+                steps: &Steps,
+                tile: &Tile,
+                out: &mut [Out; R],
+            ) {
+                // SAFETY: the function has the features of the lanes; the caller guarantees the rest.
+                unsafe { kernel::multiply::<Self, BITS, R, N, M, C>(weights, steps, tile, out) }
+            }
+        }
+    };
+}
+pub(super) use kernels;
 
 /// Chooses the kernel for the layout's bits and the tile's tokens and lines from a list, which also gives the chains
 /// of a sum.

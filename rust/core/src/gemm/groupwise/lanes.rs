@@ -1,9 +1,5 @@
 //! The vectors of the kernels: 16 lanes of 32 bits; a lane is a row of a block.
 
-use super::Out;
-use super::cursor::Weights;
-use super::tile::{Steps, Tile};
-
 /// One or several registers of integers and of floats, with 16 lanes together.
 ///
 /// # Safety
@@ -116,44 +112,3 @@ pub(super) trait Lanes: Copy {
     /// Prefetches the cache line at an address, which may be invalid.
     unsafe fn prefetch(at: *const u8);
 }
-
-/// Lanes whose kernels are functions by themselves, with the instruction set: one for each kind of tile. A single
-/// function that contains all of them takes minutes to compile.
-pub(super) trait Kernels: Lanes {
-    /// [`kernel::multiply`](super::kernel::multiply).
-    ///
-    /// # Safety
-    /// As there.
-    unsafe fn multiply<const BITS: usize, const R: usize, const N: usize, const M: usize, const C: usize>(
-        weights: &[Weights; R],
-        steps: &Steps,
-        tile: &Tile,
-        out: &mut [Out; R],
-    );
-}
-
-/// Implements [`Kernels`] for lanes that need some features.
-macro_rules! kernels {
-    ($lanes:ty, $features:literal) => {
-        impl Kernels for $lanes {
-            #[inline(never)]
-            #[target_feature(enable = $features)]
-            unsafe fn multiply<
-                const BITS: usize,
-                const R: usize,
-                const N: usize,
-                const M: usize,
-                const C: usize,
-            >(
-                weights: &[Weights; R],
-                steps: &Steps,
-                tile: &Tile,
-                out: &mut [Out; R],
-            ) {
-                // SAFETY: the function has the features of the lanes; the caller guarantees the rest.
-                unsafe { kernel::multiply::<Self, BITS, R, N, M, C>(weights, steps, tile, out) }
-            }
-        }
-    };
-}
-pub(super) use kernels;

@@ -10,8 +10,8 @@ use std::arch::aarch64::*;
 
 use super::Out;
 use super::cursor::Weights;
-use super::kernel;
-use super::lanes::{Kernels, Lanes, kernels};
+use super::kernel::{self, Kernels, kernels};
+use super::lanes::Lanes;
 use super::tile::{Steps, Tile};
 use crate::gemm::neon;
 use crate::simd;

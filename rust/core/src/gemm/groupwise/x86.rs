@@ -4,8 +4,8 @@ use std::arch::x86_64::*;
 
 use super::Out;
 use super::cursor::Weights;
-use super::kernel;
-use super::lanes::{Kernels, Lanes, kernels};
+use super::kernel::{self, Kernels, kernels};
+use super::lanes::Lanes;
 use super::tile::{Steps, Tile};
 
 /// Expands the codes of a block to bytes.
