@@ -42,7 +42,6 @@ from moepack.checkpoint.classes import meta_model
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.errors import UnsupportedModelError
 from moepack.evaluation.streaming import StreamedDecoder
-from moepack.evaluation.windows import Windows
 from moepack.integrations.loading import open_model
 from moepack.methods import Auto, Rate
 from moepack.methods.rate.importance import find_balances, find_importance
@@ -178,7 +177,7 @@ def test_rows_of_tokens_have_the_metric_of_what_they_are_multiplied_with(form: s
 def test_a_streamed_model_predicts_the_same_as_the_whole_one(model_type: str, tmp_path: Path) -> None:
     """The tail of the model also receives inputs other than the outputs of the last block."""
     path = saved(model_type, tmp_path / "model", {})
-    streamed = StreamedDecoder(path, Windows(IDS.numpy(), "", ""), torch.float32, tmp_path)
+    streamed = StreamedDecoder(Checkpoint.open(path), IDS, torch.float32, tmp_path)
     found = torch.cat(list(streamed.logits(lambda *_: None)))
     with torch.inference_mode():
         expected = open_model(path, torch.float32)(input_ids=IDS, use_cache=False).logits

@@ -16,7 +16,6 @@ from moepack.census.tiny import tiny_model
 from moepack.checkpoint.quantized import QuantizedCheckpoint, open_checkpoint
 from moepack.checkpoint.quantized.schemes import METHODS
 from moepack.evaluation.streaming import StreamedDecoder
-from moepack.evaluation.windows import Windows
 from moepack.format import PackedDirectory
 from moepack.integrations.loading import open_model
 from moepack.methods.finequant import FineQuant
@@ -264,8 +263,10 @@ def test_a_quantized_original_is_loaded_like_it_is_packed(method: str, plain: Pa
     with torch.inference_mode():
         found, expected = (open_model(path, torch.float32)(input_ids=ids).logits for path in (directory, decoded))
     assert torch.equal(found, expected)
-    windows = Windows(ids.repeat(2, 1).numpy(), "", "")
-    twins = [StreamedDecoder(path, windows, torch.float32, tmp_path / path.name) for path in (directory, decoded)]
+    twins = [
+        StreamedDecoder(open_checkpoint(path), ids.repeat(2, 1), torch.float32, tmp_path / path.name)
+        for path in (directory, decoded)
+    ]
     assert torch.equal(*(next(twin.logits(lambda *_: None)) for twin in twins))
 
 

@@ -157,8 +157,8 @@ def test_what_would_break_is_refused(mixtral: Path, tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModelError, match=message):
             compress(mixtral, tmp_path / "out", method="finequant", prune=share)
     for settings, message in (
-        ({"prune": "x"}, "prune must be a share"),
-        ({"prune": 1.0}, "prune must be a share"),
+        ({"prune": "x"}, "prune must be auto or a share"),
+        ({"prune": 1.0}, "prune must be auto or a share"),
         ({"prune": 0.25, "prune_by": "mix"}, "prune_by must be drop or merge"),
         ({"prune_by": "merge"}, "prune_by requires prune"),
     ):

@@ -131,6 +131,7 @@ def run(
     from moepack.pipeline.estimate import estimate
     from moepack.pipeline.pruning import Pruning
     from moepack.pipeline.recipe import Recipe
+    from moepack.pipeline.share import leave_out
     from moepack.pipeline.source import opened
     from moepack.progress import terminal_progress
 
@@ -150,9 +151,7 @@ def run(
             refuse_existing(out)
             whole, shared = pruning is not None, ray is not None
             with opened(model, out.absolute(), keep_source, disk_budget, whole, shared, config) as source:
-                if pruning is not None:
-                    progress.prepare("choosing the experts to leave out")
-                    source.prune(pruning, chosen)
+                chosen = leave_out(source, pruning, chosen, out.absolute(), progress, mtp_bits)
                 plan = estimate(source, out, chosen, threads, progress, mtp_bits)
                 if dry_run or not quiet:
                     print_plan(plan, plain_console())

@@ -65,7 +65,8 @@ Prune = Annotated[
     typer.Option(
         metavar="SHARE",
         help="Leave out this share of each layer's experts, such as 25%: those that matter least on the calibration "
-        "text (or the built-in text). What the text does not show is lost with them: measure the result.",
+        "text (or the built-in text). `auto` leaves out none, an eighth or a quarter, whichever loses least. What the "
+        "text does not show is lost with them: measure the result.",
     ),
 ]
 PruneBy = Annotated[

@@ -241,7 +241,8 @@ class _Streamed:
     def __init__(
         self, directory: Path, windows: Windows, dtype: torch.dtype | None, scratch: Path, advance: Advance
     ) -> None:
-        self._decoder = StreamedDecoder(directory, windows, dtype or torch.float32, scratch)
+        ids = torch.from_numpy(windows.ids)
+        self._decoder = StreamedDecoder(open_checkpoint(directory), ids, dtype or torch.float32, scratch)
         self.module, self.config, self._advance = self._decoder.module, self._decoder.config, advance
 
     def logits(self, windows: Windows, tokenizer: Any) -> Iterator[torch.Tensor]:

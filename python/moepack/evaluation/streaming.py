@@ -14,10 +14,9 @@ from moepack.calibration.run import Calibrator
 from moepack.calibration.samples import decoder_samples
 from moepack.calibration.settings import CalibrationSettings
 from moepack.calibration.tail import Tail
-from moepack.checkpoint import describe
-from moepack.checkpoint.quantized import open_checkpoint
+from moepack.checkpoint import Checkpoint, describe
 from moepack.errors import UnsupportedModelError
-from moepack.evaluation.windows import Windows, batch_size
+from moepack.evaluation.windows import batch_size
 
 __all__ = ["StreamedDecoder"]
 
@@ -29,32 +28,39 @@ class StreamedDecoder:
         module: the transformers model. Its parts are loaded only while they run.
 
     Args:
-        directory: directory of the checkpoint.
-        windows: the windows to predict.
+        checkpoint: the checkpoint.
+        ids: [N, L] int64, the windows to predict.
         dtype: dtype of weights and hidden states.
-        scratch: a directory for the hidden states: 2 * N * 512 * H elements.
+        scratch: a directory for the hidden states: 2 * N * L * H elements.
+        device: where blocks run.
 
     Raises:
         CheckpointError, UnsupportedModelError: the checkpoint cannot be read or run in parts.
     """
 
-    def __init__(self, directory: Path, windows: Windows, dtype: torch.dtype, scratch: Path) -> None:
-        checkpoint = open_checkpoint(directory)
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        ids: torch.Tensor,
+        dtype: torch.dtype,
+        scratch: Path,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._model = describe(checkpoint)
         if checkpoint.config.get("is_encoder_decoder"):
             raise UnsupportedModelError(
-                "an encoder-decoder can be a reference only if it fits in memory", file=directory
+                "an encoder-decoder can be a reference only if it fits in memory", file=checkpoint.path
             )
-        self._settings = CalibrationSettings("original", group=1, dtype=dtype, buffer_directory=scratch)
-        self._calibrator = Calibrator(
-            checkpoint, self._model, decoder_samples(torch.from_numpy(windows.ids)), self._settings
+        self._settings = CalibrationSettings(
+            "original", group=1, dtype=dtype, device=torch.device(device), buffer_directory=scratch
         )
+        self._calibrator = Calibrator(checkpoint, self._model, decoder_samples(ids), self._settings)
         self.module: Any = self._calibrator.skeleton.module
         self.config = self._calibrator.skeleton.config
 
     @torch.inference_mode()
     def logits(self, passed: Callable[[int, int], None]) -> Iterator[torch.Tensor]:
-        """Run all blocks, then yield the logits [B, 512, V] of each batch.
+        """Run all blocks, then yield the logits [B, L, V] of each batch.
 
         Args:
             passed: called after each layer of experts with the numbers of finished and of all layers.

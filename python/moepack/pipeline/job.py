@@ -55,6 +55,7 @@ from moepack.pipeline.pruning import Pruning
 from moepack.pipeline.recipe import Recipe
 from moepack.pipeline.report import CompressReport, Totals, directory_bytes
 from moepack.pipeline.rewrite import STATE, rewritten
+from moepack.pipeline.share import leave_out
 from moepack.pipeline.solving import LayerPacker
 from moepack.pipeline.soundness import check_names, check_source
 from moepack.pipeline.source import KEPT_OUT, Source, opened, sources_of
@@ -120,7 +121,8 @@ def compress(
         recipe: a recipe, its file, or a packed directory that has one (`recipe.yaml`). Its method and settings apply,
             except those that are given, which notes in the report name.
         prune: share of each layer's experts to leave out before packing, as 0.25 or "25%": those that matter least on
-            the calibration text, or on the built-in text if there is none (`moepack.pipeline.pruning`).
+            the calibration text, or on the built-in text if there is none (`moepack.pipeline.pruning`). "auto" leaves
+            out a share if that loses less than fewer bits (`moepack.pipeline.share`), with method `auto` and a text.
         prune_by: "drop" (the default), or "merge" to average them with similar experts.
         settings: settings of the method if it is given by its name; for `auto`: size, bits_per_weight or ratio,
             calibration, prefer. For any method, `bits` may give bits by name, as text, a mapping or a file:
@@ -154,13 +156,13 @@ def compress(
         mtp_bits = known.mtp_bits if mtp_bits is None else mtp_bits
         pruning = pruning or known.pruning
     chosen, plan = _chosen("auto" if method is None else method, settings)
-    assignment, progress = Assignment(chosen, others or {}), progress or Silent()
-    check_text(assignment.method)
+    progress = progress or Silent()
+    check_text(chosen)
     if threads is not None:
         set_threads(threads)
     whole, shared = pruning is not None, ray is not None
     with opened(model, target, keep_source, disk_budget, whole=whole, shared=shared) as source:
-        source.prune(pruning, assignment.method)
+        assignment = Assignment(leave_out(source, pruning, chosen, target, progress, mtp_bits), others or {})
         if check and not source.has_original:
             raise ValueError(
                 "the check needs the original model, which is deleted after packing; add keep_source (--keep-source)"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moepack.calibration import CalibrationRequest, CalibrationSettings, Calibrator
+from moepack.calibration.samples import Samples
 from moepack.calibration.stage import Stage
 from moepack.checkpoint import Checkpoint, MoeModel, describe
 from moepack.checkpoint.names import check_tensors
@@ -22,8 +23,9 @@ from moepack.errors import UnsupportedModelError
 from moepack.methods import Method
 from moepack.textfile import BUILT_IN
 
-__all__ = ["DROP", "MERGE", "WAYS", "Pruning", "parse_share", "pruned"]
+__all__ = ["AUTO", "DROP", "MERGE", "WAYS", "Pruning", "parse_share", "pruned", "request_of"]
 
+AUTO = "auto"
 DROP, MERGE = "drop", "merge"
 WAYS = (DROP, MERGE)
 
@@ -36,11 +38,11 @@ class Pruning:
     """What is left out.
 
     Attributes:
-        share: the share of each layer's experts, between 0 and 1.
+        share: the share of each layer's experts, between 0 and 1; None leaves the choice to `pipeline.share`.
         by: "drop", or "merge" to average each with the remaining expert whose router row is nearest.
     """
 
-    share: float
+    share: float | None
     by: str = DROP
 
     def __post_init__(self) -> None:
@@ -49,7 +51,7 @@ class Pruning:
 
     @classmethod
     def of(cls, share: str | float | None, by: str | None) -> Pruning | None:
-        """Return a pruning from settings; None without a share.
+        """Return a pruning from settings; None without a share. The share "auto" is chosen later.
 
         Raises:
             ValueError: a setting is invalid.
@@ -58,7 +60,7 @@ class Pruning:
             if by is not None:
                 raise ValueError("prune_by requires prune")
             return None
-        return cls(parse_share(share), by or DROP)
+        return cls(None if share == AUTO else parse_share(share), by or DROP)
 
 
 def parse_share(given: str | float) -> float:
@@ -73,7 +75,7 @@ def parse_share(given: str | float) -> float:
     except ValueError:
         share = 0.0
     if not 0 < share < 1:
-        raise ValueError(f"prune must be a share of the experts such as 25% or 0.25, not '{given}'")
+        raise ValueError(f"prune must be auto or a share of the experts such as 25% or 0.25, not '{given}'")
     return share
 
 
@@ -90,19 +92,28 @@ class Importance:
     counts: Tensor
 
 
-def pruned(checkpoint: Checkpoint, pruning: Pruning, method: Method) -> PrunedCheckpoint:
-    """Return a checkpoint without the experts that matter least on the method's text, or on the built-in text.
+def pruned(
+    checkpoint: Checkpoint, pruning: Pruning, method: Method, samples: Samples | None = None
+) -> PrunedCheckpoint:
+    """Return a checkpoint without the experts that matter least on a text.
+
+    Args:
+        checkpoint: the checkpoint.
+        pruning: what is left out; its share is known.
+        method: gives the text and the device; the built-in text if it reads none.
+        samples: a part of the text to read; None reads all of it.
 
     Raises:
         UnsupportedModelError: the model cannot be pruned, or too few experts would remain.
         CalibrationError: the text is unusable.
     """
-    model = describe(checkpoint)
+    assert pruning.share is not None
+    model, request = describe(checkpoint), request_of(method)
     refuse_unprunable(checkpoint, model)
     count = remaining(checkpoint.config, model, pruning.share)
     groups = routing_groups(checkpoint.config)
     _changed(checkpoint, model, {layer.name: [((e, 1.0),) for e in range(count)] for layer in model.layers}, count)
-    known = importance(checkpoint, model, _request(method))
+    known = importance(checkpoint, model, samples or request.load(checkpoint), request.settings)
     chosen = {
         layer.name: _groups(
             known[layer.name], _router_rows(checkpoint, layer.router, layer.experts), count, groups, pruning.by
@@ -131,8 +142,8 @@ def _changed(
     return found
 
 
-def _request(method: Method) -> CalibrationRequest:
-    """Return the text of a method, or the built-in text."""
+def request_of(method: Method) -> CalibrationRequest:
+    """Return the text by which experts are chosen: that of a method, or the built-in text."""
     source = getattr(method, "calibration", None) or BUILT_IN
     samples, length = getattr(method, "samples", SAMPLES), getattr(method, "sequence_length", LENGTH)
     settings = CalibrationSettings(
@@ -142,10 +153,12 @@ def _request(method: Method) -> CalibrationRequest:
 
 
 @torch.no_grad()
-def importance(checkpoint: Checkpoint, model: MoeModel, request: CalibrationRequest) -> dict[str, Importance]:
+def importance(
+    checkpoint: Checkpoint, model: MoeModel, samples: Samples, settings: CalibrationSettings
+) -> dict[str, Importance]:
     """Run the original model over a text; return the importance of the experts, by layer."""
     found = {}
-    for run in Calibrator(checkpoint, model, request.load(checkpoint), request.settings).layers():
+    for run in Calibrator(checkpoint, model, samples, settings).layers():
         layer = next(layer for layer in model.layers if layer.name == run.layer.name)
         last = layer.projections[-1].name
         scores = torch.zeros(layer.experts, dtype=torch.float64)

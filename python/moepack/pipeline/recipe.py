@@ -216,9 +216,12 @@ def _plain(value: Any) -> Any:
 
 def _pruning(content: Mapping[str, Any], file: Path) -> Pruning | None:
     try:
-        return Pruning.of(content.get("prune"), content.get("prune_by"))
+        found = Pruning.of(content.get("prune"), content.get("prune_by"))
     except ValueError as error:
         raise RecipeError(str(error), file=file) from error
+    if found is not None and found.share is None:
+        raise RecipeError("prune must be a share: a recipe has the one that was chosen", file=file)
+    return found
 
 
 def _typed(content: Mapping[str, Any], key: str, kind: type, default: Any, file: Path) -> Any:
