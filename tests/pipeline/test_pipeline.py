@@ -81,7 +81,7 @@ def test_stock_transformers_fails_loudly(packed: Path) -> None:
     assert "mismatch" in done.stderr
 
 
-@pytest.mark.parametrize("kills", [24, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("kills", [12, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_killed_at_every_moment_it_continues_to_the_same_bytes(
     kills: int | None, mixtral: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ difference of the lower bounds of the plans' expected losses. Both make it harde
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -98,6 +99,7 @@ def _chosen(
     source: Source, pruning: Pruning, method: Method, target: Path, progress: Progress, mtp_bits: int | None
 ) -> tuple[Method, Pruning | None]:
     """Return the method with a fixed size, and the pruning with the least expected loss; None keeps all experts."""
+    checkpoint, text = source.checkpoint, _Text.of(source.checkpoint, method)
     plan = estimate(source, target, method, progress=progress, mtp_bits=mtp_bits).plan
     if not isinstance(method, Auto) or plan is None or plan.loss is None or plan.goal is None:
         raise ValueError(
@@ -105,14 +107,13 @@ def _chosen(
             "model can read; give a share of the experts instead"
         )
     method = replace(method, size=plan.goal.nbytes, bits_per_weight=None, ratio=None)
-    checkpoint, best, said = source.checkpoint, Trial(0.0, 0.0, plan.loss[0]), list[str]()
-    text = _Text.of(checkpoint, method)
+    best, said = Trial(0.0, 0.0, plan.loss[0]), list[str]()
     for share in SHARES:
         progress.prepare(f"trying to leave out {100 * share:g}% of the experts")
         try:
             changed = pruned(checkpoint, Pruning(share, pruning.by), method, decoder_samples(text.choosing))
         except UnsupportedModelError as error:
-            said.append(f"{error}.")
+            said.append(f"{100 * share:g}% of the experts cannot be left out: {error}.")
             continue
         trial = Source(source.model, changed, None)
         trial.pruning = Pruning(share, pruning.by)
@@ -139,15 +140,19 @@ class _Text:
 
     def __init__(self, original: Checkpoint, choosing: Tensor, measuring: Tensor, device: str) -> None:
         self.choosing, self._measuring, self._device = choosing, measuring, device
-        self._before = self._losses(original)
+        self._original = original
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, method: Auto) -> _Text:
+    def of(cls, checkpoint: Checkpoint, method: Method) -> _Text:
         """Return the text of a method; raises ValueError if it is too short."""
         windows = request_of(method).load(checkpoint).inputs
         if len(windows) < LEAST:
             raise ValueError(f"prune='auto' needs at least {LEAST} windows of text, not {len(windows)}")
-        return cls(checkpoint, windows[::2], windows[1::2][:MEASURED], method.device)
+        return cls(checkpoint, windows[::2], windows[1::2][:MEASURED], getattr(method, "device", "cpu"))
+
+    @cached_property
+    def _before(self) -> Tensor:
+        return self._losses(self._original)
 
     def increase(self, changed: Checkpoint) -> float:
         """Return the loss increase of a changed model plus its standard error, at least 0, in nats per token."""

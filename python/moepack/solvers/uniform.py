@@ -17,7 +17,9 @@ Invariants: as for :mod:`moepack.solvers.gptq`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -145,12 +147,22 @@ def dependent_codes(exact: Tensor, prices: Tensor, largest: int = LARGEST) -> Co
     runs = torch.arange(len(exact))[:, None].expand(exact.shape[:2])
     lengths = CodeLengths.counted(exact.round(), runs, largest)
     # A sample of a matrix is too small for the core to share among threads.
-    with ThreadPoolExecutor(max(1, min(len(exact), torch.get_num_threads()))) as pool:
+    with _threads(len(exact)) as mapped:
         for _ in range(ROUNDS):
-            codes = list(pool.map(_rounded, exact, lengths.table, prices.tolist()))
+            codes = list(mapped(_rounded, exact, lengths.table, prices.tolist()))
             symbols = symbols_of(torch.stack(codes), dependent=True) if codes else exact.int()
             lengths = CodeLengths.counted(symbols, runs, largest)
     return lengths
+
+
+@contextmanager
+def _threads(most: int) -> Iterator[Callable[..., Iterable[Tensor]]]:
+    """Yield a `map` with the threads of torch, at most `most`; a single one is the caller's."""
+    if (count := min(most, torch.get_num_threads())) <= 1:
+        yield map
+        return
+    with ThreadPoolExecutor(count) as pool:
+        yield pool.map
 
 
 def _rounded(exact: Tensor, table: Tensor, price: float) -> Tensor:

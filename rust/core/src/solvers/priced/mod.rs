@@ -81,7 +81,11 @@ pub(super) fn round_by<Q: Quantizer, T: Integer>(
         let (weights, places) = (problem.weights.len(), out.len());
         return invalid(format!("{weights} weights, but the output has {places} integers"));
     }
-    pool.install(|| rounding.all(out))
+    // Threads take longer to wake than a row block to round.
+    match out.len() <= rounding.block_len() {
+        true => rounding.block(0, &mut Vec::new(), out),
+        false => pool.install(|| rounding.all(out)),
+    }
 }
 
 fn invalid<T>(what: impl std::fmt::Display) -> Result<T> {
@@ -157,29 +161,36 @@ impl<'a, Q: Quantizer> Rounding<'a, Q> {
         })
     }
 
+    /// The number of weights of a row block.
+    fn block_len(&self) -> usize {
+        (BLOCK_ROWS * self.problem.columns).max(1)
+    }
+
     /// Writes the integers of all weights; returns their largest magnitude.
     fn all<T: Integer>(&self, integers: &mut [T]) -> Result<i32> {
-        let size = (BLOCK_ROWS * self.problem.columns).max(1);
-        let blocks = integers.par_chunks_mut(size).enumerate();
-        let rounded = blocks.map_init(Vec::new, |values, (block, out)| {
-            values.resize(out.len(), 0.0);
-            self.problem.weights.widen(block * size, values);
-            self.block(values, out).map_or_else(
-                || {
-                    let rows = (block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS);
-                    invalid(format!(
-                        "NaN or infinite weights in rows {} to {}",
-                        rows.0, rows.1
-                    ))
-                },
-                Ok,
-            )
-        });
+        let blocks = integers.par_chunks_mut(self.block_len()).enumerate();
+        let rounded = blocks.map_init(Vec::new, |values, (block, out)| self.block(block, values, out));
         rounded.try_reduce(|| 0, |a, b| Ok(a.max(b)))
     }
 
-    /// Rounds a row block; returns the largest magnitude, or `None` if a weight is not finite.
-    fn block<T: Integer>(&self, values: &[f32], out: &mut [T]) -> Option<i32> {
+    /// Writes the integers of a row block by its number; returns the largest magnitude. `values` is scratch memory.
+    fn block<T: Integer>(&self, block: usize, values: &mut Vec<f32>, out: &mut [T]) -> Result<i32> {
+        values.resize(out.len(), 0.0);
+        self.problem.weights.widen(block * self.block_len(), values);
+        self.rounded(values, out).map_or_else(
+            || {
+                let rows = (block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS);
+                invalid(format!(
+                    "NaN or infinite weights in rows {} to {}",
+                    rows.0, rows.1
+                ))
+            },
+            Ok,
+        )
+    }
+
+    /// Rounds the values of a row block; returns the largest magnitude, or `None` if a value is not finite.
+    fn rounded<T: Integer>(&self, values: &[f32], out: &mut [T]) -> Option<i32> {
         let squares = sum_of_squares(self.isa, values);
         if !squares.is_finite() {
             return None;

@@ -26,7 +26,7 @@ const WHOLE: f32 = (1 << 23) as f32;
 /// The number of indices of a set tried on either side of the nearest one.
 const ASIDE: i32 = 4;
 
-/// Invariant: `entries` has `2 * HALF + 1` elements.
+/// Invariant: `entries` has `2 * HALF + 1` elements. Those of far weights are zero, and their cost is never used.
 pub(super) struct Cells {
     /// Indexed by twice the parity of the state plus that of the index: the code in the low byte, and above it the
     /// cost of the code's length, an f32 without its last eight bits.
@@ -42,8 +42,11 @@ impl Cells {
             .iter()
             .map(|&bits| (16.0 * price * f64::from(bits)) as f32)
             .collect();
+        let reach = 2.0 * (bits.len() as f32 + 1.0);
+        // A weight at the reach is at most half a cell from the centre of its own.
+        let most = ((reach * CELLS) as usize + 1).min(HALF);
         let mut entries = vec![[0; 4]; 2 * HALF + 1];
-        for cell in 0..entries.len() {
+        for cell in HALF - most..=HALF + most {
             let unit = (cell as f32 - HALF as f32) / CELLS;
             for parity in 0..2 {
                 let (code, cost) = cheapest(&costs, unit, parity);
@@ -52,10 +55,7 @@ impl Cells {
                 entries[2 * HALF - cell][2 + parity] = entry(-code);
             }
         }
-        Cells {
-            entries,
-            reach: 2.0 * (bits.len() as f32 + 1.0),
-        }
+        Cells { entries, reach }
     }
 
     /// The costs of the four sets for weights in fine units, and their cells.
@@ -120,13 +120,18 @@ fn cheapest(costs: &[f32], unit: f32, parity: usize) -> (i32, f32) {
     // The largest index of the parity.
     let last = largest - (largest + parity as i32) % 2;
     let near = (nearest(unit, 0, parity) >> 2).clamp(-last, last);
-    let indices = (near - 2 * ASIDE..=near + 2 * ASIDE)
-        .step_by(2)
-        .filter(|index| index.abs() <= last);
-    let all = indices.map(|index| (4 * index + 1, costs[(index + largest) as usize]));
-    let total = |&(code, cost): &(i32, f32)| (unit - code as f32).powi(2) + cost;
-    all.min_by(|a, b| total(a).total_cmp(&total(b)))
-        .unwrap_or((1 + 4 * parity as i32, 0.0))
+    let mut index = (near - 2 * ASIDE).max(-last);
+    let (mut best, mut least) = (index, f32::INFINITY);
+    while index <= (near + 2 * ASIDE).min(last) {
+        let total = (unit - (4 * index + 1) as f32).powi(2) + costs[(index + largest) as usize];
+        (best, least) = if total < least {
+            (index, total)
+        } else {
+            (best, least)
+        };
+        index += 2;
+    }
+    (4 * best + 1, costs[(best + largest) as usize])
 }
 
 /// The nearest code of a set, by the parities of the state and of the index, at most 2^30 in magnitude.
