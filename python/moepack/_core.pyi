@@ -16,7 +16,7 @@ __all__ = [
     "count_integers", "count_values", "decode_coded", "encode_channels", "encode_codebook",
     "encode_coded", "encode_compensated", "encode_groupwise", "encode_ternary", "fit_groups", "formats",
     "gated_experts", "isa", "kernels", "kmeans", "pack_int3", "packed_bytes", "refine_channels", "refine_codebooks",
-    "round_priced", "set_threads", "solve_dependent", "sparse_channels", "sparse_experts", "ternary_table", "threads",
+    "round_priced", "search_scales", "set_threads", "solve_dependent", "sparse_channels", "sparse_experts", "ternary_table", "threads",
     "unpack_int3",
 ]  # fmt: skip
 
@@ -455,6 +455,23 @@ def fit_groups(
     Returns:
         Codes, uint8 [rows, columns]; scales and offsets, float32 [rows, groups]; the squared norms of the weights minus
         the codes' values, float64 [rows].
+    """
+
+def search_scales(
+    weights: _Floats, group_size: int, factors: _Floats, *, codes: tuple[float, float], isa: str | None = None
+) -> _Floats:
+    """Find the scale of each group that explains most of its energy, out of a ladder of trial scales.
+
+    Args:
+        weights: float32 [rows, columns].
+        group_size: columns that share a scale; a divisor of the columns.
+        factors: float32 [trials], multiples of weights that are divided by the largest magnitude of their group; of
+            either sign, at most 2^22 in magnitude.
+        codes: the smallest and the largest code.
+        isa: the instruction set, by default the active one; the result does not depend on it.
+
+    Returns:
+        Scales, float32 [rows, groups]; 0 for groups of zeros.
     """
 
 @final

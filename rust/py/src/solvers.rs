@@ -1,7 +1,7 @@
 //! Solvers written in Rust: clustering, refinement of codebooks, least-squares grids.
 
 use moepack_core::simd::Isa;
-use moepack_core::solvers::{clustering, fitting, kmeans as clusters_of_rows, priced, trellis};
+use moepack_core::solvers::{clustering, fitting, kmeans as clusters_of_rows, ladder, priced, trellis};
 use moepack_core::{Result, pool, simd};
 use numpy::{IntoPyArray, PyReadonlyArray4, PyReadwriteArray2};
 use numpy::{
@@ -166,6 +166,43 @@ pub fn fit_groups<'py>(
         };
         py.detach(|| fitting::fit(problem, grid, solution, isa, &*pool::current()?))
             .map_err(raise)?;
+    }
+    Ok(found)
+}
+
+/// Find the scale of each group that explains most of its energy, out of a ladder of trial scales.
+#[pyfunction]
+#[pyo3(signature = (weights, group_size, factors, *, codes, isa=None))]
+pub fn search_scales<'py>(
+    py: Python<'py>,
+    weights: PyReadonlyArray2<'py, f32>,
+    group_size: usize,
+    factors: PyReadonlyArray1<'py, f32>,
+    codes: (f32, f32),
+    isa: Option<&str>,
+) -> PyResult<Floats<'py>> {
+    let isa = chosen_isa(isa)?;
+    let [rows, columns] = lengths(&*weights);
+    let ladder = ladder::Ladder {
+        factors: values(&factors, "factors")?,
+        codes: codes.into(),
+    };
+    let found = zeros(py, [rows, columns / group_size.max(1)])?;
+    {
+        let (mut scales, weights) = (found.try_readwrite()?, values(&weights, "weights")?);
+        let scales = places(&mut scales)?;
+        py.detach(|| {
+            ladder::search(
+                weights,
+                columns,
+                group_size,
+                ladder,
+                scales,
+                isa,
+                &*pool::current()?,
+            )
+        })
+        .map_err(raise)?;
     }
     Ok(found)
 }

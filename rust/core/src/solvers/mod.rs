@@ -3,5 +3,6 @@
 pub mod clustering;
 pub mod fitting;
 pub mod kmeans;
+pub mod ladder;
 pub mod priced;
 pub mod trellis;
