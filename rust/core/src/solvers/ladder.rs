@@ -57,8 +57,7 @@ pub fn search(
             "ladder: {weights} weights in rows of {columns} and groups of {group} do not have {scales} scales"
         )));
     }
-    const MOST: f32 = (1 << 22) as f32;
-    if let Some(factor) = ladder.factors.iter().find(|factor| !(factor.abs() <= MOST)) {
+    if let Some(factor) = ladder.factors.iter().find(|&&factor| !in_range(factor)) {
         return Err(Error::InvalidArgument(format!(
             "ladder: the factor {factor} is out of range"
         )));
@@ -82,6 +81,11 @@ pub fn search(
     let blocks = weights.par_chunks(wide).zip(scales.par_chunks_mut(narrow));
     pool.install(|| blocks.for_each_init(Vec::new, block));
     Ok(())
+}
+
+/// Whether products with normalized weights can be rounded by a sum; false for NaN.
+fn in_range(factor: f32) -> bool {
+    factor.abs() <= (1 << 22) as f32
 }
 
 /// Loads a group of at most 16 rows, divided by their largest magnitudes, which it returns; missing rows are zeros, and
