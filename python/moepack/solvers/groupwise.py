@@ -217,7 +217,7 @@ def _searched(values: Tensor, bits: int) -> Tensor:
     Sums are added in another order, so that another of two equally good scales may win. The core takes a pass over the
     weights, torch one for each operation.
     """
-    half, rows = 2 ** (bits - 1), values.flatten(1)
+    half, rows = 2 ** (bits - 1), values.flatten(1).contiguous()
     factors = torch.tensor(_ladder(bits), dtype=torch.float32).numpy()
     found = _core.search_scales(rows.numpy(), values.shape[-1], factors, codes=(-half, half - 1))
     return torch.from_numpy(found)
