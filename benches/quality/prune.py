@@ -70,7 +70,7 @@ def measured(
 
 
 def main() -> None:
-    """Measure all variants of all models."""
+    """Measure all variants of all models; save after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="+")
     parser.add_argument("--calibration", type=Path, required=True)
@@ -89,8 +89,9 @@ def main() -> None:
     for model in given.models:
         before = {text.stem: evaluate(model, text, given.chars).loss for text in given.text}
         for bits in given.bits:
-            rows += [measured(model, bits, *each, given, before) for each in variants(given.shares, given.ways)]
-    machine.save(given.out, given.threads, rows)
+            for share, way in variants(given.shares, given.ways):
+                rows.append(measured(model, bits, share, way, given, before))
+                machine.save(given.out, given.threads, rows)
 
 
 if __name__ == "__main__":
