@@ -62,56 +62,50 @@ unsafe fn bytes_by_dot_products<const N: usize>(
     unsafe { sums::<true, N>(symbols, x) }
 }
 
+/// Always inlined, because dot products are only inlined into functions that have them.
+///
 /// # Safety
-/// If `DOT_PRODUCTS` is true, the processor must have dot products.
-#[inline]
-#[target_feature(enable = "neon")]
+/// The processor has NEON, and dot products if `DOT_PRODUCTS` is true.
+#[inline(always)]
 unsafe fn sums<const DOT_PRODUCTS: bool, const N: usize>(
     symbols: &[Register],
     x: [&[i8]; N],
 ) -> [[i32; BLOCK_ROWS]; N] {
-    let mut sums = [[vdupq_n_s32(0); PARTS]; N];
     let (runs, rest) = symbols.as_chunks::<QUAD>();
-    for (number, run) in runs.iter().enumerate() {
-        // The activations of four registers.
-        let words = x.map(|x| {
-            let sixteen = &x[QUAD * QUAD * number..][..QUAD * QUAD];
-            // SAFETY: there are 16 bytes.
-            unsafe { vld1q_s8(sixteen.as_ptr()) }
-        });
-        // SAFETY: guaranteed by the caller.
-        unsafe {
+    // SAFETY: the caller guarantees the instructions; a slice has 16 bytes, and a chunk four rows.
+    unsafe {
+        let mut sums = [[vdupq_n_s32(0); PARTS]; N];
+        for (number, run) in runs.iter().enumerate() {
+            // The activations of four registers.
+            let words = x.map(|x| vld1q_s8(x[QUAD * QUAD * number..][..QUAD * QUAD].as_ptr()));
             add::<DOT_PRODUCTS, 0, N>(&run[0], words, &mut sums);
             add::<DOT_PRODUCTS, 1, N>(&run[1], words, &mut sums);
             add::<DOT_PRODUCTS, 2, N>(&run[2], words, &mut sums);
             add::<DOT_PRODUCTS, 3, N>(&run[3], words, &mut sums);
         }
-    }
-    for (number, symbols) in rest.iter().enumerate() {
-        let words = x.map(|x| {
-            let four = &x[QUAD * (QUAD * runs.len() + number)..][..QUAD];
-            let word = [0, 1, 2, 3].map(|i| four[i] as u8);
-            vreinterpretq_s8_u32(vdupq_n_u32(u32::from_le_bytes(word)))
-        });
-        // SAFETY: guaranteed by the caller.
-        unsafe { add::<DOT_PRODUCTS, 0, N>(symbols, words, &mut sums) }
-    }
-    sums.map(|sums| {
-        let mut rows = [0; BLOCK_ROWS];
-        for (rows, sum) in rows.as_chunks_mut::<4>().0.iter_mut().zip(sums) {
-            // SAFETY: there are four rows.
-            unsafe { vst1q_s32(rows.as_mut_ptr(), sum) }
+        for (number, symbols) in rest.iter().enumerate() {
+            let words = x.map(|x| {
+                let four = &x[QUAD * (QUAD * runs.len() + number)..][..QUAD];
+                let word = [0, 1, 2, 3].map(|i| four[i] as u8);
+                vreinterpretq_s8_u32(vdupq_n_u32(u32::from_le_bytes(word)))
+            });
+            add::<DOT_PRODUCTS, 0, N>(symbols, words, &mut sums);
         }
-        rows
-    })
+        sums.map(|sums| {
+            let mut rows = [0; BLOCK_ROWS];
+            for (rows, sum) in rows.as_chunks_mut::<4>().0.iter_mut().zip(sums) {
+                vst1q_s32(rows.as_mut_ptr(), sum);
+            }
+            rows
+        })
+    }
 }
 
 /// Adds the products of a register with word `WORD` of each token's activations.
 ///
 /// # Safety
-/// If `DOT_PRODUCTS` is true, the processor must have dot products.
-#[inline]
-#[target_feature(enable = "neon")]
+/// The processor has NEON, and dot products if `DOT_PRODUCTS` is true.
+#[inline(always)]
 unsafe fn add<const DOT_PRODUCTS: bool, const WORD: i32, const N: usize>(
     symbols: &Register,
     words: [int8x16_t; N],

@@ -39,17 +39,22 @@ unsafe fn quad<V: Lanes, const BITS: usize>(unit: *const u8, quad: usize) -> V::
     unsafe {
         let register = |word: usize| V::load(unit.add(word * REGISTER_BYTES));
         match (BITS, quad) {
-            (3, 6 | 7) => {
-                // The bits above the two low ones, then those below the high one, are masked out.
-                let high = V::shift(register(2), quad as u32 - 2);
-                V::mask(
-                    V::blend(V::shift(register(word), 6), high, 0x0303_0303),
-                    0x0707_0707,
-                )
-            }
+            (3, 6 | 7) => V::join(register(word), register(2), quad as u32),
             (8, _) => register(word),
             _ => V::extract::<BITS>(register(word), shift),
         }
+    }
+}
+
+/// The chain of a quad's sum, out of C chains.
+#[inline(always)]
+const fn chain<V: Lanes, const BITS: usize, const C: usize>(quad: usize) -> usize {
+    match (V::IN_PLACE, BITS, quad) {
+        // Its high bits are in another word, so it is extracted, and its chain must not be scaled.
+        (true, 3, 7) => 0,
+        // A chain for each scale, which saves additions.
+        (true, 3, _) if C > 2 => quad % 2,
+        _ => quad % chains::<V, C>(),
     }
 }
 
@@ -65,7 +70,8 @@ const fn scale<V: Lanes, const BITS: usize, const C: usize>(chain: usize) -> u32
     }
 }
 
-/// Four codes per lane like [`quad`], left where they are in their bytes, which saves shifts.
+/// Four codes per lane like [`quad`], left where they are in their bytes, which saves shifts. Not for quads 6 and 7 of
+/// three bits.
 ///
 /// # Safety
 /// As [`quad`].
@@ -74,15 +80,10 @@ unsafe fn in_place<V: Lanes, const BITS: usize>(unit: *const u8, quad: usize) ->
     let (word, shift) = bits::place(BITS, quad);
     // SAFETY: the caller guarantees the set and the unit, which has as many registers as a code has bits.
     unsafe {
-        let register = |word: usize| V::load(unit.add(word * REGISTER_BYTES));
-        match (BITS, quad) {
-            // As if the codes were those of shift 3.
-            (3, 7) => V::mask(
-                V::blend(V::shift(register(word), 3), V::shift(register(2), 2), 0x1818_1818),
-                0x3838_3838,
-            ),
-            _ => V::mask(register(word), (0x0101_0101 * ((1 << BITS) - 1)) << shift),
-        }
+        V::mask(
+            V::load(unit.add(word * REGISTER_BYTES)),
+            (0x0101_0101 * ((1 << BITS) - 1)) << shift,
+        )
     }
 }
 
@@ -175,7 +176,7 @@ unsafe fn dots<
         const { assert!(M <= MOST_LINES) }
         let mut codes = [V::int_zero(); R];
         for r in 0..R {
-            codes[r] = match scale::<V, BITS, C>(QUAD % C) {
+            codes[r] = match scale::<V, BITS, C>(chain::<V, BITS, C>(QUAD)) {
                 0 => quad::<V, BITS>(units[r], QUAD),
                 _ => in_place::<V, BITS>(units[r], QUAD),
             };
@@ -184,7 +185,7 @@ unsafe fn dots<
             ($($line:literal)*) => {
                 $(if $line < M {
                     for r in 0..R {
-                        let sum = &mut sums[r][$line][QUAD % chains::<V, C>()];
+                        let sum = &mut sums[r][$line][chain::<V, BITS, C>(QUAD)];
                         *sum = V::dot_word::<BITS>(*sum, codes[r], words, QUAD * M + $line);
                     }
                 })*

@@ -92,6 +92,17 @@ pub(super) trait Lanes: Copy {
             Self::mask(words, 0x0101_0101 * ((1 << BITS) - 1))
         }
     }
+    /// Codes of three bits: the two low bits are the highest of each byte of `low`, and the high bit is bit `at`, 6 or
+    /// 7, of each byte of `high`.
+    #[inline(always)]
+    unsafe fn join(low: Self::Int, high: Self::Int, at: u32) -> Self::Int {
+        // SAFETY: the caller guarantees the set.
+        unsafe {
+            // The bits above the two low ones, then those below the high one, are masked out.
+            let high = Self::shift(high, at - 2);
+            Self::mask(Self::blend(Self::shift(low, 6), high, 0x0303_0303), 0x0707_0707)
+        }
+    }
     /// Converts integers to floats.
     unsafe fn to_float(words: Self::Int) -> Self::Float;
 

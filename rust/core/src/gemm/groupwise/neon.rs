@@ -209,6 +209,19 @@ impl<const DOT_PRODUCTS: bool, const MATRIX: bool> Lanes for Neon<DOT_PRODUCTS, 
         })
     }
     #[inline(always)]
+    unsafe fn join(low: Self::Int, high: Self::Int, at: u32) -> Self::Int {
+        // The high bit at the top of its byte, the low bits inserted below it, and the three moved down.
+        // SAFETY: the caller guarantees NEON.
+        parts(|i| unsafe {
+            let (low, high) = (vreinterpretq_u8_u32(low[i]), vreinterpretq_u8_u32(high[i]));
+            let high = match at {
+                6 => vshlq_n_u8::<1>(high),
+                _ => high,
+            };
+            vreinterpretq_u32_u8(vshrq_n_u8::<5>(neon::insert_below(high, low)))
+        })
+    }
+    #[inline(always)]
     unsafe fn to_float(words: Self::Int) -> Self::Float {
         // SAFETY: the caller guarantees NEON.
         words.map(|words| unsafe { vcvtq_f32_s32(vreinterpretq_s32_u32(words)) })
