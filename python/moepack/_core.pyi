@@ -16,8 +16,8 @@ __all__ = [
     "count_integers", "count_values", "decode_coded", "encode_channels", "encode_codebook",
     "encode_coded", "encode_compensated", "encode_groupwise", "encode_ternary", "fit_groups", "formats",
     "gated_experts", "isa", "kernels", "kmeans", "pack_int3", "packed_bytes", "refine_channels", "refine_codebooks",
-    "round_priced", "search_scales", "set_threads", "solve_dependent", "sparse_channels", "sparse_experts", "ternary_table", "threads",
-    "unpack_int3",
+    "round_priced", "search_scales", "set_threads", "solve_dependent", "sparse_channels", "sparse_experts",
+    "ternary_table", "threads", "unpack_int3",
 ]  # fmt: skip
 
 __version__: str

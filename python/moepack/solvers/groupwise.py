@@ -172,12 +172,16 @@ def check_grid(bits: int, group_size: int | None) -> None:
 
 def group_values(found: GroupwiseCodes, bits: int, group_size: int | None) -> Tensor:
     """Return the dequantized values `[..., R, C]` float32."""
-    columns = found.codes.shape[-1]
-    group = torch.arange(columns, device=found.codes.device) // (group_size or max(columns, 1))
-    scales = found.scales[..., group]
-    if found.offsets is None:
-        return scales * (found.codes.float() - float(2 ** (bits - 1)))
-    return scales * found.codes + found.offsets[..., group]
+    columns, values = found.codes.shape[-1], found.codes.float()
+    for own, places in _pieces(columns, group_size or max(columns, 1)):
+        groups = places.stop - places.start
+        parts = values[..., own].unflatten(-1, (groups, (own.stop - own.start) // groups))
+        scales = found.scales[..., places, None]
+        if found.offsets is None:
+            parts.sub_(float(2 ** (bits - 1))).mul_(scales)
+        else:
+            parts.mul_(scales).add_(found.offsets[..., places, None])
+    return values
 
 
 def _pieces(columns: int, width: int) -> Iterator[tuple[slice, slice]]:
