@@ -175,7 +175,7 @@ def group_values(found: GroupwiseCodes, bits: int, group_size: int | None) -> Te
     columns, values = found.codes.shape[-1], found.codes.float()
     for own, places in _pieces(columns, group_size or max(columns, 1)):
         groups = places.stop - places.start
-        parts = values[..., own].unflatten(-1, (groups, (own.stop - own.start) // groups))
+        parts = values[..., own].view(*values.shape[:-1], groups, (own.stop - own.start) // groups)
         scales = found.scales[..., places, None]
         if found.offsets is None:
             parts.sub_(float(2 ** (bits - 1))).mul_(scales)
