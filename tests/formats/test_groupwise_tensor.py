@@ -9,7 +9,7 @@ import torch
 
 import moepack
 from moepack import CorruptionError, GroupwiseTensor, InvalidTensorError, encode_groupwise, quantize_groupwise
-from moepack.solvers.groupwise import BITS, GROUP_SIZES, group_values
+from moepack.solvers.groupwise import BITS, GROUP_SIZES, _best_scale, _searched, group_values
 
 SIZES = (*GROUP_SIZES, None)
 
@@ -41,6 +41,27 @@ def best_by_search(group: np.ndarray, bits: int) -> float:
 def relative_error(weight: torch.Tensor, bits: int, size: int | None, **options: object) -> float:
     values = group_values(quantize_groupwise(weight, bits, size, **options), bits, size)  # type: ignore[arg-type]
     return float((values - weight).norm() / weight.norm())
+
+
+@pytest.mark.parametrize("size", [16, 60, 240])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_the_core_searches_like_torch(bits: int, size: int) -> None:
+    """Of two equally good scales, either may win."""
+    weight = torch.randn(50, 240, generator=torch.Generator().manual_seed(bits)) * 0.02
+    weight[7] = 0
+    groups = weight.view(50, -1, size)
+    largest = groups.abs().amax(-1)
+    unit = torch.where(largest > 0, largest, torch.ones_like(largest))
+    found, expected = _searched(groups, bits), unit * _best_scale(groups / unit[..., None], bits)
+    assert not found[7].any()
+    assert torch.isclose(found, expected, rtol=1e-5).float().mean() > 0.97
+
+    def error(scales: torch.Tensor) -> float:
+        half, steps = 2 ** (bits - 1), torch.where(scales == 0, 1.0, scales)[..., None]
+        codes = (groups / steps).round().clamp(-half, half - 1)
+        return float((codes * steps - groups).double().square().sum())
+
+    assert error(found) == pytest.approx(error(expected), rel=1e-3)
 
 
 @pytest.mark.parametrize("size", SIZES)
