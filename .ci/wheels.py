@@ -4,8 +4,9 @@
 
 zig is the linker: it asks for no glibc newer than 2.17 and links for other processors and systems. What depends on the
 builder is taken out of the wheels: folders, which the compiler is given other names for; and time, folders and the
-random serial number of the list of crates (CycloneDX), which becomes a hash of the rest. Compiler, zig and maturin must
-be the same. --check builds each wheel once more, from a copy of the sources in another folder, and compares.
+random serial number of the list of crates (CycloneDX) and the UUID of libraries of macOS, which become hashes of the
+rest. Compiler, zig and maturin must be the same. --check builds each wheel once more, from a copy of the sources in
+another folder, and compares.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import tempfile
 import uuid
 import zipfile
 from pathlib import Path
+
+import macho
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = (
@@ -101,10 +104,11 @@ def normalize(wheel: Path, to: Path, root: Path) -> None:
     (record,) = (name for name in entries if name.endswith(".dist-info/RECORD"))
     lines = entries[record][1].decode()
     for name, (info, data) in entries.items():
-        if name.endswith(".cyclonedx.json"):
-            listed = normalized_list(data, root)
-            lines = lines.replace(record_line(name, data), record_line(name, listed))
-            entries[name] = (info, listed)
+        changed = normalized_list(data, root) if name.endswith(".cyclonedx.json") else data
+        if data.startswith(macho.MAGIC):
+            changed = macho.identified(data)
+        lines = lines.replace(record_line(name, data), record_line(name, changed))
+        entries[name] = (info, changed)
     entries[record] = (entries[record][0], lines.encode())
     with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as target:
         for name in sorted(entries, key=lambda name: (name == record, name)):

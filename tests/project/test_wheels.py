@@ -1,8 +1,10 @@
 """`.ci/wheels.py` removes what depends on the build machine from wheels, and links them for other systems."""
 
+import hashlib
 import importlib.util
 import json
 import os
+import struct
 import subprocess
 import sys
 import tomllib
@@ -16,6 +18,7 @@ from places import ROOT
 
 SPEC = importlib.util.spec_from_file_location("wheels", ROOT / ".ci" / "wheels.py")
 assert SPEC and SPEC.loader
+sys.path.insert(0, str(ROOT / ".ci"))  # as for a script
 wheels = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(wheels)
 INFO = "some-1.dist-info"
@@ -52,6 +55,33 @@ def test_the_record_matches_the_wheel(tmp_path: Path) -> None:
         crates = json.loads(wheel.read(LIST))
     assert names[-1] == f"{INFO}/RECORD" and str(tmp_path) not in json.dumps(crates)
     assert uuid.UUID(crates["serialNumber"]) and "timestamp" not in crates["metadata"]
+
+
+def library(identity: bytes, content: bytes, signed: bool) -> bytes:
+    """A library of macOS: load commands, content, and a signature of pages of 64 bytes."""
+    commands = [struct.pack("<2I", 0x19, 16) + bytes(8), struct.pack("<2I", 0x1B, 24) + identity]
+    end = 32 + 40 + 16 * signed + len(content)
+    if signed:
+        commands.append(struct.pack("<4I", 0x1D, 16, end, 999))
+    head = wheels.macho.MAGIC + struct.pack("<7I", 0, 0, 6, len(commands), sum(map(len, commands)), 0, 0)
+    code = head + b"".join(commands) + content
+    pages = [hashlib.sha256(code[first : first + 64]).digest() for first in range(0, end, 64)] if signed else []
+    directory = struct.pack(">9I4B", 0xFADE0C02, 40 + 32 * len(pages), 0, 0, 40, 0, 0, len(pages), end, 32, 2, 0, 6)
+    other = struct.pack(">2I", 0xFADE0C01, 8)
+    index = struct.pack(">3I", 0xFADE0CC0, 28 + 8 + 40 + 32 * len(pages), 2) + struct.pack(">4I", 2, 28, 0, 36)
+    return code + (index + other + directory + b"".join(pages) if signed else b"")
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_libraries_of_macos_are_identified_by_their_content(signed: bool) -> None:
+    identified, content = wheels.macho.identified, bytes(range(150))
+    first, second = (library(identity * 16, content, signed) for identity in (b"a", b"b"))
+    assert first != second and identified(first) == identified(second)
+    found = identified(first)
+    assert found == library(found[32 + 16 + 8 : 32 + 40], content, signed)  # the signature is that of the new pages
+    assert identified(library(b"a" * 16, content[1:] + b"x", signed))[56:72] != found[56:72]
+    with pytest.raises(ValueError, match="no UUID"):
+        identified(first.replace(struct.pack("<2I", 0x1B, 24), struct.pack("<2I", 0x1A, 24), 1))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the wheels are built on Linux")
