@@ -46,7 +46,7 @@ def relative_error(weight: torch.Tensor, bits: int, size: int | None, **options:
 @pytest.mark.parametrize("size", [16, 60, 240])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_the_core_searches_like_torch(bits: int, size: int) -> None:
-    """Of two equally good scales, either may win."""
+    """The scales of the core and of torch agree; of two equally good ones, either may win."""
     weight = torch.randn(50, 240, generator=torch.Generator().manual_seed(bits)) * 0.02
     weight[7] = 0
     groups = weight.view(50, -1, size)

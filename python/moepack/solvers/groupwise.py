@@ -196,13 +196,13 @@ def _pieces(columns: int, width: int) -> Iterator[tuple[slice, slice]]:
 def _symmetric(values: Tensor, bits: int, search: bool, dtype: torch.dtype) -> GroupwiseCodes:
     """Quantize groups `[R, G, width]` with a scale."""
     half = 2 ** (bits - 1)
-    largest = values.abs().amax(-1)
-    unit = torch.where(largest > 0, largest, torch.ones_like(largest))
-    scales = largest * (2 / (2**bits - 1))
     if search and values.device.type == "cpu":
         scales = _searched(values, bits)
-    elif search:
-        scales = unit * _best_scale(values / unit[..., None], bits)
+    else:
+        largest = values.abs().amax(-1)
+        unit = torch.where(largest > 0, largest, torch.ones_like(largest))
+        best = _best_scale(values / unit[..., None], bits) if search else None
+        scales = largest * (2 / (2**bits - 1)) if best is None else unit * best
     scales = scales.to(dtype).float()
     divisor = torch.where(scales != 0, scales, torch.full_like(scales, torch.inf))
     codes = (values / divisor[..., None]).round_().clamp_(-half, half - 1).add_(half)
