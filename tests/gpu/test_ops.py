@@ -6,9 +6,12 @@ import torch
 import moepack
 import runtime_support
 from moepack import GroupwiseTensor
+from moepack.backends import backend_for
 from moepack.modules import ops
 from moepack.modules.experts import PackedExperts
 from moepack.modules.linear import PackedLinear
+from moepack.stores import mapped
+from moepack.stores.mapped import MappedStore
 from runtime_support import SWITCH, dense_blob, inputs
 
 EXPERTS, INNER, HIDDEN = 3, 12, 16
@@ -54,6 +57,15 @@ def test_unopened_bytes_are_opened():
     torch.testing.assert_close(ops.linear(x, gate, INNER, None), expected)
     with pytest.raises(moepack.CorruptionError):
         ops.linear(x, torch.zeros(4, dtype=torch.uint8), INNER, None)
+
+
+def test_bytes_of_a_layer_are_not_opened_again(monkeypatch):
+    """Uploaded bytes cannot be opened while a graph is recorded, because opening reads them on the host."""
+    gate, _, _ = blobs(1)
+    layer, matrix = PackedLinear(INNER, HIDDEN), backend_for(gate.device).open(gate)
+    MappedStore()._take(layer, *PackedLinear.projections, gate, matrix)
+    monkeypatch.setattr(mapped, "_opened", None)
+    assert mapped.matrix_over(*layer.packed_bytes()) is matrix
 
 
 def test_a_gradient_is_refused_when_it_is_asked_for():

@@ -60,6 +60,7 @@ class MappedStore(ExpertStore):
         layer.register_buffer(projection, buffer)
         layer.places[projection] = place
         layer.readers[projection] = buffer.data_ptr(), matrix
+        _open[buffer.device, buffer.data_ptr()] = matrix
 
     def fetch(self, layer: Layer, experts: Tensor | None, device: torch.device) -> Matrices:
         """Return matrices that read all bytes in place; see `ExpertStore.fetch`."""
