@@ -21,6 +21,7 @@ from moepack.backends.gpu import (
     prompt_attention,
     router,
     step,
+    trellis,
 )
 from moepack.backends.gpu import channels as channel_kernels
 from moepack.backends.gpu import codebook as codebook_kernels
@@ -83,6 +84,7 @@ PROGRAMS = {
     "dense": dense.program(0, 8, 8),
     "dense, 16 tokens": dense.program(1, 16, 4),
     "coded upload": coded_upload._program(),
+    "trellis": trellis.program(),
     **{f"channels of {bits} bits": channel_kernels._program(bits) for bits in (4, 8, 16)},
     "residuals of 4 bits": channel_kernels._program(4, refines=True),
 }
@@ -91,7 +93,7 @@ PROGRAMS = {
 PLAIN = {
     *("int3 by 64", "int8 by 64, 32 tokens", "int3 by 64 and factors", "codebook 4 bits", "fsv8", "dict16", "coded"),
     *("coded, dependent, 16 tokens", "coded upload", "linear int4 by 64", "grouped int3 by 64", "grouped codebook"),
-    *("step", "attention", "prompt attention", "router", "dense", "channels of 8 bits"),
+    *("step", "attention", "prompt attention", "router", "dense", "channels of 8 bits", "trellis"),
 }
 """A program of each source. The tests marked as slow compile the others, and all for other GPUs than H100s: sm_80, and
 sm_90, whose code newer GPUs get.
@@ -108,6 +110,7 @@ KERNELS = {
     "router.cu": {"choose"},
     "dense.cu": {"multiply"},
     "coded_upload.cu": {"measure", "write_records"},
+    "trellis.cu": {"search", "spread"},
     "groupwise_linear.cu": LINEAR,
     "codebook_linear.cu": LINEAR,
     "groupwise_grouped.cu": GROUPED,
@@ -251,7 +254,7 @@ def test_a_linear_layer_takes_few_instructions(name, most):
 
 def test_every_family_has_programs():
     families = {f"{module}.cu" for module in FAMILIES.values()}
-    others = {"attention.cu", "coded_upload.cu", "dense.cu", "prompt.cu", "router.cu", "step.cu"} | {
+    others = {"attention.cu", "coded_upload.cu", "dense.cu", "prompt.cu", "router.cu", "step.cu", "trellis.cu"} | {
         f"{name}_{kind}.cu" for name in ("groupwise", "codebook") for kind in ("linear", "grouped")
     }
     assert {program.source for program in PROGRAMS.values()} == families | others

@@ -10,7 +10,8 @@ column and expert saves the same error. Lengths are those of an entropy coder wh
 depend on the codes and are found by repeating the pass.
 
 *Dependent* codes (docs/format.md, section 9) form a trellis path in each lane, which consists of every fourth column.
-The core searches it, and distributes the errors of each surviving path as GPTQ does (`rust/core/src/solvers/trellis`).
+A `Search` finds it, and distributes the errors of each surviving path as GPTQ does (`rust/core/src/solvers/trellis`;
+`moepack.backends.gpu.trellis` finds the same codes on a GPU).
 
 Invariants: as for :mod:`moepack.solvers.gptq`.
 """
@@ -39,7 +40,13 @@ from moepack.solvers.priced import (
 )
 from moepack.solvers.problem import Problem
 
-__all__ = ["CodeLengths", "UniformProblem", "UniformSettings", "dependent_codes", "priced_codes", "step_of"]
+__all__ = [
+    "CodeLengths", "Search", "UniformProblem", "UniformSettings",
+    "dependent_codes", "in_core", "priced_codes", "step_of",
+]  # fmt: skip
+
+Search = Callable[..., tuple[Tensor, Tensor]]
+"""Finds dependent codes: arguments and results as for `_core.solve_dependent`, as tensors on one device."""
 
 PRIOR = 64.0
 """Weight, in codes, of the frequencies over all rows when the frequencies of a run are estimated."""
@@ -232,12 +239,13 @@ class UniformProblem(Problem):
         settings: UniformSettings | None = None,
         *,
         dependent: bool = False,
+        search: Search | None = None,
     ) -> None:
         """Factorize the Hessians and move the weights; arguments as for `Problem`.
 
-        Dependent codes are solved lane by lane (docs/format.md, section 9), on the CPU.
+        Dependent codes are solved lane by lane (docs/format.md, section 9), by `search` (`in_core`, by default).
         """
-        self.settings, self.dependent = settings or UniformSettings(), dependent
+        self.settings, self.dependent, self.search = settings or UniformSettings(), dependent, search or in_core
         super().__init__(weights, hessians, drift, self.settings, LANES if dependent else 1)
         self.curvature = self.importance * self.factors.pivots.square().mean(1)
         if self.settings.even:
@@ -263,10 +271,15 @@ class UniformProblem(Problem):
     def _solve_dependent(self, step: float, prices: Tensor, lengths: CodeLengths) -> GptqResult:
         factors, fixed = self.factors, (prices, lengths.table, lengths.runs)
         while True:
-            given = (self.weights, factors.upper, factors.pivots, *fixed)
-            codes, loss = _core.solve_dependent(*(each.cpu().contiguous().numpy() for each in given), step=step)
-            losses = torch.from_numpy(loss).to(self.weights.device) * (step / 4) ** 2
+            codes, loss = self.search(self.weights, factors.upper, factors.pivots, *fixed, step=step)
+            losses = loss * (step / 4) ** 2
             if not without_compensation(factors, losses):
                 break
-        found = torch.from_numpy(codes).to(self.weights.device)
-        return GptqResult(found, found * (step / 4), reports_of(factors, losses))
+        return GptqResult(codes, codes * (step / 4), reports_of(factors, losses))
+
+
+def in_core(*given: Tensor, step: float) -> tuple[Tensor, Tensor]:
+    """Search on the CPU: a `Search` for tensors on any device."""
+    device = given[0].device
+    codes, losses = _core.solve_dependent(*(each.cpu().contiguous().numpy() for each in given), step=step)
+    return torch.from_numpy(codes).to(device), torch.from_numpy(losses).to(device)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moepack.allocation import Curves, PricedBudget
+from moepack.backends.gpu import trellis
 from moepack.calibration import Stage
 from moepack.methods.base import Shape, Solution
 from moepack.methods.rate.sample import stream_rows
@@ -278,7 +279,9 @@ class LayerSolver:
         if (factors := self._divisors(stage)) is not None:
             hessians = _divided(hessians, *factors)
             drift = None if drift is None else _divided(drift, *factors)
-        return UniformProblem(self._weights(stage), hessians, drift, self._settings, dependent=dependent)
+        weights = self._weights(stage)
+        search = trellis.solve_dependent if trellis.supports(weights.device) else None
+        return UniformProblem(weights, hessians, drift, self._settings, dependent=dependent, search=search)
 
     def _weights(self, stage: Stage) -> Tensor:
         """Return the weights of all tensors of a stage, times their factors, [G, R, C]."""
