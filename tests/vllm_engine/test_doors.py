@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from moepack import LoadError
+from moepack.backends.gpu import prompt
+from moepack.vllm import settings
 from vllm_support import vllm
 
 VERSION = """
@@ -37,6 +39,26 @@ def test_a_load_format_that_reads_packed_bytes_as_weights_is_rejected(packed: Pa
 def test_the_load_format_is_rejected_for_an_unpacked_directory(mixtral: Path) -> None:
     with pytest.raises(LoadError, match="leave out --load-format moepack"):
         configured(mixtral, load_format="moepack")
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the settings take the machine for one with an H100."""
+    monkeypatch.setattr(settings, "_on_hopper", lambda: True)
+
+
+def test_hopper_records_graphs_of_any_number_of_tokens(packed: Path, hopper: None) -> None:
+    compilation = configured(packed, dtype="bfloat16").compilation_config
+    assert compilation.max_cudagraph_capture_size != settings.GRAPH_TOKENS
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_experts_that_are_not_decoded_at_once_limit_graphs(
+    packed: Path, dtype: str, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "DECODED_BYTES", prompt.DECODED_BYTES if dtype == "float16" else 100)
+    compilation = configured(packed, dtype=dtype).compilation_config
+    assert compilation.max_cudagraph_capture_size == settings.GRAPH_TOKENS
 
 
 def test_a_version_outside_of_the_range_rejects_packed_directories(packed: Path) -> None:

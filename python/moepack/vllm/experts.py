@@ -35,6 +35,11 @@ class PackedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         super().__init__(moe)
         self.part = part
 
+    @property
+    def topk_indices_dtype(self) -> torch.dtype:
+        """The dtype in which vLLM's router writes the chosen experts; the kernels read it."""
+        return torch.int64
+
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:

@@ -16,14 +16,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from moepack.checkpoint.resolve import resolve_model
 from moepack.export.bf16 import plain_shards
 from moepack.export.directory import dense_entries
 from moepack.format.directory import PackedDirectory
 from moepack.vllm.configuration import PackedConfig
 from moepack.vllm.experts import PackedExpertsMethod
 from moepack.vllm.linear import PackedLinearMethod
-from moepack.vllm.parts import Part, Source, values_of
+from moepack.vllm.parts import Part, Source, directory_of, values_of
 from moepack.vllm.vocabulary import PackedVocabularyMethod
 
 __all__ = ["PackedLoader"]
@@ -36,7 +35,7 @@ class PackedLoader(BaseModelLoader):  # type: ignore[misc]
 
     def download_model(self, model_config: Any) -> None:
         """Download the model from the Hub unless it is a directory. Errors as for `resolve_model`."""
-        resolve_model(_name(model_config))
+        directory_of(model_config)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Load the rank's weights of a model, on the device of its first parameter.
@@ -45,7 +44,7 @@ class PackedLoader(BaseModelLoader):  # type: ignore[misc]
             LoadError, CorruptionError: the directory cannot be read, or has other shapes than the model.
             DeviceError, DeviceMemoryError: the device cannot hold the packed bytes.
         """
-        directory = PackedDirectory.open(resolve_model(_name(model_config)))
+        directory = PackedDirectory.open(directory_of(model_config))
         entries = {entry.name: entry for shard in dense_entries(directory) for entry in shard}
         source = Source(directory, next(model.parameters()).device, entries)
         parts = _parts(model, directory)
@@ -64,11 +63,6 @@ class PackedLoader(BaseModelLoader):  # type: ignore[misc]
         if _predicts(model_config):
             elsewhere |= _of_layers(directory)
         model.load_weights(_weights(source, elsewhere))  # type: ignore[operator]
-
-
-def _name(model_config: Any) -> str:
-    revision = getattr(model_config, "revision", None)
-    return model_config.model if revision is None else f"{model_config.model}@{revision}"
 
 
 def _predicts(model_config: Any) -> bool:

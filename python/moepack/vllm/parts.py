@@ -9,12 +9,14 @@ Invariant: the sum of all ranks' outputs, or their concatenation, is the output 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from moepack.checkpoint.resolve import resolve_model
 from moepack.errors import LoadError
 from moepack.format.directory import PackedDirectory
 from moepack.format.header import DTYPES
@@ -28,7 +30,7 @@ from moepack.stores.mapped import MappedStore
 from moepack.stores.module import PackedModule
 from moepack.stores.uploaded import DeviceStore
 
-__all__ = ["Part", "Slab", "Source", "values_of"]
+__all__ = ["Part", "Slab", "Source", "directory_of", "values_of"]
 
 
 @dataclass(frozen=True)
@@ -163,3 +165,9 @@ class Slab(nn.Module):
 def values_of(entry: Entry) -> torch.Tensor:
     """Return the values of a tensor that is not packed, as a copy."""
     return torch.frombuffer(bytearray(entry.data()), dtype=DTYPES[entry.dtype]).view(entry.shape)
+
+
+def directory_of(model_config: Any) -> Path:
+    """Return the directory of the model that vLLM loads; errors as for `resolve_model`."""
+    name, revision = model_config.model, getattr(model_config, "revision", None)
+    return resolve_model(name if revision is None else f"{name}@{revision}")

@@ -11,18 +11,23 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+import torch
+
+from moepack.backends.gpu.prompt import DECODED_BYTES
 from moepack.errors import LoadError
+from moepack.format.directory import read_manifest
 from moepack.integrations.transformers import METHOD
+from moepack.vllm.parts import directory_of
 
 __all__ = ["GRAPH_TOKENS", "guard"]
 
 logger = logging.getLogger("vllm.moepack")  # below the logger that vLLM configures
 
 GRAPH_TOKENS = 64
-"""Maximum tokens of a packed product in a CUDA graph."""
+"""Maximum tokens of a packed product in a CUDA graph, on GPUs where products of more tokens wait for the device."""
 
 GRAPH_PAIRS = 512
-"""Maximum pairs of a token and an expert of packed experts in a CUDA graph."""
+"""Maximum pairs of a token and an expert of packed experts in such a graph."""
 
 SIZES = ("data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 """Settings of vLLM's parallel configuration for which packed experts have no exchange of tokens if above 1."""
@@ -67,6 +72,10 @@ def _models(settings: Any) -> Iterator[tuple[Any, Any]]:
         yield settings.model_config, settings.load_config
 
 
+def _is_packed(model: Any) -> bool:
+    return bool(model.quantization == METHOD)
+
+
 def _choose_format(settings: Any) -> None:
     """Load a packed model with moepack's loader if the user has not chosen a load format."""
     model, load = settings.model_config, settings.load_config
@@ -95,7 +104,7 @@ def _require_formats(settings: Any) -> bool:
     """Reject load formats that do not match the model; return whether any model is packed."""
     found = False
     for model, load in _models(settings):
-        packed, asked = model.quantization == METHOD, load.load_format == METHOD
+        packed, asked = _is_packed(model), load.load_format == METHOD
         if packed and not asked:
             raise LoadError(
                 f"vLLM's own loader cannot read packed tensors: leave out --load-format {load.load_format}",
@@ -139,15 +148,38 @@ def _keep_adapters_off_experts(settings: Any) -> None:
 
 def _limit_graphs(settings: Any) -> None:
     """Let vLLM record graphs for as many tokens as packed products support, unless the user sets the sizes."""
-    compilation = settings.compilation_config
-    if compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
-        compilation.max_cudagraph_capture_size = _graph_tokens(settings)
+    compilation, most = settings.compilation_config, _graph_tokens(settings)
+    if most and compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
+        compilation.max_cudagraph_capture_size = most
 
 
-def _graph_tokens(settings: Any) -> int:
-    """Return the maximum number of tokens of packed products in a graph."""
+def _graph_tokens(settings: Any) -> int | None:
+    """Return the maximum number of tokens of packed products in a graph; None if graphs may have any number."""
+    if _on_hopper() and all(_records_at_any_length(model) for model, _ in _models(settings) if _is_packed(model)):
+        return None
     chosen = getattr(settings.model_config.hf_text_config, "num_experts_per_tok", None) or 1
     return max(1, min(GRAPH_TOKENS, GRAPH_PAIRS // chosen))
+
+
+def _on_hopper() -> bool:
+    """Return whether vLLM runs on Hopper. This does not start CUDA in the user's process."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda() and current_platform.get_device_capability() == (9, 0))
+
+
+def _records_at_any_length(model: Any) -> bool:
+    """Return whether the experts of a layer fit into the work space in which Hopper decodes all of them at once.
+
+    Their products then wait for nothing, in any format and for any number of tokens (`backends.gpu.prompt`).
+    """
+    if model.dtype is not torch.bfloat16:
+        return False
+    records = read_manifest(directory_of(model)).packed().values()
+    shapes = [record.shape for record in records if record.experts]
+    sizes = [2 * experts * rows * columns for experts, rows, columns in shapes]
+    aligned = all(rows % 8 == columns % 8 == 0 for _, rows, columns in shapes)
+    return aligned and max(sizes, default=0) <= DECODED_BYTES
 
 
 def _require_graphs(settings: Any) -> None:
@@ -155,7 +187,7 @@ def _require_graphs(settings: Any) -> None:
     compilation, most = settings.compilation_config, _graph_tokens(settings)
     mode = getattr(compilation, "cudagraph_mode", None)
     sizes = getattr(compilation, "cudagraph_capture_sizes", None) or [0]
-    if getattr(mode, "name", "NONE") != "NONE" and max(sizes) > most:
+    if most and getattr(mode, "name", "NONE") != "NONE" and max(sizes) > most:
         raise LoadError(
             f"packed products can be recorded for up to {most} tokens, but vLLM would record {max(sizes)}: "
             f"leave out its sizes, or set --max-cudagraph-capture-size {most}"
