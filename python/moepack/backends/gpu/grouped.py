@@ -131,8 +131,12 @@ def _product(routes: _Routes, kernel: str, matrices: list[DeviceMatrix], x: Tens
 
 
 def _format(matrix: DeviceMatrix) -> Grouped | None:
-    kernels = kernels_of(matrix.kind)
-    return kernels.grouped(matrix) if isinstance(kernels, LayerKernels) else None
+    """Return the kernels of a matrix; finding them takes longer than a launch."""
+    if "grouped" not in matrix.kept:
+        kernels = kernels_of(matrix.kind)
+        matrix.kept["grouped"] = kernels.grouped(matrix) if isinstance(kernels, LayerKernels) else None
+    found: Grouped | None = matrix.kept["grouped"]
+    return found
 
 
 def _known(matrix: DeviceMatrix) -> Grouped:

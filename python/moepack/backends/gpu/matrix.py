@@ -44,6 +44,7 @@ class DeviceMatrix:
         slots: whether its experts are slots, whose indices have no meaning; sums over them then follow the order of the
             router's choice.
         late: experts that a call has to wait for; only set on first projections.
+        kept: results that launches derive from the other attributes, by name, so that each is computed once.
     """
 
     data: Tensor
@@ -55,6 +56,7 @@ class DeviceMatrix:
     tables: dict[str, Tensor] = field(default_factory=dict)
     slots: bool = False
     late: Late | None = None
+    kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ comments are skipped; anything else is an error.
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from struct import Struct as Packer
 from typing import Any
 
@@ -75,22 +75,25 @@ class Struct:
         Raises:
             TypeError: a member is missing, or there is no such member.
         """
-        names, packer = self._packer
-        if members.keys() != set(names):
+        names, known, packer = self._packer
+        if members.keys() != known:
             raise TypeError(f"{self.name} of {self.source} has the members {names}, got {tuple(members)}")
         packed = packer.pack(*[_plain(members[name]) for name in names])
         return np.frombuffer(bytearray(packed), self.dtype)
 
     @cached_property
-    def _packer(self) -> tuple[tuple[str, ...], Packer]:
-        """The members' names, and what packs their values; a launch takes less time than NumPy takes for a struct."""
+    def _packer(self) -> tuple[tuple[str, ...], frozenset[str], Packer]:
+        """The members' names, in order and as a set, and what packs their values.
+
+        A launch takes less time than NumPy takes for a struct.
+        """
         fields: Mapping[str, Any] = self.dtype.fields or {}
         names, form, end = self.dtype.names or (), "<", 0
         for name in names:
             kind, offset = fields[name][:2]
             form += f"{offset - end}x" + (f"{kind.itemsize}s" if kind.names else _CODES[kind.str[1:]])
             end = offset + kind.itemsize
-        return names, Packer(form + f"{self.dtype.itemsize - end}x")
+        return names, frozenset(names), Packer(form + f"{self.dtype.itemsize - end}x")
 
     def _type(self, name: str) -> Any:
         if name in _SCALARS:
@@ -146,11 +149,11 @@ def _until_closed(text: str) -> str:
 
 def _plain(value: Tensor | StructValue | int | float | None) -> Any:
     """A member's value as NumPy takes it."""
+    if isinstance(value, (int, float)):  # most members
+        return value
     if isinstance(value, Tensor):
         return value.data_ptr()
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    return 0 if value is None else value
+    return 0 if value is None else value.tobytes()
 
 
 ACTIVATIONS = Struct("common/types.cuh", "Activations")
@@ -162,6 +165,9 @@ def activations(x: Tensor) -> StructValue:
     return ACTIVATIONS(data=x, type=TYPES[x.dtype], columns=x.shape[1])
 
 
+@lru_cache(maxsize=4096)
 def divisor(by: int) -> StructValue:
-    """A number to divide by as the kernels' `Divisor`."""
-    return DIVISOR(by=by, inverse=(2**32 - 1) // by)
+    """A number to divide by as the kernels' `Divisor`, read-only: launches repeat few numbers."""
+    found = DIVISOR(by=by, inverse=(2**32 - 1) // by)
+    found.flags.writeable = False
+    return found
