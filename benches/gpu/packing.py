@@ -43,9 +43,10 @@ def config(shapes: str, layers: int) -> Any:
     if shapes == "qwen3-30b":
         return Qwen3MoeConfig(
             hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
-            num_attention_heads=32, num_key_value_heads=4, head_dim=128, **common,
+            num_attention_heads=32, num_key_value_heads=4, head_dim=128, architectures=["Qwen3MoeForCausalLM"],
+            **common,
         )  # fmt: skip
-    return DeepseekV3Config(first_k_dense_replace=0, **common)
+    return DeepseekV3Config(first_k_dense_replace=0, architectures=["DeepseekV3ForCausalLM"], **common)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -65,9 +66,11 @@ def build(directory: Path, shapes: str, layers: int) -> None:
     with torch.device("meta"):
         tensors = AutoModelForCausalLM.from_config(settings).state_dict()
     groups: dict[str, dict[str, torch.Tensor]] = {}
+    size = 1 << 26
     for name, tensor in unfused(tensors):
+        size = max(size, tensor.numel() + 1)
         groups.setdefault(".".join(name.split(".")[:3]) if ".layers." in name else "rest", {})[name] = tensor
-    pool, places = torch.randn(1 << 26, generator=torch.Generator().manual_seed(0)), {}
+    pool, places = torch.randn(size, generator=torch.Generator().manual_seed(0)), {}
     for number, group in enumerate(groups.values()):
         file = f"model-{number:05}.safetensors"
         save_file({name: weights(tensor, name, pool) for name, tensor in group.items()}, directory / file)

@@ -1,14 +1,16 @@
-"""Measures a packed directory in vLLM, and a peer checkpoint: decoding, first tokens and memory.
+"""Measures packed directories and ordinary checkpoints in vLLM: decoding, first tokens and memory.
 
-    python -m benches.gpu.vllm MODEL [--sequences 1 8 32] [--prompt 512] [--new 64] [--peer DIR] [--device cpu|cuda]
+    python -m benches.gpu.vllm MODEL... [--sequences 1 8 32] [--prompt 512] [--new 64] [--first 512 2048] [--eager]
+        [--device cpu|cuda] [--results FILE]
 
-Python is that of an environment with vLLM and moepack. A peer is a checkpoint that vLLM loads itself, for example
-GPTQ's. Each engine runs in a process of its own, with its model in the same process, without prefix caching, on the
-same prompts of random tokens.
+Python is that of an environment with vLLM and moepack. Each engine runs in a process of its own, with its model in the
+same process, without prefix caching, on the same prompts of random tokens. `benches.tools.stacked` makes a model of
+many layers from one of a single layer; `moepack export --to compressed-tensors` makes the same weights for vLLM's own
+kernels.
 
 First token: seconds until all sequences have one, of prompts that arrive together. Decoding: tokens after the first one
 per second, from the difference of a run that writes all tokens and one that writes the first. Both are medians over
-rounds.
+rounds. `--first` adds first tokens of one prompt of each length.
 
 Memory of a CPU is that of the process after the runs, of a GPU what it uses more than before the engine started. Both
 are given without keys and values, for which vLLM reserves a size of its own. `loaded` is the growth since before the
@@ -40,7 +42,7 @@ ENVIRONMENT = {
 }
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
-COLUMNS = ("engine", "sequences", "tokens/s", "first token, s", "loaded, MB", "keys and values, MB")
+COLUMNS = ("model", "sequences", "tokens/s", "first token, s", "loaded, MB", "keys and values, MB")
 
 
 def prompts(count: int, length: int, vocabulary: int, seed: int) -> list[dict[str, list[int]]]:
@@ -73,6 +75,12 @@ def speeds(engine: Any, sequences: int, options: argparse.Namespace, vocabulary:
     return {"tokens/s": statistics.median(rates[1:]), "first token, s": statistics.median(firsts[1:])}
 
 
+def first_token(engine: Any, length: int, options: argparse.Namespace, vocabulary: int) -> float:
+    """Median over rounds of the seconds to the first token of one prompt; a round before them warms up."""
+    times = [written(engine, prompts(1, length, vocabulary, seed), 1) for seed in range(options.rounds + 1)]
+    return statistics.median(times[1:])
+
+
 def used(device: str) -> dict[str, int]:
     """Bytes that this process uses, or a GPU with all its processes."""
     if device == "cpu":
@@ -102,16 +110,19 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
     vocabulary = configuration.get_vocab_size()
     before = used(options.device)
     engine = vllm.LLM(
-        model, dtype=options.dtype, max_model_len=options.prompt + options.new, max_num_seqs=max(options.sequences),
+        model, dtype=options.dtype, max_model_len=max(options.prompt, *options.first, 0) + options.new,
+        max_num_seqs=max(options.sequences),
         enforce_eager=options.eager, enable_prefix_caching=False, skip_tokenizer_init=True, disable_log_stats=True,
     )  # fmt: skip
     rows = {str(sequences): speeds(engine, sequences, options, vocabulary) for sequences in options.sequences}
+    firsts = {str(length): first_token(engine, length, options, vocabulary) for length in options.first}
     keys, after = cached(engine), used(options.device)
     grown = {name: after[name] - before[name] for name in before}
     return {
         "model": Path(model).name,
         "bytes of the files": sum(file.stat().st_size for file in Path(model).glob("*.safetensors")),
         "speeds": rows,
+        "first token, s, by length": firsts,
         "memory": {"loaded": grown["total"] - keys, "keys and values": keys, **_without(grown, keys)},
         "vllm": vllm.__version__,
     }
@@ -152,10 +163,10 @@ def table(engines: Mapping[str, Mapping[str, Any]]) -> str:
 def parser() -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("model", help="a packed directory")
-    made.add_argument("--peer", help="a checkpoint that vLLM loads itself")
+    made.add_argument("models", nargs="+", help="packed directories, or checkpoints that vLLM loads itself")
     made.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
     made.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    made.add_argument("--first", type=int, nargs="*", default=[], help="tokens of prompts for first tokens")
     made.add_argument("--new", type=int, default=64, help="tokens of an answer, at least 2")
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--dtype", default="auto")
@@ -172,19 +183,21 @@ def main() -> None:
     if options.new < 2:
         raise SystemExit("--new is at least 2")
     if options.found:
-        options.found.write_text(json.dumps(measure(options.model, options)))
+        options.found.write_text(json.dumps(measure(options.models[0], options)))
         return
     arguments = ["--sequences", *map(str, options.sequences), *(["--eager"] if options.eager else [])]
+    arguments += ["--first", *map(str, options.first)] if options.first else []
     for name in ("prompt", "new", "rounds", "dtype"):
         arguments += [f"--{name}", str(getattr(options, name))]
-    models = {"packed": options.model} | ({"peer": options.peer} if options.peer else {})
-    engines = {name: in_process(model, arguments, options.device) for name, model in models.items()}
-    names = ("sequences", "prompt", "new", "rounds", "dtype", "eager")
-    figures = {"options": {name: getattr(options, name) for name in names}, "engines": engines}
-    print(table(engines), json.dumps(figures, indent=1), sep="\n\n")
-    if options.results:
-        threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
-        machine.save(options.results, threads, figures, options.device)
+    names = ("sequences", "prompt", "first", "new", "rounds", "dtype", "eager")
+    engines: dict[str, Any] = {}
+    for model in options.models:
+        engines[Path(model).name] = in_process(model, arguments, options.device)
+        figures = {"options": {name: getattr(options, name) for name in names}, "engines": engines}
+        print(table(engines), flush=True)
+        if options.results:
+            threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+            machine.save(options.results, threads, figures, options.device)
 
 
 if __name__ == "__main__":
