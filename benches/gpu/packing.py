@@ -1,12 +1,12 @@
 """Times compression on a GPU, by method, of a made-up checkpoint of Qwen3-30B-A3B's or DeepSeek-V3's layers.
 
     python -m benches.gpu.packing [--shapes qwen3-30b] [--layers 1 3] [--methods auto qmoe finequant] [--samples 128]
-        [--bits 3] [--devices cuda cpu] [--threads 8] [--results FILE]
+        [--bits 3] [--devices cuda cpu] [--threads 8] [--stacks] [--results FILE]
 
 Each method packs a checkpoint of each number of layers, in a process of its own. The difference of their times over the
 difference of their layers is the time of a layer, which is independent of the embedding, the head and start-up. It is
-extrapolated to the layers of the model. Weights are normal, the router is random, and the vocabulary has 4,096 tokens.
-This measures no quality.
+extrapolated to the layers of the model. `--stacks` also gives seconds by function, from samples. Weights are normal,
+the router is random, and the vocabulary has 4,096 tokens. This measures no quality.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedToken
 
 import moepack
 from benches.tools import machine
+from benches.tools.stacks import Stacks
 from moepack.methods import create
 
 VOCABULARY = 4096
@@ -112,25 +114,30 @@ def work(options: argparse.Namespace) -> None:
         asked |= {"bits_per_weight": options.bits}
     elif options.work == "finequant":
         asked |= {"bits": round(options.bits)}
+    stacks = Stacks("moepack") if options.stacks else None
     start = time.perf_counter()
     method = create(options.work, **asked)
-    source = options.directory / f"model-{options.layers[0]}"
-    report = moepack.compress(source, options.directory / "packed", method=method, threads=options.threads, check=False)
-    figures = {"seconds": time.perf_counter() - start, "bits": report.bits_per_weight}
+    source, out = options.directory / f"model-{options.layers[0]}", options.directory / "packed"
+    with stacks or nullcontext():
+        report = moepack.compress(source, out, method=method, threads=options.threads, check=False)
+    figures: dict[str, Any] = {"seconds": time.perf_counter() - start, "bits": report.bits_per_weight}
+    if stacks:
+        figures["stacks"] = stacks.seconds(40)
     figures["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
         figures["device_memory"] = torch.cuda.max_memory_allocated()
     print(json.dumps(figures))
 
 
-def measure(method: str, device: str, layers: int, options: argparse.Namespace) -> dict[str, float]:
+def measure(method: str, device: str, layers: int, options: argparse.Namespace) -> dict[str, Any]:
     """Figures of a process that packs a number of layers."""
     command = [sys.executable, "-m", __spec__.name, "--work", method, "--layers", str(layers), "--devices", device]
     for name in ("directory", "samples", "bits", "threads"):
         command += [f"--{name}", str(getattr(options, name))]
+    command += ["--stacks"] if options.stacks else []
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     shutil.rmtree(options.directory / "packed")
-    figures = json.loads(printed.splitlines()[-1])
+    figures: dict[str, Any] = json.loads(printed.splitlines()[-1])
     print(f"{method} on {device}, layers: {layers}, {figures}", file=sys.stderr, flush=True)
     return figures
 
@@ -146,6 +153,7 @@ def main() -> None:
     parser.add_argument("--devices", nargs="+", default=["cuda"])
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--directory", type=Path, help="folder for the checkpoints; default: a temporary directory")
+    parser.add_argument("--stacks", action="store_true", help="sample stacks")
     parser.add_argument("--results", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
