@@ -12,7 +12,11 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 _fork = os.fork
 
@@ -28,9 +32,7 @@ class Finished:
 
 def run_script(script: Path, *arguments: object, folder: Path, timeout: float | None = 600) -> Finished:
     """Run a script to its end; `folder` receives its output and its temporary files."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["preloaded"])
-    process = context.Process(target=_run, args=(script, [str(script), *map(str, arguments)], folder))
+    process = _server().Process(target=_run, args=(script, [str(script), *map(str, arguments)], folder))
     process.start()
     process.join(timeout)
     if process.exitcode is None:
@@ -39,7 +41,21 @@ def run_script(script: Path, *arguments: object, folder: Path, timeout: float | 
     return Finished(process.exitcode, *((folder / name).read_text() for name in ("stdout", "stderr")))
 
 
+@cache
+def _server() -> Any:
+    """Start the server.
+
+    Python 3.11 does not tell it `sys.path`, and it silently goes on without a module that it does not find.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path)):
+        forkserver.ensure_running()
+    return context
+
+
 def _run(script: Path, arguments: list[str], folder: Path) -> None:
+    assert "preloaded" in sys.modules
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115

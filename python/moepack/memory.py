@@ -4,7 +4,9 @@ Anonymous memory is the relevant figure: pages of mapped weights belong to the p
 program needs them.
 """
 
+import atexit
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,12 +17,16 @@ __all__ = [
     "ProcessMemory",
     "anonymous_bytes",
     "available_bytes",
+    "importing",
     "present_exempted",
     "process_memory",
     "release_unused",
     "total_bytes",
     "without_collector",
 ]
+
+MANY = 500
+"""Modules. Torch imports 1,000 and transformers 1,500 more."""
 
 
 def anonymous_bytes() -> int:
@@ -42,6 +48,21 @@ def without_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import libraries in the block without the garbage collector, and exempt them from it until the process ends.
+
+    For the imports of a command, which has the process for itself. The 450,000 objects of torch and transformers last
+    as long as the process. If they were there before the block, nothing is exempted.
+    """
+    before = len(sys.modules)
+    with without_collector():
+        yield
+        if len(sys.modules) - before >= MANY:
+            gc.freeze()
+            atexit.register(gc.unfreeze)  # some libraries report what is left after Python's last collection
 
 
 @contextmanager

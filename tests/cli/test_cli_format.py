@@ -1,11 +1,8 @@
 """The commands compress, inspect and verify, and guarantees of the command line for all commands."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +11,11 @@ from typer.testing import CliRunner
 
 import moepack
 import packed_support as support
-from command_support import interruptible, run
+from command_support import run
+from fork_support import run_script
 from moepack.cli import COMMANDS, app, main
 from moepack.format import MANIFEST, PackedDirectory
 from moepack.units import size, speed
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def test_compress_inspect_verify(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +108,8 @@ def test_ctrl_c_before_anything_is_written_promises_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("moepack.pipeline.compress", interrupt)
-    code, _, error = run(capsys, "compress", mixtral, tmp_path / "out")
+    arguments = mixtral, tmp_path / "out", "--method", "finequant", "--calibration", "none"
+    code, _, error = run(capsys, "compress", *arguments)
     assert code == 130 and "nothing was written" in error and "continues" not in error
 
 
@@ -128,8 +125,9 @@ def test_a_device_that_is_not_there_is_wrong_usage(
 
 def test_ctrl_c_exits_130_and_the_same_command_continues(mixtral: Path, packed: Path, tmp_path: Path) -> None:
     """A real signal, sent at the start of the second layer."""
-    script = (
-        "import os, signal, sys\n"
+    interrupted, again = tmp_path / "interrupted.py", tmp_path / "again.py"
+    interrupted.write_text(
+        "import os, signal\n"
         "from moepack.cli import main\n"
         "from moepack.progress import Lines\n"
         "stage = Lines.stage\n"
@@ -138,18 +136,17 @@ def test_ctrl_c_exits_130_and_the_same_command_continues(mixtral: Path, packed: 
         "    if 'layers.1' in name:\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "Lines.stage = interrupting\n"
-        "main(['compress', *sys.argv[1:]])\n"
+        "main()\n"
     )
+    again.write_text("from moepack.cli import main\nmain()\n")
     out = tmp_path / "out"
-    arguments = [mixtral, out, "--method", "finequant", "--calibration", "none"]
-    command = [sys.executable, "-c", script, *arguments]
-    with interruptible():
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    command = ["compress", mixtral, out, "--method", "finequant", "--calibration", "none"]
+    done = run_script(interrupted, *command, folder=tmp_path)
     assert done.returncode == 130, done.stderr
     assert f"interrupted; the same command continues from {out}.partial" in done.stderr
     assert "Traceback" not in done.stderr and not out.exists()
-    done = subprocess.run([sys.executable, "-m", "moepack", "compress", *arguments], env=ENVIRONMENT)
-    assert done.returncode == 0
+    done = run_script(again, *command, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     before = signal.getsignal(signal.SIGINT)
     moepack.compress(mixtral, tmp_path / "whole", method="finequant")
     assert support.contents(out) == support.contents(tmp_path / "whole")

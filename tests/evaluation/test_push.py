@@ -14,8 +14,8 @@ from hub_support import serving, use
 from moepack.errors import CorruptionError, LoadError, UploadError
 from moepack.format.side import RECIPE
 from moepack.pipeline.prepacked import fetch_packed, find_packed
-from moepack.report import push
 from moepack.report.card import is_own_card
+from moepack.report.upload import push
 
 
 @pytest.fixture

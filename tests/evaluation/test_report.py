@@ -20,7 +20,6 @@ from moepack.cli import app
 from moepack.evaluation import EvaluationReport, record_reference
 from moepack.format import PackedDirectory
 from moepack.format.balance import balance_of
-from moepack.report import write_report
 from moepack.report.card import Source, render_card
 from moepack.report.charts import Scale, short_layer
 from moepack.report.contents import role_sizes
@@ -28,6 +27,7 @@ from moepack.report.experts import read_values
 from moepack.report.facts import Facts
 from moepack.report.page import render_page
 from moepack.report.quality import Continuation, Quality
+from moepack.report.writing import write_report
 
 VOID = {"meta", "br"}
 

@@ -1,12 +1,8 @@
 import hashlib
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ from typer.testing import CliRunner
 
 import moepack
 import packed_support as support
+from fork_support import run_script
 from moepack.backends.threads import set_threads
 from moepack.calibration.linears import LinearsRun
 from moepack.calibration.load import load_samples
@@ -107,20 +104,20 @@ def die(self, shard):
     append(self, shard)
     os.kill(os.getpid(), signal.SIGKILL)
 Workspace.append = die
-rate = float(sys.argv[4]) if sys.argv[4:] else None
+set_threads(int(sys.argv[4]))
+rate = float(sys.argv[5]) if sys.argv[5:] else None
 compress(sys.argv[1], sys.argv[2], method=Qmoe(sys.argv[3], samples=6, sequence_length=64, bits_per_weight=rate))
 """
 
 
 @pytest.mark.parametrize("rate", [None, 1.8])
 def test_kill_9_between_blocks_and_resume_is_byte_identical(mixtral, rate, text, tmp_path):
-    threads = torch.get_num_threads()
     compress(mixtral, tmp_path / "whole", method=method(text, bits_per_weight=rate))
-    environment = {**os.environ, "PYTHONPATH": str(Path(moepack.__file__).parents[1]), "OMP_NUM_THREADS": str(threads)}
-    arguments = [sys.executable, "-c", KILLED, str(mixtral), str(tmp_path / "out"), str(text)]
-    arguments += [] if rate is None else [str(rate)]
-    died = subprocess.run(arguments, env=environment, capture_output=True, timeout=300)
-    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    arguments = [mixtral, tmp_path / "out", text, torch.get_num_threads(), *([] if rate is None else [rate])]
+    died = run_script(script, *arguments, folder=tmp_path)
+    assert died.returncode == -signal.SIGKILL, died.stderr
     assert (tmp_path / "out.partial").exists() and not (tmp_path / "out").exists()
     report = compress(mixtral, tmp_path / "out", method=method(text, bits_per_weight=rate))
     assert report.resumed_weights == report.expert_weights // 2

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import moepack
 import packed_support as support
 import tiny_models
+from fork_support import run_script
 from moepack import DiskError, InvalidTensorError, MoepackError, OutputExistsError, ResumeError
 from moepack.checkpoint import Checkpoint
 from moepack.format import PackedDirectory, atomic, shard, side
@@ -85,9 +86,8 @@ def test_stock_transformers_fails_loudly(packed: Path) -> None:
 def test_killed_at_every_moment_it_continues_to_the_same_bytes(
     kills: int | None, mixtral: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, TESTS / "crash_worker.py", mixtral, tmp_path]
-    command += [] if kills is None else ["ternary", str(kills)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=600)
+    arguments = [] if kills is None else ["ternary", kills]
+    done = run_script(TESTS / "crash_worker.py", mixtral, tmp_path, *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout) == kills or (kills is None and int(done.stdout) > 50), "of three shards and five files"
 

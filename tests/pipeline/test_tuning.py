@@ -1,11 +1,8 @@
 """Fine-tuned centroids and scales: gradients, the objective, and the written directory."""
 
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from typer.testing import CliRunner
 
 import moepack
 import tiny_models
-from command_support import interruptible
+from fork_support import run_script
 from moepack import _core
 from moepack.calibration.load import load_samples
 from moepack.checkpoint import Checkpoint
@@ -263,20 +260,19 @@ def test_too_little_space_is_reported_before_the_work(packed, text, tmp_path, mo
 
 def test_a_signal_leaves_nothing(packed, text, tmp_path):
     """A real Ctrl-C in the middle of the steps."""
-    script = (
-        "import os, signal, sys\n"
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal\n"
         "from moepack.cli import main\n"
         "from moepack.progress import Lines\n"
         "Lines.advance = lambda self, count, memory: os.kill(os.getpid(), signal.SIGINT)\n"
-        "main(['tune', *sys.argv[1:]])\n"
+        "main()\n"
     )
-    arguments = [*map(str, packed), str(tmp_path / "out"), "--calibration", str(text), "--samples", "3"]
-    command = [sys.executable, "-c", script, *arguments, "--sequence-length", "32"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with interruptible():
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    (folder := tmp_path / "folder").mkdir()
+    arguments = [*packed, folder / "out", "--calibration", text, "--samples", "3", "--sequence-length", "32"]
+    done = run_script(script, "tune", *arguments, folder=tmp_path)
     assert done.returncode == 130 and "interrupted; nothing was written" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
+    assert "Traceback" not in done.stderr and list(folder.iterdir()) == []
 
 
 def test_nothing_is_left_of_a_run_that_fails(packed, text, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moepack.errors import UnsupportedModelError
+from moepack.memory import without_collector
 
 __all__ = ["building", "configuration", "meta_model", "model_class"]
 
@@ -19,8 +20,9 @@ _AUTO = ("CausalLM", "ImageTextToText", "MultimodalLM", "Seq2SeqLM", "TokenClass
 """The auto classes, in the order in which they are tried."""
 
 
+@without_collector()
 def model_class(config: Mapping[str, Any]) -> Any:
-    """Return the class or auto class whose `from_pretrained` loads a model with this configuration."""
+    """Return the class or auto class whose `from_pretrained` loads a model with this configuration; imports it."""
     import transformers
 
     for name in config.get("architectures") or ():

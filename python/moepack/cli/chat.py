@@ -27,6 +27,7 @@ from moepack.cli.options import (
 )
 from moepack.cli.placement import Device, DeviceMemory, HostMemory, KvBits, Misses, loading
 from moepack.cli.usage import require_place, wrong_usage
+from moepack.memory import importing
 from moepack.textfile import standard_input
 
 if TYPE_CHECKING:
@@ -65,12 +66,13 @@ def chat_command(
     kv_bits: KvBits = None,
 ) -> None:
     """Chat with a model. A model without a chat template continues your text."""
-    from moepack.cli.evaluate import quiet_transformers
-    from moepack.decoding.stepping import tried
-    from moepack.integrations.loading import open_tokenizer, open_with
-    from moepack.serving.text.conversation import Conversation
-    from moepack.serving.text.prompts import has_template
-    from moepack.serving.text.sampling import Sampling
+    with importing():
+        from moepack.cli.evaluate import quiet_transformers
+        from moepack.decoding.stepping import tried
+        from moepack.integrations.loading import open_tokenizer, open_with
+        from moepack.serving.text.conversation import Conversation
+        from moepack.serving.text.prompts import has_template
+        from moepack.serving.text.sampling import Sampling
 
     quiet_transformers()
     with wrong_usage():

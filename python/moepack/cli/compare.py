@@ -10,6 +10,7 @@ from rich.table import Table
 from moepack.cli.console import plain_console
 from moepack.cli.placement import usable_device
 from moepack.cli.usage import require_place, wrong_usage
+from moepack.memory import importing
 from moepack.units import byte_count, size
 
 __all__ = ["compare_command"]
@@ -36,8 +37,9 @@ def compare_command(
 
     The packed models are deleted afterwards.
     """
-    from moepack.cli.evaluate import quiet_transformers
-    from moepack.comparison import Comparison, draw, fittings
+    with importing():
+        from moepack.cli.evaluate import quiet_transformers
+        from moepack.comparison import Comparison, draw, fittings
 
     quiet_transformers()
     with wrong_usage():

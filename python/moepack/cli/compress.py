@@ -16,6 +16,7 @@ from moepack.cli.inspect import print_directory
 from moepack.cli.placement import usable_device
 from moepack.cli.preview import print_plan
 from moepack.cli.usage import wrong_usage
+from moepack.memory import importing
 from moepack.methods import METHODS, create
 from moepack.units import byte_count, nats, size, speed
 
@@ -74,7 +75,8 @@ def compress_command(
 
 def fetched(model: str, out: Path, most: str | None) -> bool:
     """Download a packed version of a model if the Hub has one of at most a size; return whether it had."""
-    from moepack.pipeline.prepacked import fetch_packed, find_packed
+    with importing():
+        from moepack.pipeline.prepacked import fetch_packed, find_packed
 
     with wrong_usage():
         version = find_packed(model, None if most is None else byte_count(most))
@@ -124,16 +126,17 @@ def run(
     prune_by: str | None = None,
 ) -> "CompressReport | None":
     """Print the plan, then compress. Return None after a dry run."""
-    from moepack.cli.evaluate import quiet_transformers
-    from moepack.format.atomic import refuse_existing
-    from moepack.pipeline import compress
-    from moepack.pipeline.distributed import refuse as refuse_sharing
-    from moepack.pipeline.estimate import estimate
-    from moepack.pipeline.pruning import Pruning
-    from moepack.pipeline.recipe import Recipe
-    from moepack.pipeline.share import leave_out
-    from moepack.pipeline.source import opened
-    from moepack.progress import terminal_progress
+    with importing():
+        from moepack.cli.evaluate import quiet_transformers
+        from moepack.format.atomic import refuse_existing
+        from moepack.pipeline import compress
+        from moepack.pipeline.distributed import refuse as refuse_sharing
+        from moepack.pipeline.estimate import estimate
+        from moepack.pipeline.pruning import Pruning
+        from moepack.pipeline.recipe import Recipe
+        from moepack.pipeline.share import leave_out
+        from moepack.pipeline.source import opened
+        from moepack.progress import terminal_progress
 
     quiet_transformers()
     console = plain_console(stderr=True)

@@ -8,6 +8,7 @@ import typer
 from moepack.cli import options
 from moepack.cli.console import plain_console
 from moepack.cli.usage import wrong_usage
+from moepack.memory import importing
 
 
 def convert_command(
@@ -28,9 +29,10 @@ def convert_command(
 
     An interrupted run leaves OUT.partial; run the same command again to continue.
     """
-    from moepack.cli.compress import interrupted, print_report
-    from moepack.pipeline import convert
-    from moepack.progress import terminal_progress
+    with importing():
+        from moepack.cli.compress import interrupted, print_report
+        from moepack.pipeline import convert
+        from moepack.progress import terminal_progress
 
     console = plain_console(stderr=True)
     progress = terminal_progress(console, quiet)

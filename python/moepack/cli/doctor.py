@@ -7,6 +7,7 @@ import typer
 from rich.table import Table
 
 from moepack.cli.console import plain_console
+from moepack.memory import importing
 
 __all__ = ["doctor_command"]
 
@@ -24,10 +25,12 @@ def doctor_command(
 
     With MODEL, show only what decodes that model.
     """
-    from moepack.backends.machine import examine
+    with importing():
+        from moepack.backends.machine import examine
 
     if model is not None:
-        from moepack.integrations.diagnosis import who_decodes
+        with importing():
+            from moepack.integrations.diagnosis import who_decodes
 
         answer = who_decodes(model)
         print(json.dumps({"decodes": answer}) if as_json else f"{model} is {answer}")
@@ -45,8 +48,9 @@ def doctor_command(
 
 def _decoding() -> dict[str, str]:
     """Return the families that moepack's decoder supports with the installed transformers, and why not the others."""
-    from moepack.census import core_decodes
-    from moepack.cli.evaluate import quiet_transformers
+    with importing():
+        from moepack.census import core_decodes
+        from moepack.cli.evaluate import quiet_transformers
 
     quiet_transformers()
     found = core_decodes()

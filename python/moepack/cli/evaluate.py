@@ -17,6 +17,7 @@ from moepack.cli.console import plain_console
 from moepack.cli.options import AnyModel, Mode, Threads
 from moepack.cli.placement import Approximate, Device, DeviceMemory, HostMemory, Misses, loading
 from moepack.cli.usage import wrong_usage
+from moepack.memory import importing
 from moepack.units import size
 
 __all__ = ["eval_command", "progress_bar", "quiet_transformers"]
@@ -60,9 +61,10 @@ def eval_command(
     --reference adds KL divergence and top-1 agreement. The reference runs first, block by block if it does not fit in
     memory, and is freed before the model is loaded.
     """
-    from moepack.backends.threads import set_threads
-    from moepack.evaluation import evaluate
-    from moepack.evaluation.tasks import evaluate_tasks
+    with importing():
+        from moepack.backends.threads import set_threads
+        from moepack.evaluation import evaluate
+        from moepack.evaluation.tasks import evaluate_tasks
 
     quiet_transformers()
     if threads is not None:
@@ -89,7 +91,8 @@ def eval_command(
 
 def quiet_transformers() -> None:
     """Turn off transformers' progress bars and warnings."""
-    from transformers.utils import logging
+    with importing():
+        from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

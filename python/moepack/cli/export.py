@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from moepack.cli.usage import wrong_usage
+from moepack.memory import importing
 from moepack.units import size
 
 
@@ -18,7 +19,8 @@ def export_command(
     ] = None,
 ) -> None:
     """Export DIRECTORY as an ordinary checkpoint (bf16), or as integers for compressed-tensors or GGUF."""
-    from moepack.export import export
+    with importing():
+        from moepack.export import export
 
     with wrong_usage():
         written = export(directory, out, to, adapter)

@@ -23,6 +23,7 @@ from moepack.cli.options import (
 from moepack.cli.placement import Approximate, Device, DeviceMemory, Guess, HostMemory, KvBits, Misses, loading
 from moepack.cli.usage import wrong_usage
 from moepack.errors import TextError
+from moepack.memory import importing
 from moepack.textfile import read_text, standard_input
 from moepack.units import size
 
@@ -67,12 +68,13 @@ def generate_command(
     approximate: Approximate = False,
 ) -> None:
     """Continue a prompt. The text is streamed to stdout; the speed is printed to stderr at the end."""
-    from moepack.cli.evaluate import quiet_transformers
-    from moepack.decoding.vocabulary import naming
-    from moepack.integrations.loading import open_tokenizer, open_with
-    from moepack.serving.text.conversation import conversation
-    from moepack.serving.text.generation import generate
-    from moepack.serving.text.sampling import Sampling, given
+    with importing():
+        from moepack.cli.evaluate import quiet_transformers
+        from moepack.decoding.vocabulary import naming
+        from moepack.integrations.loading import open_tokenizer, open_with
+        from moepack.serving.text.conversation import conversation
+        from moepack.serving.text.generation import generate
+        from moepack.serving.text.sampling import Sampling, given
 
     quiet_transformers()
     with wrong_usage():

@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from moepack.cli.console import plain_console
+from moepack.memory import importing
 from moepack.units import size
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ def inspect_command(
 
 def print_directory(directory: Path, as_json: bool = False, matrices: bool = False) -> None:
     """Print the output of `moepack inspect`."""
-    from moepack.format import PackedDirectory
-    from moepack.report.contents import add_up, read_rows
+    with importing():
+        from moepack.format import PackedDirectory
+        from moepack.report.contents import add_up, read_rows
 
     manifest = PackedDirectory.open(directory).manifest
     rows = read_rows(manifest)

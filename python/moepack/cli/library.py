@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moepack.cli.usage import wrong_usage
+from moepack.memory import importing
 from moepack.units import size
 
 __all__ = ["list_command", "remove_command"]
@@ -14,7 +15,8 @@ __all__ = ["list_command", "remove_command"]
 
 def list_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the packed models that `moepack run` keeps, with their sizes on disk."""
-    from moepack.pipeline.library import entries, library
+    with importing():
+        from moepack.pipeline.library import entries, library
 
     found = entries()
     if as_json:
@@ -33,7 +35,8 @@ def remove_command(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete a packed model that `moepack run` keeps. Models elsewhere and the Hub's cache are never touched."""
-    from moepack.pipeline.library import entries, title_of
+    with importing():
+        from moepack.pipeline.library import entries, title_of
 
     with wrong_usage():
         found = [each for each in entries() if each.title in (model, title_of(model)) and only in (None, each.size)]

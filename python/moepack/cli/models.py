@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from moepack.memory import importing
+
 __all__ = ["models_command"]
 
 EPILOG = "Each architecture is tried on a tiny random model, which takes 1 to 2 seconds. Nothing is downloaded."
@@ -20,9 +22,10 @@ def models_command(
 
     The exit code is 1 if the outputs of any architecture are wrong.
     """
-    import transformers
+    with importing():
+        import transformers
 
-    from moepack.census import architectures, check
+        from moepack.census import architectures, check
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -11,6 +11,7 @@ from rich.console import Console
 from moepack.cli import options
 from moepack.cli.console import plain_console
 from moepack.cli.usage import wrong_usage
+from moepack.memory import importing
 from moepack.units import size
 
 if TYPE_CHECKING:
@@ -58,9 +59,10 @@ def plan_command(
     Only headers are read, a few megabytes of a Hub model. --loss predicts the loss increase of a local checkpoint, if
     an earlier `moepack compress` measured the sensitivity of its weights.
     """
-    from moepack.cli.evaluate import quiet_transformers
-    from moepack.pipeline.machines import Machine
-    from moepack.pipeline.outlook import outlook
+    with importing():
+        from moepack.cli.evaluate import quiet_transformers
+        from moepack.pipeline.machines import Machine
+        from moepack.pipeline.outlook import outlook
 
     quiet_transformers()
     with wrong_usage():

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from moepack.memory import importing
+
 __all__ = ["push_command"]
 
 
@@ -20,8 +22,9 @@ def push_command(
 
     Without a card of `moepack report`, a card without measurements is written.
     """
-    from moepack.cli.evaluate import quiet_transformers
-    from moepack.report import push
+    with importing():
+        from moepack.cli.evaluate import quiet_transformers
+        from moepack.report.upload import push
 
     quiet_transformers()
     model, commit = push(directory, name, private=private, base_model=base_model)

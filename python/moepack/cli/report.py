@@ -8,6 +8,7 @@ import typer
 from moepack.cli.evaluate import progress_bar, quiet_transformers
 from moepack.cli.options import Threads
 from moepack.cli.usage import wrong_usage
+from moepack.memory import importing
 
 __all__ = ["report_command"]
 
@@ -30,8 +31,9 @@ def report_command(
 
     --text measures the loss; --reference adds the divergence from the original. `moepack verify` still passes.
     """
-    from moepack.backends.threads import set_threads
-    from moepack.report import write_report
+    with importing():
+        from moepack.backends.threads import set_threads
+        from moepack.report.writing import write_report
 
     quiet_transformers()
     if threads is not None:

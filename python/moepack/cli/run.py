@@ -10,6 +10,7 @@ from moepack.cli import options
 from moepack.cli.console import plain_console
 from moepack.cli.plan import exact_size, print_outlook
 from moepack.cli.usage import wrong_usage
+from moepack.memory import importing
 from moepack.system.processes import run_instead
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ def run_command(
     Packed models are kept in the user's data directory: `moepack list` shows them, `moepack remove` deletes them. A
     packed MODEL runs at once. An interrupted run continues with the same command.
     """
-    from moepack.cli.evaluate import quiet_transformers
-    from moepack.pipeline.machines import this_machine
+    with importing():
+        from moepack.cli.evaluate import quiet_transformers
+        from moepack.pipeline.machines import this_machine
 
     quiet_transformers()
     path = _packed_already(model)
@@ -78,9 +80,10 @@ def _packed(
     Raises:
         ValueError: no size fits this machine, or there is no terminal to ask.
     """
-    from moepack.cli.compress import fetched, print_report, run
-    from moepack.pipeline.library import entries, library, place_of, title_of
-    from moepack.pipeline.outlook import outlook
+    with importing():
+        from moepack.cli.compress import fetched, print_report, run
+        from moepack.pipeline.library import entries, library, place_of, title_of
+        from moepack.pipeline.outlook import outlook
 
     title = title_of(model)
     known = [entry for entry in entries(title) if size in (None, entry.size)]

@@ -14,6 +14,7 @@ from moepack.cli.placement import Device, DeviceMemory, HostMemory, KvBits, Miss
 from moepack.cli.usage import wrong_usage
 from moepack.cli.vllm import replace_by_vllm
 from moepack.errors import LoadError
+from moepack.memory import importing
 from moepack.textfile import read_text
 from moepack.units import byte_count
 
@@ -124,9 +125,10 @@ def serve_command(
     if print_unit:
         return _print_unit(context_, called, drain, device)
     _prepare()
-    from moepack.checkpoint.resolve import resolve_model
-    from moepack.serving.http.listening import listen
-    from moepack.serving.http.server import Settings, create_app
+    with importing():
+        from moepack.checkpoint.resolve import resolve_model
+        from moepack.serving.http.listening import listen
+        from moepack.serving.http.server import Settings, create_app
 
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     with wrong_usage():
@@ -179,7 +181,8 @@ def _is_private(host: str) -> bool:
 
 def _sampling(**settings: Any) -> dict[str, Any]:
     """Return the sampling settings that are not None; raises ValueError if one is out of range."""
-    from moepack.serving.text.sampling import Sampling, given
+    with importing():
+        from moepack.serving.text.sampling import Sampling, given
 
     sampling = given(**settings)
     Sampling(**sampling)
@@ -197,10 +200,11 @@ def _engine(
     deterministic: bool,
 ) -> tuple["Engine", "Stepping"]:
     """Load a model; return its engine, and how it decodes a single sequence."""
-    from moepack.decoding.stepping import tried
-    from moepack.integrations.loading import open_tokenizer, open_with
-    from moepack.serving.adapters import Adapters
-    from moepack.serving.engine import Engine
+    with importing():
+        from moepack.decoding.stepping import tried
+        from moepack.integrations.loading import open_tokenizer, open_with
+        from moepack.serving.adapters import Adapters
+        from moepack.serving.engine import Engine
 
     model = open_with(path, options)
     stepping = tried(model)

@@ -9,6 +9,7 @@ from rich.table import Table
 from moepack.cli.console import plain_console
 from moepack.cli.options import Dtype
 from moepack.cli.usage import require_place, wrong_usage
+from moepack.memory import importing
 
 __all__ = ["trace_command"]
 
@@ -24,10 +25,11 @@ def trace_command(
     dtype: Dtype = "auto",
 ) -> None:
     """Record which experts a text uses, or read a saved trace, and show the hit rates of caches by size and policy."""
-    from moepack.cli.evaluate import quiet_transformers
-    from moepack.evaluation import evaluate
-    from moepack.integrations.loading import load, open_tokenizer
-    from moepack.stores.streaming.trace import POLICIES, Trace, hit_rate, recorded
+    with importing():
+        from moepack.cli.evaluate import quiet_transformers
+        from moepack.evaluation import evaluate
+        from moepack.integrations.loading import load, open_tokenizer
+        from moepack.stores.streaming.trace import POLICIES, Trace, hit_rate, recorded
 
     quiet_transformers()
     with wrong_usage():

@@ -9,6 +9,7 @@ from moepack.cli import options
 from moepack.cli.console import plain_console
 from moepack.cli.placement import usable_device
 from moepack.cli.usage import wrong_usage
+from moepack.memory import importing
 from moepack.textfile import BUILT_IN
 
 
@@ -46,10 +47,11 @@ def tune_command(
     The codes do not change. Codebooks keep their size; coded integers grow by two bytes per row if rows are long. An
     interrupted run leaves nothing behind and cannot be continued.
     """
-    from moepack.cli.evaluate import quiet_transformers
-    from moepack.pipeline.tune import tune
-    from moepack.progress import terminal_progress
-    from moepack.tuning import TuneSettings
+    with importing():
+        from moepack.cli.evaluate import quiet_transformers
+        from moepack.pipeline.tune import tune
+        from moepack.progress import terminal_progress
+        from moepack.tuning import TuneSettings
 
     quiet_transformers()
     console = plain_console(stderr=True)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moepack.memory import importing
 from moepack.units import size
 
 SHOWN = 10
@@ -22,7 +23,8 @@ def verify_command(
 
     Side files (a model card, a chat template) may be added or edited. They are listed and do not count as faults.
     """
-    from moepack.format import VerifyReport, verify
+    with importing():
+        from moepack.format import VerifyReport, verify
 
     def show(report: VerifyReport) -> None:
         for fault in report.faults[:SHOWN]:

@@ -3,9 +3,6 @@
 `contents` reads the manifest, `experts` reads the packed tensors, `quality` runs the models one at a time, `charts`
 draws, `page` and `card` render, and `writing` writes both files into the directory. `upload` uploads a directory with
 its card. Weights are never changed.
+
+`moepack inspect` needs `contents` only, so the package imports none of them.
 """
-
-from moepack.report.upload import push
-from moepack.report.writing import ReportFiles, write_report
-
-__all__ = ["ReportFiles", "push", "write_report"]
