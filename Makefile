@@ -70,6 +70,7 @@ TEST_WORKERS ?= 2
 TESTS ?=
 
 test-python: setup tools ## Run the Python tests (TESTS, or all) in TEST_WORKERS processes
+	$(BIN)/python -m compileall -q python/moepack # for the processes that tests start, also if Python writes no bytecode
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
 	    $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal --durations 40 --durations-min 5 \
 	    $(TESTS)
