@@ -275,6 +275,25 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def test_a_part_that_was_removed_before_its_turn_is_read_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "WHOLE", 1000)
+    monkeypatch.setattr(parts, "LEAST", 1000)
+    content = bytes(range(256)) * 12
+    sums, (first, second, third), _ = _sums(content, lambda part: iter([content[part.start : part.stop]]))
+    sums.expect([first.name, second.name, third.name])
+    for part in (second, first, third):
+        path = tmp_path / part.name
+        path.write_bytes(content[part.start : part.stop])
+        sums.add(part, path)
+        if part is second:
+            sums.forget(second)
+    assert sums.read() and sums.unverified
+    sums.wait()
+    assert not sums.unverified
+
+
 @pytest.mark.parametrize("failing", ["ranges", "a file"])
 def test_a_part_that_could_not_be_read_counts_once(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -146,7 +146,12 @@ class Sums:
             raise self._wrong
 
     def wait(self, report: Callable[[], None] = lambda: None) -> None:
-        """Wait until the parts that are there have been read; raises as `read` and `check`."""
+        """Wait until all parts that can be read have been read, when no more will be downloaded.
+
+        A part that was removed before its turn is no longer expected. Raises as `read` and `check`.
+        """
+        with self._changed:
+            self._expected.clear()
         while not self.read():
             with self._changed:
                 self._changed.wait(WAIT)
