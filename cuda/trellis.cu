@@ -2,8 +2,8 @@
 // rust/core/src/solvers/trellis/compensated.rs, which explains the algorithm.
 //
 // The host launches `search` and `spread` for one block of up to BLOCK columns after the other. `search` has eight
-// threads per row, one per state of the trellis; a thread keeps its path's codes and its compensated weights of the
-// block in registers, and takes over those of the path's predecessor by shuffles. `spread` adds the errors of the
+// threads per row, one per state of the trellis. A thread keeps its path's codes and its compensated weights of the
+// block in registers, and copies the weights of the path's predecessor by shuffles. `spread` adds the errors of the
 // block's codes to all later columns.
 //
 // Columns are in the order of visits: lane after lane. All arithmetic is in f32, without fused operations (compile with
@@ -97,7 +97,7 @@ MOEPACK_DEVICE void advance(
             path.free[j] = __shfl_sync(~0u, path.free[j], is_odd ? from_odd : from_even) + error * factors[i][j];
 }
 
-// Makes the codes of the cheapest path those of all threads of a row; returns its last state.
+// Gives all threads of a row the codes of the cheapest path; returns its last state.
 MOEPACK_DEVICE int trace(const Trellis& t, Path& path) {
     int base = threadIdx.x % WARP / STATES * STATES, best = 0;
     float least = __shfl_sync(~0u, path.cost, base);

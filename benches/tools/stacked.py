@@ -111,7 +111,7 @@ def configuration(settings: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def repeated(items: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The items, with those of the layer for every layer."""
+    """Repeat the items of the first layer for every layer; keep the others."""
     found = {}
     for name, value in items.items():
         found |= {named(name, layer): value for layer in range(layers)} if FIRST in name else {name: value}

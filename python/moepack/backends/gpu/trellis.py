@@ -61,7 +61,7 @@ def lanes(columns: int) -> Tensor:
 
 
 def pairs(lengths: Tensor) -> Tensor:
-    """Return the bits of each index beside those of the next one of its parity towards zero, [N, 2 L + 3, 2]."""
+    """Pair the bits of each index with the bits of the next index of its parity towards zero, [N, 2 L + 3, 2]."""
     places = torch.arange(lengths.shape[1], device=lengths.device)
     inner = torch.where(places > lengths.shape[1] // 2, places - 2, places + 2)
     return torch.stack([lengths, lengths[:, inner]], -1).contiguous()
