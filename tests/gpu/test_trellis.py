@@ -9,6 +9,8 @@ from emulation import Emulator
 
 from moepack import _core
 from moepack.backends.gpu import trellis
+from moepack.solvers.problem import visits
+from moepack.solvers.uniform import LANES
 
 STEP = 0.03
 
@@ -39,7 +41,7 @@ def solved(given):
 def emulated(program, folder, given):
     """Codes and losses of the kernels on the host."""
     weights, upper, pivots, prices, lengths, runs = given
-    order = trellis.lanes(weights.shape[2])
+    order = visits(weights.shape[2], LANES)
     fine = torch.tensor(4 / STEP, dtype=torch.float32)
     tensors = weights[..., order] * fine, upper, pivots, 16 * prices, trellis.pairs(lengths), runs.int()
     files = []

@@ -11,7 +11,7 @@ from moepack.allocation.importance import curvatures
 from moepack.solvers.drift import corrected
 from moepack.solvers.gptq import Factors, factorize
 
-__all__ = ["Damping", "Problem"]
+__all__ = ["Damping", "Problem", "visits"]
 
 
 class Damping(Protocol):
@@ -61,6 +61,11 @@ class Problem:
         self.importance = curvatures(torch.tensor(self.factors.scale, device=self.weights.device))
 
 
+def visits(columns: int, lanes: int) -> Tensor:
+    """Return the columns in the order in which they are processed: lane after lane."""
+    return torch.cat([torch.arange(lane, columns, lanes) for lane in range(lanes)])
+
+
 def _by_lane(hessians: Tensor, lanes: int) -> Tensor:
     """Return Hessians [E, C, C] with their rows and columns in the order of `lanes` lanes."""
     if lanes == 1:
@@ -69,5 +74,5 @@ def _by_lane(hessians: Tensor, lanes: int) -> Tensor:
     if columns % lanes == 0:  # a copy of a view takes a tenth of the time of a gather
         parts = hessians.reshape(experts, columns // lanes, lanes, columns // lanes, lanes)
         return parts.permute(0, 2, 1, 4, 3).reshape(hessians.shape)
-    order = torch.cat([torch.arange(lane, columns, lanes) for lane in range(lanes)]).to(hessians.device)
+    order = visits(columns, lanes).to(hessians.device)
     return hessians[:, order][:, :, order]

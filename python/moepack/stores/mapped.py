@@ -48,7 +48,7 @@ class MappedStore(ExpertStore):
     def put(self, layer: Layer, projection: str, data: AnyTensor, **place: Any) -> None:
         """Use bytes without copying them; see `ExpertStore.put`."""
         buffer = as_bytes(data)
-        self._take(layer, projection, buffer, _opened(buffer, **place), **place)
+        self._take(layer, projection, buffer, backend_for(buffer.device).open(buffer, **place), **place)
 
     def _take(self, layer: Layer, projection: str, buffer: Tensor, matrix: Matrix, **place: Any) -> None:
         """Register bytes as those of a projection."""

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from moepack.backends.gpu.program import Program
 from moepack.backends.gpu.structs import Struct
+from moepack.solvers.problem import visits
+from moepack.solvers.uniform import LANES
 
-__all__ = ["lanes", "pairs", "program", "solve_dependent", "supports"]
+__all__ = ["pairs", "program", "solve_dependent", "supports"]
 
-LANES = 4
 _BLOCK, _ROWS, _STATES, _TILE, _TILE_THREADS = 32, 8, 8, 64, 256
 
 _BYTES = 1 << 30
@@ -38,13 +39,16 @@ def solve_dependent(
         raise ValueError("NaN or infinite weights")
     codes = torch.empty(weights.shape, dtype=torch.int32, device=weights.device)
     losses = torch.zeros(pivots.shape, dtype=torch.float64, device=weights.device)
+    if not weights.numel():
+        return codes, losses
     _, rows, columns = weights.shape
     some = max(1, _BYTES // (12 * rows * columns))
     lists, tensors = pairs(lengths.float()), (weights, upper.float(), pivots.float(), prices.float(), runs.int())
-    for first in range(0, len(weights), some):
-        part = slice(first, first + some)
-        given = _Given(lists, *(each[part].contiguous() for each in tensors))
-        given.solve(step, codes[part], losses[part])
+    with torch.cuda.device(weights.device):
+        for first in range(0, len(weights), some):
+            part = slice(first, first + some)
+            given = _Given(lists, *(each[part].contiguous() for each in tensors))
+            given.solve(step, codes[part], losses[part])
     return codes, losses
 
 
@@ -53,11 +57,6 @@ def supports(device: torch.device) -> bool:
     if device.type != "cuda" or find_spec("cupy") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def lanes(columns: int) -> Tensor:
-    """The columns in the order of visits."""
-    return torch.cat([torch.arange(lane, columns, LANES) for lane in range(LANES)])
 
 
 def pairs(lengths: Tensor) -> Tensor:
@@ -87,7 +86,7 @@ class _Given:
     def solve(self, step: float, codes: Tensor, losses: Tensor) -> None:
         """Write codes [E, R, C] and losses [E, C]."""
         (experts, rows, columns), device = self.weights.shape, self.weights.device
-        order = lanes(columns).to(device)
+        order = visits(columns, LANES).to(device)
         source = self.weights[..., order] * torch.tensor(4 / step, dtype=torch.float32, device=device)
         work, found = source.clone(), torch.empty(source.shape, dtype=torch.int32, device=device)
         states = torch.empty((experts, rows), dtype=torch.uint8, device=device)
