@@ -23,8 +23,8 @@ from moepack.methods.rate.method import Rate
 from moepack.methods.rate.sample import stream_rows
 from moepack.pipeline import Assignment
 from moepack.pipeline.solving import LayerPacker
-from moepack.solvers.priced import WORTH, symbols_of
-from moepack.solvers.uniform import CodeLengths, UniformProblem, priced_codes
+from moepack.solvers.priced import WORTH
+from moepack.solvers.uniform import CodeLengths, UniformProblem, sampled_lengths
 
 STEPS = (1.6, 1.0, 0.5)
 """Over the root mean square of the weights."""
@@ -69,10 +69,10 @@ def _solved(problem: UniformProblem, step: float, runs: Tensor) -> tuple[Tensor,
     """Values and their bits, from the code lengths."""
     settings = problem.settings
     price = settings.worth * step * step * float(problem.curvature.mean())
-    lengths = priced_codes(problem.weights / step, torch.full((len(runs),), WORTH), runs)
+    lengths = sampled_lengths(problem.weights / step, torch.full((len(runs),), WORTH))
     for _ in range(2):
         result = problem.solve(step, price, lengths)
-        lengths = CodeLengths.counted(symbols_of(result.codes, problem.dependent), runs)
+        lengths = CodeLengths.counted(result.codes, runs, dependent=problem.dependent)
     return result.values, float(lengths.totals.sum())
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 __all__ = [
     "CorruptionError", "Decoder", "DenseMatrix", "PackedTensor", "RecordMemory", "StreamedChannels",
     "UnknownFormatError", "__version__", "available_isas", "coded_frame", "coded_from_device", "coded_to_device",
-    "count_integers", "count_values", "decode_coded", "encode_channels", "encode_codebook",
+    "count_integers", "count_symbols", "count_values", "decode_coded", "encode_channels", "encode_codebook",
     "encode_coded", "encode_compensated", "encode_groupwise", "encode_ternary", "fit_groups", "formats",
     "gated_experts", "isa", "kernels", "kmeans", "pack_int3", "packed_bytes", "refine_channels", "refine_codebooks",
     "round_priced", "search_scales", "set_threads", "solve_dependent", "sparse_channels", "sparse_experts",
@@ -371,6 +371,14 @@ def count_integers(values: _Floats, integers: _Integers, *, classes: int, larges
     """Count the integers [1, rows, columns] of weights by class, [2 `largest` + 3] each.
 
     The ends include all integers beyond.
+    """
+
+def count_symbols(
+    codes: _Integers, runs: _Indices, *, number: int, largest: int, dependent: bool = False
+) -> NDArray[np.float64]:
+    """Count the symbols of codes [E, R, C] by the run [E, R] of their rows, [`number`, 2 `largest` + 3].
+
+    The ends include all symbols beyond. The symbols of dependent codes are their indices.
     """
 
 def solve_dependent(

@@ -18,7 +18,7 @@ import moepack
 import tiny_models
 from census_support import skip_unknown
 from command_support import run
-from moepack.calibration import CalibrationRequest, CalibrationSettings
+from moepack.calibration import CalibrationRequest, CalibrationSettings, factored
 from moepack.calibration.backward import draw_tokens
 from moepack.calibration.factored import Gradients
 from moepack.calibration.fisher import (
@@ -127,6 +127,39 @@ def test_blocks_give_the_numbers_of_the_whole_model(form: str, tmp_path: Path) -
     expected = whole_model(path)
     assert len(expected) > 5
     require_same(measured(path), expected)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_products_in_batches_give_the_same_numbers(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU multiplies the rows of all experts as one batch; both layouts of experts."""
+    path = saved(model_type, tmp_path / "model", {})
+    expected, stacked = measured(path), factored._Stacked
+    used: list[Tensor] = []
+
+    class Watched(stacked):  # type: ignore[valid-type, misc]
+        @classmethod
+        def apply(cls, x: Tensor, *others: Any) -> Any:
+            used.append(x)
+            return stacked.apply(x, *others)
+
+    monkeypatch.setattr(factored, "_Grouped", Watched)
+    require_same(measured(path), expected)
+    assert used
+
+
+def test_rows_without_a_matrix_are_zeros_in_a_batch() -> None:
+    """As at the end of what transformers sorts by expert; a matrix may have no rows."""
+    rows = torch.arange(12.0).view(6, 2)
+    places = factored._Places.of(torch.tensor([2, 2, 5], dtype=torch.int32), 6)
+    stacked = places.stacked(rows)
+    assert stacked.tolist() == [
+        [[0, 1], [2, 3], [0, 0]],
+        [[0, 0], [0, 0], [0, 0]],
+        [[4, 5], [6, 7], [8, 9]],
+    ]
+    assert torch.equal(places.flat(stacked), rows * torch.tensor([[1.0]] * 5 + [[0.0]]))
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "olmoe"])
@@ -338,6 +371,18 @@ def test_factors_of_any_size_give_the_sums_of_the_whole_gradient() -> None:
         torch.testing.assert_close(found.by_row, expected.by_row, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.by_column, expected.by_column, rtol=1e-4, atol=1e-4)
         assert not bool(found.by_row[0].any() or found.by_column[0].any())
+
+
+def test_factors_of_all_matrices_give_the_sums_of_each() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.rand(3, 30, generator=generator) + 0.5, torch.rand(1, 40, generator=generator) + 0.5
+    left, right = (torch.randn(3, 7, width, generator=generator) for width in (30, 40))
+    found, expected = Sums(rows, columns), Sums(rows, columns)
+    found.add_stack(left, right)
+    expected.add(left.mT @ right)
+    torch.testing.assert_close(found.total, expected.total, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.by_row, expected.by_row, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.by_column, expected.by_column, rtol=1e-4, atol=1e-4)
 
 
 def test_the_needed_memory_follows_the_largest_block(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from moepack.format import PackedDirectory
 from moepack.methods.rate import Rate
 from moepack.methods.rate.step_size import encoded
 from moepack.solvers.priced import LARGEST, Profile, least_spread, round_priced, scale_of, symbols_of, worth_of
-from moepack.solvers.uniform import CodeLengths, UniformProblem, dependent_codes, priced_codes
+from moepack.solvers.uniform import CodeLengths, UniformProblem, sampled_lengths
 from moepack.tuning.tensors import Scales
 from places import NOVEL, TINY_MOE
 
@@ -85,10 +85,10 @@ def test_compensation_leaves_less_error_than_plain_codes(columns: int) -> None:
         problem = UniformProblem(weights, seen, dependent=dependent)
         for _ in range(5 if dependent else 1):
             price = problem.settings.worth * step**2 * float(problem.curvature.mean())
-            lengths = priced_codes(weights / step, torch.full((2,), 0.01), runs)
+            lengths = sampled_lengths(weights / step, torch.full((2,), 0.01))
             for _ in range(2):
                 result = problem.solve(step, price, lengths)
-                lengths = CodeLengths.counted(symbols_of(result.codes, dependent), runs)
+                lengths = CodeLengths.counted(result.codes, runs, dependent=dependent)
             bits = float(lengths.totals.sum())
             wanted = wanted or bits
             step *= 2 ** ((bits - wanted) / weights.numel())
@@ -108,7 +108,7 @@ def test_bad_inputs_are_survived(change: str) -> None:
     else:
         seen[1] = 0
     problem = UniformProblem(weights, seen, dependent=True)
-    lengths = dependent_codes(weights / 0.7, torch.full((2,), 0.01))
+    lengths = sampled_lengths(weights / 0.7, torch.full((2,), 0.01), dependent=True)
     result = problem.solve(0.7, 0.01 * float(problem.curvature.mean()), lengths)
     assert bool(torch.isfinite(result.values).all()) and encoded(result.codes, LARGEST, True).nbytes > 0
     assert (result.reports[1].reason is not None) == (change == "dead")
@@ -119,7 +119,7 @@ def test_overflowing_compensation_falls_back_to_rounding() -> None:
     weights[0, 0, 0] = 3e38
     problem = UniformProblem(weights, hessians(1, 8) + 50, dependent=True)
     problem.factors.upper[0, 0, 1:] = 1e10
-    result = problem.solve(0.5, 0.001, dependent_codes(drawn(1, 4, 8), torch.full((1,), 0.01)))
+    result = problem.solve(0.5, 0.001, sampled_lengths(drawn(1, 4, 8), torch.full((1,), 0.01), dependent=True))
     assert result.reports[0].reason == "the compensated weights overflow"
 
 

@@ -15,6 +15,7 @@ from sass import DISASSEMBLER, INTEGER, disassemble
 from moepack.backends.gpu import (
     attention,
     coded_upload,
+    columns,
     compiler,
     dense,
     groupwise_linear,
@@ -85,6 +86,7 @@ PROGRAMS = {
     "dense, 16 tokens": dense.program(1, 16, 4),
     "coded upload": coded_upload._program(),
     "trellis": trellis.program(),
+    "columns": columns.program(),
     **{f"channels of {bits} bits": channel_kernels._program(bits) for bits in (4, 8, 16)},
     "residuals of 4 bits": channel_kernels._program(4, refines=True),
 }
@@ -93,7 +95,7 @@ PROGRAMS = {
 PLAIN = {
     *("int3 by 64", "int8 by 64, 32 tokens", "int3 by 64 and factors", "codebook 4 bits", "fsv8", "dict16", "coded"),
     *("coded, dependent, 16 tokens", "coded upload", "linear int4 by 64", "grouped int3 by 64", "grouped codebook"),
-    *("step", "attention", "prompt attention", "router", "dense", "channels of 8 bits", "trellis"),
+    *("step", "attention", "prompt attention", "router", "dense", "channels of 8 bits", "trellis", "columns"),
 }
 """A program of each source. The tests marked as slow compile the others, and all for other GPUs than H100s: sm_80, and
 sm_90, whose code newer GPUs get.
@@ -111,6 +113,7 @@ KERNELS = {
     "dense.cu": {"multiply"},
     "coded_upload.cu": {"measure", "write_records"},
     "trellis.cu": {"search", "spread"},
+    "columns.cu": {"round_columns", "descend"},
     "groupwise_linear.cu": LINEAR,
     "codebook_linear.cu": LINEAR,
     "groupwise_grouped.cu": GROUPED,
@@ -254,9 +257,16 @@ def test_a_linear_layer_takes_few_instructions(name, most):
 
 def test_every_family_has_programs():
     families = {f"{module}.cu" for module in FAMILIES.values()}
-    others = {"attention.cu", "coded_upload.cu", "dense.cu", "prompt.cu", "router.cu", "step.cu", "trellis.cu"} | {
-        f"{name}_{kind}.cu" for name in ("groupwise", "codebook") for kind in ("linear", "grouped")
-    }
+    others = {
+        "attention.cu",
+        "coded_upload.cu",
+        "columns.cu",
+        "dense.cu",
+        "prompt.cu",
+        "router.cu",
+        "step.cu",
+        "trellis.cu",
+    } | {f"{name}_{kind}.cu" for name in ("groupwise", "codebook") for kind in ("linear", "grouped")}
     assert {program.source for program in PROGRAMS.values()} == families | others
     assert {path.name for path in compiler.sources().glob("*.cu")} == {p.source for p in PROGRAMS.values()}
 

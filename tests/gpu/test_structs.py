@@ -38,6 +38,7 @@ PROGRAMS = [
     ("prompt.cu", {"HALF": 0, "WIDTH": 128, "HEADS": 8, "PARTS": 1}),
     ("router.cu", {"SCORES": 4}),
     ("trellis.cu", {}),
+    ("columns.cu", {}),
     ("dense.cu", {"HALF": 0, "COLUMNS": 8, "TEAM": 8}),
     ("channels.cu", {"BITS": 4, "REFINES": 1}),
     ("ternary.cu", {"DICT16": 0, "TOKENS": 1, "LANES": 32, "GLOBAL": 0, "THREADS": 512}),

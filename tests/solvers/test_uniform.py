@@ -2,11 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from moepack.solvers.priced import PRICE
-from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, priced_codes, step_of
+from moepack import _core
+from moepack.solvers.priced import PRICE, symbols_of
+from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, sampled_lengths, step_of
 
 E, R, C = 2, 64, 96
 
@@ -28,7 +30,7 @@ def runs() -> torch.Tensor:
 
 def solved(problem: UniformProblem, step: float, price: float) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Codes, values and bits of two passes."""
-    lengths = priced_codes(problem.weights / step, (price / (step**2 * problem.curvature)).float(), runs())
+    lengths = sampled_lengths(problem.weights / step, (price / (step**2 * problem.curvature)).float())
     for _ in range(2):
         result = problem.solve(step, price, lengths)
         lengths = CodeLengths.counted(result.codes, runs())
@@ -56,7 +58,7 @@ def test_compensation_loses_less_at_equal_bits(step: float) -> None:
 def test_codes_are_the_cheapest_of_their_neighbours() -> None:
     problem = UniformProblem(weights(), torch.eye(C).expand(E, C, C).contiguous(), settings=UniformSettings(1e-6))
     step, price = 0.7, 0.1 * 0.7**2
-    lengths = priced_codes(weights() / step, torch.full((E,), 0.1), runs())
+    lengths = sampled_lengths(weights() / step, torch.full((E,), 0.1))
     codes = problem.solve(step, price, lengths).codes.float()
     exact = weights() / step
     nearest = exact.round()
@@ -86,7 +88,9 @@ def test_unusable_hessians_are_survived(value: float) -> None:
     broken = hessians()
     broken[0] = value
     problem = UniformProblem(weights(), broken, torch.zeros(E, C, C))
-    result = problem.solve(0.5, PRICE * 0.25 * float(problem.curvature.mean()), CodeLengths.counted(weights(), runs()))
+    result = problem.solve(
+        0.5, PRICE * 0.25 * float(problem.curvature.mean()), CodeLengths.counted(weights().int(), runs())
+    )
     assert result.reports[0].reason is not None and result.reports[1].reason is None
     assert bool(torch.isfinite(result.values).all())
 
@@ -96,14 +100,14 @@ def test_constant_rows_zeros_and_outliers() -> None:
     odd[0, :8] = 0.25
     odd[0, 8, 5] = 1e6
     problem = UniformProblem(odd, hessians())
-    lengths = priced_codes(odd, torch.full((E,), PRICE), runs())
+    lengths = sampled_lengths(odd, torch.full((E,), PRICE))
     result = problem.solve(0.25, 1e-6 * float(problem.curvature.mean()), lengths)
     assert int(result.codes[0, 8, 5]) == 4_000_000
     assert not bool(result.codes[1].any()) and bool((result.codes[0, :8] == 1).all())
 
 
 def test_lengths_match_the_frequencies() -> None:
-    codes = torch.cat([torch.zeros(1, 2, 3000), torch.ones(1, 2, 1000)], 2)
+    codes = torch.cat([torch.zeros(1, 2, 3000), torch.ones(1, 2, 1000)], 2).int()
     lengths = CodeLengths.counted(codes, torch.tensor([[0, 1]]))
     assert lengths.of(torch.tensor([[0.0, 1.0]]))[0].tolist() == pytest.approx([math.log2(4 / 3), 2], rel=0.01)
     assert lengths.totals.tolist() == pytest.approx([4000 * 0.8113] * 2, rel=0.01)
@@ -114,3 +118,24 @@ def test_a_bit_is_worth_the_price(price: float, curvature: float) -> None:
     step = step_of(price, curvature, PRICE)
     assert step > 0 and step == float(torch.tensor(step).bfloat16())
     assert PRICE * step**2 * curvature == pytest.approx(price, rel=0.01, abs=1e-37)
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
+def test_the_core_counts_symbols_by_run(dtype: torch.dtype, dependent: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    wide = 100 if dtype == torch.int8 else 20_000
+    codes = torch.randint(-wide, wide, (3, 21, 50), generator=generator).to(dtype)
+    if dependent:
+        codes = torch.where(codes % 2 == 0, codes + 1, codes)
+    runs = torch.randint(4, (3, 21), generator=generator)
+    found = _core.count_symbols(codes.numpy(), runs.numpy(), number=5, largest=7, dependent=dependent)
+    places = symbols_of(codes, dependent).clamp(-8, 8).long() + 8
+    expected = torch.bincount((places + 17 * runs[..., None]).flatten(), minlength=5 * 17).view(5, 17)
+    assert torch.equal(torch.from_numpy(found), expected.double())
+
+
+@pytest.mark.parametrize(("runs", "match"), [([[0, 2]], "no run 2"), ([[-1, 0]], "no run -1"), ([[0]], "rows")])
+def test_runs_that_do_not_exist_are_refused(runs: list[list[int]], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        _core.count_symbols(np.zeros((1, 2, 3), np.int8), np.array(runs), number=2, largest=7)

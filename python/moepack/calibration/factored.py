@@ -43,6 +43,9 @@ class Watch(Protocol):
         A parameter [E, A, B] has E matrices, and [A, B] one.
         """
 
+    def stack(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Receive the gradients of all matrices of a parameter [E, A, B] as factors, [E, n, A] and [E, n, B]."""
+
     def rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
         """Receive the gradients [n, B] of different rows [n] of a parameter [A, B]; the others are zero."""
 
@@ -71,11 +74,18 @@ class _Window:
 
     Attributes:
         pairs: by matrix, its factors.
+        stacks: factors of all matrices.
         rows: rows that were looked up [n], and their gradients [n, B].
     """
 
     pairs: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    stacks: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> int:
+        """The number of forms in which parts of the gradient are given."""
+        return bool(self.pairs) + bool(self.stacks) + bool(self.rows)
 
 
 class Gradients(TorchFunctionMode):
@@ -106,15 +116,16 @@ class Gradients(TorchFunctionMode):
         parameters = {name: parameter for ref, name in self._known.values() if (parameter := ref()) is not None}
         for name, window in windows.items():
             parameter = parameters[name]
-            if parameter.grad is not None or (window.rows and window.pairs):
+            if parameter.grad is not None or window.kinds > 1:
                 self._watch.gradient(name, _whole(parameter, window))
                 parameter.grad = None
                 continue
             if window.rows:
                 self._watch.rows(name, *_summed(window.rows))
+            if window.stacks:
+                self._watch.stack(name, *_joined(window.stacks))
             for matrix, pairs in window.pairs.items():
-                left, right = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*pairs, strict=True))
-                self._watch.factors(name, matrix, left, right)
+                self._watch.factors(name, matrix, *_joined(pairs))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -128,6 +139,11 @@ class Gradients(TorchFunctionMode):
         """Keep the factors of a product: its inputs [n, C], and the gradients of its outputs [n, R]."""
         pair = (inputs, gradients) if matrix.turned else (gradients, inputs)
         self._windows.setdefault(matrix.name, _Window()).pairs.setdefault(matrix.index, []).append(pair)
+
+    def keep_stack(self, name: str, turned: bool, inputs: Tensor, gradients: Tensor) -> None:
+        """Keep the factors of the products of all matrices: inputs [E, n, C], and gradients of outputs [E, n, R]."""
+        pair = (inputs, gradients) if turned else (gradients, inputs)
+        self._windows.setdefault(name, _Window()).stacks.append(pair)
 
     def keep_rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
         """Keep the gradients [n, B] of looked-up rows [n]."""
@@ -199,7 +215,8 @@ def _handlers(gradients: Gradients) -> dict[Any, Callable[..., Tensor | None]]:
         if known is None or offs is None or x.dim() != 2:
             return None
         gradients.expect(known[0])
-        found: Tensor = _Grouped.apply(x, weight, offs, gradients, *known)
+        product = _Grouped if x.device.type == "cpu" else _Stacked
+        found: Tensor = product.apply(x, weight, offs, gradients, *known)
         return found
 
     def embedding(
@@ -269,6 +286,71 @@ class _Grouped(torch.autograd.Function):
         return passed, None, None, None, None, None
 
 
+class _Stacked(torch.autograd.Function):
+    """The products of `_Grouped` as one batch, whose matrices all have the rows of the longest one, at last zeros.
+
+    A GPU computes a batch in less time than the host needs to launch the products of small matrices one by one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, gradients: Gradients, name: str, turned: bool
+    ) -> Tensor:
+        ctx.places, ctx.receivers = _Places.of(ends, len(x)), (gradients, name, turned)
+        stacked = ctx.places.stacked(x)
+        ctx.save_for_backward(stacked, weight)
+        found: Tensor = ctx.places.flat(torch.bmm(stacked, weight))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (gradients, name, turned) = ctx.saved_tensors, ctx.receivers
+        stacked = ctx.places.stacked(given[0])
+        gradients.keep_stack(name, turned, x, stacked)
+        return ctx.places.flat(torch.bmm(stacked, weight.mT)), None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Places of n rows, of them consecutive ones for each of E matrices, in a stack [E, m, ...] with m rows for each.
+
+    Attributes:
+        rows: [E, m], the row of each place; any row where there is none.
+        used: [E, m, 1], whether there is one.
+        matrices, positions: [n], the place of each row.
+        assigned: [n, 1], whether a row belongs to a matrix: rows after the last end belong to none.
+    """
+
+    rows: Tensor
+    used: Tensor
+    matrices: Tensor
+    positions: Tensor
+    assigned: Tensor
+
+    @classmethod
+    def of(cls, ends: Tensor, count: int) -> _Places:
+        """Return the places of `count` rows, at least one, for the ends [E] of the matrices' rows."""
+        ends = ends.long()
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        inside = torch.arange(max(int((ends - starts).max()), 1), device=ends.device)
+        rows, every = starts[:, None] + inside, torch.arange(count, device=ends.device)
+        matrices = torch.searchsorted(ends, every, right=True)
+        assigned = matrices < len(ends)
+        matrices = torch.where(assigned, matrices, 0)
+        positions = torch.where(assigned, every - starts[matrices], 0)
+        return cls(rows.clamp(max=count - 1), (rows < ends[:, None])[..., None], matrices, positions, assigned[:, None])
+
+    def stacked(self, values: Tensor) -> Tensor:
+        """Return rows [n, A] as [E, m, A], filled up with zeros."""
+        found: Tensor = torch.where(self.used, values[self.rows], 0)
+        return found
+
+    def flat(self, stacked: Tensor) -> Tensor:
+        """Return the rows [n, A] of a stack [E, m, A]; zeros for rows without a matrix."""
+        found: Tensor = torch.where(self.assigned, stacked[self.matrices, self.positions], 0)
+        return found
+
+
 class _LookUp(torch.autograd.Function):
     """Rows of a matrix [A, B] by their indices."""
 
@@ -295,9 +377,17 @@ def _whole(parameter: nn.Parameter, window: _Window) -> Tensor:
     for index, pairs in window.pairs.items():
         for left, right in pairs:
             matrices[index].addmm_(left.mT, right)
+    for left, right in window.stacks:
+        matrices.baddbmm_(left.mT, right)
     for rows, gradients in window.rows:
         matrices[0].index_add_(0, rows, gradients)
     return found
+
+
+def _joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the factors [..., n, A] and [..., n, B] of a sum of products of factors."""
+    left, right = (torch.cat(parts, -2) if len(parts) > 1 else parts[0] for parts in zip(*pairs, strict=True))
+    return left, right
 
 
 def _summed(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -64,6 +64,10 @@ With 32 pieces, SmolLM2-135M at 2.5 bits loses +0.571 / +0.310, with 96 pieces +
 ROUND = 32
 """Number of pieces whose hidden states are in memory at a time. The checkpoint is read twice for each round."""
 
+SPARE = 1 / 8
+"""Share of the free memory that hidden states may take in larger rounds if the model runs on a GPU, which computes a
+round in less time than its weights are read."""
+
 BLOCK = 2.5
 """Memory for a block's float32 weights, their gradients and temporaries, relative to that of the weights."""
 
@@ -125,7 +129,8 @@ def fisher(
     squares = _Squares(dict(owners(model, skeleton.module)), balances, _of_tokens(model))
     shown = progress or Silent()
     stacks = decoder_blocks(model)
-    rounds = [Backward(skeleton, Stack(skeleton, *stacks, batch=1), part, squares) for part in torch.split(ids, ROUND)]
+    parts = torch.split(ids, _round(model, skeleton.module, device))
+    rounds = [Backward(skeleton, Stack(skeleton, *stacks, batch=1), part, squares) for part in parts]
     generator = torch.Generator().manual_seed(0)
     shown.prepare("measuring the sensitivity of each tensor on a part of the text")
     shown.start(ids.numel(), 0, "tokens")
@@ -202,8 +207,23 @@ def needed_bytes(checkpoint: Checkpoint, model: MoeModel) -> int:
     embedding = _weights(stack) - sum(sizes)
     head = _weights(whole.get_output_embeddings(), but=stack)
     ends = embedding + head + GRADIENT * max(embedding, head) + LOGITS * LENGTH * int(config.vocab_size)
-    states = ROUND * LENGTH * int(config.hidden_size) * int(getattr(config, "hc_mult", 1)) * (len(sizes) + 3)
-    return math.ceil(4 * (max(BLOCK * max(sizes), ends) + states))
+    return math.ceil(4 * max(BLOCK * max(sizes), ends) + ROUND * _states(whole, len(sizes)))
+
+
+def _states(whole: nn.Module, blocks: int) -> int:
+    """Return the bytes of the hidden states of a piece."""
+    config = whole.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    return 4 * LENGTH * int(config.hidden_size) * int(getattr(config, "hc_mult", 1)) * (blocks + 3)
+
+
+def _round(model: MoeModel, whole: nn.Module, device: torch.device) -> int:
+    """Return the number of pieces of a round."""
+    free = available_bytes()
+    if device.type == "cpu" or free is None:
+        return ROUND
+    owner, blocks = decoder_blocks(model)
+    states = _states(whole, len(getattr(whole.get_submodule(owner), blocks)))
+    return max(ROUND, int(SPARE * free) // states)
 
 
 def _weights(module: nn.Module | None, but: nn.Module | None = None) -> int:
@@ -243,6 +263,12 @@ class _Squares:
             sums = self._of(packed, left.device)
             if matrix < len(sums.rows):
                 sums.add_factors(matrix, *view.factors(left, right))
+
+    def stack(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Add the gradients left^T right of all matrices of a parameter."""
+        for packed, view in self._owners[name].items():
+            sums = self._of(packed, left.device)
+            sums.add_stack(*(each[: len(sums.rows)] for each in view.factors(left, right)))
 
     def rows(self, name: str, rows: Tensor, gradients: Tensor) -> None:
         """Add the gradients of different rows of a parameter."""
@@ -287,11 +313,11 @@ class View:
         return values[None] if self.form is None else self.form.part(self.projection, values)
 
     def factors(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors [n, R] and [n, C] of the tensor's gradient, from the factors of its parameter."""
+        """Return the factors [..., n, R] and [..., n, C] of the tensor's gradient from those of its parameter."""
         if self.form is None:
             return left, right
         place = self.form.places[self.projection]
-        return (right[:, place.rows], left) if place.transposed else (left[:, place.rows], right)
+        return (right[..., place.rows], left) if place.transposed else (left[..., place.rows], right)
 
 
 def _of_tokens(model: MoeModel) -> dict[str, str]:

@@ -180,5 +180,7 @@ class Skeleton:
             message = f"has shape {list(value.shape)}, but the model expects {list(like.shape)}"
             raise CheckpointError(message, file=self.checkpoint.path, tensor=source or name)
         dtype = self.dtype if like.is_floating_point() else value.dtype
-        # Always a copy: the mapped pages are released with the source, and nothing may write to them.
-        return value.to(self.device, dtype, copy=True)
+        # Always a copy: the mapped pages are released with the source, and nothing may write to them. A GPU widens
+        # values itself, because fewer bytes are copied.
+        moved = value.to(self.device)
+        return moved.to(dtype, copy=moved is value)

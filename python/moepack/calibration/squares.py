@@ -70,6 +70,15 @@ class Sums:
         _add_forms(self.by_row[expert], left, _gram(right, self.columns[expert]))
         _add_forms(self.by_column[expert], right, _gram(left, self.rows[expert]))
 
+    def add_stack(self, left: Tensor, right: Tensor) -> None:
+        """Add left^T right for left [E, n, R] and right [E, n, C], in a few operations for all matrices."""
+        ours, theirs = left @ left.mT, right @ right.mT
+        self.total += (ours * theirs).sum((1, 2)).double().sum()
+        form = (right * self.columns[:, None]) @ right.mT
+        self.by_row += (form @ left).mul_(left).sum(1).clamp_(min=0)
+        form = (left * self.rows[:, None]) @ left.mT
+        self.by_column += (form @ right).mul_(right).sum(1).clamp_(min=0)
+
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Add a matrix with the values [n, C] in different rows [n], and zeros elsewhere; for one matrix."""
         squares = values.square()

@@ -20,7 +20,7 @@ with an unusable Hessian gets F = I, which is rounding to nearest, and its repor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,8 @@ from torch import Tensor
 from moepack.errors import InvalidTensorError
 from moepack.solvers.grids import Grid
 
-#: Columns updated eagerly; a power of two that keeps the inner matrix-vector products in the first-level cache.
+#: Columns updated eagerly; a power of two that keeps the inner matrix-vector products in the first-level cache, and at
+#: most the columns that `cuda/columns.cu` keeps in registers.
 SUB_BLOCK = 16
 #: The factor by which damping grows after a failed factorization, and the last value tried. A positive semi-definite
 #: matrix scaled to a mean diagonal of one is diagonally dominant long before: its largest eigenvalue is at most C.
@@ -91,6 +92,10 @@ class GptqResult:
     reports: tuple[ExpertReport, ...]
 
 
+Rounder = Callable[[Grid, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Rounds the columns of a sub-block: arguments and result as for `round_columns`."""
+
+
 @dataclass
 class Factors:
     """The result of `factorize` for a batch of Hessians."""
@@ -110,6 +115,7 @@ def gptq(
     settings: GptqSettings | None = None,
     *,
     factors: Factors | None = None,
+    rounder: Rounder | None = None,
 ) -> GptqResult:
     """Quantize a batch of matrices with error compensation.
 
@@ -120,6 +126,7 @@ def gptq(
         grid: the allowed values. This call sets its parameters.
         settings: see :class:`GptqSettings`.
         factors: result of :func:`factorize` for the Hessians, for repeated solves; not with act-order.
+        rounder: rounds the columns of a sub-block; :func:`round_columns` by default.
 
     Returns:
         Codes, values and reports; tensors on the device of ``weights``.
@@ -138,11 +145,12 @@ def gptq(
     order = _column_order(hessians, settings.act_order)
     factors = factors or factorize(_permuted(hessians, order), settings.damping)
     grid.fit(weights)
-    codes, values, loss = _solve(weights, factors, order, grid, settings.block_size)
+    rounder = rounder or round_columns
+    codes, values, loss = _solve(weights, factors, order, grid, settings.block_size, rounder)
     if without_compensation(factors, loss):
         # Solve everything again, because the grid must see the whole batch.
         grid.fit(weights)
-        codes, values, loss = _solve(weights, factors, order, grid, settings.block_size)
+        codes, values, loss = _solve(weights, factors, order, grid, settings.block_size, rounder)
     return GptqResult(codes, values, reports_of(factors, loss))
 
 
@@ -293,7 +301,39 @@ def _cholesky(
     return upper, pivots, held
 
 
-def _solve(weights: Tensor, factors: Factors, order: Tensor, grid: Grid, block: int) -> tuple[Tensor, Tensor, Tensor]:
+def round_columns(
+    grid: Grid, free: Tensor, errors: Tensor, left: Tensor, upper: Tensor, columns: Tensor, pivots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Round the columns of a sub-block one after the other, each compensated for those before it.
+
+    Args:
+        grid: the allowed values.
+        free: [E, K, R], compensated for the columns before the sub-block. Not modified.
+        errors: [E, K, R], the original weights; the values are subtracted in place.
+        left: [E, K, R], receives the compensated weights minus the values.
+        upper: [E, K, K], the part of F.
+        columns: [E, K] int64, the columns' places in the original matrix.
+        pivots: [E, K], the part of p.
+
+    Returns:
+        Codes in the grid's dtype, and values, [E, K, R].
+    """
+    codes, values = [], []
+    for j in range(free.shape[1]):
+        column = free[:, j]
+        if j:
+            column = column + torch.bmm(upper[:, None, :j, j], errors[:, :j]).squeeze(1)
+        code, value = grid.quantize(column, columns[:, j], pivots[:, j] ** 2)
+        errors[:, j] -= value
+        torch.sub(column, value, out=left[:, j])
+        codes.append(code)
+        values.append(value)
+    return torch.stack(codes, 1), torch.stack(values, 1)
+
+
+def _solve(
+    weights: Tensor, factors: Factors, order: Tensor, grid: Grid, block: int, rounder: Rounder
+) -> tuple[Tensor, Tensor, Tensor]:
     """Round all columns. Works on the transposed weights so that a column is contiguous.
 
     Returns:
@@ -318,18 +358,15 @@ def _solve(weights: Tensor, factors: Factors, order: Tensor, grid: Grid, block: 
             if grid.group_size is not None and left % grid.group_size == 0:
                 group = slice(left, left + grid.group_size)
                 grid.enter(left, _current(source[:, group], work[:, group], upper[:, group, group]).transpose(1, 2))
-            for j in range(left, right):
-                column, done = work[:, j], errors[:, left - start : j - start]
-                if j > left:
-                    column = column + torch.bmm(upper[:, None, left:j, j], done).squeeze(1)
-                pivot = pivots[:, j]
-                code, value = grid.quantize(column, order[:, j], pivot**2)
-                errors[:, j - start] -= value
-                torch.sub(column, value, out=rounding[:, j - start])
-                if codes is None:
-                    codes = torch.empty(work.shape, dtype=code.dtype, device=work.device)
-                codes[:, j], values[:, j] = code, value
-            _spread(work[:, right:stop], upper[:, left:right, right:stop], errors[:, left - start : right - start])
+            own, part = slice(left, right), slice(left - start, right - start)
+            code, values[:, own] = rounder(
+                grid, work[:, own], errors[:, part], rounding[:, part],
+                upper[:, own, own], order[:, own], pivots[:, own],
+            )  # fmt: skip
+            if codes is None:
+                codes = torch.empty(work.shape, dtype=code.dtype, device=work.device)
+            codes[:, own] = code
+            _spread(work[:, right:stop], upper[:, own, right:stop], errors[:, part])
         _spread(work[:, stop:], upper[:, start:stop, stop:], errors)
         loss[:, start:stop] = rounding.square_().sum(2, dtype=torch.float64) * pivots[:, start:stop].double() ** 2
     if codes is None:

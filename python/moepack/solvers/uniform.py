@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,8 +42,7 @@ from moepack.solvers.priced import (
 from moepack.solvers.problem import Problem
 
 __all__ = [
-    "CodeLengths", "Search", "UniformProblem", "UniformSettings",
-    "dependent_codes", "in_core", "priced_codes", "step_of",
+    "CodeLengths", "Search", "UniformProblem", "UniformSettings", "in_core", "sampled_lengths", "step_of",
 ]  # fmt: skip
 
 Search = Callable[..., tuple[Tensor, Tensor]]
@@ -99,11 +99,9 @@ class CodeLengths:
     totals: Tensor
 
     @classmethod
-    def counted(cls, codes: Tensor, runs: Tensor, largest: int = LARGEST) -> CodeLengths:
-        """Return lengths from codes [E, R, C] and the runs [E, R] of their rows, numbered from 0."""
-        number, width = int(runs.max()) + 1 if runs.numel() else 1, 2 * largest + 3
-        places = (_symbols(codes, largest) + runs[..., None] * width).flatten()
-        counts = torch.bincount(places, minlength=number * width).view(number, width).double()
+    def counted(cls, codes: Tensor, runs: Tensor, largest: int = LARGEST, *, dependent: bool = False) -> CodeLengths:
+        """Return lengths from int32 codes [E, R, C] and the runs [E, R] of their rows, numbered from 0."""
+        counts = _counts(codes, runs, largest, dependent)
         every = counts.sum(0) + 0.5
         frequencies = counts + PRIOR * every / every.sum()
         bits = -torch.log2(frequencies / frequencies.sum(1, keepdim=True))
@@ -116,6 +114,16 @@ class CodeLengths:
         width = self.table.shape[1]
         places = _symbols(codes, width // 2 - 1) + runs * width
         return self.table.view(-1).index_select(0, places.flatten()).view(codes.shape)
+
+
+def _counts(codes: Tensor, runs: Tensor, largest: int, dependent: bool) -> Tensor:
+    """Return the counts of the symbols of each run, [N, 2 L + 3] float64."""
+    number, width = int(runs.max()) + 1 if runs.numel() else 1, 2 * largest + 3
+    if codes.device.type == "cpu":
+        given = codes.contiguous().numpy(), runs.contiguous().numpy()
+        return torch.from_numpy(_core.count_symbols(*given, number=number, largest=largest, dependent=dependent))
+    places = (_symbols(symbols_of(codes, dependent), largest) + runs[..., None] * width).flatten()
+    return torch.bincount(places, minlength=number * width).view(number, width).double()
 
 
 def _symbols(codes: Tensor, largest: int) -> Tensor:
@@ -143,22 +151,24 @@ def _cheapest(exact: Tensor, prices: Tensor, lengths: CodeLengths) -> Tensor:
     return best
 
 
-def dependent_codes(exact: Tensor, prices: Tensor, largest: int = LARGEST) -> CodeLengths:
-    """Return code lengths like `priced_codes`, for dependent codes with one run per expert.
+def sampled_lengths(exact: Tensor, prices: Tensor, largest: int = LARGEST, *, dependent: bool = False) -> CodeLengths:
+    """Return code lengths of values rounded without compensation, by alternating rounding and counting.
 
     Args:
-        exact: [E, R, C] float32 on the CPU, in steps.
+        exact: [E, R, C] float32 on the CPU, in steps; each expert is a run.
         prices: [E], squared steps per bit.
         largest: the largest magnitude with its own code length.
+        dependent: whether codes are dependent.
     """
     runs = torch.arange(len(exact))[:, None].expand(exact.shape[:2])
-    lengths = CodeLengths.counted(exact.round(), runs, largest)
+    codes = exact.round().clamp_(-MOST, MOST).int()
+    lengths = CodeLengths.counted(codes, runs, largest)
     # A sample of a matrix is too small for the core to share among threads.
     with _threads(len(exact)) as mapped:
         for _ in range(ROUNDS):
-            codes = list(mapped(_rounded, exact, lengths.table, prices.tolist()))
-            symbols = symbols_of(torch.stack(codes), dependent=True) if codes else exact.int()
-            lengths = CodeLengths.counted(symbols, runs, largest)
+            each = list(mapped(partial(_rounded, dependent=dependent), exact, lengths.table, prices.tolist()))
+            codes = torch.stack(each) if each else codes
+            lengths = CodeLengths.counted(codes, runs, largest, dependent=dependent)
     return lengths
 
 
@@ -172,24 +182,9 @@ def _threads(most: int) -> Iterator[Callable[..., Iterable[Tensor]]]:
         yield pool.map
 
 
-def _rounded(exact: Tensor, table: Tensor, price: float) -> Tensor:
-    """Return dependent codes of a matrix [R, C] in steps, int32, from the code lengths [2 L + 3] of its run."""
-    return round_priced(exact, 1.0, Lengths(table[None, 1:-1].contiguous(), dependent=True), price).int()
-
-
-def priced_codes(exact: Tensor, prices: Tensor, runs: Tensor, largest: int = LARGEST) -> CodeLengths:
-    """Return code lengths of values rounded without compensation, by alternating rounding and counting.
-
-    Args:
-        exact: [E, R, C] float32, in steps.
-        prices: [E], squared steps per bit.
-        runs: [E, R], the run of each row.
-        largest: the largest magnitude with its own code length.
-    """
-    lengths = CodeLengths.counted(exact.round(), runs, largest)
-    for _ in range(ROUNDS):
-        lengths = CodeLengths.counted(_cheapest(exact, prices[:, None, None], lengths), runs, largest)
-    return lengths
+def _rounded(exact: Tensor, table: Tensor, price: float, *, dependent: bool) -> Tensor:
+    """Return codes of a matrix [R, C] in steps, int32, from the code lengths [2 L + 3] of its run."""
+    return round_priced(exact, 1.0, Lengths(table[None, 1:-1].contiguous(), dependent), price).int()
 
 
 def step_of(price: float, curvature: float, worth: float) -> float:

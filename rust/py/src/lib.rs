@@ -43,8 +43,8 @@ mod _core {
     use super::machine::{available_isas, isa, kernels, set_threads, threads};
     #[pymodule_export]
     use super::solvers::{
-        count_integers, count_values, fit_groups, kmeans, refine_codebooks, round_priced, search_scales,
-        solve_dependent,
+        count_integers, count_symbols, count_values, fit_groups, kmeans, refine_codebooks, round_priced,
+        search_scales, solve_dependent,
     };
     #[pymodule_export]
     use super::streaming::{RecordMemory, StreamedChannels};

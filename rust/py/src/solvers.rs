@@ -306,6 +306,48 @@ fn counted_integers<'py, T: priced::Integer + numpy::Element>(
     })
 }
 
+/// Count the symbols of codes by run of rows.
+#[pyfunction]
+#[pyo3(signature = (codes, runs, *, number, largest, dependent=false))]
+pub fn count_symbols<'py>(
+    py: Python<'py>,
+    codes: Integers<'py>,
+    runs: PyReadonlyArray2<'py, i64>,
+    number: usize,
+    largest: u16,
+    dependent: bool,
+) -> PyResult<Bound<'py, PyArray2<f64>>> {
+    let found = match &codes {
+        Integers::Bytes(given) => counted_symbols(py, given, &runs, number, largest, dependent),
+        Integers::Shorts(given) => counted_symbols(py, given, &runs, number, largest, dependent),
+        Integers::Words(given) => counted_symbols(py, given, &runs, number, largest, dependent),
+    }?;
+    let found: Vec<f64> = found.into_iter().map(|count| count as f64).collect();
+    found
+        .into_pyarray(py)
+        .reshape([number, 2 * usize::from(largest) + 3])
+}
+
+fn counted_symbols<'py, T: priced::Integer + numpy::Element>(
+    py: Python<'py>,
+    codes: &PyReadonlyArray3<'py, T>,
+    runs: &PyReadonlyArray2<'py, i64>,
+    number: usize,
+    largest: u16,
+    dependent: bool,
+) -> PyResult<Vec<u64>> {
+    let [_, _, columns] = lengths(&**codes);
+    let coded = priced::count::Coded {
+        codes: values(codes, "codes")?,
+        columns,
+        runs: values(runs, "runs")?,
+        number,
+        dependent,
+    };
+    py.detach(|| priced::count::symbols(coded, largest, &*pool::current()?))
+        .map_err(raise)
+}
+
 /// The counts of each class.
 fn counted<'py>(
     py: Python<'py>,

@@ -1,13 +1,14 @@
 """Checks whether a GPU can be used or was lost, and how much of its memory is free."""
 
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 
 from moepack.backends.gpu.compiler import architecture
 from moepack.errors import DeviceError, DeviceMemoryError
 
-__all__ = ["allocate", "free_bytes", "lost", "missing_memory", "require"]
+__all__ = ["allocate", "free_bytes", "lost", "missing_memory", "require", "supports"]
 
 
 def require(device: torch.device) -> torch.device:
@@ -30,6 +31,13 @@ def require(device: torch.device) -> torch.device:
 @cache
 def _require_capability(index: int) -> None:
     architecture(torch.cuda.get_device_capability(index))
+
+
+def supports(device: torch.device) -> bool:
+    """Return whether the kernels can run on a device: an NVIDIA GPU of capability 8.0 or newer, with CuPy installed."""
+    if device.type != "cuda" or find_spec("cupy") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def lost(error: BaseException) -> DeviceError | None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from moepack.backends.gpu.structs import Struct
 from moepack.solvers.problem import visits
 from moepack.solvers.uniform import LANES
 
-__all__ = ["pairs", "program", "solve_dependent", "supports"]
+__all__ = ["pairs", "program", "solve_dependent"]
 
 _BLOCK, _ROWS, _STATES, _TILE, _TILE_THREADS = 32, 8, 8, 64, 256
 
@@ -50,13 +49,6 @@ def solve_dependent(
             given = _Given(lists, *(each[part].contiguous() for each in tensors))
             given.solve(step, codes[part], losses[part])
     return codes, losses
-
-
-def supports(device: torch.device) -> bool:
-    """Return whether the kernels can run on a device: an NVIDIA GPU of capability 8.0 or newer, with CuPy installed."""
-    if device.type != "cuda" or find_spec("cupy") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def pairs(lengths: Tensor) -> Tensor:

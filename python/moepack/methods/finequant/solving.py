@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from moepack.backends.gpu import columns
+from moepack.backends.gpu.device import supports
 from moepack.errors import InvalidTensorError
 from moepack.methods.base import Solution, Stage, Weights
 from moepack.solvers.codebooks import ClusterSettings, cluster, look_up
 from moepack.solvers.drift import corrected
 from moepack.solvers.energy import energy_factors
 from moepack.solvers.fixed_point import fixed_point
-from moepack.solvers.integers import IntegerSettings, solve_integers
+from moepack.solvers.integers import IN_TORCH, IntegerSettings, solve_integers
 from moepack.solvers.ridge import with_ridge
 
 __all__ = ["Grid", "book_settings", "solve_on_inputs", "solve_without_inputs"]
@@ -75,7 +77,8 @@ def _solved(weights: Tensor, hessians: Tensor, drift: Tensor | None, grid: Grid,
     target = weights if drift is None else corrected(weights, hessians, drift, SHIFT, SHIFT_DAMPING)
     if isinstance(grid, ClusterSettings):
         return _clustered(target, hessians, grid, experts)
-    solved = solve_integers(target, hessians, grid)
+    loops = columns.LOOPS if supports(target.device) else IN_TORCH
+    solved = solve_integers(target, hessians, grid, loops)
     matched = solved.grid.scaled(energy_factors(target, solved.values, hessians))
     parts = {"codes": solved.codes, "scales": matched.scales}
     if matched.offsets is not None:

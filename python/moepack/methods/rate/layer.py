@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moepack.allocation import Curves, PricedBudget
 from moepack.backends.gpu import trellis
+from moepack.backends.gpu.device import supports
 from moepack.calibration import Stage
 from moepack.methods.base import Shape, Solution
 from moepack.methods.rate.sample import stream_rows
@@ -36,11 +37,10 @@ from moepack.solvers.priced import (
     WORTH_OF_DEPENDENT,
     least_spread,
     scale_of,
-    symbols_of,
 )
 from moepack.solvers.ridge import with_ridge
 from moepack.solvers.search import smallest_within
-from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, dependent_codes, priced_codes, step_of
+from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings, sampled_lengths, step_of
 
 __all__ = ["LayerSolver", "parts_of", "solved_apart"]
 
@@ -88,11 +88,9 @@ class _Outlook:
     def lengths(self, price: float) -> CodeLengths:
         """Return code lengths at a price, one run per expert."""
         step = self.step_at(price)
-        runs = torch.arange(len(self.weights))[:, None].expand(self.weights.shape[:2])
         prices = (price / (step * step * self.curvature)).float()
-        if self.dependent:
-            return dependent_codes(self.weights / step, prices * (WORTH_OF_DEPENDENT / WORTH), self.settings.largest)
-        return priced_codes(self.weights / step, prices, runs, self.settings.largest)
+        prices = prices * (WORTH_OF_DEPENDENT / WORTH) if self.dependent else prices
+        return sampled_lengths(self.weights / step, prices, self.settings.largest, dependent=self.dependent)
 
     def bits(self, price: float) -> Tensor:
         """Return the bits of each expert at a price, [E] float64."""
@@ -218,8 +216,7 @@ class LayerSolver:
             price = self._unit * budget.price(name, stage.experts)
             step = outlook.step_at(price)
             result = problem.solve(step, price, lengths or _expected(outlook, price, stage, problem.weights))
-            symbols = symbols_of(result.codes, outlook.dependent)
-            lengths = CodeLengths.counted(symbols, runs, self._settings.largest)
+            lengths = CodeLengths.counted(result.codes, runs, self._settings.largest, dependent=outlook.dependent)
             stored = _stored_bits(stage, result.codes, self._settings.largest, outlook.dependent)
             budget.record_bits(name, stage.experts, stored)
             excess = budget.excess()
@@ -280,7 +277,7 @@ class LayerSolver:
             hessians = _divided(hessians, *factors)
             drift = None if drift is None else _divided(drift, *factors)
         weights = self._weights(stage)
-        search = trellis.solve_dependent if trellis.supports(weights.device) else None
+        search = trellis.solve_dependent if supports(weights.device) else None
         return UniformProblem(weights, hessians, drift, self._settings, dependent=dependent, search=search)
 
     def _weights(self, stage: Stage) -> Tensor:

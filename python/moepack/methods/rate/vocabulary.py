@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moepack.methods.rate.sample import stream_rows
 from moepack.methods.rate.scales import Scales
-from moepack.solvers.priced import WORTH, Lengths, round_priced, symbols_of
+from moepack.solvers.priced import WORTH, Lengths, round_priced
 from moepack.solvers.uniform import CodeLengths, UniformProblem, UniformSettings
 
 __all__ = ["DAMPING", "solved_rows"]
@@ -64,7 +64,7 @@ def solved_rows(
         weights = scales.scaled(0, matrix, slice(first, first + height))[None]
         runs = (torch.arange(weights.shape[1]) // run)[None]
         rounded = round_priced(weights[0], step, lengths, lengths.worth)[None]
-        known = CodeLengths.counted(symbols_of(rounded.int(), lengths.dependent), runs, settings.largest)
+        known = CodeLengths.counted(rounded, runs, settings.largest, dependent=lengths.dependent)
         if problem is None:
             problem = UniformProblem(weights, (metric / per)[None], None, settings, dependent=lengths.dependent)
         problem.weights = weights

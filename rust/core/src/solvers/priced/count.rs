@@ -1,4 +1,4 @@
-//! Histograms by class: of weights in units of their class, and of their integers.
+//! Histograms: by class, of weights in units of their class and of their integers; by run of rows, of symbols.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -72,6 +72,76 @@ pub fn integers<T: Integer>(
             let integer: i32 = integer.into();
             counts[(integer.clamp(-beyond, beyond) + beyond) as usize] += 1;
         }
+    })
+}
+
+/// Codes to count by run.
+#[derive(Debug, Clone, Copy)]
+pub struct Coded<'a, T> {
+    /// R x C.
+    pub codes: &'a [T],
+    /// The number of columns C.
+    pub columns: usize,
+    /// The run of each row.
+    pub runs: &'a [i64],
+    /// The number of runs.
+    pub number: usize,
+    /// Whether codes are dependent; their symbols are the indices.
+    pub dependent: bool,
+}
+
+/// Counts the symbols of each run, N x (2 L + 3), from -L - 1, which includes all below, to L + 1, which includes all
+/// above.
+///
+/// # Errors
+/// [`Error::InvalidArgument`](crate::Error) if the rows are incomplete, or a row's run does not exist.
+pub fn symbols<T: Integer>(coded: Coded<T>, largest: u16, pool: &ThreadPool) -> Result<Vec<u64>> {
+    let Coded {
+        codes,
+        columns,
+        runs,
+        number,
+        dependent,
+    } = coded;
+    if runs.len().checked_mul(columns) != Some(codes.len()) {
+        let (codes, rows) = (codes.len(), runs.len());
+        return invalid(format!(
+            "{codes} codes do not form {rows} rows of {columns} columns"
+        ));
+    }
+    if let Some(run) = runs.iter().find(|run| !(0..number as i64).contains(run)) {
+        return invalid(format!("there is no run {run} among {number}"));
+    }
+    let beyond = i32::from(largest) + 1;
+    let bins = 2 * beyond as usize + 1;
+    let Some(size) = number.checked_mul(bins) else {
+        return invalid(format!("{number} runs of {bins} symbols"));
+    };
+    if codes.is_empty() {
+        return Ok(vec![0; size]);
+    }
+    let place = |code: i32| {
+        let fine = if code & 3 == 1 { code } else { code.wrapping_neg() };
+        let symbol = if dependent { fine >> 2 } else { code };
+        (symbol.clamp(-beyond, beyond) + beyond) as usize
+    };
+    pool.install(|| {
+        // Each thread counts consecutive rows, because counts are large.
+        let rows = codes.par_chunks(columns).zip(runs);
+        let rows = rows.with_min_len(runs.len().div_ceil(rayon::current_num_threads()));
+        let counted = rows.fold(
+            || vec![0_u64; size],
+            |mut counts, (row, &run)| {
+                let own = &mut counts[run as usize * bins..][..bins];
+                row.iter().for_each(|&code| own[place(code.into())] += 1);
+                counts
+            },
+        );
+        let sum = |mut all: Vec<u64>, counts: Vec<u64>| {
+            all.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+            all
+        };
+        Ok(counted.reduce_with(sum).unwrap_or_else(|| vec![0; size]))
     })
 }
 
