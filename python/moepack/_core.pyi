@@ -16,8 +16,8 @@ __all__ = [
     "count_integers", "count_symbols", "count_values", "decode_coded", "encode_channels", "encode_codebook",
     "encode_coded", "encode_compensated", "encode_groupwise", "encode_ternary", "fit_groups", "formats",
     "gated_experts", "isa", "kernels", "kmeans", "pack_int3", "packed_bytes", "refine_channels", "refine_codebooks",
-    "round_priced", "search_scales", "set_threads", "solve_dependent", "sparse_channels", "sparse_experts",
-    "ternary_table", "threads", "unpack_int3",
+    "round_priced", "round_samples", "search_scales", "set_threads", "solve_dependent", "sparse_channels",
+    "sparse_experts", "ternary_table", "threads", "unpack_int3",
 ]  # fmt: skip
 
 __version__: str
@@ -359,6 +359,17 @@ def round_priced(
         price: the cost of a bit in squared steps.
         width: weights are divided by it to find their class.
         dependent: find the codes of the cheapest path (docs/format.md, section 9); lengths are of indices, L below 32.
+    """
+
+def round_samples(
+    samples: _Floats, lengths: _Floats, prices: NDArray[np.float32], *, dependent: bool = False
+) -> NDArray[np.int32]:
+    """Round samples [E, R, C] in steps to codes of the same shape.
+
+    Each matrix has bits [E, 2 L + 1] of the symbols from -L to L, and a price [E] in squared steps per bit.
+
+    Raises:
+        ValueError: a value is NaN or infinite.
     """
 
 def count_values(values: _Floats, *, classes: int, bins: int, reach: float) -> _Counts:

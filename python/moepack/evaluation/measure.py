@@ -18,6 +18,7 @@ from moepack.evaluation.reference import Reference, record_reference
 from moepack.evaluation.windows import batches, read_windows
 from moepack.integrations.options import LoadOptions
 from moepack.memory import PeakMemory
+from moepack.precision import single_precision
 
 __all__ = ["EvaluationReport", "evaluate"]
 
@@ -53,6 +54,7 @@ class EvaluationReport:
 
 
 @torch.inference_mode()
+@single_precision()
 def evaluate(
     model: Source,
     text: str | PathLike[str],

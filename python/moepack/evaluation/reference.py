@@ -38,6 +38,7 @@ from moepack.format.shard import DTYPE_NAMES
 from moepack.integrations.loading import is_packed
 from moepack.integrations.options import LoadOptions
 from moepack.memory import PeakMemory, available_bytes
+from moepack.precision import single_precision
 
 __all__ = ["Reference", "record_reference"]
 
@@ -141,6 +142,7 @@ def _mapped(file: Path) -> Any:
 
 
 @torch.inference_mode()
+@single_precision()
 def record_reference(
     model: Source,
     text: str | PathLike[str],

@@ -60,6 +60,7 @@ from moepack.pipeline.solving import LayerPacker
 from moepack.pipeline.soundness import check_names, check_source
 from moepack.pipeline.source import KEPT_OUT, Source, opened, sources_of
 from moepack.pipeline.writer import ShardWriter
+from moepack.precision import single_precision
 from moepack.progress import Progress, Silent
 from moepack.system import files
 
@@ -69,6 +70,7 @@ WEIGHT = "weight"
 _METADATA = {"format": "pt"}
 
 
+@single_precision()
 def compress(
     model: str | PathLike[str] | Source,
     out: str | PathLike[str],

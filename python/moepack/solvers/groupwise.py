@@ -25,6 +25,7 @@ from torch import Tensor
 from moepack import _core
 from moepack.arrays import AnyTensor, as_tensor
 from moepack.errors import InvalidTensorError
+from moepack.precision import single_precision
 from moepack.solvers.chunks import row_chunks
 from moepack.solvers.widths import BITS, GROUP_SIZES
 
@@ -84,6 +85,7 @@ def quantize_groupwise(
 ) -> GroupwiseArrays: ...
 
 
+@single_precision()
 def quantize_groupwise(
     weight: AnyTensor,
     bits: int = 4,

@@ -16,6 +16,7 @@ import torch
 
 from moepack.arrays import as_tensor
 from moepack.errors import InvalidTensorError
+from moepack.precision import single_precision
 from moepack.solvers.chunks import row_chunks
 
 __all__ = ["quantize_ternary"]
@@ -33,6 +34,7 @@ def quantize_ternary(
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]: ...
 
 
+@single_precision()
 def quantize_ternary(
     weight: torch.Tensor | npt.NDArray[np.floating],
     *,

@@ -18,11 +18,8 @@ Invariants: as for :mod:`moepack.solvers.gptq`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,8 +32,6 @@ from moepack.solvers.priced import (
     MOST,
     WORTH,
     WORTH_OF_DEPENDENT,
-    Lengths,
-    round_priced,
     symbols_of,
 )
 from moepack.solvers.problem import Problem
@@ -163,28 +158,12 @@ def sampled_lengths(exact: Tensor, prices: Tensor, largest: int = LARGEST, *, de
     runs = torch.arange(len(exact))[:, None].expand(exact.shape[:2])
     codes = exact.round().clamp_(-MOST, MOST).int()
     lengths = CodeLengths.counted(codes, runs, largest)
-    # A sample of a matrix is too small for the core to share among threads.
-    with _threads(len(exact)) as mapped:
-        for _ in range(ROUNDS):
-            each = list(mapped(partial(_rounded, dependent=dependent), exact, lengths.table, prices.tolist()))
-            codes = torch.stack(each) if each else codes
-            lengths = CodeLengths.counted(codes, runs, largest, dependent=dependent)
+    given, costs = exact.contiguous().numpy(), prices.float().numpy()
+    for _ in range(ROUNDS):
+        table = lengths.table[: len(exact), 1:-1].contiguous().numpy()
+        codes = torch.from_numpy(_core.round_samples(given, table, costs, dependent=dependent))
+        lengths = CodeLengths.counted(codes, runs, largest, dependent=dependent)
     return lengths
-
-
-@contextmanager
-def _threads(most: int) -> Iterator[Callable[..., Iterable[Tensor]]]:
-    """Yield a `map` with the threads of torch, at most `most`; a single one is the caller's."""
-    if (count := min(most, torch.get_num_threads())) <= 1:
-        yield map
-        return
-    with ThreadPoolExecutor(count) as pool:
-        yield pool.map
-
-
-def _rounded(exact: Tensor, table: Tensor, price: float, *, dependent: bool) -> Tensor:
-    """Return codes of a matrix [R, C] in steps, int32, from the code lengths [2 L + 3] of its run."""
-    return round_priced(exact, 1.0, Lengths(table[None, 1:-1].contiguous(), dependent), price).int()
 
 
 def step_of(price: float, curvature: float, worth: float) -> float:

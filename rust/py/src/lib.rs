@@ -44,7 +44,7 @@ mod _core {
     #[pymodule_export]
     use super::solvers::{
         count_integers, count_symbols, count_values, fit_groups, kmeans, refine_codebooks, round_priced,
-        search_scales, solve_dependent,
+        round_samples, search_scales, solve_dependent,
     };
     #[pymodule_export]
     use super::streaming::{RecordMemory, StreamedChannels};

@@ -1,7 +1,9 @@
 //! Solvers written in Rust: clustering, refinement of codebooks, least-squares grids.
 
 use moepack_core::simd::Isa;
-use moepack_core::solvers::{clustering, fitting, kmeans as clusters_of_rows, ladder, priced, trellis};
+use moepack_core::solvers::{
+    clustering, fitting, kmeans as clusters_of_rows, ladder, priced, samples, trellis,
+};
 use moepack_core::{Result, pool, simd};
 use numpy::{IntoPyArray, PyReadonlyArray4, PyReadwriteArray2};
 use numpy::{
@@ -259,6 +261,30 @@ fn rounded<T: priced::Integer>(
     let round = if dependent { trellis::round } else { priced::round };
     py.detach(|| round(problem, out, isa, &*pool::current()?))
         .map_err(raise)
+}
+
+/// Round samples of many matrices, each with code lengths and a price of its own.
+#[pyfunction]
+#[pyo3(signature = (samples, lengths, prices, *, dependent=false))]
+pub fn round_samples<'py>(
+    py: Python<'py>,
+    samples: PyReadonlyArray3<'py, f32>,
+    lengths: PyReadonlyArray2<'py, f32>,
+    prices: PyReadonlyArray1<'py, f32>,
+    dependent: bool,
+) -> PyResult<Bound<'py, PyArray3<i32>>> {
+    let (shape, isa) = (crate::arrays::lengths(&*samples), chosen_isa(None)?);
+    let given = samples::Samples {
+        shape,
+        values: values(&samples, "samples")?,
+        lengths: values(&lengths, "lengths")?,
+        prices: values(&prices, "prices")?,
+        dependent,
+    };
+    let codes = py
+        .detach(|| samples::round(given, isa, &*pool::current()?))
+        .map_err(raise)?;
+    codes.into_pyarray(py).reshape(shape)
 }
 
 /// Count weights by the class of their root mean square and by value.

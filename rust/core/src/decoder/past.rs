@@ -164,10 +164,10 @@ fn scale(row: &[f32]) -> f32 {
     }
 }
 
-/// The code of a value, in -127..=127; 0 if the scale is 0 or NaN.
+/// The code of a value, in -127..=127; 0 if the scale is 0 or NaN. A subnormal scale may be much less than a 127th.
 fn code(x: f32, scale: f32) -> i8 {
     match scale > 0.0 {
-        true => (x / scale).round_ties_even() as i8,
+        true => (x / scale).round_ties_even().clamp(-127.0, 127.0) as i8,
         false => 0,
     }
 }
@@ -278,6 +278,13 @@ mod tests {
         let (own, after) = rest.split_at(WIDTH + SCALE);
         assert!(before.iter().chain(after).all(|&byte| byte == 99));
         (read, own.to_vec())
+    }
+
+    #[test]
+    fn codes_of_subnormal_rows_stay_in_range() {
+        let unit = f32::from_bits(1);
+        let row = [-190.0, 190.0, 1.0, 0.0, -3.0, 60.0, -127.0].map(|x| x * unit);
+        assert_eq!(written(&row).1[..WIDTH], [-127, 127, 1, 0, -3, 60, -127]);
     }
 
     #[test]

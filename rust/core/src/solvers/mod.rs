@@ -5,4 +5,5 @@ pub mod fitting;
 pub mod kmeans;
 pub mod ladder;
 pub mod priced;
+pub mod samples;
 pub mod trellis;
