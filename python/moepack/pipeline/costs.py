@@ -8,8 +8,8 @@ The time consists of:
 - `solve`: calibrated solvers; a part for each layer and column, which threads do not share, and one for each weight.
 - `pack`: rounding and encoding.
 
-Constants are processor seconds of one thread of a Zen 5 (`benches/cpu/costs.py`, `benches/results/costs-zen5.json`); on
-another processor, times change with its speed. Memory counts what a job holds at the same time, in its largest stage.
+Constants are processor seconds of one thread of a Zen 5 or of a Xeon of its speed (`benches/cpu/costs.py`,
+`benches/results/costs-zen5.json` and `costs-xeon.json`); on another processor, times change with its speed. Memory counts what a job holds at the same time, in its largest stage.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SAMPLED = 1 << 25
 STARTED = 1.4
 """Seconds to describe the model, which transformers builds without weights."""
 
-PLAN = {"auto": (1.2, 0.04, 1.3e-7), "rate": (0.8, 0.0, 4e-8)}
+PLAN = {"auto": (1.0, 0.04, 1.3e-7), "rate": (0.3, 0.0, 4e-8)}
 """Seconds of a plan: to search for steps, per tensor whose formats are compared, and per sampled weight."""
 
 SAMPLE_MEMORY, MATRIX_MEMORY = 4, 8
@@ -70,10 +70,10 @@ SOLVER = {"column": 3.2e-4, "weight": 8e-8, "cube": 4e-11}
 """Seconds of calibrated solving: per column and pass ("column"), per weight and pass ("weight"), and per columns
 cubed to factorize a Hessian ("cube")."""
 
-EACH = {"coded": 0.33, "int": 0.03}
+EACH = {"coded": 0.16, "int": 0.05}
 """Seconds to start a layer of experts or a linear layer, by the kind of product."""
 
-PASSES = {"coded": (3.7, 2.5), "int": (1.3, 1.3)}
+PASSES = {"coded": (3.0, 2.0), "int": (1.7, 1.7)}
 """Mean number of solver passes over a linear layer and over experts, by the kind of product, in units of a pass of
 coded integers. Integers in groups take one pass of GPTQ, and three cheap ones that replace codes and scales."""
 
