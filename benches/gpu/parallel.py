@@ -4,8 +4,8 @@
         [--device cpu|cuda] [--results FILE]
 
 Python is that of an environment with vLLM and moepack. Each mode runs in a process of its own on the same prompts,
-which are evenly spaced parts of the text files. Devices add up parts of a sum in another order, and bfloat16 rounds them, so
-texts part at near ties: the margin is how much more likely the one device's token was there than the other's.
+which are evenly spaced parts of the text files. Devices add up parts of a sum in another order, and bfloat16 rounds
+them, so texts part at near ties: the margin is how much more likely the one device's token was there than the other's.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import tiny_models
 from census_support import skip_unknown
 from command_support import run
 from moepack.calibration import CalibrationRequest, CalibrationSettings, factored
+from moepack.calibration import fisher as streamed
 from moepack.calibration.backward import draw_tokens
 from moepack.calibration.factored import Gradients
 from moepack.calibration.fisher import (
@@ -129,24 +130,41 @@ def test_blocks_give_the_numbers_of_the_whole_model(form: str, tmp_path: Path) -
     require_same(measured(path), expected)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "ernie4_5_vl_moe"])
 def test_products_in_batches_give_the_same_numbers(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU multiplies the rows of all experts as one batch; both layouts of experts."""
+    """A GPU multiplies the rows of all experts as one batch; both layouts of experts, and experts without any rows."""
     path = saved(model_type, tmp_path / "model", {})
-    expected, stacked = measured(path), factored._Stacked
-    used: list[Tensor] = []
+    expected = measured(path)
+    rows: list[int] = []
 
-    class Watched(stacked):  # type: ignore[valid-type, misc]
-        @classmethod
-        def apply(cls, x: Tensor, *others: Any) -> Any:
-            used.append(x)
-            return stacked.apply(x, *others)
+    def are_apart(x: Tensor) -> bool:
+        rows.append(len(x))
+        return not len(x)
 
-    monkeypatch.setattr(factored, "_Grouped", Watched)
+    monkeypatch.setattr(factored, "_are_apart", are_apart)
     require_same(measured(path), expected)
-    assert used
+    assert any(rows)
+
+
+def test_rounds_do_not_change_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved("qwen3_moe", tmp_path / "model", {})
+    expected = measured(path)
+    monkeypatch.setattr(streamed, "_round", lambda *_: 2)
+    require_same(measured(path), expected)
+
+
+@pytest.mark.parametrize(("device", "free", "pieces"), [("cpu", 1 << 40, ROUND), ("cuda", 0, ROUND), ("cuda", 1, 1000)])
+def test_a_gpu_reads_more_pieces_at_a_time(
+    device: str, free: int, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as an eighth of the free memory holds; `free` is in 8,000 pieces if it is 1."""
+    checkpoint = open_checkpoint(saved("mixtral", tmp_path / "model", {}))
+    whole = meta_model(checkpoint.path, checkpoint.config)
+    one = 4 * LENGTH * whole.config.hidden_size * (whole.config.num_hidden_layers + 3)
+    monkeypatch.setattr(streamed, "available_bytes", lambda: 8000 * one if free == 1 else free)
+    assert streamed._round(describe(checkpoint), whole, torch.device(device)) == pieces
 
 
 def test_rows_without_a_matrix_are_zeros_in_a_batch() -> None:

@@ -215,8 +215,8 @@ def _handlers(gradients: Gradients) -> dict[Any, Callable[..., Tensor | None]]:
         if known is None or offs is None or x.dim() != 2:
             return None
         gradients.expect(known[0])
-        product = _Grouped if x.device.type == "cpu" else _Stacked
-        found: Tensor = product.apply(x, weight, offs, gradients, *known)
+        products = _Grouped if _are_apart(x) else _Stacked
+        found: Tensor = products.apply(x, weight, offs, gradients, *known)
         return found
 
     def embedding(
@@ -260,6 +260,11 @@ class _Product(torch.autograd.Function):
         return passed, None, None, None
 
 
+def _are_apart(x: Tensor) -> bool:
+    """Return whether the products of rows x [n, C] with many matrices run one by one: on a CPU, or if n is 0."""
+    return x.device.type == "cpu" or not len(x)
+
+
 class _Grouped(torch.autograd.Function):
     """Products of consecutive rows x [n, C] with one of the matrices [E, C, R] each."""
 
@@ -287,7 +292,7 @@ class _Grouped(torch.autograd.Function):
 
 
 class _Stacked(torch.autograd.Function):
-    """The products of `_Grouped` as one batch, whose matrices all have the rows of the longest one, at last zeros.
+    """The products of `_Grouped` as one batch, in which zeros fill up the rows of each matrix to the largest number.
 
     A GPU computes a batch in less time than the host needs to launch the products of small matrices one by one.
     """
@@ -312,7 +317,7 @@ class _Stacked(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Places:
-    """Places of n rows, of them consecutive ones for each of E matrices, in a stack [E, m, ...] with m rows for each.
+    """Places of n rows in a stack [E, m, ...], which has room for m rows of each of E matrices.
 
     Attributes:
         rows: [E, m], the row of each place; any row where there is none.

@@ -65,8 +65,8 @@ ROUND = 32
 """Number of pieces whose hidden states are in memory at a time. The checkpoint is read twice for each round."""
 
 SPARE = 1 / 8
-"""Share of the free memory that hidden states may take in larger rounds if the model runs on a GPU, which computes a
-round in less time than its weights are read."""
+"""Share of the free memory that the hidden states of a round may take if the model runs on a GPU. With few pieces, a
+GPU computes a round in less time than its weights are read."""
 
 BLOCK = 2.5
 """Memory for a block's float32 weights, their gradients and temporaries, relative to that of the weights."""
@@ -217,7 +217,7 @@ def _states(whole: nn.Module, blocks: int) -> int:
 
 
 def _round(model: MoeModel, whole: nn.Module, device: torch.device) -> int:
-    """Return the number of pieces of a round."""
+    """Return the number of pieces of a round: `ROUND`, or more on a GPU if there is memory for them."""
     free = available_bytes()
     if device.type == "cpu" or free is None:
         return ROUND

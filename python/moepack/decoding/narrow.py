@@ -31,8 +31,8 @@ def encode(values: Tensor) -> Tensor:
     wide = values.float()
     scale = wide.abs().amax(-1, keepdim=True) / 127
     scale = torch.where(scale.isfinite(), scale, torch.nan)
-    # A scale that is not a normal number is rounded by up to a half, so that codes may exceed 127.
-    codes = torch.where(scale > 0, (wide / scale).round().clamp_(-128, 127), 0).to(torch.int8)
+    # A scale that is not a normal number is rounded by up to a half, so that quotients may exceed 127.
+    codes = torch.where(scale > 0, (wide / scale).round().clamp_(-127, 127), 0).to(torch.int8)
     return torch.cat([codes, scale.contiguous().view(torch.int8)], dim=-1)
 
 

@@ -9,7 +9,8 @@ The time consists of:
 - `pack`: rounding and encoding.
 
 Constants are processor seconds of one thread of a Zen 5 or of a Xeon of its speed (`benches/cpu/costs.py`,
-`benches/results/costs-zen5.json` and `costs-xeon.json`); on another processor, times change with its speed. Memory counts what a job holds at the same time, in its largest stage.
+`benches/results/costs-zen5.json` and `costs-xeon.json`); on another processor, times change with its speed. Memory
+counts what a job holds at the same time, in its largest stage.
 """
 
 from __future__ import annotations
