@@ -313,7 +313,7 @@ class View:
         return values[None] if self.form is None else self.form.part(self.projection, values)
 
     def factors(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors [..., n, R] and [..., n, C] of the tensor's gradient from those of its parameter."""
+        """Convert factors of the parameter's gradient to factors [..., n, R] and [..., n, C] of the tensor's."""
         if self.form is None:
             return left, right
         place = self.form.places[self.projection]

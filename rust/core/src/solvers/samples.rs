@@ -1,7 +1,7 @@
 //! Rounds samples of many matrices, each with code lengths and a price of its own.
 //!
-//! A sample is too small for several threads; the samples are shared among them instead. Invariant: codes are those of
-//! [`priced::round`] or [`trellis::round`] for each sample.
+//! A sample is too small for several threads, so each thread rounds whole samples. Invariant: a sample gets the codes
+//! that [`priced::round`] or [`trellis::round`] gives it.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
