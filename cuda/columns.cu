@@ -13,8 +13,8 @@ namespace moepack {
 struct Grid {
     const float* scales;   // [experts, rows, number]
     const float* offsets;  // the same, or null
-    const int* groups;     // [experts, count] of all experts' columns, at `columns` from one expert to the next
-    int number, columns;
+    const int* groups;     // [experts, count], the group of each column
+    int number, columns;   // groups of a row; from one expert to the next in `groups`, 0 if all have the same columns
     int middle, largest;  // the code of the value `offset`; the largest code
 };
 

@@ -151,7 +151,7 @@ def test_products_in_batches_give_the_same_numbers(
 def test_rounds_do_not_change_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved("qwen3_moe", tmp_path / "model", {})
     expected = measured(path)
-    monkeypatch.setattr(streamed, "_round", lambda *_: 2)
+    monkeypatch.setattr(streamed, "_round_size", lambda *_: 2)
     require_same(measured(path), expected)
 
 
@@ -164,7 +164,7 @@ def test_a_gpu_reads_more_pieces_at_a_time(
     whole = meta_model(checkpoint.path, checkpoint.config)
     one = 4 * LENGTH * whole.config.hidden_size * (whole.config.num_hidden_layers + 3)
     monkeypatch.setattr(streamed, "available_bytes", lambda: 8000 * one if free == 1 else free)
-    assert streamed._round(describe(checkpoint), whole, torch.device(device)) == pieces
+    assert streamed._round_size(describe(checkpoint), whole, torch.device(device)) == pieces
 
 
 def test_rows_without_a_matrix_are_zeros_in_a_batch() -> None:

@@ -129,7 +129,7 @@ def fisher(
     squares = _Squares(dict(owners(model, skeleton.module)), balances, _of_tokens(model))
     shown = progress or Silent()
     stacks = decoder_blocks(model)
-    parts = torch.split(ids, _round(model, skeleton.module, device))
+    parts = torch.split(ids, _round_size(model, skeleton.module, device))
     rounds = [Backward(skeleton, Stack(skeleton, *stacks, batch=1), part, squares) for part in parts]
     generator = torch.Generator().manual_seed(0)
     shown.prepare("measuring the sensitivity of each tensor on a part of the text")
@@ -216,7 +216,7 @@ def _states(whole: nn.Module, blocks: int) -> int:
     return 4 * LENGTH * int(config.hidden_size) * int(getattr(config, "hc_mult", 1)) * (blocks + 3)
 
 
-def _round(model: MoeModel, whole: nn.Module, device: torch.device) -> int:
+def _round_size(model: MoeModel, whole: nn.Module, device: torch.device) -> int:
     """Return the number of pieces of a round: `ROUND`, or more on a GPU if there is memory for them."""
     free = available_bytes()
     if device.type == "cpu" or free is None:
