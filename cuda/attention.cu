@@ -15,10 +15,14 @@
 // A mask is added to the scores. Tiles without a visible token are skipped before their keys are read. This covers padded
 // sequences, free slots of the buffers and sliding windows.
 //
-// Arithmetic: scores and sums in f32; exponentials are rounded to the activations' type before they multiply values.
+// Arithmetic: scores and sums in f32; exponentials are rounded to the activations' type before they multiply values. Keys
+// and values in 8 bits are operands as codes. Scales multiply scores, and the exponentials, which are rounded to bf16
+// then, because the products with scales may be too small for f16.
 //
-// Definitions: HALF (1: f16, 0: bf16), KEY_WIDTH (a multiple of 32), VALUE_WIDTH (a multiple of 64): columns of a head.
+// Definitions: HALF (1: f16, 0: bf16), NARROW (1: rooms of 8 bits), KEY_WIDTH (a multiple of 32), VALUE_WIDTH (a multiple
+// of 64): columns of a head.
 #include "common/layer.cuh"
+#include "common/narrow.cuh"
 #include "common/rooms.cuh"
 
 namespace moepack {
@@ -32,7 +36,6 @@ struct Attention {
     float *stats, *parts;  // of the splits: see `Split`
     int *arrived;          // [blocks in y], 0 between launches
     int groups, group, capacity;
-    int window;   // tokens that a token attends to, itself included; 0: all
     Rooms rooms;  // in place of keys, values and capacity
     float scale;
 };
@@ -45,6 +48,9 @@ constexpr int TILE = 16;   // tokens of a product
 constexpr int HEADS = 8;   // of a product
 constexpr int SEGMENT = 64;  // columns of values that eight lanes load at once
 constexpr float NONE = -3.0e38f;  // less than any score
+constexpr int KEY_ROW = NARROW ? KEY_WIDTH + NARROW_SCALE : 2 * KEY_WIDTH;  // bytes
+constexpr int VALUE_ROW = NARROW ? VALUE_WIDTH + NARROW_SCALE : 2 * VALUE_WIDTH;
+constexpr int EIGHT_WORDS = NARROW ? 2 : 4;  // that hold eight columns
 
 // The largest score and the sum of exponentials of a head.
 struct Stats {
@@ -59,8 +65,9 @@ MOEPACK_DEVICE u32 pair_of(float low, float high) {
     return HALF ? to_half2(low, high) : to_bf16x2(low, high);
 }
 
+template <bool IS_HALF>
 MOEPACK_DEVICE void product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    if (HALF) multiply_add(c, a0, a1, a2, a3, b0, b1);
+    if (IS_HALF) multiply_add(c, a0, a1, a2, a3, b0, b1);
     else multiply_add_bf16(c, a0, a1, a2, a3, b0, b1);
 }
 
@@ -69,9 +76,45 @@ MOEPACK_DEVICE bool hides(float bias) {
     return bias <= (HALF ? -65504.0f : -1.0e38f);
 }
 
-MOEPACK_DEVICE void load_words(u32* word, const u16* from) {
+MOEPACK_DEVICE void load_words(u32* word, const void* from) {
     Quad quad = load_quad(from);
     word[0] = quad.x, word[1] = quad.y, word[2] = quad.z, word[3] = quad.w;
+}
+
+// Columns of a token as they are in memory: `PIECES` times eight, which begin STEP columns apart.
+template <int PIECES, int STEP>
+struct Columns {
+    u32 word[PIECES][EIGHT_WORDS];
+
+    MOEPACK_DEVICE void load(const u8* token, int column) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            const u8* from = token + (column + i * STEP) * (NARROW ? 1 : 2);
+            if (NARROW) word[i][0] = load_word(from), word[i][1] = load_word(from + 4);
+            else load_words(word[i], from);
+        }
+    }
+
+    // The columns of a piece as operands.
+    template <bool IS_HALF>
+    MOEPACK_DEVICE void widen_to(int piece, u32 (&to)[4]) const {
+        const u32(&from)[EIGHT_WORDS] = word[piece];
+        if (NARROW) {
+            widen<IS_HALF>(from[0], to[0], to[1]), widen<IS_HALF>(from[1], to[2], to[3]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[i] = from[i % EIGHT_WORDS];
+        }
+    }
+};
+
+using Keys = Columns<KEY_WIDTH / 32, 32>;
+using Values = Columns<VALUE_WIDTH / SEGMENT, SEGMENT>;
+constexpr bool HALF_VALUES = HALF && !NARROW;  // the type of exponentials and values in products
+
+// The scale of a row of codes of some width.
+MOEPACK_DEVICE float scale_of(const u8* token, int width) {
+    return NARROW ? __uint_as_float(load_word(token + width)) : 1.0f;
 }
 
 // What a warp has seen. Lane (g, t) = (lane / 4, lane % 4) has the heads 2t and 2t + 1: columns segment * 64 + 8 g + 2 i
@@ -79,8 +122,9 @@ MOEPACK_DEVICE void load_words(u32* word, const u16* from) {
 struct Seen {
     float most[2] = {NONE, NONE}, total[2] = {0, 0}, sum[VALUE_WIDTH / 16][4] = {};
 
-    // Adds the products of a tile with the weights of two heads and two tokens per lane, [token * 2 + head].
-    MOEPACK_DEVICE void add(const float (&score)[4], const u32 (&value)[4][VALUE_WIDTH / 16]) {
+    // Adds the products of a tile with the weights of two heads and two tokens per lane, [token * 2 + head]; `scale` is
+    // that of the values of the two tokens.
+    MOEPACK_DEVICE void add(const float (&score)[4], const float (&scale)[2], const Values (&values)[4]) {
         float weight[4];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -96,18 +140,28 @@ struct Seen {
 #pragma unroll
             for (int i = 0; i < VALUE_WIDTH / 16; ++i) sum[i][h] *= keep, sum[i][2 + h] *= keep;
         }
-        u32 b0 = transpose(pair_of(weight[0], weight[1])), b1 = transpose(pair_of(weight[2], weight[3]));
+        if (NARROW) weight[0] *= scale[0], weight[1] *= scale[0], weight[2] *= scale[1], weight[3] *= scale[1];
+        auto pair = [](float low, float high) { return HALF_VALUES ? to_half2(low, high) : to_bf16x2(low, high); };
+        u32 b0 = transpose(pair(weight[0], weight[1])), b1 = transpose(pair(weight[2], weight[3]));
 #pragma unroll
-        for (int i = 0; i < VALUE_WIDTH / 16; ++i)
-            product(sum[i], permute(value[0][i], value[1][i], 0x5410), permute(value[0][i], value[1][i], 0x7632),
+        for (int s = 0; s < VALUE_WIDTH / SEGMENT; ++s) {
+            u32 value[4][4];
+#pragma unroll
+            for (int token = 0; token < 4; ++token) values[token].template widen_to<HALF_VALUES>(s, value[token]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                product<HALF_VALUES>(
+                    sum[4 * s + i], permute(value[0][i], value[1][i], 0x5410), permute(value[0][i], value[1][i], 0x7632),
                     permute(value[2][i], value[3][i], 0x5410), permute(value[2][i], value[3][i], 0x7632), b0, b1);
+        }
     }
 };
 
 // The heads of a block, in the order of `queries`, and their keys and values.
 struct Heads {
     int first, count;  // heads
-    const u16 *keys, *values, *mask;
+    const u8 *keys, *values;
+    const u16* mask;
     int begin, end;  // tokens
     int splits;      // blocks that have tokens; at least one
 
@@ -116,16 +170,16 @@ struct Heads {
         first = row * a.group + part * HEADS;
         count = least(HEADS, a.group - part * HEADS);
         i64 capacity = a.capacity, of_keys = row;
-        keys = a.keys, values = a.values, end = a.capacity;
+        keys = reinterpret_cast<const u8*>(a.keys), values = reinterpret_cast<const u8*>(a.values), end = a.capacity;
         if (a.rooms.keys) {
             i64 room = a.rooms.sequence[sequence];
-            keys = reinterpret_cast<const u16*>(a.rooms.keys[room]);
-            values = reinterpret_cast<const u16*>(a.rooms.values[room]);
+            keys = reinterpret_cast<const u8*>(a.rooms.keys[room]);
+            values = reinterpret_cast<const u8*>(a.rooms.values[room]);
             capacity = a.rooms.capacity[room], of_keys = row % a.groups, end = int(a.rooms.place[sequence]) + 1;
         }
-        keys += of_keys * capacity * KEY_WIDTH, values += of_keys * capacity * VALUE_WIDTH;
+        keys += of_keys * capacity * KEY_ROW, values += of_keys * capacity * VALUE_ROW;
         mask = a.mask ? a.mask + i64(sequence) * a.capacity : nullptr;
-        begin = a.window && end > a.window ? end - a.window : 0;
+        begin = a.rooms.window && end > a.rooms.window ? end - a.rooms.window : 0;
         splits = least(int(gridDim.x), most(1, ceil_div(end - begin / TILE * TILE, WARPS * TILE)));
     }
 };
@@ -139,7 +193,7 @@ MOEPACK_DEVICE void attend_to_tiles(const Attention& a, const Heads& heads, Seen
         query[c][0] = query[c][1] = query[c][2] = query[c][3] = 0;
         if (g < heads.count) load_words(query[c], a.queries + i64(heads.first + g) * KEY_WIDTH + c * 32 + t * 8);
     }
-    const u16 *keys = heads.keys + t * 8, *values = heads.values + g * 8, *mask = heads.mask;
+    const u16* mask = heads.mask;
     int step = heads.splits * WARPS * TILE, first = heads.begin / TILE * TILE;
     for (int tile = first + (blockIdx.x * WARPS + threadIdx.x / WARP) * TILE; tile < heads.end; tile += step) {
         float bias[2];
@@ -152,29 +206,37 @@ MOEPACK_DEVICE void attend_to_tiles(const Attention& a, const Heads& heads, Seen
             visible[i] = visible[i] && !hides(bias[i]);
         }
         if (!__any_sync(~0u, visible[0] || visible[1])) continue;
-        u32 key[2][KEY_WIDTH / 32][4], value[4][VALUE_WIDTH / 16];
+        Keys keys[2];
+        Values values[4];
+        float key_scale[2], value_scale[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const u16* from = keys + i64(least(tile + g + 8 * i, heads.end - 1)) * KEY_WIDTH;
-#pragma unroll
-            for (int c = 0; c < KEY_WIDTH / 32; ++c) load_words(key[i][c], from + c * 32);
+            i64 token = least(tile + g + 8 * i, heads.end - 1);
+            const u8* from = heads.keys + token * KEY_ROW;
+            keys[i].load(from, t * 8);
+            key_scale[i] = scale_of(from, KEY_WIDTH);
+            value_scale[i] = scale_of(heads.values + token * VALUE_ROW, VALUE_WIDTH);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const u16* from = values + i64(least(tile + 2 * t + i % 2 + i / 2 * 8, heads.end - 1)) * VALUE_WIDTH;
-#pragma unroll
-            for (int s = 0; s < VALUE_WIDTH / SEGMENT; ++s) load_words(value[i] + 4 * s, from + s * SEGMENT);
+            i64 token = least(tile + 2 * t + i % 2 + i / 2 * 8, heads.end - 1);
+            values[i].load(heads.values + token * VALUE_ROW, g * 8);
         }
         float score[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int c = 0; c < KEY_WIDTH / 32; ++c)
+        for (int c = 0; c < KEY_WIDTH / 32; ++c) {
+            u32 key[2][4];
+            keys[0].template widen_to<HALF>(c, key[0]), keys[1].template widen_to<HALF>(c, key[1]);
 #pragma unroll
             for (int j = 0; j < 4; j += 2)
-                product(score, key[0][c][j], key[1][c][j], key[0][c][j + 1], key[1][c][j + 1], query[c][j],
-                        query[c][j + 1]);
+                product<HALF>(score, key[0][j], key[1][j], key[0][j + 1], key[1][j + 1], query[c][j], query[c][j + 1]);
+        }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) score[i] = visible[i / 2] ? score[i] * a.scale + bias[i / 2] : NONE;
-        seen.add(score, value);
+        for (int i = 0; i < 4; ++i) {
+            float by = NARROW ? a.scale * key_scale[i / 2] : a.scale;
+            score[i] = visible[i / 2] ? score[i] * by + bias[i / 2] : NONE;
+        }
+        seen.add(score, value_scale, values);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h)

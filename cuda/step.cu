@@ -6,6 +6,7 @@
 // activations' type before it is multiplied by the weight, and the product is rounded again; both products of a rotation
 // are rounded, and so is their sum.
 #include "common/layer.cuh"
+#include "common/narrow.cuh"
 #include "common/rooms.cuh"
 
 namespace moepack {
@@ -152,6 +153,37 @@ MOEPACK_DEVICE void rotate_lane(const Heads& heads, Type type, int token, float 
     }
 }
 
+// Writes a row in 8 bits; each lane has eight columns, zeros after the last one.
+MOEPACK_DEVICE void store_narrow(u8* row, int columns, int column, const float (&value)[8]) {
+    constexpr float GREATEST = 3.4028234e38f;
+    float largest = 0;
+    bool is_finite = true;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        is_finite = is_finite && fabsf(value[i]) <= GREATEST;
+        largest = fmaxf(largest, fabsf(value[i]));
+    }
+    if (!is_finite) largest = __uint_as_float(0x7f800000);
+#pragma unroll
+    for (int distance = WARP / 2; distance; distance /= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+    float scale = largest / 127;
+    is_finite = scale <= GREATEST;
+    if (column >= columns) return;
+    u32 word[2] = {0, 0};
+    if (is_finite && scale > 0) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            // The quotient exceeds 127 if the scale is subnormal, whose rounding is coarse.
+            float code = fminf(fmaxf(rintf(value[i] / scale), -127.0f), 127.0f);
+            word[i / 4] |= (u32(int(code)) & 255) << i % 4 * 8;
+        }
+    }
+    u32* to = reinterpret_cast<u32*>(row + column);
+    to[0] = word[0], to[1] = word[1];
+    if (column == 0) *reinterpret_cast<float*>(row + columns) = is_finite ? scale : __uint_as_float(0x7fc00000);
+}
+
 // A warp prepares one row.
 MOEPACK_DEVICE void prepare_head(const Heads& heads, int item) {
     int all = heads.query_heads + 2 * heads.key_heads, token = item / all, head = item % all;
@@ -176,23 +208,26 @@ MOEPACK_DEVICE void prepare_head(const Heads& heads, int item) {
         for (int i = 0; i < 8; ++i) value[i] = rounded(x.type, scale[i] * rounded(x.type, value[i] * factor));
     }
     if (kind < 2 && heads.cos.data) rotate_lane(heads, x.type, token, value);
-    if (column >= x.columns) return;
+    bool exists = column < x.columns;
     if (kind == 0) {
-        store_as(x.type, heads.queries_out, (i64(token) * heads.query_heads + head) * x.columns + column, value);
-    } else {
-        void* out = kind == 1 ? heads.keys_out : heads.values_out;
-        i64 row = i64(token) * heads.key_heads + head, capacity = heads.capacity, place;
-        if (heads.rooms.keys) {
-            place = heads.rooms.place[token];
-            if (place < 0) return;
-            i64 room = heads.rooms.sequence[token];
-            out = reinterpret_cast<void*>((kind == 1 ? heads.rooms.keys : heads.rooms.values)[room]);
-            row = head, capacity = heads.rooms.capacity[room];
-        } else {
-            place = *heads.place;
-        }
-        store_as(x.type, out, (row * capacity + place) * x.columns + column, value);
+        i64 row = i64(token) * heads.query_heads + head;
+        if (exists) store_as(x.type, heads.queries_out, row * x.columns + column, value);
+        return;
     }
+    void* out = kind == 1 ? heads.keys_out : heads.values_out;
+    i64 row = i64(token) * heads.key_heads + head, capacity = heads.capacity, place;
+    if (heads.rooms.keys) {
+        place = heads.rooms.place[token];
+        if (place < 0) return;
+        i64 room = heads.rooms.sequence[token];
+        out = reinterpret_cast<void*>((kind == 1 ? heads.rooms.keys : heads.rooms.values)[room]);
+        row = head, capacity = heads.rooms.capacity[room];
+    } else {
+        place = *heads.place;
+    }
+    row = row * capacity + place;
+    if (heads.rooms.narrow) store_narrow(static_cast<u8*>(out) + row * (x.columns + NARROW_SCALE), x.columns, column, value);
+    else if (exists) store_as(x.type, out, row * x.columns + column, value);
 }
 #endif
 

@@ -19,7 +19,10 @@ from torch.nn import functional
 
 from benches.gpu.cases import device_name
 from moepack.backends.gpu import dense, router, step
+from moepack.backends.gpu import prompt_attention
 from moepack.backends.gpu.attention import Attention
+from moepack.backends.gpu.rooms import Rooms
+from moepack.decoding.narrow import decode, encode
 
 HEADS, GROUPS, WIDTH, HIDDEN, EXPERTS, TOP_K = 32, 4, 128, 2048, 128, 8
 BATCHES, CONTEXTS = (1, 8, 32), (512, 2048, 8192, 32768)
@@ -79,9 +82,55 @@ def attention_error(batch: int, groups: int, group: int, capacity: int, width: i
     return worst
 
 
+def rooms_of(keys: Tensor, values: Tensor, sequence: list[int], place: list[int], window: int = 0) -> Rooms:
+    """Rooms of sequences in one tensor [S, groups, capacity, row] of keys, and one of values."""
+    starts = torch.arange(len(keys), device="cuda") * keys.stride(0) * keys.element_size()
+    rows = (torch.tensor(each, device="cuda") for each in (sequence, place))
+    capacity = torch.full((len(keys),), keys.shape[2], device="cuda")
+    addresses = (starts + each.data_ptr() for each in (keys, values))
+    return Rooms(*addresses, capacity, *rows, keys.dtype is torch.int8, window)
+
+
+def rooms_error(groups: int, group: int, lengths: list[int], width: int, window: int, is_prompt: bool) -> float:
+    """The worst error of attention to keys and values in 8 bits: single tokens, or whole prompts."""
+    capacity, worst = max(lengths) + 5 - (max(lengths) + 5) % -4, 0.0
+    for dtype in (torch.bfloat16, torch.float16):
+        k, v = (random(len(lengths), groups, capacity, width).to(dtype) for _ in range(2))
+        v *= torch.logspace(-3, 0, capacity, device="cuda", dtype=dtype)[:, None]
+        stored = encode(k), encode(v)
+        for number, length in enumerate(lengths):
+            for each in stored:
+                each[number, :, length:] = -1
+        sequence, place = [], []
+        tile = prompt_attention.tile_rows(group)
+        for number, length in enumerate(lengths):
+            rows = -(-length // tile) * tile if is_prompt else 1
+            sequence += [number] * rows
+            place += [*range(length), *[-1] * (rows - length)] if is_prompt else [length - 1]
+        q = random(len(place), groups * group, width).to(dtype)
+        rooms = rooms_of(*stored, sequence, place, window)
+        attend = prompt_attention.attend if is_prompt else Attention(torch.device("cuda")).in_rooms
+        found = attend(q, rooms, groups, width**-0.5, None)
+        for row, (number, last) in enumerate(zip(sequence, place, strict=True)):
+            if last < 0 or row % 7:
+                continue
+            first = max(0, last + 1 - window) if window else 0
+            both = (decode(each[number, :, first : last + 1], torch.float32).double() for each in stored)
+            keys, values = (each.repeat_interleave(group, 0) for each in both)
+            weights = (torch.einsum("hd,htd->ht", q[row].double(), keys) * width**-0.5).softmax(-1)
+            worst = max(worst, error(found[row], torch.einsum("ht,htd->hd", weights, values)))
+    return worst
+
+
 def check() -> dict[str, float]:
     """Relative errors."""
     found = {}
+    for groups, group, lengths, width, window in [
+        (4, 8, [777, 3, 4100], 128, 0), (2, 1, [64, 130], 64, 50), (8, 8, [1500, 20], 64, 128),
+    ]:  # fmt: skip
+        for is_prompt in (False, True):
+            name = f"{'prompts' if is_prompt else 'steps'} in 8 bits, {groups} x {group}, {lengths} tokens of {width}"
+            found[name] = rooms_error(groups, group, lengths, width, window, is_prompt)
     for batch, groups, group, capacity, width in [
         (1, 4, 8, 777, 128), (5, 2, 1, 64, 64), (3, 2, 12, 4099, 64), (2, 1, 16, 1500, 256), (40, 4, 8, 1030, 128),
     ]:  # fmt: skip
@@ -139,11 +188,32 @@ def attention_times(batch: int, context: int) -> dict[str, float]:
             q.view(batch, GROUPS, -1, WIDTH), k, v, attn_mask=mask[:, None, None]
         )
 
+    rows, last = list(range(batch)), [context - 1] * batch
+    narrow = [tuple(map(encode, pair)) for pair in pairs]
+    rooms = [[rooms_of(*pair, rows, last) for pair in of] for of in (pairs, narrow)]
+
+    def in_rooms(number: int, of: list[Rooms]) -> Tensor:
+        return attend.in_rooms(q, of[number % copies], GROUPS, WIDTH**-0.5)
+
     return {
         "bytes at 3 TB/s": size / 3e6,
+        "rooms": timed(lambda number: in_rooms(number, rooms[0])),
+        "rooms in 8 bits": timed(lambda number: in_rooms(number, rooms[1])),
         "kernel": timed(lambda number: attend(q, *pairs[number % copies], mask, WIDTH**-0.5)),
         "sdpa, grouped": timed(grouped),
         "sdpa, heads as tokens": timed(tokens),
+    }
+
+
+def prompt_times(tokens: int) -> dict[str, float]:
+    """Microseconds of attention of one prompt."""
+    q = random(tokens, HEADS, WIDTH)
+    pair = random(1, GROUPS, tokens, WIDTH), random(1, GROUPS, tokens, WIDTH)
+    of = {"rooms": pair, "rooms in 8 bits": tuple(map(encode, pair))}
+    rooms = {name: rooms_of(*held, [0] * tokens, list(range(tokens))) for name, held in of.items()}
+    return {
+        name: timed(lambda _, each=each: prompt_attention.attend(q, each, GROUPS, WIDTH**-0.5))
+        for name, each in rooms.items()
     }
 
 
@@ -200,6 +270,8 @@ def main() -> None:
         for context in CONTEXTS:
             if batch * GROUPS * context * WIDTH * 4 < LARGEST:
                 note(f"attention, {batch} x {context}", attention_times(batch, context))
+    for tokens in (512, 2048):
+        note(f"prompt of {tokens}", prompt_times(tokens))
     if options.results:
         options.results.write_text(json.dumps({**device_name(), "lines": lines}, indent=1) + "\n")
 

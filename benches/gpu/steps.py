@@ -1,6 +1,7 @@
 """Times decoding steps by batch size, and first tokens by prompt length, of a made-up model of Qwen3-30B-A3B's shapes.
 
-"separate" launches operation by operation, as transformers does.
+"separate" launches operation by operation, as transformers does. Speeds behind long texts are of one sequence, with
+keys and values in bfloat16 and in 8 bits.
 
     PYTHONPATH=python python -m benches.gpu.steps "int4 group 64 symmetric" [--layers 48] [--results FILE]
 """
@@ -19,8 +20,9 @@ from benches.gpu import models
 from benches.gpu.cases import device_name
 from moepack.decoding.decoder import DecoderForward
 from moepack.decoding.layers import Replacements
+from moepack.decoding.prefix import new_cache, set_kv_bits
 
-BATCHES, PROMPTS = (1, 8, 32), (512, 2048)
+BATCHES, PROMPTS, CONTEXTS = (1, 8, 32), (512, 2048), (1_000, 8_000, 32_000)
 PROMPT, STEPS, WARM = 64, 80, 10
 
 
@@ -39,6 +41,30 @@ def tokens_per_second(model: Any, batch: int) -> tuple[float, list[int]]:
         state = model(token, past_key_values=state.past_key_values, use_cache=True)
     models.wait()
     return batch * (STEPS - WARM) / (time.perf_counter() - start), torch.cat(found).tolist()
+
+
+@torch.inference_mode()
+def behind(model: Any, context: int, bits: int | None) -> dict[str, float]:
+    """Tokens per second behind a text, and bytes of a token's keys and values."""
+    model.model.forward = DecoderForward(model.model)
+    set_kv_bits(model, bits)
+    ids, cache = (
+        torch.randint(3, 4000, (1, context), generator=torch.Generator().manual_seed(4)).cuda(),
+        new_cache(model),
+    )
+    start = 0.0
+    for step in range(STEPS):
+        if step == WARM:
+            models.wait()
+            start = time.perf_counter()
+        ids = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+    models.wait()
+    rate = (STEPS - WARM) / (time.perf_counter() - start)
+    held = sum(
+        part[:, :, 0].numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values)
+    )
+    set_kv_bits(model, None)
+    return {"tokens/s": round(rate, 1), "bytes of a token": held, "replayed": model.model.forward.steps}
 
 
 @torch.inference_mode()
@@ -111,6 +137,10 @@ def main() -> None:
             with separate():
                 times = {"fused": round(fused, 1), "separate": round(first_token(model, tokens), 1)}
             row[f"ms to first token after {tokens}"] = times
+        for context in CONTEXTS:
+            row[f"behind {context} tokens"] = {
+                name: behind(model, context, bits) for name, bits in (("bfloat16", None), ("8 bits", 8))
+            }
         print(row, flush=True)
         rows.append(row)
         del model

@@ -68,6 +68,7 @@ inline float half_value(u16 bits) {
     int exponent = (bits >> 10) & 31;
     float mantissa = float(bits & 1023);
     float magnitude = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
+    if (exponent == 31) magnitude = mantissa > 0 ? NAN : INFINITY;
     return bits >> 15 ? -magnitude : magnitude;
 }
 

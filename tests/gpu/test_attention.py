@@ -7,6 +7,8 @@ import pytest
 import torch
 from emulation import Emulator
 
+from moepack.decoding.narrow import decode, encode
+
 TYPES = torch.bfloat16, torch.float16
 
 
@@ -39,7 +41,7 @@ CASES = [  # batch, groups, group, capacity, splits, key width, value width
 @pytest.mark.parametrize("case", CASES)
 def test_heads_attend_to_visible_tokens(emulator, tmp_path, case, half):
     batch, groups, group, capacity, splits, width, value_width = case
-    program = emulator("attention.cu", "none", HALF=half, KEY_WIDTH=width, VALUE_WIDTH=value_width)
+    program = emulator("attention.cu", "none", HALF=half, NARROW=0, KEY_WIDTH=width, VALUE_WIDTH=value_width)
     generator = torch.Generator().manual_seed(capacity)
     shapes = (batch, groups * group, width), *((batch, groups, capacity, size) for size in (width, value_width))
     dtype = TYPES[half]
@@ -62,15 +64,21 @@ def test_heads_attend_to_visible_tokens(emulator, tmp_path, case, half):
     assert (found - expected).norm() / expected.norm() < (5e-3, 6e-4)[half]
 
 
+@pytest.mark.parametrize(("half", "narrow"), [(0, 0), (0, 1), (1, 1)])
 @pytest.mark.parametrize(
     ("lengths", "group", "splits", "window"), [([100, 7, 300], 8, 3, 0), ([260, 1], 3, 5, 50), ([130], 1, 1, 0)]
 )
-def test_sequences_of_several_lengths_attend_in_their_own_rooms(emulator, tmp_path, lengths, group, splits, window):
-    batch, groups, capacity, width = len(lengths), 2, 320, 64
-    program = emulator("attention.cu", "none", HALF=0, KEY_WIDTH=width, VALUE_WIDTH=width)
+def test_sequences_of_several_lengths_attend_in_their_own_rooms(
+    emulator, tmp_path, lengths, group, splits, window, half, narrow
+):
+    batch, groups, capacity, width, dtype = len(lengths), 2, 320, 128 if group == 3 else 64, TYPES[half]
+    program = emulator("attention.cu", "none", HALF=half, NARROW=narrow, KEY_WIDTH=width, VALUE_WIDTH=width)
     generator = torch.Generator().manual_seed(group)
-    q = torch.randn(batch, groups * group, width, generator=generator).bfloat16()
-    k, v = (torch.randn(batch, groups, capacity, width, generator=generator).bfloat16() for _ in range(2))
+    q = torch.randn(batch, groups * group, width, generator=generator).to(dtype)
+    k, v = (torch.randn(batch, groups, capacity, width, generator=generator).to(dtype) for _ in range(2))
+    if narrow:  # scales of many magnitudes
+        v *= torch.logspace(-3, 0, capacity)[:, None]
+        stored, (k, v) = (encode(k), encode(v)), (decode(encode(each), torch.float32) for each in (k, v))
     order = torch.arange(batch).flip(0)  # the rooms of the sequences
     bias = torch.full((batch, capacity), torch.finfo(torch.bfloat16).min)
     for number, length in enumerate(lengths):
@@ -79,6 +87,9 @@ def test_sequences_of_several_lengths_attend_in_their_own_rooms(emulator, tmp_pa
     for number, length in enumerate(lengths):
         for each in (k, v):
             each[order[number], :, length:] = torch.nan
+        for each in stored if narrow else ():
+            each[order[number], :, length:] = -1  # the scale is NaN
+    k, v = stored if narrow else (k, v)
     rooms = torch.stack([order, torch.tensor(lengths) - 1])
     for name, tensor in {"q": q, "k": k, "v": v, "rooms": rooms}.items():
         (tmp_path / name).write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
@@ -86,5 +97,5 @@ def test_sequences_of_several_lengths_attend_in_their_own_rooms(emulator, tmp_pa
     files = (*(tmp_path / name for name in "qkv"), "-", "-", window, tmp_path / "rooms")
     command = [program, *map(str, (*numbers, *files))]
     printed = np.frombuffer(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout, np.uint8)
-    found = torch.from_numpy(printed.copy()).view(torch.bfloat16).view(batch, -1, width).double()
+    found = torch.from_numpy(printed.copy()).view(dtype).view(batch, -1, width).double()
     assert (found - expected).norm() / expected.norm() < 5e-3

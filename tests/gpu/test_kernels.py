@@ -76,10 +76,13 @@ PROGRAMS = {
     "coded, dependent": coded_kernels._program(1, True),
     "coded, dependent, 16 tokens": coded_kernels._program(16, True),
     "step": step.program(),
-    "attention": attention.program(0, 128, 128),
-    "attention, wide heads": attention.program(1, 256, 256),
-    "prompt attention": prompt_attention.program(0, 128, 8, 1),
-    "prompt attention, single heads": prompt_attention.program(1, 64, 1, 4),
+    "attention": attention.program(0, False, 128, 128),
+    "attention, wide heads": attention.program(1, False, 256, 256),
+    "attention, 8 bits": attention.program(0, True, 128, 128),
+    "attention, 8 bits, wide heads": attention.program(1, True, 256, 256),
+    "prompt attention": prompt_attention.program(0, False, 128, 8, 1),
+    "prompt attention, single heads": prompt_attention.program(1, False, 64, 1, 4),
+    "prompt attention, 8 bits": prompt_attention.program(0, True, 128, 8, 1),
     "router": router.program(4),
     "router, 512 experts": router.program(16),
     "dense": dense.program(0, 8, 8),
@@ -95,7 +98,18 @@ PROGRAMS = {
 PLAIN = {
     *("int3 by 64", "int8 by 64, 32 tokens", "int3 by 64 and factors", "codebook 4 bits", "fsv8", "dict16", "coded"),
     *("coded, dependent, 16 tokens", "coded upload", "linear int4 by 64", "grouped int3 by 64", "grouped codebook"),
-    *("step", "attention", "prompt attention", "router", "dense", "channels of 8 bits", "trellis", "columns"),
+    *(
+        "step",
+        "attention",
+        "attention, 8 bits",
+        "prompt attention",
+        "prompt attention, 8 bits",
+        "router",
+        "dense",
+        "channels of 8 bits",
+        "trellis",
+        "columns",
+    ),
 }
 """A program of each source. The tests marked as slow compile the others, and all for other GPUs than H100s: sm_80, and
 sm_90, whose code newer GPUs get.

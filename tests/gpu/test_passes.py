@@ -13,10 +13,11 @@ from transformers.cache_utils import DynamicCache
 import moepack
 import runtime_support
 from moepack.census.tiny import tiny_model
-from moepack.decoding import layers
+from moepack.decoding import layers, narrow
 from moepack.decoding.graphs import StepGraphs
 from moepack.decoding.held import Span
 from moepack.decoding.passes import ROWS, Passes
+from moepack.decoding.prefix import kv_bits, new_cache, set_kv_bits
 from moepack.decoding.translation import Unknown
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
@@ -40,7 +41,8 @@ class InRooms(Reference):
         for row, (sequence, place) in enumerate(zip(rooms.sequence.tolist(), rooms.place.tolist(), strict=True)):
             if place >= 0:
                 for address, tokens in ((rooms.keys, k), (rooms.values, heads.values)):
-                    _buffer(address, rooms, sequence, tokens)[:, place] = tokens[row]
+                    written = narrow.encode(tokens[row]) if rooms.narrow else tokens[row]
+                    _buffer(address, rooms, sequence, tokens)[:, place] = written
         return q
 
     def attend_in_rooms(self, queries, rooms, is_prompt, groups, scale, sinks):
@@ -50,16 +52,20 @@ class InRooms(Reference):
             if is_prompt:
                 assert sequence == rooms.sequence[row // TILE * TILE]
             if place >= 0:
+                first = max(0, place + 1 - rooms.window) if rooms.window else 0
                 held = (_buffer(each, rooms, sequence, shape[None])[None] for each in (rooms.keys, rooms.values))
-                k, v = (each[:, :, : place + 1] for each in held)
-                out[row] = attention(queries[row, None], k, v, torch.zeros(1, place + 1), scale, sinks)[0]
+                k, v = (each[:, :, first : place + 1] for each in held)
+                k, v = (narrow.decode(each, queries.dtype) if rooms.narrow else each for each in (k, v))
+                out[row] = attention(queries[row, None], k, v, torch.zeros(1, k.shape[2]), scale, sinks)[0]
         return out
 
 
 def _buffer(addresses, rooms, sequence, like):
-    """[groups, capacity, width] at an address."""
-    size = like.shape[1], int(rooms.capacity[sequence]), like.shape[2]
-    pointer = ctypes.cast(int(addresses[sequence]), ctypes.POINTER(ctypes.c_float))
+    """[groups, capacity, width] at an address; [groups, capacity, width + 4] of int8 if it is narrow."""
+    size, kind = [like.shape[1], int(rooms.capacity[sequence]), like.shape[2]], ctypes.c_float
+    if rooms.narrow:
+        size[2], kind = size[2] + 4, ctypes.c_int8
+    pointer = ctypes.cast(int(addresses[sequence]), ctypes.POINTER(kind))
     return torch.from_numpy(np.ctypeslib.as_array(pointer, size))
 
 
@@ -100,7 +106,7 @@ def spans_of(passes, prompts, caches):
 def read(passes, prompts, caches):
     """Hidden states of each prompt."""
     spans, rows, found = spans_of(passes, prompts, caches), 0, []
-    states = passes.prompts(spans).clone()
+    states = passes.states(spans, True).clone()
     for span, cache in zip(spans, caches, strict=True):
         span.held.show(cache.get_seq_length() + span.count)
         found.append(states[rows : rows + span.count])
@@ -177,7 +183,7 @@ def test_what_has_no_passes_says_so(model, tmp_path):
     passes = passes_of(model)
     cache = DynamicCache(config=model.config)
     with pytest.raises(Unknown, match="passes of this size"):
-        passes.prompts([Span([], ROWS[-1] + 1, 0, passes.held(cache, 1, 1))])
+        passes.states([Span([], ROWS[-1] + 1, 0, passes.held(cache, 1, 1))], True)
     other = prefill(model.model, ids(2, 3))
     with pytest.raises(Unknown, match="unexpected contents"):
         passes.held(other, 1, 1)
@@ -200,19 +206,101 @@ def test_prompts_of_a_decoder_run_in_passes(model, batch, monkeypatch):
     monkeypatch.setattr("moepack.decoding.graphs.ROWS", (64, 4 * TILE * batch))  # longer prompts take several passes
     graphs, prompt = StepGraphs(tape), ids(batch, 4 * TILE + 5)
     found, expected = DynamicCache(config=decoder.config), prefill(decoder, prompt)
-    states = graphs.prompt(decoder, class_forward(decoder), prompt, found, torch.ones_like(prompt))
+    states = graphs.read(decoder, class_forward(decoder), prompt, found, torch.ones_like(prompt))
     own_states = class_forward(decoder)(input_ids=prompt).last_hidden_state
     torch.testing.assert_close(states, own_states, rtol=1e-4, atol=1e-4)
     assert tape.replayed == 2
     more = ids(batch, 3, seed=1)  # a further turn
-    states = graphs.prompt(decoder, class_forward(decoder), more, found, None)
+    states = graphs.read(decoder, class_forward(decoder), more, found, None)
     output = class_forward(decoder)(input_ids=more, past_key_values=expected, use_cache=True)
     torch.testing.assert_close(states, output.last_hidden_state, rtol=1e-4, atol=1e-4)
     assert found.get_seq_length() == prompt.shape[1] + 3
     mask = torch.ones(batch, found.get_seq_length() + 3)
     mask[0, 0] = 0
     with pytest.raises(Unknown, match="hide tokens"):
-        graphs.prompt(decoder, class_forward(decoder), more, found, mask)
+        graphs.read(decoder, class_forward(decoder), more, found, mask)
     tokens = ids(batch, 3, seed=2)
     after = [decode(decoder, each, cache, tokens) for each, cache in ((graphs, found), (None, expected))]
     torch.testing.assert_close(*after, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "narrow"])
+def windowed(request, tmp_path):
+    """A model with windows of nine tokens, and whether its caches are in 8 bits."""
+    made = runtime_support.tiny_model("mixtral")
+    made.config.sliding_window = 9
+    model = moepack.load(runtime_support.write_packed(made, tmp_path / "packed"), dtype="float32")
+    set_kv_bits(model, 8 if request.param else None)
+    return model
+
+
+@torch.inference_mode()
+def test_passes_keep_windows(windowed):
+    """Prompts and steps, first in one and then in the other, see what the model's own caches see."""
+    tape, model = Recorded(), windowed
+    passes, prompt, rest = passes_of(model, tape), ids(1, 30, seed=1), ids(1, 20, seed=2)
+    cache, own = new_cache(model), new_cache(model)
+    (found,) = read(passes, [prompt[0].tolist()], [cache])
+    expected = class_forward(model.model)(input_ids=prompt, past_key_values=own, use_cache=True).last_hidden_state
+    close = {"rtol": 1e-4, "atol": 1e-4} if kv_bits(model) is None else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(found, expected[0], **close)
+    for turn, token in enumerate(rest[0].tolist()):
+        expected = class_forward(model.model)(input_ids=torch.tensor([[token]]), past_key_values=own, use_cache=True)
+        if turn % 7 == 3:  # the model continues what passes have written, and passes what the model has
+            found = class_forward(model.model)(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            found = found.last_hidden_state[0]
+        else:
+            span = Span([token], 1, cache.get_seq_length(), passes.held(cache, 1, 1))
+            found = passes.states([span], False)[:1]
+            span.held.show(span.place + 1)
+        torch.testing.assert_close(found, expected.last_hidden_state[0], **close)
+    for layer, other in zip(cache.layers, own.layers, strict=True):
+        assert isinstance(layer, type(other)) and layer.keys.shape == other.keys.shape
+        assert layer.get_seq_length() == other.get_seq_length() == 50
+
+
+@torch.inference_mode()
+def test_caches_in_8_bits_hold_what_the_model_s_own_do(model):
+    """The caches are equal up to rounding in their inputs, and a pass of one form does not run another."""
+    set_kv_bits(model, 8)
+    tape = Recorded()
+    passes, prompts = passes_of(model, tape), [ids(1, n, seed=n)[0].tolist() for n in (7, 12)]
+    caches = [new_cache(model) for _ in prompts]
+    found = read(passes, prompts, caches)
+    for prompt, cache, states in zip(prompts, caches, found, strict=True):
+        own = new_cache(model)
+        output = class_forward(model.model)(input_ids=torch.tensor([prompt]), past_key_values=own, use_cache=True)
+        torch.testing.assert_close(states, output.last_hidden_state[0], rtol=0.05, atol=0.05)
+        for layer, other in zip(cache.layers, own.layers, strict=True):
+            assert type(layer) is narrow.NarrowLayer and layer.keys.dtype is torch.int8
+            one, two = (narrow.decode(each, torch.float32) for each in (layer.keys, other.keys))
+            torch.testing.assert_close(one, two, rtol=0.05, atol=0.05)
+    read(passes, prompts, [DynamicCache(config=model.config) for _ in prompts])
+    assert tape.recorded == 2
+    with pytest.raises(Unknown, match="two forms"):
+        spans_of_both = spans_of(passes, prompts, [caches[0], DynamicCache(config=model.config)])
+        passes.states(spans_of_both, True)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_steps_of_a_decoder_with_windows_or_8_bits_run_in_passes(windowed, batch, monkeypatch):
+    decoder, tape, own = windowed.model, Recorded(), layers.Replacements
+
+    def replacements(module):
+        tape.replacements = own(module, InRooms())
+        return tape.replacements
+
+    monkeypatch.setattr("moepack.decoding.graphs.Replacements", replacements)
+    graphs, prompt, tokens = StepGraphs(tape), ids(batch, 20), ids(batch, 6, seed=1)
+    found, expected = new_cache(windowed), new_cache(windowed)
+    for cache in (found, expected):
+        class_forward(decoder)(input_ids=prompt, past_key_values=cache, use_cache=True)
+    for step, ids_ in enumerate(tokens.split(1, 1)):
+        mask, positions = torch.ones(batch, 21 + step), torch.full((batch, 1), 20 + step)
+        states = graphs.read(decoder, class_forward(decoder), ids_, found, mask, positions)
+        output = class_forward(decoder)(input_ids=ids_, past_key_values=expected, use_cache=True)
+        torch.testing.assert_close(states, output.last_hidden_state, rtol=0.05, atol=0.05)
+    assert (tape.recorded, tape.replayed) == (1, 6)
+    with pytest.raises(Unknown, match="positions"):
+        graphs.read(decoder, class_forward(decoder), ids_, found, None, positions - 3)

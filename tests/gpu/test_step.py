@@ -9,6 +9,7 @@ from emulation import Emulator
 from torch import nn
 
 from moepack.backends.gpu import step
+from moepack.decoding.narrow import encode
 
 _TYPES = torch.bfloat16, torch.float16, torch.float32
 
@@ -184,21 +185,31 @@ def test_heads_are_prepared_as_by_separate_operations(program, tmp_path, kind, q
         assert not buffer.any()
 
 
+@pytest.mark.parametrize(("narrow", "kind", "width"), [(False, 2, 64), (True, 2, 64), (True, 0, 128), (True, 1, 40)])
 @torch.no_grad()
-def test_tokens_of_several_sequences_are_written_to_their_rooms(program, tmp_path):
-    rows, (queries, keys), width, capacity = 4, (3, 2), 64, 5
+def test_tokens_of_several_sequences_are_written_to_their_rooms(program, tmp_path, narrow, kind, width):
+    rows, (queries, keys), capacity, dtype = 4, (3, 2), 5, _TYPES[kind]
     generator = torch.Generator().manual_seed(1)
-    heads = torch.randn(rows, queries + 2 * keys, width, generator=generator)
+    heads = torch.randn(rows, queries + 2 * keys, width, generator=generator).to(dtype)
+    if narrow:  # rows of zeros, of values that are not finite, and of subnormal numbers
+        heads[0, queries] = 0
+        heads[1, queries, width - 3], heads[1, queries + 1, 2] = torch.nan, -torch.inf
+        heads[2, queries + 1] = heads[2, queries + 1].sign() * torch.finfo(dtype).smallest_normal / 2
     rooms = torch.tensor([[2, 0, 2, 1], [4, 0, 1, -1]])
-    turns = torch.ones(rows, width), torch.zeros(rows, width)
-    numbers = 2, rows, queries, keys, width, width, 1e-6, capacity, 0
+    turned = width // 16 * 16
+    turns = torch.ones(rows, turned, dtype=dtype), torch.zeros(rows, turned, dtype=dtype)
+    numbers = kind, rows, queries, keys, width, turned, 1e-6, capacity, 0
     (tmp_path / "rooms").write_bytes(rooms.numpy().tobytes())
     given = heads, None, None, *turns
-    found = _run(program, tmp_path, given, *numbers, tmp_path / "rooms", mode=["heads"]).view(torch.float32)
-    first, *buffers = found.split([rows * queries * width] + [rows * keys * capacity * width] * 2)
-    assert torch.equal(first.view(rows, queries, width), heads[:, :queries])
-    for buffer, written in zip(buffers, heads[:, queries:].split(keys, 1), strict=True):
-        expected = torch.zeros(rows, keys, capacity, width)
+    rest = (tmp_path / "rooms", *(["narrow"] if narrow else []))
+    found = _run(program, tmp_path, given, *numbers, *rest, mode=["heads"])
+    held = encode(heads) if narrow else heads
+    row, held_row = (each.shape[-1] * each.element_size() for each in (heads, held))
+    first, *buffers = found.split([rows * queries * row] + [rows * keys * capacity * held_row] * 2)
+    assert torch.equal(first.view(dtype).view(rows, queries, width), heads[:, :queries])
+    for buffer, written in zip(buffers, held[:, queries:].split(keys, 1), strict=True):
+        buffer = buffer.view(held.dtype)
+        expected = torch.zeros(rows, keys, capacity, held.shape[-1], dtype=held.dtype)
         for row, (room, place) in enumerate(rooms.T.tolist()):
             if place >= 0:
                 expected[room, :, place] = written[row]

@@ -143,6 +143,10 @@ class _Growing(DynamicLayer):  # type: ignore[misc]
         """Make the layer a view of `count` tokens of the buffers, starting at `first`."""
         self._room, self._first, self._count, self._tensors = room, first, count, None
 
+    def hold(self, room: Room, count: int) -> None:
+        """Make the layer a view of those tokens that it keeps of `count` tokens at the start of the buffers."""
+        self.show(room, count)
+
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         kept, count = self.count, keys.shape[2]
         room = self.room(count)
@@ -196,6 +200,12 @@ class GrowingWindow(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
         """Include the token that the core wrote after the others."""
         self._count, self._tensors = self.count + 1, None
         self._slide(1)
+
+    def hold(self, room: Room, count: int) -> None:
+        """Make the layer a view of the last ones of `count` tokens at the start of the buffers."""
+        self.cumulative_length = count
+        kept = min(count, self.sliding_window - 1)
+        self.show(room, kept, count - kept)
 
     def _slide(self, count: int) -> None:
         """Drop tokens that left the window, after `count` were appended."""

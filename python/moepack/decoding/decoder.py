@@ -24,6 +24,7 @@ from moepack.decoding.cache import Tokens
 from moepack.decoding.families import decoder_of
 from moepack.decoding.graphs import StepGraphs
 from moepack.decoding.layers import Replacements
+from moepack.decoding.narrow import is_narrow
 from moepack.decoding.passes import Passes
 from moepack.decoding.signature import Call, CallReader, cache_name
 from moepack.decoding.translation import Translation, Unknown, is_known, require, window
@@ -166,7 +167,7 @@ class DecoderForward(_Forward):
         cache = DynamicCache(config=model.config) if call.cache is None else call.cache
         try:
             require(not cache.offloading, "caches that are offloaded")
-            state = self._graphs.prompt(model, self.original, _input(call)[1], cache, call.attention_mask)
+            state = self._graphs.read(model, self.original, _input(call)[1], cache, call.attention_mask)
         except Unknown:
             return None
         return MoeModelOutputWithPast(last_hidden_state=state, **{str(_OUTPUT_CACHE): cache})
@@ -209,9 +210,12 @@ class DecoderForward(_Forward):
 
     def _replayed(self, model: Any, call: Call) -> torch.Tensor:
         """Replay a recorded step on a GPU."""
-        require(_has_whole_attention(model.config), "layers without full attention")
-        seen = {"attention_mask": call.attention_mask, "position_ids": call.position_ids}
-        return self._graphs.step(model, self.original, dict([_input(call)]), call.cache, **seen)
+        (name, given), mask, positions = _input(call), call.attention_mask, call.position_ids
+        if is_narrow(call.cache) or not _has_whole_attention(model.config):
+            require(name == "input_ids", "embeddings instead of tokens")
+            return self._graphs.read(model, self.original, given, call.cache, mask, positions)
+        seen = {"attention_mask": mask, "position_ids": positions}
+        return self._graphs.step(model, self.original, {name: given}, call.cache, **seen)
 
     def _ready(self, model: Any) -> Translation:
         """The translation, rebuilt if the model changed."""

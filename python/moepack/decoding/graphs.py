@@ -11,6 +11,8 @@ Invariants:
   read is replaced, a new recording is made.
 - The first step of a cache is never recorded, because it loads kernels and allocates library workspaces. Caches that
   alternate are therefore not recorded.
+- Prompts, and steps with sliding windows or with keys and values in 8 bits, run in passes (`moepack.decoding.passes`),
+  which read any cache.
 - Steps that cannot be recorded (a model on several devices, layers on the CPU, an operation that synchronizes with the
   device) run in transformers.
 - A recorded step computes norms and rotary embeddings by kernels with the same results (`moepack.backends.gpu.step`),
@@ -35,7 +37,7 @@ from moepack.backends.gpu.recording import Unwritten, record
 from moepack.decoding.cache import Appended, GrowingLayer, Room
 from moepack.decoding.held import Span
 from moepack.decoding.layers import Replacements
-from moepack.decoding.passes import MOST_PROMPTS, ROWS, Passes
+from moepack.decoding.passes import MOST_PROMPTS, ROWS, STEPS, Passes
 from moepack.decoding.signature import cache_name
 from moepack.decoding.translation import Guard, Unknown, require
 from moepack.modules.embedding import embedding_dtype
@@ -102,10 +104,16 @@ class StepGraphs:
         finally:
             self._lock.release()
 
-    def prompt(
-        self, model: Any, forward: Callable[..., Any], ids: Tensor, cache: DynamicCache, mask: Tensor | None
+    def read(
+        self,
+        model: Any,
+        forward: Callable[..., Any],
+        ids: Tensor,
+        cache: DynamicCache,
+        mask: Tensor | None,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        """Run several tokens of each sequence through the decoder, in recorded passes.
+        """Run tokens of each sequence through the decoder, in recorded passes.
 
         Args:
             model: the decoder without its head.
@@ -113,6 +121,7 @@ class StepGraphs:
             ids: [B, T].
             cache: the past tokens, if there are any; the new tokens are appended.
             mask: None, or [B, tokens].
+            positions: None, or [B, 1] for single tokens.
 
         Returns:
             [B, T, H].
@@ -121,6 +130,8 @@ class StepGraphs:
             Unknown: there are no passes for this model, or for these tokens; nothing has changed.
         """
         require(mask is None or (mask.ndim == 2 and bool(mask.all())), "attention masks that hide tokens")
+        own = positions is None or bool((positions == cache.get_seq_length()).all())
+        require(own, "positions that are not those of the tokens")
         require(self._lock.acquire(blocking=False), "concurrent steps of several threads")
         try:
             with torch.inference_mode():
@@ -200,8 +211,14 @@ class StepGraphs:
 
 
 def _read(passes: Passes, ids: Tensor, cache: DynamicCache) -> Tensor:
-    """Read a prompt of each sequence; [B, T, H]."""
+    """Read a prompt or the next token of each sequence; [B, T, H]."""
     batch, tokens = ids.shape
+    if tokens == 1:
+        require(batch <= STEPS[-1], "steps of many sequences")
+        held, start = passes.held(cache, batch, 1), cache.get_seq_length()
+        states = passes.states([Span([], 1, start, held, row) for row in range(batch)], False, ids[:, 0])
+        held.show(start + 1)
+        return states[:batch, None]
     require(batch <= MOST_PROMPTS, "prompts of many sequences")
     most = ROWS[-1] // batch // passes.tile * passes.tile
     require(most > 0, "prompts of many sequences")
@@ -211,7 +228,7 @@ def _read(passes: Passes, ids: Tensor, cache: DynamicCache) -> Tensor:
         count, rows = part.shape[1], passes.rows(part.shape[1])
         spans = [Span([], count, start + first, held, row) for row in range(batch)]
         padded = functional.pad(part, (0, rows - count)) if rows > count else part
-        states = passes.prompts(spans, padded.reshape(-1))
+        states = passes.states(spans, True, padded.reshape(-1))
         found.append(states[: batch * rows].view(batch, rows, -1)[:, :count])
         if first + most < tokens:
             found[-1] = found[-1].clone()

@@ -1,11 +1,12 @@
 """Keys and values of sequences in one block of memory per cache, for passes that read them by address.
 
 A pass over tokens of several sequences (`moepack.decoding.passes`) is recorded once. It gets the addresses of each
-sequence's keys and values with every replay. They stay in transformers' caches, as `GrowingLayer`s, whose buffers are
-parts of one tensor: making it, or a larger one, takes one allocation and one copy instead of two per layer.
+sequence's keys and values with every replay. They stay in transformers' caches, as layers that grow in place and whose
+buffers are parts of one tensor: making it, or a larger one, takes one allocation and one copy instead of two per layer.
+The buffers keep all tokens, also those that left a sliding window.
 
-Invariants: all layers of a cache have the same number of tokens. Buffers are read and written in launches of one stream
-only, so a buffer that is replaced may be freed at once.
+Invariants: all layers of a cache have the same number of tokens, and one form. Buffers are read and written in launches
+of one stream only, so a buffer that is replaced may be freed at once.
 """
 
 from collections.abc import Sequence
@@ -16,10 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from moepack.backends.gpu.rooms import Rooms
-from moepack.decoding.cache import LEAST, Form, GrowingLayer, Room
+from moepack.decoding.cache import LEAST, Form, GrowingLayer, GrowingWindow, Room
+from moepack.decoding.narrow import NarrowLayer, NarrowWindow, is_narrow
 from moepack.decoding.translation import require
 
 __all__ = ["Held", "Passing", "Shape", "Span", "held"]
@@ -29,11 +31,12 @@ class Shape(NamedTuple):
     """Keys and values of a model.
 
     Attributes:
-        layers, groups, width: their number, the heads of each, and their columns.
+        windows: of each layer, the number of tokens that a token attends to, including itself; 0 for all.
+        groups, width: the heads of a layer, and their columns.
         dtype, device: of the tensors.
     """
 
-    layers: int
+    windows: tuple[int, ...]
     groups: int
     width: int
     dtype: torch.dtype
@@ -46,12 +49,13 @@ class Held:
     Attributes:
         addresses: [B, 2, layers], of each sequence's keys and values.
         capacity: the number of tokens that fit.
+        narrow: whether the tokens are in 8 bits.
     """
 
-    def __init__(self, layers: list[GrowingLayer], block: Tensor) -> None:
-        """Make the layers views of a block [layers, 2, B, groups, capacity, width]."""
+    def __init__(self, layers: list[Any], block: Tensor) -> None:
+        """Make the layers views of a block [layers, 2, B, groups, capacity, row]."""
         self._layers, self.block = layers, block
-        self.capacity = block.shape[4]
+        self.capacity, self.narrow = block.shape[4], block.dtype is torch.int8
         each = block.element_size()
         starts = torch.arange(block.shape[2])[:, None, None] * block.stride(2)
         starts = starts + torch.arange(2)[:, None] * block.stride(1) + torch.arange(len(layers)) * block.stride(0)
@@ -62,15 +66,18 @@ class Held:
     def show(self, count: int) -> None:
         """Set the number of tokens."""
         for layer, room in zip(self._layers, self._rooms, strict=True):
-            layer.show(room, count)
+            layer.hold(room, count)
 
     def is_of(self, layers: Sequence[Any]) -> bool:
-        """Whether these layers still are views of the block."""
+        """Whether these layers still are views of the block, and show its latest tokens."""
         first, last = self._layers[0], self._layers[-1]
         if layers[0] is not first or layers[-1] is not last or len(layers) != len(self._layers):
             return False
         ends = (first, self._rooms[0]), (last, self._rooms[-1])
-        return all(layer._room is room and layer._is_part_of(room) and not layer.first for layer, room in ends)
+        return all(
+            layer._room is room and layer._is_part_of(room) and layer.first + layer.count == layer.get_seq_length()
+            for layer, room in ends
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +103,7 @@ def held(cache: DynamicCache, known: Held | None, shape: Shape, batch: int, more
     """Return a cache's buffers, with room for more tokens.
 
     Args:
-        cache: its layers become `GrowingLayer`s with buffers in one block.
+        cache: its layers become layers that grow in place, with buffers in one block.
         known: what was returned for this cache before.
         shape: of the model's keys and values.
         batch: the number of sequences.
@@ -106,30 +113,30 @@ def held(cache: DynamicCache, known: Held | None, shape: Shape, batch: int, more
         Unknown: the cache has other layers; nothing has changed.
     """
     layers: list[Any] = cache.layers
-    if known is not None and known.is_of(layers) and layers[0].count + more <= known.capacity:
+    if known is not None and known.is_of(layers) and layers[0].get_seq_length() + more <= known.capacity:
         return known
-    kinds = {type(layer) for layer in layers} - {DynamicLayer, GrowingLayer}
-    require(not kinds, f"caches with layers of the type {', '.join(kind.__name__ for kind in kinds)}")
     counts = {layer.get_seq_length() for layer in layers}
-    require(len(layers) == shape.layers or not layers, "caches with a different number of layers")
+    require(len(layers) == len(shape.windows) or not layers, "caches with a different number of layers")
     require(len(counts) <= 1, "caches whose layers differ in length")
-    count = max(counts, default=0)
+    count, narrow = max(counts, default=0), is_narrow(cache)
+    grown = [_grown(layers[number] if layers else None, seen, narrow) for number, seen in enumerate(shape.windows)]
+    form = Form(batch, shape.groups, (shape.width,) * 2, shape.dtype, shape.device.type)
+    form = NarrowLayer.stored(form) if narrow else form
     if count:
-        form = {(*layer.keys.shape[:2], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype, layer.keys.device)
-                for layer in layers}  # fmt: skip
-        require(form == {(batch, shape.groups, shape.width, shape.width, shape.dtype, shape.device)},
-                "caches with unexpected contents")  # fmt: skip
+        require({layer.form for layer in grown} == {form}, "caches with unexpected contents")
+        kept = [min(count, seen - 1) if seen else count for seen in shape.windows]
+        require([layer.count for layer in grown] == kept, "caches that lack tokens")
     capacity = count + more + max(LEAST, count // 4)
-    sizes = shape.layers, 2, batch, shape.groups, capacity, shape.width
-    block = torch.empty(sizes, dtype=shape.dtype, device=shape.device)
+    capacity += -capacity % _CAPACITY
+    sizes = len(grown), 2, batch, shape.groups, capacity, form.widths[0]
+    block = torch.empty(sizes, dtype=form.dtype, device=shape.device)
     if count and known is not None and known.is_of(layers):
         block.narrow(4, 0, count).copy_(known.block.narrow(4, 0, count))
     elif count:
-        for layer, (keys, values) in zip(layers, block, strict=True):
-            keys.narrow(2, 0, count).copy_(layer.keys)
-            values.narrow(2, 0, count).copy_(layer.values)
-    grown = [layer if type(layer) is GrowingLayer else GrowingLayer.of(layer) for layer in layers]
-    grown += [GrowingLayer() for _ in range(shape.layers - len(grown))]
+        for layer, both in zip(grown, block, strict=True):
+            both.narrow(3, 0, count - layer.count).zero_()  # hidden tokens are multiplied by zero, as NaN must not be
+            for part, tokens in zip(both, (layer.keys, layer.values), strict=True):
+                part.narrow(2, count - layer.count, layer.count).copy_(tokens)
     for layer, (keys, values) in zip(grown, block, strict=True):
         if not layer.is_initialized:
             layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
@@ -137,6 +144,30 @@ def held(cache: DynamicCache, known: Held | None, shape: Shape, batch: int, more
     found = Held(grown, block)
     found.show(count)
     return found
+
+
+_CAPACITY = 4
+"""Capacities are multiples of it, so that groups of rows of 8-bit codes begin at multiples of 16 bytes."""
+
+
+def _grown(layer: Any, window: int, narrow: bool) -> Any:
+    """Return a cache layer as one that grows in place, or a new one.
+
+    Raises:
+        Unknown: the layer keeps other tokens, or keeps them in another form.
+    """
+    plain: Any = DynamicSlidingWindowLayer if window else DynamicLayer
+    kind: Any = _KINDS[bool(window), narrow]
+    if layer is None:
+        return kind(sliding_window=window) if window else kind()
+    require(type(layer) is kind or (type(layer) is plain and not narrow), f"cache layers: {type(layer).__name__}")
+    require(not window or (layer.sliding_window == window and not layer.record_past), "caches with other windows")
+    return layer if type(layer) is kind else kind.of(layer)
+
+
+_KINDS = {
+    (False, False): GrowingLayer, (False, True): NarrowLayer, (True, False): GrowingWindow, (True, True): NarrowWindow,
+}  # fmt: skip
 
 
 class Passing:

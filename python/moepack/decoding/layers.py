@@ -39,6 +39,7 @@ from moepack.backends.gpu.rooms import Rooms
 from moepack.decoding.cache import Appended, Room
 from moepack.decoding.families import Family, family_of
 from moepack.decoding.held import Passing, Shape
+from moepack.decoding.translation import Unknown, window
 from moepack.modules.experts import PackedExperts
 
 __all__ = ["Operations", "Replacements"]
@@ -79,13 +80,13 @@ class Operations:
     def attend_in_rooms(
         self, queries: Tensor, rooms: Rooms, is_prompt: bool, groups: int, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """Attend to a token and all earlier ones of its sequence; arguments as in `prompt_attention.attend`.
+        """Attend to a token and earlier ones of its sequence; arguments as in `prompt_attention.attend`.
 
         Rows lie in tiles if it is a prompt; otherwise each is a token of its own sequence.
         """
         if is_prompt:
-            return prompt_attention.attend(queries, rooms, groups, scale, sinks, 0)
-        return self._attention.in_rooms(queries, rooms, groups, scale, sinks, 0)
+            return prompt_attention.attend(queries, rooms, groups, scale, sinks)
+        return self._attention.in_rooms(queries, rooms, groups, scale, sinks)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x [T, C] by one matrix [R, C]."""
@@ -112,12 +113,14 @@ class Replacements:
     @property
     def held_shape(self) -> tuple[Shape, int] | None:
         """Keys and values of passes over several sequences, and rows of a tile of prompts; None without such passes."""
-        parts = [layer.held_shape for layer in self.layers]
+        attentions = [layer.attention for layer in self.layers]
+        parts = [None if attention is None else attention.held_shape for attention in attentions]
         if not parts or len({*parts}) > 1 or parts[0] is None or len(self._devices) != 1:
             return None
         groups, group, width, dtype = parts[0]
         assert self._operations is not None
-        return Shape(len(parts), groups, width, dtype, *self._devices), self._operations.tile_rows(group)
+        windows = tuple(attention.window for attention in attentions if attention is not None)
+        return Shape(windows, groups, width, dtype, *self._devices), self._operations.tile_rows(group)
 
     def _device(self) -> AbstractContextManager[Any]:
         """A context in which kernels run on the model's GPU."""
@@ -303,7 +306,7 @@ class _Layer:
     ) -> None:
         self._experts = experts
         self.module, self.chain = module, chain
-        self._own, self._attention, self._operations = module.forward, attention, operations
+        self._own, self.attention, self._operations = module.forward, attention, operations
         self._norm, self._middle, self._following = norms
 
     def __call__(self, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
@@ -315,19 +318,14 @@ class _Layer:
         normed = self.chain.take(hidden_states)
         if normed is None:
             normed = operations.rms_norm(residual, *self._norm)
-        if self._attention is not None and cache is not None and self._attention.supports(shape, named, cache):
-            mixed = self._attention(normed, cache, named["position_embeddings"], named.get("attention_mask"))
+        if self.attention is not None and cache is not None and self.attention.supports(shape, named, cache):
+            mixed = self.attention(normed, cache, named["position_embeddings"], named.get("attention_mask"))
         else:
             mixed = self.module.self_attn(hidden_states=normed.view(shape), **named)[0]
         residual, normed = operations.add_norm(residual, mixed.reshape(residual.shape), *self._middle)
         output = self._feed_forward(normed, shape)
         total, normed = operations.add_norm(residual, output.reshape(residual.shape), *self._following)
         return self.chain.put(total.view(shape), normed)
-
-    @property
-    def held_shape(self) -> tuple[int, int, int, torch.dtype] | None:
-        """Groups, heads of each, columns and dtype of keys and values; None without passes over several sequences."""
-        return None if self._attention is None else self._attention.held_shape
 
     def _feed_forward(self, x: Tensor, shape: torch.Size) -> Tensor:
         """The output of the experts, [T, H], float32 if they are all that the module has."""
@@ -358,10 +356,14 @@ class _Attention:
         norms: of queries and keys: weight and epsilon, or None.
         operations: what computes it.
         dtype: of keys and values.
+        window: tokens that a token attends to, including itself; 0 for all.
     """
 
-    def __init__(self, module: Any, norms: list[Norm | None], operations: Operations, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: Any, norms: list[Norm | None], operations: Operations, dtype: torch.dtype, window: int
+    ) -> None:
         self._module, self._operations, self._width, self._dtype = module, operations, int(module.head_dim), dtype
+        self.window = window
         self._inputs: list[Any] = [module.q_proj, module.k_proj, module.v_proj]
         self._norms = norms
         self._sinks = getattr(module, "sinks", None)
@@ -387,14 +389,18 @@ class _Attention:
             return None
         if not missing and norms[0][1] != norms[1][1]:  # type: ignore[index]
             return None
-        return cls(module, norms, operations, layer.input_layernorm.weight.dtype)
+        try:
+            seen = window(config, module.layer_idx) or 0
+        except Unknown:
+            return None
+        return cls(module, norms, operations, layer.input_layernorm.weight.dtype, seen)
 
     @property
     def held_shape(self) -> tuple[int, int, int, torch.dtype] | None:
-        """See `_Layer.held_shape`."""
+        """Groups, heads of each, columns and dtype of keys and values; None without passes over several sequences."""
         config, dtype = self._module.config, self._dtype
         groups, heads = int(config.num_key_value_heads), int(config.num_attention_heads)
-        if not self._operations.attends_in_rooms(dtype, self._width) or getattr(self._module, "sliding_window", None):
+        if not self._operations.attends_in_rooms(dtype, self._width):
             return None
         return groups, heads // groups, self._width, dtype
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moepack.decoding.cache import Form, GrowingLayer, GrowingWindow
 
-__all__ = ["NarrowLayer", "NarrowWindow", "decode", "encode"]
+__all__ = ["NarrowLayer", "NarrowWindow", "decode", "encode", "is_narrow"]
 
 SCALE = 4
 """Bytes of a row's scale."""
@@ -41,6 +41,11 @@ def decode(rows: Tensor, dtype: torch.dtype) -> Tensor:
     # A copy, because the scale of a single row is contiguous but not aligned.
     scale = rows[..., -SCALE:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (rows[..., :-SCALE].float() * scale).to(dtype)
+
+
+def is_narrow(cache: Any) -> bool:
+    """Whether any layer of a cache keeps tokens in 8 bits."""
+    return any(isinstance(layer, _Narrow) for layer in cache.layers)
 
 
 class _Narrow:

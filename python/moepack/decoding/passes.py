@@ -7,8 +7,9 @@ go, and sequences that join and leave a batch need no new recording. There are t
 - steps: each row is the next token of a sequence; sizes are `STEPS`;
 - prompts: rows lie in tiles of one sequence; sizes are `ROWS`. Longer prompts take several passes.
 
-Unused rows have no place: nothing is written for them, and their results are not read. A pass may end with the head;
-it then chooses the likeliest tokens on the device, and the next step can begin with them before the host knows them.
+Keys and values may be in 8 bits (`moepack.decoding.narrow`); such passes are recorded separately. Unused rows have no
+place: nothing is written for them, and their results are not read. A pass may end with the head; it then chooses the
+likeliest tokens on the device, and the next step can begin with them before the host knows them.
 
 Invariants:
 - Everything that changes between passes is copied to the device in one piece before each.
@@ -31,7 +32,7 @@ from moepack.backends.gpu.rooms import Rooms
 from moepack.decoding.held import Held, Passing, Shape, Span, held
 from moepack.decoding.layers import Replacements
 from moepack.decoding.signature import cache_name
-from moepack.decoding.translation import Guard, Unknown, require, window
+from moepack.decoding.translation import Guard, Unknown, require
 
 __all__ = ["MOST_PROMPTS", "ROWS", "STEPS", "Passes", "Ready"]
 
@@ -98,7 +99,6 @@ class Passes:
         config, shape = model.config, replacements.held_shape
         require(shape is not None, "layers without passes")
         assert shape is not None
-        require(all(window(config, layer) is None for layer in range(config.num_hidden_layers)), "sliding windows")
         require(getattr(model.rotary_emb, "rope_type", "default") in _ROTARY_TYPES, "rotary positions by length")
         require(config._attn_implementation in ("eager", "sdpa"), "other attention implementations")
         self.shape, self.tile = shape
@@ -107,7 +107,7 @@ class Passes:
         self._recorder = recorder
         if self.shape.device.type == "cuda" and recorder is record:
             self._recorder = partial(record, tidy=False, pool=torch.cuda.graph_pool_handle())
-        self._made: dict[tuple[int, bool], _Pass] = {}
+        self._made: dict[tuple[int, bool, bool], _Pass] = {}
         self._known: WeakKeyDictionary[Any, Held] = WeakKeyDictionary()
         self._chosen = torch.zeros(STEPS[-1], dtype=torch.int64, device=self.shape.device)
 
@@ -124,25 +124,27 @@ class Passes:
     def fits(self, cache: Any, more: int) -> bool:
         """Whether more tokens fit into a cache's buffers as they are."""
         known = self._known.get(cache)
-        return known is not None and known.is_of(cache.layers) and cache.layers[0].count + more <= known.capacity
+        fits = known is not None and cache.get_seq_length() + more <= known.capacity
+        return fits and known is not None and known.is_of(cache.layers)
 
     def rows(self, tokens: int) -> int:
         """Rows of a prompt's pass that a number of tokens takes."""
         return -(-tokens // self.tile) * self.tile
 
-    def prompts(self, spans: Sequence[Span], ids: Tensor | None = None) -> Tensor:
+    def states(self, spans: Sequence[Span], is_prompt: bool, ids: Tensor | None = None) -> Tensor:
         """Read tokens; return hidden states [rows, H], each span's rows behind those of the spans before.
 
         Args:
-            spans: with together at most `ROWS[-1]` rows (`rows`) and `MOST_PROMPTS` sequences. Their caches get the
-                tokens; the caller counts them (`Held.show`).
+            spans: prompts with together at most `ROWS[-1]` rows (`rows`) and `MOST_PROMPTS` sequences, or single tokens
+                of at most `STEPS[-1]` sequences. Their caches get the tokens; the caller counts them (`Held.show`).
+            is_prompt: whether these are prompts.
             ids: [rows], the tokens on the device; None if the spans have them.
         """
-        states: Tensor = self._run(spans, True, ids).output
+        states: Tensor = self._run(spans, is_prompt, ids).output
         return states
 
     def ready(self, spans: Sequence[Span], is_prompt: bool) -> Ready:
-        """Read tokens as `prompts` does, or one token of each span; return the logits behind each span."""
+        """Read tokens as `states` does; return the logits behind each span."""
         made = self._run(spans, is_prompt, None)
         return Ready(made.output[: len(spans)], made.tokens[: len(spans)])
 
@@ -156,9 +158,11 @@ class Passes:
 
     def _replayed(self, size: int, spans: Sequence[Span], is_prompt: bool, ids: Tensor | None) -> "_Pass":
         """Run a pass of a size, recorded at first use."""
-        made = self._made.get((size, is_prompt))
+        narrow = spans[0].held.narrow
+        require(all(span.held.narrow == narrow for span in spans), "caches of two forms")
+        made = self._made.get((size, is_prompt, narrow))
         if made is None:
-            made = _Pass(size, min(MOST_PROMPTS, size) if is_prompt else size, is_prompt, self.shape)
+            made = _Pass(size, min(MOST_PROMPTS, size) if is_prompt else size, is_prompt, narrow, self.shape)
         made.put(spans, self.tile, ids)
         if made.replay is None:
             try:
@@ -166,7 +170,7 @@ class Passes:
             except (RuntimeError, Unwritten) as error:
                 self.works = False
                 raise Unknown(f"this model ({str(error).partition(chr(10))[0]})") from error
-            self._made[size, is_prompt] = made
+            self._made[size, is_prompt, narrow] = made
             made.put(spans, self.tile, ids)
         assert made.replay is not None
         made.replay()
@@ -174,7 +178,10 @@ class Passes:
 
     def _record(self, made: "_Pass") -> None:
         """Record a pass, which has its inputs."""
-        layers = [Rooms(*made.addresses[:, layer], *made.common) for layer in range(self.shape.layers)]
+        layers = [
+            Rooms(keys, values, *made.common, made.narrow, seen)
+            for keys, values, seen in zip(*made.addresses, self.shape.windows, strict=True)
+        ]
         cache = Passing(layers, made.is_prompt)
         mask = torch.zeros(1, 1, 1, 1, dtype=self.shape.dtype, device=self.shape.device)
         named = {str(cache_name(type(self._model).forward)): cache}
@@ -217,6 +224,7 @@ class _Pass:
     Attributes:
         size: the number of rows.
         is_prompt: the kind.
+        narrow: whether keys and values are in 8 bits.
         ids, place: [size].
         common: capacity [S], sequence and place of the rows.
         addresses: [2, layers, S], of keys and values.
@@ -226,10 +234,10 @@ class _Pass:
         replay: runs it.
     """
 
-    def __init__(self, size: int, sequences: int, is_prompt: bool, shape: Shape) -> None:
-        self.size, self.is_prompt = size, is_prompt
+    def __init__(self, size: int, sequences: int, is_prompt: bool, narrow: bool, shape: Shape) -> None:
+        self.size, self.is_prompt, self.narrow, layers = size, is_prompt, narrow, len(shape.windows)
         parts = {"ids": size, "place": size, "sequence": size, "kept": sequences, "capacity": sequences}
-        parts["addresses"] = 2 * shape.layers * sequences
+        parts["addresses"] = 2 * layers * sequences
         cuda = shape.device.type == "cuda"
         self._given = torch.zeros(sum(parts.values()), dtype=torch.int64, device=shape.device)
         # Two, because the copy of the first may still be under way when the second is filled.
@@ -238,8 +246,9 @@ class _Pass:
         ends = np.cumsum([*parts.values()])
         self._places = {name: slice(end - parts[name], end) for name, end in zip(parts, ends.tolist(), strict=True)}
         self.ids, self.place, self.kept = (self._given[self._places[name]] for name in ("ids", "place", "kept"))
-        self.common = tuple(self._given[self._places[name]] for name in ("capacity", "sequence", "place"))
-        self.addresses = self._given[self._places["addresses"]].view(2, shape.layers, sequences)
+        names = "capacity", "sequence", "place"
+        self.common: tuple[Tensor, Tensor, Tensor] = tuple(self._given[self._places[name]] for name in names)  # type: ignore[assignment]
+        self.addresses = self._given[self._places["addresses"]].view(2, layers, sequences)
         self.tokens = torch.zeros(sequences, dtype=torch.int64, device=shape.device)
         self.output: Any = None
         self.replay: Callable[[], None] | None = None

@@ -2,7 +2,7 @@
 //
 // Usage: prompt SEQUENCES ROWS GROUPS GROUP WINDOW SCALE QUERIES SINKS PLACES KEYS VALUES CAPACITY [KEYS VALUES CAPACITY]:
 // files of 16-bit values as the struct Prompt describes them; SINKS may be "-". PLACES has the sequence and the place of
-// each row, 64-bit. Each sequence has its own keys and values. The standard output is the result.
+// each row, 64-bit. Each sequence has its own keys and values, in 8 bits if NARROW. The standard output is the result.
 #include "files.hpp"
 #include "products.hpp"
 
@@ -32,7 +32,8 @@ void wait_copies() {
 
 using namespace moepack;
 
-alignas(128) u8 moepack::shared_memory[8 * prompt::STAGE];
+constexpr int SHARED = NARROW ? 4 * prompt::STAGE + 4 * prompt::CODES : 8 * prompt::STAGE;
+alignas(128) u8 moepack::shared_memory[SHARED];
 
 int main(int, char** a) {
     int sequences = std::atoi(a[1]), rows = std::atoi(a[2]), groups = std::atoi(a[3]), group = std::atoi(a[4]);
@@ -42,14 +43,14 @@ int main(int, char** a) {
     std::vector<i64> keys, values, capacity;
     for (int i = 0; i < sequences; ++i) {
         capacity.push_back(std::atoi(a[12 + 3 * i]));
-        size_t tokens = size_t(groups) * capacity.back() * WIDTH;
-        keys.push_back(reinterpret_cast<i64>(read<u16>(a[10 + 3 * i], tokens)));
-        values.push_back(reinterpret_cast<i64>(read<u16>(a[11 + 3 * i], tokens)));
+        size_t bytes = size_t(groups) * capacity.back() * prompt::ROW;
+        keys.push_back(reinterpret_cast<i64>(read<u8>(a[10 + 3 * i], bytes)));
+        values.push_back(reinterpret_cast<i64>(read<u8>(a[11 + 3 * i], bytes)));
     }
     Prompt prompt = {read<u16>(a[7], size), read<u16>(a[8], groups * group), out.data(),
-                     {keys.data(), values.data(), capacity.data(), places, places + rows},
-                     groups, group, std::atoi(a[5]), std::strtof(a[6], nullptr)};
+                     {keys.data(), values.data(), capacity.data(), places, places + rows, NARROW, std::atoi(a[5])},
+                     groups, group, std::strtof(a[6], nullptr)};
     Dimensions grid = {rows / prompt::ROWS, groups * ceil_div(group, HEADS)};
-    simt::launch(grid, prompt::WARPS * WARP, 8 * prompt::STAGE, [&] { attend(prompt); });
+    simt::launch(grid, prompt::WARPS * WARP, SHARED, [&] { attend(prompt); });
     std::fwrite(out.data(), 2, out.size(), stdout);
 }

@@ -7,7 +7,8 @@
 // Or: step add X ADDEND WEIGHT TYPE ROWS COLUMNS EPSILON THREADS: the output is the sum, then its norm; ADDEND is f32.
 // Or: step heads QKV Q_NORM K_NORM COS SIN TYPE SEQUENCES Q_HEADS K_HEADS COLUMNS ROTATED EPSILON CAPACITY PLACE:
 // QKV [SEQUENCES, all heads, COLUMNS]; the output is the queries, then both buffers, which begin as zeros. With ROOMS
-// behind them, the rows are tokens that are written by `Rooms`: ROOMS has the index of each row's buffers and its place.
+// behind them, the rows are tokens that are written by `Rooms`: ROOMS has the index of each row's buffers and its place;
+// with NARROW behind that, in 8 bits.
 #include <string>
 
 #include "files.hpp"
@@ -47,17 +48,19 @@ static void prepare(int count, char** a) {
         return Activations{static_cast<const u8*>(rows.data) + head * columns * size, type, columns};
     };
     std::vector<u8> out[3];
-    for (int i = 0; i < 3; ++i) out[i].assign(size_t(sequences) * (i ? keys * capacity : queries) * columns * size, 0);
+    bool narrow = count > 17;
+    size_t row = columns * size, held = narrow ? columns + NARROW_SCALE : row;
+    for (int i = 0; i < 3; ++i) out[i].assign(sequences * (i ? keys * capacity * held : queries * row), 0);
     std::vector<i64> keys_of, values_of, capacities(sequences, capacity);
     for (int i = 0; i < sequences; ++i) {
-        size_t room = size_t(i) * keys * capacity * columns * size;
+        size_t room = i * keys * capacity * held;
         keys_of.push_back(reinterpret_cast<i64>(out[1].data() + room));
         values_of.push_back(reinterpret_cast<i64>(out[2].data() + room));
     }
     Rooms rooms = {};
     if (count > 16) {
         i64* places = read<i64>(a[16], 2 * sequences);
-        rooms = {keys_of.data(), values_of.data(), capacities.data(), places, places + sequences};
+        rooms = {keys_of.data(), values_of.data(), capacities.data(), places, places + sequences, narrow, 0};
     }
     Heads heads = {from(0), from(queries), from(queries + keys), rows_of(a[3], 1, columns, type),
                    rows_of(a[4], 1, columns, type), rows_of(a[5], sequences, rotated, type),

@@ -80,23 +80,21 @@ class Attention:
             return None
         return self._launched(queries, (keys, values), mask, scale, sinks)
 
-    def in_rooms(
-        self, queries: Tensor, rooms: Rooms, groups: int, scale: float, sinks: Tensor | None, window: int
-    ) -> Tensor:
-        """Attend to a token and all earlier ones of its sequence.
+    def in_rooms(self, queries: Tensor, rooms: Rooms, groups: int, scale: float, sinks: Tensor | None = None) -> Tensor:
+        """Attend to a token and the earlier ones of its sequence, as far as the window of `rooms` extends.
 
         Args:
             queries: [B, heads, K], bfloat16 or float16; K is 64, 128, 192 or 256.
-            rooms: keys and values of the same dtype and width; each row is a token that they hold.
+            rooms: keys and values of the same width, in the same dtype or in 8 bits; each row is a token that they
+                hold.
             groups: of heads that share keys and values.
             scale: of the scores.
             sinks: [heads], scores that take part in the sums only.
-            window: tokens that a token attends to, including itself; 0 for all.
 
         Returns:
             [B, heads, K].
         """
-        found = self._launched(queries, (rooms, groups, window), None, scale, sinks)
+        found = self._launched(queries, (rooms, groups), None, scale, sinks)
         if found is None:
             raise RuntimeError("too many sequences for attention")
         return found
@@ -104,21 +102,22 @@ class Attention:
     def _launched(
         self,
         queries: Tensor,
-        held: tuple[Tensor, Tensor] | tuple[Rooms, int, int],
+        held: tuple[Tensor, Tensor] | tuple[Rooms, int],
         mask: Tensor | None,
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor | None:
-        """Launch with keys and values, or with rooms, groups and window; None if there are too many sequences."""
+        """Launch with keys and values, or with rooms and groups; None if there are too many sequences."""
         batch, heads, key_width = queries.shape
         members: dict[str, Tensor | int | StructValue | None]
-        if len(held) == 2:
-            (groups, capacity, value_width), most = held[1].shape[1:], held[1].shape[2]
-            members = {"keys": held[0], "values": held[1], "window": 0, "rooms": ROOMS(**NO_ROOMS)}
+        if isinstance(held[0], Rooms):
+            rooms, groups = held
+            narrow, capacity, value_width, most = rooms.narrow, 0, key_width, _MOST_TOKENS
+            members = {"keys": None, "values": None, "rooms": rooms.struct()}
         else:
-            rooms, groups, window = held
-            capacity, value_width, most = 0, key_width, _MOST_TOKENS
-            members = {"keys": None, "values": None, "window": window, "rooms": rooms.struct()}
+            keys, values = held
+            (groups, capacity, value_width), narrow, most = values.shape[1:], False, values.shape[2]
+            members = {"keys": keys, "values": values, "rooms": ROOMS(**NO_ROOMS)}
         rows = batch * groups * -(-heads // groups // _HEADS)
         if rows > _ROWS:
             return None
@@ -133,12 +132,12 @@ class Attention:
             queries=queries, mask=mask, sinks=sinks, out=out, stats=stats, parts=parts, arrived=self._arrived,
             groups=groups, group=heads // groups, capacity=capacity, scale=scale, **members,
         )  # fmt: skip
-        kernels = program(_DTYPES[queries.dtype], key_width, value_width)
+        kernels = program(_DTYPES[queries.dtype], narrow, key_width, value_width)
         kernels.launch("attend", (splits, rows), 32 * warps, [argument], early=True)
         return out
 
 
 @cache
-def program(half: int, key_width: int, value_width: int) -> Program:
-    """The kernel for bfloat16 (0) or float16 (1) and the columns of a head."""
-    return Program("attention.cu", HALF=half, KEY_WIDTH=key_width, VALUE_WIDTH=value_width)
+def program(half: int, narrow: bool, key_width: int, value_width: int) -> Program:
+    """The kernel for bfloat16 (0) or float16 (1), rooms of 8 bits, and the columns of a head."""
+    return Program("attention.cu", HALF=half, NARROW=int(narrow), KEY_WIDTH=key_width, VALUE_WIDTH=value_width)

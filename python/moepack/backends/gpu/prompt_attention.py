@@ -12,8 +12,8 @@ from moepack.backends.gpu.structs import Struct
 __all__ = ["attend", "program", "supports", "tile_rows"]
 
 _PROMPT = Struct("prompt.cu", "Prompt", Rooms=ROOMS)
-_KEYS, _PADDING = 64, 8
-"""Tokens in shared memory, and columns between their rows."""
+_KEYS, _PADDING, _SCALE = 64, 8, 4
+"""Tokens in shared memory, columns between their rows, and bytes of a scale."""
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 _WIDTHS = (64, 128)
@@ -29,17 +29,16 @@ def tile_rows(group: int) -> int:
     return 16 * _division(group)[1]
 
 
-def attend(queries: Tensor, rooms: Rooms, groups: int, scale: float, sinks: Tensor | None, window: int) -> Tensor:
-    """Attend to a token and all earlier ones of its sequence.
+def attend(queries: Tensor, rooms: Rooms, groups: int, scale: float, sinks: Tensor | None = None) -> Tensor:
+    """Attend to a token and the earlier ones of its sequence, as far as the window of `rooms` extends.
 
     Args:
         queries: [R, heads, D], bfloat16 or float16. Each tile of `tile_rows` rows belongs to one sequence, in order;
             only the last rows of a tile may have no token.
-        rooms: keys and values of the same dtype and width, which hold those of all rows.
+        rooms: keys and values of the same width, in the same dtype or in 8 bits, which hold those of all rows.
         groups: of heads that share keys and values.
         scale: of the scores.
         sinks: [heads], scores that take part in the sums only.
-        window: tokens that a token attends to, including itself; 0 for all.
 
     Returns:
         [R, heads, D], zeros for rows without a token in tiles without tokens.
@@ -49,11 +48,12 @@ def attend(queries: Tensor, rooms: Rooms, groups: int, scale: float, sinks: Tens
     out = torch.empty_like(queries)
     argument = _PROMPT(
         queries=queries, sinks=sinks, out=out, rooms=rooms.struct(), groups=groups, group=heads // groups,
-        window=window, scale=scale,
+        scale=scale,
     )  # fmt: skip
     grid = rows // (16 * parts), groups * -(-(heads // groups) // in_block)
-    shared = 4 * _KEYS * (width + _PADDING) * 2
-    kernels = program(_DTYPES[queries.dtype], width, in_block, parts)
+    operands = 2 * _KEYS * (width + _PADDING) * 2  # a stage of keys and values
+    shared = operands + 4 * _KEYS * (width + _SCALE) if rooms.narrow else 2 * operands
+    kernels = program(_DTYPES[queries.dtype], rooms.narrow, width, in_block, parts)
     kernels.launch("attend", grid, 32 * in_block * parts, [argument], shared, early=True)
     return out
 
@@ -65,6 +65,6 @@ def _division(group: int) -> tuple[int, int]:
 
 
 @cache
-def program(half: int, width: int, heads: int, parts: int) -> Program:
-    """The kernel for bfloat16 (0) or float16 (1), the columns of a head, a block's heads, and warps per head."""
-    return Program("prompt.cu", HALF=half, WIDTH=width, HEADS=heads, PARTS=parts)
+def program(half: int, narrow: bool, width: int, heads: int, parts: int) -> Program:
+    """The kernel for bfloat16 (0) or float16 (1), rooms of 8 bits, columns and heads of a block, warps per head."""
+    return Program("prompt.cu", HALF=half, NARROW=int(narrow), WIDTH=width, HEADS=heads, PARTS=parts)

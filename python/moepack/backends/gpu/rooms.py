@@ -16,12 +16,14 @@ ROOMS = Struct("common/rooms.cuh", "Rooms")
 
 
 class Rooms(NamedTuple):
-    """The buffers of a layer, and the tokens of a launch; all int64 on a GPU.
+    """The buffers of a layer, and the tokens of a launch; tensors are int64 on a GPU.
 
     Attributes:
         keys, values: [S], the addresses of the sequences' buffers [groups, capacity, width].
         capacity: [S].
         sequence, place: [R], the sequence of each row, and its token in the buffers; -1 for rows without a token.
+        narrow: whether tokens are in 8 bits (`moepack.decoding.narrow`). Capacities are multiples of 4 then.
+        window: tokens that a token attends to, including itself; 0 for all.
     """
 
     keys: Tensor
@@ -29,6 +31,8 @@ class Rooms(NamedTuple):
     capacity: Tensor
     sequence: Tensor
     place: Tensor
+    narrow: bool = False
+    window: int = 0
 
     def struct(self) -> StructValue:
         """The kernels' structure."""
