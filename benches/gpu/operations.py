@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benches.gpu.cases import device_name
-from moepack.backends.gpu import dense, router, step
-from moepack.backends.gpu import prompt_attention
+from moepack.backends.gpu import dense, prompt_attention, router, step
 from moepack.backends.gpu.attention import Attention
 from moepack.backends.gpu.rooms import Rooms
 from moepack.decoding.narrow import decode, encode
