@@ -9,8 +9,9 @@ from torch.nn import functional
 
 import moepack
 from moepack import GroupwiseTensor, _core
+from moepack.backends.base import Between
 from moepack.backends.cpu import CpuBackend
-from moepack.backends.gpu import backend, prompt
+from moepack.backends.gpu import backend, own, prompt
 from moepack.backends.gpu.backend import GpuBackend
 from moepack.backends.gpu.families import FAMILIES, kernels_of
 from moepack.backends.gpu.matrix import DeviceMatrix
@@ -35,6 +36,12 @@ class Kernels:
                 token = x[slot // index.shape[1]].double()
                 hidden[slot] = functional.silu(weights_of(gate)[expert] @ token) * (weights_of(up)[expert] @ token)
 
+    def project(self, matrix, x, index, out):
+        self.calls.append("project")
+        for slot, expert in enumerate(index.flatten().tolist()):
+            if 0 <= expert < matrix.shape[0]:
+                out[slot] = weights_of(matrix)[expert] @ x[slot // index.shape[1]].double()
+
     def combine(self, down, hidden, index, weights, out):
         self.calls.append("combine")
         out.zero_()
@@ -56,7 +63,7 @@ def weights_of(matrix):
 def kernels(monkeypatch):
     """Stand-ins for the kernels of every format, on the CPU."""
     found = Kernels()
-    for module in (backend, prompt):
+    for module in (backend, own, prompt):
         monkeypatch.setattr(module, "kernels_of", lambda kind: found)
     monkeypatch.setattr(backend, "_current", lambda needed, x: nullcontext())
     return found
@@ -102,7 +109,8 @@ def test_layers_equal_those_of_the_cpu(kernels, tokens, choices, path, dtype):
         found = GpuBackend().experts(gpu, x, index, weights, activation, None)
         expected = CpuBackend().experts(cpu, x, for_the_cpu(index, experts), weights, activation, None)
         torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
-        assert kernels.calls[0] == (path if activation is functional.silu else "dequantize")
+        other = "project" if tokens <= 64 else "dequantize"
+        assert kernels.calls[0] == (path if activation is functional.silu else other)
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("coded", 128), ("codebook", 256), ("ternary", 64)])
@@ -117,6 +125,30 @@ def test_more_tokens_use_several_calls_while_that_is_faster(kernels, kind, token
     for more in (x.float().repeat(2, 1), x.repeat(2, 1)):  # float32 activations are not rounded
         GpuBackend().experts(gpu, more, index.repeat(2, 1), weights.repeat(2, 1), functional.silu, None)
     assert set(kernels.calls) == {"dequantize"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "products"), [(1, 2), (3, 1), (64, 2)])
+def test_experts_with_code_of_their_own(kernels, tokens, products, dtype):
+    experts, inner, hidden = 7, 40, 48
+    generator = torch.Generator().manual_seed(tokens)
+    _, gpu = matrices([(experts, inner, hidden)] * products + [(experts, hidden, inner)])
+    first, last = (torch.randn(experts, size, generator=generator) for size in (inner, hidden))
+    code = Between(
+        lambda parts, expert: sum(parts) + first[expert], lambda outputs, expert: outputs.clamp(-1, 1) + last[expert]
+    )
+    x, index, weights = routed(tokens, 3, experts, hidden, dtype)
+    found = GpuBackend().own_experts(gpu, x, index, weights, code, None)
+    expected = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token, slot in np.ndindex(*index.shape):
+        if 0 <= (expert := int(index[token, slot])) < experts:
+            row = sum(weights_of(matrix)[expert] @ x[token].double() for matrix in gpu[:-1]) + first[expert]
+            row = (weights_of(gpu[-1])[expert] @ row).clamp(-1, 1) + last[expert]
+            expected[token] += weights[token, slot] * row
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    assert kernels.calls == ["project"] * (products + 1)
+    many = x.repeat(70, 1), index.repeat(70, 1), weights.repeat(70, 1)
+    assert GpuBackend().own_experts(gpu, *many, code, None) is None
 
 
 @pytest.mark.parametrize("decoded", [1, 3 * 40 * 48 * 2, 1 << 30])
@@ -167,7 +199,7 @@ def test_layers_of_channels_are_cut_into_calls_that_kernels_take(monkeypatch):
         calls.clear()
 
 
-def test_two_projections_and_families_that_differ_are_decoded(kernels):
+def test_two_projections_and_families_that_differ_have_a_launch_each(kernels):
     cpu, gpu = matrices([(3, 40, 48), (3, 48, 40)])
     x, index, weights = routed(5, 1, 3, 48)
     found = GpuBackend().experts(gpu, x, index, weights, functional.relu, None)
@@ -177,7 +209,7 @@ def test_two_projections_and_families_that_differ_are_decoded(kernels):
     GpuBackend().experts(gpu, x, index, weights, functional.silu, None)
     _, gpu = matrices(layer(3, 40, 48), kinds=["groupwise", "compensated", "ternary"])
     GpuBackend().experts(gpu, x, index, weights, functional.silu, None)
-    assert set(kernels.calls[:-2]) == {"dequantize"} and kernels.calls[-2:] == ["gated", "combine"]
+    assert kernels.calls[:-2] == ["project"] * 5 and kernels.calls[-2:] == ["gated", "combine"]
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 65])

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from moepack.errors import DeviceError, LoadError
 
-__all__ = ["Activation", "Backend", "Coarse", "Matrix", "is_silu"]
+__all__ = ["Activation", "Backend", "Between", "Coarse", "Matrix", "is_silu"]
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -32,6 +32,19 @@ class Matrix(Protocol):
     def format(self) -> str:
         """The human-readable name of the format."""
         ...
+
+
+class Between(NamedTuple):
+    """What experts compute between and behind their products, on rows of tokens and experts.
+
+    Attributes:
+        between: returns the inputs [N, I] of the last product, given the outputs [N, I] of the others, float32, and the
+            expert of each row, [N] int64.
+        behind: returns the outputs [N, H], given those of the last product, and the experts.
+    """
+
+    between: Callable[[list[Tensor], Tensor], Tensor]
+    behind: Callable[[Tensor, Tensor], Tensor]
 
 
 class Coarse(NamedTuple):
@@ -140,6 +153,21 @@ class Backend(ABC):
         Returns:
             [T, H] float32.
         """
+
+    def own_experts(
+        self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, code: Between, mode: str | None
+    ) -> Tensor | None:
+        """Sum the outputs of each token's experts, which have code of their own.
+
+        Args:
+            matrices: the projections; all but the last multiply the tokens.
+            x, index, weights, mode: as in `experts`.
+            code: called for rows in any order; some may belong to no token.
+
+        Returns:
+            [T, H] float32; None if the device computes these products only for rows sorted by expert (`grouped`).
+        """
+        return None
 
     def sparse_experts(
         self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from moepack.backends import Activation, backend_for
+from moepack.backends import Activation, Between, backend_for
 from moepack.backends.gpu.recording import interlude
 from moepack.modules import gradients
 from moepack.modules.adapters import NONE, Adapters, LowRank, Place, joined, split
@@ -27,7 +27,7 @@ from moepack.modules.ops import activation_name
 from moepack.modules.ops import experts as traced_experts
 from moepack.modules.ops import grouped as traced_grouped
 from moepack.modules.own import OwnCode
-from moepack.stores.base import Call, Matrices
+from moepack.stores.base import Call, Matrices, sum_portions
 from moepack.stores.module import PackedModule, Shape
 from moepack.stores.streaming.prediction import Foresight
 
@@ -288,10 +288,24 @@ class PackedOwnExperts(OwnCode, _Routed):
         if data is None:
             adapted, factors = split(adapters, x.device)
             parts = partial(self._parts, adapted)
-            outputs = gradients.recomputed(partial(self._summed, parts), parts, x, index, weights, *factors)
+            forward = partial(self._summed, parts) if adapted else self._forward
+            outputs = gradients.recomputed(forward, parts, x, index, weights, *factors)
         else:
             outputs = self._portion(self._traced(data, adapters), x, index, weights)
         return outputs.to(device=hidden_states.device, dtype=hidden_states.dtype)
+
+    def _forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        portions = self.store.portions(self, index, x.device)
+        return sum_portions(portions, Call(x, index, weights), self._multiply)
+
+    def _multiply(self, matrices: Matrices, call: Call) -> torch.Tensor:
+        """Sum the outputs of the experts on the device of the call's tensors."""
+        code = Between(self.between, self.behind)
+        found = backend_for(call.x.device).own_experts(matrices, *call, code, self.mode)
+        if found is None:
+            products = [partial(gradients.grouped, matrix=matrix, mode=self.mode) for matrix in matrices]
+            found = self._portion(self._adapted(products, NONE), *call)
+        return found
 
 
 class PackedExpertProducts(PackedModule):

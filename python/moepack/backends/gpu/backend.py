@@ -2,14 +2,16 @@
 
 For few tokens, up to `TOKENS` per call and `PAIRS` of tokens and experts, kernels of the format read the router's
 tensors on the device: two launches per layer, without synchronization. More tokens use several calls while that is
-faster. Otherwise they, and layers that the kernels do not support (activations other than SiLU, no gate, biases or
-clamps), use `prompt`: kernels for many tokens, or weights decoded to bfloat16.
+faster. Other computations between the products (activations other than SiLU, no gate, biases, clamps) are torch's, with
+a launch for each product (`own`). Otherwise, `prompt` has kernels for many tokens, or decodes weights to bfloat16.
 
 Compute modes have no effect on GPUs; the sources in the `cuda` folder document how each format rounds activations.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from os import PathLike
 from typing import Any, cast
 
@@ -19,8 +21,8 @@ from torch import Tensor
 
 from moepack._core import PackedTensor
 from moepack.arrays import as_bytes
-from moepack.backends.base import Activation, Backend, Matrix, is_silu
-from moepack.backends.gpu import channels, coded, grouped, prompt, slots
+from moepack.backends.base import Activation, Backend, Between, Matrix, is_silu
+from moepack.backends.gpu import channels, coded, grouped, own, prompt, slots
 from moepack.backends.gpu.coded_upload import lay_out
 from moepack.backends.gpu.device import allocate, require
 from moepack.backends.gpu.families import FAMILIES, kernels_of
@@ -117,8 +119,12 @@ class GpuBackend(Backend):
             return torch.zeros((len(x), rows), dtype=torch.float32, device=x.device)
         with _current([*projections, index, weights], x):
             fused = has_kernels(projections, index, activation) or _in_calls(projections, x.dtype, index, activation)
-            if not fused or _many(projections, x, activation):
-                return prompt.experts(projections, x, index, weights, activation)
+            if _many(projections, x, activation, fused):
+                return grouped.experts(projections, x, index, weights)
+            if not fused:
+                code = Between(partial(_activated, activation), lambda outputs, _: outputs)
+                found = self.own_experts(matrices, x, index, weights, code, mode)
+                return prompt.experts(projections, x, index, weights, activation) if found is None else found
             if projections[-1].slots:
                 return slots.experts(projections, x, index, weights)
             gate, up, down = projections
@@ -128,6 +134,20 @@ class GpuBackend(Backend):
                 kernels_of(gate.kind).gated(gate, up, some, chosen, hidden)
                 kernels_of(down.kind).combine(down, hidden, chosen, scales, to)
         return out
+
+    def own_experts(
+        self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, code: Between, mode: str | None
+    ) -> Tensor | None:
+        """See `Backend.own_experts`; more tokens than one call of the kernels takes need those for many tokens."""
+        projections = cast(Sequence[DeviceMatrix], matrices)
+        x, index, weights = _activations(x), index.long().contiguous(), weights.float().contiguous()
+        if not (index.numel() and all(all(matrix.shape) for matrix in projections)) or projections[-1].slots:
+            return None
+        with _current([*projections, index, weights], x):
+            if len(x) > 1 and x.dtype is not torch.float32 and grouped.supports_own(projections):
+                return grouped.experts(projections, x, index, weights, code)
+            few = len(x) <= TOKENS and index.numel() <= PAIRS
+            return own.experts(projections, x, index, weights, code) if few else None
 
     def sparse_experts(
         self, matrices: Sequence[Matrix], x: Tensor, index: Tensor, weights: Tensor, mode: str | None
@@ -200,6 +220,12 @@ def _calls(index: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(tensor, few) for tensor in tensors), strict=True)
 
 
+def _activated(activation: Activation, parts: list[Tensor], expert: Tensor) -> Tensor:
+    """The activation of the first rows, times the others."""
+    first, *others = parts
+    return math.prod(others, start=activation(first))
+
+
 def _activations(x: Tensor) -> Tensor:
     """Prepare activations for kernels: contiguous and aligned to 16 bytes.
 
@@ -235,14 +261,16 @@ def _in_calls(matrices: Sequence[DeviceMatrix], dtype: torch.dtype, index: Tenso
     return tokens <= calls * few and has_kernels(matrices, index[:few], activation)
 
 
-def _many(matrices: Sequence[DeviceMatrix], x: Tensor, activation: Activation) -> bool:
+def _many(matrices: Sequence[DeviceMatrix], x: Tensor, activation: Activation, fused: bool) -> bool:
     """Whether the kernels for many tokens run a layer: where there are any, from two 16-bit tokens on.
 
-    For 2 to 64 tokens of Qwen3-30B-A3B's experts on an H200, they take 0.68 to 1.01 times as long as a launch for each
-    projection (int2, int3, int4, int8, 4-bit codebooks).
+    Slots use the others if these can run them (`fused`), because their sums follow the router's choice. For 2 to 64
+    tokens of Qwen3-30B-A3B's experts on an H200, they take 0.68 to 1.01 times as long as a launch for each projection
+    (int2, int3, int4, int8, 4-bit codebooks).
     """
-    several = len(x) > 1 and x.dtype is not torch.float32
-    return several and is_silu(activation) and not matrices[-1].slots and grouped.supports(matrices)
+    if fused and (len(x) == 1 or matrices[-1].slots):
+        return False
+    return x.dtype is not torch.float32 and is_silu(activation) and grouped.supports(matrices)
 
 
 def has_kernels(matrices: Sequence[DeviceMatrix], index: Tensor, activation: Any) -> bool:

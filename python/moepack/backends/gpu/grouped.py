@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moepack.backends.base import Between
 from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.layer import CHUNK, Grouped, LayerKernels, device_of, padded
 from moepack.backends.gpu.linear import TILE_ROWS
@@ -17,7 +18,7 @@ from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Argument
 from moepack.backends.gpu.structs import ACTIVATIONS, Struct, activations
 
-__all__ = ["experts", "supports"]
+__all__ = ["experts", "supports", "supports_own"]
 
 _ROUTES = Struct("common/grouped.cuh", "Routes")
 _LAYOUT = Struct("common/grouped.cuh", "Layout", Activations=ACTIVATIONS, Routes=_ROUTES)
@@ -37,36 +38,52 @@ OUTPUT_BYTES = 512 << 20
 
 def supports(matrices: Sequence[DeviceMatrix]) -> bool:
     """Return whether these kernels can multiply a gated layer with SiLU."""
-    if len(matrices) != 3 or matrices[0].shape[0] > _COUNTED_EXPERTS or not matrices[0].data.is_cuda:
+    if len(matrices) != 3 or not supports_own(matrices):
         return False
-    if not device_of(matrices[0].data).has_warpgroups:
-        return False
-    gate, up, down = (_format(matrix) for matrix in matrices)
-    return gate is not None and up is not None and down is not None and gate.program is up.program
+    return _known(matrices[0]).program is _known(matrices[1]).program
 
 
-def experts(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Sum the outputs of each token's experts; arguments and result as in `Backend.experts`, on one GPU."""
+def supports_own(matrices: Sequence[DeviceMatrix]) -> bool:
+    """Return whether these kernels can multiply a layer with code of its own between its products."""
+    if matrices[0].shape[0] > _COUNTED_EXPERTS or not matrices[0].data.is_cuda:
+        return False
+    return device_of(matrices[0].data).has_warpgroups and None not in map(_format, matrices)
+
+
+def experts(
+    matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor, code: Between | None = None
+) -> Tensor:
+    """Sum the outputs of each token's experts; arguments and result as in `Backend.experts`, on one GPU.
+
+    With `code`, as in `Backend.own_experts`.
+    """
     rows = matrices[-1].shape[1]
     out = torch.empty((len(x), rows), dtype=torch.float32, device=x.device)
     step = max(1, OUTPUT_BYTES // (4 * rows * index.shape[1]))
     for first in range(0, len(x), step):
         tokens = slice(first, first + step)
-        _experts(matrices, x[tokens], index[tokens], weights[tokens], out[tokens])
+        _experts(matrices, x[tokens], index[tokens], weights[tokens], out[tokens], code)
     return out
 
 
-def _experts(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> None:
+def _experts(
+    matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor, out: Tensor, code: Between | None
+) -> None:
     """Launch a layer: write to out [T, H] float32."""
-    gate, up, down = matrices
-    slots, top_k = index.numel(), index.shape[1]
-    columns = next(columns for columns, mean in _COLUMNS.items() if slots <= mean * gate.shape[0])
-    routes = _Routes(slots, gate.shape[0], columns, x.device)
-    program = _known(gate).program
-    order: list[Argument] = [routes.struct, index, slots, gate.shape[0], columns]
+    *first, down = matrices
+    slots, top_k, count = index.numel(), index.shape[1], down.shape[0]
+    columns = next(columns for columns, mean in _COLUMNS.items() if slots <= mean * count)
+    routes = _Routes(slots, count, columns, x.device)
+    program = _known(down).program
+    order: list[Argument] = [routes.struct, index, slots, count, columns]
     program.launch("route", 1, _ROUTE_THREADS, order, early=True)
-    hidden = _product(routes, "gated", [gate, up], x, top_k)
-    outputs = _product(routes, "project", [down], hidden, 0)
+    if code is None:
+        hidden = _product(routes, "gated", first, x, top_k)
+        outputs = _product(routes, "project", [down], hidden, 0)
+    else:
+        expert = routes.experts(count)
+        hidden = code.between([_product(routes, "project", [matrix], x, top_k) for matrix in first], expert)
+        outputs = code.behind(_product(routes, "project", [down], hidden.contiguous(), 0), expert).contiguous()
     rows = out.shape[1]
     grid = (-(-rows // (4 * _ADD_THREADS)), len(out))
     arguments: list[Argument] = [np.uint64(routes.place), weights, outputs, out, top_k, rows]
@@ -90,6 +107,11 @@ class _Routes:
         self._memory = torch.empty(int(starts[-1]), dtype=torch.int32, device=device)
         at = {name: self._memory.data_ptr() + 4 * int(start) for name, start in zip(sizes, starts, strict=False)}
         self.struct, self.place = _ROUTES(**at), at["place"]
+        self._experts = self._memory[starts[1] : starts[2]]
+
+    def experts(self, count: int) -> Tensor:
+        """The expert of each place, [places] int64; any for tiles without tokens."""
+        return self._experts.long().clamp(0, count - 1).repeat_interleave(self.columns)
 
 
 def _product(routes: _Routes, kernel: str, matrices: list[DeviceMatrix], x: Tensor, top_k: int) -> Tensor:

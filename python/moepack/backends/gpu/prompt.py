@@ -1,8 +1,7 @@
-"""Products of many tokens.
+"""Products of many tokens, for formats without kernels for them (`grouped`).
 
-Gated layers of formats with kernels for many tokens use those (`grouped`) for 16-bit activations. Otherwise, weights
-are decoded and multiplied by cuBLAS, in float32 for float32 activations, which are not rounded, otherwise in bfloat16.
-Decoding writes as many bytes as a bfloat16 model reads, once per call instead of once per token.
+Weights are decoded and multiplied by cuBLAS, in float32 for float32 activations, which are not rounded, otherwise in
+bfloat16. Decoding writes as many bytes as a bfloat16 model reads, once per call instead of once per token.
 
 On Hopper, all experts of a bfloat16 layer are decoded and multiplied at once if they fit in `DECODED_BYTES`: the host
 only needs shapes, so nothing synchronizes. Otherwise the number of tokens of each expert is copied to the host, and a
@@ -14,8 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moepack.backends.base import Activation, is_silu
-from moepack.backends.gpu import grouped as grouped_kernels
+from moepack.backends.base import Activation
 from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.matrix import DeviceMatrix
 
@@ -35,8 +33,6 @@ def experts(
     matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: Tensor, activation: Activation
 ) -> Tensor:
     """Sum the outputs of each token's experts; arguments and result as in `Backend.experts`, on one GPU."""
-    if is_silu(activation) and x.dtype is not torch.float32 and grouped_kernels.supports(matrices):
-        return grouped_kernels.experts(matrices, x, index, weights)
     count = matrices[0].shape[0]
     flat = index.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < count), flat, count)
