@@ -3,8 +3,8 @@
 // computes them.
 //
 // Arithmetic: f32, with the roundings of transformers' separate operations. A normalized value is rounded to the
-// activations' type before it is multiplied by the weight, and the product is rounded again; both products of a rotation
-// are rounded, and so is their sum.
+// activations' type before it is multiplied by the weight, unless a norm rounds late, and the product is rounded again;
+// both products of a rotation are rounded, and so is their sum.
 #include "common/layer.cuh"
 #include "common/narrow.cuh"
 #include "common/rooms.cuh"
@@ -41,8 +41,8 @@ MOEPACK_DEVICE float block_sum(float value) {
     return value;
 }
 
-// Writes a row in its own type.
-MOEPACK_DEVICE void normalize(const Activations& x, const Activations& weight, float epsilon, void* out) {
+// Writes a row in its own type. If `late`, only products with weights are rounded.
+MOEPACK_DEVICE void normalize(const Activations& x, const Activations& weight, float epsilon, bool late, void* out) {
     i64 row = blockIdx.x;
     float squares = 0;
     for_each_eight(x, row, [&](int, const float(&value)[8]) {
@@ -56,7 +56,8 @@ MOEPACK_DEVICE void normalize(const Activations& x, const Activations& weight, f
         load_eight(weight, 0, column, word);
         to_floats(weight.type, word, scale);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) product[i] = scale[i] * rounded(x.type, value[i] * factor);
+        for (int i = 0; i < 8; ++i)
+            product[i] = scale[i] * (late ? value[i] * factor : rounded(x.type, value[i] * factor));
         store_as(x.type, out, row * x.columns + column, product);
     });
 }
@@ -65,7 +66,7 @@ constexpr int SUMS = 2;  // of eight columns per thread, in registers
 
 // Writes x + addend and its norm; both are rounded to the type of x, as is the addend before.
 MOEPACK_DEVICE void add_and_normalize(const Activations& x, const Activations& addend, const Activations& weight,
-                                      float epsilon, void* sum_out, void* out) {
+                                      float epsilon, bool late, void* sum_out, void* out) {
     i64 row = blockIdx.x;
     float sum[SUMS][8], squares = 0;
 #pragma unroll
@@ -92,7 +93,8 @@ MOEPACK_DEVICE void add_and_normalize(const Activations& x, const Activations& a
         to_floats(weight.type, word, scale);
         store_as(x.type, sum_out, row * x.columns + column, sum[n]);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[n][i] = scale[i] * rounded(x.type, sum[n][i] * factor);
+        for (int i = 0; i < 8; ++i)
+            sum[n][i] = scale[i] * (late ? sum[n][i] * factor : rounded(x.type, sum[n][i] * factor));
         store_as(x.type, out, row * x.columns + column, sum[n]);
     }
 }
@@ -121,8 +123,8 @@ MOEPACK_DEVICE void rotate_eight(const Activations& x, const Activations& cos, c
 #endif
 
 // The heads of tokens, as rows of `columns` (at most 256) values of one type. `query_norm` and `key_norm` are weights
-// [columns], or null. `cos` and `sin` [tokens, R] rotate the first R columns, a multiple of 16, or are null. Queries are
-// written to [tokens, query_heads, columns]. Keys and values are written to `rooms`, or, for one token of each sequence,
+// [columns], or null. `cos` and `sin` [tokens, R] rotate the first `rotated` columns, a multiple of 16, or are null; R is
+// `rotated`, or half of it, for both halves of the columns. Queries are written to [tokens, query_heads, columns]. Keys and values are written to `rooms`, or, for one token of each sequence,
 // to the token `place` of [sequences, key_heads, capacity, columns].
 struct Heads {
     Activations queries, keys, values, query_norm, key_norm, cos, sin;
@@ -131,20 +133,21 @@ struct Heads {
     float epsilon;
     int query_heads, key_heads;
     int query_stride, key_stride, value_stride;  // rows from one token to the next
-    int capacity;
+    int capacity, rotated;
     Rooms rooms;
 };
 
 #if defined(__CUDACC__)
 // Rotates the eight columns of a lane with those of the lane that holds the other half.
 MOEPACK_DEVICE void rotate_lane(const Heads& heads, Type type, int token, float (&value)[8]) {
-    int lane = threadIdx.x % WARP, half = heads.cos.columns / 2;
+    int lane = threadIdx.x % WARP, half = heads.rotated / 2;
     bool first = lane * 8 < half;
+    int column = heads.cos.columns > half || first ? lane * 8 : lane * 8 - half;
     int partner = first ? lane + half / 8 : most(lane - half / 8, 0);
     u32 word[8];
     float c[8], s[8];
-    load_eight(heads.cos, token, lane * 8, word), to_floats(heads.cos.type, word, c);
-    load_eight(heads.sin, token, lane * 8, word), to_floats(heads.sin.type, word, s);
+    load_eight(heads.cos, token, column, word), to_floats(heads.cos.type, word, c);
+    load_eight(heads.sin, token, column, word), to_floats(heads.sin.type, word, s);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         float other = __shfl_sync(~0u, value[i], partner);
@@ -235,17 +238,17 @@ MOEPACK_DEVICE void prepare_head(const Heads& heads, int item) {
 
 #if defined(__CUDACC__)
 extern "C" __global__ void __launch_bounds__(256) rms_norm(moepack::Activations x, moepack::Activations weight,
-                                                           float epsilon, void* out) {
+                                                           float epsilon, int late, void* out) {
     moepack::enter_launch();
-    moepack::normalize(x, weight, epsilon, out);
+    moepack::normalize(x, weight, epsilon, late, out);
 }
 
 // Columns: at most 16 per thread.
 extern "C" __global__ void __launch_bounds__(1024)
-add_norm(moepack::Activations x, moepack::Activations addend, moepack::Activations weight, float epsilon, void* sum_out,
-         void* out) {
+add_norm(moepack::Activations x, moepack::Activations addend, moepack::Activations weight, float epsilon, int late,
+         void* sum_out, void* out) {
     moepack::enter_launch();
-    moepack::add_and_normalize(x, addend, weight, epsilon, sum_out, out);
+    moepack::add_and_normalize(x, addend, weight, epsilon, late, sum_out, out);
 }
 
 extern "C" __global__ void __launch_bounds__(128) prepare_heads(moepack::Heads heads, int rows) {

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 import moepack
 import runtime_support
+from moepack.backends.gpu import step
 from moepack.census.tiny import tiny_model
 from moepack.decoding import layers
 from moepack.decoding.graphs import StepGraphs
@@ -35,22 +36,22 @@ class Reference(layers.Operations):
 
     def norm_of(self, module):
         epsilon = getattr(module, "variance_epsilon", None)
-        return None if epsilon is None else (module.weight, epsilon)
+        return None if epsilon is None else step.Norm(module.weight, epsilon)
 
-    def rms_norm(self, x, weight, epsilon):
+    def rms_norm(self, x, weight, epsilon, late=False):
         self.calls.append("norm")
         return weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
-    def add_norm(self, x, addend, weight, epsilon):
+    def add_norm(self, x, addend, weight, epsilon, late=False):
         total = x + addend.to(x.dtype)
-        return total, self.rms_norm(total, weight, epsilon)
+        return total, self.rms_norm(total, weight, epsilon, late)
 
     def prepare_heads(self, heads, place, keys, values):
         self.calls.append("heads")
         q, k = heads.queries, heads.keys
         if heads.query_norm is not None:
             q, k = self.rms_norm(q, heads.query_norm, heads.epsilon), self.rms_norm(k, heads.key_norm, heads.epsilon)
-        q, k = (_rotated(each, heads.cos[:, None], heads.sin[:, None]) for each in (q, k))
+        q, k = (_rotated(each, heads) for each in (q, k))
         keys.index_copy_(2, place, k[:, :, None])
         values.index_copy_(2, place, heads.values[:, :, None])
         return q
@@ -67,8 +68,10 @@ class Reference(layers.Operations):
         return index, (weights / weights.sum(-1, keepdim=True) if normalized else weights) * scale
 
 
-def _rotated(x, cos, sin):
-    width = cos.shape[-1]
+def _rotated(x, heads):
+    cos, sin, width = heads.cos[:, None], heads.sin[:, None], heads.rotated
+    if heads.folded:
+        cos, sin = (torch.cat((each, each), -1) for each in (cos, sin))
     first, second = x[..., :width].chunk(2, -1)
     turned = x[..., :width] * cos + torch.cat((-second, first), -1) * sin
     return torch.cat((turned, x[..., width:]), -1)
@@ -81,7 +84,10 @@ WHOLE = {
 """Families, and whether attention is replaced with the rest of a layer."""
 
 
-SETTINGS = {"glm4_moe": {"use_qk_norm": True, "attention_bias": True}, "deepseek_v3": {"n_group": 2, "topk_group": 1}}
+SETTINGS = {
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True}, "deepseek_v3": {"n_group": 2, "topk_group": 1},
+    "gpt_oss": {"sliding_window": 9},
+}  # fmt: skip
 """Models of the census, and their settings."""
 
 

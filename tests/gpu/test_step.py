@@ -35,16 +35,17 @@ def program(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("rows", "columns", "threads"), [(3, 8, 32), (2, 128, 32), (2, 2056, 64)])
 @torch.no_grad()
-def test_rows_are_normalized_as_by_transformers(program, tmp_path, kind, rows, columns, threads):
+def test_rows_are_normalized_as_by_transformers(program, tmp_path, kind, late, rows, columns, threads):
     dtype = _TYPES[kind]
-    module = Norm(columns, dtype)
+    module = Norm(columns, dtype, late=late)
     x = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(kind)) * 3).to(dtype)
     x[0] *= 3e-4
     for name, tensor in (("x", x), ("weight", module.weight)):
         (tmp_path / name).write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    numbers = map(str, (kind, rows, columns, module.variance_epsilon, threads))
+    numbers = map(str, (kind, rows, columns, module.variance_epsilon, threads, int(late)))
     command = [program, tmp_path / "x", tmp_path / "weight", *numbers]
     printed = np.frombuffer(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout, np.uint8)
     found, expected = torch.from_numpy(printed.copy()).view(dtype).view(rows, columns), module(x)
@@ -122,8 +123,11 @@ def test_norms_are_replaced_if_their_results_are_the_same():
             found = model[0](x)
         assert "forward" not in vars(model[0])
         torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
-    late = nn.Sequential(Norm(2048, torch.bfloat16, late=True)).cuda()
-    assert not step.norms(late)
+    late = Norm(2048, torch.bfloat16, late=True).cuda()
+    found = step.norm_of(late)
+    assert found is not None and found.late
+    x = torch.randn(5, 2048, device="cuda").bfloat16()
+    assert (step.rms_norm(x, *found) == late(x)).float().mean() > 0.99
 
 
 def _run(program, tmp_path, tensors, *numbers, mode=()):
@@ -139,14 +143,15 @@ def _run(program, tmp_path, tensors, *numbers, mode=()):
 
 
 @pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("rows", "columns", "threads"), [(2, 40, 32), (3, 1032, 96)])
 @torch.no_grad()
-def test_sums_are_normalized_as_by_separate_operations(program, tmp_path, kind, rows, columns, threads):
+def test_sums_are_normalized_as_by_separate_operations(program, tmp_path, kind, late, rows, columns, threads):
     dtype, generator = _TYPES[kind], torch.Generator().manual_seed(columns)
-    module = Norm(columns, dtype)
+    module = Norm(columns, dtype, late=late)
     x, addend = (torch.randn(rows, columns, generator=generator) for _ in range(2))
     x = x.to(dtype)
-    numbers = kind, rows, columns, module.variance_epsilon, threads
+    numbers = kind, rows, columns, module.variance_epsilon, threads, int(late)
     found = _run(program, tmp_path, (x, addend, module.weight), *numbers, mode=["add"]).view(dtype).view(2, rows, -1)
     total = x + addend.to(dtype)
     assert torch.equal(found[0], total)
@@ -156,18 +161,24 @@ def test_sums_are_normalized_as_by_separate_operations(program, tmp_path, kind, 
 
 @pytest.mark.parametrize("kind", range(3))
 @pytest.mark.parametrize(
-    ("queries", "keys", "width", "rotated", "norms"), [(3, 1, 64, 64, True), (4, 2, 80, 32, False)]
+    ("queries", "keys", "width", "rotated", "norms", "folded"),
+    [(3, 1, 64, 64, True, False), (4, 2, 80, 32, False, False), (8, 1, 64, 64, False, True)],
 )
 @torch.no_grad()
-def test_heads_are_prepared_as_by_separate_operations(program, tmp_path, kind, queries, keys, width, rotated, norms):
+def test_heads_are_prepared_as_by_separate_operations(
+    program, tmp_path, kind, queries, keys, width, rotated, norms, folded
+):
     dtype, batch, capacity, place = _TYPES[kind], 2, 5, 3
     generator = torch.Generator().manual_seed(width)
     heads = torch.randn(batch, queries + 2 * keys, width, generator=generator).to(dtype)
     own = [Norm(width, dtype) for _ in range(2)]
     own[1].weight.mul_(1.5)
     cos, sin = (torch.randn(batch, rotated, generator=generator).to(dtype) for _ in range(2))
-    given = heads, *((norm.weight if norms else None) for norm in own), cos, sin
-    numbers = kind, batch, queries, keys, width, rotated, own[0].variance_epsilon, capacity, place
+    turns = rotated // 2 if folded else rotated
+    if folded:
+        cos, sin = (each[:, :turns].repeat(1, 2) for each in (cos, sin))
+    given = heads, *((norm.weight if norms else None) for norm in own), cos[:, :turns], sin[:, :turns]
+    numbers = kind, batch, queries, keys, width, rotated, turns, own[0].variance_epsilon, capacity, place
     found = _run(program, tmp_path, given, *numbers, mode=["heads"]).view(dtype)
     q, k, v = heads.split([queries, keys, keys], 1)
     if norms:
@@ -198,7 +209,7 @@ def test_tokens_of_several_sequences_are_written_to_their_rooms(program, tmp_pat
     rooms = torch.tensor([[2, 0, 2, 1], [4, 0, 1, -1]])
     turned = width // 16 * 16
     turns = torch.ones(rows, turned, dtype=dtype), torch.zeros(rows, turned, dtype=dtype)
-    numbers = kind, rows, queries, keys, width, turned, 1e-6, capacity, 0
+    numbers = kind, rows, queries, keys, width, turned, turned, 1e-6, capacity, 0
     (tmp_path / "rooms").write_bytes(rooms.numpy().tobytes())
     given = heads, None, None, *turns
     rest = (tmp_path / "rooms", *(["narrow"] if narrow else []))

@@ -22,6 +22,7 @@ class Family:
         classes: the prefix of its class names, relative to `transformers.models`.
         model, sparse, router, rotary: class name suffixes of the model, sparse block, router and rotary positions.
         order: how rotary positions pair values (`_core.Decoder`); the configuration's `rope_interleave` overrides it.
+        folded: whether the rotary positions give one value for each pair of values instead of two.
         norm_offset: a constant added to the weights of norms.
         gated: whether the query projection also produces gates for the outputs of heads.
         sigmoid: whether the router scores experts by sigmoid instead of softmax.
@@ -35,6 +36,7 @@ class Family:
     router: str = "TopKRouter"
     rotary: str = "RotaryEmbedding"
     order: str = "halves"
+    folded: bool = False
     norm_offset: float = 0.0
     gated: bool = False
     sigmoid: bool = False
@@ -59,7 +61,7 @@ FAMILIES: Mapping[str, Family] = {
         "deepseek_v3.modeling_deepseek_v3.DeepseekV3", sparse="MoE", router="TopkRouter", sigmoid=True
     ),
     "glm4_moe": Family("glm4_moe.modeling_glm4_moe.Glm4Moe", sparse="MoE", router="TopkRouter", sigmoid=True),
-    "gpt_oss": Family("gpt_oss.modeling_gpt_oss.GptOss", sparse="MLP", normalized=True),
+    "gpt_oss": Family("gpt_oss.modeling_gpt_oss.GptOss", sparse="MLP", folded=True, normalized=True),
     "mixtral": Family("mixtral.modeling_mixtral.Mixtral", normalized=True),
     "olmoe": Family("olmoe.modeling_olmoe.Olmoe"),
     "qwen2_moe": Family("qwen2_moe.modeling_qwen2_moe.Qwen2Moe"),

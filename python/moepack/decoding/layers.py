@@ -255,10 +255,6 @@ class _Last:
         return self._own(hidden_states) if normed is None else normed.view(hidden_states.shape)
 
 
-Norm = tuple[Tensor, float]
-"""Weight and epsilon."""
-
-
 def _layers(model: Any, family: Family, operations: Operations) -> list["_Layer"]:
     """The layers of a model whose parts are known; none if any layer has another form."""
     layers, chain = list(model.layers)[: model.config.num_hidden_layers], _Chain()
@@ -299,7 +295,7 @@ class _Layer:
         self,
         module: Any,
         attention: "_Attention | None",
-        norms: list[Norm],
+        norms: list[step.Norm],
         chain: _Chain,
         operations: Operations,
         experts: tuple[Any, PackedExperts] | None,
@@ -353,17 +349,24 @@ class _Attention:
 
     Args:
         module: the attention of transformers.
-        norms: of queries and keys: weight and epsilon, or None.
+        norms: of queries and keys, or None.
         operations: what computes it.
         dtype: of keys and values.
         window: tokens that a token attends to, including itself; 0 for all.
+        folded: see `Family`.
     """
 
     def __init__(
-        self, module: Any, norms: list[Norm | None], operations: Operations, dtype: torch.dtype, window: int
+        self,
+        module: Any,
+        norms: list[step.Norm | None],
+        operations: Operations,
+        dtype: torch.dtype,
+        window: int,
+        folded: bool,
     ) -> None:
         self._module, self._operations, self._width, self._dtype = module, operations, int(module.head_dim), dtype
-        self.window = window
+        self.window, self._folded = window, folded
         self._inputs: list[Any] = [module.q_proj, module.k_proj, module.v_proj]
         self._norms = norms
         self._sinks = getattr(module, "sinks", None)
@@ -384,16 +387,14 @@ class _Attention:
             return None
         norms = [operations.norm_of(getattr(module, name)) if name in module._modules else None
                  for name in ("q_norm", "k_norm")]  # fmt: skip
-        missing = sum(norm is None for norm in norms)
-        if missing and "q_norm" in module._modules:
-            return None
-        if not missing and norms[0][1] != norms[1][1]:  # type: ignore[index]
+        known = [norm for norm in norms if norm is not None]
+        if "q_norm" in module._modules and (len(known) < 2 or known[0][1:] != known[1][1:] or known[0].late):
             return None
         try:
             seen = window(config, module.layer_idx) or 0
         except Unknown:
             return None
-        return cls(module, norms, operations, layer.input_layernorm.weight.dtype, seen)
+        return cls(module, norms, operations, layer.input_layernorm.weight.dtype, seen, family.folded)
 
     @property
     def held_shape(self) -> tuple[int, int, int, torch.dtype] | None:
@@ -407,7 +408,7 @@ class _Attention:
     def supports(self, shape: torch.Size, named: dict[str, Any], cache: Appended | Passing) -> bool:
         """Whether this is one token per sequence or a pass, with columns to rotate that the kernel supports."""
         turns = named.get("position_embeddings")
-        if turns is None or not self._operations.rotates(self._width, turns[0].shape[-1]):
+        if turns is None or not self._operations.rotates(self._width, turns[0].shape[-1] * (2 if self._folded else 1)):
             return False
         return shape[1] == 1 or isinstance(cache, Passing)
 
@@ -421,7 +422,7 @@ class _Attention:
         room, width = cache.rooms[self._module.layer_idx], self._width
         queries, keys, values = (part.view(len(x), -1, width) for part in self._products(x))
         cos, sin = (part.reshape(-1, part.shape[-1]).expand(len(x), -1) for part in turns)
-        heads = step.HeadRows(queries, keys, values, *self._weights(), cos, sin)
+        heads = step.HeadRows(queries, keys, values, *self._weights(), cos, sin, self._folded)
         if isinstance(cache, Passing):
             return self._in_rooms(heads, room, cache.is_prompt)
         assert isinstance(room, Room)
@@ -444,9 +445,9 @@ class _Attention:
     def _weights(self) -> tuple[Tensor | None, Tensor | None, float]:
         """Norms of single heads, and their epsilon."""
         query, key = self._norms
-        if query is None or key is None or len(query[0]) != self._width:
+        if query is None or key is None or len(query.weight) != self._width:
             return None, None, 0.0
-        return query[0], key[0], query[1]
+        return query.weight, key.weight, query.epsilon
 
     def _products(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, rows]; views of one product if it is possible."""
@@ -463,7 +464,7 @@ class _Attention:
     def _normalized(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Apply norms that extend over all heads."""
         query, key = self._norms
-        if query is None or key is None or len(query[0]) == self._width:
+        if query is None or key is None or len(query.weight) == self._width:
             return queries, keys
         return self._operations.rms_norm(queries, *query), self._operations.rms_norm(keys, *key)
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from moepack.backends.gpu.rooms import NO_ROOMS, ROOMS, Rooms
 from moepack.backends.gpu.structs import ACTIVATIONS, TYPES, Struct, StructValue, activations
 
 __all__ = [
-    "HeadRows", "Place", "add_norm", "norm_of", "norms", "prepare_heads", "prepare_heads_in_rooms", "program",
+    "HeadRows", "Norm", "Place", "add_norm", "norm_of", "norms", "prepare_heads", "prepare_heads_in_rooms", "program",
     "replaced", "rms_norm", "rotations", "supports_heads",
 ]  # fmt: skip
 
@@ -34,31 +34,45 @@ _SAME = 0.99
 """The least share of equal values. Sums in another order change the others by one unit in the last place."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Normalize x [..., C] by its root mean square and multiply by weight [C], both of the same dtype on one GPU."""
+class Norm(NamedTuple):
+    """An RMS norm.
+
+    Attributes:
+        weight: [C].
+        epsilon: added to the mean of squares.
+        late: whether normalized values are only rounded after they were multiplied by the weight.
+    """
+
+    weight: Tensor
+    epsilon: float
+    late: bool = False
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, late: bool = False) -> Tensor:
+    """Normalize x [..., C], with a `Norm` of the same dtype on the same GPU."""
     rows = x.contiguous().view(-1, x.shape[-1])
     out = torch.empty_like(rows)
     threads = min(_THREADS, -(-rows.shape[1] // (32 * _EIGHT)) * 32)
     program().launch(
-        "rms_norm", len(rows), threads, [activations(rows), activations(weight[None]), epsilon, out], early=True
-    )
+        "rms_norm", len(rows), threads, [activations(rows), activations(weight[None]), epsilon, int(late), out],
+        early=True,
+    )  # fmt: skip
     return out.view(x.shape)
 
 
-def add_norm(x: Tensor, addend: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, addend: Tensor, weight: Tensor, epsilon: float, late: bool = False) -> tuple[Tensor, Tensor]:
     """Return x + addend, rounded, and its norm.
 
     Args:
         x: [T, C], bfloat16, float16 or float32; C is a multiple of 8 and at most 16,384.
         addend: [T, C], rounded to the dtype of x first.
-        weight: [C], of the norm, in the dtype of x.
-        epsilon: of the norm.
+        weight, epsilon, late: a `Norm` in the dtype of x.
     """
     x, addend = x.contiguous(), addend.contiguous()
     out = torch.empty_like(x), torch.empty_like(x)
     threads = min(4 * _THREADS, -(-x.shape[1] // (32 * _EIGHT)) * 32)
     rows = (activations(each) for each in (x, addend, weight[None]))
-    program().launch("add_norm", len(x), threads, [*rows, epsilon, *out], early=True)
+    program().launch("add_norm", len(x), threads, [*rows, epsilon, int(late), *out], early=True)
     return out
 
 
@@ -70,6 +84,7 @@ class HeadRows(NamedTuple):
         query_norm, key_norm: weights [D] of the heads' RMS norms, or None.
         epsilon: of the norms.
         cos, sin: [B, R], which rotate the first R columns; R is a multiple of 16.
+        folded: whether they rotate 2 R columns instead, with the same R values for both halves.
     """
 
     queries: Tensor
@@ -80,6 +95,12 @@ class HeadRows(NamedTuple):
     epsilon: float
     cos: Tensor
     sin: Tensor
+    folded: bool = False
+
+    @property
+    def rotated(self) -> int:
+        """The number of columns that are rotated."""
+        return self.cos.shape[-1] * (2 if self.folded else 1)
 
 
 _HEADS = Struct("step.cu", "Heads", Activations=ACTIVATIONS, Rooms=ROOMS)
@@ -126,7 +147,7 @@ def _prepared(heads: HeadRows, groups: int, held: dict[str, Any]) -> Tensor:
         queries=_rows(heads.queries), keys=_rows(heads.keys), values=_rows(heads.values),
         query_norm=_rows(heads.query_norm), key_norm=_rows(heads.key_norm),
         cos=_rows(heads.cos.contiguous()), sin=_rows(heads.sin.contiguous()), queries_out=queries,
-        epsilon=heads.epsilon, query_heads=count, key_heads=groups, **strides, **held,
+        epsilon=heads.epsilon, query_heads=count, key_heads=groups, rotated=heads.rotated, **strides, **held,
     )  # fmt: skip
     rows = batch * (count + 2 * groups)
     program().launch("prepare_heads", -(-rows * 32 // _HEAD_THREADS), _HEAD_THREADS, [argument, rows], early=True)
@@ -244,35 +265,37 @@ def norms(model: nn.Module) -> list[Place]:
     return [(vars(module), "forward", _with_norm(module.forward, *norm)) for module, norm in found]
 
 
-def norm_of(module: nn.Module) -> tuple[Tensor, float] | None:
-    """Weight and epsilon of an RMS norm on a GPU that computes what the kernel does; None for other modules."""
+def norm_of(module: nn.Module) -> Norm | None:
+    """The RMS norm of a module on a GPU that computes what the kernel does; None for other modules."""
     epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
-    if not isinstance(epsilon, float) or "forward" in vars(module) or not _is_rms_norm(module, epsilon):
+    weight = getattr(module, "weight", None)
+    if not isinstance(epsilon, float) or "forward" in vars(module) or not isinstance(weight, Tensor):
         return None
-    return cast(Tensor, module.weight), epsilon
+    norms = (Norm(weight, epsilon, late) for late in (False, True))
+    return next((norm for norm in norms if _computes(module, norm)), None)
 
 
-def _with_norm(own: Callable[..., Any], weight: Tensor, epsilon: float) -> Callable[..., Any]:
+def _with_norm(own: Callable[..., Any], weight: Tensor, epsilon: float, late: bool) -> Callable[..., Any]:
     """A forward that uses the kernel if it supports the arguments."""
 
     def forward(x: Tensor, *args: Any, **named: Any) -> Any:
         plain = not (args or named or torch.is_grad_enabled()) and x.dtype is weight.dtype and x.numel() > 0
         plain = plain and x.shape[-1:] == weight.shape
-        return rms_norm(x, weight, epsilon) if plain else own(x, *args, **named)
+        return rms_norm(x, weight, epsilon, late) if plain else own(x, *args, **named)
 
     return forward
 
 
-def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
+def _computes(module: nn.Module, norm: Norm) -> bool:
     """Whether a module computes what the kernel does, for rows with large and small values."""
-    weight = getattr(module, "weight", None)
-    if not (isinstance(weight, Tensor) and weight.is_cuda and weight.ndim == 1 and weight.dtype in _DTYPES):
+    weight = norm.weight
+    if not (weight.is_cuda and weight.ndim == 1 and weight.dtype in _DTYPES):
         return False
     if len(weight) % _EIGHT or len(list(module.parameters())) != 1 or len(list(module.modules())) != 1:
         return False
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(2, len(weight), generator=generator, device=weight.device)
-    x = (x * torch.tensor([[3.0], [epsilon**0.5]], device=weight.device)).to(weight.dtype)
+    x = (x * torch.tensor([[3.0], [norm.epsilon**0.5]], device=weight.device)).to(weight.dtype)
     with torch.no_grad():
         try:
             own = module(x)
@@ -280,7 +303,7 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
             return False
         if not isinstance(own, Tensor) or own.shape != x.shape or own.dtype != x.dtype:
             return False
-        found = rms_norm(x, weight, epsilon)
+        found = rms_norm(x, *norm)
         close = torch.isclose(found, own, rtol=2 * torch.finfo(x.dtype).eps, atol=0)
         # Float32 has no second rounding that would make values equal.
         same = close if x.dtype is torch.float32 else found == own
