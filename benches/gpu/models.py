@@ -24,7 +24,7 @@ import moepack
 from benches.gpu.cases import device_name, specifications
 from moepack.decoding.decoder import DecoderForward, set_decoding
 from moepack.integrations.loading import open_model, open_tokenizer
-from moepack.modules.experts import PackedExperts
+from moepack.modules.experts import PackedExperts, PackedOwnExperts
 from moepack.stores.uploaded import DeviceStore
 
 SHORT, LONG = 48, 512
@@ -113,16 +113,32 @@ def plain_model(model: Any, ids: torch.Tensor, steps: int = STEPS) -> dict[str, 
     return speeds(model, ids, steps)
 
 
-def large(device: str, family: str) -> Any:
-    """A model of random weights on a device, with experts in bfloat16 or in a packed format."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+def _settings(architecture: str) -> Any:
+    """The configuration of a made-up model: the shapes of Qwen3-30B-A3B, or of gpt-oss-20b."""
+    from transformers import GptOssConfig, Qwen3MoeConfig
 
-    experts, hidden, inner = LARGE["experts"], LARGE["hidden"], LARGE["inner"]
-    settings = Qwen3MoeConfig(
-        hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=LARGE["top_k"],
-        num_hidden_layers=LARGE["layers"], vocab_size=151_936, num_attention_heads=32, num_key_value_heads=4,
-        head_dim=128, norm_topk_prob=True, tie_word_embeddings=True,
+    if architecture == "gpt_oss":
+        return GptOssConfig(
+            hidden_size=2880, intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4,
+            num_hidden_layers=LARGE["layers"], vocab_size=201_088, num_attention_heads=64, num_key_value_heads=8,
+            head_dim=64, sliding_window=128,
+        )  # fmt: skip
+    return Qwen3MoeConfig(
+        hidden_size=LARGE["hidden"], moe_intermediate_size=LARGE["inner"], num_experts=LARGE["experts"],
+        num_experts_per_tok=LARGE["top_k"], num_hidden_layers=LARGE["layers"], vocab_size=151_936,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, norm_topk_prob=True, tie_word_embeddings=True,
     )  # fmt: skip
+
+
+def large(device: str, family: str, architecture: str = "qwen3_moe") -> Any:
+    """A model of random weights on a device, with experts in bfloat16 or in a packed format."""
+    from transformers import AutoModelForCausalLM
+
+    settings = _settings(architecture)
+    hidden, inner = settings.hidden_size, getattr(settings, "moe_intermediate_size", settings.intermediate_size)
+    experts = settings.num_experts if architecture == "qwen3_moe" else settings.num_local_experts
+    shapes = zip(PackedExperts.projections, [(inner, hidden), (inner, hidden), (hidden, inner)], strict=True)
+    forms = {name: (experts, *shape) for name, shape in shapes}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
     store = DeviceStore(torch.device(device)) if family != "bf16" else None
@@ -130,12 +146,8 @@ def large(device: str, family: str) -> Any:
     for layer in model.model.layers:
         if store is None:
             continue
-        module = PackedExperts(
-            {name: (experts, *shape) for name, shape in zip(
-                PackedExperts.projections, [(inner, hidden), (inner, hidden), (hidden, inner)], strict=True
-            )},
-            functional.silu,
-        )  # fmt: skip
+        own = architecture != "qwen3_moe"
+        module = PackedOwnExperts(forms, layer.mlp.experts) if own else PackedExperts(forms, functional.silu)
         # Gate and up differ: silu(x) * x is mostly positive, which would send all tokens to the same experts.
         for seed, (projection, (_, rows, columns)) in enumerate(module.shapes.items()):
             if projection not in made:

@@ -1,9 +1,11 @@
-"""Times decoding steps by batch size, and first tokens by prompt length, of a made-up model of Qwen3-30B-A3B's shapes.
+"""Times decoding steps by batch size, and first tokens by prompt length, of a made-up model of Qwen3-30B-A3B's shapes,
+or of those of gpt-oss-20b.
 
 "separate" launches operation by operation, as transformers does. Speeds behind long texts are of one sequence, with
 keys and values in bfloat16 and in 8 bits.
 
     PYTHONPATH=python python -m benches.gpu.steps "int4 group 64 symmetric" [--layers 48] [--results FILE]
+    PYTHONPATH=python python -m benches.gpu.steps "int4 group 64 symmetric" --architecture gpt_oss --layers 24
 """
 
 import argparse
@@ -72,7 +74,9 @@ def distinct_experts(model: Any, batch: int) -> float:
     """Mean number of experts per layer that a decoding step of random tokens uses."""
     chosen: list[int] = []
     hooks = [
-        layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2].unique().numel()))
+        getattr(layer.mlp, "router", getattr(layer.mlp, "gate", None)).register_forward_hook(
+            lambda _, __, output: chosen.append(output[2].unique().numel())
+        )
         for layer in model.model.layers
     ]
     ids = torch.randint(3, 4000, (batch, PROMPT), generator=torch.Generator().manual_seed(3)).cuda()
@@ -116,13 +120,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("specifications", nargs="+")
     parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--architecture", choices=("qwen3_moe", "gpt_oss"), default="qwen3_moe")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
     models.LARGE["layers"] = options.layers
     rows = []
     for name in options.specifications:
-        model = models.large("cuda", name)
-        row: dict[str, Any] = {"specification": name, "layers": options.layers}
+        model = models.large("cuda", name, options.architecture)
+        row: dict[str, Any] = {
+            "specification": name, "architecture": options.architecture, "layers": options.layers
+        }  # fmt: skip
         for batch in BATCHES:
             rate, tokens = tokens_per_second(model, batch)
             with separate():

@@ -14,6 +14,7 @@ from sass import DISASSEMBLER, INTEGER, disassemble
 
 from moepack.backends.gpu import (
     attention,
+    clamped,
     coded_upload,
     columns,
     compiler,
@@ -87,6 +88,7 @@ PROGRAMS = {
     "router, 512 experts": router.program(16),
     "dense": dense.program(0, 8, 8),
     "dense, 16 tokens": dense.program(1, 16, 4),
+    "clamped": clamped.program(),
     "coded upload": coded_upload._program(),
     "trellis": trellis.program(),
     "columns": columns.program(),
@@ -98,18 +100,8 @@ PROGRAMS = {
 PLAIN = {
     *("int3 by 64", "int8 by 64, 32 tokens", "int3 by 64 and factors", "codebook 4 bits", "fsv8", "dict16", "coded"),
     *("coded, dependent, 16 tokens", "coded upload", "linear int4 by 64", "grouped int3 by 64", "grouped codebook"),
-    *(
-        "step",
-        "attention",
-        "attention, 8 bits",
-        "prompt attention",
-        "prompt attention, 8 bits",
-        "router",
-        "dense",
-        "channels of 8 bits",
-        "trellis",
-        "columns",
-    ),
+    *("step", "attention", "attention, 8 bits", "prompt attention", "prompt attention, 8 bits", "router", "dense"),
+    *("channels of 8 bits", "clamped", "trellis", "columns"),
 }
 """A program of each source. The tests marked as slow compile the others, and all for other GPUs than H100s: sm_80, and
 sm_90, whose code newer GPUs get.
@@ -124,6 +116,7 @@ KERNELS = {
     "attention.cu": {"attend"},
     "prompt.cu": {"attend"},
     "router.cu": {"choose"},
+    "clamped.cu": {"gate", "sum"},
     "dense.cu": {"multiply"},
     "coded_upload.cu": {"measure", "write_records"},
     "trellis.cu": {"search", "spread"},
@@ -273,6 +266,7 @@ def test_every_family_has_programs():
     families = {f"{module}.cu" for module in FAMILIES.values()}
     others = {
         "attention.cu",
+        "clamped.cu",
         "coded_upload.cu",
         "columns.cu",
         "dense.cu",

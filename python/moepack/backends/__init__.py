@@ -2,12 +2,14 @@
 
 import torch
 
-from moepack.backends.base import Activation, Backend, Between, Matrix, is_silu
+from moepack.backends.base import Activation, Backend, Between, Clamped, Matrix, is_silu
 from moepack.backends.cpu import CpuBackend
 from moepack.backends.gpu import GpuBackend
 from moepack.errors import LoadError
 
-__all__ = ["Activation", "Backend", "Between", "Matrix", "backend_for", "is_silu", "is_supported", "register"]
+__all__ = [
+    "Activation", "Backend", "Between", "Clamped", "Matrix", "backend_for", "is_silu", "is_supported", "register",
+]  # fmt: skip
 
 _backends: list[Backend] = [CpuBackend(), GpuBackend()]
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from moepack.errors import DeviceError, LoadError
 
-__all__ = ["Activation", "Backend", "Between", "Coarse", "Matrix", "is_silu"]
+__all__ = ["Activation", "Backend", "Between", "Clamped", "Coarse", "Matrix", "is_silu"]
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -34,6 +34,22 @@ class Matrix(Protocol):
         ...
 
 
+class Clamped(NamedTuple):
+    """Experts with a clamped gate: down((clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)), g = min(gate, limit).
+
+    Attributes:
+        gate_bias: [E, 2 I], added to gate and up, or None.
+        bias: [E, H], added to the outputs, or None.
+        takes_turns: whether the biases of gate and up alternate; otherwise those of up follow those of gate.
+    """
+
+    alpha: float
+    limit: float
+    gate_bias: Tensor | None
+    bias: Tensor | None
+    takes_turns: bool
+
+
 class Between(NamedTuple):
     """What experts compute between and behind their products, on rows of tokens and experts.
 
@@ -41,10 +57,12 @@ class Between(NamedTuple):
         between: returns the inputs [N, I] of the last product, given the outputs [N, I] of the others, float32, and the
             expert of each row, [N] int64.
         behind: returns the outputs [N, H], given those of the last product, and the experts.
+        clamped: the parameters, if both compute a clamped gate and biases, for which a device may have kernels.
     """
 
     between: Callable[[list[Tensor], Tensor], Tensor]
     behind: Callable[[Tensor, Tensor], Tensor]
+    clamped: Clamped | None = None
 
 
 class Coarse(NamedTuple):

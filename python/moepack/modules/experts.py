@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from moepack.backends import Activation, Between, backend_for
+from moepack.backends import Activation, backend_for
 from moepack.backends.gpu.recording import interlude
 from moepack.modules import gradients
 from moepack.modules.adapters import NONE, Adapters, LowRank, Place, joined, split
@@ -300,8 +300,7 @@ class PackedOwnExperts(OwnCode, _Routed):
 
     def _multiply(self, matrices: Matrices, call: Call) -> torch.Tensor:
         """Sum the outputs of the experts on the device of the call's tensors."""
-        code = Between(self.between, self.behind)
-        found = backend_for(call.x.device).own_experts(matrices, *call, code, self.mode)
+        found = backend_for(call.x.device).own_experts(matrices, *call, self.code, self.mode)
         if found is None:
             products = [partial(gradients.grouped, matrix=matrix, mode=self.mode) for matrix in matrices]
             found = self._portion(self._adapted(products, NONE), *call)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from moepack.backends import Between, Clamped
+
 __all__ = ["OwnCode"]
 
 
@@ -24,6 +26,16 @@ class OwnCode(nn.Module):
             if parameter.ndim < 3:
                 self.register_parameter(name, parameter)
         self.post_expert_norm = getattr(original, "post_expert_norm", None)
+        self._is_clamped = self.post_expert_norm is None and _is_clamped(original)
+
+    @property
+    def code(self) -> Between:
+        """The computations for rows of several experts."""
+        (original,), clamped = self._original, None
+        if self._is_clamped:
+            gate_bias, bias = (self._parameters.get(name) for name in ("gate_up_proj_bias", "down_proj_bias"))
+            clamped = Clamped(float(original.alpha), float(original.limit), gate_bias, bias, self._takes_turns)
+        return Between(self.between, self.behind, clamped)
 
     def between(self, parts: Sequence[torch.Tensor], expert: int | torch.Tensor) -> torch.Tensor:
         """Compute the inputs of the last product from the outputs of the others.
@@ -53,3 +65,21 @@ class OwnCode(nn.Module):
     def _biased(self, outputs: torch.Tensor, name: str, expert: int | torch.Tensor) -> torch.Tensor:
         bias = self._parameters.get(name)
         return outputs if bias is None else outputs + bias[expert].to(outputs.dtype)
+
+
+def _is_clamped(original: Any) -> bool:
+    """Whether a module's gate is that of `Clamped`, for values on both sides of its limit."""
+    limits = getattr(original, "alpha", None), getattr(original, "limit", None)
+    if not hasattr(original, "_apply_gate") or not all(isinstance(each, int | float) for each in limits):
+        return False
+    alpha, limit = map(float, limits)  # type: ignore[arg-type]
+    gate, up = torch.linspace(-3 * limit, 3 * limit, 64, device="cpu").view(2, 32).flip(1)
+    joined = torch.stack([gate, up], -1).flatten() if not getattr(original, "is_concatenated", True) else None
+    with torch.device("cpu"), torch.no_grad():
+        try:
+            found = original._apply_gate(torch.cat([gate, up]) if joined is None else joined)
+        except (AttributeError, RuntimeError, TypeError):
+            return False
+    gate = gate.clamp(max=limit)
+    expected = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)

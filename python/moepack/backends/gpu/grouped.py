@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moepack.backends.base import Between
+from moepack.backends.gpu import clamped
 from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.layer import CHUNK, Grouped, LayerKernels, device_of, padded
 from moepack.backends.gpu.linear import TILE_ROWS
@@ -81,9 +82,9 @@ def _experts(
         hidden = _product(routes, "gated", first, x, top_k)
         outputs = _product(routes, "project", [down], hidden, 0)
     else:
-        expert = routes.experts(count)
-        hidden = code.between([_product(routes, "project", [matrix], x, top_k) for matrix in first], expert)
-        outputs = code.behind(_product(routes, "project", [down], hidden.contiguous(), 0), expert).contiguous()
+        expert, parts = routes.experts(count), [_product(routes, "project", [matrix], x, top_k) for matrix in first]
+        hidden = clamped.between(code, parts, expert, count)
+        outputs = code.behind(_product(routes, "project", [down], hidden, 0), expert).contiguous()
     rows = out.shape[1]
     grid = (-(-rows // (4 * _ADD_THREADS)), len(out))
     arguments: list[Argument] = [np.uint64(routes.place), weights, outputs, out, top_k, rows]
