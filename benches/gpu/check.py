@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from benches.gpu.cases import FAMILIES, Make, on_device, routing, seen, specifications
 from moepack import _core
+from moepack.backends.base import Between, Clamped
 from moepack.backends.gpu import grouped
 from moepack.backends.gpu.backend import GpuBackend
 from moepack.backends.gpu.families import kernels_of
@@ -132,6 +133,60 @@ def check_prompt(case: Case, tokens: int, generator: torch.Generator) -> tuple[s
     return name, worst
 
 
+def clamped_code(case: Case) -> Between:
+    """A clamped gate with random biases, also as torch's operations on rows."""
+    gate_bias, bias = (
+        torch.randn(case.experts, size, device="cuda").bfloat16() for size in (2 * case.inner, case.outer)
+    )
+
+    def between(parts: list[Tensor], expert: Tensor) -> Tensor:
+        biases = gate_bias[expert].to(parts[0].dtype).unflatten(-1, (-1, 2))
+        gate, up = (parts[0] + biases[..., 0]).clamp(max=2), (parts[1] + biases[..., 1]).clamp(-2, 2)
+        return (up + 1) * gate * torch.sigmoid(1.7 * gate)
+
+    def behind(outputs: Tensor, expert: Tensor) -> Tensor:
+        return outputs + bias[expert].to(outputs.dtype)
+
+    return Between(between, behind, Clamped(1.7, 2.0, gate_bias, bias, True))
+
+
+def own_outputs(case: Case, code: Between, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The expected outputs of experts with code of their own."""
+    out = torch.zeros(len(x), case.outer, dtype=torch.float64, device="cuda")
+    rows = case._seen(case.gate, x)
+    for slot, expert in enumerate(index.flatten().tolist()):
+        if not 0 <= expert < case.experts:
+            continue
+        of = torch.tensor([expert], device="cuda")
+        token = rows[slot // index.shape[1]]
+        inner = code.between([(values[expert] @ token)[None] for values in case.values[:2]], of)
+        output = code.behind(case._seen(case.down, inner.float()) @ case.values[2][expert].T, of)
+        out[slot // index.shape[1]] += weights.flatten()[slot].double() * output[0]
+    return out
+
+
+def check_own(case: Case, tokens: int, generator: torch.Generator) -> float:
+    """The error of experts with a clamped gate, by its kernels and by torch; captured calls get another routing."""
+    x = torch.randn(tokens, case.outer, device="cuda").bfloat16()
+    index, weights = routing(tokens, min(3, case.experts), case.experts, generator)
+    matrices, clamped, worst = [case.gate, case.up, case.down], clamped_code(case), 0.0
+    for code in (clamped, clamped._replace(clamped=None)):
+        out = GpuBackend().own_experts(matrices, x, index, weights, code, None)
+        if out is None:  # too many tokens
+            return 0.0
+        worst = max(worst, error(out, own_outputs(case, code, x, index, weights)))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = GpuBackend().own_experts(matrices, x, index, weights, code, None)
+        assert out is not None
+        other, scales = routing(tokens, index.shape[1], case.experts, generator)
+        other[0, 0], other[-1, -1] = case.experts, -1
+        index.copy_(other), weights.copy_(scales)
+        graph.replay()
+        worst = max(worst, error(out, own_outputs(case, code, x, index, weights)))
+    return worst
+
+
 def check_graph(case: Case, generator: torch.Generator) -> float:
     """The error of a captured layer replayed with other tokens and another routing, next to a busy stream."""
     tokens, top_k = 4, min(2, case.experts)
@@ -186,6 +241,8 @@ def check_specification(make: Make, seed: int) -> dict[str, float]:
         note("graph", check_graph(case, generator))
         for tokens in (65, 300) if experts > 1 else ():
             note(*check_prompt(case, tokens, generator))
+        for tokens in (1, 17, 300) if experts > 1 else ():
+            note("own", check_own(case, tokens, generator))
     return worst
 
 
@@ -207,7 +264,7 @@ def main() -> None:
         rounded = getattr(family, "ERROR", EXACT)
         linear = getattr(family, "LINEAR_ERROR", rounded)
         bounds = {"dequantize": 3e-3, "to float32": EXACT, "linear": linear, "gated": GATED * rounded}
-        bounds |= {"many": GATED * max(linear, ROUNDED), "decoded": DECODED}
+        bounds |= {name: GATED * max(linear, ROUNDED) for name in ("many", "own")} | {"decoded": DECODED}
         wrong = [kernel for kernel, value in worst.items() if not value <= bounds.get(kernel, ROUNDED)]
         failed = failed or bool(wrong)
         print(f"{name:32}", *(f"{kernel} {value:.1e}" for kernel, value in worst.items()), "WRONG" if wrong else "")
