@@ -48,25 +48,33 @@ def test_gates_are_those_of_transformers(program, tmp_path, kind, has_bias):
     assert found[3:].isnan().all()
 
 
+@pytest.mark.parametrize("columns", [8, 35, 300])
 @torch.no_grad()
-def test_biases_of_gate_and_up_may_follow_each_other(program, tmp_path):
-    gate, up = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(1))
-    bias, expert = torch.arange(32.0).view(2, 16) / 8, torch.tensor([1, 0])
-    found = _run(program, tmp_path, (gate, up, expert, bias), 2, 2, 8, 2, 1, 8, 1.5, 3.0, mode=["gate"])
-    gate, up = (gate + bias[expert, :8]).clamp(max=3), (up + bias[expert, 8:]).clamp(-3, 3)
+def test_biases_of_gate_and_up_may_follow_each_other(program, tmp_path, columns):
+    gate, up = torch.randn(2, 2, columns, generator=torch.Generator().manual_seed(1))
+    bias, expert = torch.arange(4.0 * columns).view(2, -1) / columns - 2, torch.tensor([1, 0])
+    numbers = 2, 2, columns, 2, 1, columns, 1.5, 3.0
+    found = _run(program, tmp_path, (gate, up, expert, bias), *numbers, mode=["gate"])
+    gate, up = (gate + bias[expert, :columns]).clamp(max=3), (up + bias[expert, columns:]).clamp(-3, 3)
     expected = (up + 1) * gate * torch.sigmoid(1.5 * gate)
-    torch.testing.assert_close(found.view(torch.float32).view(2, 8), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.view(torch.float32).view(2, -1), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("in_places", [False, True])
 @pytest.mark.parametrize("kind", range(3))
 @torch.no_grad()
-def test_biased_outputs_are_summed(program, tmp_path, kind):
+def test_biased_outputs_are_summed(program, tmp_path, kind, in_places):
     _, own = module(TYPES[kind])
     generator = torch.Generator().manual_seed(kind)
     outputs, weights = torch.randn(3, 2, HIDDEN, generator=generator), torch.rand(3, 2, generator=generator)
-    index, bias = torch.tensor([[0, 2], [EXPERTS, 1], [-1, 7]]), own.code.clamped.bias
-    given = outputs, index, weights, bias
-    found = _run(program, tmp_path, given, kind, 3, 2, HIDDEN, EXPERTS, mode=["sum"]).view(torch.float32)
+    index, bias, place = torch.tensor([[0, 2], [EXPERTS, 1], [-1, 7]]), own.code.clamped.bias, None
+    rows = outputs.flatten(0, 1)
+    if in_places:
+        place = torch.tensor([[5, 0], [-1, 8], [1, 2]], dtype=torch.int32)
+        rows = torch.full((9, HIDDEN), torch.nan)
+        rows[place[place >= 0].long()] = outputs[place >= 0]
+    given = rows, place, index, weights, bias
+    found = _run(program, tmp_path, given, kind, 3, 2, HIDDEN, EXPERTS, len(rows), mode=["sum"]).view(torch.float32)
     exists = (index >= 0) & (index < EXPERTS)
     biased = outputs + bias.float()[index.clamp(0, EXPERTS - 1)]
     expected = (biased * (weights * exists)[..., None]).sum(1)

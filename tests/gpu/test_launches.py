@@ -194,7 +194,7 @@ def coded_launches(monkeypatch):
             found.append((name, problem.copy(), x))
 
     monkeypatch.setattr(Program, "launch", record)
-    monkeypatch.setattr(Program, "load", lambda self: None)
+    monkeypatch.setattr(Program, "load_all", lambda programs: None)
     monkeypatch.setattr(coded, "_device", lambda index: (132, (227 << 10) - coded._STATIC_BYTES))
     return found
 

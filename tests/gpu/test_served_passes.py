@@ -47,6 +47,19 @@ def flights(model, monkeypatch):
     return begun
 
 
+def test_passes_are_recorded_before_the_first_request(model, tokenizer, flights):
+    engine = Engine(model, tokenizer, slots=3, context=40)
+    passes = engine._stepper._passes
+    assert set(passes._made) == {(size, False, False) for size in (1, 2, 4)} | {(64, True, False), (128, True, False)}
+    recorded = passes._recorder.recorded
+    engine.start()
+    try:
+        assert Answer(engine, TEXTS[0], max_new_tokens=5).text()
+        assert passes._recorder.recorded == recorded
+    finally:
+        engine.close()
+
+
 class Answer:
     def __init__(self, engine, text, **sampling):
         self.pieces, self.ended = [], threading.Event()

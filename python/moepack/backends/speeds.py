@@ -7,7 +7,8 @@ measured widths, times are interpolated. `moepack doctor` measures this machine;
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -143,10 +144,7 @@ def measure_speeds(device: str = "cpu") -> Speeds:
     Raises:
         DeviceError: the GPU cannot be used.
     """
-    speed, memory = _on_device(device) if torch.device(device).type != "cpu" else (_on_processor, read_bandwidth())
-    shape = SHAPE if speed is _on_processor else DEVICE_SHAPE
-    weights = {f"int{bits}": speed(_groupwise(bits, shape)) for bits in WIDTHS}
-    weights |= {f"coded{bits}": speed(_coded(bits, shape)) for bits in CODED}
+    weights, memory = _on_device(device) if torch.device(device).type != "cpu" else _on_processor()
     # Rounded, as they are kept: a plan is the same with measured and with kept speeds.
     found = Speeds.from_json(Speeds(_machine(device), weights, memory).to_json())
     known = {}
@@ -184,16 +182,26 @@ def _timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _on_processor(data: npt.NDArray[np.uint8]) -> float:
-    """Return the weights per second of a matrix on all threads."""
-    tensors = [_core.PackedTensor(data.copy()) for _ in range(MATRICES)]
-    x = np.ones((1, SHAPE[1]), np.float32)
-    seconds = min(_timed(partial(tensor.matmul, x)) for _ in range(CALLS) for tensor in tensors)
-    return float(np.prod(SHAPE)) / seconds
+def _packed(shape: tuple[int, int]) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+    """Make a matrix of each format and width."""
+    yield from ((f"int{bits}", _groupwise(bits, shape)) for bits in WIDTHS)
+    yield from ((f"coded{bits}", _coded(bits, shape)) for bits in CODED)
 
 
-def _on_device(device: str) -> tuple[Callable[[npt.NDArray[np.uint8]], float], float]:
-    """Return how the speed of a matrix is measured on a GPU, and the bandwidth of its memory.
+def _on_processor() -> tuple[dict[str, float], float]:
+    """Return weights per second by format on all threads, and the bandwidth of memory."""
+    found, x = {}, np.ones((1, SHAPE[1]), np.float32)
+    for name, data in _packed(SHAPE):
+        tensors = [_core.PackedTensor(data.copy()) for _ in range(MATRICES)]
+        seconds = min(_timed(partial(tensor.matmul, x)) for _ in range(CALLS) for tensor in tensors)
+        found[name] = float(np.prod(SHAPE)) / seconds
+    return found, read_bandwidth()
+
+
+def _on_device(device: str) -> tuple[dict[str, float], float]:
+    """Return weights per second by format on a GPU, and the bandwidth of its memory.
+
+    Uploads compile the kernels of their format, so they run at the same time, before any speed is measured.
 
     Raises:
         DeviceError: the GPU cannot be used.
@@ -215,11 +223,11 @@ def _on_device(device: str) -> tuple[Callable[[npt.NDArray[np.uint8]], float], f
             best = min(best, (time.perf_counter() - start) / MATRICES)
         return best
 
-    def speed(data: npt.NDArray[np.uint8]) -> float:
-        matrix = upload(torch.from_numpy(data), uploader)
-        return float(np.prod(DEVICE_SHAPE)) / seconds(lambda: backend.linear(matrix, x, None))
-
-    return speed, PROBE_BYTES / seconds(words.sum)
+    with ThreadPoolExecutor(len(WIDTHS) + len(CODED)) as pool:
+        uploads = {name: pool.submit(upload, torch.from_numpy(data), uploader) for name, data in _packed(DEVICE_SHAPE)}
+        matrices = {name: future.result() for name, future in uploads.items()}
+    each = {name: seconds(partial(backend.linear, matrix, x, None)) for name, matrix in matrices.items()}
+    return {name: float(np.prod(DEVICE_SHAPE)) / time for name, time in each.items()}, PROBE_BYTES / seconds(words.sum)
 
 
 def _groupwise(bits: int, shape: tuple[int, int]) -> npt.NDArray[np.uint8]:

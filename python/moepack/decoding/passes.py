@@ -18,6 +18,7 @@ Invariants:
   nothing has changed.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -115,6 +116,19 @@ class Passes:
         """Whether the model is unchanged."""
         return self._guard.holds()
 
+    def prepare(self, sequences: int, tokens: int, narrow: bool) -> None:
+        """Record the passes for steps of sequences and for prompts of tokens, up to a number, so that none waits later.
+
+        Raises:
+            Unknown: a pass cannot be recorded.
+        """
+        wanted = [(size, False) for size in STEPS[: bisect_left(STEPS, sequences) + 1]]
+        wanted += [(size, True) for size in ROWS[: bisect_left(ROWS, tokens) + 1]]
+        with torch.inference_mode():
+            for size, is_prompt in wanted:
+                if (size, is_prompt, narrow) not in self._made:
+                    self._recorded(size, is_prompt, narrow)
+
     def held(self, cache: Any, batch: int, more: int) -> Held:
         """Return a cache's keys and values with room for more tokens; see `moepack.decoding.held.held`."""
         found = held(cache, self._known.get(cache), self.shape, batch, more)
@@ -160,20 +174,22 @@ class Passes:
         """Run a pass of a size, recorded at first use."""
         narrow = spans[0].held.narrow
         require(all(span.held.narrow == narrow for span in spans), "caches of two forms")
-        made = self._made.get((size, is_prompt, narrow))
-        if made is None:
-            made = _Pass(size, min(MOST_PROMPTS, size) if is_prompt else size, is_prompt, narrow, self.shape)
+        made = self._made.get((size, is_prompt, narrow)) or self._recorded(size, is_prompt, narrow)
         made.put(spans, self.tile, ids)
-        if made.replay is None:
-            try:
-                self._record(made)
-            except (RuntimeError, Unwritten) as error:
-                self.works = False
-                raise Unknown(f"this model ({str(error).partition(chr(10))[0]})") from error
-            self._made[size, is_prompt, narrow] = made
-            made.put(spans, self.tile, ids)
         assert made.replay is not None
         made.replay()
+        return made
+
+    def _recorded(self, size: int, is_prompt: bool, narrow: bool) -> "_Pass":
+        """Record a pass, without tokens."""
+        made = _Pass(size, min(MOST_PROMPTS, size) if is_prompt else size, is_prompt, narrow, self.shape)
+        made.put([], self.tile, None)
+        try:
+            self._record(made)
+        except (RuntimeError, Unwritten) as error:
+            self.works = False
+            raise Unknown(f"this model ({str(error).partition(chr(10))[0]})") from error
+        self._made[size, is_prompt, narrow] = made
         return made
 
     def _record(self, made: "_Pass") -> None:
@@ -212,7 +228,7 @@ class Passes:
             if self._head is not None:  # memory of its own, because recordings share the rest
                 states = torch.zeros(len(made.kept), self._model.config.hidden_size, dtype=self.shape.dtype)
                 made.output = torch.empty_like(self._head(states.to(self.shape.device)))
-            run()  # loads the kernels; writes what the first replay writes again
+            run()  # loads the kernels
             self._chosen.copy_(chosen)
             made.replay, output = self._recorder(run, self.shape.device)
         made.output = output

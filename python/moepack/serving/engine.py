@@ -107,6 +107,7 @@ class Engine:
         self.adapters = adapters or Adapters(model)
         self.deterministic = deterministic
         self._stepper = Stepper(model, self._relieve, self.adapters, deterministic)
+        self._stepper.prepare(slots, self.context)
         self.vocabulary = vocabulary_of(model)
         self.logits: int = model.config.get_text_config(decoder=True).vocab_size
         self.ends = end_tokens(model, tokenizer)

@@ -33,7 +33,7 @@ from moepack.decoding.decoder import passes_of
 from moepack.decoding.families import decoder_of
 from moepack.decoding.held import Held, Span
 from moepack.decoding.passes import MOST_PROMPTS, ROWS, STEPS, Passes, Ready
-from moepack.decoding.prefix import new_cache
+from moepack.decoding.prefix import kv_bits, new_cache
 from moepack.decoding.signature import cache_argument
 from moepack.decoding.translation import Unknown
 from moepack.serving.adapters import Adapters
@@ -119,6 +119,15 @@ class Stepper:
             alike = self.together and _is_cached_alike(model)
             self.together &= alike or not _is_core_s(model)
             self._alone = alike or not self.together
+
+    def prepare(self, slots: int, context: int) -> None:
+        """Record the passes that sequences will need, each for a fraction of a second, before any of them waits."""
+        if self._passes is None:
+            return
+        try:
+            self._passes.prepare(slots, slots * context, kv_bits(self.model) is not None)
+        except Unknown:
+            self._passes = None
 
     def forward(self, parts: Sequence[Part]) -> list[Outcome]:
         """Read parts and extend their caches.

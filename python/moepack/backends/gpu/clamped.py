@@ -37,20 +37,31 @@ def between(code: Between, parts: list[Tensor], expert: Tensor, experts: int) ->
         columns=columns, experts=experts, stride=2 if clamped.takes_turns else 1,
         up_at=1 if clamped.takes_turns else columns, alpha=clamped.alpha, limit=clamped.limit,
     )  # fmt: skip
-    program().launch("gate", (-(-columns // _THREADS), rows), _THREADS, [argument], early=True)
+    program().launch("gate", (rows, -(-columns // (4 * _THREADS))), _THREADS, [argument], early=True)
     return inner
 
 
-def summed(clamped: Clamped, outputs: Tensor, index: Tensor, weights: Tensor, experts: int) -> Tensor:
-    """Sum outputs [T * k, H] float32 times weights [T, k] of the experts in `index` [T, k]; [T, H] float32."""
+def summed(
+    clamped: Clamped, outputs: Tensor, index: Tensor, weights: Tensor, experts: int, out: Tensor, place: int = 0
+) -> None:
+    """Sum the outputs of each token's experts.
+
+    Args:
+        clamped: biases and limits.
+        outputs: [N, H] float32, of the last product.
+        index: [T, k] int64, the experts; those that do not exist are skipped.
+        weights: [T, k] float32.
+        experts: the number of experts.
+        out: [T, H] float32, is written.
+        place: the address of the rows of `outputs` that belong to `index`, [T, k] int32, -1 for none; 0 for all rows in
+            their order.
+    """
     (tokens, top_k), columns, bias = index.shape, outputs.shape[1], clamped.bias
-    out = torch.empty((tokens, columns), dtype=torch.float32, device=outputs.device)
     argument = _BIASED(
-        outputs=outputs, expert=index, weights=weights, bias=bias, type=0 if bias is None else TYPES[bias.dtype],
-        out=out, top_k=top_k, columns=columns, experts=experts,
+        outputs=outputs, place=place, expert=index, weights=weights, bias=bias,
+        type=0 if bias is None else TYPES[bias.dtype], out=out, top_k=top_k, columns=columns, experts=experts,
     )  # fmt: skip
-    program().launch("sum", (-(-columns // _THREADS), tokens), _THREADS, [argument], early=True)
-    return out
+    program().launch("sum", (tokens, -(-columns // (4 * _THREADS))), _THREADS, [argument], early=True)
 
 
 @cache

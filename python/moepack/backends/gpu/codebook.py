@@ -74,11 +74,10 @@ class CodebookKernels(LayerKernels):
         """One resident block for large tiles, because of its registers."""
         return Blocks() if tokens == TOKENS[0] else Blocks(resident=1)
 
-    def prepare(self, matrix: DeviceMatrix) -> None:
-        """See `Kernels.prepare`."""
-        super().prepare(matrix)
-        if matrix.shape[0] == 1 and self._has_linear(matrix):
-            self._linear(matrix).load()
+    def programs(self, matrix: DeviceMatrix) -> list[Program]:
+        """See `LayerKernels.programs`."""
+        linear = [self._linear(matrix)] if matrix.shape[0] == 1 and self._has_linear(matrix) else []
+        return super().programs(matrix) + linear
 
     def program(self, matrix: DeviceMatrix, tokens: int) -> Program:
         """See `LayerKernels.program`."""

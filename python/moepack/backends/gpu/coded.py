@@ -94,8 +94,7 @@ class CodedKernels:
         start, size = matrix.sections["columns"]
         digest = sha256(matrix.data[start : start + size].cpu().numpy().tobytes()).digest()
         matrix.tables["columns"] = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-        for tokens in _THREADS:
-            _program(tokens, _dependent([matrix])).load()
+        Program.load_all([_program(tokens, _dependent([matrix])) for tokens in _THREADS])
 
     def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
         """See `Kernels.linear`."""

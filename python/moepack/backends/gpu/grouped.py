@@ -84,7 +84,11 @@ def _experts(
     else:
         expert, parts = routes.experts(count), [_product(routes, "project", [matrix], x, top_k) for matrix in first]
         hidden = clamped.between(code, parts, expert, count)
-        outputs = code.behind(_product(routes, "project", [down], hidden, 0), expert).contiguous()
+        outputs = _product(routes, "project", [down], hidden, 0)
+        if code.clamped is not None:
+            clamped.summed(code.clamped, outputs, index, weights, count, out, routes.place)
+            return
+        outputs = code.behind(outputs, expert).contiguous()
     rows = out.shape[1]
     grid = (-(-rows // (4 * _ADD_THREADS)), len(out))
     arguments: list[Argument] = [np.uint64(routes.place), weights, outputs, out, top_k, rows]

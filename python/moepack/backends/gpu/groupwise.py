@@ -70,8 +70,11 @@ class GroupwiseKernels(LayerKernels):
             matrix.tables["starts"] = starts.to(matrix.device)
             matrix.tables["most"] = ranks.max() if len(ranks) else torch.zeros(())
         super().prepare(matrix)
-        if matrix.shape[0] == 1 and self._has_linear(matrix):
-            self._linear(matrix).load()
+
+    def programs(self, matrix: DeviceMatrix) -> list[Program]:
+        """See `LayerKernels.programs`."""
+        linear = [self._linear(matrix)] if matrix.shape[0] == 1 and self._has_linear(matrix) else []
+        return super().programs(matrix) + linear
 
     def specification(self, matrix: DeviceMatrix) -> tuple[int, int, bool, bool, int]:
         """Bits, group size (0: the whole row), symmetry, whether parameters are float16, bits of factors (0: none)."""

@@ -190,10 +190,14 @@ class LayerKernels(ABC):
 
     def prepare(self, matrix: DeviceMatrix) -> None:
         """See `Kernels.prepare`."""
-        for tokens in TOKENS:
-            self.program(matrix, tokens).load()
+        Program.load_all(self.programs(matrix))
+
+    def programs(self, matrix: DeviceMatrix) -> list[Program]:
+        """All programs that may multiply a matrix."""
+        found = [self.program(matrix, tokens) for tokens in TOKENS]
         if matrix.shape[0] > 1 and device_of(matrix.data).has_warpgroups and (many := self.grouped(matrix)):
-            many.program.load()
+            found.append(many.program)
+        return found
 
     def linear(self, matrix: DeviceMatrix, x: Tensor, out: Tensor) -> None:
         """See `Kernels.linear`."""

@@ -24,7 +24,9 @@ def experts(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights:
     inner = clamped.between(code, [_product(matrix, x, index) for matrix in first], slots, count)
     outputs = _product(last, inner, slots[:, None])
     if code.clamped is not None:
-        return clamped.summed(code.clamped, outputs, index, weights, count)
+        out = torch.empty((len(x), outputs.shape[1]), dtype=torch.float32, device=x.device)
+        clamped.summed(code.clamped, outputs, index, weights, count, out)
+        return out
     outputs = code.behind(outputs, slots.clamp(0, count - 1))
     exists = (slots >= 0) & (slots < count)
     weighted = torch.where(exists[:, None], outputs * weights.reshape(-1, 1), 0)

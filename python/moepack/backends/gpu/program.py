@@ -7,7 +7,8 @@ itself before it accesses memory that other kernels write (`enter_launch` in the
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any
 
@@ -86,6 +87,17 @@ class Program:
                 raise DeviceError(f"{self.source} is not loaded yet: run the model once before capturing a CUDA graph")
             cubin = self.cubin(_architecture(device))
             self._modules[device] = _loaded(cubin)
+
+    @staticmethod
+    def load_all(programs: Iterable["Program"]) -> None:
+        """Load several programs; those without cached machine code are compiled at the same time."""
+        missing = {program for program in programs if torch.cuda.current_device() not in program._modules}
+        if missing and not torch.cuda.is_current_stream_capturing():
+            arch = _architecture(torch.cuda.current_device())
+            with ThreadPoolExecutor(len(missing)) as pool:
+                list(pool.map(lambda program: program.cubin(arch), missing))
+        for program in missing:
+            program.load()
 
     def kernel(self, name: str, shared: int = 0) -> Any:
         """Return a CuPy kernel by name on the current device, permitted to use `shared` bytes of dynamic memory."""
