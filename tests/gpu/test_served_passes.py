@@ -50,7 +50,10 @@ def flights(model, monkeypatch):
 def test_passes_are_recorded_before_the_first_request(model, tokenizer, flights):
     engine = Engine(model, tokenizer, slots=3, context=40)
     passes = engine._stepper._passes
-    assert set(passes._made) == {(size, False, False) for size in (1, 2, 4)} | {(64, True, False), (128, True, False)}
+    assert set(passes._made) == {(size, False, False, draws) for size in (1, 2, 4) for draws in (False, True)} | {
+        (64, True, False, False),
+        (128, True, False, False),
+    }
     recorded = passes._recorder.recorded
     engine.start()
     try:
@@ -98,7 +101,7 @@ def test_answers_are_those_of_the_model(model, tokenizer, flights, temperature):
         assert again[-1].pieces[-1].cached > 20
     finally:
         engine.close()
-    assert any(flight is not None for flight in flights) == (temperature == 0)
+    assert any(flight is not None for flight in flights)
 
 
 def test_cancelled_answers_leave_a_step_that_runs(model, tokenizer, flights):

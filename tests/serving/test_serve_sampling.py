@@ -242,7 +242,7 @@ def test_greedy_answers_take_the_likeliest_allowed_token(best):
 def test_drawn_tokens_are_allowed():
     sampler = Sampler(Sampling(temperature=2.0), allowed=Odd())
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(0))
-    assert all(sampler.choose(logits, [0]) % 2 for _ in range(100))
+    assert all(sampler.choose(logits, [0] * n) % 2 for n in range(100))
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.3, 3.0, 30.0], ids=lambda spread: f"spread{spread}")
@@ -258,9 +258,17 @@ def test_top_p_keeps_the_tokens_of_transformers(spread, top_p):
     assert torch.equal(kept[both], scores[both]) and both.sum() >= 1 and both.sum() >= wanted.isfinite().sum() - 1
 
 
+def test_a_place_in_an_answer_has_one_random_number():
+    sampler, other = (Sampler(Sampling(temperature=1.0, seed=3), prompt=2) for _ in range(2))
+    logits = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    later = sampler.choose(logits, [0] * 7)
+    drawn = [sampler.choose(logits, [0] * n) for n in range(2, 8)]
+    assert drawn == [other.choose(logits, [0] * n) for n in range(2, 8)] and drawn[5] == later and len(set(drawn)) > 3
+
+
 def test_drawn_tokens_have_the_probabilities_of_the_model():
     probabilities = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
     sampler = Sampler(Sampling(temperature=1.0, seed=0))
-    drawn = torch.tensor([sampler.choose(probabilities.log(), [0]) for _ in range(4000)])
+    drawn = torch.tensor([sampler.choose(probabilities.log(), [0] * n) for n in range(4000)])
     torch.testing.assert_close(drawn.bincount(minlength=6) / 4000, probabilities, rtol=0, atol=0.03)
     assert not set(drawn.tolist()) & {0, 2, 5}

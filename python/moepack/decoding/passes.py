@@ -9,7 +9,7 @@ go, and sequences that join and leave a batch need no new recording. There are t
 
 Keys and values may be in 8 bits (`moepack.decoding.narrow`); such passes are recorded separately. Unused rows have no
 place: nothing is written for them, and their results are not read. A pass may end with the head; it then chooses the
-likeliest tokens on the device, and the next step can begin with them before the host knows them.
+likeliest tokens on the device, or draws them, and the next step can begin with them before the host knows them.
 
 Invariants:
 - Everything that changes between passes is copied to the device in one piece before each.
@@ -21,7 +21,7 @@ Invariants:
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from moepack.backends.gpu.recording import Unwritten, record
 from moepack.backends.gpu.rooms import Rooms
+from moepack.decoding.drawing import GREEDY, Draw, draw
 from moepack.decoding.held import Held, Passing, Shape, Span, held
 from moepack.decoding.layers import Replacements
 from moepack.decoding.signature import cache_name
@@ -62,7 +63,7 @@ class Ready:
             self._event.record()
 
     def tokens(self) -> list[int]:
-        """Wait for the likeliest token of each span; -1 if its logits are not finite."""
+        """Wait for the token of each span; -1 if its logits are not finite, or as by `moepack.decoding.drawing`."""
         if self._event is not None:
             self._event.synchronize()
         return self._tokens.tolist()
@@ -108,7 +109,7 @@ class Passes:
         self._recorder = recorder
         if self.shape.device.type == "cuda" and recorder is record:
             self._recorder = partial(record, tidy=False, pool=torch.cuda.graph_pool_handle())
-        self._made: dict[tuple[int, bool, bool], _Pass] = {}
+        self._made: dict[_Kind, _Pass] = {}
         self._known: WeakKeyDictionary[Any, Held] = WeakKeyDictionary()
         self._chosen = torch.zeros(STEPS[-1], dtype=torch.int64, device=self.shape.device)
 
@@ -122,12 +123,13 @@ class Passes:
         Raises:
             Unknown: a pass cannot be recorded.
         """
-        wanted = [(size, False) for size in STEPS[: bisect_left(STEPS, sequences) + 1]]
-        wanted += [(size, True) for size in ROWS[: bisect_left(ROWS, tokens) + 1]]
+        steps, rows = STEPS[: bisect_left(STEPS, sequences) + 1], ROWS[: bisect_left(ROWS, tokens) + 1]
+        wanted = [_Kind(size, False, narrow, draws) for size in steps for draws in (False, True)]
+        wanted += [_Kind(size, True, narrow, False) for size in rows]
         with torch.inference_mode():
-            for size, is_prompt in wanted:
-                if (size, is_prompt, narrow) not in self._made:
-                    self._recorded(size, is_prompt, narrow)
+            for kind in wanted:
+                if kind not in self._made:
+                    self._recorded(kind)
 
     def held(self, cache: Any, batch: int, more: int) -> Held:
         """Return a cache's keys and values with room for more tokens; see `moepack.decoding.held.held`."""
@@ -157,55 +159,59 @@ class Passes:
         states: Tensor = self._run(spans, is_prompt, ids).output
         return states
 
-    def ready(self, spans: Sequence[Span], is_prompt: bool) -> Ready:
-        """Read tokens as `states` does; return the logits behind each span."""
-        made = self._run(spans, is_prompt, None)
+    def ready(self, spans: Sequence[Span], is_prompt: bool, draws: Sequence[Draw] | None = None) -> Ready:
+        """Read tokens as `states` does; return the logits behind each span.
+
+        Args:
+            spans, is_prompt: as in `states`.
+            draws: how the next token of each span is drawn; None for the likeliest.
+        """
+        made = self._run(spans, is_prompt, None, draws)
         return Ready(made.output[: len(spans)], made.tokens[: len(spans)])
 
-    def _run(self, spans: Sequence[Span], is_prompt: bool, ids: Tensor | None) -> "_Pass":
+    def _run(
+        self, spans: Sequence[Span], is_prompt: bool, ids: Tensor | None, draws: Sequence[Draw] | None = None
+    ) -> "_Pass":
         rows = sum(self.rows(span.count) for span in spans) if is_prompt else len(spans)
         size = next((size for size in (ROWS if is_prompt else STEPS) if rows <= size), None)
         require(size is not None and len(spans) <= (MOST_PROMPTS if is_prompt else STEPS[-1]), "passes of this size")
         assert size is not None
         with torch.inference_mode():
-            return self._replayed(size, spans, is_prompt, ids)
+            narrow = spans[0].held.narrow
+            require(all(span.held.narrow == narrow for span in spans), "caches of two forms")
+            kind = _Kind(size, is_prompt, narrow, draws is not None)
+            made = self._made.get(kind) or self._recorded(kind)
+            made.put(spans, self.tile, ids, draws or ())
+            assert made.replay is not None
+            made.replay()
+            return made
 
-    def _replayed(self, size: int, spans: Sequence[Span], is_prompt: bool, ids: Tensor | None) -> "_Pass":
-        """Run a pass of a size, recorded at first use."""
-        narrow = spans[0].held.narrow
-        require(all(span.held.narrow == narrow for span in spans), "caches of two forms")
-        made = self._made.get((size, is_prompt, narrow)) or self._recorded(size, is_prompt, narrow)
-        made.put(spans, self.tile, ids)
-        assert made.replay is not None
-        made.replay()
-        return made
-
-    def _recorded(self, size: int, is_prompt: bool, narrow: bool) -> "_Pass":
+    def _recorded(self, kind: "_Kind") -> "_Pass":
         """Record a pass, without tokens."""
-        made = _Pass(size, min(MOST_PROMPTS, size) if is_prompt else size, is_prompt, narrow, self.shape)
-        made.put([], self.tile, None)
+        made = _Pass(kind, self.shape)
+        made.put([], self.tile, None, ())
         try:
             self._record(made)
         except (RuntimeError, Unwritten) as error:
             self.works = False
             raise Unknown(f"this model ({str(error).partition(chr(10))[0]})") from error
-        self._made[size, is_prompt, narrow] = made
+        self._made[kind] = made
         return made
 
     def _record(self, made: "_Pass") -> None:
         """Record a pass, which has its inputs."""
         layers = [
-            Rooms(keys, values, *made.common, made.narrow, seen)
+            Rooms(keys, values, *made.common, made.kind.narrow, seen)
             for keys, values, seen in zip(*made.addresses, self.shape.windows, strict=True)
         ]
-        cache = Passing(layers, made.is_prompt)
+        cache = Passing(layers, made.kind.is_prompt)
         mask = torch.zeros(1, 1, 1, 1, dtype=self.shape.dtype, device=self.shape.device)
         named = {str(cache_name(type(self._model).forward)): cache}
 
         def run() -> Tensor:
             ids = (
                 made.ids
-                if made.is_prompt
+                if made.kind.is_prompt
                 else torch.where(made.ids < 0, self._chosen[(-1 - made.ids).clamp(min=0)], made.ids)
             )
             positions = made.place.clamp(min=0)[None]
@@ -218,9 +224,10 @@ class Passes:
             logits = self._head(states[made.kept])
             kept: Tensor = made.output
             kept.copy_(logits)
-            made.tokens.copy_(torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1))
-            if not made.is_prompt:
-                self._chosen[: made.size].copy_(made.tokens.clamp(min=0))
+            likeliest = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
+            made.tokens.copy_(draw(logits, made.draws) if made.kind.draws else likeliest)
+            if not made.kind.is_prompt:
+                self._chosen[: made.kind.size].copy_(made.tokens.clamp(min=0))
             return kept
 
         with self._replacements.active(), torch.inference_mode():
@@ -234,26 +241,42 @@ class Passes:
         made.output = output
 
 
+class _Kind(NamedTuple):
+    """What a pass was recorded for.
+
+    Attributes:
+        size: the number of rows.
+        is_prompt: whether rows lie in tiles of one sequence.
+        narrow: whether keys and values are in 8 bits.
+        draws: whether tokens are drawn.
+    """
+
+    size: int
+    is_prompt: bool
+    narrow: bool
+    draws: bool
+
+
 class _Pass:
     """The inputs and results of a pass.
 
     Attributes:
-        size: the number of rows.
-        is_prompt: the kind.
-        narrow: whether keys and values are in 8 bits.
+        kind: what it is for.
         ids, place: [size].
         common: capacity [S], sequence and place of the rows.
         addresses: [2, layers, S], of keys and values.
         kept: [S], the rows whose logits are wanted.
-        tokens: [S], the likeliest.
+        draws: [5, S] float64, how tokens are drawn.
+        tokens: [S], the chosen ones.
         output: [size, H], or [S, V] with the head.
         replay: runs it.
     """
 
-    def __init__(self, size: int, sequences: int, is_prompt: bool, narrow: bool, shape: Shape) -> None:
-        self.size, self.is_prompt, self.narrow, layers = size, is_prompt, narrow, len(shape.windows)
+    def __init__(self, kind: _Kind, shape: Shape) -> None:
+        self.kind, layers, size = kind, len(shape.windows), kind.size
+        sequences = min(MOST_PROMPTS, size) if kind.is_prompt else size
         parts = {"ids": size, "place": size, "sequence": size, "kept": sequences, "capacity": sequences}
-        parts["addresses"] = 2 * layers * sequences
+        parts |= {"addresses": 2 * layers * sequences, "draws": len(GREEDY) * sequences if kind.draws else 0}
         cuda = shape.device.type == "cuda"
         self._given = torch.zeros(sum(parts.values()), dtype=torch.int64, device=shape.device)
         # Two, because the copy of the first may still be under way when the second is filled.
@@ -265,13 +288,14 @@ class _Pass:
         names = "capacity", "sequence", "place"
         self.common: tuple[Tensor, Tensor, Tensor] = tuple(self._given[self._places[name]] for name in names)  # type: ignore[assignment]
         self.addresses = self._given[self._places["addresses"]].view(2, layers, sequences)
+        self.draws = self._given[self._places["draws"]].view(torch.float64).view(len(GREEDY), -1)
         self.tokens = torch.zeros(sequences, dtype=torch.int64, device=shape.device)
         self.output: Any = None
         self.replay: Callable[[], None] | None = None
         self._turn = 0
 
-    def put(self, spans: Sequence[Span], tile: int, ids: Tensor | None) -> None:
-        """Copy the inputs to the device; arguments as in `Passes.prompts`."""
+    def put(self, spans: Sequence[Span], tile: int, ids: Tensor | None, draws: Sequence[Draw]) -> None:
+        """Copy the inputs to the device; arguments as in `Passes.ready`."""
         self._turn ^= 1
         staged, copied = self._staged[self._turn].numpy(), self._copied[self._turn]
         if copied is not None:
@@ -279,16 +303,19 @@ class _Pass:
         part = {name: staged[place] for name, place in self._places.items()}
         addresses = part["addresses"].reshape(2, -1, len(part["kept"]))
         part["ids"][:], part["place"][:], part["sequence"][:], row = 0, -1, 0, 0
+        if self.kind.draws:
+            rows = [*draws, *[GREEDY] * (len(part["kept"]) - len(draws))]
+            part["draws"].view(np.float64).reshape(len(GREEDY), -1)[:] = np.transpose(rows)
         for number, span in enumerate(spans):
             if span.ids:
                 part["ids"][row : row + span.count] = span.ids
             part["place"][row : row + span.count] = np.arange(span.place, span.place + span.count)
-            rows = -(-span.count // tile) * tile if self.is_prompt else 1
-            part["sequence"][row : row + rows] = number
+            taken = -(-span.count // tile) * tile if self.kind.is_prompt else 1
+            part["sequence"][row : row + taken] = number
             part["kept"][number] = row + span.count - 1
             part["capacity"][number] = span.held.capacity
             addresses[:, :, number] = span.held.addresses[span.row]
-            row += rows
+            row += taken
         self._given.copy_(self._staged[self._turn], non_blocking=True)
         if ids is not None:
             self.ids[: len(ids)].copy_(ids)

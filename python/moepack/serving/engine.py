@@ -326,8 +326,8 @@ class Engine:
     def _step(self) -> None:
         """Run a step and give the sequences its results.
 
-        While all sequences write and take the likeliest tokens, the next step begins before the results of the last one
-        are read. If a sequence ends with them, its part of the next step is not used.
+        While all sequences write and the device can choose their tokens, the next step begins before the results of the
+        last one are read. If a sequence ends with them, its part of the next step is not used.
         """
         flown, self._flight = self._flight, None
         if flown is not None and not any(sequence in self._active for sequence, _ in flown[0]):
@@ -361,13 +361,13 @@ class Engine:
         return None if following is None else ([*zip(sequences, following.parts, strict=True)], following)
 
     def _is_steady(self) -> bool:
-        """Return whether the next step has one likeliest token of each sequence, whatever the last one gave."""
+        """Return whether the next step has one token of each sequence by the device, whatever the last one gave."""
         if not self._active or self._readings or (self._waiting and len(self._active) < self.slots):
             return False
         return all(
             sequence.leader is None
             and sequence.generated > 0
-            and sequence.is_greedy
+            and sequence.is_left_to_device
             and sequence.wanted.adapter is None
             for sequence in self._active
         )

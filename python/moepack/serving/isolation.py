@@ -15,18 +15,20 @@ import torch
 
 from moepack.backends.gpu import lost
 from moepack.decoding.cache import Mark
+from moepack.decoding.drawing import Draw
 from moepack.panics import contained
+from moepack.serving.text.sampling import Sampler
 
 __all__ = ["Chosen", "Outcome", "Part", "is_memory", "isolated"]
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The logits after a part, and their likeliest token, which the device has chosen.
+    """The logits after a part, and the token that the device has chosen.
 
     Attributes:
         logits: shape (vocabulary,); valid until the next step.
-        token: the likeliest token; -1 if the logits are not finite.
+        token: the token by the part's draw, or the likeliest one; negative if the host must choose.
     """
 
     logits: torch.Tensor
@@ -49,6 +51,8 @@ class Part:
         is_whole: the model must read the tokens in one pass.
         is_scored: the logits of all tokens are needed, not only those of the last.
         adapter: name of the adapter that reads them; None for the model itself.
+        draw: how the token after the part is drawn; None if it is the likeliest, or if the host draws it.
+        sampler: makes the draws of following parts.
     """
 
     ids: list[int]
@@ -57,6 +61,13 @@ class Part:
     is_whole: bool = False
     is_scored: bool = False
     adapter: str | None = None
+    draw: Draw | None = None
+    sampler: Sampler | None = None
+
+    def following(self) -> "Part":
+        """The part of the token that a device chooses after this part."""
+        draw = self.sampler.draw(self.end + 1) if self.draw is not None and self.sampler is not None else None
+        return replace(self, ids=[0], position=self.end, draw=draw)
 
     @property
     def end(self) -> int:

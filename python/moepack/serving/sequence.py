@@ -165,8 +165,9 @@ class Sequence:
 
     def part(self, most: int | None) -> Part:
         """Return the next tokens to read, at most `most`; None returns all remaining tokens, for one pass."""
-        end = None if most is None else self.read + most
-        return Part(self.ids[self.read : end], self.read, self.cache, most is None, self.is_scored, self.wanted.adapter)
+        ids, sampler = self.ids[self.read : None if most is None else self.read + most], self._sampler
+        draw = sampler.draw(len(self.ids)) if self.generated and sampler.draws_anywhere else None
+        return Part(ids, self.read, self.cache, most is None, self.is_scored, self.wanted.adapter, draw, sampler)
 
     def begin(self, cache: Any) -> None:
         """Continue after the tokens that a cache holds."""
@@ -194,9 +195,10 @@ class Sequence:
         self._prompt_scores, self._scored = [*leader._prompt_scores], leader._scored
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether the next token is the likeliest one, and nothing else is read from the logits."""
-        return self._sampler.is_greedy and self.wanted.top is None and self.wanted.constraint is None
+    def is_left_to_device(self) -> bool:
+        """Whether a device can choose the next token, and nothing else is read from the logits."""
+        chooses = self._sampler.is_greedy or self._sampler.draws_anywhere
+        return chooses and self.wanted.top is None and self.wanted.constraint is None
 
     def take(self, part: Part, logits: torch.Tensor | Chosen) -> bool:
         """Process the logits of a part; return whether the sequence ended.
@@ -206,9 +208,10 @@ class Sequence:
             logits: after the part, shape (vocabulary,); of a scored part, after each token, (tokens, vocabulary).
         """
         self.read += len(part.ids)
-        likeliest = None
+        known = None
         if isinstance(logits, Chosen):
-            likeliest = logits.token if logits.token >= 0 and self._sampler.is_greedy else None
+            is_by_device = part.draw is not None or self._sampler.is_greedy
+            known = logits.token if logits.token >= 0 and is_by_device else None
             logits = logits.logits
         if part.is_scored:
             self._score_prompt(part, logits)
@@ -217,11 +220,11 @@ class Sequence:
             return False
         if not self.wanted.writes:
             return self.finish("length")
-        return self._write(logits, likeliest)
+        return self._write(logits, known)
 
-    def _write(self, logits: torch.Tensor, likeliest: int | None) -> bool:
+    def _write(self, logits: torch.Tensor, known: int | None) -> bool:
         """Choose the next token, or take the one that is known; return whether the sequence ended."""
-        token = self._sampler.choose(logits, self.ids) if likeliest is None else likeliest
+        token = self._sampler.choose(logits, self.ids) if known is None else known
         self.ids.append(token)
         self._note_time()
         if self.wanted.constraint and token not in self._ends:

@@ -7,7 +7,7 @@ calls the model's original attention function. A sequence's cache is therefore a
 leaves a batch at no cost.
 
 On a GPU, models with recorded passes (`moepack.decoding.passes`) use these instead: one for single tokens, others for
-prompts. The device chooses the likeliest tokens, and the next step can begin before the host has read them (`Flight`).
+prompts. The device chooses tokens, and the next step can begin before the host has read them (`Flight`).
 
 Models whose attention bypasses transformers' interface, or that keep states other than keys and values, run their
 sequences one after another. So do sequences whose rotary frequencies depend on their length
@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from moepack.backends.gpu import lost
 from moepack.decoding.cache import GrowingLayer, GrowingWindow
 from moepack.decoding.carried import carried_of
 from moepack.decoding.decoder import passes_of
+from moepack.decoding.drawing import GREEDY, Draw
 from moepack.decoding.families import decoder_of
 from moepack.decoding.held import Held, Span
 from moepack.decoding.passes import MOST_PROMPTS, ROWS, STEPS, Passes, Ready
@@ -159,11 +160,11 @@ class Stepper:
             return None
 
     def follow(self, flight: Flight) -> Flight | None:
-        """Begin the step after one that still runs, with the likeliest tokens of that; None if there is no room."""
+        """Begin the step after one that still runs, with the tokens that it chooses; None if there is no room."""
         passes = self._passes
         if passes is None or not all(passes.fits(part.cache, 2) for part in flight.parts):
             return None
-        parts = [replace(part, ids=[0], position=part.end) for part in flight.parts]
+        parts = [part.following() for part in flight.parts]
         return self._flight(parts, [[-1 - row] for row in range(len(parts))])
 
     def _flight(self, parts: list[Part], ids: list[list[int]]) -> Flight:
@@ -172,7 +173,7 @@ class Stepper:
         assert passes is not None
         held = [passes.held(part.cache, 1, 1) for part in parts]
         spans = [Span(*each) for each in zip(ids, [1] * len(parts), [p.position for p in parts], held, strict=True)]
-        return Flight(parts, held, passes.ready(spans, is_prompt=False))
+        return Flight(parts, held, passes.ready(spans, is_prompt=False, draws=_draws(parts)))
 
     @property
     def limit(self) -> int | None:
@@ -228,7 +229,8 @@ class Stepper:
             found: dict[int, Chosen] = {}
             for group in _groups(parts, passes):
                 spans = [Span(part.ids, len(part.ids), part.position, held[id(part)]) for part in group]
-                ready = passes.ready(spans, is_prompt=len(group[0].ids) > 1)
+                is_prompt = len(group[0].ids) > 1
+                ready = passes.ready(spans, is_prompt, None if is_prompt else _draws(group))
                 logits = ready.logits.clone()  # another pass of this size may follow
                 for part, row, token in zip(group, logits, ready.tokens(), strict=True):
                     found[id(part)] = Chosen(row, token)
@@ -257,6 +259,12 @@ class Stepper:
             self._carried.reset()
             rows.append(_alone(self.model, part))
         return rows
+
+
+def _draws(parts: Sequence[Part]) -> list[Draw] | None:
+    """The draws of a step; None if all tokens are the likeliest."""
+    drawn = any(part.draw is not None for part in parts)
+    return [part.draw or GREEDY for part in parts] if drawn else None
 
 
 def _groups(parts: Sequence[Part], passes: Passes) -> Iterator[list[Part]]:

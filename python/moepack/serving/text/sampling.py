@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from moepack.backends.threads import one_thread
+from moepack.decoding.drawing import COLDEST, LIKELIEST, Draw
 from moepack.decoding.finite import are_finite
 from moepack.decoding.vocabulary import require_head
 from moepack.errors import NonFiniteError
@@ -24,11 +25,7 @@ __all__ = ["Allowed", "Sampler", "Sampling", "Steered", "TopP", "given"]
 
 PUBLISHED = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 """Settings of generation_config.json that apply if it enables sampling."""
-COLDEST = 1e-6
-"""The lowest divisor of logits: float32 logits overflow with less. Sampling is already greedy at this temperature."""
 _NOT_FINITE = "the model's logits are not finite"
-LIKELIEST = 512
-"""Number of tokens that top-p sorts first. The whole vocabulary is sorted if their probabilities do not suffice."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,7 @@ class Allowed(Protocol):
 
 
 class TopP:
-    """transformers' top-p, without sorting the whole vocabulary if the likeliest tokens suffice.
+    """transformers' top-p, without sorting the whole vocabulary if the `LIKELIEST` tokens suffice.
 
     A sort of 49,152 logits takes 3.3 ms, of the likeliest 512 of them 0.06 ms (Zen 5, one thread).
     """
@@ -223,7 +220,8 @@ class Sampler:
     ) -> None:
         from transformers import generation
 
-        self._draws = sampling.temperature > 0
+        self._draws, self._sampling, self._prompt = sampling.temperature > 0, sampling, prompt
+        self._numbers: list[float] = []  # of the answer's tokens
         self._random = torch.Generator()
         if sampling.seed is None:
             self._random.seed()
@@ -254,6 +252,23 @@ class Sampler:
         """Whether it always chooses the token with the largest logit."""
         return not self._draws and not self._steering and self._allowed is None
 
+    @property
+    def draws_anywhere(self) -> bool:
+        """Whether a device can draw the tokens (`moepack.decoding.drawing`)."""
+        plain = not self._steering and self._allowed is None and self._sampling.typical_p == 1
+        return self._draws and plain and self._sampling.top_k <= LIKELIEST
+
+    def draw(self, length: int) -> Draw:
+        """Return how the token after `length` others, prompt included, is drawn; the same whenever it is asked."""
+        sampling = self._sampling
+        return Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, self._uniform(length))
+
+    def _uniform(self, length: int) -> float:
+        """The random number of a token."""
+        while len(self._numbers) <= length - self._prompt:
+            self._numbers.append(float(torch.rand(1, generator=self._random, dtype=torch.float64)))
+        return self._numbers[length - self._prompt]
+
     def choose(self, logits: torch.Tensor, ids: list[int]) -> int:
         """Return the next token.
 
@@ -269,7 +284,7 @@ class Sampler:
             if (self._draws or self._steering) and not are_finite(logits):
                 raise NonFiniteError(_NOT_FINITE)
             if self._draws:
-                return _drawn(self.scores(logits, ids), self._random)
+                return _drawn(self.scores(logits, ids), self._uniform(len(ids)))
             scores = self._steered(logits, ids)
             token, largest = _likeliest(scores)
             if not self._steering and not math.isfinite(largest):  # unchanged logits: the largest one shows it
@@ -313,12 +328,12 @@ def _likeliest(scores: torch.Tensor) -> tuple[int, float]:
     return token, float(values[token])
 
 
-def _drawn(scores: torch.Tensor, random: torch.Generator) -> int:
-    """Draw a token from log-probabilities, shape (vocabulary,), by inverting the cumulative distribution.
+def _drawn(scores: torch.Tensor, uniform: float) -> int:
+    """Draw a token from log-probabilities, shape (vocabulary,), by inverting the cumulative distribution at a place.
 
     torch's `multinomial` draws one random number per token: 0.83 instead of 0.05 ms for 49,152 of them (Zen 5).
     """
     sums = scores.softmax(-1).cpu().cumsum(-1, dtype=torch.float64)
     # Strictly below the last sum, so a token without probability is never chosen.
-    place = torch.rand(1, generator=random, dtype=torch.float64) * sums[-1] * (1 - 2**-52)
+    place = uniform * sums[-1] * (1 - 2**-52)
     return int(torch.searchsorted(sums, place, right=True))
