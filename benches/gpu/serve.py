@@ -1,9 +1,10 @@
 """Measures serving over HTTP on a GPU: tokens per second and seconds to the first token, by number of clients.
 
 The model is the made-up one of `models.py`; clients run in a process of their own, and send prompts of random tokens
-one after another. "engine" is the rate without HTTP.
+one after another. "engine" is the rate without HTTP. Answers with a temperature are drawn with top-p.
 
-    PYTHONPATH=python python -m benches.gpu.serve "int4 group 64 symmetric" [--clients 1 8 32] [--results FILE]
+    PYTHONPATH=python python -m benches.gpu.serve "int4 group 64 symmetric" [--clients 1 8 32] [--temperatures 0 0.7]
+        [--results FILE]
 """
 
 import argparse
@@ -15,12 +16,13 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benches.gpu.cases import device_name
 
-PORT, PROMPT, TOKENS = 8123, 64, 192
+PORT, PROMPT, TOKENS, TOP_P = 8123, 64, 192, 0.95
 NAME = "model"
 
 
@@ -70,12 +72,12 @@ async def load(clients: int, answers: int, fields: dict[str, Any]) -> dict[str, 
     }
 
 
-def engine_rate(engine: Any, clients: int) -> float:
+def engine_rate(engine: Any, clients: int, temperature: float) -> float:
     """Tokens per second of the engine's thread alone."""
     from moepack.serving.text.sampling import Sampling
 
     ended = [threading.Event() for _ in range(clients)]
-    sampling = Sampling(max_new_tokens=TOKENS, ignore_eos=True)
+    sampling = Sampling(temperature, top_p=TOP_P, max_new_tokens=TOKENS, ignore_eos=True)
     start = time.perf_counter()
     for number, event in enumerate(ended):
         ids = random.Random(number).choices(range(3, 4000), k=PROMPT)
@@ -107,12 +109,13 @@ def main() -> None:
     parser.add_argument("specification")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 8, 32])
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0])
     parser.add_argument("--results", type=Path)
     parser.add_argument("--send", type=int, nargs=2, help=argparse.SUPPRESS)  # clients and answers
     options = parser.parse_args()
     if options.send:
-        print(json.dumps(asyncio.run(load(*options.send, {"temperature": options.temperature}))))
+        fields = {"temperature": options.temperatures[0], "top_p": TOP_P}
+        print(json.dumps(asyncio.run(load(*options.send, fields))))
         return
     from benches.gpu import models
     from moepack.decoding.decoder import DecoderForward
@@ -123,19 +126,18 @@ def main() -> None:
     model.model.forward = DecoderForward(model.model)
     engine = Engine(model, tokenizer(model.config.vocab_size), slots=max(options.clients), context=4096)
     server, rows = served(engine), dict[str, Any]()
-    for clients in options.clients:
-        engine_rate(engine, clients)  # records passes
-        rows[f"{clients} clients"] = {"engine, tokens/s": engine_rate(engine, clients)}
-        print(rows, flush=True)
-    for clients in options.clients:
-        command = [sys.executable, "-m", "benches.gpu.serve", "", "--temperature", str(options.temperature), "--send"]
-        for answers in ("1", "2"):  # the first warms up
-            found = subprocess.run([*command, str(clients), answers], stdout=subprocess.PIPE, check=True).stdout
-        rows[f"{clients} clients"] |= {f"HTTP, {name}": value for name, value in json.loads(found).items()}
+    for temperature, clients in product(options.temperatures, options.clients):
+        engine_rate(engine, clients, temperature)  # the first one is slower
+        command = [sys.executable, "-m", "benches.gpu.serve", "", "--temperatures", str(temperature), "--send"]
+        found = subprocess.run([*command, str(clients), "2"], stdout=subprocess.PIPE, check=True).stdout
+        rows[f"temperature {temperature}, {clients} clients"] = {
+            "engine, tokens/s": engine_rate(engine, clients, temperature),
+            **{f"HTTP, {name}": value for name, value in json.loads(found).items()},
+        }
         print(rows, flush=True)
     server.should_exit = True
     if options.results:
-        row = {"specification": options.specification, "layers": options.layers, "temperature": options.temperature}
+        row = {"specification": options.specification, "layers": options.layers}
         options.results.write_text(json.dumps({**device_name(), "lines": [row | rows]}, indent=1) + "\n")
 
 
