@@ -6,6 +6,7 @@
 //
 // Definition: SCORES, the most scores per lane.
 #include "common/layer.cuh"
+#include "common/order.cuh"
 
 namespace moepack {
 
@@ -40,16 +41,6 @@ MOEPACK_DEVICE float sum_of_warp(float value) {
 #pragma unroll
     for (int distance = WARP / 2; distance; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
     return value;
-}
-
-// A number that orders like a float; more than 0.
-MOEPACK_DEVICE u32 order_of(float value) {
-    u32 bits = __float_as_uint(value);
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-
-MOEPACK_DEVICE float float_of(u32 order) {
-    return __uint_as_float(order >> 31 ? order & 0x7fffffffu : ~order);
 }
 
 // Turns logits, MISSING for missing experts, into scores.

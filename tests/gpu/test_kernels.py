@@ -19,6 +19,7 @@ from moepack.backends.gpu import (
     columns,
     compiler,
     dense,
+    draw,
     groupwise_linear,
     prompt_attention,
     router,
@@ -89,6 +90,7 @@ PROGRAMS = {
     "dense": dense.program(0, 8, 8),
     "dense, 16 tokens": dense.program(1, 16, 4),
     "clamped": clamped.program(),
+    "draw": draw.program(),
     "coded upload": coded_upload._program(),
     "trellis": trellis.program(),
     "columns": columns.program(),
@@ -101,7 +103,7 @@ PLAIN = {
     *("int3 by 64", "int8 by 64, 32 tokens", "int3 by 64 and factors", "codebook 4 bits", "fsv8", "dict16", "coded"),
     *("coded, dependent, 16 tokens", "coded upload", "linear int4 by 64", "grouped int3 by 64", "grouped codebook"),
     *("step", "attention", "attention, 8 bits", "prompt attention", "prompt attention, 8 bits", "router", "dense"),
-    *("channels of 8 bits", "clamped", "trellis", "columns"),
+    *("channels of 8 bits", "clamped", "draw", "trellis", "columns"),
 }
 """A program of each source. The tests marked as slow compile the others, and all for other GPUs than H100s: sm_80, and
 sm_90, whose code newer GPUs get.
@@ -117,6 +119,7 @@ KERNELS = {
     "prompt.cu": {"attend"},
     "router.cu": {"choose"},
     "clamped.cu": {"gate", "sum"},
+    "draw.cu": {"choose"},
     "dense.cu": {"multiply"},
     "coded_upload.cu": {"measure", "write_records"},
     "trellis.cu": {"search", "spread"},
@@ -270,6 +273,7 @@ def test_every_family_has_programs():
         "coded_upload.cu",
         "columns.cu",
         "dense.cu",
+        "draw.cu",
         "prompt.cu",
         "router.cu",
         "step.cu",

@@ -19,6 +19,8 @@ from moepack.decoding.held import Span
 from moepack.decoding.passes import ROWS, Passes
 from moepack.decoding.prefix import kv_bits, new_cache, set_kv_bits
 from moepack.decoding.translation import Unknown
+from moepack.serving.text import sampling
+from moepack.serving.text.sampling import Sampler, Sampling
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss")
 TILE = 8
@@ -58,6 +60,18 @@ class InRooms(Reference):
                 k, v = (narrow.decode(each, queries.dtype) if rooms.narrow else each for each in (k, v))
                 out[row] = attention(queries[row, None], k, v, torch.zeros(1, k.shape[2]), scale, sinks)[0]
         return out
+
+    def draw(self, logits, draws):
+        return torch.tensor([_drawn(*pair) for pair in zip(logits, draws.T.tolist(), strict=True)])
+
+
+def _drawn(logits, draw):
+    """The token that the sampler of one sequence draws."""
+    temperature, top_k, top_p, min_p, uniform = draw
+    if not logits.isfinite().all():
+        return -1
+    sampler = Sampler(Sampling(temperature, top_p, int(top_k), min_p))
+    return sampling._drawn(sampler.scores(logits, []), uniform) if temperature else int(logits.argmax())
 
 
 def _buffer(addresses, rooms, sequence, like):

@@ -37,6 +37,7 @@ PROGRAMS = [
     ("attention.cu", {"HALF": 0, "NARROW": 0, "KEY_WIDTH": 128, "VALUE_WIDTH": 128}),
     ("prompt.cu", {"HALF": 0, "NARROW": 0, "WIDTH": 128, "HEADS": 8, "PARTS": 1}),
     ("clamped.cu", {}),
+    ("draw.cu", {}),
     ("router.cu", {"SCORES": 4}),
     ("trellis.cu", {}),
     ("columns.cu", {}),

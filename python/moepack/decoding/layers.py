@@ -35,6 +35,7 @@ from torch.nn import functional
 
 from moepack.backends.gpu import dense, prompt_attention, router, step
 from moepack.backends.gpu.attention import Attention
+from moepack.backends.gpu.draw import draw
 from moepack.backends.gpu.rooms import Rooms
 from moepack.decoding.cache import Appended, Room
 from moepack.decoding.families import Family, family_of
@@ -64,6 +65,7 @@ class Operations:
     tile_rows = staticmethod(prompt_attention.tile_rows)
     rotates = staticmethod(step.supports_heads)
     choose = staticmethod(router.choose)
+    draw = staticmethod(draw)
 
     def __init__(self, device: torch.device) -> None:
         self._attention = Attention(device)
@@ -121,6 +123,11 @@ class Replacements:
         assert self._operations is not None
         windows = tuple(attention.window for attention in attentions if attention is not None)
         return Shape(windows, groups, width, dtype, *self._devices), self._operations.tile_rows(group)
+
+    def draw(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """Choose tokens; see `moepack.backends.gpu.draw.draw`."""
+        assert self._operations is not None
+        return self._operations.draw(logits, draws)
 
     def _device(self) -> AbstractContextManager[Any]:
         """A context in which kernels run on the model's GPU."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from moepack.backends.gpu.recording import Unwritten, record
 from moepack.backends.gpu.rooms import Rooms
-from moepack.decoding.drawing import GREEDY, Draw, draw
+from moepack.decoding.drawing import GREEDY, Draw
 from moepack.decoding.held import Held, Passing, Shape, Span, held
 from moepack.decoding.layers import Replacements
 from moepack.decoding.signature import cache_name
@@ -63,7 +63,7 @@ class Ready:
             self._event.record()
 
     def tokens(self) -> list[int]:
-        """Wait for the token of each span; -1 if its logits are not finite, or as by `moepack.decoding.drawing`."""
+        """Wait for the token of each span; -1 if its logits are not finite."""
         if self._event is not None:
             self._event.synchronize()
         return self._tokens.tolist()
@@ -225,7 +225,7 @@ class Passes:
             kept: Tensor = made.output
             kept.copy_(logits)
             likeliest = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
-            made.tokens.copy_(draw(logits, made.draws) if made.kind.draws else likeliest)
+            made.tokens.copy_(self._replacements.draw(logits, made.draws) if made.kind.draws else likeliest)
             if not made.kind.is_prompt:
                 self._chosen[: made.kind.size].copy_(made.tokens.clamp(min=0))
             return kept

@@ -177,6 +177,9 @@ inline float __expf(float x) {
 inline int atomicAdd(int* to, int value) {
     return std::atomic_ref(*to).fetch_add(value);
 }
+inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) {
+    return std::atomic_ref(*to).fetch_add(value);
+}
 float fmaxf(float, float) noexcept;
 inline float rsqrtf(float x) {
     return 1 / std::sqrt(x);

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from moepack.backends.threads import one_thread
-from moepack.decoding.drawing import COLDEST, LIKELIEST, Draw
+from moepack.decoding.drawing import COLDEST, Draw
 from moepack.decoding.finite import are_finite
 from moepack.decoding.vocabulary import require_head
 from moepack.errors import NonFiniteError
@@ -26,6 +26,8 @@ __all__ = ["Allowed", "Sampler", "Sampling", "Steered", "TopP", "given"]
 PUBLISHED = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 """Settings of generation_config.json that apply if it enables sampling."""
 _NOT_FINITE = "the model's logits are not finite"
+LIKELIEST = 512
+"""Number of tokens that top-p sorts first. The whole vocabulary is sorted if their probabilities do not suffice."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class Allowed(Protocol):
 
 
 class TopP:
-    """transformers' top-p, without sorting the whole vocabulary if the `LIKELIEST` tokens suffice.
+    """transformers' top-p, without sorting the whole vocabulary if the likeliest tokens suffice.
 
     A sort of 49,152 logits takes 3.3 ms, of the likeliest 512 of them 0.06 ms (Zen 5, one thread).
     """
@@ -254,9 +256,8 @@ class Sampler:
 
     @property
     def draws_anywhere(self) -> bool:
-        """Whether a device can draw the tokens (`moepack.decoding.drawing`)."""
-        plain = not self._steering and self._allowed is None and self._sampling.typical_p == 1
-        return self._draws and plain and self._sampling.top_k <= LIKELIEST
+        """Whether a `Draw` describes the choice completely, so that a device can make it."""
+        return self._draws and not self._steering and self._allowed is None and self._sampling.typical_p == 1
 
     def draw(self, length: int) -> Draw:
         """Return how the token after `length` others, prompt included, is drawn; the same whenever it is asked."""
