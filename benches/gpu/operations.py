@@ -20,10 +20,12 @@ from torch.nn import functional
 from benches.gpu.cases import device_name
 from moepack.backends.gpu import dense, prompt_attention, router, step
 from moepack.backends.gpu.attention import Attention
+from moepack.backends.gpu.draw import draw
 from moepack.backends.gpu.rooms import Rooms
 from moepack.decoding.narrow import decode, encode
+from moepack.serving.text.sampling import Sampler, Sampling
 
-HEADS, GROUPS, WIDTH, HIDDEN, EXPERTS, TOP_K = 32, 4, 128, 2048, 128, 8
+HEADS, GROUPS, WIDTH, HIDDEN, EXPERTS, TOP_K, VOCABULARY = 32, 4, 128, 2048, 128, 8, 151_936
 BATCHES, CONTEXTS = (1, 8, 32), (512, 2048, 8192, 32768)
 LARGEST, OUTSIDE = 2.3e9, 3e8
 """Maximum bytes of keys and values, and bytes that exceed the L2 cache."""
@@ -164,8 +166,23 @@ def check() -> dict[str, float]:
     total, normed = step.add_norm(x, addend, weight, 1e-6)
     assert torch.equal(total, x + addend.bfloat16())
     wide = total.double()
+    found["drawn tokens"] = draw_error()
     found["sum and norm"] = error(normed, wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double())
     return found
+
+
+def draws_of(rows: int) -> tuple[list[Sampler], Tensor]:
+    """Samplers of several settings, and their draws."""
+    settings = ({"top_p": 0.95}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.05}, {})
+    samplers = [Sampler(Sampling(0.7, seed=row, **settings[row % len(settings)])) for row in range(rows)]  # type: ignore[arg-type]
+    return samplers, torch.tensor([sampler.draw(0) for sampler in samplers], dtype=torch.float64).T.contiguous().cuda()
+
+
+def draw_error() -> float:
+    """The share of drawn tokens that are not those of the sampler of one sequence; sums round differently."""
+    (samplers, draws), logits = draws_of(64), torch.randn(64, VOCABULARY, device="cuda")
+    expected = [sampler.choose(row, []) for sampler, row in zip(samplers, logits, strict=True)]
+    return sum(one != other for one, other in zip(draw(logits, draws).tolist(), expected, strict=True)) / 64
 
 
 def attention_times(batch: int, context: int) -> dict[str, float]:
@@ -240,12 +257,13 @@ def small_times(batch: int) -> dict[str, float]:
     logits, joint = random(batch, EXPERTS), random(batch, HEADS + 2 * GROUPS, WIDTH)
     keys, values = (random(batch, GROUPS, 1024, WIDTH) for _ in range(2))
     cos, sin, norm = random(batch, WIDTH), random(batch, WIDTH), random(WIDTH)
-    place = torch.tensor([7], device="cuda")
+    place, vocabulary, (_, draws) = torch.tensor([7], device="cuda"), random(batch, VOCABULARY), draws_of(batch)
     heads = step.HeadRows(*joint.split([HEADS, GROUPS, GROUPS], 1), norm, norm, 1e-6, cos, sin)
     return {
         "sum and norm": timed(lambda _: step.add_norm(x, addend, weight, 1e-6)),
         "choice": timed(lambda _: router.choose(logits, TOP_K, normalized=True)),
         "heads": timed(lambda _: step.prepare_heads(heads, place, keys, values)),
+        "drawn tokens": timed(lambda _: draw(vocabulary, draws)),
     }
 
 
