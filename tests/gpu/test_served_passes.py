@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import torch
 from test_passes import InRooms, Recorded
 
 from moepack.decoding import layers
@@ -59,6 +60,24 @@ def test_passes_are_recorded_before_the_first_request(model, tokenizer, flights)
     try:
         assert Answer(engine, TEXTS[0], max_new_tokens=5).text()
         assert passes._recorder.recorded == recorded
+    finally:
+        engine.close()
+
+
+def test_too_little_memory_for_a_pass_leaves_the_others(model, tokenizer, flights, monkeypatch):
+    own = Recorded.__call__
+
+    def record(tape, function, device):
+        if tape.recorded == 4:
+            tape.recorded += 1
+            raise torch.OutOfMemoryError("a pass")
+        return own(tape, function, device)
+
+    monkeypatch.setattr(Recorded, "__call__", record)
+    engine = Engine(model, tokenizer, slots=3, context=40).start()
+    try:
+        assert Answer(engine, TEXTS[0], max_new_tokens=5).text() == alone(model, tokenizer, TEXTS[0], max_new_tokens=5)
+        assert len(engine._stepper._passes._made) >= 4
     finally:
         engine.close()
 

@@ -192,6 +192,8 @@ class Passes:
         made.put([], self.tile, None, ())
         try:
             self._record(made)
+        except torch.OutOfMemoryError as error:
+            raise Unknown("passes of this size, with this memory") from error
         except (RuntimeError, Unwritten) as error:
             self.works = False
             raise Unknown(f"this model ({str(error).partition(chr(10))[0]})") from error

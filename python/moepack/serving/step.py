@@ -128,6 +128,11 @@ class Stepper:
         try:
             self._passes.prepare(slots, slots * context, kv_bits(self.model) is not None)
         except Unknown:
+            self._keep_passes()
+
+    def _keep_passes(self) -> None:
+        """Drop the passes after one was refused, unless others may still run."""
+        if self._passes is not None and not (self._passes.works and self._passes.holds()):
             self._passes = None
 
     def forward(self, parts: Sequence[Part]) -> list[Outcome]:
@@ -235,7 +240,7 @@ class Stepper:
                 for part, row, token in zip(group, logits, ready.tokens(), strict=True):
                     found[id(part)] = Chosen(row, token)
         except Unknown:
-            self._passes = None
+            self._keep_passes()
             return self._together(parts) if self.together else self._each(parts)
         for part in parts:
             held[id(part)].show(part.end)
