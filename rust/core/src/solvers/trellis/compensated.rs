@@ -9,9 +9,12 @@
 
 #![allow(clippy::needless_range_loop)] // Indexing elements of vectors is clearest here.
 
+use std::ops::Range;
+
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
+use super::lists::{Lists, MOST_INDICES};
 use super::{BLOCK_ROWS as ROWS, FROM, LANES, STATES, cheapest, invalid};
 use crate::Result;
 use crate::simd::{Isa, vectorized};
@@ -22,6 +25,10 @@ const BLOCK: usize = 32;
 const MOST: f32 = (1 << 25) as f32;
 /// The number of groups of 16 rows that read the factors together.
 const GROUPS: usize = 4;
+/// The number of later columns whose factors are copied together: a cache line.
+const TILE: usize = 16;
+/// The number of later columns whose sums stay in registers.
+const SUMS: usize = 4;
 
 /// One value for each row.
 type Column = [f32; ROWS];
@@ -45,7 +52,7 @@ pub struct Matrices<'a> {
     pub prices: &'a [f32],
     /// N x (2 L + 3), the bits of the indices from -L - 1 to L + 1; the ends include all beyond.
     pub lengths: &'a [f32],
-    /// The lengths of a list, 2 L + 3.
+    /// The lengths of a list, 2 L + 3, at most 127.
     pub indices: usize,
     /// E x R, the list of each row.
     pub runs: &'a [i64],
@@ -67,7 +74,7 @@ pub struct Solved {
 /// [`crate::Error::InvalidArgument`] if sizes do not match, a number is out of range, or a weight is NaN or infinite.
 pub fn solve(matrices: Matrices, isa: Isa, pool: &ThreadPool) -> Result<Solved> {
     let isa = isa.vectors();
-    let lists = check(&matrices)?;
+    check(&matrices)?;
     let [experts, rows, columns] = matrices.shape;
     let (mut codes, unit) = (
         vec![0; experts * rows * columns],
@@ -76,10 +83,10 @@ pub fn solve(matrices: Matrices, isa: Isa, pool: &ThreadPool) -> Result<Solved> 
     let by_expert = codes.par_chunks_mut((rows * columns).max(1)).enumerate();
     let mut losses: Vec<f64> = pool.install(|| {
         let losses = by_expert.flat_map_iter(|(expert, codes)| {
-            let expert = Expert::new(&matrices, &lists, expert);
+            let expert = Expert::new(isa, &matrices, expert);
             let units = codes.par_chunks_mut(unit).enumerate();
             let parts: Vec<_> = units
-                .map(|(number, codes)| expert.solve(isa, number * GROUPS * ROWS, codes))
+                .map(|(number, codes)| expert.solve(number * GROUPS * ROWS, codes))
                 .collect();
             (0..columns).map(move |column| parts.iter().map(|part| part[column]).sum())
         });
@@ -89,8 +96,8 @@ pub fn solve(matrices: Matrices, isa: Isa, pool: &ThreadPool) -> Result<Solved> 
     Ok(Solved { codes, losses })
 }
 
-/// Checks the arguments; returns the lists of lengths for [`Expert::edges`].
-fn check(matrices: &Matrices) -> Result<Vec<[f32; 2]>> {
+/// Checks the arguments.
+fn check(matrices: &Matrices) -> Result<()> {
     let Matrices {
         shape: [experts, rows, columns],
         weights,
@@ -109,7 +116,11 @@ fn check(matrices: &Matrices) -> Result<Vec<[f32; 2]>> {
     if let Some((name, found, wanted)) = sizes.into_iter().find(|(_, found, wanted)| found != wanted) {
         return invalid(format!("{found} {name} instead of {wanted}"));
     }
-    if indices < 5 || indices % 2 == 0 || lengths.is_empty() || !lengths.len().is_multiple_of(indices) {
+    if !(5..=MOST_INDICES).contains(&indices)
+        || indices % 2 == 0
+        || lengths.is_empty()
+        || !lengths.len().is_multiple_of(indices)
+    {
         return invalid(format!(
             "{} lengths do not form lists of {indices}",
             lengths.len()
@@ -126,24 +137,14 @@ fn check(matrices: &Matrices) -> Result<Vec<[f32; 2]>> {
         return invalid(format!("step {} must be positive", matrices.step));
     }
     match weights.iter().all(|weight| weight.is_finite()) {
-        true => Ok(lengths.chunks_exact(indices).flat_map(pairs).collect()),
+        true => Ok(()),
         false => invalid("NaN or infinite weights"),
     }
 }
 
-/// The bits of each index, and those of the next index of its parity towards zero.
-fn pairs(list: &[f32]) -> impl Iterator<Item = [f32; 2]> {
-    let middle = list.len() / 2;
-    (0..list.len()).map(move |place| {
-        [
-            list[place],
-            list[if place > middle { place - 2 } else { place + 2 }],
-        ]
-    })
-}
-
 /// The shared data of an expert's rows.
 struct Expert<'a> {
+    isa: Isa,
     /// The number of fine units in 1.
     fine: f32,
     /// The cost of a bit in squared fine units.
@@ -153,8 +154,8 @@ struct Expert<'a> {
     pivots: &'a [f32],
     /// By row.
     runs: &'a [i64],
-    /// By run and index, see [`pairs`].
-    lists: &'a [[f32; 2]],
+    /// By run and index.
+    lengths: &'a [f32],
     indices: usize,
 }
 
@@ -166,8 +167,7 @@ struct Group {
     errors: Vec<Column>,
     codes: Vec<[i32; ROWS]>,
     states: [u8; ROWS],
-    /// The start of each row's list.
-    lists: [usize; ROWS],
+    lists: Lists,
 }
 
 /// The record of a column for each state and row: the code that leads there, and whether its index is odd.
@@ -178,17 +178,18 @@ struct Step {
 }
 
 impl<'a> Expert<'a> {
-    fn new(matrices: &Matrices<'a>, lists: &'a [[f32; 2]], number: usize) -> Expert<'a> {
+    fn new(isa: Isa, matrices: &Matrices<'a>, number: usize) -> Expert<'a> {
         let [_, rows, columns] = matrices.shape;
         let part = |all: &'a [f32], size: usize| &all[number * size..][..size];
         Expert {
+            isa,
             fine: (4.0 / matrices.step) as f32,
             price: 16.0 * matrices.prices[number],
             weights: part(matrices.weights, rows * columns),
             upper: part(matrices.upper, columns * columns),
             pivots: part(matrices.pivots, columns),
             runs: &matrices.runs[number * rows..][..rows],
-            lists,
+            lengths: matrices.lengths,
             indices: matrices.indices,
         }
     }
@@ -198,10 +199,11 @@ impl<'a> Expert<'a> {
     }
 
     /// Solves rows from `first` on; returns the losses of columns.
-    fn solve(&self, isa: Isa, first: usize, codes: &mut [i32]) -> Vec<f64> {
+    fn solve(&self, first: usize, codes: &mut [i32]) -> Vec<f64> {
         let columns = self.columns();
-        let rows: Vec<usize> = (first..first + codes.len() / columns).collect();
-        let mut groups: Vec<Group> = rows.chunks(ROWS).map(|rows| self.group(rows)).collect();
+        let last = first + codes.len() / columns;
+        let rows = (first..last).step_by(ROWS);
+        let mut groups: Vec<Group> = rows.map(|row| self.group(row..last.min(row + ROWS))).collect();
         let mut start = 0;
         for lane in 0..LANES {
             let end = start + (columns + LANES - 1 - lane) / LANES;
@@ -210,7 +212,8 @@ impl<'a> Expert<'a> {
                 let stop = end.min(start + BLOCK);
                 groups
                     .iter_mut()
-                    .for_each(|group| block(isa, self, group, start, stop));
+                    .for_each(|group| block(self.isa, self, group, start, stop));
+                spread(self.isa, self, &mut groups, start, stop);
                 start = stop;
             }
         }
@@ -221,11 +224,11 @@ impl<'a> Expert<'a> {
         losses
     }
 
-    fn group(&self, rows: &[usize]) -> Group {
+    fn group(&self, rows: Range<usize>) -> Group {
         let columns = self.columns();
-        let (mut source, mut lists) = (vec![[0.0; ROWS]; columns], [0; ROWS]);
-        for (i, &row) in rows.iter().enumerate() {
-            lists[i] = self.runs[row] as usize * self.indices;
+        let lists = Lists::new(&self.runs[rows.clone()], self.lengths, self.indices, self.price);
+        let mut source = vec![[0.0; ROWS]; columns];
+        for (i, row) in rows.enumerate() {
             let weights = &self.weights[row * columns..][..columns];
             for (place, column) in visits(columns).enumerate() {
                 source[place][i] = weights[column] * self.fine;
@@ -242,39 +245,22 @@ impl<'a> Expert<'a> {
     }
 
     /// The better code of a state with an index of a parity, out of the nearest and the next one towards zero, and
-    /// the costs.
+    /// the costs. `units` are those of an even state.
     #[inline(always)]
-    fn edges(
-        &self,
-        group: &Group,
-        weight: f32,
-        units: &Column,
-        from: usize,
-        parity: i32,
-    ) -> ([i32; ROWS], Column) {
-        let (sign, middle) = (
-            if from.is_multiple_of(2) { 1 } else { -1 },
-            self.indices as i32 / 2,
-        );
+    fn edges(&self, lists: &Lists, weight: f32, units: &Column, parity: i32) -> ([i32; ROWS], Column) {
         let (mut codes, mut costs) = ([0; ROWS], [0.0; ROWS]);
-        let (mut own, mut places, mut bits) = ([0.0; ROWS], [0; ROWS], [[0.0; 2]; ROWS]);
         for i in 0..ROWS {
-            own[i] = cut_off(sign as f32 * units[i]);
-            codes[i] = 2 * whole((own[i] - (1 + 4 * parity) as f32) * 0.125) + parity;
-            let last = if codes[i] > middle { middle } else { codes[i] };
-            places[i] = if last < -middle { 0 } else { last + middle };
+            codes[i] = 2 * whole((units[i] - (1 + 4 * parity) as f32) * 0.125) + parity;
         }
-        for (bits, (list, &place)) in bits.iter_mut().zip(group.lists.iter().zip(&places)) {
-            *bits = self.lists[list + place as usize];
-        }
+        let [outer, inner] = lists.costs(self.isa, &codes);
         for i in 0..ROWS {
-            let (index, [bits, inner_bits]) = (codes[i], bits[i]);
-            let (code, inner) = (4 * index + 1, 4 * index + if index > 0 { -7 } else { 9 });
-            let (error, inner_error) = (own[i] - code as f32, own[i] - inner as f32);
-            let cost = error * error * weight + self.price * bits;
-            let inner_cost = inner_error * inner_error * weight + self.price * inner_bits;
-            codes[i] = sign * if inner_cost < cost { inner } else { code };
-            costs[i] = if inner_cost < cost { inner_cost } else { cost };
+            let index = codes[i];
+            let (code, next) = (4 * index + 1, 4 * index + if index > 0 { -7 } else { 9 });
+            let (error, next_error) = (units[i] - code as f32, units[i] - next as f32);
+            let cost = error * error * weight + outer[i];
+            let next_cost = next_error * next_error * weight + inner[i];
+            codes[i] = if next_cost < cost { next } else { code };
+            costs[i] = if next_cost < cost { next_cost } else { cost };
         }
         (codes, costs)
     }
@@ -301,7 +287,7 @@ fn visits(columns: usize) -> impl Iterator<Item = usize> {
 }
 
 vectorized! {
-    /// Fixes some columns of a lane and spreads their errors.
+    /// Fixes some columns of a lane.
     fn block(expert: &Expert, group: &mut Group, start: usize, stop: usize) = block_portable;
 }
 
@@ -324,12 +310,11 @@ fn block_portable(expert: &Expert, group: &mut Group, start: usize, stop: usize)
         let (done, rest) = free.split_at_mut(column - start + 1);
         let step = &mut steps[column - start];
         advance(expert, group, column, &done[column - start], &mut costs, step);
-        let mut errors = [[0.0; ROWS]; STATES];
-        for (errors, codes) in errors.iter_mut().zip(&step.codes) {
-            for i in 0..ROWS {
-                errors[i] = group.source[column][i] - codes[i] as f32;
-            }
-        }
+        let source = &group.source[column];
+        let errors: Survivors = step
+            .codes
+            .each_ref()
+            .map(|codes| std::array::from_fn(|i| source[i] - codes[i] as f32));
         let factors = &expert.upper[column * expert.columns()..][column + 1..stop];
         for (free, &factor) in rest.iter_mut().zip(factors) {
             take_over(free, &step.odd, &errors, factor);
@@ -344,7 +329,6 @@ fn block_portable(expert: &Expert, group: &mut Group, start: usize, stop: usize)
             state = FROM[state][step.odd[state][row] as usize];
         }
     }
-    spread(expert, group, start, stop);
 }
 
 /// Extends all paths by a column.
@@ -360,10 +344,12 @@ fn advance(
     let weight = expert.pivots[column] * expert.pivots[column];
     let mut next = [[0.0; ROWS]; STATES];
     let (mut totals, mut codes) = ([[[0.0; ROWS]; STATES]; 2], [[[0; ROWS]; STATES]; 2]);
-    for parity in 0..2 {
-        for from in 0..STATES {
-            let (found, edges) = expert.edges(group, weight, &free[from], from, parity as i32);
-            codes[parity][from] = found;
+    for from in 0..STATES {
+        let odd = from % 2 != 0;
+        let units = free[from].map(|unit| cut_off(if odd { -unit } else { unit }));
+        for parity in 0..2 {
+            let (found, edges) = expert.edges(&group.lists, weight, &units, parity as i32);
+            codes[parity][from] = found.map(|code| if odd { -code } else { code });
             for i in 0..ROWS {
                 totals[parity][from][i] = costs[from][i] + edges[i];
             }
@@ -404,46 +390,61 @@ fn take_over(free: &mut Survivors, odd: &[[u32; ROWS]; STATES], errors: &Survivo
     }
 }
 
-/// Spreads the errors of a block's fixed codes over all later columns, in the order of visits.
+vectorized! {
+    /// Spreads the errors of a block's fixed codes over all later columns, in the order of visits.
+    fn spread(expert: &Expert, groups: &mut [Group], start: usize, stop: usize) = spread_portable;
+}
+
 #[inline(always)]
-fn spread(expert: &Expert, group: &mut Group, start: usize, stop: usize) {
+fn spread_portable(expert: &Expert, groups: &mut [Group], start: usize, stop: usize) {
     let columns = expert.columns();
     let factors = |column: usize, from: usize| &expert.upper[column * columns..][from..columns];
-    for column in start..stop {
-        let error = &mut group.errors[column];
-        for i in 0..ROWS {
-            error[i] = group.source[column][i] - group.codes[column][i] as f32;
+    let tiles = (columns - stop) / TILE;
+    for group in &mut *groups {
+        for column in start..stop {
+            let (source, codes) = (&group.source[column], &group.codes[column]);
+            group.errors[column] = std::array::from_fn(|i| source[i] - codes[i] as f32);
         }
-        for (work, &factor) in group.work[column + 1..stop]
-            .iter_mut()
-            .zip(factors(column, column + 1))
-        {
-            for i in 0..ROWS {
-                work[i] += error[i] * factor;
-            }
-        }
-    }
-    let (mut column, later) = (start, &mut group.work[stop..]);
-    while column + 4 <= stop {
-        let errors: &[Column; 4] = group.errors[column..]
-            .first_chunk()
-            .expect("at least four columns are left");
-        let factors = [0, 1, 2, 3].map(|i| factors(column + i, stop));
-        for (j, work) in later.iter_mut().enumerate() {
-            for i in 0..ROWS {
-                let sum = work[i] + errors[0][i] * factors[0][j] + errors[1][i] * factors[1][j];
-                work[i] = sum + errors[2][i] * factors[2][j] + errors[3][i] * factors[3][j];
-            }
-        }
-        column += 4;
-    }
-    for column in column..stop {
-        for (work, &factor) in later.iter_mut().zip(factors(column, stop)) {
-            for i in 0..ROWS {
-                work[i] += group.errors[column][i] * factor;
-            }
+        for column in (start..stop).chain(stop + tiles * TILE..columns) {
+            let errors = (start..).zip(&group.errors[start..column.min(stop)]);
+            group.work[column] = errors.fold(group.work[column], |sum, (fixed, error)| {
+                plus(&sum, error, factors(fixed, column)[0])
+            });
         }
     }
+    for first in (stop..).step_by(TILE).take(tiles) {
+        let mut panel = [[0.0; TILE]; BLOCK];
+        for (column, own) in (start..stop).zip(&mut panel) {
+            own.copy_from_slice(&factors(column, first)[..TILE]);
+        }
+        for group in &mut *groups {
+            add(
+                &mut group.work[first..first + TILE],
+                &group.errors[start..stop],
+                &panel,
+            );
+        }
+    }
+}
+
+/// Adds errors of fixed columns, times their factors, to a tile of columns.
+#[inline(always)]
+fn add(tile: &mut [Column], errors: &[Column], factors: &[[f32; TILE]; BLOCK]) {
+    for (number, sums) in tile.as_chunks_mut::<SUMS>().0.iter_mut().enumerate() {
+        let mut own = *sums;
+        for (error, factors) in errors.iter().zip(factors) {
+            for (sum, &factor) in own.iter_mut().zip(&factors.as_chunks::<SUMS>().0[number]) {
+                *sum = plus(sum, error, factor);
+            }
+        }
+        *sums = own;
+    }
+}
+
+/// One column plus another one times a factor.
+#[inline(always)]
+fn plus(column: &Column, other: &Column, factor: f32) -> Column {
+    std::array::from_fn(|i| column[i] + other[i] * factor)
 }
 
 impl Group {

@@ -20,8 +20,11 @@
 
 mod cells;
 mod compensated;
+mod lists;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 use rayon::ThreadPool;
 

@@ -341,6 +341,45 @@ fn every_instruction_set_follows_the_paths_with_their_own_errors() {
 }
 
 #[test]
+fn rows_of_many_runs_and_the_longest_lists_are_searched() {
+    let (shape, pool) = ([1, 20, 50], pool::current().unwrap());
+    let (mut owned, longest) = (Owned::new(shape, 0.1), lengths(127));
+    owned.lengths = (0..20)
+        .flat_map(|run| longest.iter().map(move |bits| bits * (1.0 + run as f32)))
+        .collect();
+    owned.runs = (0..20).rev().collect();
+    owned.prices = vec![0.02];
+    for isa in isas() {
+        let found = solve(
+            Matrices {
+                indices: 127,
+                ..owned.view()
+            },
+            isa,
+            &pool,
+        )
+        .unwrap();
+        for row in 0..20 {
+            let alone = Owned {
+                shape: [1, 1, 50],
+                weights: owned.weights[row * 50..][..50].to_vec(),
+                upper: owned.upper.clone(),
+                pivots: owned.pivots.clone(),
+                prices: owned.prices.clone(),
+                lengths: owned.lengths[owned.runs[row] as usize * 127..][..127].to_vec(),
+                runs: vec![0],
+            };
+            let alone = Matrices {
+                indices: 127,
+                ..alone.view()
+            };
+            let codes = solve(alone, Isa::SCALAR, &pool).unwrap().codes;
+            assert_eq!(found.codes[row * 50..][..50], codes, "{} {row}", isa.name());
+        }
+    }
+}
+
+#[test]
 fn without_correlation_it_is_rounding() {
     let mut owned = Owned::new([1, 33, 100], 0.0);
     owned.pivots.fill(1.0);
@@ -384,6 +423,11 @@ fn overflow_and_bad_matrices_are_noticed() {
             ..ok
         },
         Matrices { indices: 64, ..ok },
+        Matrices {
+            indices: 129,
+            lengths: &[0.0; 129 * 3],
+            ..ok
+        },
         Matrices { step: 0.0, ..ok },
     ];
     assert!(
