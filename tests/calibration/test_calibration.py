@@ -10,13 +10,15 @@ from moepack.calibration import (
     CalibrationSettings,
     Calibrator,
     SpanTokens,
+    Stage,
+    Weights,
     decoder_samples,
     seq2seq_samples,
 )
 from moepack.calibration.activations import Activations
 from moepack.calibration.stacks import Stack
 from moepack.checkpoint import Checkpoint, describe
-from moepack.errors import CalibrationError, DeviceMemoryError, DiskError
+from moepack.errors import CalibrationError, DeviceMemoryError, DiskError, InvalidTensorError
 
 SPECIAL = SpanTokens(sentinels=tuple(18 - i for i in range(16)), end=1, start=0)
 WINDOWS = torch.randint(19, tiny_models.VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(0))
@@ -299,3 +301,18 @@ def test_outputs_are_the_same_if_no_activations_are_kept(mixtral, monkeypatch):
     for one, other in zip(kept, anew, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert not torch.equal(kept[0], kept[1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_stage_names_the_first_expert_that_is_not_finite(value):
+    given = {"up": torch.ones(3, 4, 8), "down": torch.ones(3, 8, 4)}
+    tensors = {
+        name: Weights(name, (9, *own.shape[1:]), own.__getitem__, tuple(f"{name}.{expert}" for expert in range(9)))
+        for name, own in given.items()
+    }
+    stage = Stage("layer", tensors, range(5, 8), given)
+    assert stage.finite() is stage
+    given["down"][1, 2, 3] = given["down"][2, 0, 0] = value
+    with pytest.raises(InvalidTensorError, match="expert 6 holds NaN or infinite") as caught:
+        stage.finite()
+    assert caught.value.tensor == "down.6"

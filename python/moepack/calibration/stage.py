@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moepack.arrays import is_finite
 from moepack.calibration.moments import Moments
 from moepack.checkpoint import DenseLayer, MoeLayer
 from moepack.errors import DeviceMemoryError, InvalidTensorError
@@ -165,9 +166,8 @@ class Stage:
             InvalidTensorError: a weight is NaN or infinite; the message names the checkpoint's tensor.
         """
         for name, given in self.weights.items():
-            finite = torch.isfinite(given).flatten(1).all(1)
-            if not bool(finite.all()):
-                expert = self.experts[int((~finite).nonzero()[0])]
+            if not is_finite(given):
+                expert = self.experts[[is_finite(matrix) for matrix in given].index(False)]
                 who = "" if self.dense else f"expert {expert} "
                 message = f"{who}holds NaN or infinite weights"
                 raise InvalidTensorError(message, tensor=self.tensors[name].sources[expert])

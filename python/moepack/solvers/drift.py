@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moepack.arrays import is_finite
 from moepack.solvers.gptq import Factors, factorize
 from moepack.solvers.products import fast_products
 
@@ -46,6 +47,6 @@ def corrected(
             moved = torch.mm(weights[expert], drift[expert])
         moved = torch.linalg.solve_triangular(root.mT, moved, upper=False, left=False)
         moved = torch.linalg.solve_triangular(root, moved, upper=True, left=False).mul_(share / own.scale[place])
-        if bool(torch.isfinite(moved).all()):
+        if is_finite(moved):
             found[expert] += moved
     return found
