@@ -408,7 +408,7 @@ def solve_dependent(
         weights: [E, R, C], finite.
         upper, pivots: [E, C, C] and [E, C] of the factorized Hessians, rows and columns in the order of visits.
         prices: [E], the cost of a bit in squared steps for a pivot of 1.
-        lengths: [N, 2 L + 3], bits of the indices from -L - 1 to L + 1; the ends include all beyond.
+        lengths: [N, 2 L + 3], bits of the indices from -L - 1 to L + 1, L at most 62; the ends include all beyond.
         runs: [E, R], the list of lengths of each row.
         step: the value of four codes.
 
