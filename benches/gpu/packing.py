@@ -5,7 +5,8 @@
 
 Each method packs a checkpoint of each number of layers, in a process of its own. The difference of their times over the
 difference of their layers is the time of a layer, which is independent of the embedding, the head and start-up. It is
-extrapolated to the layers of the model. Processor seconds are those of all threads, which sleep while they are idle.
+extrapolated to the layers of the model. The speeds of formats on the GPU, which `auto` asks for, are measured before.
+Processor seconds are those of all threads, which sleep while they are idle.
 `--stacks` also gives seconds by function, from samples. Weights are normal, the router is random, and the vocabulary
 has 4,096 tokens. This measures no quality.
 """
@@ -36,6 +37,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedToken
 import moepack
 from benches.tools import machine
 from benches.tools.stacks import Stacks
+from moepack.backends.speeds import speeds_here
 from moepack.methods import create
 
 VOCABULARY = 4096
@@ -170,6 +172,10 @@ def main() -> None:
         options.directory = Path(directory)
         for layers in options.layers:
             build(options.directory / f"model-{layers}", options.shapes, layers)
+        for device in {*options.devices} - {"cpu"} if "auto" in options.methods else ():
+            start = time.perf_counter()
+            speeds_here(device)
+            print(f"speeds on {device}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
         for method, device in ((method, device) for method in options.methods for device in options.devices):
             few, many = (measure(method, device, layers, options) for layers in options.layers)
             layer = (many["seconds"] - few["seconds"]) / (options.layers[1] - options.layers[0])
