@@ -2,8 +2,9 @@
 // top-p, min-p, then the inverse of the cumulative distribution at a random number, in the order of tokens.
 //
 // A block has a row, which it reads once for every question that it asks: the largest score, the limits of top-k and
-// top-p (four questions each, one for each byte of a score), the mass of the tokens that are left. Weights are
-// exp(score - largest) as integers, so that sums have one value in any order.
+// top-p (four questions each, one for each byte of a distance), the mass of the tokens that are left. A distance is how
+// far a score is below the largest one, in fixed point: unlike the first bytes of floats, those of distances differ, so
+// that few threads count in the same bin. Masses are integers, whose sums have one value in any order.
 #include "common/layer.cuh"
 #include "common/order.cuh"
 
@@ -21,48 +22,74 @@ struct Draw {
 namespace draw {
 
 constexpr int MOST_THREADS = 1024, BINS = 256;
+constexpr int BATCH = 8;                 // loads of a thread that are under way together
 constexpr float ONE = 1099511627776.0f;  // the weight of the likeliest token: 2^40
-constexpr float COLDEST = 1e-6f;         // the lowest divisor of logits
+constexpr float MASS = 2147483648.0f;    // its mass in a bin: 2^31
+constexpr float UNIT = 134217728.0f;     // distances are multiples of 2^-27
+constexpr float FARTHEST = 4294967040.0f;
+constexpr float COLDEST = 1e-6f;  // the lowest divisor of logits
 constexpr float GREATEST = 3.4028234e38f;
 
 // What the threads of a block share.
 struct Shared {
-    u64 best[MOST_THREADS];
-    u64 mass[2][BINS];
-    u64 above;  // the mass in higher bins than the found one
+    u64 best[MOST_THREADS];  // of threads
+    u64 sum[2][BINS];
+    u32 low[BINS], carries[BINS];
+    u64 below;  // the mass in nearer bins than the found one
     u32 bin;
     int not_finite;
 };
 
+template <Type TYPE>
 struct Row {
-    const Draw& draw;
-    i64 first;
-    float temperature, largest = 0;
+    const void* logits;
+    int columns;
+    float temperature, largest;
 
     MOEPACK_DEVICE float logit(int column) const {
-        i64 at = first + column;
-        if (draw.type == Type::f32) return static_cast<const float*>(draw.logits)[at];
-        u16 bits = static_cast<const u16*>(draw.logits)[at];
-        return draw.type == Type::f16 ? half_value(bits) : bf16_value(bits);
+        if (TYPE == Type::f32) return static_cast<const float*>(logits)[column];
+        u16 bits = static_cast<const u16*>(logits)[column];
+        return TYPE == Type::f16 ? half_value(bits) : bf16_value(bits);
     }
 
-    MOEPACK_DEVICE float score(int column) const {
-        return logit(column) / temperature;
+    MOEPACK_DEVICE float score(float logit) const {
+        return logit / temperature;
+    }
+
+    MOEPACK_DEVICE u32 distance(float score) const {
+        float units = (largest - score) * UNIT;
+        return u32(units < FARTHEST ? units : FARTHEST);
     }
 
     MOEPACK_DEVICE u64 weight(float score) const {
         return u64(__expf(score - largest) * ONE);
     }
+
+    // Calls use(column, logit) for every `step`th column of a range.
+    template <class Use>
+    MOEPACK_DEVICE void for_each(int first, int last, int step, Use use) const {
+        for (; first < last; first += BATCH * step) {
+            float value[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                int column = first + i * step;
+                value[i] = column < last ? logit(column) : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i)
+                if (first + i * step < last) use(first + i * step, value[i]);
+        }
+    }
 };
 
 // The likeliest token, the first one among equals; -1 if a logit is not finite.
-MOEPACK_DEVICE int likeliest(const Row& row, Shared& shared) {
+template <Type TYPE>
+MOEPACK_DEVICE int likeliest(const Row<TYPE>& row, Shared& shared) {
     u64 best = 0;
-    for (int column = threadIdx.x; column < row.draw.columns; column += blockDim.x) {
-        float logit = row.logit(column);
+    row.for_each(threadIdx.x, row.columns, blockDim.x, [&](int column, float logit) {
         if (!(fabsf(logit) <= GREATEST)) shared.not_finite = 1;
         best = most(best, u64(order_of(logit)) << 32 | u32(~column));
-    }
+    });
     shared.best[threadIdx.x] = best;
     for (int half = blockDim.x / 2; half; half /= 2) {
         __syncthreads();
@@ -73,98 +100,108 @@ MOEPACK_DEVICE int likeliest(const Row& row, Shared& shared) {
     return shared.not_finite ? -1 : int(~u32(shared.best[0]));
 }
 
-// The largest order of a score for which the mass of all scores of at least this order reaches the target. Scores below
-// `least` have no mass.
-template <class MassOf>
-MOEPACK_DEVICE u32 reach(const Row& row, Shared& shared, u32 least, u64 target, MassOf mass_of) {
+// The least distance up to which the mass of all tokens reaches the target, or all of their mass. Tokens beyond `limit`
+// have none.
+template <Type TYPE, class MassOf>
+MOEPACK_DEVICE u32 reach(const Row<TYPE>& row, Shared& shared, u32 limit, u64 target, MassOf mass_of) {
     u32 found = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
-        for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) shared.mass[0][bin] = 0;
+        for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) shared.low[bin] = shared.carries[bin] = 0;
         __syncthreads();
-        for (int column = threadIdx.x; column < row.draw.columns; column += blockDim.x) {
-            float score = row.score(column);
-            u32 order = order_of(score);
-            bool is_in = order >= least && (shift == 24 || order >> (shift + 8) == found >> (shift + 8));
-            if (is_in) atomicAdd(&shared.mass[0][order >> shift & (BINS - 1)], mass_of(score));
-        }
+        row.for_each(threadIdx.x, row.columns, blockDim.x, [&](int, float logit) {
+            float score = row.score(logit);
+            u32 distance = row.distance(score);
+            if (distance > limit || (shift < 24 && distance >> (shift + 8) != found >> (shift + 8))) return;
+            u32 mass = mass_of(score), bin = distance >> shift & (BINS - 1), old = atomicAdd(&shared.low[bin], mass);
+            if (old + mass < old) atomicAdd(&shared.carries[bin], 1u);
+        });
         __syncthreads();
-        // Sums of a bin and all higher ones.
+        for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x)
+            shared.sum[0][bin] = u64(shared.carries[bin]) << 32 | shared.low[bin];
+        __syncthreads();
+        // Sums of a bin and all nearer ones.
         int from = 0;
-        for (int distance = 1; distance < BINS; distance *= 2, from ^= 1) {
+        for (int step = 1; step < BINS; step *= 2, from ^= 1) {
             for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x)
-                shared.mass[from ^ 1][bin] =
-                    shared.mass[from][bin] + (bin + distance < BINS ? shared.mass[from][bin + distance] : 0);
+                shared.sum[from ^ 1][bin] = shared.sum[from][bin] + (bin >= step ? shared.sum[from][bin - step] : 0);
             __syncthreads();
         }
+        target = least(target, shared.sum[from][BINS - 1]);
         for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) {
-            u64 above = bin + 1 < BINS ? shared.mass[from][bin + 1] : 0;
-            if (above < target && shared.mass[from][bin] >= target) shared.bin = bin, shared.above = above;
+            u64 below = bin ? shared.sum[from][bin - 1] : 0;
+            if (below < target && shared.sum[from][bin] >= target) shared.bin = bin, shared.below = below;
         }
         __syncthreads();
-        found |= shared.bin << shift, target -= shared.above;
+        found |= shared.bin << shift, target -= shared.below;
     }
     return found;
 }
 
-// Divides the tokens from `first` to `last` among the warps and sums the mass of each part; returns that of all.
-MOEPACK_DEVICE u64 sum_parts(const Row& row, u64* parts, u32 least, int first, int last, int part) {
-    int warps = blockDim.x / WARP, warp = threadIdx.x / WARP;
-    if (int(threadIdx.x) < warps) parts[threadIdx.x] = 0;
-    __syncthreads();
+// Divides the tokens from `first` to `last` among the warps and sums the weights of each part; returns the sum of all.
+template <Type TYPE>
+MOEPACK_DEVICE u64 sum_parts(const Row<TYPE>& row, Shared& shared, u32 limit, int first, int last, int part) {
+    int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     u64 sum = 0;
-    for (int column = first + warp * part + threadIdx.x % WARP; column < moepack::least(last, first + (warp + 1) * part);
-         column += WARP) {
-        float score = row.score(column);
-        if (order_of(score) >= least) sum += row.weight(score);
+    int begin = first + warp * part;
+    row.for_each(begin + lane, least(last, begin + part), WARP, [&](int, float logit) {
+        float score = row.score(logit);
+        if (row.distance(score) <= limit) sum += row.weight(score);
+    });
+    shared.best[threadIdx.x] = sum;
+    __syncthreads();
+    if (lane == 0) {
+        for (int i = 1; i < WARP; ++i) sum += shared.best[threadIdx.x + i];
+        shared.sum[0][warp] = sum;
     }
-    atomicAdd(parts + warp, sum);
     __syncthreads();
     sum = 0;
-    for (int i = 0; i < warps; ++i) sum += parts[i];
+    for (int i = 0; i < warps; ++i) sum += shared.sum[0][i];
     return sum;
 }
 
-// The first token for which the mass of all tokens up to it exceeds a part of the whole.
-MOEPACK_DEVICE int invert(const Row& row, Shared& shared, u32 least, double uniform) {
-    int first = 0, last = row.draw.columns, warps = blockDim.x / WARP;
+// The first token for which the weight of all tokens up to it exceeds a part of the whole.
+template <Type TYPE>
+MOEPACK_DEVICE int invert(const Row<TYPE>& row, Shared& shared, u32 limit, double uniform) {
+    int first = 0, last = row.columns, warps = blockDim.x / WARP;
     u64 place = 0;
     while (true) {
         int part = ceil_div(last - first, warps);
-        u64 all = sum_parts(row, shared.mass[0], least, first, last, part);
-        if (first == 0 && last == row.draw.columns) place = moepack::least(u64(uniform * double(all)), all - 1);
+        u64 all = sum_parts(row, shared, limit, first, last, part);
+        if (first == 0 && last == row.columns) place = least(u64(uniform * double(all)), all - 1);
         int found = 0;
-        for (; place >= shared.mass[0][found]; ++found) place -= shared.mass[0][found];
-        first += found * part, last = moepack::least(last, first + part);
+        for (; place >= shared.sum[0][found]; ++found) place -= shared.sum[0][found];
+        first += found * part, last = least(last, first + part);
         if (last - first == 1) return first;
         __syncthreads();
     }
 }
 
-MOEPACK_DEVICE void choose(const Draw& draw) {
-    __shared__ Shared shared;
+template <Type TYPE>
+MOEPACK_DEVICE void choose(const Draw& draw, Shared& shared) {
     i64 number = blockIdx.x;
     auto given = [&](int field) { return draw.draws[field * draw.rows + number]; };
     double temperature = given(0), top_k = given(1), top_p = given(2), min_p = given(3);
     if (threadIdx.x == 0) shared.not_finite = 0;
     __syncthreads();
-    Row row{draw, number * draw.columns, most(float(temperature), COLDEST)};
+    const u8* logits = static_cast<const u8*>(draw.logits) + number * draw.columns * (TYPE == Type::f32 ? 4 : 2);
+    Row<TYPE> row{logits, draw.columns, most(float(temperature), COLDEST), 0};
     int token = likeliest(row, shared);
     if (token >= 0 && temperature > 0) {
-        row.largest = row.score(token);
-        u32 least = 0;
+        row.largest = row.score(row.logit(token));
+        u32 limit = ~0u;
         if (top_k > 0 && top_k < draw.columns)
-            least = reach(row, shared, least, u64(top_k), [](float) { return u64(1); });
+            limit = reach(row, shared, limit, u64(top_k), [](float) { return 1u; });
         if (top_p < 1) {
             __syncthreads();
-            int part = ceil_div(draw.columns, int(blockDim.x / WARP));
-            u64 all = sum_parts(row, shared.mass[0], least, 0, draw.columns, part);
-            u64 target = moepack::least(most(u64(ceil(top_p * double(all))), u64(1)), all);
+            u64 all = sum_parts(row, shared, limit, 0, draw.columns, ceil_div(draw.columns, int(blockDim.x / WARP)));
+            u64 target = most(u64(ceil(top_p * double(all) * double(MASS / ONE))), u64(1));
             __syncthreads();
-            least = reach(row, shared, least, target, [&](float score) { return row.weight(score); });
+            auto mass = [&](float score) { return u32(__expf(score - row.largest) * MASS); };
+            limit = reach(row, shared, limit, target, mass);
         }
-        if (min_p > 0) least = most(least, order_of(row.largest + logf(float(min_p))));
+        if (min_p > 0) limit = least(limit, row.distance(row.largest + logf(float(min_p))));
         __syncthreads();
-        token = invert(row, shared, least, given(4));
+        token = invert(row, shared, limit, given(4));
     }
     if (threadIdx.x == 0) draw.tokens[number] = token;
 }
@@ -177,7 +214,11 @@ MOEPACK_DEVICE void choose(const Draw& draw) {
 #if defined(__CUDACC__)
 // Grid: rows. Block: 64 to 1,024 threads, a power of two; each step of `invert` leaves the tokens of one of its warps.
 extern "C" __global__ void __launch_bounds__(moepack::draw::MOST_THREADS) choose(moepack::Draw draw) {
+    using moepack::Type;
+    __shared__ moepack::draw::Shared shared;
     moepack::enter_launch();
-    moepack::draw::choose(draw);
+    if (draw.type == Type::f32) moepack::draw::choose<Type::f32>(draw, shared);
+    else if (draw.type == Type::f16) moepack::draw::choose<Type::f16>(draw, shared);
+    else moepack::draw::choose<Type::bf16>(draw, shared);
 }
 #endif

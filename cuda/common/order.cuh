@@ -5,7 +5,7 @@
 namespace moepack {
 
 #if defined(__CUDACC__)
-// More than 0 for every float but the least NaN.
+// A number that orders like a float; more than 0.
 MOEPACK_DEVICE u32 order_of(float value) {
     u32 bits = __float_as_uint(value);
     return bits >> 31 ? ~bits : bits | 0x80000000u;

@@ -31,11 +31,10 @@ def draw(program, tmp_path):
     return drawn
 
 
-@pytest.mark.parametrize("threads", [64, 256])
-@pytest.mark.parametrize("vocabulary", [1, 5, 300, 5000])
+@pytest.mark.parametrize(("vocabulary", "threads"), [(1, 64), (5, 64), (300, 128), (5000, 64)])
 @pytest.mark.parametrize("spread", [0.5, 4.0])
 def test_tokens_are_those_of_the_sampler(draw, vocabulary, spread, threads):
-    for seed in range(4):
+    for seed in range(2):
         own = [Sampler(Sampling(**{"temperature": 0.9, "seed": seed + n, **each})) for n, each in enumerate(SETTINGS)]
         logits = torch.randn(len(own), vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
         found = draw(logits, [sampler.draw(0) for sampler in own], threads)
@@ -65,11 +64,11 @@ def test_rows_without_a_temperature_take_the_first_likeliest_token(draw):
 def test_the_distribution_is_that_of_the_model(draw):
     probabilities = torch.zeros(300)
     probabilities[[3, 255, 256, 299]] = torch.tensor([0.1, 0.4, 0.3, 0.2])
-    rows = (probabilities + 1e-30).log().expand(500, -1).contiguous()
-    uniform = torch.rand(500, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    rows = (probabilities + 1e-30).log().expand(200, -1).contiguous()
+    uniform = torch.rand(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
     found = draw(rows, [(1.0, 0, 1.0, 0.0, each) for each in uniform])
     counts = torch.tensor(found).bincount(minlength=300)
-    torch.testing.assert_close(counts / 500, probabilities, rtol=0, atol=0.06)
+    torch.testing.assert_close(counts / 200, probabilities, rtol=0, atol=0.1)
     assert int(counts[probabilities == 0].sum()) == 0
 
 

@@ -177,7 +177,7 @@ inline float __expf(float x) {
 inline int atomicAdd(int* to, int value) {
     return std::atomic_ref(*to).fetch_add(value);
 }
-inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) {
+inline unsigned atomicAdd(unsigned* to, unsigned value) {
     return std::atomic_ref(*to).fetch_add(value);
 }
 float fmaxf(float, float) noexcept;
