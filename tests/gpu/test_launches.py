@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moepack import GroupwiseTensor, _core
+from moepack.backends.base import Between, Clamped
 from moepack.backends.gpu import codebook, coded, grouped, groupwise, groupwise_linear, layer, linear
 from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Program
@@ -141,6 +142,31 @@ def test_layers_of_many_tokens_are_six_launches(launches, tokens, columns):
         _, grid, (problem, *_), _ = launches[number + 1]
         assert problem["row_tiles"] == row_tiles and grid == min(132, tiles * row_tiles)
         assert problem["cells"] == layout["cells"] and problem["scales"] == layout["scales"]
+
+
+@pytest.mark.parametrize("launches", [H100], indirect=True)
+@pytest.mark.parametrize("products", [1, 2])
+def test_many_tokens_of_experts_with_code_of_their_own(launches, products):
+    """A launch lays out the activations of each product; a clamped gate and biased sums have a launch each."""
+    matrices = [matrix(8, 32, 64) for _ in range(products)] + [matrix(8, 64, 32)]
+    x, index, weights = torch.randn(70, 64).bfloat16(), torch.zeros(70, 2, dtype=torch.int64), torch.rand(70, 2)
+    seen = []
+
+    def between(parts, expert):
+        seen.append((len(parts), len(parts[0]), len(expert)))
+        return parts[0]
+
+    code = Between(between, lambda outputs, expert: outputs)
+    grouped.experts(matrices, x, index, weights, code)
+    names = [name.partition("_")[0] for name, *_ in launches]
+    assert names == ["route", *["lay", "project"] * (products + 1), "add"]
+    ((parts, rows, experts),) = seen
+    assert parts == products and rows == experts and rows % 16 == 0 and rows >= 140
+    launches.clear()
+    if products == 2:
+        grouped.experts(matrices, x, index, weights, code._replace(clamped=Clamped(1.7, 7.0, None, None, True)))
+        names = [name.partition("_")[0] for name, *_ in launches]
+        assert names == ["route", "lay", "project", "lay", "project", "gate", "lay", "project", "sum"]
 
 
 @pytest.mark.parametrize("launches", [H100], indirect=True)
