@@ -8,7 +8,7 @@ pub(super) const MOST_INDICES: usize = ROOM - 1;
 /// The room for a list.
 const ROOM: usize = 128;
 /// The size of a table: a power of two, so that a mask keeps places within it.
-pub(super) const TABLE: usize = ROWS * ROOM;
+const TABLE: usize = ROWS * ROOM;
 
 pub(super) struct Lists {
     /// By list and index.
@@ -82,12 +82,7 @@ impl Lists {
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn look_up(isa: Isa, table: &[f32; TABLE], places: &[i32; ROWS]) -> [f32; ROWS] {
-    use crate::simd::Kind::{Amx, Avx512};
-    match isa.kind() {
-        // SAFETY: `isa` proves that the processor has AVX-512 F.
-        Avx512 | Amx => unsafe { super::x86::look_up(table, places) },
-        _ => look_up_one_by_one(table, places),
-    }
+    super::x86::look_up(isa, table, places).unwrap_or_else(|| look_up_one_by_one(table, places))
 }
 
 /// The numbers of a table at some places, modulo its size.
