@@ -179,7 +179,7 @@ def draws_of(rows: int) -> tuple[list[Sampler], Tensor]:
 
 
 def draw_error() -> float:
-    """The share of drawn tokens that are not those of the sampler of one sequence; sums round differently."""
+    """The share of drawn tokens that differ from the sampler of one sequence, whose sums round differently."""
     (samplers, draws), logits = draws_of(64), torch.randn(64, VOCABULARY, device="cuda")
     expected = [sampler.choose(row, []) for sampler, row in zip(samplers, logits, strict=True)]
     return sum(one != other for one, other in zip(draw(logits, draws).tolist(), expected, strict=True)) / 64

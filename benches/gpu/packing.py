@@ -6,7 +6,7 @@
 Each method packs a checkpoint of each number of layers, in a process of its own. The difference of their times over the
 difference of their layers is the time of a layer, which is independent of the embedding, the head and start-up. It is
 extrapolated to the layers of the model. The speeds of formats on the GPU, which `auto` asks for, are measured before.
-Processor seconds are those of all threads, which sleep while they are idle.
+Processor seconds count all threads, which sleep while they are idle.
 `--stacks` also gives seconds by function, from samples. Weights are normal, the router is random, and the vocabulary
 has 4,096 tokens. This measures no quality.
 """

@@ -1,8 +1,8 @@
 // Keys and values in 8 bits (`moepack.decoding.narrow`): a row is int8 codes and the f32 scale by which they are
 // multiplied, NARROW_SCALE bytes more than codes. Rows begin at multiples of 4 bytes.
 //
-// Codes are exact in f16 and bf16, so products take them as operands. The scales multiply their results: those of keys the
-// scores, those of values the weights.
+// Codes are exact in f16 and bf16, so products take them as operands. Scales of keys multiply scores; scales of values
+// multiply weights.
 #pragma once
 #include "common/ptx.cuh"
 

@@ -3,7 +3,7 @@
 A pass over tokens of several sequences (`moepack.decoding.passes`) is recorded once. It gets the addresses of each
 sequence's keys and values with every replay. They stay in transformers' caches, as layers that grow in place and whose
 buffers are parts of one tensor: making it, or a larger one, takes one allocation and one copy instead of two per layer.
-The buffers keep all tokens, also those that left a sliding window.
+The buffers keep all tokens, including tokens that left a sliding window.
 
 Invariants: all layers of a cache have the same number of tokens, and one form. Buffers are read and written in launches
 of one stream only, so a buffer that is replaced may be freed at once.

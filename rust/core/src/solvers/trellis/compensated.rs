@@ -244,8 +244,8 @@ impl<'a> Expert<'a> {
         }
     }
 
-    /// The better code of a state with an index of a parity, out of the nearest and the next one towards zero, and
-    /// the costs. `units` are those of an even state.
+    /// The better code of an even state with an index of a parity, out of the nearest and the next one towards zero,
+    /// and the costs. Odd states negate `units` and codes.
     #[inline(always)]
     fn edges(&self, lists: &Lists, weight: f32, units: &Column, parity: i32) -> ([i32; ROWS], Column) {
         let (mut codes, mut costs) = ([0; ROWS], [0.0; ROWS]);

@@ -11,9 +11,9 @@ const ROOM: usize = 128;
 const TABLE: usize = ROWS * ROOM;
 
 pub(super) struct Lists {
-    /// By list and index.
+    /// The costs of indices, by list and index.
     outer: Box<[f32; TABLE]>,
-    /// The same of the next index of its parity towards zero.
+    /// The costs of the next index of the same parity towards zero, by list and index.
     inner: Box<[f32; TABLE]>,
     /// The start of each row's list. Rows of a run share a list, so that most groups of rows read a single one.
     starts: [i32; ROWS],
