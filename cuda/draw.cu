@@ -3,8 +3,8 @@
 //
 // A block has a row, which it reads once for every question that it asks: the largest score, the limits of top-k and
 // top-p (four questions each, one for each byte of a distance), the mass of the tokens that are left. A distance is how
-// far a score is below the largest one, in fixed point. The first bytes of distances differ more than the first bytes of
-// floats, so that few threads count in the same bin. Masses are integers, whose sums have one value in any order.
+// far a score is below the largest one, in fixed point. The first bytes of distances differ more than the first bytes
+// of floats, so that few threads count in the same bin. Masses are integers, whose sums have one value in any order.
 #include "common/layer.cuh"
 #include "common/order.cuh"
 
@@ -13,8 +13,9 @@ namespace moepack {
 struct Draw {
     const void* logits;  // [rows, columns]
     Type type;
-    const double* draws;  // [5, rows]: temperature (0: the likeliest token), top-k (0: all), top-p, min-p, random number
-    i64* tokens;          // [rows]; -1 if a logit is not finite
+    // [5, rows]: temperature (0: the likeliest token), top-k (0: all), top-p, min-p, random number.
+    const double* draws;
+    i64* tokens;  // [rows]; -1 if a logit is not finite
     int rows, columns;
 };
 
