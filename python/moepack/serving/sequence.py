@@ -166,7 +166,8 @@ class Sequence:
     def part(self, most: int | None) -> Part:
         """Return the next tokens to read, at most `most`; None returns all remaining tokens, for one pass."""
         ids, sampler = self.ids[self.read : None if most is None else self.read + most], self._sampler
-        draw = sampler.draw(len(self.ids)) if self.generated and sampler.draws_anywhere else None
+        is_next = self.generated > 0 and len(ids) == 1  # the host draws after a prompt, also one that is read again
+        draw = sampler.draw(len(self.ids)) if is_next and sampler.draws_anywhere else None
         return Part(ids, self.read, self.cache, most is None, self.is_scored, self.wanted.adapter, draw, sampler)
 
     def begin(self, cache: Any) -> None:

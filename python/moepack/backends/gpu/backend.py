@@ -3,7 +3,8 @@
 For few tokens, up to `TOKENS` per call and `PAIRS` of tokens and experts, kernels of the format read the router's
 tensors on the device: two launches per layer, without synchronization. More tokens use several calls while that is
 faster. Other computations between the products (activations other than SiLU, no gate, biases, clamps) are torch's, with
-a launch for each product (`own`). Otherwise, `prompt` has kernels for many tokens, or decodes weights to bfloat16.
+a launch for each product (`own`). Many tokens use kernels that decode for tiles of tokens (`grouped`), in formats that
+have them; otherwise, weights are decoded to bfloat16 (`prompt`).
 
 Compute modes have no effect on GPUs; the sources in the `cuda` folder document how each format rounds activations.
 """
