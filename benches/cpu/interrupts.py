@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from pydantic import TypeAdapter  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 

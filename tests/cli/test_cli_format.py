@@ -113,6 +113,21 @@ def test_ctrl_c_before_anything_is_written_promises_nothing(
     assert code == 130 and "nothing was written" in error and "continues" not in error
 
 
+def test_ctrl_c_that_a_library_replaces_still_exits_130(
+    mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace(*arguments: Any, **options: Any) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            raise RuntimeError("Error calling __set_name__") from interrupt
+
+    monkeypatch.setattr("moepack.pipeline.compress", replace)
+    arguments = mixtral, tmp_path / "out", "--method", "finequant", "--calibration", "none"
+    code, _, error = run(capsys, "compress", *arguments)
+    assert code == 130 and "Traceback" not in error
+
+
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
 @pytest.mark.parametrize("command", ["compress", "tune"])
 def test_a_device_that_is_not_there_is_wrong_usage(

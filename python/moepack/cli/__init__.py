@@ -94,12 +94,24 @@ def main(arguments: list[str] | None = None) -> None:
         with warnings.catch_warnings():
             warnings.showwarning = partial(_show, warnings.showwarning)
             app(given)
-    except (MoepackError, RuntimeError, OSError) as error:
+    except Exception as error:
+        if _was_interrupted(error):
+            sys.exit(130)
         foreseen = _foreseen(error)
         if foreseen is None or "--debug" in given:
             raise
         print(f"error: {foreseen}", file=sys.stderr)
         sys.exit(1)
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Return whether an error replaced a `KeyboardInterrupt`.
+
+    Python 3.11 does so where it names the attributes of a class (`__set_name__`), and extensions in their callbacks.
+    """
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _foreseen(error: Exception) -> MoepackError | None:
