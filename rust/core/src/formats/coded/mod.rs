@@ -81,7 +81,7 @@ mod view;
 pub use affine::Affine;
 pub use code::Code;
 pub use column_scales::ColumnScales;
-pub use decode::{Chain, decode, side_by_side};
+pub use decode::{Chain, decode, side_by_side, well_side_by_side};
 pub use encode::encode;
 pub use layout::Layout;
 pub use planes::lows;

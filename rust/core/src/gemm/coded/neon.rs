@@ -40,7 +40,7 @@ pub(super) fn exact(codes: &[Register], x: &[f32], sums: &mut [f32; LANES]) {
     }
 }
 
-/// See [`super::products::bytes`]. Registers are read once for all tokens.
+/// See [`super::products::add_bytes`]. Registers are read once for all tokens.
 #[target_feature(enable = "neon")]
 pub(super) fn bytes<const N: usize>(symbols: &[Register], x: [&[i8]; N]) -> [[i32; BLOCK_ROWS]; N] {
     match simd::has_dot_products() {

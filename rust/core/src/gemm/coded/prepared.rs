@@ -1,6 +1,7 @@
 //! Prepared activations: multiplied by the column scales, if there are any, padded to whole quads, and rounded to
 //! bytes in int8.
 
+use super::products::Bytes;
 use super::{PIECE, Precision};
 use crate::formats::coded::{Columns, QUAD};
 use crate::simd::{Isa, vectorized};
@@ -13,12 +14,12 @@ const TINY: f32 = 1.0 / (1u128 << 100) as f32;
 
 /// A prepared token.
 pub struct Token {
-    /// The activations, or the values of the bytes.
+    /// The activations of exact products; empty in int8.
     pub values: Vec<f32>,
     /// The bytes; empty for exact products.
-    pub bytes: Vec<i8>,
+    bytes: Vec<i8>,
     /// For each piece of columns, the scale of its bytes and their sum.
-    pub units: Vec<(f32, i32)>,
+    units: Vec<(f32, i32)>,
 }
 
 impl Token {
@@ -40,20 +41,41 @@ impl Token {
         let (mut bytes, mut units) = (Vec::new(), Vec::new());
         if precision == Precision::Int8 {
             bytes.resize(padded, 0);
-            let pieces = values.chunks_mut(COLUMNS).zip(bytes.chunks_mut(COLUMNS));
+            let pieces = values.chunks(COLUMNS).zip(bytes.chunks_mut(COLUMNS));
             units.extend(pieces.map(|(values, bytes)| round(isa, values, bytes)));
+            values = Vec::new();
         }
         Token { values, bytes, units }
+    }
+
+    /// The activation of a column, or the value of its byte.
+    #[inline]
+    pub(super) fn value(&self, column: usize) -> f32 {
+        match self.units.get(column / COLUMNS) {
+            Some((unit, _)) => unit * f32::from(self.bytes[column]),
+            None => self.values[column],
+        }
+    }
+
+    /// The bytes of the piece that starts at a given register.
+    #[inline]
+    pub(super) fn piece(&self, first: usize) -> Bytes<'_> {
+        let (unit, sum) = self.units[first / PIECE];
+        Bytes {
+            bytes: &self.bytes[QUAD * first..],
+            unit,
+            sum,
+        }
     }
 }
 
 vectorized! {
-    /// Rounds a piece to bytes and sets the values to those of the bytes; returns the scale and the sum of the bytes.
-    fn round(values: &mut [f32], bytes: &mut [i8]) -> (f32, i32) = round_portable;
+    /// Rounds a piece to bytes; returns the scale and the sum of the bytes.
+    fn round(values: &[f32], bytes: &mut [i8]) -> (f32, i32) = round_portable;
 }
 
 #[inline(always)]
-fn round_portable(values: &mut [f32], bytes: &mut [i8]) -> (f32, i32) {
+fn round_portable(values: &[f32], bytes: &mut [i8]) -> (f32, i32) {
     // The bits of magnitudes are ordered like the magnitudes, with NaN and infinity last.
     let bits = values.iter().map(|value| value.abs().to_bits());
     let largest = f32::from_bits(bits.fold(0, u32::max));
@@ -63,10 +85,9 @@ fn round_portable(values: &mut [f32], bytes: &mut [i8]) -> (f32, i32) {
         false => f32::NAN,
     };
     let inverse = if unit > 0.0 { 127.0 / largest } else { 0.0 };
-    for (value, byte) in values.iter_mut().zip(&mut *bytes) {
+    for (value, byte) in values.iter().zip(&mut *bytes) {
         // Values that are not finite become zero, and the scale becomes NaN.
-        *byte = (*value * inverse).round_ties_even() as i8;
-        *value = unit * f32::from(*byte);
+        *byte = (value * inverse).round_ties_even() as i8;
     }
     (unit, bytes.iter().map(|&byte| i32::from(byte)).sum())
 }

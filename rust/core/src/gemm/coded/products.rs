@@ -5,7 +5,7 @@ use super::neon;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use crate::formats::coded::{Affine, BLOCK_ROWS, LANES, QUAD, Register};
-use crate::simd::{Isa, Kind, vectorized};
+use crate::simd::{Isa, Kind};
 
 /// Adds to the sum of each lane the products of its codes, signed bytes, with four activations per register.
 #[inline]
@@ -39,59 +39,62 @@ pub(super) fn of_rows(sums: &[f32; LANES]) -> [f32; BLOCK_ROWS] {
     std::array::from_fn(|row| (quads[row][0] + quads[row][1]) + (quads[row][2] + quads[row][3]))
 }
 
-/// For each token and row, the dot product of the row's bytes, which are below `most` (at most 128), with the token's
-/// bytes, four per register, none of them -128.
+/// The rounded activations of a token for a piece, four per register, none of them -128.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Bytes<'a> {
+    pub bytes: &'a [i8],
+    /// The scale of the bytes.
+    pub unit: f32,
+    /// The sum of the bytes.
+    pub sum: i32,
+}
+
+/// Adds to the sums of some tokens' rows the products of a piece, whose bytes `affine` maps to codes.
 #[inline]
-#[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
-pub(super) fn bytes<const N: usize>(
+pub(super) fn add_bytes<const N: usize>(
     isa: Isa,
     symbols: &[Register],
-    most: usize,
-    x: [&[i8]; N],
-) -> [[i32; BLOCK_ROWS]; N] {
+    affine: Affine,
+    x: [Bytes; N],
+    sums: &mut [[f32; BLOCK_ROWS]; N],
+) {
     // Kernels rely on this bound.
-    assert!(x.iter().all(|x| x.len() >= QUAD * symbols.len()));
+    assert!(x.iter().all(|x| x.bytes.len() >= QUAD * symbols.len()));
     match isa.kind() {
         // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
         #[cfg(target_arch = "x86_64")]
-        Kind::Avx2 if most <= 32 => unsafe { x86::bytes_avx2::<N, 4>(symbols, x) },
+        Kind::Avx2 if affine.most <= 32 => unsafe { x86::add_bytes_avx2::<N, 4>(symbols, affine, x, sums) },
         // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
         #[cfg(target_arch = "x86_64")]
-        Kind::Avx2 if most <= 64 => unsafe { x86::bytes_avx2::<N, 2>(symbols, x) },
+        Kind::Avx2 if affine.most <= 64 => unsafe { x86::add_bytes_avx2::<N, 2>(symbols, affine, x, sums) },
         // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
         #[cfg(target_arch = "x86_64")]
-        Kind::Avx2 => unsafe { x86::bytes_avx2::<N, 1>(symbols, x) },
+        Kind::Avx2 => unsafe { x86::add_bytes_avx2::<N, 1>(symbols, affine, x, sums) },
         // SAFETY: `isa` proves that the processor has AVX-512, which both sets include; the bound is asserted.
         #[cfg(target_arch = "x86_64")]
-        Kind::Avx512 | Kind::Amx => x.map(|x| unsafe { x86::bytes_avx512(symbols, x) }),
+        Kind::Avx512 | Kind::Amx => unsafe { x86::add_bytes_avx512(symbols, affine, x, sums) },
         // SAFETY: `isa` proves that the processor has NEON; the bound is asserted.
         #[cfg(target_arch = "aarch64")]
-        Kind::Neon => unsafe { neon::bytes(symbols, x) },
-        _ => x.map(|x| bytes_portable(symbols, x)),
+        Kind::Neon => add(
+            &unsafe { neon::bytes(symbols, x.map(|x| x.bytes)) },
+            affine,
+            x,
+            sums,
+        ),
+        _ => add(&x.map(|x| bytes_portable(symbols, x.bytes)), affine, x, sums),
     }
 }
 
-vectorized! {
-    /// Adds the values of byte products to the sums of some tokens' rows. Each token comes with the scale and the sum
-    /// of its bytes.
-    pub(super) fn add(
-        products: &[[i32; BLOCK_ROWS]],
-        units: &[(f32, i32)],
-        affine: Affine,
-        sums: &mut [[f32; BLOCK_ROWS]],
-    ) = add_portable;
-}
-
-#[inline(always)]
-fn add_portable(
-    products: &[[i32; BLOCK_ROWS]],
-    units: &[(f32, i32)],
+/// Adds the values of byte products to the sums of some tokens' rows.
+fn add<const N: usize>(
+    products: &[[i32; BLOCK_ROWS]; N],
     affine: Affine,
-    sums: &mut [[f32; BLOCK_ROWS]],
+    x: [Bytes; N],
+    sums: &mut [[f32; BLOCK_ROWS]; N],
 ) {
-    for ((products, &(unit, sum)), sums) in products.iter().zip(units).zip(sums) {
-        for (sums, product) in sums.iter_mut().zip(products) {
-            *sums += unit * (affine.factor * product + affine.offset * sum) as f32;
+    for ((products, x), sums) in products.iter().zip(x).zip(sums) {
+        for (sum, product) in sums.iter_mut().zip(products) {
+            *sum += x.unit * (affine.factor * product + affine.offset * x.sum) as f32;
         }
     }
 }

@@ -9,20 +9,16 @@ use super::{MODES, PIECE, Precision, products};
 use crate::Result;
 use crate::formats::coded::{
     Affine, BLOCK_ROWS, Chain, CodedView, ColumnScales, MAX_LOW_BITS, QUAD, Register, decode, lows,
-    side_by_side,
+    side_by_side, well_side_by_side,
 };
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, by_tokens, direct};
 use crate::gemm::panel::{self, Backend};
 use crate::gemm::require_mode;
-use crate::simd::Isa;
+use crate::simd::{Isa, Kind};
 use crate::types::{Activations, Mode, Shape};
 
 /// The maximum number of tokens that share decoded registers: their sums stay in the second-level cache.
 const TOKENS: usize = 128;
-/// Tokens multiplied per read of a register in int8: their sums fit the 16 vector registers of AVX2 (105 * 10^9
-/// products per second on a Zen 3, 90 with four tokens, 75 with one).
-const TOGETHER: usize = 3;
-
 /// The mapping of low bits to values: the identity. Exact products, whose registers hold codes, do not use it.
 const LOW: Affine = Affine {
     factor: 1,
@@ -97,6 +93,10 @@ impl Projection for Coded<'_> {
 
     fn granule(&self) -> usize {
         self.view.layout().stream_rows()
+    }
+
+    fn wide(&self) -> usize {
+        self.granule() * well_side_by_side(self.isa)
     }
 
     fn products<'s>(&'s self, job: &Arc<Job>) -> Box<dyn Products + 's> {
@@ -312,33 +312,35 @@ impl<'a> Coded<'a> {
                 }
             }
             Precision::Int8 => {
-                let (together, others) = tokens.as_chunks::<TOGETHER>();
-                let sums = sums.as_chunks_mut().0;
-                let (sums, last) = sums.split_at_mut(together.len() * TOGETHER);
-                for (tokens, sums) in together.iter().zip(sums.chunks_mut(TOGETHER)) {
-                    self.bytes(first, affine, registers, tokens, sums);
-                }
-                for (&token, sums) in others.iter().zip(last.chunks_mut(1)) {
-                    self.bytes(first, affine, registers, &[token], sums);
-                }
+                let rest = (tokens, sums.as_chunks_mut().0);
+                let rest = match self.isa.kind() {
+                    Kind::Avx512 | Kind::Amx => self.bytes::<8>(first, affine, registers, rest),
+                    _ => rest,
+                };
+                let rest = self.bytes::<3>(first, affine, registers, rest);
+                self.bytes::<1>(first, affine, registers, rest);
             }
         }
     }
 
-    /// Adds the products of a piece with some tokens' bytes to their sums.
+    /// Adds the products of a piece with tokens' bytes to their sums, `N` tokens per read of a register; returns the
+    /// rest of the tokens and sums. The sums of three tokens fit the 16 vector registers of AVX2 (105 * 10^9 products
+    /// per second on a Zen 3, 90 with four tokens, 75 with one), those of eight the 32 of AVX-512.
     #[inline]
-    fn bytes<const N: usize>(
+    fn bytes<'t, const N: usize>(
         &self,
         first: usize,
         affine: Affine,
         registers: &[Register],
-        tokens: &[&Token; N],
-        sums: &mut [[f32; BLOCK_ROWS]],
-    ) {
-        let x = tokens.map(|token| &token.bytes[QUAD * first..]);
-        let products = products::bytes(self.isa, registers, affine.most, x);
-        let units = tokens.map(|token| token.units[first / PIECE]);
-        products::add(self.isa, &products, &units, affine, sums);
+        (tokens, sums): (&'t [&'t Token], &'t mut [[f32; BLOCK_ROWS]]),
+    ) -> (&'t [&'t Token], &'t mut [[f32; BLOCK_ROWS]]) {
+        let (groups, others) = tokens.as_chunks::<N>();
+        let (sums, rest) = sums.split_at_mut(N * groups.len());
+        for (tokens, sums) in groups.iter().zip(sums.as_chunks_mut().0) {
+            let x: [products::Bytes; N] = std::array::from_fn(|i| tokens[i].piece(first));
+            products::add_bytes(self.isa, registers, affine, x, sums);
+        }
+        (others, rest)
     }
 
     /// Adds exceptions, then applies scales.
@@ -348,7 +350,7 @@ impl<'a> Coded<'a> {
             for exception in self.view.exceptions(expert * layout.streams() + stream) {
                 if let Some((row, column)) = self.view.locate(stream, exception.place) {
                     for (token, x) in part.tokens.iter().enumerate() {
-                        part.from(token, row)[0] += exception.difference as f32 * x.values[column];
+                        part.from(token, row)[0] += exception.difference as f32 * x.value(column);
                     }
                 }
             }

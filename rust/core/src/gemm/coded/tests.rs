@@ -1,6 +1,7 @@
+use super::products::Bytes;
 use super::*;
 use crate::formats::coded::tests::{Random, dependent, gaussian};
-use crate::formats::coded::{self as format, MAX_LOW_BITS, QUAD, Register, Scales, Symbols, encode};
+use crate::formats::coded::{self as format, Affine, MAX_LOW_BITS, QUAD, Register, Scales, Symbols, encode};
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
 use crate::simd::Isa;
@@ -114,13 +115,14 @@ impl Case {
         }
         let parsed = format::Coded::parse(&self.data).unwrap();
         let scales = parsed.view(&self.data).unwrap().columns(expert);
-        let rounded = prepared::Token::new(isa, precision, &x.into(), token, columns, scales).values;
+        let token = prepared::Token::new(isa, precision, &x.into(), token, columns, scales);
+        let rounded: Vec<f32> = (0..columns).map(|column| token.value(column)).collect();
         for (exact, rounded) in exact.chunks(PIECE * QUAD).zip(rounded.chunks(PIECE * QUAD)) {
             let largest = exact.iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
             let mut errors = exact.iter().zip(rounded).map(|(&x, &y)| (x - f64::from(y)).abs());
             assert!(errors.all(|error| error <= largest / 253.9));
         }
-        rounded[..columns].iter().map(|&x| x.into()).collect()
+        rounded.into_iter().map(f64::from).collect()
     }
 
     /// The product of a row with a token, and the magnitude that scales its error bound.
@@ -222,12 +224,23 @@ fn sums_of_the_largest_bytes_do_not_overflow() {
     for most in [2, 16, 17, 32, 33, 64, 65, 128] {
         let symbols = [Register([most as u8 - 1; LANES]); 7];
         for byte in [-127, 127] {
-            let (x, wanted) = ([byte; 7 * QUAD], 28 * (most as i32 - 1) * i32::from(byte));
+            let (bytes, wanted) = ([byte; 7 * QUAD], 28 * (most as i32 - 1) * i32::from(byte));
+            let affine = Affine {
+                factor: 1,
+                offset: 0,
+                most,
+            };
+            let x = Bytes {
+                bytes: &bytes,
+                unit: 1.0,
+                sum: 0,
+            };
             for isa in isas() {
-                let found = products::bytes(isa, &symbols, most, [&x[..]; 3]);
+                let mut found = [[0.0; BLOCK_ROWS]; 3];
+                products::add_bytes(isa, &symbols, affine, [x; 3], &mut found);
                 assert_eq!(
                     found,
-                    [[wanted; BLOCK_ROWS]; 3],
+                    [[wanted as f32; BLOCK_ROWS]; 3],
                     "bytes below {most} on {}",
                     isa.name()
                 );

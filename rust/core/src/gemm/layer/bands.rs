@@ -29,7 +29,9 @@ impl Bands {
     /// The bands of a job's outputs; `None` if there are too few outputs, or if bands would be too narrow.
     pub fn new(down: &dyn Projection, job: &Job, threads: usize) -> Option<Bands> {
         let (rows, places, granule) = (down.shape().rows, job.list.len(), down.granule());
-        let most = (OUTPUTS / places.max(1)).min(rows / (BANDS * threads));
+        // Narrower bands would be slower even if their outputs stay in the cache.
+        let wide = down.wide().min(rows / (2 * threads));
+        let most = (OUTPUTS / places.max(1)).min(rows / (BANDS * threads)).max(wide);
         let step = most / granule * granule;
         (places * rows >= MANY && step >= ROWS).then_some(Bands { step, rows })
     }

@@ -35,7 +35,17 @@ impl Cut {
         let most = (UNIT_BYTES / bytes.max(1))
             .min((UNIT_OUTPUTS / job.widest().max(1)).max(HIGH_ROWS))
             .min(job.tasks.len() * rows / least);
-        let step = (most / granule).max(1) * granule;
+        let wide = projections.iter().map(|p| p.wide()).max().unwrap_or(granule);
+        let step = match (most / granule).max(1) * granule {
+            step if step < wide => {
+                // Fewer units per thread, of equal height.
+                let each = (job.tasks.len() * rows).div_ceil(threads);
+                let height = each.div_ceil((each / wide).max(1)).max(step);
+                let even = rows.div_ceil(rows.div_ceil(height).max(1));
+                even.next_multiple_of(granule).max(granule)
+            }
+            step => step,
+        };
         Cut {
             step,
             runs: rows.div_ceil(step),

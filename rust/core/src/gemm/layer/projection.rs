@@ -23,6 +23,11 @@ pub trait Projection: Send + Sync {
     /// The number of rows that are stored together: units of work start at multiples of it.
     fn granule(&self) -> usize;
 
+    /// The rows of a unit from which products have about their full speed, a multiple of the granule.
+    fn wide(&self) -> usize {
+        self.granule()
+    }
+
     /// Starts products with the tokens of a job. It must not compute anything, because the other threads are idle.
     fn products<'s>(&'s self, job: &Arc<Job>) -> Box<dyn Products + 's>;
 }

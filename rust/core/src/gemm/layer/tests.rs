@@ -1,4 +1,5 @@
 use std::ops::Range;
+use std::sync::Arc;
 
 use rayon::ThreadPool;
 
@@ -17,7 +18,7 @@ use crate::pool;
 use crate::simd::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::Kind;
-use crate::types::{Activations, Mode};
+use crate::types::{Activations, Mode, Shape};
 
 fn sets() -> impl Iterator<Item = Isa> {
     Isa::all_available()
@@ -347,14 +348,82 @@ fn a_layer_without_rows_or_columns_is_zero() {
     }
 }
 
+/// A projection of `rows` rows that is only divided.
+struct Divided {
+    rows: usize,
+    granule: usize,
+    wide: usize,
+}
+
+impl Projection for Divided {
+    fn shape(&self) -> Shape {
+        Shape {
+            experts: 5,
+            rows: self.rows,
+            columns: 64,
+            ndim: 3,
+        }
+    }
+
+    fn row_bytes(&self) -> usize {
+        32
+    }
+
+    fn granule(&self) -> usize {
+        self.granule
+    }
+
+    fn wide(&self) -> usize {
+        self.wide
+    }
+
+    fn products<'s>(&'s self, _: &Arc<Job>) -> Box<dyn Products + 's> {
+        unreachable!("nothing is multiplied")
+    }
+}
+
+#[test]
+fn units_of_few_rows_are_wide_and_even() {
+    // One token, three experts of 12 granules: the heights of units in granules.
+    let heights = |threads| {
+        let projection = Divided {
+            rows: 768,
+            granule: 64,
+            wide: 320,
+        };
+        let job = Job::of_offsets(&[0, 1, 1, 2, 3, 3]);
+        let cut = Cut::new(&[&projection], &job, threads);
+        let heights: Vec<_> = (0..cut.units(&job))
+            .map(|unit| cut.at(unit).1.len() / 64)
+            .collect();
+        heights
+    };
+    assert_eq!(heights(2), [6; 6]);
+    assert_eq!(heights(6), [6; 6]);
+    // There are too few rows for wide units.
+    assert_eq!(heights(9), [4; 9]);
+    assert_eq!(heights(64), [1; 36]);
+}
+
 #[test]
 fn cuts_cover_all_rows_once() {
     let blobs = blobs();
     let [gate, down] = [0, 3].map(|i| View::parse(&blobs[i]).unwrap());
-    for (view, threads) in [(gate, 1), (down, 2), (down, 64)] {
-        let projection = Groupwise::new(view, Mode::Exact, Isa::SCALAR).unwrap();
+    let groupwise = |view| Groupwise::new(view, Mode::Exact, Isa::SCALAR).unwrap();
+    let divided = |rows, granule, wide| Divided { rows, granule, wide };
+    let (gate, down) = (groupwise(gate), groupwise(down));
+    let (uneven, none) = (divided(1000, 16, 80), divided(0, 16, 80));
+    let cases: [(&dyn Projection, usize); 6] = [
+        (&gate, 1),
+        (&down, 2),
+        (&down, 64),
+        (&uneven, 3),
+        (&uneven, 50),
+        (&none, 2),
+    ];
+    for (projection, threads) in cases {
         let job = Job::of_offsets(&[0, 2, 2, 3, 3, 9]);
-        let cut = Cut::new(&[&projection], &job, threads);
+        let cut = Cut::new(&[projection], &job, threads);
         let mut seen = vec![0; job.tasks.len() * projection.shape().rows];
         for unit in 0..cut.units(&job) {
             let (task, rows) = cut.at(unit);

@@ -8,24 +8,6 @@ use super::chain::Chain;
 use crate::formats::coded::register::Register;
 use crate::formats::coded::{LANES, QUAD};
 
-/// The positions of the low bytes of words in two vectors that result from interleaving the low and high halves of
-/// each 16 bytes: byte i of a lane of 16 is word i of the first vector's lane for i < 8, otherwise word i - 8 of the
-/// second's.
-pub(super) const LOW: Register = {
-    let mut positions = [0; LANES];
-    let mut i = 0;
-    while i < LANES {
-        let (lane, byte) = (i / 16 * 16, i % 16);
-        positions[i] = (if byte < 8 {
-            lane + 2 * byte
-        } else {
-            LANES + lane + 2 * (byte - 8)
-        }) as u8;
-        i += 1;
-    }
-    Register(positions)
-};
-
 /// See [`super::decode`].
 ///
 /// # Safety
@@ -34,24 +16,41 @@ pub(super) const LOW: Register = {
 pub(super) unsafe fn decode(chains: &mut [Chain], registers: usize, out: &mut [Register]) {
     let (mut chains, mut out) = (chains, out);
     while !chains.is_empty() {
-        let count = [8, 4, 2, 1].into_iter().find(|&n| n <= chains.len()).unwrap_or(1);
+        let count = chains.len().min(8);
         let (some, other) = chains.split_at_mut(count);
         let (target, behind) = out.split_at_mut(count * registers);
         // SAFETY: the caller checked the processor; there are `N` chains, and `target` has room for the registers of
         // each.
         unsafe {
-            match (count, some.iter().any(|chain| chain.table.wide)) {
-                (8, false) => run::<8, false>(some, registers, target),
-                (8, true) => run::<8, true>(some, registers, target),
-                (4, false) => run::<4, false>(some, registers, target),
-                (4, true) => run::<4, true>(some, registers, target),
-                (2, false) => run::<2, false>(some, registers, target),
-                (2, true) => run::<2, true>(some, registers, target),
-                (_, false) => run::<1, false>(some, registers, target),
-                (_, true) => run::<1, true>(some, registers, target),
+            let wide = some.iter().any(|chain| chain.table.wide);
+            match count {
+                8 => of_width::<8>(wide, some, registers, target),
+                7 => of_width::<7>(wide, some, registers, target),
+                6 => of_width::<6>(wide, some, registers, target),
+                5 => of_width::<5>(wide, some, registers, target),
+                4 => of_width::<4>(wide, some, registers, target),
+                3 => of_width::<3>(wide, some, registers, target),
+                2 => of_width::<2>(wide, some, registers, target),
+                _ => of_width::<1>(wide, some, registers, target),
             }
         }
         (chains, out) = (other, behind);
+    }
+}
+
+/// Decodes `N` chains; `wide` as for [`states`].
+///
+/// # Safety
+/// As for [`run`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
+unsafe fn of_width<const N: usize>(wide: bool, chains: &mut [Chain], registers: usize, out: &mut [Register]) {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        match wide {
+            true => run::<N, true>(chains, registers, out),
+            false => run::<N, false>(chains, registers, out),
+        }
     }
 }
 
@@ -115,61 +114,43 @@ unsafe fn next<const WIDE: bool>(
 ) -> (__m512i, usize) {
     let table = chain.table;
     // SAFETY: the table's arrays have at least as many bytes as are read.
-    let (symbols, frequencies, starts, low_positions) = unsafe {
+    let (symbols, frequencies, starts) = unsafe {
         let part = |i: usize| _mm512_loadu_si512(table.symbols.as_ptr().add(i * LANES).cast());
         let lower = _mm512_permutex2var_epi8(part(0), *low, part(1));
         let upper = _mm512_permutex2var_epi8(part(2), *low, part(3));
         let symbols = _mm512_mask_mov_epi8(lower, _mm512_movepi8_mask(*low), upper);
         let look_up =
             |of: &[u8; LANES]| _mm512_permutexvar_epi8(symbols, _mm512_loadu_si512(of.as_ptr().cast()));
-        let positions = _mm512_load_si512(LOW.0.as_ptr().cast());
-        (
-            symbols,
-            look_up(&table.frequencies),
-            look_up(&table.starts),
-            positions,
-        )
+        (symbols, look_up(&table.frequencies), look_up(&table.starts))
     };
     let rest = _mm512_sub_epi8(*low, starts);
-    let [first, second] = states::<WIDE>(*high, frequencies, rest);
-    let low_bytes = _mm512_permutex2var_epi8(first, low_positions, second);
-    let high_positions = _mm512_or_si512(low_positions, _mm512_set1_epi8(1));
-    let high_bytes = _mm512_permutex2var_epi8(first, high_positions, second);
+    let [high_bytes, low_bytes] = states::<WIDE>(*high, frequencies, rest);
     let short = _mm512_mask_testn_epi8_mask(active, high_bytes, high_bytes);
     *high = _mm512_mask_mov_epi8(high_bytes, short, low_bytes);
     *low = _mm512_mask_expand_epi8(low_bytes, short, bytes);
     (symbols, short.count_ones() as usize)
 }
 
-/// The new states `high * frequencies + rest` as words, of the low and the high half of each 16 lanes.
+/// The high and the low bytes of the new states `high * frequencies + rest`. Even and odd lanes are multiplied
+/// separately, which takes no shuffles: those have one port on Intel's processors, which the look-ups occupy.
+///
+/// The multiplication takes frequencies as signed; `WIDE` corrects the products of those above 127.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
 fn states<const WIDE: bool>(high: __m512i, frequencies: __m512i, rest: __m512i) -> [__m512i; 2] {
-    if !WIDE {
-        let one = _mm512_set1_epi8(1);
-        return [
-            _mm512_maddubs_epi16(
-                _mm512_unpacklo_epi8(high, one),
-                _mm512_unpacklo_epi8(frequencies, rest),
-            ),
-            _mm512_maddubs_epi16(
-                _mm512_unpackhi_epi8(high, one),
-                _mm512_unpackhi_epi8(frequencies, rest),
-            ),
-        ];
+    const ODD: u64 = 0xaaaa_aaaa_aaaa_aaaa;
+    // One of the two products of each word is zero, and 255 * -128 and 255 * 127 fit.
+    let even = _mm512_maddubs_epi16(high, _mm512_maskz_mov_epi8(!ODD, frequencies));
+    let odd = _mm512_maddubs_epi16(high, _mm512_maskz_mov_epi8(ODD, frequencies));
+    let even = _mm512_add_epi16(even, _mm512_maskz_mov_epi8(!ODD, rest));
+    let odd = _mm512_add_epi16(odd, _mm512_srli_epi16::<8>(rest));
+    let mut upper = _mm512_mask_mov_epi8(_mm512_srli_epi16::<8>(even), ODD, odd);
+    if WIDE {
+        // A frequency f above 127 has been taken as f - 256, so 256 times the high byte is missing.
+        upper = _mm512_mask_add_epi8(upper, _mm512_movepi8_mask(frequencies), upper, high);
     }
-    let zero = _mm512_setzero_si512();
-    let words = |high, frequencies, rest| _mm512_add_epi16(_mm512_mullo_epi16(high, frequencies), rest);
     [
-        words(
-            _mm512_unpacklo_epi8(high, zero),
-            _mm512_unpacklo_epi8(frequencies, zero),
-            _mm512_unpacklo_epi8(rest, zero),
-        ),
-        words(
-            _mm512_unpackhi_epi8(high, zero),
-            _mm512_unpackhi_epi8(frequencies, zero),
-            _mm512_unpackhi_epi8(rest, zero),
-        ),
+        upper,
+        _mm512_mask_mov_epi8(even, ODD, _mm512_slli_epi16::<8>(odd)),
     ]
 }

@@ -1,6 +1,5 @@
 //! The steps of the AVX-512 decoder, emulated so that any x86-64 processor can test them.
 
-use super::super::avx512::LOW;
 use super::*;
 
 type Bytes = [u8; LANES];
@@ -13,19 +12,32 @@ fn permute(positions: &Bytes, first: &Bytes, second: &Bytes) -> Bytes {
     })
 }
 
-/// Interleaves bytes of two vectors: the lower or upper eight of each 16.
-fn interleave(first: &Bytes, second: &Bytes, half: usize) -> Bytes {
+/// The words of a vector.
+fn words(of: &Bytes) -> [u16; LANES / 2] {
+    std::array::from_fn(|i| u16::from_le_bytes([of[2 * i], of[2 * i + 1]]))
+}
+
+/// The bytes of words.
+fn bytes(of: [u16; LANES / 2]) -> Bytes {
+    std::array::from_fn(|i| of[i / 2].to_le_bytes()[i % 2])
+}
+
+/// The products of unsigned and signed bytes, added in pairs with saturation.
+fn products(a: &Bytes, b: &Bytes) -> [u16; LANES / 2] {
     std::array::from_fn(|i| {
-        let from = if i % 2 == 0 { first } else { second };
-        from[i / 16 * 16 + 8 * half + i % 16 / 2]
+        let terms = [2 * i, 2 * i + 1].map(|i| i32::from(a[i]) * i32::from(b[i] as i8));
+        (terms[0] + terms[1]).clamp(-32768, 32767) as u16
     })
 }
 
-/// Combines pairs of bytes of two vectors into words by `combine`.
-fn words(a: &Bytes, b: &Bytes, combine: impl Fn([u8; 2], [u8; 2]) -> u16) -> Bytes {
-    let pairs = a.as_chunks::<2>().0.iter().zip(b.as_chunks::<2>().0);
-    let words: Vec<u8> = pairs.flat_map(|(&a, &b)| combine(a, b).to_le_bytes()).collect();
-    words.try_into().unwrap()
+/// The bytes in even or odd lanes; zero in the others.
+fn only(parity: usize, of: &Bytes) -> Bytes {
+    std::array::from_fn(|i| if i % 2 == parity { of[i] } else { 0 })
+}
+
+/// Even lanes of one vector and odd lanes of another.
+fn blend(even: &Bytes, odd: &Bytes) -> Bytes {
+    std::array::from_fn(|i| if i % 2 == 0 { even[i] } else { odd[i] })
 }
 
 /// Runs the steps of the AVX-512 decoder on arrays, following the processor manual's definition of each instruction.
@@ -40,37 +52,26 @@ fn emulated(chain: &mut Chain) -> Register {
     let look_up = |of: &Bytes| symbols.map(|symbol| of[usize::from(symbol & 63)]);
     let (frequencies, starts) = (look_up(&table.frequencies), look_up(&table.starts));
     let rest: Bytes = std::array::from_fn(|i| low[i].wrapping_sub(starts[i]));
-    let [first, second] = [0, 1].map(|half| match table.wide {
-        true => {
-            let zero = [0; LANES];
-            let [high, frequencies, rest] = [&high, &frequencies, &rest].map(|v| interleave(v, &zero, half));
-            let product = words(&high, &frequencies, |a, b| {
-                u16::from_le_bytes(a).wrapping_mul(u16::from_le_bytes(b))
-            });
-            words(&product, &rest, |a, b| {
-                u16::from_le_bytes(a).wrapping_add(u16::from_le_bytes(b))
-            })
+    let mut even = products(&high, &only(0, &frequencies));
+    let mut odd = products(&high, &only(1, &frequencies));
+    for (i, rest) in words(&rest).into_iter().enumerate() {
+        even[i] = even[i].wrapping_add(rest & 255);
+        odd[i] = odd[i].wrapping_add(rest >> 8);
+    }
+    let mut high_bytes = blend(&bytes(even.map(|word| word >> 8)), &bytes(odd));
+    if table.wide {
+        for (lane, byte) in high_bytes.iter_mut().enumerate() {
+            *byte = byte.wrapping_add(if frequencies[lane] > 127 { high[lane] } else { 0 });
         }
-        false => {
-            let (ones, factors) = (
-                interleave(&high, &[1; LANES], half),
-                interleave(&frequencies, &rest, half),
-            );
-            words(&ones, &factors, |a, b| {
-                let terms = [0, 1].map(|i| i32::from(a[i]) * i32::from(b[i] as i8));
-                (terms[0] + terms[1]).clamp(-32768, 32767) as u16
-            })
-        }
-    });
-    let low_bytes = permute(&LOW.0, &first, &second);
-    let high_bytes = permute(&LOW.0.map(|position| position | 1), &first, &second);
-    let mut bytes = chain.bytes[chain.at..].iter();
+    }
+    let low_bytes = blend(&bytes(even), &bytes(odd.map(|word| word << 8)));
+    let mut next = chain.bytes[chain.at..].iter();
     let mut read = 0;
     for lane in 0..LANES {
         let short = lane < 4 * chain.rows && high_bytes[lane] == 0;
         chain.high.0[lane] = if short { low_bytes[lane] } else { high_bytes[lane] };
         chain.low.0[lane] = if short {
-            *bytes.next().unwrap()
+            *next.next().unwrap()
         } else {
             low_bytes[lane]
         };
