@@ -1,4 +1,4 @@
-//! The products of a piece with NEON, which converts or multiplies registers directly.
+//! The products of a piece with NEON, which multiplies registers directly.
 
 use std::arch::aarch64::*;
 
@@ -9,38 +9,7 @@ use crate::simd;
 /// The vectors of a register's 64 bytes.
 const PARTS: usize = LANES / 16;
 
-/// See [`super::products::exact`]; there are four activations per register.
-#[target_feature(enable = "neon")]
-pub(super) fn exact(codes: &[Register], x: &[f32], sums: &mut [f32; LANES]) {
-    let mut parts: [float32x4_t; LANES / QUAD] = std::array::from_fn(|row| {
-        // SAFETY: there are 64 sums.
-        unsafe { vld1q_f32(sums.as_ptr().add(QUAD * row)) }
-    });
-    for (codes, x) in codes.iter().zip(x.as_chunks::<QUAD>().0) {
-        // SAFETY: there are four activations.
-        let x = unsafe { vld1q_f32(x.as_ptr()) };
-        for (bytes, parts) in codes
-            .0
-            .as_chunks::<8>()
-            .0
-            .iter()
-            .zip(parts.as_chunks_mut::<2>().0)
-        {
-            // SAFETY: there are eight bytes.
-            let words = vmovl_s8(vreinterpret_s8_u8(unsafe { vld1_u8(bytes.as_ptr()) }));
-            let wide = [vmovl_s16(vget_low_s16(words)), vmovl_high_s16(words)];
-            for (part, wide) in parts.iter_mut().zip(wide) {
-                *part = vfmaq_f32(*part, vcvtq_f32_s32(wide), x);
-            }
-        }
-    }
-    for (row, &part) in parts.iter().enumerate() {
-        // SAFETY: there are 64 sums.
-        unsafe { vst1q_f32(sums.as_mut_ptr().add(QUAD * row), part) }
-    }
-}
-
-/// See [`super::products::add_bytes`]. Registers are read once for all tokens.
+/// The dot products of rows of bytes, below 128, with each of `x`, four bytes per register. Registers are read once.
 #[target_feature(enable = "neon")]
 pub(super) fn bytes<const N: usize>(symbols: &[Register], x: [&[i8]; N]) -> [[i32; BLOCK_ROWS]; N] {
     match simd::has_dot_products() {

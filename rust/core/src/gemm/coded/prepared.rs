@@ -1,25 +1,31 @@
-//! Prepared activations: multiplied by the column scales, if there are any, padded to whole quads, and rounded to
-//! bytes in int8.
+//! Prepared activations: multiplied by the column scales, if there are any, padded to whole quads, and quantized.
 
+use super::PIECE;
 use super::products::Bytes;
-use super::{PIECE, Precision};
 use crate::formats::coded::{Columns, QUAD};
+use crate::gemm::groupwise::{Precision, STEP_COLUMNS, digit, quantize};
 use crate::simd::{Isa, vectorized};
 use crate::types::Activations;
 
 /// The columns of a piece.
 const COLUMNS: usize = PIECE * QUAD;
-/// Pieces whose largest activation is below this value count as zero.
-const TINY: f32 = 1.0 / (1u128 << 100) as f32;
+/// The maximum number of planes.
+pub(super) const PLANES: usize = 3;
+
+/// The scale of a piece, that of the last plane, and the sum of each plane.
+#[derive(Debug, Clone, Copy)]
+struct Unit {
+    scale: f32,
+    sums: [i32; PLANES],
+}
 
 /// A prepared token.
 pub struct Token {
-    /// The activations of exact products; empty in int8.
-    pub values: Vec<f32>,
-    /// The bytes; empty for exact products.
+    /// The planes, the most significant first, each of `padded` bytes.
     bytes: Vec<i8>,
-    /// For each piece of columns, the scale of its bytes and their sum.
-    units: Vec<(f32, i32)>,
+    padded: usize,
+    /// For each piece of columns.
+    units: Vec<Unit>,
 }
 
 impl Token {
@@ -38,56 +44,63 @@ impl Token {
         if let Some(scales) = scales {
             scales.multiply(&mut values);
         }
-        let (mut bytes, mut units) = (Vec::new(), Vec::new());
-        if precision == Precision::Int8 {
-            bytes.resize(padded, 0);
-            let pieces = values.chunks(COLUMNS).zip(bytes.chunks_mut(COLUMNS));
-            units.extend(pieces.map(|(values, bytes)| round(isa, values, bytes)));
-            values = Vec::new();
+        let mut bytes = vec![0; precision.planes() * padded];
+        let mut planes = bytes.chunks_exact_mut(padded.max(1));
+        let mut planes: [&mut [i8]; PLANES] = std::array::from_fn(|_| planes.next().unwrap_or_default());
+        let pieces = values.chunks(COLUMNS).enumerate();
+        let units = pieces.map(|(piece, values)| {
+            let columns = piece * COLUMNS..piece * COLUMNS + values.len();
+            let planes = planes.each_mut().map(|plane| match plane.is_empty() {
+                true => &mut [],
+                false => &mut plane[columns.clone()],
+            });
+            fill(isa, values, precision, planes)
+        });
+        Token {
+            units: units.collect(),
+            bytes,
+            padded,
         }
-        Token { values, bytes, units }
     }
 
-    /// The activation of a column, or the value of its byte.
+    /// The value of a column's quantized activation.
     #[inline]
     pub(super) fn value(&self, column: usize) -> f32 {
-        match self.units.get(column / COLUMNS) {
-            Some((unit, _)) => unit * f32::from(self.bytes[column]),
-            None => self.values[column],
-        }
+        let planes = self.bytes.chunks_exact(self.padded);
+        let code = planes.fold(0, |code, plane| 256 * code + i32::from(plane[column]));
+        self.units[column / COLUMNS].scale * code as f32
     }
 
-    /// The bytes of the piece that starts at a given register.
+    /// The bytes of the piece that starts at a given register, of a token with `P` planes.
     #[inline]
-    pub(super) fn piece(&self, first: usize) -> Bytes<'_> {
-        let (unit, sum) = self.units[first / PIECE];
+    pub(super) fn piece<const P: usize>(&self, first: usize) -> Bytes<'_, P> {
+        let unit = self.units[first / PIECE];
         Bytes {
-            bytes: &self.bytes[QUAD * first..],
-            unit,
-            sum,
+            planes: std::array::from_fn(|plane| {
+                &self.bytes[plane * self.padded + QUAD * first..(plane + 1) * self.padded]
+            }),
+            scale: unit.scale,
+            sums: std::array::from_fn(|plane| unit.sums[plane]),
         }
     }
 }
 
 vectorized! {
-    /// Rounds a piece to bytes; returns the scale and the sum of the bytes.
-    fn round(values: &[f32], bytes: &mut [i8]) -> (f32, i32) = round_portable;
+    /// Quantizes a piece into planes; those that the precision lacks are empty.
+    fn fill(values: &[f32], precision: Precision, planes: [&mut [i8]; PLANES]) -> Unit = fill_portable;
 }
 
 #[inline(always)]
-fn round_portable(values: &[f32], bytes: &mut [i8]) -> (f32, i32) {
-    // The bits of magnitudes are ordered like the magnitudes, with NaN and infinity last.
-    let bits = values.iter().map(|value| value.abs().to_bits());
-    let largest = f32::from_bits(bits.fold(0, u32::max));
-    let unit = match largest.is_finite() {
-        true if largest < TINY => 0.0,
-        true => largest / 127.0,
-        false => f32::NAN,
-    };
-    let inverse = if unit > 0.0 { 127.0 / largest } else { 0.0 };
-    for (value, byte) in values.iter().zip(&mut *bytes) {
-        // Values that are not finite become zero, and the scale becomes NaN.
-        *byte = (value * inverse).round_ties_even() as i8;
+fn fill_portable(values: &[f32], precision: Precision, planes: [&mut [i8]; PLANES]) -> Unit {
+    let mut codes = [0; STEP_COLUMNS];
+    let (scale, _) = quantize(values, precision, &mut codes);
+    let mut sums = [0; PLANES];
+    for ((number, plane), sum) in planes.into_iter().enumerate().zip(&mut sums) {
+        let shift = 8 * (precision.planes() - 1).saturating_sub(number);
+        for (byte, &code) in plane.iter_mut().zip(&codes) {
+            *byte = digit(code, shift) as i8;
+            *sum += i32::from(*byte);
+        }
     }
-    (unit, bytes.iter().map(|&byte| i32::from(byte)).sum())
+    Unit { scale, sums }
 }

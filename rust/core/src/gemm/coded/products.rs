@@ -1,107 +1,96 @@
-//! The products of a piece of a stream's columns with those of a token.
+//! The products of a piece of a stream's columns with those of tokens.
 
 #[cfg(target_arch = "aarch64")]
 use super::neon;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
-use crate::formats::coded::{Affine, BLOCK_ROWS, LANES, QUAD, Register};
+use crate::formats::coded::{Affine, BLOCK_ROWS, QUAD, Register};
 use crate::simd::{Isa, Kind};
 
-/// Adds to the sum of each lane the products of its codes, signed bytes, with four activations per register.
+/// The quantized activations of a token for a piece.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Bytes<'a, const P: usize> {
+    /// One plane, or three, each worth 256 of the next; four bytes per register.
+    pub planes: [&'a [i8]; P],
+    /// The scale of the last plane.
+    pub scale: f32,
+    /// The sum of each plane.
+    pub sums: [i32; P],
+}
+
+/// Adds to the sums of some tokens' rows the products of a piece, whose bytes `affine` maps to codes.
 #[inline]
-pub(super) fn exact(isa: Isa, codes: &[Register], x: &[f32], sums: &mut [f32; LANES]) {
+pub(super) fn add<const N: usize, const P: usize>(
+    isa: Isa,
+    symbols: &[Register],
+    affine: Affine,
+    x: [Bytes<P>; N],
+    sums: &mut [[f32; BLOCK_ROWS]; N],
+) {
+    const { assert!(P == 1 || P == 3) }
     // Kernels rely on this bound.
-    assert!(x.len() >= QUAD * codes.len());
+    let mut planes = x.iter().flat_map(|x| x.planes);
+    assert!(planes.all(|plane| plane.len() >= QUAD * symbols.len()));
     match isa.kind() {
         // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
         #[cfg(target_arch = "x86_64")]
-        Kind::Avx2 => unsafe { x86::exact_avx2(codes, x, sums) },
+        Kind::Avx2 if affine.most <= 32 => unsafe { x86::add_avx2::<N, P, 4>(symbols, affine, x, sums) },
+        // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Avx2 if affine.most <= 64 => unsafe { x86::add_avx2::<N, P, 2>(symbols, affine, x, sums) },
+        // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Avx2 => unsafe { x86::add_avx2::<N, P, 1>(symbols, affine, x, sums) },
         // SAFETY: `isa` proves that the processor has AVX-512, which both sets include; the bound is asserted.
         #[cfg(target_arch = "x86_64")]
-        Kind::Avx512 | Kind::Amx => unsafe { x86::exact_avx512(codes, x, sums) },
-        // SAFETY: `isa` proves that the processor has NEON; the bound is asserted.
+        Kind::Avx512 | Kind::Amx => unsafe { x86::add_avx512(symbols, affine, x, sums) },
         #[cfg(target_arch = "aarch64")]
-        Kind::Neon => unsafe { neon::exact(codes, x, sums) },
+        Kind::Neon if P == 1 => {
+            // SAFETY: `isa` proves that the processor has NEON; the bound is asserted.
+            let products = unsafe { neon::bytes(symbols, x.map(|x| x.planes[0])) };
+            for ((products, x), sums) in products.into_iter().zip(x).zip(sums) {
+                add_products(&[products; P], affine, &x, sums);
+            }
+        }
+        #[cfg(target_arch = "aarch64")]
+        Kind::Neon => {
+            for (x, sums) in x.into_iter().zip(sums) {
+                // SAFETY: `isa` proves that the processor has NEON; the bound is asserted.
+                let products = unsafe { neon::bytes(symbols, x.planes) };
+                add_products(&products, affine, &x, sums);
+            }
+        }
         _ => {
-            for (codes, x) in codes.iter().zip(x.chunks_exact(QUAD)) {
-                for (lane, sum) in sums.iter_mut().enumerate() {
-                    *sum += f32::from(codes.0[lane] as i8) * x[lane % QUAD];
-                }
+            for (x, sums) in x.into_iter().zip(sums) {
+                let products = x.planes.map(|plane| products_portable(symbols, plane));
+                add_products(&products, affine, &x, sums);
             }
         }
     }
 }
 
-/// The sums of rows, each over four lanes.
-#[inline]
-pub(super) fn of_rows(sums: &[f32; LANES]) -> [f32; BLOCK_ROWS] {
-    let quads = sums.as_chunks::<QUAD>().0;
-    std::array::from_fn(|row| (quads[row][0] + quads[row][1]) + (quads[row][2] + quads[row][3]))
-}
-
-/// The rounded activations of a token for a piece, four per register, none of them -128.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Bytes<'a> {
-    pub bytes: &'a [i8],
-    /// The scale of the bytes.
-    pub unit: f32,
-    /// The sum of the bytes.
-    pub sum: i32,
-}
-
-/// Adds to the sums of some tokens' rows the products of a piece, whose bytes `affine` maps to codes.
-#[inline]
-pub(super) fn add_bytes<const N: usize>(
-    isa: Isa,
-    symbols: &[Register],
+/// Adds the values of the products of each plane to the sums of a token's rows. Integers stay below 2^31: 128 columns
+/// of codes up to 255 and bytes up to 128 give 2^22 in a plane.
+fn add_products<const P: usize>(
+    products: &[[i32; BLOCK_ROWS]; P],
     affine: Affine,
-    x: [Bytes; N],
-    sums: &mut [[f32; BLOCK_ROWS]; N],
+    x: &Bytes<P>,
+    sums: &mut [f32; BLOCK_ROWS],
 ) {
-    // Kernels rely on this bound.
-    assert!(x.iter().all(|x| x.bytes.len() >= QUAD * symbols.len()));
-    match isa.kind() {
-        // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
-        #[cfg(target_arch = "x86_64")]
-        Kind::Avx2 if affine.most <= 32 => unsafe { x86::add_bytes_avx2::<N, 4>(symbols, affine, x, sums) },
-        // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
-        #[cfg(target_arch = "x86_64")]
-        Kind::Avx2 if affine.most <= 64 => unsafe { x86::add_bytes_avx2::<N, 2>(symbols, affine, x, sums) },
-        // SAFETY: `isa` proves that the processor has AVX2; the bound is asserted.
-        #[cfg(target_arch = "x86_64")]
-        Kind::Avx2 => unsafe { x86::add_bytes_avx2::<N, 1>(symbols, affine, x, sums) },
-        // SAFETY: `isa` proves that the processor has AVX-512, which both sets include; the bound is asserted.
-        #[cfg(target_arch = "x86_64")]
-        Kind::Avx512 | Kind::Amx => unsafe { x86::add_bytes_avx512(symbols, affine, x, sums) },
-        // SAFETY: `isa` proves that the processor has NEON; the bound is asserted.
-        #[cfg(target_arch = "aarch64")]
-        Kind::Neon => add(
-            &unsafe { neon::bytes(symbols, x.map(|x| x.bytes)) },
-            affine,
-            x,
-            sums,
-        ),
-        _ => add(&x.map(|x| bytes_portable(symbols, x.bytes)), affine, x, sums),
+    for (row, sum) in sums.iter_mut().enumerate() {
+        let plane = |plane: usize| affine.factor * products[plane][row] + affine.offset * x.sums[plane];
+        let total = match P {
+            1 => plane(0) as f32,
+            _ => (256 * plane(0) + plane(1)) as f32 * 256.0 + plane(2) as f32,
+        };
+        *sum += x.scale * total;
     }
 }
 
-/// Adds the values of byte products to the sums of some tokens' rows.
-fn add<const N: usize>(
-    products: &[[i32; BLOCK_ROWS]; N],
-    affine: Affine,
-    x: [Bytes; N],
-    sums: &mut [[f32; BLOCK_ROWS]; N],
-) {
-    for ((products, x), sums) in products.iter().zip(x).zip(sums) {
-        for (sum, product) in sums.iter_mut().zip(products) {
-            *sum += x.unit * (affine.factor * product + affine.offset * x.sum) as f32;
-        }
-    }
-}
-
-fn bytes_portable(symbols: &[Register], x: &[i8]) -> [i32; BLOCK_ROWS] {
+/// The dot products of rows of bytes with a plane.
+fn products_portable(symbols: &[Register], plane: &[i8]) -> [i32; BLOCK_ROWS] {
     let mut sums = [0; BLOCK_ROWS];
-    for (symbols, x) in symbols.iter().zip(x.chunks_exact(QUAD)) {
+    for (symbols, x) in symbols.iter().zip(plane.chunks_exact(QUAD)) {
         for (lane, &symbol) in symbols.0.iter().enumerate() {
             sums[lane / QUAD] += i32::from(symbol) * i32::from(x[lane % QUAD]);
         }

@@ -5,12 +5,14 @@ use std::sync::Arc;
 
 use super::panels::{self, Panels};
 use super::prepared::Token;
-use super::{MODES, PIECE, Precision, products};
+use super::products::Bytes;
+use super::{MODES, PIECE, products};
 use crate::Result;
 use crate::formats::coded::{
-    Affine, BLOCK_ROWS, Chain, CodedView, ColumnScales, MAX_LOW_BITS, QUAD, Register, decode, lows,
-    side_by_side, well_side_by_side,
+    Affine, BLOCK_ROWS, Chain, CodedView, ColumnScales, MAX_LOW_BITS, Register, decode, lows, side_by_side,
+    well_side_by_side,
 };
+use crate::gemm::groupwise::Precision;
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, by_tokens, direct};
 use crate::gemm::panel::{self, Backend};
 use crate::gemm::require_mode;
@@ -19,7 +21,7 @@ use crate::types::{Activations, Mode, Shape};
 
 /// The maximum number of tokens that share decoded registers: their sums stay in the second-level cache.
 const TOKENS: usize = 128;
-/// The mapping of low bits to values: the identity. Exact products, whose registers hold codes, do not use it.
+/// The mapping of low bits to values: the identity.
 const LOW: Affine = Affine {
     factor: 1,
     offset: 0,
@@ -119,8 +121,8 @@ pub struct Buffers<'w> {
     registers: Vec<Register>,
     /// The low bits of a piece.
     lows: Vec<Register>,
-    /// The sums of a row block ([`Precision::sums`]) for each chain and token, followed by those of low bits.
-    sums: Vec<f32>,
+    /// The sums of a row block's rows for each chain and token, followed by those of low bits.
+    sums: Vec<[f32; BLOCK_ROWS]>,
 }
 
 impl Kernel for Coded<'_> {
@@ -229,14 +231,14 @@ impl<'a> Coded<'a> {
         registers.resize(chains.len() * PIECE, Register::ZERO);
         low_bits.resize(PIECE, Register::ZERO);
         let parts = if layout.low_bits() > 0 { 2 } else { 1 };
-        let each = part.tokens.len() * self.precision.sums();
+        let each = part.tokens.len();
         let width = parts * each;
         for block in 0..layout.stream_blocks() {
             for (chain, stream) in chains.iter_mut().zip(streams.clone()) {
                 chain.start_block(layout.rows_of(stream, block));
             }
             sums.clear();
-            sums.resize(chains.len() * width, 0.0);
+            sums.resize(chains.len() * width, [0.0; BLOCK_ROWS]);
             for first in (0..layout.quads()).step_by(PIECE) {
                 let count = PIECE.min(layout.quads() - first);
                 decode(self.isa, chains, count, registers);
@@ -244,13 +246,7 @@ impl<'a> Coded<'a> {
                 let pieces = pieces.zip(streams.clone()).zip(sums.chunks_exact_mut(width));
                 for (((chain, registers), stream), sums) in pieces {
                     let (high, low) = sums.split_at_mut(each);
-                    let affine = match self.precision {
-                        Precision::Exact => {
-                            chain.codes(self.isa, registers);
-                            LOW
-                        }
-                        Precision::Int8 => chain.counts(self.isa, registers),
-                    };
+                    let affine = chain.counts(self.isa, registers);
                     self.piece(first, affine, registers, part.tokens, high);
                     if layout.low_bits() > 0 && layout.rows_of(stream, block) > 0 {
                         let place = block * layout.quads() + first;
@@ -272,12 +268,12 @@ impl<'a> Coded<'a> {
     }
 
     /// Stores the outputs of a block of rows: the sums of high bits, with those of low bits if there are any.
-    fn store(&self, row: usize, high: &[f32], low: &[f32], part: &mut Part) {
+    fn store(&self, row: usize, high: &[[f32; BLOCK_ROWS]], low: &[[f32; BLOCK_ROWS]], part: &mut Part) {
         for token in 0..part.tokens.len() {
-            let mut values = self.of_rows(high, token);
+            let mut values = high[token];
             if !low.is_empty() {
                 let unit = (1 << self.view.layout().low_bits()) as f32;
-                let pairs = values.iter_mut().zip(self.of_rows(low, token));
+                let pairs = values.iter_mut().zip(low[token]);
                 pairs.for_each(|(high, low)| *high = *high * unit + low);
             }
             let out = part.from(token, row);
@@ -286,16 +282,11 @@ impl<'a> Coded<'a> {
         }
     }
 
-    /// The sums of a token's rows.
-    fn of_rows(&self, sums: &[f32], token: usize) -> [f32; BLOCK_ROWS] {
-        match self.precision {
-            Precision::Exact => products::of_rows(&sums.as_chunks().0[token]),
-            Precision::Int8 => sums.as_chunks().0[token],
-        }
-    }
-
-    /// Adds the products of a piece, starting at a given register, to the sums of all tokens. Exact products take
-    /// registers of codes; int8 takes registers whose values `affine` gives.
+    /// Adds the products of a piece, starting at a given register, to the sums of all tokens; `affine` gives the values
+    /// of the registers' bytes.
+    ///
+    /// Several tokens share each read of a register. The sums of three planes fit the 16 vector registers of AVX2 (105 *
+    /// 10^9 products per second on a Zen 3, 90 with four, 75 with one), those of eight or nine the 32 of AVX-512.
     #[inline]
     fn piece(
         &self,
@@ -303,44 +294,22 @@ impl<'a> Coded<'a> {
         affine: Affine,
         registers: &[Register],
         tokens: &[&Token],
-        sums: &mut [f32],
+        sums: &mut [[f32; BLOCK_ROWS]],
     ) {
-        match self.precision {
-            Precision::Exact => {
-                for (token, sums) in tokens.iter().zip(sums.as_chunks_mut().0) {
-                    products::exact(self.isa, registers, &token.values[QUAD * first..], sums);
-                }
-            }
-            Precision::Int8 => {
-                let rest = (tokens, sums.as_chunks_mut().0);
-                let rest = match self.isa.kind() {
-                    Kind::Avx512 | Kind::Amx => self.bytes::<8>(first, affine, registers, rest),
-                    _ => rest,
-                };
-                let rest = self.bytes::<3>(first, affine, registers, rest);
-                self.bytes::<1>(first, affine, registers, rest);
-            }
-        }
-    }
-
-    /// Adds the products of a piece with tokens' bytes to their sums, `N` tokens per read of a register; returns the
-    /// rest of the tokens and sums. The sums of three tokens fit the 16 vector registers of AVX2 (105 * 10^9 products
-    /// per second on a Zen 3, 90 with four tokens, 75 with one), those of eight the 32 of AVX-512.
-    #[inline]
-    fn bytes<'t, const N: usize>(
-        &self,
-        first: usize,
-        affine: Affine,
-        registers: &[Register],
-        (tokens, sums): (&'t [&'t Token], &'t mut [[f32; BLOCK_ROWS]]),
-    ) -> (&'t [&'t Token], &'t mut [[f32; BLOCK_ROWS]]) {
-        let (groups, others) = tokens.as_chunks::<N>();
-        let (sums, rest) = sums.split_at_mut(N * groups.len());
-        for (tokens, sums) in groups.iter().zip(sums.as_chunks_mut().0) {
-            let x: [products::Bytes; N] = std::array::from_fn(|i| tokens[i].piece(first));
-            products::add_bytes(self.isa, registers, affine, x, sums);
-        }
-        (others, rest)
+        let piece = Piece {
+            isa: self.isa,
+            first,
+            affine,
+            registers,
+        };
+        let wide = matches!(self.isa.kind(), Kind::Avx512 | Kind::Amx);
+        let rest = (tokens, sums);
+        match (self.precision, wide) {
+            (Precision::Int8, true) => piece.add::<1, 1>(piece.add::<3, 1>(piece.add::<8, 1>(rest))),
+            (Precision::Int8, false) => piece.add::<1, 1>(piece.add::<3, 1>(rest)),
+            (Precision::Exact, true) => piece.add::<1, 3>(piece.add::<3, 3>(rest)),
+            (Precision::Exact, false) => piece.add::<1, 3>(rest),
+        };
     }
 
     /// Adds exceptions, then applies scales.
@@ -362,5 +331,30 @@ impl<'a> Coded<'a> {
                 *out *= self.view.scale(expert * layout.shape().rows + row);
             }
         }
+    }
+}
+
+/// Some tokens and their sums.
+type Rest<'t> = (&'t [&'t Token], &'t mut [[f32; BLOCK_ROWS]]);
+
+/// The decoded registers of a piece, starting at register `first`.
+struct Piece<'r> {
+    isa: Isa,
+    first: usize,
+    affine: Affine,
+    registers: &'r [Register],
+}
+
+impl Piece<'_> {
+    /// Adds the products with tokens of `P` planes to their sums, `N` tokens at a time; returns the rest of them.
+    #[inline]
+    fn add<'t, const N: usize, const P: usize>(&self, (tokens, sums): Rest<'t>) -> Rest<'t> {
+        let (groups, others) = tokens.as_chunks::<N>();
+        let (sums, rest) = sums.split_at_mut(N * groups.len());
+        for (tokens, sums) in groups.iter().zip(sums.as_chunks_mut().0) {
+            let x: [Bytes<P>; N] = std::array::from_fn(|i| tokens[i].piece(self.first));
+            products::add(self.isa, self.registers, self.affine, x, sums);
+        }
+        (others, rest)
     }
 }

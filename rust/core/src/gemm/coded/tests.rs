@@ -1,7 +1,10 @@
 use super::products::Bytes;
 use super::*;
 use crate::formats::coded::tests::{Random, dependent, gaussian};
-use crate::formats::coded::{self as format, Affine, MAX_LOW_BITS, QUAD, Register, Scales, Symbols, encode};
+use crate::formats::coded::{
+    self as format, Affine, BLOCK_ROWS, LANES, MAX_LOW_BITS, QUAD, Register, Scales, Symbols, encode,
+};
+use crate::gemm::groupwise::Precision;
 use crate::gemm::{matmul, matmul_grouped};
 use crate::pool;
 use crate::simd::Isa;
@@ -101,8 +104,8 @@ impl Case {
         .encoded()
     }
 
-    /// The activations that a product of an expert's token uses, times the column scales. In int8 they are checked to
-    /// be within 1/254 of the largest of their piece.
+    /// The quantized activations of an expert's token, times the column scales. They are checked to be within 1/254 or
+    /// 2^-23 of the largest of their piece, up to rounding.
     fn seen(&self, precision: Precision, isa: Isa, x: &[f32], (expert, token): (usize, usize)) -> Vec<f64> {
         let columns = self.shape.columns;
         let exact: Vec<f64> = x[token * columns..][..columns]
@@ -110,17 +113,19 @@ impl Case {
             .enumerate()
             .map(|(column, &x)| f64::from(x) * f64::from(self.column(expert, column)))
             .collect();
-        if precision == Precision::Exact {
-            return exact;
-        }
         let parsed = format::Coded::parse(&self.data).unwrap();
         let scales = parsed.view(&self.data).unwrap().columns(expert);
         let token = prepared::Token::new(isa, precision, &x.into(), token, columns, scales);
         let rounded: Vec<f32> = (0..columns).map(|column| token.value(column)).collect();
         for (exact, rounded) in exact.chunks(PIECE * QUAD).zip(rounded.chunks(PIECE * QUAD)) {
             let largest = exact.iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
-            let mut errors = exact.iter().zip(rounded).map(|(&x, &y)| (x - f64::from(y)).abs());
-            assert!(errors.all(|error| error <= largest / 253.9));
+            let most = match precision {
+                Precision::Int8 => largest / 253.9,
+                Precision::Exact => largest * 0.5f64.powi(23),
+            };
+            for (x, y) in exact.iter().zip(rounded) {
+                assert!((x - f64::from(*y)).abs() <= most + 4.0 * 0.5f64.powi(24) * x.abs());
+            }
         }
         rounded.into_iter().map(f64::from).collect()
     }
@@ -155,8 +160,10 @@ impl Case {
             for row in 0..rows {
                 let [wanted, size] = self.product(expert * rows + row, &seen);
                 let panels = matches!(mode, Mode::Auto | Mode::Bf16);
-                let steps = (columns as f64 / 4.0 + 10.0) * 0.5f64.powi(24)
-                    + if panels { 0.5f64.powi(7) } else { 0.0 };
+                let steps = match panels {
+                    true => (columns as f64 / 4.0 + 10.0) * 0.5f64.powi(24) + 0.5f64.powi(7),
+                    false => (columns as f64 / 128.0 + 10.0) * 0.5f64.powi(24),
+                };
                 let found = f64::from(y[token * rows + row]);
                 assert!(
                     (found - wanted).abs() <= steps * size,
@@ -210,7 +217,7 @@ fn products_match_the_codes() {
                     .flat_map(|mode| isas().map(move |isa| (mode, isa)))
                 {
                     let found = case.check(mode, isa, &x, &offsets);
-                    if mode == Mode::Int8 {
+                    if matches!(mode, Mode::Int8 | Mode::Exact) {
                         assert!(found == case.check(mode, Isa::SCALAR, &x, &offsets));
                     }
                 }
@@ -223,7 +230,7 @@ fn products_match_the_codes() {
 fn sums_of_the_largest_bytes_do_not_overflow() {
     for most in [2, 16, 17, 32, 33, 64, 65, 128] {
         let symbols = [Register([most as u8 - 1; LANES]); 7];
-        for byte in [-127, 127] {
+        for byte in [-128, 127] {
             let (bytes, wanted) = ([byte; 7 * QUAD], 28 * (most as i32 - 1) * i32::from(byte));
             let affine = Affine {
                 factor: 1,
@@ -231,19 +238,28 @@ fn sums_of_the_largest_bytes_do_not_overflow() {
                 most,
             };
             let x = Bytes {
-                bytes: &bytes,
-                unit: 1.0,
-                sum: 0,
+                planes: [&bytes[..]],
+                scale: 1.0,
+                sums: [0],
             };
             for isa in isas() {
                 let mut found = [[0.0; BLOCK_ROWS]; 3];
-                products::add_bytes(isa, &symbols, affine, [x; 3], &mut found);
+                products::add(isa, &symbols, affine, [x; 3], &mut found);
                 assert_eq!(
                     found,
                     [[wanted as f32; BLOCK_ROWS]; 3],
-                    "bytes below {most} on {}",
+                    "below {most} on {}",
                     isa.name()
                 );
+                let mut found = [[0.0; BLOCK_ROWS]];
+                let x = Bytes {
+                    planes: [&bytes[..]; 3],
+                    scale: 1.0,
+                    sums: [0; 3],
+                };
+                products::add(isa, &symbols, affine, [x], &mut found);
+                let wanted = (257 * wanted) as f32 * 256.0 + wanted as f32;
+                assert_eq!(found, [[wanted; BLOCK_ROWS]], "below {most} on {}", isa.name());
             }
         }
     }

@@ -82,7 +82,7 @@ pub(super) enum Precision {
 
 impl Precision {
     /// The bytes of a quantized activation; each is a plane.
-    fn planes(self) -> usize {
+    pub(super) fn planes(self) -> usize {
         match self {
             Precision::Exact => 3,
             Precision::Int8 => 1,
