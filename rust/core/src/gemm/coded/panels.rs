@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use crate::formats::coded::{
     BLOCK_ROWS, Chain, CodedView, Exception, LANES, QUAD, Register, decode, lows, side_by_side,
+    well_side_by_side,
 };
 use crate::gemm::panel::{
     Backend, Element, Instructions, Line, Section, Source, Square, Tile, TokenForm, bf16, pair, round_token,
@@ -19,13 +20,15 @@ use crate::types::{Activations, Shape};
 const CHUNK: usize = 8;
 /// Registers decoded at a time.
 const PIECE: usize = 32;
+/// The maximum bytes of codes of a strip, which stay in the second-level cache, if streams are short enough.
+const STRIP_BYTES: usize = 400 << 10;
 
 /// The minimum number of tokens of an expert for which panels are faster.
 pub(super) fn fewest(backend: Backend) -> usize {
     match backend.instructions() {
         Instructions::Matrix => 5,
-        Instructions::Avx512 => 10,
-        Instructions::Avx2 => 16,
+        Instructions::Avx512 => 9,
+        Instructions::Avx2 => 12,
         _ => 2,
     }
 }
@@ -144,7 +147,10 @@ impl Source for Panels<'_> {
     }
 
     fn together(&self) -> usize {
-        self.view.layout().stream_blocks()
+        let layout = self.view.layout();
+        let bytes = layout.stream_blocks() * layout.quads() * LANES;
+        let streams = (STRIP_BYTES / bytes.max(1)).clamp(1, well_side_by_side(self.isa));
+        streams * layout.stream_blocks()
     }
 
     fn open(&self, block: usize, open: &mut Block) {
@@ -221,14 +227,17 @@ vectorized! {
     fn lines(codes: &[Register], to: &mut [Line]) = lines_portable;
 }
 
+/// Codes of at most eight bits are exact in bf16: the upper half of the f32.
 #[inline(always)]
 fn lines_portable(codes: &[Register], to: &mut [Line]) {
     for (codes, lines) in codes.iter().zip(to.as_chunks_mut::<2>().0) {
         let quads = codes.0.as_chunks::<QUAD>().0;
-        for (row, quad) in quads.iter().enumerate() {
-            let values = quad.map(|code| f32::from(code as i8));
-            lines[0].0[row] = pair(values[0], values[1]);
-            lines[1].0[row] = pair(values[2], values[3]);
+        let [first, second] = lines;
+        for ((quad, first), second) in quads.iter().zip(&mut first.0).zip(&mut second.0) {
+            let quad = i32::from_le_bytes(*quad);
+            let value = |byte: u32| ((quad << (24 - 8 * byte) >> 24) as f32).to_bits();
+            *first = value(0) >> 16 | value(1) & 0xffff_0000;
+            *second = value(2) >> 16 | value(3) & 0xffff_0000;
         }
     }
 }

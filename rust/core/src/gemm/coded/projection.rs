@@ -147,10 +147,10 @@ impl Kernel for Coded<'_> {
     }
 
     fn prepare(&self, job: &Job, prepared: &Slots<Token>, _: usize, unit: usize, x: Activations) {
-        // A job that is part of a split leaves out some places.
+        // A job that is part of a split leaves out some tokens and places.
         let Some((token, expert)) = (match self.by_place() {
             true => job.expert_at(unit).map(|expert| (job.list[unit], expert)),
-            false => Some((unit, 0)),
+            false => job.has(unit).then_some((unit, 0)),
         }) else {
             return;
         };

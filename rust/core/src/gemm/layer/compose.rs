@@ -23,11 +23,7 @@ impl Split {
         let is_many = |task: &&Task| task.places.len() >= fewest;
         let part = |many| {
             let tasks = job.tasks.iter().filter(|task| is_many(task) == many);
-            Arc::new(Job {
-                tokens: job.tokens,
-                list: job.list.clone(),
-                tasks: tasks.cloned().collect(),
-            })
+            Arc::new(job.part(tasks.cloned().collect()))
         };
         let mut counts = [0; 2];
         let which = job.tasks.iter().map(|task| {

@@ -58,8 +58,11 @@ pub struct Job {
     pub tokens: usize,
     /// The token at each place.
     pub list: Vec<usize>,
-    /// The experts with tokens, ascending; their ranges of places are consecutive and cover the list.
+    /// The experts with tokens, ascending; their ranges of places are consecutive and cover the list, unless the job is
+    /// part of another.
     pub tasks: Vec<Task>,
+    /// Whether each token visits one of the experts; `None` if the job is not part of another.
+    visits: Option<Vec<bool>>,
 }
 
 impl Job {
@@ -83,7 +86,27 @@ impl Job {
             tokens,
             list: (0..tokens).collect(),
             tasks,
+            visits: None,
         }
+    }
+
+    /// The part of a job with some of its tasks.
+    pub(crate) fn part(&self, tasks: Vec<Task>) -> Job {
+        let mut visits = vec![false; self.tokens];
+        for &token in tasks.iter().flat_map(|task| &self.list[task.places.clone()]) {
+            visits[token] = true;
+        }
+        Job {
+            tokens: self.tokens,
+            list: self.list.clone(),
+            tasks,
+            visits: Some(visits),
+        }
+    }
+
+    /// Whether a token visits one of the experts. May be true for a token without an expert.
+    pub(crate) fn has(&self, token: usize) -> bool {
+        self.visits.as_ref().is_none_or(|visits| visits[token])
     }
 
     /// The expert of the task at a place of the list; `None` if the job is part of another and leaves the place out.
@@ -128,7 +151,12 @@ impl Sorted {
         }
         let list = order.iter().map(|&(_, pair)| pair / routing.top_k).collect();
         Sorted {
-            job: Job { tokens, list, tasks },
+            job: Job {
+                tokens,
+                list,
+                tasks,
+                visits: None,
+            },
             places,
         }
     }
