@@ -16,7 +16,9 @@ use crate::gemm::groupwise::Precision;
 use crate::gemm::layer::{Cache, Job, Kernel, Products, Projection, Shared, Slots, Work, by_tokens, direct};
 use crate::gemm::panel::{self, Backend};
 use crate::gemm::require_mode;
-use crate::simd::{Isa, Kind};
+use crate::simd::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::Kind;
 use crate::types::{Activations, Mode, Shape};
 
 /// The maximum number of tokens that share decoded registers: their sums stay in the second-level cache.
@@ -302,13 +304,16 @@ impl<'a> Coded<'a> {
             affine,
             registers,
         };
-        let wide = matches!(self.isa.kind(), Kind::Avx512 | Kind::Amx);
         let rest = (tokens, sums);
-        match (self.precision, wide) {
-            (Precision::Int8, true) => piece.add::<1, 1>(piece.add::<3, 1>(piece.add::<8, 1>(rest))),
-            (Precision::Int8, false) => piece.add::<1, 1>(piece.add::<3, 1>(rest)),
-            (Precision::Exact, true) => piece.add::<1, 3>(piece.add::<3, 3>(rest)),
-            (Precision::Exact, false) => piece.add::<1, 3>(rest),
+        #[cfg(target_arch = "x86_64")]
+        let rest = match (self.isa.kind(), self.precision) {
+            (Kind::Avx512 | Kind::Amx, Precision::Int8) => piece.add::<8, 1>(rest),
+            (Kind::Avx512 | Kind::Amx, Precision::Exact) => piece.add::<3, 3>(rest),
+            _ => rest,
+        };
+        match self.precision {
+            Precision::Int8 => piece.add::<1, 1>(piece.add::<3, 1>(rest)),
+            Precision::Exact => piece.add::<1, 3>(rest),
         };
     }
 
