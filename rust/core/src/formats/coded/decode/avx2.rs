@@ -74,9 +74,16 @@ unsafe fn rotate<const BANKS: usize, const WIDE: bool, const MORE: bool>(
     let (pairs, single) = states[..count].as_chunks_mut::<2>();
     for register in 0..registers {
         for (number, pair) in pairs.iter_mut().enumerate() {
-            let out = from_fn(|i| out[(2 * number + i) * registers + register].0.as_mut_ptr().cast());
-            // SAFETY: guaranteed by the caller; the states are those of chains.
-            unsafe { step::<2, BANKS, WIDE, MORE>(pair, out) }
+            // SAFETY: guaranteed by the caller; `out` has the registers of `count` chains, and the states are those of
+            // chains.
+            unsafe {
+                let out = from_fn(|i| {
+                    out.as_mut_ptr()
+                        .add((2 * number + i) * registers + register)
+                        .cast()
+                });
+                step::<2, BANKS, WIDE, MORE>(pair, out)
+            }
         }
         for state in single.as_chunks_mut::<1>().0 {
             let out = [out[(count - 1) * registers + register].0.as_mut_ptr().cast()];
