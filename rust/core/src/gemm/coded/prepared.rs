@@ -1,7 +1,6 @@
 //! Prepared activations: multiplied by the column scales, if there are any, padded to whole quads, and quantized.
 
 use super::PIECE;
-use super::products::Bytes;
 use crate::formats::coded::{Columns, QUAD};
 use crate::gemm::groupwise::{Precision, STEP_COLUMNS, digit, quantize};
 use crate::simd::{Isa, vectorized};
@@ -83,6 +82,17 @@ impl Token {
             sums: std::array::from_fn(|plane| unit.sums[plane]),
         }
     }
+}
+
+/// The quantized activations of a token for a piece.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Bytes<'a, const P: usize> {
+    /// One plane, or three, each worth 256 of the next; four bytes per register.
+    pub planes: [&'a [i8]; P],
+    /// The scale of the last plane.
+    pub scale: f32,
+    /// The sum of each plane.
+    pub sums: [i32; P],
 }
 
 vectorized! {

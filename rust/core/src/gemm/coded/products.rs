@@ -2,21 +2,11 @@
 
 #[cfg(target_arch = "aarch64")]
 use super::neon;
+use super::prepared::Bytes;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 use crate::formats::coded::{Affine, BLOCK_ROWS, QUAD, Register};
 use crate::simd::{Isa, Kind};
-
-/// The quantized activations of a token for a piece.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Bytes<'a, const P: usize> {
-    /// One plane, or three, each worth 256 of the next; four bytes per register.
-    pub planes: [&'a [i8]; P],
-    /// The scale of the last plane.
-    pub scale: f32,
-    /// The sum of each plane.
-    pub sums: [i32; P],
-}
 
 /// Adds to the sums of some tokens' rows the products of a piece, whose bytes `affine` maps to codes.
 #[inline]

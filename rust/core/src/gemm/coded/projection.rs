@@ -4,8 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::panels::{self, Panels};
-use super::prepared::Token;
-use super::products::Bytes;
+use super::prepared::{Bytes, Token};
 use super::{MODES, PIECE, products};
 use crate::Result;
 use crate::formats::coded::{

@@ -1,4 +1,4 @@
-use super::products::Bytes;
+use super::prepared::Bytes;
 use super::*;
 use crate::formats::coded::tests::{Random, dependent, gaussian};
 use crate::formats::coded::{

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::products::Bytes;
+use super::prepared::Bytes;
 use crate::formats::coded::{Affine, BLOCK_ROWS, QUAD, Register};
 
 /// See [`super::products::add`]. Two products of bytes, summed over `RUN` registers, fit 16 bits: for symbols below
