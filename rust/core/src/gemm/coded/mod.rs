@@ -19,8 +19,8 @@
 //! that of the symbols' integers plus that of the low bits.
 //!
 //! # Accuracy
-//! With u = 2^-24 and S = sum of |scale * code * x| over the quantized activations of a row, of which k meet
-//! exceptions, the error of an output is at most (C / 128 + k + 8) u S for C columns. The error of a quantized
+//! Let u = 2^-24, C the number of columns, k the number of exceptions of a row, and S the sum of |scale * code * x|
+//! over the quantized activations. The error of an output is at most (C / 128 + k + 8) u S. The error of a quantized
 //! activation is at most 2^-23 (exact) or 1/254 (int8) of the largest of its piece, plus 3 u of itself; if the largest
 //! is below 2^-100, the piece counts as zero. A piece with an activation that is not finite makes its token's outputs
 //! NaN. Both give the same bits on every instruction set.

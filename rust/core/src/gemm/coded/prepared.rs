@@ -9,7 +9,7 @@ use crate::types::Activations;
 /// The columns of a piece.
 const COLUMNS: usize = PIECE * QUAD;
 /// The maximum number of planes.
-pub(super) const PLANES: usize = 3;
+const PLANES: usize = 3;
 
 /// The scale of a piece, that of the last plane, and the sum of each plane.
 #[derive(Debug, Clone, Copy)]
@@ -96,7 +96,7 @@ pub(super) struct Bytes<'a, const P: usize> {
 }
 
 vectorized! {
-    /// Quantizes a piece into planes; those that the precision lacks are empty.
+    /// Quantizes a piece into planes. Planes that the precision does not use are empty.
     fn fill(values: &[f32], precision: Precision, planes: [&mut [i8]; PLANES]) -> Unit = fill_portable;
 }
 

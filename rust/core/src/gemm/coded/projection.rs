@@ -287,7 +287,7 @@ impl<'a> Coded<'a> {
     /// of the registers' bytes.
     ///
     /// Several tokens share each read of a register. The sums of three planes fit the 16 vector registers of AVX2 (105 *
-    /// 10^9 products per second on a Zen 3, 90 with four, 75 with one), those of eight or nine the 32 of AVX-512.
+    /// 10^9 products per second on a Zen 3, 90 with four, 75 with one). Eight or nine planes fit the 32 of AVX-512.
     #[inline]
     fn piece(
         &self,

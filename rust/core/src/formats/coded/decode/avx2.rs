@@ -74,8 +74,8 @@ unsafe fn rotate<const BANKS: usize, const WIDE: bool, const MORE: bool>(
     let (pairs, single) = states[..count].as_chunks_mut::<2>();
     for register in 0..registers {
         for (number, pair) in pairs.iter_mut().enumerate() {
-            // SAFETY: guaranteed by the caller; `out` has the registers of `count` chains, and the states are those of
-            // chains.
+            // SAFETY: the caller guarantees the processor and `registers` registers in `out` for each of the `count`
+            // chains, and the states belong to chains.
             unsafe {
                 let out = from_fn(|i| {
                     out.as_mut_ptr()
