@@ -149,7 +149,7 @@ def visit(chromium):
     """A function that opens the page. At the end, no page may have reported an error or asked anybody else."""
     complaints, contexts = [], []
 
-    def opened(port, width=1200, height=800, **options):
+    def opened(port, width=1200, height=800, before=lambda page: None, **options):
         context = chromium.new_context(viewport={"width": width, "height": height}, **options)
         context.set_default_timeout(60_000)
         contexts.append(context)
@@ -158,6 +158,7 @@ def visit(chromium):
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda message: complaints.append(message.text) if is_complaint(message) else None)
         context.on("request", lambda request: request.url.startswith(origin) or complaints.append(request.url))
+        before(page)
         page.goto(origin)
         return page
 
@@ -248,6 +249,34 @@ def test_a_whole_conversation(visit, port):
     page.click("article:last-child [title='Ask again']")
     ends(page)
     assert sent[3] == sent[2]
+
+
+def test_a_message_before_the_server_has_answered_waits_for_it(visit, port):
+    held = []
+    page = visit(port, before=lambda page: page.route("**/props", lambda route: held.append(route)))
+    page.fill("#text", QUESTION)
+    page.press("#text", "Enter")
+    page.press("#text", "Enter")
+    assert page.input_value("#text") == QUESTION and not page.locator("article").count()
+    while not held:
+        page.wait_for_timeout(10)
+    held.pop().continue_()
+    ends(page)
+    assert page.input_value("#text") == "" and shown(page)
+    assert page.locator("article").count() == 2
+
+
+def test_a_message_is_kept_while_the_server_cannot_be_reached(visit, port):
+    page = visit(port, before=lambda page: page.route("**/props", lambda route: route.abort()))
+    page.fill("#text", QUESTION)
+    page.press("#text", "Enter")
+    page.wait_for_selector("#notice:has-text('The server cannot be reached.')")
+    assert page.input_value("#text") == QUESTION and not page.locator("article").count()
+    page.unroute_all()
+    page.click("#notice button")
+    page.press("#text", "Enter")
+    ends(page)
+    assert shown(page)
 
 
 @pytest.mark.parametrize("way", ["Escape", "button"])

@@ -19,6 +19,7 @@ const IDEAS = {
 
 let settings = store.loadSettings();
 let server = null; // what `describe` returned; null until the server answered
+let connection = null; // the promise of the last `connect`
 let wantsKey = false; // whether the server has refused a request without a key
 let keyBefore = ""; // the key when the drawer was opened
 let chat = store.chats().find((found) => found.id === location.hash.slice(1)) ?? store.newChat();
@@ -28,7 +29,11 @@ let follows = true; // whether the view follows the end of the conversation
 
 // Server
 
-async function connect() {
+function connect() {
+  connection = reach();
+}
+
+async function reach() {
   notice("");
   try {
     server = await describe(settings.key);
@@ -44,6 +49,13 @@ async function connect() {
   $("#model").value = names.includes(settings.model) ? settings.model : (names[0] ?? "");
   document.title = names.length ? `${$("#model").value} - moepack` : "moepack";
   draw();
+}
+
+/** Act on the conversation once the server has answered: keys and clicks before that are not lost. */
+async function connected(action) {
+  const own = chat;
+  await connection;
+  if (server && own === chat && !running.has(own.id)) action();
 }
 
 function notice(text, action, onclick) {
@@ -182,12 +194,10 @@ function split(raw) {
 }
 
 function send(text) {
-  if (running.has(chat.id) || !server || !text.trim()) return false;
   const open = chat.messages.at(-1);
   if (open?.role === "user") open.text = text; // an answer that never came
   else chat.messages.push({ role: "user", text });
   answer();
-  return true;
 }
 
 function stop() {
@@ -196,9 +206,10 @@ function stop() {
 
 /** Forget an answer and what follows it, and ask again. */
 function retry(index) {
-  if (running.has(chat.id) || !server) return;
-  chat.messages.length = index;
-  answer();
+  connected(() => {
+    chat.messages.length = index;
+    answer();
+  });
 }
 
 /** Replace a message with a field to edit it. */
@@ -210,14 +221,15 @@ function edit(index, element) {
     draw();
     $("#text").focus();
   };
-  const done = () => {
-    if (running.has(chat.id) || !server || !area.value.trim()) return;
-    chat.messages.length = index;
-    element.edits = false;
-    element.shown = null;
-    send(area.value);
-    $("#text").focus();
-  };
+  const done = () =>
+    connected(() => {
+      if (!element.edits || !area.value.trim()) return;
+      chat.messages.length = index;
+      element.edits = false;
+      element.shown = null;
+      send(area.value);
+      $("#text").focus();
+    });
   area.onkeydown = (event) => {
     if (event.key === "Escape") {
       event.stopPropagation();
@@ -272,7 +284,7 @@ function draw() {
       : "This model has no chat template: it continues your text.";
   const ideas = server ? IDEAS[server.chats ? "chat" : "text"] : [];
   $("#ideas").replaceChildren(
-    ...ideas.map((idea) => el("button", { type: "button", onclick: () => send(idea) }, idea)),
+    ...ideas.map((idea) => el("button", { type: "button", onclick: () => connected(() => send(idea)) }, idea)),
   );
 }
 
@@ -436,10 +448,13 @@ function fit(area) {
 }
 
 function submit() {
-  if (!send($("#text").value)) return;
-  $("#text").value = "";
-  fit($("#text"));
-  draw();
+  connected(() => {
+    const text = $("#text").value;
+    if (!text.trim()) return;
+    $("#text").value = "";
+    fit($("#text"));
+    send(text);
+  });
 }
 
 $("#composer").onsubmit = (event) => {
