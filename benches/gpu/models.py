@@ -130,8 +130,11 @@ def _settings(architecture: str) -> Any:
     )  # fmt: skip
 
 
-def large(device: str, family: str, architecture: str = "qwen3_moe") -> Any:
-    """A model of random weights on a device, with experts in bfloat16 or in a packed format."""
+def large(device: str, family: str, architecture: str = "qwen3_moe", gpus: int = 1) -> Any:
+    """A model of random weights on a device, with experts in bfloat16 or in a packed format.
+
+    With several GPUs, layers are split evenly, in order; weights are those of the model on one.
+    """
     from transformers import AutoModelForCausalLM
 
     settings = _settings(architecture)
@@ -141,12 +144,14 @@ def large(device: str, family: str, architecture: str = "qwen3_moe") -> Any:
     forms = {name: (experts, *shape) for name, shape in shapes}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    store = DeviceStore(torch.device(device)) if family != "bf16" else None
+    count = len(model.model.layers)
+    places = [torch.device(device)] if gpus == 1 else [torch.device("cuda", number) for number in range(gpus)]
+    stores = [] if family == "bf16" else [DeviceStore(place) for place in places]
     made = {}
-    for layer in model.model.layers:
-        if store is None:
+    for number, layer in enumerate(model.model.layers):
+        if not stores:
             continue
-        own = architecture != "qwen3_moe"
+        store, own = stores[number * gpus // count], architecture != "qwen3_moe"
         module = PackedOwnExperts(forms, layer.mlp.experts) if own else PackedExperts(forms, functional.silu)
         # Gate and up differ: silu(x) * x is mostly positive, which would send all tokens to the same experts.
         for seed, (projection, (_, rows, columns)) in enumerate(module.shapes.items()):
@@ -156,14 +161,29 @@ def large(device: str, family: str, architecture: str = "qwen3_moe") -> Any:
                 )
             store.put(module, projection, made[projection], tensor=projection)
         layer.mlp.experts = module
+    generator = torch.Generator(places[0]).manual_seed(0)
     for path, module in model.named_modules():
+        place = places[int(path.split(".")[2]) * gpus // count] if path.startswith("model.layers.") else places[0]
         tensors = [(name, tensor) for name, tensor in module._parameters.items() if tensor is not None]
         for name, tensor in tensors:
-            values = torch.randn(tensor.shape, device=device, dtype=tensor.dtype) * tensor.shape[-1] ** -0.5
-            module._parameters[name] = torch.nn.Parameter(values + ("norm" in path), requires_grad=False)
-    model.model.rotary_emb = type(model.model.rotary_emb)(settings).to(device)
+            values = torch.randn(tensor.shape, generator=generator, device=places[0], dtype=tensor.dtype)
+            values = (values * tensor.shape[-1] ** -0.5 + ("norm" in path)).to(place)
+            module._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
+    model.model.rotary_emb = type(model.model.rotary_emb)(settings).to(places[0])
     model.tie_weights()
+    if gpus > 1:
+        _place(model, [places[number * gpus // count] for number in range(count)])
     return model.eval()
+
+
+def _place(model: Any, places: list[torch.device]) -> None:
+    """Let accelerate copy the inputs of each layer to its device, and those of the rest to the first one."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    for path, module in model.named_modules():
+        place = places[int(path.split(".")[2])] if path.startswith("model.layers.") else places[0]
+        if path not in ("", "model", "model.layers"):
+            add_hook_to_module(module, AlignDevicesHook(execution_device=place))
 
 
 def main() -> None:

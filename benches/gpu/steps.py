@@ -2,10 +2,12 @@
 or of those of gpt-oss-20b.
 
 "separate" launches operation by operation, as transformers does. Speeds behind long texts are of one sequence, with
-keys and values in bfloat16 and in 8 bits.
+keys and values in bfloat16 and in 8 bits. With `--gpus`, layers are split over several GPUs, and "same tokens as one
+GPU" compares the tokens with those of the same model on one.
 
     PYTHONPATH=python python -m benches.gpu.steps "int4 group 64 symmetric" [--layers 48] [--results FILE]
     PYTHONPATH=python python -m benches.gpu.steps "int4 group 64 symmetric" --architecture gpt_oss --layers 24
+    PYTHONPATH=python python -m benches.gpu.steps "int4 group 64 symmetric" --gpus 2
 """
 
 import argparse
@@ -122,14 +124,21 @@ def main() -> None:
     parser.add_argument("specifications", nargs="+")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--architecture", choices=("qwen3_moe", "gpt_oss"), default="qwen3_moe")
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
     models.LARGE["layers"] = options.layers
     rows = []
     for name in options.specifications:
-        model = models.large("cuda", name, options.architecture)
+        alone: dict[int, list[int]] = {}
+        if options.gpus > 1:
+            model = models.large("cuda:0", name, options.architecture)
+            alone = {batch: tokens_per_second(model, batch)[1] for batch in BATCHES}
+            del model
+            torch.cuda.empty_cache()
+        model = models.large("cuda:0", name, options.architecture, options.gpus)
         row: dict[str, Any] = {
-            "specification": name, "architecture": options.architecture, "layers": options.layers
+            "specification": name, "architecture": options.architecture, "layers": options.layers, "gpus": options.gpus
         }  # fmt: skip
         for batch in BATCHES:
             rate, tokens = tokens_per_second(model, batch)
@@ -138,8 +147,11 @@ def main() -> None:
             same = sum(one == other for one, other in zip(tokens, others, strict=True))
             row[f"tokens/s of {batch}"] = {
                 "fused": round(rate, 1), "separate": round(before, 1), "same tokens": same,
-                "distinct experts": round(distinct_experts(model, batch), 1),
+                "distinct experts": round(distinct_experts(model, batch), 1), "replayed": model.model.forward.steps,
             }  # fmt: skip
+            if batch in alone:
+                same = sum(one == other for one, other in zip(tokens, alone[batch], strict=True))
+                row[f"tokens/s of {batch}"]["same tokens as one GPU"] = same
         for tokens in PROMPTS:
             fused = first_token(model, tokens)
             with separate():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moepack.backends.gpu import recording
-from moepack.backends.gpu.recording import Unwritten, interlude, record
+from moepack.backends.gpu.recording import Unwritten, crossing, interlude, record
 
 SECOND = torch.device("cuda", 1)
 
@@ -132,3 +132,32 @@ def test_interludes_run_between_graphs_of_the_same_device(cuda):
     assert seen == []
     run()
     assert seen == [[1.0, 1.0]] and output.tolist() == [20.0, 20.0] and cuda.runs == [SECOND, SECOND]
+
+
+def test_a_crossing_copies_at_each_replay_and_goes_on_with_a_graph_of_the_other_device(cuda, monkeypatch):
+    first = torch.device("cuda", 0)
+    x, y, z, back = torch.ones(2), torch.zeros(2), torch.zeros(2), torch.zeros(2)
+    copies = []
+    monkeypatch.setattr(torch, "empty_like", lambda x, device: copies.append(device) or torch.zeros(x.shape))
+
+    def function():
+        cuda.launch(first, lambda: y.copy_(2 * x))
+        (there,) = crossing([y], SECOND)
+        cuda.launch(SECOND, lambda: z.copy_(there + 1))
+        (here,) = crossing([z], first)
+        cuda.launch(first, lambda: back.copy_(10 * here))
+        return z
+
+    run, output = record(function, first)
+    assert copies == [SECOND, first] and not output.any() and cuda.entered == [first]
+    for value in (1.0, 3.0):
+        x.fill_(value)
+        run()
+        assert output.tolist() == [2 * value + 1] * 2 and back.tolist() == [20 * value + 10] * 2
+    assert cuda.runs == [first, SECOND, first] * 2 and cuda.entered == [first]
+
+
+def test_a_crossing_outside_of_a_recording_is_a_copy():
+    x = torch.ones(2)
+    assert crossing([x], x.device)[0] is x
+    assert crossing([x, x], torch.device("meta"))[1].device.type == "meta"

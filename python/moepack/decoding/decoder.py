@@ -211,7 +211,7 @@ class DecoderForward(_Forward):
     def _replayed(self, model: Any, call: Call) -> torch.Tensor:
         """Replay a recorded step on a GPU."""
         (name, given), mask, positions = _input(call), call.attention_mask, call.position_ids
-        if is_narrow(call.cache) or not _has_whole_attention(model.config):
+        if is_narrow(call.cache) or not _has_whole_attention(model.config) or self._graphs.in_passes:
             require(name == "input_ids", "embeddings instead of tokens")
             return self._graphs.read(model, self.original, given, call.cache, mask, positions)
         seen = {"attention_mask": mask, "position_ids": positions}

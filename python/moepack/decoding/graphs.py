@@ -11,10 +11,9 @@ Invariants:
   read is replaced, a new recording is made.
 - The first step of a cache is never recorded, because it loads kernels and allocates library workspaces. Caches that
   alternate are therefore not recorded.
-- Prompts, and steps with sliding windows or with keys and values in 8 bits, run in passes (`moepack.decoding.passes`),
-  which read any cache.
-- Steps that cannot be recorded (a model on several devices, layers on the CPU, an operation that synchronizes with the
-  device) run in transformers.
+- Prompts, and steps with sliding windows, with keys and values in 8 bits, or of models on several GPUs, run in passes
+  (`moepack.decoding.passes`), which read any cache.
+- Steps that cannot be recorded (layers on the CPU, an operation that synchronizes with the device) run in transformers.
 - A recorded step computes norms and rotary embeddings by kernels with the same results (`moepack.backends.gpu.step`),
   and layers of known families in few launches (`moepack.decoding.layers`).
 - If experts are moved to and from the device, the host takes part in every layer. The step then consists of one graph
@@ -54,11 +53,15 @@ Result = TypeVar("Result")
 class StepGraphs:
     """The decoding steps of one decoder.
 
+    Attributes:
+        in_passes: whether steps can only be recorded as passes (`read`).
+
     Args:
         recorder: records a step.
     """
 
     def __init__(self, recorder: Recorder = record) -> None:
+        self.in_passes = False
         self._recorder = recorder
         self._recording: _Recording | None = None
         self._last: Callable[[], Any] = lambda: None
@@ -190,12 +193,15 @@ class StepGraphs:
         """Return a recording for these buffers."""
         if self._recording is not None and self._recording.is_for(given, rooms):
             return self._recording
+        replacements = self._replacements_of(model)
+        self.in_passes = replacements is not None and replacements.is_spread
+        require(not self.in_passes, "a step outside of passes on several devices")
         self._recording = None  # frees its memory for the next one
         again, self._last = self._last() is cache, weakref.ref(cache)
         require(again, "the first step of a cache")
         # A `RuntimeError` here means that an operation synchronized with the device, or runs on another device.
         made = self._possible(
-            lambda: _Recording(model, forward, given, rooms, length, self._recorder, self._replacements_of(model)),
+            lambda: _Recording(model, forward, given, rooms, length, self._recorder, replacements),
             refusal=RuntimeError,
         )
         self._recording = made

@@ -1,4 +1,4 @@
-"""Keys and values of sequences in one block of memory per cache, for passes that read them by address.
+"""Keys and values of sequences in one block of memory per cache and device, for passes that read them by address.
 
 A pass over tokens of several sequences (`moepack.decoding.passes`) is recorded once. It gets the addresses of each
 sequence's keys and values with every replay. They stay in transformers' caches, as layers that grow in place and whose
@@ -33,14 +33,15 @@ class Shape(NamedTuple):
     Attributes:
         windows: of each layer, the number of tokens that a token attends to, including itself; 0 for all.
         groups, width: the heads of a layer, and their columns.
-        dtype, device: of the tensors.
+        dtype: of the tensors.
+        devices: of each layer.
     """
 
     windows: tuple[int, ...]
     groups: int
     width: int
     dtype: torch.dtype
-    device: torch.device
+    devices: tuple[torch.device, ...]
 
 
 class Held:
@@ -52,16 +53,15 @@ class Held:
         narrow: whether the tokens are in 8 bits.
     """
 
-    def __init__(self, layers: list[Any], block: Tensor) -> None:
-        """Make the layers views of a block [layers, 2, B, groups, capacity, row]."""
-        self._layers, self.block = layers, block
-        self.capacity, self.narrow = block.shape[4], block.dtype is torch.int8
-        each = block.element_size()
-        starts = torch.arange(block.shape[2])[:, None, None] * block.stride(2)
-        starts = starts + torch.arange(2)[:, None] * block.stride(1) + torch.arange(len(layers)) * block.stride(0)
-        self.addresses: NDArray[np.int64] = (block.data_ptr() + each * starts).numpy()
-        form = Form(block.shape[2], block.shape[3], (block.shape[5],) * 2, block.dtype, block.device.type)
-        self._rooms = [Room(form, part[0], part[1], None) for part in block]
+    def __init__(self, layers: list[Any], blocks: list[Tensor], parts: list[Tensor]) -> None:
+        """Make each layer a view of its part [2, B, groups, capacity, row] of the blocks [layers, 2, ...]."""
+        self._layers, self.blocks, part = layers, blocks, parts[0]
+        self.capacity, self.narrow = part.shape[3], part.dtype is torch.int8
+        steps = np.arange(part.shape[1])[:, None] * part.stride(1) + np.arange(2) * part.stride(0)
+        starts = np.array([part.data_ptr() for part in parts])
+        self.addresses: NDArray[np.int64] = starts + part.element_size() * steps[..., None]
+        form = Form(part.shape[1], part.shape[2], (part.shape[4],) * 2, part.dtype, part.device.type)
+        self._rooms = [Room(form, keys, values, None) for keys, values in parts]
 
     def show(self, count: int) -> None:
         """Set the number of tokens."""
@@ -69,7 +69,7 @@ class Held:
             layer.hold(room, count)
 
     def is_of(self, layers: Sequence[Any]) -> bool:
-        """Whether these layers still are views of the block, and show its latest tokens."""
+        """Whether these layers still are views of the parts, and show their latest tokens."""
         first, last = self._layers[0], self._layers[-1]
         if layers[0] is not first or layers[-1] is not last or len(layers) != len(self._layers):
             return False
@@ -103,7 +103,7 @@ def held(cache: DynamicCache, known: Held | None, shape: Shape, batch: int, more
     """Return a cache's buffers, with room for more tokens.
 
     Args:
-        cache: its layers become layers that grow in place, with buffers in one block.
+        cache: its layers become layers that grow in place, with buffers in one block per device.
         known: what was returned for this cache before.
         shape: of the model's keys and values.
         batch: the number of sequences.
@@ -120,7 +120,7 @@ def held(cache: DynamicCache, known: Held | None, shape: Shape, batch: int, more
     require(len(counts) <= 1, "caches whose layers differ in length")
     count, narrow = max(counts, default=0), is_narrow(cache)
     grown = [_grown(layers[number] if layers else None, seen, narrow) for number, seen in enumerate(shape.windows)]
-    form = Form(batch, shape.groups, (shape.width,) * 2, shape.dtype, shape.device.type)
+    form = Form(batch, shape.groups, (shape.width,) * 2, shape.dtype, shape.devices[0].type)
     form = NarrowLayer.stored(form) if narrow else form
     if count:
         require({layer.form for layer in grown} == {form}, "caches with unexpected contents")
@@ -128,20 +128,29 @@ def held(cache: DynamicCache, known: Held | None, shape: Shape, batch: int, more
         require([layer.count for layer in grown] == kept, "caches that lack tokens")
     capacity = count + more + max(LEAST, count // 4)
     capacity += -capacity % _CAPACITY
-    sizes = len(grown), 2, batch, shape.groups, capacity, form.widths[0]
-    block = torch.empty(sizes, dtype=form.dtype, device=shape.device)
+    blocks = {
+        device: torch.empty(
+            (shape.devices.count(device), 2, batch, shape.groups, capacity, form.widths[0]),
+            dtype=form.dtype,
+            device=device,
+        )
+        for device in dict.fromkeys(shape.devices)
+    }
+    rest = {device: iter(block) for device, block in blocks.items()}
+    parts = [next(rest[device]) for device in shape.devices]
     if count and known is not None and known.is_of(layers):
-        block.narrow(4, 0, count).copy_(known.block.narrow(4, 0, count))
+        for block, old in zip(blocks.values(), known.blocks, strict=True):
+            block.narrow(4, 0, count).copy_(old.narrow(4, 0, count))
     elif count:
-        for layer, both in zip(grown, block, strict=True):
+        for layer, both in zip(grown, parts, strict=True):
             both.narrow(3, 0, count - layer.count).zero_()  # hidden tokens are multiplied by zero, as NaN must not be
             for part, tokens in zip(both, (layer.keys, layer.values), strict=True):
                 part.narrow(2, count - layer.count, layer.count).copy_(tokens)
-    for layer, (keys, values) in zip(grown, block, strict=True):
+    for layer, (keys, values) in zip(grown, parts, strict=True):
         if not layer.is_initialized:
             layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
     layers[:] = grown
-    found = Held(grown, block)
+    found = Held(grown, list(blocks.values()), parts)
     found.show(count)
     return found
 

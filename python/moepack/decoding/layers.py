@@ -21,12 +21,14 @@ Invariants:
 - Norms and routers are replaced only if a trial shows the same results. Other parts are replaced by the class of their
   module, which `Family` describes.
 - Operations are rounded like transformers' modules; sums may be in another order.
+- On several GPUs, each layer runs on that of its weights, and copies its inputs there.
 - Modules are restored at the end of the context. Other threads that call them meanwhile get the same results, and
   gradients, because replacements leave calls that record gradients to the modules.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -36,11 +38,13 @@ from torch.nn import functional
 from moepack.backends.gpu import dense, prompt_attention, router, step
 from moepack.backends.gpu.attention import Attention
 from moepack.backends.gpu.draw import draw
+from moepack.backends.gpu.recording import crossing
 from moepack.backends.gpu.rooms import Rooms
 from moepack.decoding.cache import Appended, Room
 from moepack.decoding.families import Family, family_of
 from moepack.decoding.held import Passing, Shape
 from moepack.decoding.translation import Unknown, window
+from moepack.hooks import has_own_forward
 from moepack.modules.experts import PackedExperts
 
 __all__ = ["Operations", "Replacements"]
@@ -108,63 +112,77 @@ class Replacements:
     def __init__(self, model: nn.Module, operations: Operations | None = None) -> None:
         self.layers: list[_Layer] = []
         self._places: list[step.Place] = []
-        self._devices = {tensor.device for tensor in model.parameters()}
-        with self._device():
-            self._make(model, operations)
+        self._devices = list(dict.fromkeys(tensor.device for tensor in model.parameters()))
+        are_gpus = all(device.type == "cuda" for device in self._devices)
+        self._operations: dict[torch.device, Operations] = {}
+        if operations is not None or (are_gpus and self._devices):
+            with on(self._devices[0]):
+                self._make(model, {device: operations or Operations(device) for device in self._devices})
 
     @property
     def held_shape(self) -> tuple[Shape, int] | None:
         """Keys and values of passes over several sequences, and rows of a tile of prompts; None without such passes."""
         attentions = [layer.attention for layer in self.layers]
         parts = [None if attention is None else attention.held_shape for attention in attentions]
-        if not parts or len({*parts}) > 1 or parts[0] is None or len(self._devices) != 1:
+        if not parts or len({*parts}) > 1 or parts[0] is None:
             return None
         groups, group, width, dtype = parts[0]
-        assert self._operations is not None
         windows = tuple(attention.window for attention in attentions if attention is not None)
-        return Shape(windows, groups, width, dtype, *self._devices), self._operations.tile_rows(group)
+        devices = tuple(layer.device for layer in self.layers)
+        return Shape(windows, groups, width, dtype, devices), self._operations[devices[0]].tile_rows(group)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether layers are on several devices."""
+        return len(self._devices) > 1
 
     def draw(self, logits: Tensor, draws: Tensor) -> Tensor:
         """Choose tokens; see `moepack.backends.gpu.draw.draw`."""
-        assert self._operations is not None
-        return self._operations.draw(logits, draws)
+        with on(logits.device):
+            return self._operations[logits.device].draw(logits, draws)
 
-    def _device(self) -> AbstractContextManager[Any]:
-        """A context in which kernels run on the model's GPU."""
-        return torch.cuda.device(*self._devices) if self._is_on_gpu() else nullcontext()
-
-    def _is_on_gpu(self) -> bool:
-        return len(self._devices) == 1 and next(iter(self._devices)).type == "cuda"
-
-    def _make(self, model: Any, operations: Operations | None) -> None:
+    def _make(self, model: Any, operations: dict[torch.device, Operations]) -> None:
         """Find the modules to replace."""
-        if operations is None and self._is_on_gpu():
-            operations = Operations(*self._devices)
-        self._operations = operations
-        if operations is None:
-            return
         family = family_of(model)
         if family is not None:
             self.layers = _layers(model, family, operations)
+        if len(operations) > 1 and not self.layers:
+            return  # nothing would copy inputs to the GPU of a module, and make it the current one
+        self._operations = operations
         inner: list[tuple[Any, Callable[..., Any] | None]] = [(layer.module, layer) for layer in self.layers]
         if self.layers:
             inner.append((model.norm, _Last(self.layers[-1].chain, model.norm)))
+        if len(operations) > 1:
+            inner.append((model.rotary_emb, _rotary_on(model.rotary_emb, self.layers[0].device)))
         for module in model.modules():
             if family is not None and family.has(module, family.router):
-                inner.append((module, _Router.of(module, family, operations)))
+                inner.append((module, _Router.of(module, family, operations[module.weight.device])))
             elif type(module) is nn.Linear:
-                inner.append((module, _Linear(module, operations)))
+                inner.append((module, _Linear(module, operations[module.weight.device])))
         self._places = [*step.norms(model), *step.rotations(model)]
         self._places += [(vars(module), "forward", forward) for module, forward in inner if forward is not None]
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Replace modules within the context. One thread at a time."""
-        if self._operations is None:
+        if not self._operations:
             yield
             return
-        with self._device(), step.replaced(self._places), _grouped_attention(self._operations):
+        with on(self._devices[0]), step.replaced(self._places), _grouped_attention(self._operations):
             yield
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which kernels run on a device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _rotary_on(module: Any, device: torch.device) -> Callable[..., Any]:
+    """The forward of rotary positions whose frequencies are on a device."""
+    moved = copy(module)
+    moved._buffers = {name: buffer.to(device) for name, buffer in module._buffers.items()}
+    vars(moved).pop("forward", None)
+    return moved.forward  # type: ignore[no-any-return]
 
 
 class _Linear:
@@ -201,14 +219,14 @@ class _Router:
         """The forward, if a trial on random tokens gives the results of the module."""
         weight = module.weight
         sizes_fit = len(weight) <= router.MOST_EXPERTS and int(module.top_k) <= router.MOST_CHOICES
-        if not sizes_fit or (getattr(module, "num_group", None) or 1) > 1 or "forward" in vars(module):
+        if not sizes_fit or (getattr(module, "num_group", None) or 1) > 1 or not has_own_forward(module):
             return None
         found = cls(module, family, operations)
         generator = torch.Generator(weight.device).manual_seed(0)
         dtype = weight.dtype if weight.dtype in _DTYPES else torch.float32
         x = torch.randn(3, weight.shape[1], generator=generator, device=weight.device).to(dtype)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), on(weight.device):
                 (_, own, index), (logits, scores, chosen) = module(x), found(x)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return None
@@ -255,35 +273,70 @@ class _Last:
     """The forward of the norm behind the last layer."""
 
     def __init__(self, chain: _Chain, module: Any) -> None:
-        self._chain, self._own = chain, module.forward
+        self._chain, self._own, self._device = chain, module.forward, module.weight.device
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         normed = self._chain.take(hidden_states)
-        return self._own(hidden_states) if normed is None else normed.view(hidden_states.shape)
+        if normed is not None:
+            return normed.view(hidden_states.shape)
+        (hidden_states,) = crossing([hidden_states], self._device)
+        with on(self._device):
+            return self._own(hidden_states)  # type: ignore[no-any-return]
 
 
-def _layers(model: Any, family: Family, operations: Operations) -> list["_Layer"]:
-    """The layers of a model whose parts are known; none if any layer has another form."""
-    layers, chain = list(model.layers)[: model.config.num_hidden_layers], _Chain()
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines of rotary positions."""
+
+
+class _Turns:
+    """The rotary positions of a pass on each device that it has come to."""
+
+    def __init__(self) -> None:
+        self._first: Turns | None = None
+        self._copies: dict[torch.device, Turns] = {}
+
+    def arrive(self, x: Tensor, turns: Turns | None, device: torch.device) -> tuple[Tensor, Turns | None]:
+        """Activations and positions on a device."""
+        if turns is not self._first:
+            self._first, self._copies = turns, {}
+        known = turns is None or turns[0].device == device or device in self._copies
+        moved = [] if known or turns is None else [*turns]
+        if x.device != device:
+            x, *moved = crossing([x, *moved], device)
+        elif moved:
+            moved = [*crossing(moved, device)]
+        if moved:
+            self._copies[device] = moved[0], moved[1]
+        return x, self._copies.get(device, turns)
+
+
+def _layers(model: Any, family: Family, all_operations: Mapping[torch.device, Operations]) -> list["_Layer"]:
+    """The layers of a model whose parts are known; none if any layer has another form, or is on several devices."""
+    layers, chain, turns = list(model.layers)[: model.config.num_hidden_layers], _Chain(), _Turns()
     parts = {"mlp", "input_layernorm", "post_attention_layernorm"}
     for layer in layers:
         if not family.has(layer, "DecoderLayer") or not parts <= layer._modules.keys() or len(layer._modules) != 4:
             return []
     places = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    norms = [norm for place in (*places, model.norm) if (norm := operations.norm_of(place)) is not None]
+    norms = [
+        norm
+        for place in (*places, model.norm)
+        if (norm := all_operations[place.weight.device].norm_of(place)) is not None
+    ]
     if len(norms) != 2 * len(layers) + 1:
         return []
-    return [
-        _Layer(
-            layer,
-            _Attention.of(layer, model.config, family, operations),
-            norms[2 * n : 2 * n + 3],
-            chain,
-            operations,
-            _only_experts(layer.mlp, family),
-        )
-        for n, layer in enumerate(layers)
-    ]
+    found = []
+    for n, layer in enumerate(layers):
+        tensors = (*layer.parameters(), *layer.buffers())
+        (device, *others) = dict.fromkeys(tensor.device for tensor in tensors)
+        if others:
+            return []
+        operations, own = all_operations[device], norms[2 * n : 2 * n + 3]
+        own[2] = own[2]._replace(weight=own[2].weight.to(device))  # the following layer may be elsewhere
+        attention = _Attention.of(layer, model.config, family, operations)
+        experts = _only_experts(layer.mlp, family)
+        found.append(_Layer(layer, attention, own, (chain, turns), operations, experts))
+    return found
 
 
 class _Layer:
@@ -293,7 +346,7 @@ class _Layer:
         module: the layer.
         attention: its attention, or None to run the module's.
         norms: before attention, before the experts, and of the following layer.
-        chain: passes the output's norm on.
+        shared: with the other layers: what passes the output's norm on, and the rotary positions.
         operations: what computes the parts.
         experts: the router and the experts, if they are all that follows attention; None to run the module.
     """
@@ -303,19 +356,27 @@ class _Layer:
         module: Any,
         attention: "_Attention | None",
         norms: list[step.Norm],
-        chain: _Chain,
+        shared: tuple[_Chain, _Turns],
         operations: Operations,
         experts: tuple[Any, PackedExperts] | None,
     ) -> None:
         self._experts = experts
-        self.module, self.chain = module, chain
+        self.module, (self.chain, self._turns), self.device = module, shared, norms[0].weight.device
         self._own, self.attention, self._operations = module.forward, attention, operations
         self._norm, self._middle, self._following = norms
 
     def __call__(self, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
-        cache = next((value for value in named.values() if isinstance(value, Appended | Passing)), None)
         if args or torch.is_grad_enabled() or not hidden_states.numel():
             return self._own(hidden_states, *args, **named)
+        if "position_embeddings" in named:
+            turns = named["position_embeddings"]
+            hidden_states, named["position_embeddings"] = self._turns.arrive(hidden_states, turns, self.device)
+        with on(self.device):
+            return self._computed(hidden_states, named)
+
+    def _computed(self, hidden_states: Tensor, named: dict[str, Any]) -> Tensor:
+        """The layer's output, with inputs on its device."""
+        cache = next((value for value in named.values() if isinstance(value, Appended | Passing)), None)
         shape, operations = hidden_states.shape, self._operations
         residual = hidden_states.reshape(-1, shape[2])
         normed = self.chain.take(hidden_states)
@@ -477,7 +538,7 @@ class _Attention:
 
 
 @contextmanager
-def _grouped_attention(operations: Operations) -> Iterator[None]:
+def _grouped_attention(operations: Mapping[torch.device, Operations]) -> Iterator[None]:
     """Let transformers' attention read grouped heads of one token without copies."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # imports this package, so not at the top
 
@@ -499,7 +560,7 @@ def _grouped_attention(operations: Operations) -> Iterator[None]:
         if plain and tokens == 1 and (attention_mask is None or attention_mask.shape[:3] == (batch, 1, 1)):
             mask = None if attention_mask is None else attention_mask.reshape(batch, -1)
             scale = width**-0.5 if scaling is None else scaling
-            found = operations.attend(query.reshape(batch, -1, width), key, value, mask, float(scale))
+            found = operations[query.device].attend(query.reshape(batch, -1, width), key, value, mask, float(scale))
             if found is not None:
                 return found[:, None], None
         return own(module, query, key, value, attention_mask, *args, scaling=scaling, **named)

@@ -11,28 +11,31 @@ Keys and values may be in 8 bits (`moepack.decoding.narrow`); such passes are re
 place: nothing is written for them, and their results are not read. A pass may end with the head; it then chooses the
 likeliest tokens on the device, or draws them, and the next step can begin with them before the host knows them.
 
+Layers may be on several GPUs. A pass then consists of a graph for each stretch of layers on one GPU, with copies of the
+activations between them.
+
 Invariants:
-- Everything that changes between passes is copied to the device in one piece before each.
+- Everything that changes between passes is copied to each device in one piece before each.
 - Results are overwritten by the next pass of the same size. Passes run one after the other on the current stream.
 - Only models whose layers `moepack.decoding.layers` knows entirely have passes. Anything else raises `Unknown`, and
   nothing has changed.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moepack.backends.gpu.recording import Unwritten, record
+from moepack.backends.gpu.recording import Unwritten, crossing, record
 from moepack.backends.gpu.rooms import Rooms
 from moepack.decoding.drawing import GREEDY, Draw
 from moepack.decoding.held import Held, Passing, Shape, Span, held
-from moepack.decoding.layers import Replacements
+from moepack.decoding.layers import Replacements, on
 from moepack.decoding.signature import cache_name
 from moepack.decoding.translation import Guard, Unknown, require
 
@@ -58,9 +61,9 @@ class Ready:
         self.logits, self._count = logits, len(tokens)
         self._tokens = torch.empty_like(tokens, device="cpu", pin_memory=tokens.is_cuda)
         self._tokens.copy_(tokens, non_blocking=True)
-        self._event = torch.cuda.Event() if tokens.is_cuda else None  # type: ignore[no-untyped-call]
+        self._event = _event(tokens.device)
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(tokens.device))
 
     def tokens(self) -> list[int]:
         """Wait for the token of each span; -1 if its logits are not finite."""
@@ -69,8 +72,13 @@ class Ready:
         return self._tokens.tolist()
 
 
+def _event(device: torch.device) -> Any:
+    """A new event of a GPU; None for the CPU."""
+    return torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
 class Passes:
-    """The passes of a decoder on one device.
+    """The passes of a decoder.
 
     Attributes:
         shape: of its keys and values.
@@ -104,14 +112,17 @@ class Passes:
         require(getattr(model.rotary_emb, "rope_type", "default") in _ROTARY_TYPES, "rotary positions by length")
         require(config._attn_implementation in ("eager", "sdpa"), "other attention implementations")
         self.shape, self.tile = shape
+        self._first = self.shape.devices[0]
+        self._last = _device(head, self.shape.devices[-1])
+        require(_device(model.embed_tokens, self._first) == self._first, "embeddings apart from the first layer")
         self.works = True
         self._model, self._forward, self._replacements, self._head = model, forward, replacements, head
         self._recorder = recorder
-        if self.shape.device.type == "cuda" and recorder is record:
+        if self._first.type == "cuda" and recorder is record:
             self._recorder = partial(record, tidy=False, pool=torch.cuda.graph_pool_handle())
         self._made: dict[_Kind, _Pass] = {}
         self._known: WeakKeyDictionary[Any, Held] = WeakKeyDictionary()
-        self._chosen = torch.zeros(STEPS[-1], dtype=torch.int64, device=self.shape.device)
+        self._chosen = torch.zeros(STEPS[-1], dtype=torch.int64, device=self._first)
 
     def holds(self) -> bool:
         """Whether the model is unchanged."""
@@ -188,7 +199,7 @@ class Passes:
 
     def _recorded(self, kind: "_Kind") -> "_Pass":
         """Record a pass, without tokens."""
-        made = _Pass(kind, self.shape)
+        made = _Pass(kind, self.shape, self._last)
         made.put([], self.tile, None, ())
         try:
             self._record(made)
@@ -202,45 +213,55 @@ class Passes:
 
     def _record(self, made: "_Pass") -> None:
         """Record a pass, which has its inputs."""
-        layers = [
-            Rooms(keys, values, *made.common, made.kind.narrow, seen)
-            for keys, values, seen in zip(*made.addresses, self.shape.windows, strict=True)
-        ]
-        cache = Passing(layers, made.kind.is_prompt)
-        mask = torch.zeros(1, 1, 1, 1, dtype=self.shape.dtype, device=self.shape.device)
+        rooms = []
+        for layer, (device, seen) in enumerate(zip(self.shape.devices, self.shape.windows, strict=True)):
+            given = made.given[device]
+            keys, values = given.addresses[:, layer]
+            rooms.append(Rooms(keys, values, *given.common, made.kind.narrow, seen))
+        cache = Passing(rooms, made.kind.is_prompt)
+        first, last = made.given[self._first], made.given[self._last]
+        mask = torch.zeros(1, 1, 1, 1, dtype=self.shape.dtype, device=self._first)
         named = {str(cache_name(type(self._model).forward)): cache}
 
         def run() -> Tensor:
-            ids = (
-                made.ids
-                if made.kind.is_prompt
-                else torch.where(made.ids < 0, self._chosen[(-1 - made.ids).clamp(min=0)], made.ids)
-            )
-            positions = made.place.clamp(min=0)[None]
+            ids = first.ids
+            if not made.kind.is_prompt:
+                ids = torch.where(ids < 0, self._chosen[(-1 - ids).clamp(min=0)], ids)
+            positions = first.place.clamp(min=0)[None]
             output = self._forward(
                 input_ids=ids[None], attention_mask=mask, position_ids=positions, use_cache=True, **named
             )
             states: Tensor = output.last_hidden_state[0]
             if self._head is None:
                 return states
-            logits = self._head(states[made.kept])
+            (states,) = crossing([states], self._last)
+            with on(self._last):
+                logits = self._head(states[last.kept])
             kept: Tensor = made.output
             kept.copy_(logits)
             likeliest = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
-            made.tokens.copy_(self._replacements.draw(logits, made.draws) if made.kind.draws else likeliest)
+            made.tokens.copy_(self._replacements.draw(logits, last.draws) if made.kind.draws else likeliest)
             if not made.kind.is_prompt:
-                self._chosen[: made.kind.size].copy_(made.tokens.clamp(min=0))
+                (tokens,) = crossing([made.tokens], self._first)
+                self._chosen[: made.kind.size].copy_(tokens.clamp(min=0))
             return kept
 
         with self._replacements.active(), torch.inference_mode():
             chosen = self._chosen.clone()
             if self._head is not None:  # memory of its own, because recordings share the rest
-                states = torch.zeros(len(made.kept), self._model.config.hidden_size, dtype=self.shape.dtype)
-                made.output = torch.empty_like(self._head(states.to(self.shape.device)))
+                states = torch.zeros(len(last.kept), self._model.config.hidden_size, dtype=self.shape.dtype)
+                with on(self._last):
+                    made.output = torch.empty_like(self._head(states.to(self._last)))
             run()  # loads the kernels
             self._chosen.copy_(chosen)
-            made.replay, output = self._recorder(run, self.shape.device)
+            made.replay, output = self._recorder(run, self._first)
         made.output = output
+
+
+def _device(part: Any, otherwise: torch.device) -> torch.device:
+    """The device of a module's tensors."""
+    tensors = (*part.parameters(), *part.buffers()) if isinstance(part, nn.Module) else ()
+    return next((tensor.device for tensor in tensors), otherwise)
 
 
 class _Kind(NamedTuple):
@@ -264,34 +285,33 @@ class _Pass:
 
     Attributes:
         kind: what it is for.
-        ids, place: [size].
-        common: capacity [S], sequence and place of the rows.
-        addresses: [2, layers, S], of keys and values.
-        kept: [S], the rows whose logits are wanted.
-        draws: [5, S] float64, how tokens are drawn.
+        given: the inputs, on each device.
         tokens: [S], the chosen ones.
         output: [size, H], or [S, V] with the head.
         replay: runs it.
+
+    Args:
+        kind: what it is for.
+        shape: of the model's keys and values.
+        last: the device of the head.
     """
 
-    def __init__(self, kind: _Kind, shape: Shape) -> None:
+    def __init__(self, kind: _Kind, shape: Shape, last: torch.device) -> None:
         self.kind, layers, size = kind, len(shape.windows), kind.size
         sequences = min(MOST_PROMPTS, size) if kind.is_prompt else size
         parts = {"ids": size, "place": size, "sequence": size, "kept": sequences, "capacity": sequences}
         parts |= {"addresses": 2 * layers * sequences, "draws": len(GREEDY) * sequences if kind.draws else 0}
-        cuda = shape.device.type == "cuda"
-        self._given = torch.zeros(sum(parts.values()), dtype=torch.int64, device=shape.device)
-        # Two, because the copy of the first may still be under way when the second is filled.
-        self._staged = [torch.zeros_like(self._given, device="cpu", pin_memory=cuda) for _ in range(2)]
-        self._copied = [torch.cuda.Event() if cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
         ends = np.cumsum([*parts.values()])
         self._places = {name: slice(end - parts[name], end) for name, end in zip(parts, ends.tolist(), strict=True)}
-        self.ids, self.place, self.kept = (self._given[self._places[name]] for name in ("ids", "place", "kept"))
-        names = "capacity", "sequence", "place"
-        self.common: tuple[Tensor, Tensor, Tensor] = tuple(self._given[self._places[name]] for name in names)  # type: ignore[assignment]
-        self.addresses = self._given[self._places["addresses"]].view(2, layers, sequences)
-        self.draws = self._given[self._places["draws"]].view(torch.float64).view(len(GREEDY), -1)
-        self.tokens = torch.zeros(sequences, dtype=torch.int64, device=shape.device)
+        self.given = {
+            device: _Given(torch.zeros(int(ends[-1]), dtype=torch.int64, device=device), self._places, layers)
+            for device in dict.fromkeys((*shape.devices, last))
+        }
+        cuda = last.type == "cuda"
+        # Two, because the copy of the first may still be under way when the second is filled.
+        self._staged = [torch.zeros(int(ends[-1]), dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
+        self._copied = [{device: _event(device) for device in self.given} for _ in range(2)]
+        self.tokens = torch.zeros(sequences, dtype=torch.int64, device=last)
         self.output: Any = None
         self.replay: Callable[[], None] | None = None
         self._turn = 0
@@ -300,8 +320,8 @@ class _Pass:
         """Copy the inputs to the device; arguments as in `Passes.ready`."""
         self._turn ^= 1
         staged, copied = self._staged[self._turn].numpy(), self._copied[self._turn]
-        if copied is not None:
-            copied.synchronize()
+        for event in filter(None, copied.values()):
+            event.synchronize()
         part = {name: staged[place] for name, place in self._places.items()}
         addresses = part["addresses"].reshape(2, -1, len(part["kept"]))
         part["ids"][:], part["place"][:], part["sequence"][:], row = 0, -1, 0, 0
@@ -318,8 +338,30 @@ class _Pass:
             part["capacity"][number] = span.held.capacity
             addresses[:, :, number] = span.held.addresses[span.row]
             row += taken
-        self._given.copy_(self._staged[self._turn], non_blocking=True)
+        for device, given in self.given.items():
+            given.whole.copy_(self._staged[self._turn], non_blocking=True)
+            event = copied[device]
+            if event is not None:
+                event.record(torch.cuda.current_stream(device))
         if ids is not None:
-            self.ids[: len(ids)].copy_(ids)
-        if copied is not None:
-            copied.record()
+            next(iter(self.given.values())).ids[: len(ids)].copy_(ids)
+
+
+class _Given:
+    """The inputs of a pass on a device.
+
+    Attributes:
+        whole: all of them, int64.
+        ids, place: [size].
+        common: capacity [S], sequence and place of the rows.
+        addresses: [2, layers, S], of keys and values.
+        kept: [S], the rows whose logits are wanted.
+        draws: [5, S] float64, how tokens are drawn.
+    """
+
+    def __init__(self, whole: Tensor, places: Mapping[str, slice], layers: int) -> None:
+        part = {name: whole[place] for name, place in places.items()}
+        self.whole, self.ids, self.place, self.kept = whole, part["ids"], part["place"], part["kept"]
+        self.common = part["capacity"], part["sequence"], part["place"]
+        self.addresses = part["addresses"].view(2, layers, -1)
+        self.draws = part["draws"].view(torch.float64).view(len(GREEDY), -1)

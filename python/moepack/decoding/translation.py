@@ -11,8 +11,7 @@ Tensors are read in place. Only the packed expansion of latents (DeepSeek's `kv_
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import contains, eq, is_
+from operator import eq, is_, methodcaller
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from moepack.backends.compute import compute_mode
 from moepack.backends.cpu import views
 from moepack.decoding.cache import Form, States, Tokens
 from moepack.decoding.families import family_of
+from moepack.hooks import neutral_forward
 from moepack.modules.embedding import PackedEmbedding, embedding_dtype
 from moepack.modules.experts import PackedExperts, PackedOwnExperts
 from moepack.modules.linear import PackedLinear
@@ -78,6 +78,7 @@ class Guard:
     tensors: Entries = field(default_factory=Entries)
     hooks: list[Mapping[Any, Any]] = field(default_factory=list)
     attributes: list[Mapping[str, Any]] = field(default_factory=list)
+    forwards: list[Any] = field(default_factory=list)
     modules: dict[PackedModule, tuple[str | None, bool]] = field(default_factory=dict)
     switches: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
 
@@ -101,7 +102,7 @@ class Guard:
         """Whether the model is unchanged. Each decoding step asks."""
         return (
             not any(map(_watched, filter(None, self.hooks)))
-            and not any(map(contains, self.attributes, repeat("forward")))
+            and all(map(is_, map(_forward, self.attributes), self.forwards))
             and all(map(is_, self.children.found(), self.children.expected))
             and self._are_in_place()
             and compute_mode() == self.mode
@@ -125,6 +126,7 @@ class Guard:
             self.hooks += [module._forward_hooks, module._forward_pre_hooks]
             self.hooks += [module._backward_hooks, module._backward_pre_hooks]
             self.attributes.append(module.__dict__)
+            self.forwards.append(neutral_forward(module))
             if "_active_adapter" in module.__dict__:
                 found = {name: value for name, value in module.__dict__.items() if name in _SWITCHES}
                 self.switches += [(module.__dict__, name, copy(value)) for name, value in found.items()]
@@ -133,6 +135,10 @@ class Guard:
         """Watch the children of a module."""
         for name, child in module._modules.items():
             self.children.add(module._modules, name, child)
+
+
+_forward = methodcaller("get", "forward")
+"""The forward in a module's attributes; None if it is that of its class."""
 
 
 def _state(module: PackedModule) -> tuple[str | None, bool]:

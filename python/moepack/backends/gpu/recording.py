@@ -1,20 +1,24 @@
-"""Records the kernels of a function in CUDA graphs, with calls between them that involve the host.
+"""Records the kernels of a function in CUDA graphs, with calls between them that involve the host or another GPU.
 
 Code that only launches kernels is recorded once and replayed. A call that depends on the router's choice waits for the
 device, which a graph cannot do. Such a call is an *interlude*: it ends the current graph, runs again on each replay
 with the tensors written by the preceding graph, and the following graph reads its result.
 
+A graph has the kernels of one GPU. A *crossing* ends it, copies tensors to another GPU at each replay, and goes on with
+a graph there.
+
 Invariants:
-- A function is recorded and replayed with its own device as the current one. A capture on another device's stream
-  would contain no kernels, and its replay would do nothing.
+- Kernels are recorded and replayed with their device as the current one. A capture on another device's stream would
+  contain no kernels, and its replay would do nothing.
 - The first replay checks that the result was written. A recording without kernels is an error.
-- Graphs and interludes run in recording order on one stream, so they share one memory pool.
+- Graphs and interludes run in recording order, on one stream per device, so they share one memory pool. A copy between
+  devices waits for both streams, and both wait for it.
 - An interlude does not run during recording: its result has a known shape and is not read at that time.
 """
 
 import gc
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import cache
 from threading import Lock, local
 from typing import Any
@@ -24,7 +28,7 @@ from torch import Tensor
 
 from moepack.memory import without_collector
 
-__all__ = ["Unwritten", "interlude", "pause", "record"]
+__all__ = ["Unwritten", "crossing", "interlude", "pause", "record"]
 
 _current = local()
 
@@ -44,6 +48,19 @@ def interlude(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Te
     return function(x, *others) if recording is None else recording.interlude(function, x, *others)
 
 
+def crossing(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Copy tensors to a device; if this thread is recording, it records kernels of that device from now on.
+
+    Args:
+        tensors: on one device. If it is `device`, they are returned.
+        device: a GPU, with its index.
+    """
+    if tensors[0].device == device:
+        return tensors
+    recording: _Recording | None = getattr(_current, "recording", None)
+    return [x.to(device) for x in tensors] if recording is None else recording.crossing(tensors, device)
+
+
 def pause(function: Callable[[], None]) -> None:
     """Call a function that cannot be recorded; if this thread is recording, defer the call to replays."""
     recording: _Recording | None = getattr(_current, "recording", None)
@@ -59,7 +76,7 @@ def record(
     """Record the kernels of a function; they only run when the returned function is called.
 
     Args:
-        function: launches kernels on the device.
+        function: launches kernels on the device, and on others after a `crossing`.
         device: a GPU, with its index.
         tidy: free unused memory first, because a recording keeps the memory that it uses. Takes a third of a second.
         pool: a memory pool shared with recordings that never run concurrently (`torch.cuda.graph_pool_handle`); None
@@ -126,20 +143,22 @@ class _Recording:
     """A sequence of graphs and interludes.
 
     Args:
-        device: the device of its kernels.
+        device: of its first kernels.
         pool: the memory pool of the graphs.
     """
 
     def __init__(self, device: torch.device, pool: Any) -> None:
-        self._device = device
-        self._steps: list[Callable[[], Any]] = []
+        self._device = device  # of the next kernels
+        self._streams = ExitStack()
+        self._steps: list[tuple[torch.device, Callable[[], Any]]] = []
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph
 
     def of(self, function: Callable[[], Tensor]) -> Tensor:
         """Record a function and return its result."""
         # Garbage may own memory that the driver cannot free during a capture.
-        with _one_at_a_time, without_collector(), torch.cuda.stream(_stream(self._device)):
+        with _one_at_a_time, without_collector(), self._streams:
+            self._streams.enter_context(torch.cuda.stream(_stream(self._device)))
             _current.recording = self
             try:
                 self._begin()
@@ -156,22 +175,37 @@ class _Recording:
 
     def replay(self) -> None:
         """Run all graphs and interludes in order."""
-        with torch.cuda.device(self._device):
-            for step in self._steps:
+        for device, step in self._steps:
+            with torch.cuda.device(device):
                 step()
 
     def interlude(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
         """Defer a call to replays; return the tensor for its results."""
         self._end()
         given = torch.empty_like(x, dtype=torch.float32)
-        self._steps.append(lambda: given.copy_(function(x, *others)))
+        self._add(lambda: given.copy_(function(x, *others)))
+        self._begin()
+        return given
+
+    def crossing(self, tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+        """Copy tensors to another device at each replay; return their places there, and record kernels there."""
+        self._end()
+        given = [torch.empty_like(x, device=device) for x in tensors]
+
+        def copy() -> None:
+            for place, x in zip(given, tensors, strict=True):
+                place.copy_(x, non_blocking=True)
+
+        self._add(copy)
+        self._device = device
+        self._streams.enter_context(torch.cuda.stream(_stream(device)))
         self._begin()
         return given
 
     def pause(self, function: Callable[[], None]) -> None:
         """Defer a call without a result to replays."""
         self._end()
-        self._steps.append(function)
+        self._add(function)
         self._begin()
 
     def _begin(self) -> None:
@@ -180,4 +214,7 @@ class _Recording:
 
     def _end(self) -> None:
         self._graph.capture_end()
-        self._steps.append(self._graph.replay)
+        self._add(self._graph.replay)
+
+    def _add(self, step: Callable[[], Any]) -> None:
+        self._steps.append((self._device, step))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moepack.backends.gpu.program import Program
 from moepack.backends.gpu.rooms import NO_ROOMS, ROOMS, Rooms
 from moepack.backends.gpu.structs import ACTIVATIONS, TYPES, Struct, StructValue, activations
+from moepack.hooks import has_own_forward
 
 __all__ = [
     "HeadRows", "Norm", "Place", "add_norm", "norm_of", "norms", "prepare_heads", "prepare_heads_in_rooms", "program",
@@ -248,7 +249,7 @@ def _is_rotation(own: Callable[..., Any], like: Tensor | None) -> bool:
     generator = torch.Generator(like.device).manual_seed(0)
     shapes = (2, 3, 1, 64), (2, 2, 1, 64), (2, 1, 64), (2, 1, 64)
     given = [torch.randn(shape, generator=generator, device=like.device).to(like.dtype) for shape in shapes]
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device(like.device):
         found = rotated(*given)
         try:
             expected = own(*given)
@@ -260,7 +261,7 @@ def _is_rotation(own: Callable[..., Any], like: Tensor | None) -> bool:
 
 
 def norms(model: nn.Module) -> list[Place]:
-    """Replacements of the forwards of a model's RMS norms on GPUs."""
+    """Replacements of the forwards of a model's RMS norms on GPUs; the GPU of the inputs must be the current one."""
     found = [(module, norm) for module in model.modules() if (norm := norm_of(module)) is not None]
     return [(vars(module), "forward", _with_norm(module.forward, *norm)) for module, norm in found]
 
@@ -269,7 +270,7 @@ def norm_of(module: nn.Module) -> Norm | None:
     """The RMS norm of a module on a GPU that computes what the kernel does; None for other modules."""
     epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
     weight = getattr(module, "weight", None)
-    if not isinstance(epsilon, float) or "forward" in vars(module) or not isinstance(weight, Tensor):
+    if not isinstance(epsilon, float) or not has_own_forward(module) or not isinstance(weight, Tensor):
         return None
     norms = (Norm(weight, epsilon, late) for late in (False, True))
     return next((norm for norm in norms if _computes(module, norm)), None)
@@ -296,7 +297,7 @@ def _computes(module: nn.Module, norm: Norm) -> bool:
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(2, len(weight), generator=generator, device=weight.device)
     x = (x * torch.tensor([[3.0], [norm.epsilon**0.5]], device=weight.device)).to(weight.dtype)
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device(weight.device):
         try:
             own = module(x)
         except (RuntimeError, TypeError, ValueError):
