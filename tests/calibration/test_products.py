@@ -88,12 +88,12 @@ def test_the_setting_of_products_is_restored_after_the_last_user() -> None:
     @fast_products(WORK)
     def other() -> None:
         entered.set()
-        leave.wait(10)
+        leave.wait(60)
 
     thread = threading.Thread(target=other)
     with fast_products(WORK):
         thread.start()
-        assert entered.wait(10)
+        assert entered.wait(60)
     assert setting.fp32_precision == "bf16"
     leave.set()
     thread.join()
