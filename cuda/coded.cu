@@ -446,6 +446,17 @@ CODED_KERNEL gate_slots(CodedProblem problem, const float* up) {
     }
 }
 
+// Decodes the columns of a chunk and writes them.
+template <bool PLAIN>
+MOEPACK_DEVICE void decode_chunk(Lanes<DEPENDENT>& lanes, const Copies& copies, u32 one, const Rows& rows, int first) {
+    int end = least(first + CODED_CHUNK, rows.columns);
+    for (int column = first; column < end; column += CODED_GROUP) {
+        u32 a[4];
+        lanes.decode(copies, one, a);
+        rows.put<PLAIN>(a, column);
+    }
+}
+
 // Decodes `count` row blocks, numbered over all experts, starting at `begin`, the first one of an expert, to bfloat16
 // or, if `wide`, float32; one warp per segment.
 CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, ColumnScales scales, i64 begin, i64 count,
@@ -472,11 +483,8 @@ CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, ColumnScales s
             if (more) ring.look_up(matrix.starts, u32(block * problem.chunks + chunk + 1)), ring.fetch(matrix.records);
             const u8* record = more ? ring.wait<1>() : ring.wait<0>();
             enter_chunk(lanes, record, chunk % problem.of_segment == 0, rows.note.dependent());
-            for (int column = 0; column < least(CODED_CHUNK, columns - chunk * CODED_CHUNK); column += CODED_GROUP) {
-                u32 a[4];
-                lanes.decode(copies, problem.one, a);
-                rows.put(a, chunk * CODED_CHUNK + column);
-            }
+            if (rows.is_plain()) decode_chunk<true>(lanes, copies, problem.one, rows, chunk * CODED_CHUNK);
+            else decode_chunk<false>(lanes, copies, problem.one, rows, chunk * CODED_CHUNK);
             __syncwarp();
         }
         __syncwarp();

@@ -132,6 +132,28 @@ struct Lanes {
     }
 };
 
+// The symbols of a row that `Lanes::decode` gives a thread, as bytes: those of columns t, 4 + t, 8 + t and 12 + t.
+MOEPACK_BOTH u32 symbols_of_row(const u32 (&a)[4], int row) {
+    return permute(a[row], a[row + 2], 0x6420);
+}
+
+// The transposition of the bytes of four neighboring threads, so that thread t gets columns 4 t to 4 t + 3: it permutes
+// its word and that of the thread at distance 2, then at distance 1, by these selectors.
+MOEPACK_BOTH u32 far_selector(int thread) {
+    return thread & 2 ? 0x3276 : 0x5410;
+}
+
+MOEPACK_BOTH u32 near_selector(int thread) {
+    return thread & 1 ? 0x3715 : 0x6240;
+}
+
+// The bits of the f32 value 2^15 plus byte j of a word: the byte follows an exponent of 15.
+MOEPACK_BOTH u32 bits_above(u32 word, int j) {
+    return permute(word, 0x47000000, 0x7504 | j << 4);
+}
+
+constexpr float ABOVE = 32768;
+
 // The corrections of a segment (16 bits f16, 4 row, 12 column) as operand A: a thread's four values of sixteen.
 MOEPACK_BOTH void correction_operand(const u32 (&correction)[4], int row, u32 (&a)[4]) {
     for (int i = 0; i < 4; ++i) {

@@ -42,25 +42,29 @@ struct ColumnScales {
     }
 };
 
-// The output positions of a thread's two rows of a row block.
+// The outputs of a thread's two rows of a row block.
 struct Rows {
-    i64 to[2];  // negative: the row does not exist
+    u8* to[2];  // null: the row does not exist
     float scale[2];
-    const float* scales;  // column scales, or null
+    float factor, offset;  // a code is the factor times ABOVE plus the symbol, plus the offset
+    u32 far, near;         // selectors of the transposition
+    const float* scales;   // column scales, or null; padded to whole groups
     int columns, wide;
     BlockNote note;
-    void* out;
 
     // `out` starts with the first row of expert `first`.
     MOEPACK_DEVICE Rows(const CodedProblem& problem, const CodedMatrix& matrix, const ColumnScales& of_columns,
                         i64 block, i64 first, int columns, int wide, void* out)
-        : columns(columns), wide(wide), note{matrix.blocks[block]}, out(out) {
+        : columns(columns), wide(wide), note{matrix.blocks[block]} {
         int expert = int(block / problem.blocks.by), line = int(block % problem.blocks.by) * CODED_BLOCK;
         scales = of_columns.of(expert);
+        factor = float(note.factor()), offset = float(note.lowest()) - ABOVE * factor;
+        far = far_selector(threadIdx.x), near = near_selector(threadIdx.x);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int row = line + threadIdx.x % WARP / 4 + 8 * i;
-            to[i] = row < problem.rows ? ((expert - first) * problem.rows + row) * columns : -1;
+            i64 at = ((expert - first) * problem.rows + row) * columns * (wide ? 4 : 2);
+            to[i] = row < problem.rows ? static_cast<u8*>(out) + at : nullptr;
             scale[i] = scale_of_row(matrix, expert, problem.rows, least(row, problem.rows - 1));
         }
     }
@@ -70,49 +74,44 @@ struct Rows {
         return scales ? __ldg(scales + column) : 1.0f;
     }
 
-    // Writes the symbols of 16 columns as returned by `Lanes::decode`. The four lanes of a row exchange values, so that
-    // each writes four neighboring ones.
+    // Writes the symbols of 16 columns as returned by `Lanes::decode`. The four lanes of a row exchange symbols, so that
+    // each writes four neighboring ones. Codes are exact. PLAIN: whether `is_plain`.
+    template <bool PLAIN>
     MOEPACK_DEVICE void put(const u32 (&a)[4], int column) const {
-        int t = threadIdx.x % 4, factor = note.factor(), lowest = note.lowest();
+        column += threadIdx.x % 4 * 4;
+        float4 more = scales ? __ldg(reinterpret_cast<const float4*>(scales + column)) : float4{1, 1, 1, 1};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float value[4];
+            u32 symbols = symbols_of_row(a, i);
+            symbols = permute(symbols, __shfl_xor_sync(~0u, symbols, 2), far);
+            symbols = permute(symbols, __shfl_xor_sync(~0u, symbols, 1), near);
+            float value[4] = {more.x, more.y, more.z, more.w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                u32 symbol = a[i + j / 2 * 2] >> j % 2 * 16 & 0xffff;
-                value[j] = scale[i] * float(int(symbol) * factor + lowest);
-                if (scales) value[j] *= scale_of_column(least(column + 4 * j + t, columns - 1));
+                value[j] *= scale[i] * fmaf(__uint_as_float(bits_above(symbols, j)), factor, offset);
             }
-            turn<2>(value, t), turn<1>(value, t);
-            store_four(i, column + 4 * t, value);
+            if (!PLAIN) {
+                store_four(i, column, value);
+            } else if (to[i] && column < columns) {
+                uint2 pair = {to_bf16x2(value[0], value[1]), to_bf16x2(value[2], value[3])};
+                __stwb(reinterpret_cast<uint2*>(to[i] + 2 * column), pair);
+            }
         }
     }
 
-    // A step of the transposition of four lanes' values: exchanges those whose lane and index differ in bit DISTANCE.
-    template <int DISTANCE>
-    static MOEPACK_DEVICE void turn(float (&value)[4], int t) {
-        bool upper = t & DISTANCE;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            if (j & DISTANCE) continue;
-            float low = value[j], high = value[j + DISTANCE];
-            float received = __shfl_xor_sync(~0u, upper ? low : high, DISTANCE);
-            value[j] = upper ? received : low, value[j + DISTANCE] = upper ? high : received;
-        }
+    // Whether outputs are bfloat16 and four columns lie in a word of 8 bytes.
+    MOEPACK_DEVICE bool is_plain() const {
+        return columns % 4 == 0 && !wide;
     }
 
     MOEPACK_DEVICE void store_four(int i, int column, const float (&value)[4]) const {
-        if (to[i] < 0) return;
-        i64 at = to[i] + column;
+        if (!to[i]) return;
         if (columns % 4 == 0 && column < columns && wide) {
-            *reinterpret_cast<float4*>(static_cast<float*>(out) + at) = {value[0], value[1], value[2], value[3]};
-        } else if (columns % 4 == 0 && column < columns) {
-            Pair pair = {to_bf16x2(value[0], value[1]), to_bf16x2(value[2], value[3])};
-            *reinterpret_cast<Pair*>(static_cast<u16*>(out) + at) = pair;
+            *reinterpret_cast<float4*>(to[i] + 4 * column) = {value[0], value[1], value[2], value[3]};
         } else {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                if (column + j < columns) store_value(out, at + j, value[j], wide);
+                if (column + j < columns) store_value(to[i], column + j, value[j], wide);
         }
     }
 
@@ -121,18 +120,18 @@ struct Rows {
         for (; at < end; ++at) {
             u32 correction = corrections[at], place = correction & 0xffff;
             int column = first + (place & 0xfff);
-            i64 at_row = place >> 15 ? to[1] : to[0];
+            u8* row = place >> 15 ? to[1] : to[0];
             float step = place >> 15 ? scale[1] : scale[0], more = scale_of_column(column);
             if (int(place >> 12 & 7) != threadIdx.x % WARP / 4 || column % 4 != threadIdx.x % 4) continue;
             // The value is zero for any code, so the code cannot be recovered.
-            if (at_row < 0 || step == 0 || more == 0) continue;
-            float old = wide ? static_cast<const float*>(out)[at_row + column]
-                             : bf16_value(static_cast<const u16*>(out)[at_row + column]);
+            if (!row || step == 0 || more == 0) continue;
+            float old = wide ? reinterpret_cast<const float*>(row)[column]
+                             : bf16_value(reinterpret_cast<const u16*>(row)[column]);
             float code = rintf(old / step / more);
             for (; at < end && (corrections[at] & 0xffff) == place; ++at)
                 code += half_value(u16(corrections[at] >> 16)) * (note.factor() * 16777216.0f);
             --at;
-            store_value(out, at_row + column, step * code * more, wide);
+            store_value(row, column, step * code * more, wide);
         }
     }
 };

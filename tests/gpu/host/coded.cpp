@@ -74,9 +74,11 @@ struct Warp {
 
     // Writes the codes of 16 columns of 16 rows that are `columns` apart.
     void decode(const Copies& copies, int* to, u64 columns) {
+        u32 words[2][WARP];  // the symbols of each thread's rows
         for (int thread = 0; thread < WARP; ++thread) {
             u32 a[4];
             lane[thread].decode(copies, 1, a);
+            for (int row = 0; row < 2; ++row) words[row][thread] = symbols_of_row(a, row);
             for (int row = 0; row < 2; ++row)
                 for (int step = 0; step < 4; ++step) {
                     int symbol = half_code(a[row + step / 2 * 2] >> step % 2 * 16 & 0xffff);
@@ -85,6 +87,23 @@ struct Warp {
                     follow(thread + WARP * row, symbol);
                 }
         }
+        for (int row = 0; row < 2; ++row) compare_turned(words[row], to + 8 * row * columns, columns);
+    }
+
+    // Compares the codes that threads get by transposition with those that they have decoded.
+    void compare_turned(const u32 (&word)[WARP], const int* to, u64 columns) const {
+        float factor = note.dependent() ? 2 : 1, offset = float(note.lowest()) - ABOVE * factor;
+        u32 half[WARP];
+        for (int thread = 0; thread < WARP; ++thread)
+            half[thread] = permute(word[thread], word[thread ^ 2], far_selector(thread));
+        for (int thread = 0; thread < WARP; ++thread)
+            for (int j = 0; j < 4; ++j) {
+                u32 turned = permute(half[thread], half[thread ^ 1], near_selector(thread)), bits = bits_above(turned, j);
+                float above;
+                std::memcpy(&above, &bits, sizeof above);
+                float code = std::fma(above, factor, offset);
+                if (code != to[thread / 4 * columns + thread % 4 * 4 + j]) std::exit(4);
+            }
     }
 
     // Goes on by a half.
