@@ -28,6 +28,8 @@ VALID = {
     "/api/chat": {"model": "tiny", "messages": MESSAGES, "stream": False, "options": {"num_predict": 1}},
     "/api/generate": {"model": "tiny", "prompt": "x", "stream": False, "options": {"num_predict": 1}},
     "/api/show": {"model": "tiny"},
+    "/api/embed": {"model": "tiny", "input": "x"},
+    "/api/embeddings": {"model": "tiny", "prompt": "x"},
 }
 """A request of each endpoint."""
 

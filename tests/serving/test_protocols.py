@@ -78,7 +78,24 @@ def test_ollama_chats(port, engine, stream, name):
     assert "".join(line["message"]["content"] for line in lines) == written(engine, "s:be kind\nu:The sea\na:")
     last = lines[-1]
     assert (last["done_reason"], last["prompt_eval_count"], last["eval_count"]) == ("length", 22, 6)
-    assert 0 < last["eval_duration"] + last["prompt_eval_duration"] <= last["total_duration"]
+    assert 0 < last["prompt_eval_duration"] < last["total_duration"] and last["eval_duration"] > 0
+    assert last["eval_duration"] + last["prompt_eval_duration"] == last["total_duration"]
+
+
+def test_ollama_embeds(port, engine):
+    def embedded(text, **fields):
+        return ask(port, "/v1/embeddings", {"model": "tiny", "input": text, **fields})[1]["data"][0]["embedding"]
+
+    texts = ["The sea", "a wolf"]
+    status, found = ask(port, "/api/embed", {"model": "tiny:latest", "input": texts, "keep_alive": "5m"})
+    assert status == 200 and found["embeddings"] == [embedded(text) for text in texts]
+    assert found["prompt_eval_count"] == sum(map(len, texts)) and found["total_duration"] > 0
+    assert ask(port, "/api/embed", {"model": "tiny", "input": texts[0]})[1]["embeddings"] == [embedded(texts[0])]
+    former = ask(port, "/api/embeddings", {"model": "tiny", "prompt": texts[0], "options": {"temperature": 0}})[1]
+    assert former["embedding"] == embedded(texts[0], normalize=False)
+    long = {"model": "tiny", "input": "x" * 2 * CONTEXT}
+    assert ask(port, "/api/embed", long)[1]["embeddings"] == [embedded("x" * CONTEXT)]
+    assert ask(port, "/api/embed", {**long, "options": {"num_ctx": 9}})[1]["embeddings"] == [embedded("x" * 9)]
 
 
 def test_ollama_completes_with_and_without_the_template(port, engine):
@@ -101,7 +118,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"where": "sea"}}\n</tool_cal
 class Script:
     """The pieces of an answer that a test has written."""
 
-    sequences, prompt = (None,), 5
+    sequences, prompt, begun = (None,), 5, None
 
     def __init__(self, *texts):
         self.texts = texts
@@ -160,6 +177,11 @@ def test_ollama_describes_the_model(port, engine):
         ("/api/generate", {"model": "tiny", "prompt": "x", "format": "xml"}, 400, "format must be 'json'"),
         ("/api/generate", {"model": "tiny", "prompt": "x" * CONTEXT}, 400, "the context is 300 tokens"),
         ("/api/show", {}, 400, "model is required"),
+        ("/api/embed", {"model": "tiny", "input": "x" * 2 * CONTEXT, "truncate": False}, 400, "the context is 300"),
+        ("/api/embed", {"model": "tiny", "input": ["x", 1]}, 400, "input must be a string or a list of strings"),
+        ("/api/embed", {"model": "tiny", "input": "x", "dimensions": 8}, 400, "dimensions must be 64"),
+        ("/api/chat", {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "think": "low"}, 400,
+         "think is not supported"),
         ("/api/pull", {"model": "tiny"}, 404, "there is no /api/pull"),
         ("/api/chat", None, 405, "/api/chat does not take GET"),
     ],

@@ -106,7 +106,7 @@ def test_variables_reach_the_template(ask, prompts, engine):
     plain, first, second, third = prompts
     assert plain.endswith("assistant:") and first == second == third == f"{plain} <think></think>"
     assert refused(ask(chat(chat_template_kwargs={"think": False})))[0] == "chat_template_kwargs.think"
-    assert refused(ask(chat(reasoning_effort="low")))[0] == "chat_template_kwargs.reasoning_effort"
+    assert refused(ask(chat(reasoning_effort="low")))[0] == "reasoning_effort"
     with pytest.raises(ValueError, match="does not use the variable 'think'"):
         create_app(engine, Settings("tiny", variables={"think": False}))
 
@@ -148,6 +148,39 @@ def test_what_a_template_ignores_is_refused(ask, engine):
         assert refused(ask(body, app=app)) == (param, f"{param} is not supported: the model's chat template ignores it")
     app = create_app(engine, Settings("tiny", template="{{ tools | tojson }}"))
     assert refused(ask(chat(tools=TOOLS), app=app))[0] == "tools"
+
+
+def test_a_variable_is_refused_by_the_name_of_its_field(ask, engine):
+    app = create_app(engine, Settings("tiny", template="{{ messages[0].content }}"))
+    for more, param in (
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"enable_thinking": True}, "enable_thinking"),
+        ({"chat_template_kwargs": {"other": 1}}, "chat_template_kwargs.other"),
+    ):
+        assert refused(ask(chat(**more), app=app))[0] == param
+
+
+def test_a_name_that_repeats_the_role_says_nothing(ask, prompts):
+    assert ask(chat(messages=[{**USER, "name": "user"}]))[0] == 200
+    assert prompts[-1].endswith("user: hi\nassistant:")
+
+
+def test_later_system_messages_move_to_the_beginning_if_the_template_wants_them_there(ask, prompts, engine):
+    messages = [{"role": "system", "content": "be kind"}, USER, {"role": "system", "content": "it is Monday"}, USER]
+    assert ask(chat(messages=messages))[0] == 200
+    assert prompts[-1].endswith("system: be kind\nuser: hi\nsystem: it is Monday\nuser: hi\nassistant:")
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+        "{{ m.role }}: {{ m.content }}\n{% for call in m.tool_calls or [] %}"
+        "{% if call.function.arguments is mapping %}{{ raise_exception('text') }}{% endif %}"
+        "<tool_call>{{ call.function.arguments }}</tool_call>{% endfor %}{% endfor %}"
+    )
+    app = create_app(engine, Settings("tiny", template=strict))
+    assert ask(chat(messages=messages), app=app)[0] == 200
+    assert prompts[-1].endswith("system: be kind\n\nit is Monday\nuser: hi\nuser: hi\n")
+    assert ask(chat(messages=[*messages, CALLED | {"content": ""}, RESULT]), app=app)[0] == 200
+    assert '<tool_call>{"place": "here"}</tool_call>' in prompts[-1]
+    assert ask(chat(messages=[USER, CALLED | {"content": ""}, RESULT]), app=app)[0] == 200
 
 
 def whole(chunks):
@@ -325,6 +358,8 @@ def test_a_schema_and_functions_together(ask, engine):
     template = "{{ tools | tojson }}{{ messages[0].content }}{% if false %}<tool_call>{% endif %}"
     app = create_app(engine, Settings("tiny", template=template))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    forced = ask(chat(tools=STRICT, response_format=form, tool_choice="required") | {"max_tokens": 400}, app=app)
+    assert forced[1]["choices"][0]["message"]["tool_calls"]
     for seed in range(4):
         body = chat(tools=STRICT, response_format=form, temperature=1.5, seed=seed) | {"max_tokens": 400}
         status, answer = ask(body, app=app)

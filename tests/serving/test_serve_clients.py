@@ -40,6 +40,16 @@ def engine(packed):
     return Engine(open_model(packed, "float32", mode="exact"), tokenizer, slots=4, context=2000)
 
 
+@pytest.fixture
+def heard(engine, monkeypatch):
+    """The prompts that reach the engine."""
+    found, submit = [], engine.submit
+    monkeypatch.setattr(
+        engine, "submit", lambda ids, *others: found.append(engine.tokenizer.decode(ids)) or submit(ids, *others)
+    )
+    return found
+
+
 @pytest.fixture(scope="module")
 def port(engine):
     with running(create_app(engine, Settings("tiny", api_key=KEY, answer=16, origins=(ORIGIN,)))) as port:
@@ -176,7 +186,7 @@ def test_responses_follow_a_schema_or_are_cut(client):
      ({"background": True}, "background"), ({"input": [{"type": "image"}]}, "input[0].type"),
      ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
      ({"tools": [{"type": "web_search"}]}, "tools[0].type"), ({"include": ["file_search_call.results"]}, "include"),
-     ({"reasoning": {"effort": "low"}}, "chat_template_kwargs.reasoning_effort"),
+     ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
      ({"tool_choice": "x"}, "tool_choice")],
     ids=str,
 )  # fmt: skip
@@ -238,7 +248,12 @@ def test_failures_have_anthropic_s_form(port, claude):
         )
     for more, param in (
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [*USER, {"role": "system", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]},
+         "messages[1].content[0].type"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns"}}]}},
+         "context_management.edits[0].keep"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
          "messages[0].content[0].type"),
@@ -251,6 +266,48 @@ def test_failures_have_anthropic_s_form(port, claude):
         found = json.loads(content)
         assert (status, found["type"], found["error"]["type"]) == (400, "error", "invalid_request_error")
         assert found["error"]["param"] == param
+
+
+def test_what_claude_code_always_sends_is_accepted(port, says, heard):  # noqa: F811
+    more = {
+        "system": [{"type": "text", "text": "be kind"}],
+        "messages": [
+            *USER,
+            {"role": "system", "content": "it is Monday"},
+            {"role": "assistant", "content": "Fog"},
+            *USER,
+        ],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "tools": [{**CLAUDE[0], "defer_loading": False}],
+    }
+    says("Fog.")
+    status, _, content = send(port, "POST", "/v1/messages?beta=true", {"model": "tiny", "max_tokens": 16, **more})
+    assert status == 200, content
+    assert heard[-1].endswith("system: be kind\nuser: hi\nsystem: it is Monday\nassistant: Fog\nuser: hi\nassistant:")
+
+
+def test_threads_are_refused_so_that_clients_send_all_messages(port):
+    body = {"model": "tiny", "max_tokens": 1, "messages": USER, "thread": {"type": "create"}}
+    status, _, content = send(port, "POST", "/v1/messages", body)
+    error = json.loads(content)["error"]
+    assert (status, error["param"]) == (400, "thread")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def test_programs_may_omit_the_content_type(port):
+    def asked(**headers):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1})
+        connection.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {KEY}", **headers})
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    assert asked() == 200
+    assert asked(**{"Content-Type": "text/plain"}) == 415
+    for name, value in (("Origin", ORIGIN), ("Origin", "null"), ("Sec-Fetch-Site", "cross-site")):
+        assert asked(**{name: value}) == 415
 
 
 # Embeddings, tokens, models, metrics, origins

@@ -141,6 +141,16 @@ def test_scores_are_those_of_the_model(ask, engine):
     ] == scores["tokens"]
 
 
+def test_offsets_count_characters_of_the_text(ask):
+    asked = completion(prompt="Two 😀 cats", logprobs=1, echo=True) | {"max_tokens": 0}
+    choice = ask(COMPLETIONS, asked)[2]["choices"][0]
+    scores = choice["logprobs"]
+    whole = [(start, token) for start, token in zip(scores["text_offset"], scores["tokens"], strict=True)
+             if not token.startswith("bytes:")]  # fmt: skip
+    assert len(whole) < len(scores["tokens"])
+    assert all(choice["text"][start:].startswith(token) for start, token in whole)
+
+
 def test_a_prompt_alone_is_scored(ask):
     choice = ask(COMPLETIONS, completion(prompt="The sea", logprobs=1, echo=True) | {"max_tokens": 0})[2]["choices"][0]
     assert choice["text"] == "The sea" and len(choice["logprobs"]["tokens"]) == 7

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["adapted", "with_text_arguments"]
+__all__ = ["adapted", "with_leading_system", "with_text_arguments"]
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """The ids of calls that Mistral's templates accept."""
@@ -37,6 +37,13 @@ def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[s
         else message
         for message in messages
     ]
+
+
+def with_leading_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages whose system messages are joined into one at the beginning, with an empty line between them."""
+    texts = [str(message["content"]) for message in messages if message["role"] == "system"]
+    rest = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *rest]
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:

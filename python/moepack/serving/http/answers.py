@@ -62,6 +62,7 @@ class Running:
         sequences: the sequences, in the order of the answers.
         prompt: number of tokens of the prompts. A prompt with several answers counts once.
         limit: the number of answer tokens that fits the context if the request asks for more; None otherwise.
+        begun: the time of the first piece, in nanoseconds of the monotonic clock; None before.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Running:
     ) -> None:
         self._engine, self.limit, self._ended = engine, limit, ended
         self._left: set[int] = set()
+        self.begun: int | None = None
         self.prompt = sum({id(ids): len(ids) for ids, _, _ in asked}.values())
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
         self.sequences: list[Sequence] = []
@@ -115,6 +117,7 @@ class Running:
         left = len(self.sequences)
         while left:
             index, piece = await self._pieces.get()
+            self.begun = self.begun or time.monotonic_ns()
             if piece.finish is not None:
                 self._leave(index, piece)
             if piece.finish == "error":

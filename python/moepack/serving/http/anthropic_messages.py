@@ -64,7 +64,8 @@ class Content(Fields):
         extra = next((name for name in self.model_fields_set if name not in allowed), None)
         if extra:
             raise _refusal(f"{place}.{extra}", f"does not belong to a block of type '{self.type}'")
-        if (self.type in ("tool_use", "thinking")) != (role == "assistant") and self.type != "text":
+        own = {"user": ("tool_result",), "assistant": ("tool_use", "thinking")}
+        if self.type not in ("text", *own.get(role, ())):
             raise _refusal(f"{place}.type", f"'{self.type}' does not belong to messages of the {role}")
         for number, inner in enumerate(self.content):
             if inner.type != "text":
@@ -77,7 +78,7 @@ class Message(Fields):
 
     forms: ClassVar = {"content": TEXT}
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: list[Content]
 
     @field_validator("content", mode="before")
@@ -88,6 +89,8 @@ class Message(Fields):
     def plain(self) -> list[dict[str, Any]]:
         """Return the message in the form of chat templates: results of calls are messages of their own."""
         text = "".join(block.text or "" for block in self.content if block.type == "text")
+        if self.role == "system":
+            return [{"role": "system", "content": text}]
         if self.role == "user":
             results = [
                 {
@@ -115,6 +118,8 @@ class Message(Fields):
 
 class Tool(Fields):
     """A function that the model may call."""
+
+    neutral: ClassVar = {"defer_loading": (False,)}
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str = ""
@@ -162,8 +167,24 @@ class OutputConfig(Fields):
     effort: str | None = None
 
 
+class ContextEdit(Fields):
+    """A change of the messages before the model reads them. Only one that keeps all reasoning is supported."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Fields):
+    """Changes of the messages."""
+
+    edits: list[ContextEdit] = Field(default_factory=list)
+
+
 class CountRequest(Fields):
-    """The fields that make the prompt."""
+    """The fields that make the prompt.
+
+    A `thread` of messages that the server keeps is refused in the form after which clients send all messages.
+    """
 
     forms: ClassVar = {"system": TEXT}
 
@@ -174,6 +195,8 @@ class CountRequest(Fields):
     tool_choice: ToolChoice = Field(ToolChoice(type="auto"))
     thinking: Thinking | None = None
     output_config: OutputConfig = Field(OutputConfig())
+    context_management: ContextManagement = Field(ContextManagement())
+    thread: dict[str, Any] | None = None
 
     @field_validator("system", mode="before")
     @classmethod
@@ -186,6 +209,9 @@ class CountRequest(Fields):
         Raises:
             Refusal: fields contradict each other.
         """
+        if self.thread is not None:
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            raise Refusal(400, "thread is not supported", "unsupported_parameter", param="thread", details=details)
         for number, message in enumerate(self.messages):
             for place, block in enumerate(message.content):
                 block.check(f"messages[{number}].content[{place}]", message.role)
@@ -209,15 +235,27 @@ class CountRequest(Fields):
             continues=continues,
             shape=None if form is None else ("output_config.format", grammar.json_schema(form.schema_)),
             budget=None if self.thinking is None else self.thinking.budget_tokens,
-            params={"messages": "messages", "variables": "output_config", "budget": "thinking.budget_tokens"},
+            params={
+                "messages": "messages",
+                "variables.reasoning_effort": "output_config.effort",
+                "variables.enable_thinking": "thinking",
+                "budget": "thinking.budget_tokens",
+            },
         )
 
     def _variables(self, answers: Answers) -> dict[str, Any]:
-        """Return the variables of the template that control reasoning. Models without one never, or always, reason."""
-        effort = {} if self.output_config.effort is None else {"reasoning_effort": self.output_config.effort}
+        """Return the variables of the template that control reasoning. Models without one never, or always, reason.
+
+        Anthropic's default effort is "high", so it asks for nothing if the template knows no efforts.
+        """
+        template, wanted = (
+            answers.settings.template or str(answers.engine.tokenizer.chat_template or ""),
+            self.output_config.effort,
+        )
+        is_default = wanted == "high" and not has_variable(template, "reasoning_effort")
+        effort = {} if wanted is None or is_default else {"reasoning_effort": wanted}
         if self.thinking is None:
             return effort
-        template = answers.settings.template or str(answers.engine.tokenizer.chat_template or "")
         if has_variable(template, "enable_thinking"):
             return {**effort, "enable_thinking": self.thinking.type != "disabled"}
         return effort

@@ -46,6 +46,9 @@ SENTENCES = {
 
 _CHECKED = (str, list, dict)
 
+_BROWSERS = {"origin", "sec-fetch-site"}
+"""Headers of browsers' requests, which pages cannot change."""
+
 Fields = TypeVar("Fields", bound=BaseModel)
 
 
@@ -53,14 +56,16 @@ async def read(request: Request, fields: type[Fields]) -> Fields:
     """Return the fields of a request's body.
 
     The content type must be JSON. Browsers then send a CORS preflight before a page of another site may post a body,
-    and this server permits only the origins of `--cors-origin`.
+    and this server permits only the origins of `--cors-origin`. Programs may omit the type; a browser that does names
+    the origin of the page.
 
     Raises:
         Refusal: the content type is not JSON, the body is not JSON, or it has an unsupported field.
     """
     kind, _, parameters = request.headers.get("content-type", "").lower().partition(";")
     charset = parameters.strip().removeprefix("charset=").strip('"')
-    if kind.strip() != JSON_TYPE or charset not in ("", "utf-8"):
+    is_program = "content-type" not in request.headers and not _BROWSERS & {*request.headers.keys()}
+    if (kind.strip() != JSON_TYPE and not is_program) or charset not in ("", "utf-8"):
         raise Refusal(415, f"the content-type must be {JSON_TYPE}, in UTF-8", "content_type")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Refusal(

@@ -5,7 +5,7 @@ variable cannot honour them.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Ordered
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from typing import Any
 
 from moepack.serving.chat import grammar
 from moepack.serving.chat.calls import Tools
-from moepack.serving.chat.dialects import adapted, with_text_arguments
+from moepack.serving.chat.dialects import adapted, with_leading_system, with_text_arguments
 from moepack.serving.chat.formats import Format, format_of
 from moepack.serving.chat.reader import CallPart, Delta
 from moepack.serving.constraint import Budget
@@ -51,7 +51,8 @@ class Turn:
         shape: the field that constrains the answer, and the grammar's rule `body`.
         splits_reasoning: reasoning is separated from content.
         budget: maximum tokens of reasoning; None for no limit.
-        params: names of the fields `messages`, `tools`, `variables` and `budget` in the request.
+        params: names of the fields `messages`, `tools`, `variables` and `budget` in the request, and of single
+            variables (`variables.enable_thinking`) that have fields of their own.
     """
 
     messages: Ordered[Mapping[str, Any]]
@@ -69,6 +70,10 @@ class Turn:
     def param(self, name: str) -> str:
         """Return the name of a field in the request."""
         return self.params.get(name, name)
+
+    def variable(self, name: str) -> str:
+        """Return the name of a variable's field in the request."""
+        return self.params.get(f"variables.{name}") or f"{self.param('variables')}.{name}"
 
     def place(self, number: int, name: str) -> str:
         """Return the name of a field of a message in the request."""
@@ -158,20 +163,31 @@ def _budget(answers: Answers, turn: Turn, form: Format, text: str) -> Budget | N
 
 
 def _readable(tokenizer: Any, chat: Chat) -> Chat:
-    """Return the chat with arguments of calls in the form that the template takes: objects, or JSON text (DeepSeek).
+    """Return the chat in the first form that the template takes.
+
+    Arguments of calls may be objects, or JSON text (DeepSeek). Some templates take system messages at the beginning
+    only; later ones are then joined to the first.
 
     Raises:
-        ValueError: the template rejects both.
+        ValueError: the template rejects all forms.
     """
-    if not any("tool_calls" in message for message in chat.messages):
+    changes: list[Callable[[Ordered[Mapping[str, Any]]], Ordered[Mapping[str, Any]]]] = []
+    if any("tool_calls" in message for message in chat.messages):
+        changes.append(with_text_arguments)
+    if any(message["role"] == "system" for message in chat.messages[1:]):
+        changes.append(with_leading_system)
+    if len(changes) == 2:
+        changes.append(lambda said: with_leading_system(with_text_arguments(said)))
+    if not changes:
         return chat
     try:
         rendered(tokenizer, chat)
     except ValueError:
-        written = with_text_arguments(chat.messages)
-        with suppress(ValueError):
-            rendered(tokenizer, replace(chat, messages=written))
-            return replace(chat, messages=written)
+        for change in changes:
+            with suppress(ValueError):
+                changed = replace(chat, messages=change(chat.messages))
+                rendered(tokenizer, changed)
+                return changed
         raise
     return chat
 
@@ -193,7 +209,7 @@ def _chosen_tools(turn: Turn) -> Tools:
 def _require_variables(tokenizer: Any, source: str, turn: Turn) -> None:
     """Reject variables that the template does not have, and names that it cannot have."""
     for name in turn.variables:
-        param = f"{turn.param('variables')}.{name}"
+        param = turn.variable(name)
         if name in reserved(tokenizer):
             raise _refusal(param, f"{param} is not a variable of a chat template")
         if not has_variable(source, name):
@@ -228,14 +244,12 @@ def _ignored(param: str) -> Refusal:
 
 
 def _grammar(answers: Answers, turn: Turn, form: Format, text: str, tools: Tools) -> tuple[str, str] | None:
-    """Return the grammar of the answer; None if it is free."""
+    """Return the grammar of the answer; None if it is free. A required call leaves no text that could have a form."""
     tokenizer = answers.engine.tokenizer
     added = [(token.content, number) for number, token in tokenizer.added_tokens_decoder.items() if token.content]
     reasons = form.is_reasoning(text)
     forced = turn.choice == "required" or turn.choice.startswith("name:")
     if forced:
-        if turn.shape is not None:
-            raise _refusal(turn.shape[0], f"{turn.shape[0]} cannot be combined with a required call")
         name = turn.choice.removeprefix("name:")
         allowed = [tool for tool in tools if turn.choice == "required" or tool["function"]["name"] == name]
         several = turn.parallel and turn.choice == "required"

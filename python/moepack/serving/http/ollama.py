@@ -6,7 +6,7 @@ Answers are streamed as lines of JSON unless a request says otherwise. Errors ar
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal
 
@@ -25,7 +25,7 @@ from moepack.serving.http.requests import Fields, Sampled, wrong
 from moepack.serving.sequence import Piece
 from moepack.serving.text.prompts import Chat, has_variable, template
 
-__all__ = ["VERSION", "chat", "generate", "running_models", "show", "tags"]
+__all__ = ["VERSION", "Options", "chat", "generate", "known", "running_models", "show", "tags"]
 
 VERSION = "0.12.6"
 """The version of ollama whose API this is. Front ends compare it."""
@@ -104,7 +104,7 @@ class Asked(Fields):
                 message = f"options.num_ctx is {context}; the prompt has {prompt} tokens"
                 raise Refusal(400, message, "context_length_exceeded", param="options.num_ctx")
             length = min(length or answers.settings.answer, context - prompt)
-        given = {"model": _known(answers, self.model), "max_tokens": length, "stop_token_ids": ends}
+        given = {"model": known(answers, self.model), "max_tokens": length, "stop_token_ids": ends}
         return Sampled.model_validate({**given, **self.options.sampling()})
 
 
@@ -195,20 +195,20 @@ class ShowRequest(Fields):
 async def chat(answers: Answers, request: HttpRequest) -> Any:
     """Answer a chat."""
     body = await read(request, ChatRequest)
-    _known(answers, body.model)
+    known(answers, body.model)
     if not body.messages:
         return _loaded(body.model, message={"role": "assistant", "content": ""})
     messages = [message.plain() for message in body.messages]
     tools = [{"type": "function", "function": tool.function.model_dump()} for tool in body.tools]
-    turn = Turn(messages, tools, variables=body.variables(_template(answers)), shape=body.shape,
-                params={"variables": "think"})  # fmt: skip
+    variables = body.variables(_template(answers))
+    turn = Turn(messages, tools, variables=variables, shape=body.shape, params=_params(variables))
     return await _chatted(answers, request, body, turn, _message)
 
 
 async def generate(answers: Answers, request: HttpRequest) -> Any:
     """Answer a prompt as a user's message, or continue it if the model has no chat template or `raw` is set."""
     body = await read(request, GenerateRequest)
-    name = _known(answers, body.model)
+    name = known(answers, body.model)
     if not body.prompt and body.suffix is None:
         return _loaded(body.model, response="")
     source = _template(answers)
@@ -216,8 +216,9 @@ async def generate(answers: Answers, request: HttpRequest) -> Any:
         messages = [{"role": "user", "content": body.prompt}]
         if body.system is not None:
             messages.insert(0, {"role": "system", "content": body.system})
-        turn = Turn(messages, variables=body.variables(source), shape=body.shape,
-                    params={"variables": "think", "messages": "prompt"})  # fmt: skip
+        variables = body.variables(source)
+        params = {**_params(variables), "messages": "prompt"}
+        turn = Turn(messages, variables=variables, shape=body.shape, params=params)
         return await _chatted(answers, request, body, turn, _response)
     for param, is_given in (("system", body.system is not None), ("think", bool(body.think))):
         if is_given:
@@ -237,6 +238,11 @@ async def generate(answers: Answers, request: HttpRequest) -> Any:
     await answers.compile(lark)
     running = answers.run(body.sampled(answers, len(ids), ends), [ids], "prompt", lark=lark)
     return await _answered(request, body, running, _Writer(name, started, _response))
+
+
+def _params(variables: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the fields of a request that set variables of the template."""
+    return {f"variables.{name}": "think" for name in variables}
 
 
 async def _chatted(answers: Answers, request: HttpRequest, body: Asked, turn: Turn, form: "Form") -> Any:
@@ -290,7 +296,6 @@ class _Writer:
 
     def __init__(self, name: str, started: int, form: Form, prepared: Prepared | None = None) -> None:
         self._name, self._started, self._form, self._prepared = name, started, form, prepared
-        self._first: int | None = None
 
     def text(self, text: str) -> ChatText:
         """Return the parts of a whole answer."""
@@ -299,7 +304,6 @@ class _Writer:
     async def lines(self, running: Running) -> AsyncIterator[bytes]:
         """Yield the parts of an answer; the last says how it ended."""
         async for text, piece in self._parts(running):
-            self._first = self._first or time.monotonic_ns()
             if text.content or text.reasoning or text.calls:
                 yield _line(self.part(text))
             if piece.finish is not None:
@@ -329,7 +333,7 @@ class _Writer:
     def end(self, running: Running, last: Piece) -> dict[str, Any]:
         """Return how an answer ended. Times are in nanoseconds."""
         now = time.monotonic_ns()
-        first = self._first or now
+        first = running.begun or now
         return {
             "done": True,
             "done_reason": last.finish,
@@ -355,7 +359,7 @@ def _loaded(name: str, **text: Any) -> dict[str, Any]:
     return {"model": name, "created_at": _now(), **text, "done": True, "done_reason": "load"}
 
 
-def _known(answers: Answers, name: str) -> str:
+def known(answers: Answers, name: str) -> str:
     """Return the name of a model without the tag that clients add."""
     if name not in answers.models:
         name = name.removesuffix(LATEST)
@@ -408,7 +412,7 @@ async def show(answers: Answers, request: HttpRequest) -> Any:
     name = body.model or body.name
     if name is None:
         raise Refusal(400, "model is required", "missing_required_parameter", param="model")
-    _known(answers, name)
+    known(answers, name)
     source = _template(answers)
     kind = answers.engine.model.config.model_type
     can_infill = True

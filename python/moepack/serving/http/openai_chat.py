@@ -107,7 +107,8 @@ class Message(Fields):
         thought = self.reasoning_content if self.reasoning_content is not None else self.reasoning
         if thought is not None:
             plain |= {"reasoning_content": thought, "thinking": thought}  # gpt-oss's template reads the second
-        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        name = None if self.name == self.role else self.name  # AutoGen repeats the role
+        named = {"name": name, "tool_call_id": self.tool_call_id}
         return {**plain, **{name: value for name, value in named.items() if value is not None}}
 
 
@@ -220,8 +221,10 @@ class ChatRequest(Structured):
         budgets = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if len({*budgets.values()}) > 1:
             raise Refusal(400, f"{names[1]} must equal {names[0]} if both are given", "invalid_value", param=names[1])
-        named = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
-        variables = {**self.chat_template_kwargs, **{name: value for name, value in named.items() if value is not None}}
+        fields = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
+        named = {name: value for name, value in fields.items() if value is not None}
+        variables = {**self.chat_template_kwargs, **named}
+        params = {f"variables.{name}": name for name in named}
         return Turn(
             [message.plain() for message in self.messages],
             [tool.plain() for tool in self.tools],
@@ -232,7 +235,7 @@ class ChatRequest(Structured):
             self.continue_final_message,
             self.constraint(),
             budget=next(iter(budgets.values()), None),
-            params={"variables": "chat_template_kwargs", "budget": next(iter(budgets), "")},
+            params={"variables": "chat_template_kwargs", "budget": next(iter(budgets), ""), **params},
         )
 
 

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
@@ -102,7 +103,7 @@ class _Writer:
 
     def __init__(self, answers: Answers, body: CompletionRequest, prompts: list[list[int]]) -> None:
         self._answers, self._body, self._prompts = answers, body, prompts
-        self._offsets: dict[int, int] = {}
+        self._read: dict[int, tuple[Any, int]] = {}  # a decoder of UTF-8, and the number of characters so far
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """Return a whole choice."""
@@ -142,14 +143,14 @@ class _Writer:
 
     def _logprobs(self, index: int, scores: list[Score]) -> dict[str, Any]:
         """Return OpenAI's lists of tokens, their logarithms and the likeliest tokens, which include the chosen one."""
-        spell = self._answers.spelling.text_of
+        spell, bytes_of = self._answers.spelling.text_of, self._answers.spelling.bytes_of
         tokens = [spell(score.token) for score in scores]
-        offset = self._offsets.get(index, 0)
+        decoder, offset = self._read.get(index) or (getincrementaldecoder("utf-8")("replace"), 0)
         offsets = []
-        for token in tokens:
+        for score in scores:
             offsets.append(offset)
-            offset += len(token)
-        self._offsets[index] = offset
+            offset += len(decoder.decode(bytes_of(score.token)))
+        self._read[index] = decoder, offset
         tops = [
             None
             if score.logprob is None

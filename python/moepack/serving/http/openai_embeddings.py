@@ -16,7 +16,7 @@ from moepack.serving.http.refusal import Refusal
 from moepack.serving.http.requests import Fields, wrong
 from moepack.serving.reading import Reading
 
-__all__ = ["embeddings"]
+__all__ = ["embeddings", "require_width", "vector"]
 
 MOST = 2048
 """Maximum texts per request, as at OpenAI."""
@@ -51,10 +51,7 @@ async def embeddings(answers: Answers, request: HttpRequest) -> dict[str, Any]:
     """Return the vectors of texts."""
     body = await read(request, EmbeddingRequest)
     answers.require_model(body.model)
-    width = answers.engine.model.config.get_text_config(decoder=True).hidden_size
-    if body.dimensions not in (None, width):
-        message = f"dimensions must be {width}, the width of the model, because its states cannot be shortened"
-        raise Refusal(400, message, "invalid_value", param="dimensions")
+    require_width(answers, body.dimensions)
     texts = [await answers.ids(text, "input") for text in body.input]
     for ids in texts:
         if len(ids) > answers.engine.context:
@@ -62,18 +59,37 @@ async def embeddings(answers: Answers, request: HttpRequest) -> dict[str, Any]:
             raise Refusal(400, message, "context_length_exceeded", param="input")
     data = []
     for index, ids in enumerate(texts):
-        state = await _read(answers, Reading(ids, body.pooling, answers.adapter(body.model)))
-        if not bool(state.isfinite().all()):
-            raise Refusal(503, "the model's hidden states are not finite", "engine_error", "server_error")
-        vector = torch.nn.functional.normalize(state, dim=0) if body.normalize else state
-        data.append({"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)})
+        found = await vector(answers, Reading(ids, body.pooling, answers.adapter(body.model)), body.normalize)
+        data.append({"object": "embedding", "index": index, "embedding": _written(found, body.encoding_format)})
     count = sum(map(len, texts))
     usage = {"prompt_tokens": count, "total_tokens": count}
     return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
 
+def require_width(answers: Answers, dimensions: int | None) -> None:
+    """Reject vectors of another width than the model's."""
+    width = answers.engine.model.config.get_text_config(decoder=True).hidden_size
+    if dimensions not in (None, width):
+        message = f"dimensions must be {width}, the width of the model, because its states cannot be shortened"
+        raise Refusal(400, message, "invalid_value", param="dimensions")
+
+
+async def vector(answers: Answers, reading: Reading, normalize: bool) -> torch.Tensor:
+    """Return the vector of a text. The reading is dropped if the client disconnects.
+
+    Args:
+        answers: the engine.
+        reading: the text.
+        normalize: return a vector of length 1.
+    """
+    state = await _read(answers, reading)
+    if not bool(state.isfinite().all()):
+        raise Refusal(503, "the model's hidden states are not finite", "engine_error", "server_error")
+    return torch.nn.functional.normalize(state, dim=0) if normalize else state
+
+
 async def _read(answers: Answers, reading: Reading) -> torch.Tensor:
-    """Let the engine read a text. The reading is dropped if the client disconnects."""
+    """Let the engine read a text."""
     try:
         answers.engine.read(reading)
         return await asyncio.wait_for(asyncio.wrap_future(reading.result), answers.engine.seconds)

@@ -172,9 +172,10 @@ class ResponsesRequest(Fields):
         """Return the turn that is to be answered."""
         for number, item in enumerate(self.input):
             item.check(f"input[{number}]")
-        variables = dict(self.chat_template_kwargs)
+        variables, params = dict(self.chat_template_kwargs), {"messages": "input", "variables": "chat_template_kwargs"}
         if self.reasoning.effort is not None:
             variables["reasoning_effort"] = self.reasoning.effort
+            params["variables.reasoning_effort"] = "reasoning.effort"
         said = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         choice = self.tool_choice
         return Turn(
@@ -184,7 +185,7 @@ class ResponsesRequest(Fields):
             self.parallel_tool_calls,
             variables,
             shape=self._shape(),
-            params={"messages": "input", "variables": "chat_template_kwargs"},
+            params=params,
         )
 
     def _shape(self) -> tuple[str, str] | None:

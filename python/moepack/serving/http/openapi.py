@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from moepack import __version__
-from moepack.serving.http import llamacpp, ollama
+from moepack.serving.http import llamacpp, ollama, ollama_embeddings
 from moepack.serving.http.anthropic_messages import CountRequest, MessagesRequest
 from moepack.serving.http.openai_chat import ChatRequest
 from moepack.serving.http.openai_completions import CompletionRequest
@@ -81,6 +81,9 @@ BODIES: dict[str, tuple[type[BaseModel], Schema]] = {
     "/api/chat": (ollama.ChatRequest, _object(**OLLAMA_END, message=_object(role=_const("assistant"), content=TEXT))),
     "/api/generate": (ollama.GenerateRequest, _object(**OLLAMA_END, response=TEXT)),
     "/api/show": (ollama.ShowRequest, _object(template=TEXT, details=_object(family=TEXT), capabilities=_list(TEXT))),
+    "/api/embed": (ollama_embeddings.EmbedRequest, _object(
+        model=TEXT, embeddings=_list(_list(NUMBER)), prompt_eval_count=COUNT)),
+    "/api/embeddings": (ollama_embeddings.EmbeddingsRequest, _object(embedding=_list(NUMBER))),
 }  # fmt: skip
 """The fields and the answer of every endpoint that takes a body."""
 

@@ -32,14 +32,15 @@ class Refusal(Exception):
         kind: OpenAI's error type.
         param: the field at fault as the client wrote it, or None.
         headers: headers of the response.
+        details: for Anthropic's clients: what they may do instead.
     """
 
     def __init__(
         self, status: int, message: str, code: str, kind: str = "invalid_request_error", param: str | None = None,
-        headers: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None, details: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
-        self.status = status
+        self.status, self._details = status, {} if details is None else {"details": details}
         name = None if param is None else _printable(param)
         self.content: dict[str, Any] = {
             "error": {"message": _printable(message), "type": kind, "param": name, "code": code}
@@ -50,7 +51,7 @@ class Refusal(Exception):
     def anthropic(self) -> dict[str, Any]:
         """The content in Anthropic's form, which has all fields of OpenAI's."""
         kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {**self.content["error"], "type": kind}}
+        return {"type": "error", "error": {**self.content["error"], "type": kind, **self._details}}
 
     @property
     def ollama(self) -> dict[str, Any]:

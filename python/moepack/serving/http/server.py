@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 
 from moepack.serving.engine import Engine
-from moepack.serving.http import llamacpp, ollama, openapi
+from moepack.serving.http import llamacpp, ollama, ollama_embeddings, openapi
 from moepack.serving.http.answers import Answers
 from moepack.serving.http.anthropic_messages import count_tokens, messages
 from moepack.serving.http.bounds import Bounds, has_key
@@ -43,6 +43,8 @@ POST: dict[str, Callable[[Answers, Request], Awaitable[Any]]] = {
     "/api/chat": ollama.chat,
     "/api/generate": ollama.generate,
     "/api/show": ollama.show,
+    "/api/embed": ollama_embeddings.embed,
+    "/api/embeddings": ollama_embeddings.embeddings,
 }
 """The endpoints that take a body."""
 
