@@ -34,6 +34,15 @@ ANSWERS = {
     "a mark of a call in a string": (QWEN, "", 'x <tool_cal <tool_call>{"name": "look", "arguments": {"place": "<"}}'
                                      "</tool_call>", ("", "x <tool_cal", [("look", {"place": "<"})])),
     "an unclosed call": (QWEN, "", '<tool_call>\n{"name": "stop", "arguments": {}}\n', ("", "", [STOP])),
+    "marks and braces in strings": (
+        QWEN, "", '<tool_call>{"name": "look", "arguments": {"place": "\\"}</tool_call>{[", "days": [3, {}]}}'
+        "</tool_call>",
+        ("", "", [("look", {"place": '"}</tool_call>{[', "days": [3, {}]})])),
+    "keys behind the arguments": (QWEN, "", 'a<tool_call>{"name": "stop", "arguments": {}, "id": 1}</tool_call>',
+                                  ("", "a", [STOP])),
+    "keys before the name": (QWEN, "", '<tool_call>{"id": 1, "name": "stop", "arguments": {}}</tool_call>',
+                             ("", "", [STOP])),
+    "text in a call": (QWEN, "", '<tool_call>{"name": "stop", "arguments": {}} then</tool_call>', ("", "then", [STOP])),
     "no call": (QWEN, "", "<tool_call>what</tool_call> then", ("", "<tool_call>what</tool_call>then", [])),
     "coder": (QWEN, "", "<tool_call>\n<function=look>\n<parameter=place>\n12\n</parameter>\n<parameter=days>\n3\n"
               "</parameter>\n</function>\n</tool_call>", ("", "", [LOOK])),
@@ -88,6 +97,27 @@ def test_answers_are_split_alike_in_any_pieces(name):
     assert read(template, prompt, list(text)) == expected
     for place in range(len(text)):
         assert read(template, prompt, [text[:place], text[place:]]) == expected
+
+
+def test_arguments_are_passed_on_as_they_are_written():
+    text = '<tool_call>\n{"name": "look", "arguments": {"place": "12", "days": 3}}\n</tool_call>'
+    reader, seen = format_of(QWEN).reader("", TOOLS), ""
+    for character in text:
+        seen += character
+        parts = [delta.call for delta in reader.put(character)]
+        if "{" in seen[12:].partition('"arguments": ')[2] and "3}" not in seen[:-1]:
+            assert parts and parts[-1].arguments == character
+        else:
+            assert not parts
+    assert reader.end() == []
+
+
+def test_a_call_in_which_the_answer_ends_is_a_part_of_a_call():
+    reader = format_of(QWEN).reader("", TOOLS)
+    text = 'I look.<tool_call>\n{"name": "look", "arguments": {"place": "1'
+    deltas = [*reader.put(text), *reader.end()]
+    assert [delta.content for delta in deltas] == ["I look.", "", ""] and reader.count == 1
+    assert (deltas[1].call.name, deltas[2].call.arguments) == ("look", '{"place": "1')
 
 
 @pytest.mark.parametrize("name", [name for name in ANSWERS if "harmony" not in name])

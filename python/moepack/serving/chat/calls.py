@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Call", "Syntax", "Tools", "syntax_of"]
+__all__ = ["Call", "ObjectReader", "Syntax", "Tools", "syntax_of"]
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -36,6 +36,8 @@ class Syntax:
             even if the family writes arguments otherwise.
         begins, ends: text before the first and after the last call.
         between: text between two calls.
+        starts: matches the text of a call up to its arguments, an object, with the name as group 1; None if arguments
+            are read only as a whole.
     """
 
     opens: str
@@ -45,6 +47,37 @@ class Syntax:
     begins: str = ""
     ends: str = ""
     between: str = ""
+    starts: re.Pattern[str] | None = None
+
+
+class ObjectReader:
+    """Finds the end of a JSON object in text that arrives in pieces.
+
+    Attributes:
+        has_ended: whether the object has ended.
+    """
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._is_escaped, self.has_ended = 0, False, False, False
+
+    def take(self, text: str) -> int:
+        """Return how many of the next characters belong to the object."""
+        for place, character in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.has_ended = True
+                    return place + 1
+        return len(text)
 
 
 def _tagged(text: str, tools: Tools) -> list[Call]:
@@ -167,6 +200,7 @@ TAGGED = Syntax(
     _tagged,
     lambda name: (f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ', "}\n</tool_call>"),
     between="\n",
+    starts=re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'),
 )
 DEEPSEEK = Syntax(
     "<｜tool▁calls▁begin｜>",

@@ -2,13 +2,16 @@
 
 Invariants: no text is lost. Text is passed on once no further text can change its kind. Text between the marks of a
 call that is no call is content. White space next to marks is not part of what they separate.
+
+Arguments in JSON are passed on as they are written: a call may take minutes. They are a call's from their first brace
+on, even if the answer ends within them. Marks within their strings are text.
 """
 
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moepack.serving.chat.calls import Call, Syntax, Tools
+from moepack.serving.chat.calls import Call, ObjectReader, Syntax, Tools
 
 __all__ = ["CallPart", "Delta", "Marks", "Reader", "new_id"]
 
@@ -76,6 +79,7 @@ class Reader:
         self._space = ""  # held back: dropped next to a mark
         self._is_new = True  # nothing but white space was written in the present part
         self._is_first = not reasons
+        self._arguments: ObjectReader | None = None  # of a call that is being written
         self.count = 0
 
     def put(self, text: str) -> list[Delta]:
@@ -87,7 +91,7 @@ class Reader:
         """Return the rest after the last text."""
         deltas = self._read(final=True)
         if self._kind == "call":
-            deltas += self._calls(self._text, "")
+            deltas += self._closed(self._text, "")
             self._text = ""
         if self._space and not self.count and self._kind == "content":
             deltas.append(Delta(self._space))
@@ -97,6 +101,9 @@ class Reader:
     def _read(self, final: bool) -> list[Delta]:
         deltas: list[Delta] = []
         while True:
+            deltas += self._written_call()
+            if self._arguments is not None and not self._arguments.has_ended:
+                break
             marks = self._awaited()
             found = min(((place, mark) for mark in marks if (place := self._text.find(mark)) >= 0), default=None)
             if found is None:
@@ -125,7 +132,7 @@ class Reader:
         """Enter the next part at a mark."""
         reasoning, calls = self._marks.reasoning, self._marks.calls
         if self._kind == "call":
-            deltas = self._calls(before, mark)
+            deltas = self._closed(before, mark)
             self._kind = "content"
         elif reasoning and mark == reasoning[0] and self._kind == "content":
             if before.strip():  # not at the beginning of the answer: ordinary text
@@ -151,6 +158,31 @@ class Reader:
             return []
         self._is_new = self._is_first = False
         return [Delta(reasoning=shown) if self._kind == "reasoning" else Delta(shown)]
+
+    def _written_call(self) -> list[Delta]:
+        """Return what was written of a call whose arguments have begun."""
+        deltas, calls = list[Delta](), self._marks.calls
+        if self._kind == "call" and self._arguments is None and calls and calls.starts:
+            found = calls.starts.match(self._text)
+            if found is not None:
+                deltas.append(Delta(call=CallPart(self.count, "", found[1], new_id())))
+                self.count += 1
+                self._arguments, self._text = ObjectReader(), self._text[found.end() :]
+        if self._arguments is not None and not self._arguments.has_ended and self._text:
+            size = self._arguments.take(self._text)
+            deltas.append(Delta(call=CallPart(self.count - 1, self._text[:size])))
+            self._text = self._text[size:]
+        return deltas
+
+    def _closed(self, text: str, closes: str) -> list[Delta]:
+        """Return what follows of a call at its closing mark."""
+        if self._arguments is None:
+            return self._calls(text, closes)
+        self._arguments = None
+        rest = text.strip()
+        # Further keys of the object are ignored, as if it were read as a whole.
+        rest = "" if rest.startswith(",") else rest.removeprefix("}").strip()
+        return [Delta(rest)] if rest else []
 
     def _calls(self, text: str, closes: str) -> list[Delta]:
         """Return the calls of a text, or the text as content."""
