@@ -318,17 +318,13 @@ def _layers(model: Any, family: Family, all_operations: Mapping[torch.device, Op
         if not family.has(layer, "DecoderLayer") or not parts <= layer._modules.keys() or len(layer._modules) != 4:
             return []
     places = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    norms = [
-        norm
-        for place in (*places, model.norm)
-        if (norm := all_operations[place.weight.device].norm_of(place)) is not None
-    ]
+    operations = next(iter(all_operations.values()))
+    norms = [norm for place in (*places, model.norm) if (norm := operations.norm_of(place)) is not None]
     if len(norms) != 2 * len(layers) + 1:
         return []
     found = []
     for n, layer in enumerate(layers):
-        tensors = (*layer.parameters(), *layer.buffers())
-        (device, *others) = dict.fromkeys(tensor.device for tensor in tensors)
+        (device, *others) = dict.fromkeys(parameter.device for parameter in layer.parameters())
         if others:
             return []
         operations, own = all_operations[device], norms[2 * n : 2 * n + 3]

@@ -115,6 +115,7 @@ class Passes:
         self._first = self.shape.devices[0]
         self._last = _device(head, self.shape.devices[-1])
         require(_device(model.embed_tokens, self._first) == self._first, "embeddings apart from the first layer")
+        require(self._last.type == self._first.type, "a head on another kind of device")
         self.works = True
         self._model, self._forward, self._replacements, self._head = model, forward, replacements, head
         self._recorder = recorder
