@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -285,6 +286,26 @@ def test_what_claude_code_always_sends_is_accepted(port, says, heard):  # noqa: 
     status, _, content = send(port, "POST", "/v1/messages?beta=true", {"model": "tiny", "max_tokens": 16, **more})
     assert status == 200, content
     assert heard[-1].endswith("system: be kind\nuser: hi\nsystem: it is Monday\nassistant: Fog\nuser: hi\nassistant:")
+
+
+def test_streams_show_that_a_prompt_is_being_read(port, engine, monkeypatch):
+    step = engine._step
+    monkeypatch.setattr("moepack.serving.http.answers.SILENCE", 0.02)
+    monkeypatch.setattr(engine, "_step", lambda: (time.sleep(0.1), step())[1])
+    status, _, content = send(
+        port, "POST", "/v1/messages", {"model": "tiny", "max_tokens": 2, "messages": USER, "stream": True}
+    )
+    first, _, rest = content.partition("event: content_block_start")
+    assert status == 200 and first.startswith("event: message_start")
+    assert 'event: ping\ndata: {"type": "ping"}\n\n' in first and "event: message_stop" in rest and "ping" not in rest
+    _, _, content = send(
+        port, "POST", "/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 2, "stream": True}
+    )
+    comments = [part for part in content.split("\n\n") if part.startswith(":")]
+    assert comments and content.startswith(comments[0]) and content.endswith("data: [DONE]\n\n")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
+    chunks = list(client.chat.completions.create(model="tiny", messages=USER, max_tokens=2, stream=True))
+    assert chunks[-1].choices[0].finish_reason == "length"
 
 
 def test_threads_are_refused_so_that_clients_send_all_messages(port):

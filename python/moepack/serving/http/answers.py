@@ -299,8 +299,16 @@ class Answers:
             raise Refusal(400, message, "invalid_value", param=param)
 
 
+SILENCE = 15.0
+"""Seconds after which a stream without a first piece sends a comment: clients and proxies give up on silent ones."""
+
+
 def streamed(
-    running: Running, events: AsyncIterator[bytes], failed: Callable[[Refusal], bytes], kind: str = "text/event-stream"
+    running: Running,
+    events: AsyncIterator[bytes],
+    failed: Callable[[Refusal], bytes],
+    kind: str = "text/event-stream",
+    alive: bytes = b": the prompt is being read\n\n",
 ) -> StreamingResponse:
     """Return the response that sends events, and a last one if the answer fails.
 
@@ -309,10 +317,14 @@ def streamed(
         events: the events.
         failed: returns the event for a failure.
         kind: content type of the response.
+        alive: sent while the prompt is read; empty to send nothing.
     """
 
     async def guarded() -> AsyncIterator[bytes]:
         try:
+            if alive:
+                async for one in _begun(running, events, alive):
+                    yield one
             async for one in events:
                 yield one
         except Refusal as refusal:
@@ -324,6 +336,20 @@ def streamed(
             running.cancel()
 
     return StreamingResponse(guarded(), media_type=kind, headers={"Cache-Control": "no-cache"})
+
+
+async def _begun(running: Running, events: AsyncIterator[bytes], alive: bytes) -> AsyncIterator[bytes]:
+    """Yield the events up to the first one with a piece, and signs of life in longer silences."""
+    while running.begun is None:
+        following = asyncio.ensure_future(anext(events, b""))
+        try:
+            while not (await asyncio.wait({following}, timeout=SILENCE))[0]:
+                yield alive
+        finally:
+            following.cancel()
+        if not following.result():
+            return
+        yield following.result()
 
 
 def event(content: dict[str, Any], name: str | None = None) -> bytes:

@@ -296,7 +296,9 @@ async def messages(answers: Answers, request: HttpRequest) -> Any:
     running = answers.run(body.sampled(), [prepared.ids], "messages", lark=prepared.lark, budget=prepared.budget)
     head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
     if body.stream:
-        return streamed(running, _events(running, prepared, head), lambda refusal: event(refusal.anthropic, "error"))
+        events = _events(running, prepared, head)
+        alive = event({"type": "ping"}, "ping")
+        return streamed(running, events, lambda refusal: event(refusal.anthropic, "error"), alive=alive)
     (answer,) = await running.whole(request)
     found = blocks(prepared, answer.text)
     content = [_block(block, block.text) for block in found]

@@ -257,7 +257,7 @@ async def _chatted(answers: Answers, request: HttpRequest, body: Asked, turn: Tu
 async def _answered(request: HttpRequest, body: Asked, running: Running, writer: "_Writer") -> Any:
     """Return the answer, streamed or not."""
     if body.stream:
-        return streamed(running, writer.lines(running), lambda refusal: _line(refusal.ollama), LINES)
+        return streamed(running, writer.lines(running), lambda refusal: _line(refusal.ollama), LINES, alive=b"")
     (found,) = await running.whole(request)
     return {**writer.part(writer.text(found.text)), **writer.end(running, found.last)}
 
