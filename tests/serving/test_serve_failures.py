@@ -81,8 +81,8 @@ def test_a_long_name_is_quoted_in_part(ask):
 
 @pytest.mark.parametrize(
     "headers",
-    [[("Origin", "https://example.org")], [("Content-Type", "text/plain")], [("Content-Type", "application/x-www-form-urlencoded")],
-     [("Content-Type", "application/json; charset=latin-1")],
+    [[("Origin", "https://example.org")], [("Content-Type", "text/plain")],
+     [("Content-Type", "application/x-www-form-urlencoded")], [("Content-Type", "application/json; charset=latin-1")],
      [("Content-Type", "application/json"), ("Content-Encoding", "gzip")]],
     ids=str,
 )  # fmt: skip
