@@ -132,7 +132,7 @@ struct Lanes {
     }
 };
 
-// The symbols of a row that `Lanes::decode` gives a thread, as bytes: those of columns t, 4 + t, 8 + t and 12 + t.
+// A row's symbols of a thread as bytes, in columns t, 4 + t, 8 + t and 12 + t.
 MOEPACK_BOTH u32 symbols_of_row(const u32 (&a)[4], int row) {
     return permute(a[row], a[row + 2], 0x6420);
 }

@@ -177,7 +177,7 @@ def large(device: str, family: str, architecture: str = "qwen3_moe", gpus: int =
 
 
 def _place(model: Any, places: list[torch.device]) -> None:
-    """Let accelerate copy the inputs of each layer to its device, and those of the rest to the first one."""
+    """Let accelerate copy the inputs of each layer to its device, and all other inputs to the first device."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     for path, module in model.named_modules():

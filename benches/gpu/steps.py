@@ -2,8 +2,8 @@
 or of those of gpt-oss-20b.
 
 "separate" launches operation by operation, as transformers does. Speeds behind long texts are of one sequence, with
-keys and values in bfloat16 and in 8 bits. With `--gpus`, layers are split over several GPUs, and "same tokens as one
-GPU" compares the tokens with those of the same model on one.
+keys and values in bfloat16 and in 8 bits. With `--gpus`, layers are split over several GPUs; "same tokens as one GPU"
+counts equal tokens of the same model on one GPU.
 
     PYTHONPATH=python python -m benches.gpu.steps "int4 group 64 symmetric" [--layers 48] [--results FILE]
     PYTHONPATH=python python -m benches.gpu.steps "int4 group 64 symmetric" --architecture gpt_oss --layers 24
