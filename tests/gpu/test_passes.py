@@ -109,6 +109,17 @@ def passes_of(model, tape=None, head=None):
     return Passes(model.model, class_forward(model.model), tape.replacements, head, tape)
 
 
+def replace_in_rooms(monkeypatch, tape):
+    """Let decoders replace modules by the reference operations."""
+    own = layers.Replacements
+
+    def replacements(module):
+        tape.replacements = own(module, InRooms())
+        return tape.replacements
+
+    monkeypatch.setattr("moepack.decoding.graphs.Replacements", replacements)
+
+
 def spans_of(passes, prompts, caches):
     spans = []
     for prompt, cache in zip(prompts, caches, strict=True):
@@ -212,13 +223,9 @@ def test_what_has_no_passes_says_so(model, tmp_path):
 @pytest.mark.parametrize("batch", [1, 3])
 @torch.no_grad()
 def test_prompts_of_a_decoder_run_in_passes(model, batch, monkeypatch):
-    decoder, tape, own = model.model, Recorded(), layers.Replacements
+    decoder, tape = model.model, Recorded()
 
-    def replacements(module):
-        tape.replacements = own(module, InRooms())
-        return tape.replacements
-
-    monkeypatch.setattr("moepack.decoding.graphs.Replacements", replacements)
+    replace_in_rooms(monkeypatch, tape)
     monkeypatch.setattr("moepack.decoding.graphs.ROWS", (64, 4 * TILE * batch))  # longer prompts take several passes
     graphs, prompt = StepGraphs(tape), ids(batch, 4 * TILE + 5)
     found, expected = DynamicCache(config=decoder.config), prefill(decoder, prompt)
@@ -301,13 +308,9 @@ def test_caches_in_8_bits_hold_what_the_model_s_own_do(model):
 @pytest.mark.parametrize("batch", [1, 3])
 @torch.no_grad()
 def test_steps_of_a_decoder_with_windows_or_8_bits_run_in_passes(windowed, batch, monkeypatch):
-    decoder, tape, own = windowed.model, Recorded(), layers.Replacements
+    decoder, tape = windowed.model, Recorded()
 
-    def replacements(module):
-        tape.replacements = own(module, InRooms())
-        return tape.replacements
-
-    monkeypatch.setattr("moepack.decoding.graphs.Replacements", replacements)
+    replace_in_rooms(monkeypatch, tape)
     graphs, prompt, tokens = StepGraphs(tape), ids(batch, 20), ids(batch, 6, seed=1)
     found, expected = new_cache(windowed), new_cache(windowed)
     for cache in (found, expected):

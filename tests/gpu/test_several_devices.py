@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_graphs import class_forward, ids, prefill
-from test_passes import InRooms, Recorded, read, spans_of
+from test_passes import InRooms, Recorded, read, replace_in_rooms, spans_of
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
@@ -134,13 +134,9 @@ def test_steps_begin_with_the_tokens_of_the_last_device(model, marks):
 
 @torch.no_grad()
 def test_a_decoder_on_several_devices_steps_in_passes(model, marks, monkeypatch):
-    decoder, tape, own = model.model, Recorded(), layers.Replacements
+    decoder, tape = model.model, Recorded()
 
-    def replacements(module):
-        tape.replacements = own(module, InRooms())
-        return tape.replacements
-
-    monkeypatch.setattr("moepack.decoding.graphs.Replacements", replacements)
+    replace_in_rooms(monkeypatch, tape)
     graphs, prompt, token = StepGraphs(tape), ids(1, 8), ids(1, 1, seed=1)
     cache = prefill(decoder, prompt)
     with marks:

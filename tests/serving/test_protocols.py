@@ -178,6 +178,7 @@ def test_ollama_describes_the_model(port, engine):
         ("/api/generate", {"model": "tiny", "prompt": "x" * CONTEXT}, 400, "the context is 300 tokens"),
         ("/api/show", {}, 400, "model is required"),
         ("/api/embed", {"model": "tiny", "input": "x" * 2 * CONTEXT, "truncate": False}, 400, "the context is 300"),
+        ("/api/embed", {"model": "tiny", "input": "x", "options": {"num_ctx": 4096}}, 400, "num_ctx must be at most"),
         ("/api/embed", {"model": "tiny", "input": ["x", 1]}, 400, "input must be a string or a list of strings"),
         ("/api/embed", {"model": "tiny", "input": "x", "dimensions": 8}, 400, "dimensions must be 64"),
         ("/api/chat", {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "think": "low"}, 400,

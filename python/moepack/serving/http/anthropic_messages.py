@@ -248,10 +248,8 @@ class CountRequest(Fields):
 
         Anthropic's default effort is "high", so it asks for nothing if the template knows no efforts.
         """
-        template, wanted = (
-            answers.settings.template or str(answers.engine.tokenizer.chat_template or ""),
-            self.output_config.effort,
-        )
+        template = answers.settings.template or str(answers.engine.tokenizer.chat_template or "")
+        wanted = self.output_config.effort
         is_default = wanted == "high" and not has_variable(template, "reasoning_effort")
         effort = {} if wanted is None or is_default else {"reasoning_effort": wanted}
         if self.thinking is None:

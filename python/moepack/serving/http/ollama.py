@@ -52,6 +52,12 @@ class Options(LlamaOptions):
     low_vram: bool = False
     f16_kv: bool = True
 
+    def require_context(self, answers: Answers) -> None:
+        """Reject a context beyond the server's."""
+        if self.num_ctx is not None and self.num_ctx > answers.engine.context:
+            message = f"options.num_ctx must be at most {answers.engine.context}, the server's context"
+            raise Refusal(400, message, "invalid_value", param="options.num_ctx")
+
 
 class Asked(Fields):
     """The fields that chats and completions share. `keep_alive` cannot change an answer."""
@@ -97,9 +103,7 @@ class Asked(Fields):
         """Return the request in the form that `Answers.run` takes. `num_ctx` bounds prompt and answer together."""
         context, length = self.options.num_ctx, self.options.num_predict
         if context is not None:
-            if context > answers.engine.context:
-                message = f"options.num_ctx must be at most {answers.engine.context}, the server's context"
-                raise Refusal(400, message, "invalid_value", param="options.num_ctx")
+            self.options.require_context(answers)
             if prompt >= context:
                 message = f"options.num_ctx is {context}; the prompt has {prompt} tokens"
                 raise Refusal(400, message, "context_length_exceeded", param="options.num_ctx")

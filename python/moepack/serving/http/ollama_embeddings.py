@@ -75,8 +75,8 @@ async def embeddings(answers: Answers, request: HttpRequest) -> dict[str, Any]:
 async def _ids(answers: Answers, body: Embedded, text: str, param: str, truncate: bool) -> list[int]:
     """Return the tokens of a text that fit the context."""
     known(answers, body.model)
-    context, ids = answers.engine.context, await answers.ids(text, param)
-    most = min(body.options.num_ctx or context, context)
+    body.options.require_context(answers)
+    most, ids = body.options.num_ctx or answers.engine.context, await answers.ids(text, param)
     if len(ids) > most and not truncate:
         message = f"the context is {most} tokens; the {param} has {len(ids)}"
         raise Refusal(400, message, "context_length_exceeded", param=param)
