@@ -25,7 +25,12 @@
 // of few segments, most of their warps are idle: 2080 x 6144 take 19 us with segments of 1,024 columns, and 13 with
 // 512.
 //
-// Definitions: TOKENS (most per tile: 1, 8, 16 or 32), MOST_THREADS, DEPENDENT (1: matrices may have dependent codes).
+// Layers with many tokens (MANY): a launch of their own sorts the tokens by expert (`route`), and another lays out the
+// activations. A warp multiplies all segments of a row block, so that no sums are shared; `gate_slots` and `add_slots`
+// combine the outputs. Up to 24 tokens per expert take 1.2 to 1.5 times as long as decoding alone.
+//
+// Definitions: TOKENS (most per tile: 1, 8, 16 or 32), MOST_THREADS, DEPENDENT (1: matrices may have dependent codes),
+// MANY (1: a preceding launch sorts the tokens).
 #include "coded_ring.cuh"
 #include "coded_rows.cuh"
 
@@ -119,7 +124,7 @@ struct CodedWarp {
 
     // The index of a unit's row block over all experts.
     MOEPACK_DEVICE int block_of(const CodedUnit& unit) const {
-        return work.routing.tile[unit.tile].expert * int(problem.blocks.by) + unit.block;
+        return work.routing.tile_at(unit.tile).expert * int(problem.blocks.by) + unit.block;
     }
 
     // The layout's entry for a unit's row block.
@@ -127,19 +132,20 @@ struct CodedWarp {
         return {__ldg(matrix(unit.second).blocks + block_of(unit))};
     }
 
-    // The number of chunks in a segment.
+    // The number of chunks in a unit.
     MOEPACK_DEVICE int chunks_of(int segment) const {
-        return least(problem.of_segment, problem.chunks - segment * problem.of_segment);
+        return MANY ? problem.chunks : least(problem.of_segment, problem.chunks - segment * problem.of_segment);
     }
 
-    // The number of groups of 16 columns in a segment.
+    // The number of groups of 16 columns in a unit.
     MOEPACK_DEVICE int groups_of(int segment) const {
+        if (MANY) return problem.groups;
         int most = problem.of_segment * (CODED_CHUNK / CODED_GROUP);
         return least(most, problem.groups - segment * most);
     }
 
     MOEPACK_DEVICE Operands operands_of(const CodedUnit& unit) const {
-        const Tile& tile = work.routing.tile[unit.tile];
+        const auto& tile = work.routing.tile_at(unit.tile);
         int tokens = TOKENS == 1 || work.same() ? 1 : tile.tokens;
         int group = unit.segment * problem.of_segment * (CODED_CHUNK / CODED_GROUP);
         const u8* cells = problem.cells ? problem.cells : Areas(problem).cells;
@@ -173,8 +179,8 @@ struct CodedWarp {
         look_up();
     }
 
-    // Multiplies a unit and writes its sums to a place in the block's memory.
-    MOEPACK_DEVICE void multiply(u32 number, int place) {
+    // Multiplies a unit.
+    MOEPACK_DEVICE Sums<N> multiply(u32 number) {
         CodedUnit unit = work.unit(number);
         BlockNote note = note_of(unit);
         Copies copies = tables.find(unit.second, note.table(), Areas(problem).tables);
@@ -182,23 +188,23 @@ struct CodedWarp {
         const u8* x[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) x[i] = from.first + from.token(8 * i + lane / 4) * 32 + lane % 4 * 8;
-        int groups = groups_of(unit.segment), more = from.tokens * 32;
+        int groups = groups_of(unit.segment), more = from.tokens * 32, chunk = 0;
         Sums<N> sums;
         sums.clear();
         Lanes<DEPENDENT> lanes;
-        bool begins = true, dependent = note.dependent();
+        bool dependent = note.dependent();
         do {
             fetch();
+            bool begins = MANY ? chunk % problem.of_segment == 0 : chunk == 0;
             enter_chunk(lanes, ring.wait<1>(), begins, dependent);
             decode(lanes, copies, x, least(groups, CODED_CHUNK / CODED_GROUP), TOKENS == 1 ? 32 : more, sums);
             // Recompute values afterwards instead of keeping them: the loop is short of registers.
             hold(number);
-            if (begins) correct(work.unit(number), sums);
+            if (begins) correct(work.unit(number), MANY ? chunk / problem.of_segment : 0, sums);
             __syncwarp();
-            begins = false, groups -= CODED_CHUNK / CODED_GROUP;
+            ++chunk, groups -= CODED_CHUNK / CODED_GROUP;
         } while (groups > 0);
-        hold(number);
-        give(work.unit(number), sums, place);
+        return sums;
     }
 
     // Multiplies groups of 16 columns by operands B with a stride of `more` bytes.
@@ -215,8 +221,9 @@ struct CodedWarp {
         }
     }
 
-    // Adds the corrections of a unit, sixteen per product.
-    MOEPACK_DEVICE void correct(const CodedUnit& unit, Sums<N>& sums) {
+    // Adds the corrections of a segment of a unit, sixteen per product.
+    MOEPACK_DEVICE void correct(CodedUnit unit, int later, Sums<N>& sums) {
+        unit.segment += later;
         CodedMatrix of = matrix(unit.second);
         Operands from = operands_of(unit);
         u32 segment = block_of(unit) * int(problem.segments.by) + unit.segment;
@@ -246,20 +253,40 @@ struct CodedWarp {
         }
     }
 
-    // Writes a unit's sums [tokens][16] to their place, including the contribution of symbol 0 or half 0.
-    MOEPACK_DEVICE void give(const CodedUnit& unit, const Sums<N>& sums, int place) {
-        const Tile& tile = work.routing.tile[unit.tile];
+    // Calls write(token, row, sum) for the rows and tokens of a lane, with the contribution of symbol 0 or half 0.
+    template <class Write>
+    MOEPACK_DEVICE void for_sums(const CodedUnit& unit, const Sums<N>& sums, Write write) {
+        const auto& tile = work.routing.tile_at(unit.tile);
         BlockNote note = note_of(unit);
         float factor = float(note.factor()), lowest = unit.segment == 0 ? float(note.lowest()) : 0.0f;
-        float* to = reinterpret_cast<float*>(Areas(problem).sums) + place * work.columns() * CODED_BLOCK + lane / 4;
 #pragma unroll
         for (int i = 0; i < 2 * N; ++i) {
             int token = i / 2 * 8 + lane % 4 * 2 + i % 2;
             if (token >= tile.tokens) continue;
             float more = lowest * notes()[work.same() ? 0 : tile.start + token].y;
-            to[token * CODED_BLOCK] = sums.of[i / 2][i % 2] * (factor * 16777216.0f) + more;
-            to[token * CODED_BLOCK + 8] = sums.of[i / 2][2 + i % 2] * (factor * 16777216.0f) + more;
+            write(token, lane / 4, sums.of[i / 2][i % 2] * (factor * 16777216.0f) + more);
+            write(token, lane / 4 + 8, sums.of[i / 2][2 + i % 2] * (factor * 16777216.0f) + more);
         }
+    }
+
+    // Writes a unit's sums [tokens][16] to their place in the block's memory.
+    MOEPACK_DEVICE void keep(u32 number, const Sums<N>& sums, int place) {
+        float* to = reinterpret_cast<float*>(Areas(problem).sums) + place * work.columns() * CODED_BLOCK;
+        for_sums(work.unit(number), sums, [&](int token, int row, float sum) { to[token * CODED_BLOCK + row] = sum; });
+    }
+
+    // Writes the outputs of a unit that has all segments: those of the second matrix follow those of the first.
+    MOEPACK_DEVICE void write(u32 number, const Sums<N>& sums) {
+        CodedUnit unit = work.unit(number);
+        CodedMatrix of = matrix(unit.second);
+        const auto& tile = work.routing.tile_at(unit.tile);
+        float* out = problem.out + (unit.second ? i64(problem.slots()) * problem.rows : 0);
+        for_sums(unit, sums, [&](int token, int row, float sum) {
+            int line = unit.block * CODED_BLOCK + row, place = tile.start + token;
+            if (line >= problem.rows) return;
+            float scale = notes()[place].x * scale_of_row(of, tile.expert, problem.rows, line);
+            out[i64(work.routing.slot_at(place)) * problem.rows + line] = sum * scale;
+        });
     }
 };
 
@@ -277,7 +304,7 @@ template <Mode MODE>
 MOEPACK_DEVICE void write_outputs(const CodedProblem& problem, const Work<MODE>& work, const CodedMatrix& first,
                                   const CodedMatrix& second, const float* sums, const float2* notes, int begin,
                                   int end) {
-    const Routing& routing = work.routing;
+    const CodedRouting& routing = work.routing;
     int columns = work.columns();
     int outputs = MODE == Mode::combine ? problem.tokens : columns, segments = work.segments();
     for (int item = threadIdx.x; item < (end - begin) * outputs * CODED_BLOCK; item += blockDim.x) {
@@ -290,9 +317,9 @@ MOEPACK_DEVICE void write_outputs(const CodedProblem& problem, const Work<MODE>&
         if (MODE == Mode::combine) {
             float total = 0;
             for (int number = 0; number < routing.tiles; ++number, unit += segments) {
-                const Tile& tile = routing.tile[number];
+                const auto& tile = routing.tile_at(number);
                 for (int i = 0; i < tile.tokens; ++i) {
-                    if (problem.top_k.quotient(routing.order[tile.start + i]) != token) continue;
+                    if (problem.top_k.quotient(routing.slot_at(tile.start + i)) != token) continue;
                     float sum = add_segments(sums, unit, segments, columns, i, row);
                     total += sum * notes[tile.start + i].x * scale_of_row(first, tile.expert, problem.rows, line);
                 }
@@ -300,7 +327,7 @@ MOEPACK_DEVICE void write_outputs(const CodedProblem& problem, const Work<MODE>&
             problem.out[i64(token) * problem.rows + line] = total;
             continue;
         }
-        const Tile& tile = routing.tile[at.tile];
+        const auto& tile = routing.tile_at(at.tile);
         if (token >= tile.tokens) continue;
         float factor = notes[work.same() ? 0 : tile.start + token].x;
         float value = add_segments(sums, unit, segments, columns, token, row) * factor *
@@ -310,18 +337,18 @@ MOEPACK_DEVICE void write_outputs(const CodedProblem& problem, const Work<MODE>&
                           scale_of_row(second, tile.expert, problem.rows, line);
             value = value / (1.0f + __expf(-value)) * other;
         }
-        problem.out[i64(routing.order[tile.start + token]) * problem.rows + line] = value;
+        problem.out[i64(routing.slot_at(tile.start + token)) * problem.rows + line] = value;
     }
 }
 
 template <Mode MODE>
 MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& first, const CodedMatrix& second) {
-    __shared__ Routing routing;
+    __shared__ CodedRouting routing;
     __shared__ Share share;
     __shared__ Tables tables;
-    __shared__ float2 own_notes[MOST_SLOTS];
+    __shared__ float2 own_notes[MANY ? 1 : MOST_SLOTS];
     if (problem.index) enter_launch();
-    build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
+    routing.build(problem);
     Work<MODE> work(problem, routing, share);
     find_tables(work, first, second, tables);
     CodedWarp<MODE, ceil_div(TOKENS, 8)> warp(problem, work, first, second, tables, own_notes);
@@ -342,13 +369,17 @@ MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& fi
     if (!problem.cells && places)
         lay_out_places<MODE>(problem, routing, 0, places, areas.cells, own_notes, work.same(), load_late);
     __syncthreads();
+    int unit = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    if constexpr (MANY) {
+        for (; unit < work.units(); unit += warps) warp.write(unit, warp.multiply(unit));
+        return;
+    }
     int room = problem.sum_bytes / (work.columns() * CODED_BLOCK * 4), round = most(1, room / most(work.of_task(), 1));
     const float* sums = reinterpret_cast<const float*>(areas.sums);
-    int unit = threadIdx.x / WARP;
     for (int begin = share.first; begin < share.last; begin += round) {
         int end = least(begin + round, share.last), start = (begin - share.first) * work.of_task();
         int stop = (end - share.first) * work.of_task();
-        for (; unit < stop; unit += blockDim.x / WARP) warp.multiply(unit, unit - start);
+        for (; unit < stop; unit += warps) warp.keep(unit, warp.multiply(unit), unit - start);
         __syncthreads();
         write_outputs(problem, work, first, second, sums, warp.notes(), begin, end);
         __syncthreads();
@@ -358,10 +389,11 @@ MOEPACK_DEVICE void run_coded(const CodedProblem& problem, const CodedMatrix& fi
 // Lays out operands B in global memory: one block per place, in a grid-stride loop.
 template <Mode MODE>
 MOEPACK_DEVICE void lay_out_coded(const CodedProblem& problem) {
-    __shared__ Routing routing;
+    __shared__ CodedRouting routing;
     enter_launch();
-    build_routing<TOKENS>(routing, problem.index, problem.slots(), problem.experts);
+    routing.build(problem);
     for (int place = blockIdx.x; place < routing.slots; place += gridDim.x) {
+        if (!routing.has(place)) continue;
         lay_out_places<MODE>(problem, routing, place, 1, problem.cells, problem.notes, false, [] {});
         __syncthreads();
     }
@@ -391,24 +423,58 @@ CODED_KERNEL project(CodedProblem problem, CodedMatrix matrix) {
     run_coded<Mode::project>(problem, matrix, matrix);
 }
 
+#if MANY
+extern "C" __global__ void __launch_bounds__(ROUTE_THREADS) route(Routes routes, const i64* index, int slots,
+                                                                  int experts, int columns) {
+    enter_launch();
+    route_slots(routes, index, slots, experts, columns);
+}
+#else
 CODED_KERNEL combine(CodedProblem problem, CodedMatrix matrix) {
     run_coded<Mode::combine>(problem, matrix, matrix);
 }
+#endif
 
-// out[token] = the sum over its slots of weight * from[slot]; slots without an expert are skipped.
-CODED_KERNEL add_slots(CodedProblem problem, const float* from) {
-    enter_launch();
-    int count = problem.tokens * problem.rows;
-    for (int item = blockIdx.x * blockDim.x + threadIdx.x; item < count; item += gridDim.x * blockDim.x) {
-        int token = item / problem.rows, row = item - token * problem.rows;
-        float total = 0;
-        for (int i = 0; i < int(problem.top_k.by); ++i) {
-            int slot = token * int(problem.top_k.by) + i;
+// N neighboring values of a row: 4 if rows are a multiple of four, otherwise 1.
+template <int N>
+struct Values {
+    alignas(4 * N) float of[N];
+
+    MOEPACK_DEVICE explicit Values(const float* from) {
+        if constexpr (N == 4) *reinterpret_cast<float4*>(of) = *reinterpret_cast<const float4*>(from);
+        else of[0] = from[0];
+    }
+
+    MOEPACK_DEVICE void store(float* to) const {
+        if constexpr (N == 4) *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(of);
+        else to[0] = of[0];
+    }
+};
+
+// Sums the outputs of a token.
+template <int N>
+MOEPACK_DEVICE void add_slots_of(const CodedProblem& problem, const float* from, int token) {
+    int top_k = problem.top_k.by;
+    for (int row = threadIdx.x * N; row < problem.rows; row += blockDim.x * N) {
+        alignas(16) float total[N] = {};
+#pragma unroll 4
+        for (int slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
             i64 expert = problem.index[slot];
             if (expert < 0 || expert >= problem.experts) continue;
-            total += problem.weights[slot] * from[i64(slot) * problem.rows + row];
+            Values<N> value(from + i64(slot) * problem.rows + row);
+#pragma unroll
+            for (int i = 0; i < N; ++i) total[i] += problem.weights[slot] * value.of[i];
         }
-        problem.out[item] = total;
+        Values<N>(total).store(problem.out + i64(token) * problem.rows + row);
+    }
+}
+
+// out[token] = the sum over its slots of weight * from[slot]; slots without an expert are skipped. Blocks take tokens.
+CODED_KERNEL add_slots(CodedProblem problem, const float* from) {
+    enter_launch();
+    for (int token = blockIdx.x; token < problem.tokens; token += gridDim.x) {
+        if (problem.rows % 4 == 0) add_slots_of<4>(problem, from, token);
+        else add_slots_of<1>(problem, from, token);
     }
 }
 
@@ -434,33 +500,32 @@ CODED_KERNEL scale_columns(CodedProblem problem, ColumnScales scales, int rows, 
     }
 }
 
-// out[slot] = silu(out[slot]) * up[slot]; slots without an expert are not changed.
+template <int N>
+MOEPACK_DEVICE void gate_slot(float* out, const float* up, int rows) {
+    for (int row = threadIdx.x * N; row < rows; row += blockDim.x * N) {
+        Values<N> value(out + row), other(up + row);
+#pragma unroll
+        for (int i = 0; i < N; ++i) value.of[i] = value.of[i] / (1.0f + __expf(-value.of[i])) * other.of[i];
+        value.store(out + row);
+    }
+}
+
+// out[slot] = silu(out[slot]) * up[slot]; slots without an expert are not changed. Blocks take slots.
 CODED_KERNEL gate_slots(CodedProblem problem, const float* up) {
     enter_launch();
-    i64 count = i64(problem.slots()) * problem.rows, step = i64(gridDim.x) * blockDim.x;
-    for (i64 item = i64(blockIdx.x) * blockDim.x + threadIdx.x; item < count; item += step) {
-        i64 expert = problem.index[item / problem.rows];
+    for (int slot = blockIdx.x; slot < problem.slots(); slot += gridDim.x) {
+        i64 expert = problem.index[slot], at = i64(slot) * problem.rows;
         if (expert < 0 || expert >= problem.experts) continue;
-        float value = problem.out[item];
-        problem.out[item] = value / (1.0f + __expf(-value)) * up[item];
+        if (problem.rows % 4 == 0) gate_slot<4>(problem.out + at, up + at, problem.rows);
+        else gate_slot<1>(problem.out + at, up + at, problem.rows);
     }
 }
 
-// Decodes the columns of a chunk and writes them.
-template <bool PLAIN>
-MOEPACK_DEVICE void decode_chunk(Lanes<DEPENDENT>& lanes, const Copies& copies, u32 one, const Rows& rows, int first) {
-    int end = least(first + CODED_CHUNK, rows.columns);
-    for (int column = first; column < end; column += CODED_GROUP) {
-        u32 a[4];
-        lanes.decode(copies, one, a);
-        rows.put<PLAIN>(a, column);
-    }
-}
-
-// Decodes `count` row blocks, numbered over all experts, starting at `begin`, the first one of an expert, to bfloat16
-// or, if `wide`, float32; one warp per segment.
-CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, ColumnScales scales, i64 begin, i64 count,
-                        int columns, int wide, void* out) {
+// Decodes `count` row blocks, numbered over all experts, starting at `begin`; one warp per segment. `make` returns what
+// writes the segment of a row block (`Rows` or `Halves`). Records are copied one ahead, also of the next segment.
+template <class Make>
+MOEPACK_DEVICE void decode_blocks(const CodedProblem& problem, const CodedMatrix& matrix, i64 begin, i64 count,
+                                  Make make) {
     __shared__ Tables tables;
     Areas areas(problem);
     if (threadIdx.x < 2) tables.used[threadIdx.x] = threadIdx.x ? 0 : ~0ull >> (64 - matrix.table_count);
@@ -468,28 +533,57 @@ CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, ColumnScales s
     tables.load(matrix, matrix, areas.tables, problem.table_bytes);
     __syncthreads();
     Ring ring(areas.rings, problem.stage);
-    int warps = blockDim.x / WARP, segments = problem.segments.by;
-    for (i64 unit = blockIdx.x * warps + threadIdx.x / WARP; unit < count * segments; unit += i64(gridDim.x) * warps) {
-        i64 block = begin + unit / segments;
-        int segment = int(unit % segments), chunk = segment * problem.of_segment, first = chunk * CODED_CHUNK;
-        Rows rows(problem, matrix, scales, block, begin / problem.blocks.by, columns, wide, out);
-        Copies copies = tables.find(0, rows.note.table(), areas.tables);
-        Lanes<DEPENDENT> lanes;
-        int last = least(chunk + problem.of_segment, problem.chunks);
-        ring.look_up(matrix.starts, u32(block * problem.chunks + chunk));
+    // Units are fewer than records, whose numbers are 32 bits.
+    int warps = blockDim.x / WARP, segments = problem.segments.by, chunk_ahead = 0;
+    int units = int(count) * segments, step = gridDim.x * warps, ahead = blockIdx.x * warps + threadIdx.x / WARP;
+    auto look_up = [&] {
+        ring.end = ring.start;
+        if (ahead >= units) return;
+        int block = int(begin) + ahead / segments, chunk = ahead % segments * problem.of_segment + chunk_ahead;
+        ring.look_up(matrix.starts, block * problem.chunks + chunk);
+        bool ends = chunk + 1 == problem.chunks || chunk_ahead + 1 == problem.of_segment;
+        chunk_ahead = ends ? 0 : chunk_ahead + 1, ahead += ends ? step : 0;
+    };
+    auto fetch = [&] {
         ring.fetch(matrix.records);
+        look_up();
+    };
+    int unit = ahead;
+    look_up(), fetch();
+    for (; unit < units; unit += step) {
+        int block = int(begin) + unit / segments, number = block * segments + unit % segments;
+        int chunk = unit % segments * problem.of_segment, first = chunk * CODED_CHUNK;
+        int last = least(chunk + problem.of_segment, problem.chunks);
+        auto target = make(block, chunk == 0);
+        Copies copies = tables.find(0, target.note.table(), areas.tables);
+        Lanes<DEPENDENT> lanes;
         for (; chunk < last; ++chunk) {
-            bool more = chunk + 1 < last;
-            if (more) ring.look_up(matrix.starts, u32(block * problem.chunks + chunk + 1)), ring.fetch(matrix.records);
-            const u8* record = more ? ring.wait<1>() : ring.wait<0>();
-            enter_chunk(lanes, record, chunk % problem.of_segment == 0, rows.note.dependent());
-            if (rows.is_plain()) decode_chunk<true>(lanes, copies, problem.one, rows, chunk * CODED_CHUNK);
-            else decode_chunk<false>(lanes, copies, problem.one, rows, chunk * CODED_CHUNK);
+            fetch();
+            enter_chunk(lanes, ring.wait<1>(), chunk * CODED_CHUNK == first, target.note.dependent());
+            int end = least((chunk + 1) * CODED_CHUNK, problem.groups * CODED_GROUP);
+            target.put_chunk(chunk * CODED_CHUNK, end, [&](u32(&a)[4]) { lanes.decode(copies, problem.one, a); });
             __syncwarp();
         }
-        __syncwarp();
-        i64 number = block * segments + segment;
-        rows.correct(matrix.corrections, matrix.firsts[number], matrix.firsts[number + 1], first);
+        target.correct(matrix.corrections, matrix.firsts[number], matrix.firsts[number + 1], first);
     }
+}
+
+// Decodes row blocks from `begin` on, the first one of an expert, to bfloat16 or, if `wide`, float32.
+CODED_KERNEL dequantize(CodedProblem problem, CodedMatrix matrix, ColumnScales scales, i64 begin, i64 count,
+                        int columns, int wide, void* out) {
+    decode_blocks(problem, matrix, begin, count, [&](i64 block, bool) {
+        return Rows(problem, matrix, scales, block, begin / problem.blocks.by, columns, wide, out);
+    });
+}
+
+// Decodes all `count` row blocks to operands A, `block_bytes` each.
+CODED_KERNEL decode_halves(CodedProblem problem, CodedMatrix matrix, i64 count, i64 block_bytes, u8* out) {
+    enter_launch();
+    decode_blocks(problem, matrix, 0, count, [&](i64 block, bool first) {
+        Halves halves(out + block * block_bytes, BlockNote{matrix.blocks[block]});
+        int expert = int(block / problem.blocks.by), line = int(block % problem.blocks.by) * CODED_BLOCK;
+        if (first) halves.scale(matrix, expert, problem.rows, line);
+        return halves;
+    });
 }
 #endif

@@ -2,6 +2,7 @@
 #pragma once
 #include "coded.cuh"
 #include "common/layer.cuh"
+#include "common/routes.cuh"
 
 namespace moepack {
 
@@ -21,6 +22,7 @@ struct CodedProblem {
     float* out;            // [slots, rows]; combine: [tokens, rows]
     u8* cells;             // operands B laid out by `lay_out`, or null if blocks lay them out
     float2* notes;         // factor and sum of each place
+    Routes routes;         // MANY: the schedule
     int tokens, experts, rows;
     int groups;            // groups of 16 columns
     int chunks, of_segment;
@@ -34,6 +36,62 @@ struct CodedProblem {
 };
 
 #if defined(__CUDACC__)
+#if MANY
+// The schedule of a preceding launch as a routing; every tile has places for the most tokens.
+struct CodedRouting {
+    Routes routes;
+    int tiles, slots;  // `slots` counts places
+
+    MOEPACK_DEVICE void build(const CodedProblem& problem) {
+        if (threadIdx.x == 0) routes = problem.routes, tiles = *routes.count, slots = tiles * TOKENS;
+        __syncthreads();
+    }
+
+    struct Tile {
+        int expert, start, tokens;
+    };
+
+    MOEPACK_DEVICE Tile tile_at(int number) const {
+        return {routes.expert[number], number * TOKENS, routes.tokens[number]};
+    }
+
+    MOEPACK_DEVICE Tile tile_of(int place) const {
+        return tile_at(place / TOKENS);
+    }
+
+    MOEPACK_DEVICE int slot_at(int place) const {
+        return routes.slot[place];
+    }
+
+    // Whether a place has a token.
+    MOEPACK_DEVICE bool has(int place) const {
+        return place % TOKENS < routes.tokens[place / TOKENS];
+    }
+};
+#else
+struct CodedRouting : Routing {
+    MOEPACK_DEVICE void build(const CodedProblem& problem) {
+        build_routing<TOKENS>(*this, problem.index, problem.slots(), problem.experts);
+    }
+
+    MOEPACK_DEVICE const Tile& tile_at(int number) const {
+        return tile[number];
+    }
+
+    MOEPACK_DEVICE const Tile& tile_of(int place) const {
+        return tile[at[place]];
+    }
+
+    MOEPACK_DEVICE int slot_at(int place) const {
+        return order[place];
+    }
+
+    MOEPACK_DEVICE bool has(int) const {
+        return true;
+    }
+};
+#endif
+
 MOEPACK_DEVICE void prefetch(const void* at) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
@@ -54,11 +112,11 @@ struct Share {
 template <Mode MODE>
 struct Work {
     const CodedProblem& problem;
-    const Routing& routing;
+    const CodedRouting& routing;
     const Share& tasks;
 
     // Called by all threads, which may read the tasks after the next barrier.
-    MOEPACK_DEVICE Work(const CodedProblem& problem, const Routing& routing, Share& tasks)
+    MOEPACK_DEVICE Work(const CodedProblem& problem, const CodedRouting& routing, Share& tasks)
         : problem(problem), routing(routing), tasks(tasks) {
         int blocks = problem.blocks.by, count = MODE == Mode::combine ? blocks : routing.tiles * blocks;
         int share = count / gridDim.x, more = count % gridDim.x;
@@ -80,8 +138,9 @@ struct Work {
         return (tasks.last - tasks.first) * of_task();
     }
 
+    // The number of units of a row block of a matrix: with many tokens, a unit has all segments.
     MOEPACK_DEVICE int segments() const {
-        return int(problem.segments.by);
+        return MANY ? 1 : int(problem.segments.by);
     }
 
     // Units per task.
@@ -90,7 +149,7 @@ struct Work {
     }
 
     MOEPACK_DEVICE CodedUnit unit(int number) const {
-        int part = problem.segments.quotient(number), segment = number - part * segments();
+        int part = MANY ? number : problem.segments.quotient(number), segment = number - part * segments();
         if (MODE == Mode::combine) {
             int task = part / routing.tiles;
             return {part - task * routing.tiles, 0, tasks.first + task, segment};
@@ -153,7 +212,7 @@ MOEPACK_DEVICE void find_tables(const Work<MODE>& work, const CodedMatrix& first
     for (int part = threadIdx.x; part < parts; part += blockDim.x) {
         CodedUnit unit = work.unit(part * work.segments());
         const u32* blocks = unit.second ? second.blocks : first.blocks;
-        int block = work.routing.tile[unit.tile].expert * int(work.problem.blocks.by) + unit.block;
+        int block = work.routing.tile_at(unit.tile).expert * int(work.problem.blocks.by) + unit.block;
         atomicOr(&tables.used[unit.second], 1ull << (blocks[block] & 63));
     }
     __syncthreads();
@@ -166,17 +225,17 @@ MOEPACK_DEVICE void find_tables(const Work<MODE>& work, const CodedMatrix& first
 // The cells of a tile start at that of its first place. Every 16 columns take 32 bytes per token: four lanes of four
 // values, those of columns t, 4 + t, 8 + t and 12 + t.
 template <Mode MODE, class Meanwhile>
-MOEPACK_DEVICE void lay_out_places(const CodedProblem& problem, const Routing& routing, int first, int count, u8* cells,
-                                   float2* notes, bool same, Meanwhile meanwhile) {
+MOEPACK_DEVICE void lay_out_places(const CodedProblem& problem, const CodedRouting& routing, int first, int count,
+                                   u8* cells, float2* notes, bool same, Meanwhile meanwhile) {
     __shared__ float largest_of[MOST_WARPS], sum_of[MOST_WARPS];
     int warps = blockDim.x / WARP, per = most(1, warps / most(count, 1)), rows = warps / per;
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, in_row = warp % per * WARP + lane;
     int more = per * WARP * 8, end = problem.groups * CODED_GROUP;
     for (int base = 0; base < count; base += rows) {
         bool exists = warp / per < rows && base + warp / per < count;
-        int place = first + least(base + warp / per, count - 1), slot = routing.order[place];
+        int place = first + least(base + warp / per, count - 1), slot = routing.slot_at(place);
         int row = MODE == Mode::combine ? slot : problem.top_k.quotient(slot);
-        const Tile& tile = routing.tile[routing.at[place]];
+        const auto& tile = routing.tile_of(place);
         int tokens = same ? 1 : tile.tokens;
         u8* to = same ? cells : cells + (i64(tile.start) * problem.groups + place - tile.start) * 32;
         // The first two loads of a thread stay in registers; later ones (long rows) are loaded twice.

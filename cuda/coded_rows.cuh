@@ -1,6 +1,7 @@
-// The values of coded rows: notes and scales of row blocks, and what `dequantize` writes.
+// The values of coded rows: notes and scales of row blocks, and what `dequantize` and `decode_halves` write.
 #pragma once
 #include "coded_block.cuh"
+#include "coded_halves.cuh"
 
 namespace moepack {
 
@@ -99,6 +100,22 @@ struct Rows {
         }
     }
 
+    // Writes the columns of a chunk, which next(a) decodes sixteen at a time.
+    template <class Next>
+    MOEPACK_DEVICE void put_chunk(int first, int end, Next next) const {
+        if (is_plain()) put_columns<true>(first, end, next);
+        else put_columns<false>(first, end, next);
+    }
+
+    template <bool PLAIN, class Next>
+    MOEPACK_DEVICE void put_columns(int first, int end, Next next) const {
+        for (int column = first; column < end; column += CODED_GROUP) {
+            u32 a[4];
+            next(a);
+            put<PLAIN>(a, column);
+        }
+    }
+
     // Whether outputs are bfloat16 and four columns lie in a word of 8 bytes.
     MOEPACK_DEVICE bool is_plain() const {
         return columns % 4 == 0 && !wide;
@@ -132,6 +149,60 @@ struct Rows {
                 code += half_value(u16(corrections[at] >> 16)) * (note.factor() * 16777216.0f);
             --at;
             store_value(row, column, step * code * more, wide);
+        }
+    }
+};
+
+// The f16 codes of a thread's two rows of a row block (coded_halves.cuh).
+static_assert(HALVES_ROWS == CODED_BLOCK && HALVES_COLUMNS == CODED_GROUP);
+
+struct Halves {
+    u8* block;
+    u8* to;  // those of the first row in the first 16 columns; those of the second are behind half of a group
+    BlockNote note;
+    u32 factor, lowest;
+
+    MOEPACK_DEVICE Halves(u8* block, BlockNote note)
+        : block(block), to(block + HALVES_HEADER + halves_at(threadIdx.x % WARP / 4, threadIdx.x % 4)), note(note) {
+        float whole = float(note.lowest()), by = float(note.factor());
+        factor = to_half2(by, by), lowest = to_half2(whole, whole);
+    }
+
+    // Writes the symbols of 16 columns as returned by `Lanes::decode`.
+    MOEPACK_DEVICE void put(const u32 (&a)[4], int column) const {
+        u8* at = to + column / CODED_GROUP * HALVES_GROUP;
+        Pair first = {codes_of(a[0], factor, lowest), codes_of(a[2], factor, lowest)};
+        Pair second = {codes_of(a[1], factor, lowest), codes_of(a[3], factor, lowest)};
+        *reinterpret_cast<Pair*>(at) = first, *reinterpret_cast<Pair*>(at + HALVES_GROUP / 2) = second;
+    }
+
+    // Writes the columns of a chunk, which next(a) decodes sixteen at a time.
+    template <class Next>
+    MOEPACK_DEVICE void put_chunk(int first, int end, Next next) const {
+        for (int column = first; column < end; column += CODED_GROUP) {
+            u32 a[4];
+            next(a);
+            put(a, column);
+        }
+    }
+
+    // Writes the scales of the rows that exist; called by a warp.
+    MOEPACK_DEVICE void scale(const CodedMatrix& matrix, int expert, int rows, int line) const {
+        int row = threadIdx.x % WARP;
+        bool exists = line + row < rows;
+        if (row >= CODED_BLOCK) return;
+        reinterpret_cast<float*>(block)[row] = exists ? scale_of_row(matrix, expert, rows, line + row) : 0.0f;
+    }
+
+    // Adds the corrections of a segment that starts at a column. Each is of another code.
+    MOEPACK_DEVICE void correct(const u32* corrections, u32 at, u32 end, int first) const {
+        for (at += threadIdx.x % WARP; at < end; at += WARP) {
+            u32 correction = corrections[at];
+            int row = correction >> 12 & 15, column = first + int(correction & 0xfff), within = column % CODED_GROUP;
+            u8* group = block + HALVES_HEADER + column / CODED_GROUP * HALVES_GROUP;
+            u16* code = reinterpret_cast<u16*>(group + halves_at(row, within % 4)) + within / 4;
+            float more = half_value(u16(correction >> 16)) * (note.factor() * 16777216.0f);
+            *code = u16(to_half2(half_value(*code) + more, 0));
         }
     }
 };

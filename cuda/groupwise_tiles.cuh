@@ -12,7 +12,7 @@ struct GroupwiseLinear : Groupwise {
     // Steps of 32 or 64 columns.
     static constexpr int STEP_UNITS = WIDTH >= 64 ? 2 : 1, COLUMNS = STEP_UNITS * UNIT;
     static constexpr int PARTS = COLUMNS / 16 / QUADS;
-    static constexpr bool FETCHES = false;
+    static constexpr bool FETCHES = false, STRIDED = false;
 
     // Data after the end of rows is multiplied by zeros, so its scales must be finite.
     MOEPACK_BOTH static constexpr bool clears(i64 block_bytes) {

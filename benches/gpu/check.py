@@ -16,7 +16,7 @@ from torch.nn import functional
 from benches.gpu.cases import FAMILIES, Make, on_device, routing, seen, specifications
 from moepack import _core
 from moepack.backends.base import Between, Clamped
-from moepack.backends.gpu import grouped
+from moepack.backends.gpu import coded_layer, grouped
 from moepack.backends.gpu.backend import GpuBackend
 from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.matrix import DeviceMatrix
@@ -111,7 +111,8 @@ def check_prompt(case: Case, tokens: int, generator: torch.Generator) -> tuple[s
     x = torch.randn(tokens, case.outer, device="cuda").bfloat16()
     index, weights = routing(tokens, top_k, case.experts, generator)
     index[0, 0], index[-1, -1] = case.experts, -1
-    backend, name = GpuBackend(), "many" if grouped.supports(matrices) else "decoded"
+    fused = grouped.supports(matrices) or coded_layer.supports(matrices, index.numel())
+    backend, name = GpuBackend(), "many" if fused else "decoded"
     out, found = backend.experts(matrices, x, index, weights, functional.silu, None), []
     for case.rounds in (True, False) if name == "decoded" else (True,):  # calls of 64 tokens round activations
         found.append(error(out, case.combined(case.hidden(x, index), index, weights)))

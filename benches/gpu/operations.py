@@ -185,12 +185,22 @@ def draw_error() -> float:
     return sum(one != other for one, other in zip(draw(logits, draws).tolist(), expected, strict=True)) / 64
 
 
+def bytes_of(batch: int, context: int) -> int:
+    """The bytes of keys and values of some sequences."""
+    return batch * GROUPS * context * WIDTH * 4
+
+
+def pairs_of(batch: int, context: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values [B, groups, T, D], up to six times, so that long ones are not in the cache."""
+    copies = max(1, min(6, int(OUTSIDE / bytes_of(batch, context))))
+    return [(random(batch, GROUPS, context, WIDTH), random(batch, GROUPS, context, WIDTH)) for _ in range(copies)]
+
+
 def attention_times(batch: int, context: int) -> dict[str, float]:
     """Microseconds of attention over a context, with a mask that hides nothing."""
-    size = batch * GROUPS * context * WIDTH * 4
-    copies, attend = max(1, min(6, int(OUTSIDE / size))), Attention(torch.device("cuda"))
+    pairs, attend = pairs_of(batch, context), Attention(torch.device("cuda"))
     q, mask = random(batch, HEADS, WIDTH), torch.zeros(batch, context, device="cuda", dtype=torch.bfloat16)
-    pairs = [(random(batch, GROUPS, context, WIDTH), random(batch, GROUPS, context, WIDTH)) for _ in range(copies)]
+    copies = len(pairs)
 
     def grouped(number: int) -> Tensor:
         k, v = pairs[number % copies]
@@ -212,7 +222,7 @@ def attention_times(batch: int, context: int) -> dict[str, float]:
         return attend.in_rooms(q, of[number % copies], GROUPS, WIDTH**-0.5)
 
     return {
-        "bytes at 3 TB/s": size / 3e6,
+        "bytes at 3 TB/s": bytes_of(batch, context) / 3e6,
         "rooms": timed(lambda number: in_rooms(number, rooms[0])),
         "rooms in 8 bits": timed(lambda number: in_rooms(number, rooms[1])),
         "kernel": timed(lambda number: attend(q, *pairs[number % copies], mask, WIDTH**-0.5)),
@@ -285,7 +295,7 @@ def main() -> None:
         note(f"output, {batch}", product_times(batch, HIDDEN, columns=HEADS * WIDTH))
         note(f"router, {batch}", product_times(batch, EXPERTS))
         for context in CONTEXTS:
-            if batch * GROUPS * context * WIDTH * 4 < LARGEST:
+            if bytes_of(batch, context) < LARGEST:
                 note(f"attention, {batch} x {context}", attention_times(batch, context))
     for tokens in (512, 2048):
         note(f"prompt of {tokens}", prompt_times(tokens))

@@ -13,22 +13,13 @@
 //
 // Cells and Formats: common/tiles.cuh.
 #pragma once
+#include "common/routes.cuh"
 #include "common/tiles.cuh"
 
 namespace moepack {
 
-constexpr int COUNTED_EXPERTS = 2048;   // that `route` counts in shared memory
-constexpr int ROUTE_THREADS = 1024;  // of its only block
+constexpr int LEAST_SHARED = 218 << 10;  // bytes of shared memory of a block on GPUs with warpgroups
 constexpr int LAYOUT_THREADS = 256, LAYOUT_PLACES = 4;  // of a block of `lay_out`
-
-// The schedule that `route` writes.
-struct Routes {
-    int* count;   // the number of tiles of tokens
-    int* expert;  // [tiles]
-    int* tokens;  // [tiles], at most `columns`
-    int* slot;    // [tiles * columns], the slot of a place
-    int* place;   // [slots], the place of a slot; -1 if its expert does not exist
-};
 
 // The arguments of `lay_out`.
 struct Layout {
@@ -50,74 +41,6 @@ struct Grouped {
 };
 
 #if defined(__CUDACC__)
-// Counts in shared memory become the sums of all counts before them; called by a whole block.
-MOEPACK_DEVICE void sum_before(int (&count)[COUNTED_EXPERTS]) {
-    constexpr int EACH = COUNTED_EXPERTS / ROUTE_THREADS;
-    __shared__ int sums[2][ROUTE_THREADS];
-    int own[EACH], sum = 0, from = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) own[i] = count[threadIdx.x * EACH + i], sum += own[i];
-    sums[0][threadIdx.x] = sum;
-    for (int distance = 1; distance < ROUTE_THREADS; distance *= 2, from ^= 1) {
-        __syncthreads();
-        int before = int(threadIdx.x) >= distance ? sums[from][threadIdx.x - distance] : 0;
-        sums[from ^ 1][threadIdx.x] = sums[from][threadIdx.x] + before;
-    }
-    __syncthreads();
-    int total = sums[from][threadIdx.x] - sum;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) count[threadIdx.x * EACH + i] = total, total += own[i];
-}
-
-// Calls use(slot, expert) for the slots whose experts exist, with all threads of a block.
-template <class Use>
-MOEPACK_DEVICE void for_each_slot(const i64* index, int slots, int experts, Use use) {
-    constexpr int BATCH = 8;
-    for (int first = threadIdx.x; first < slots; first += ROUTE_THREADS * BATCH) {
-        i64 expert[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            int slot = first + i * ROUTE_THREADS;
-            expert[i] = slot < slots ? index[slot] : -1;
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-            if (first + i * ROUTE_THREADS < slots) use(first + i * ROUTE_THREADS, expert[i] < experts ? int(expert[i]) : -1);
-    }
-}
-
-// Places are numbered by atomic counters, whose order varies. Outputs do not depend on it: the columns of a product are
-// independent.
-MOEPACK_DEVICE void route_slots(const Routes& routes, const i64* index, int slots, int experts, int columns) {
-    __shared__ int counts[COUNTED_EXPERTS], tiles[COUNTED_EXPERTS];
-    for (int i = threadIdx.x; i < COUNTED_EXPERTS; i += ROUTE_THREADS) counts[i] = 0;
-    __syncthreads();
-    for_each_slot(index, slots, experts, [&](int, int expert) {
-        if (expert >= 0) atomicAdd(&counts[expert], 1);
-    });
-    __syncthreads();
-    for (int i = threadIdx.x; i < COUNTED_EXPERTS; i += ROUTE_THREADS) tiles[i] = ceil_div(counts[i], columns);
-    __syncthreads();
-    sum_before(tiles);
-    __syncthreads();
-    for (int e = threadIdx.x; e < experts; e += ROUTE_THREADS) {
-        int of_expert = ceil_div(counts[e], columns);
-        for (int i = 0; i < of_expert; ++i) {
-            routes.expert[tiles[e] + i] = e;
-            routes.tokens[tiles[e] + i] = least(columns, counts[e] - i * columns);
-        }
-        if (e == experts - 1) *routes.count = tiles[e] + of_expert;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < COUNTED_EXPERTS; i += ROUTE_THREADS) counts[i] = 0;
-    __syncthreads();
-    for_each_slot(index, slots, experts, [&](int slot, int expert) {
-        int place = expert < 0 ? -1 : tiles[expert] * columns + atomicAdd(&counts[expert], 1);
-        routes.place[slot] = place;
-        if (place >= 0) routes.slot[place] = slot;
-    });
-}
-
 // Writes the cells of four places: a warp lays out one chunk at a time.
 template <Type TYPE, class Format>
 MOEPACK_DEVICE void lay_out_places(const Layout& layout) {
@@ -273,7 +196,8 @@ struct GroupedProducer {
 // Combines the sums of two warps, which have the same rows and columns in each lane: gate and up projections.
 template <int N>
 struct Gating {
-    static constexpr int HALF = N / 2, BYTES = 2 * HALF * WARP * 16;
+    static constexpr int HALF = N / 2, ROUNDS = N > 8 ? 2 : 1, EACH = HALF / ROUNDS, BYTES = 2 * EACH * WARP * 16;
+    static_assert(EACH * ROUNDS == HALF);
     int number;
     float4* passed;  // by gate, then by up
 
@@ -282,22 +206,25 @@ struct Gating {
 
     // Each warp passes half of its columns, and computes silu(gate) * up of the other half: `up` the second one.
     MOEPACK_DEVICE void exchange(bool up, int lane, const float (&sum)[N][4], float (&value)[HALF][4]) const {
-        meet(number);  // both have read what was passed before
 #pragma unroll
-        for (int i = 0; i < HALF; ++i) {
-            const float(&first)[4] = sum[i], (&second)[4] = sum[HALF + i];
-            passed[(up * HALF + i) * WARP + lane] = {up ? first[0] : second[0], up ? first[1] : second[1],
-                                                     up ? first[2] : second[2], up ? first[3] : second[3]};
-        }
-        meet(number);
+        for (int begin = 0; begin < HALF; begin += EACH) {
+            meet(number);  // both have read what was passed before
 #pragma unroll
-        for (int i = 0; i < HALF; ++i) {
-            float4 other = passed[(!up * HALF + i) * WARP + lane];
-            float received[4] = {other.x, other.y, other.z, other.w};
+            for (int i = 0; i < EACH; ++i) {
+                const float(&first)[4] = sum[begin + i], (&second)[4] = sum[HALF + begin + i];
+                passed[(up * EACH + i) * WARP + lane] = {up ? first[0] : second[0], up ? first[1] : second[1],
+                                                         up ? first[2] : second[2], up ? first[3] : second[3]};
+            }
+            meet(number);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                float own = up ? sum[HALF + i][j] : sum[i][j];
-                value[i][j] = silu(up ? received[j] : own) * (up ? own : received[j]);
+            for (int i = 0; i < EACH; ++i) {
+                float4 other = passed[(!up * EACH + i) * WARP + lane];
+                float received[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    float own = up ? sum[HALF + begin + i][j] : sum[begin + i][j];
+                    value[begin + i][j] = silu(up ? received[j] : own) * (up ? own : received[j]);
+                }
             }
         }
     }
@@ -398,9 +325,10 @@ struct GroupedConsumer : Multiplier<Format, N> {
 template <class Format, int N, bool GATED>
 MOEPACK_DEVICE void multiply_grouped(const Grouped& grouped, const typename Format::Matrix& first,
                                      const typename Format::Matrix& second) {
-    constexpr int BLOCKS = GATED ? TILE_BLOCKS / 2 : TILE_BLOCKS;
+    constexpr int BLOCKS = GATED ? TILE_BLOCKS / 2 : TILE_BLOCKS, RESERVED = GATED ? BLOCKS * Gating<N>::BYTES : 0;
+    static_assert(RESERVED + 2 * Ring<Format, N>::STAGE <= LEAST_SHARED, "warps decode the next item ahead");
     __shared__ u64 barriers[2 * MOST_STAGES];
-    Ring<Format, N> ring(barriers, GATED ? BLOCKS * Gating<N>::BYTES : 0);
+    Ring<Format, N> ring(barriers, RESERVED);
     ring.clear(first.block_bytes);
     __syncthreads();
     enter_launch();

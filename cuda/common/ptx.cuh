@@ -259,6 +259,18 @@ MOEPACK_DEVICE float4 load_of_block(Shared place, int rank) {
     return v;
 }
 
+// Loads a number from the shared memory of a block of the cluster.
+MOEPACK_DEVICE u64 load_number_of_block(Shared place, int rank) {
+    u64 number = 0;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.u64 %0, [at];}"
+                 : "=l"(number)
+                 : "r"(place), "r"(rank)
+                 : "memory");
+#endif
+    return number;
+}
+
 // L2 policy for data that many blocks read: no hint.
 constexpr u64 KEEP = 0x1000000000000000;
 

@@ -14,8 +14,8 @@
 // - Matrix, with `data`, the first row block, and `block_bytes`;
 // - STAGE, the most bytes of a chunk of a row block; Pieces(matrix, chunk), their locations; and clears(block_bytes),
 //   whether bytes of a stage that are not copied must be zero;
-// - quad(product, lane), the quad of a chunk that a lane of four has in a product; and SECOND, the column of a quad
-//   that forms a pair with its first: 1 or 2;
+// - quad(product, lane), the quad of a chunk that a lane of four has in a product, or if STRIDED, one column of each of
+//   the four; and SECOND, the column of these that forms a pair with the first: 1 or 2;
 // - COLUMNS per step, decoded at once, in PARTS of QUADS products each; FETCHES, whether its codes are loaded a step
 //   ahead;
 // - WIDTH, columns of a chunk that share a scale, or 0 if whole rows do; SUMS, groups of a chunk that have an offset;
@@ -71,8 +71,8 @@ struct Columns {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             constexpr int SECOND = Format::SECOND, THIRD = 3 - SECOND;
-            Pair pair = {to_half2(quad[i].value(0) * factor, quad[i].value(SECOND) * factor),
-                         to_half2(quad[i].value(THIRD) * factor, quad[i].value(3) * factor)};
+            auto value = [&](int j) { return (Format::STRIDED ? quad[j].value(i) : quad[i].value(j)) * factor; };
+            Pair pair = {to_half2(value(0), value(SECOND)), to_half2(value(THIRD), value(3))};
             first[i] = pair.x, second[i] = pair.y, sum += sum_of(pair);
         }
         Quad* to = reinterpret_cast<Quad*>(cells) + product * 2 * columns + token;

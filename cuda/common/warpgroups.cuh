@@ -64,6 +64,19 @@ MOEPACK_DEVICE void multiply_add(float (&c)[8][4], u32 a0, u32 a1, u32 a2, u32 a
                  : MOEPACK_OPERANDS);
 }
 
+MOEPACK_DEVICE void multiply_add(float (&c)[12][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool adds) {
+    asm volatile(MOEPACK_PRODUCT("96",
+                                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+                                 "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "
+                                 "%47",
+                                 "%48, %49, %50, %51", "%52", "%53")
+                 : MOEPACK_SUMS(c[0]), MOEPACK_SUMS(c[1]), MOEPACK_SUMS(c[2]), MOEPACK_SUMS(c[3]), MOEPACK_SUMS(c[4]),
+                   MOEPACK_SUMS(c[5]), MOEPACK_SUMS(c[6]), MOEPACK_SUMS(c[7]), MOEPACK_SUMS(c[8]), MOEPACK_SUMS(c[9]),
+                   MOEPACK_SUMS(c[10]), MOEPACK_SUMS(c[11])
+                 : MOEPACK_OPERANDS);
+}
+
 #undef MOEPACK_PRODUCT
 #undef MOEPACK_SUMS
 #undef MOEPACK_OPERANDS

@@ -10,7 +10,8 @@ import transformers
 
 import moepack
 from moepack import GroupwiseTensor, _core
-from moepack.backends.gpu import Uploader, upload
+from moepack.backends.gpu import GpuBackend, Uploader, coded_layer, upload
+from moepack.backends.gpu import draw as drawing
 from moepack.backends.gpu.device import allocate
 from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.program import Program
@@ -334,7 +335,7 @@ COLUMN_SCALES = {
 
 
 @pytest.mark.parametrize("scaled", COLUMN_SCALES.values(), ids=list(COLUMN_SCALES))
-@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("tokens", [1, 5, 30, 40])
 @pytest.mark.parametrize("paths", [False, True])
 @pytest.mark.parametrize(("width", "inner"), [(300, 96), (44, 4100)])
 def test_experts_with_scales_of_columns(scaled, tokens, paths, width, inner):
@@ -373,6 +374,8 @@ def test_experts_with_scales_of_columns(scaled, tokens, paths, width, inner):
         chosen[:, j, None].double() * torch.einsum("ti,tri->tr", given[:, j], tables[2][index[:, j]]) for j in range(3)
     )
     assert_near(out.cpu(), total)
+    if coded_layer.supports(matrices, index.numel()):
+        assert_near(coded_layer.experts(matrices, x.to(GPU), on_gpu, chosen.to(GPU)).cpu(), total)
 
 
 def test_operators_obey_torch():
@@ -421,3 +424,57 @@ def test_tensors_elsewhere_are_refused():
         layer(torch.randn(5, 128))
     with pytest.raises(DeviceError, match="there is no 'cuda:77'"):
         DeviceStore(torch.device("cuda", 77))
+
+
+@pytest.mark.parametrize("paths", [False, True])
+@pytest.mark.parametrize("tokens", [70, 200, 300, 500])
+def test_coded_layers_of_many_tokens_in_a_graph_follow_the_routing(paths, tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    weights, matrices = [], []
+    for number, shape in enumerate([(70, 40, 300), (70, 40, 300), (70, 300, 40)]):
+        _, packed = coded(shape, paths=paths, columns=column_scales(1, shape[2], 1), seed=number)
+        weights.append(torch.from_numpy(_core.PackedTensor(packed).dequantize()).double())
+        matrices.append(upload(torch.from_numpy(packed), Uploader(GPU)))
+    x = torch.randn(tokens, 300, generator=generator).bfloat16()
+    chosen = torch.rand(tokens, 8, generator=generator)
+
+    def routing():
+        return torch.rand(tokens, 70, generator=generator).argsort(1)[:, :8].contiguous()
+
+    def expected(index):
+        gate, up = (torch.einsum("tc,tkrc->tkr", x.double(), weight[index]) for weight in weights[:2])
+        hidden = torch.nn.functional.silu(gate) * up
+        return torch.einsum("tkc,tkrc,tk->tr", hidden, weights[2][index], chosen.double())
+
+    first, other = routing(), routing()
+    given = x.to(GPU), first.to(GPU), chosen.to(GPU)
+
+    def layer():
+        return GpuBackend().experts(matrices, *given, torch.nn.functional.silu, None)
+
+    assert_near(layer().cpu(), expected(first))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    given[1].copy_(other)
+    graph.replay()
+    again = out.clone()
+    graph.replay()
+    assert torch.equal(out, again)
+    assert_near(out.cpu(), expected(other))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [16384, 50001, 151936])
+def test_teams_of_blocks_draw_what_a_single_block_draws(monkeypatch, vocabulary, dtype):
+    generator = torch.Generator().manual_seed(vocabulary)
+    settings = [(0, 0, 1, 0), (0.7, 0, 1, 0), (1, 40, 1, 0), (0.9, 0, 0.9, 0), (1.2, 50, 0.8, 0.05), (2, 1, 1, 0)]
+    draws = torch.tensor([[*each, 0] for each in settings], dtype=torch.float64).T.repeat(1, 12)
+    draws[4] = torch.rand(72, generator=generator, dtype=torch.float64)
+    logits = (3 * torch.randn(72, vocabulary, generator=generator)).to(dtype)
+    logits[7, vocabulary // 2], logits[13, -1] = torch.nan, torch.inf
+    given = logits.to(GPU), draws.to(GPU)
+    found = drawing.draw(*given).tolist()
+    monkeypatch.setattr(drawing, "_WIDE", 1 << 30)
+    assert found == drawing.draw(*given).tolist()
+    assert [at for at, token in enumerate(found) if token < 0] == [7, 13]

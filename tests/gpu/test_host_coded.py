@@ -7,7 +7,8 @@ import pytest
 from emulation import build
 
 from moepack import _core
-from moepack.backends.gpu.coded import HEADER_WORDS, SECTIONS, uploaded
+from moepack.backends.gpu.coded import uploaded
+from moepack.backends.gpu.coded_launch import HEADER_WORDS, SECTIONS
 from moepack.errors import CorruptionError
 from moepack.registry import open_tensor
 from oracle.coded import dependent

@@ -20,20 +20,24 @@ def grouped(tmp_path_factory):
     return Emulator("grouped.cpp", tmp_path_factory.mktemp("grouped"))
 
 
-def products(program, folder, tensors, x, index, columns, blocks):
+def products(program, folder, tensors, shape, x, index, columns, blocks, header):
     """Multiply by one matrix of each chosen expert, or gate two of them.
+
+    Args:
+        tensors: the bytes of one or two matrices, whose row blocks follow `header` bytes.
+        shape: experts and rows.
 
     Returns:
         The output of each slot [T, k, R], NaN for slots without an expert, and their sums [T, R].
     """
-    (tokens, width), (experts, rows, _) = x.shape, _core.PackedTensor(tensors[0]).shape
+    (tokens, width), (experts, rows) = x.shape, shape
     files = [folder / name for name in ("x", "index", "first", "second")]
     padded = functional.pad(x, (0, -width % 8)).contiguous().view(torch.uint8)
     for file, data in zip(files, (padded.numpy(), index.numpy(), *tensors), strict=False):
         file.write_bytes(data.tobytes())
-    block_bytes = (tensors[0].nbytes - _HEADER) // (experts * -(-rows // 16))
+    block_bytes = (tensors[0].nbytes - header) // (experts * -(-rows // 16))
     numbers = (_TYPES.index(x.dtype), tokens, rows, width, blocks, 2)
-    command = [program, files[2], _HEADER, block_bytes, files[0], *numbers, files[1], index.shape[1], experts, columns]
+    command = [program, files[2], header, block_bytes, files[0], *numbers, files[1], index.shape[1], experts, columns]
     command = [*command, len(tensors) - 1, files[3]]
     printed = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True, timeout=120).stdout
     place = np.frombuffer(printed, np.int32, index.numel())
@@ -44,8 +48,12 @@ def products(program, folder, tensors, x, index, columns, blocks):
 
 
 def check(program, folder, tensors, x, index, columns, blocks, bound):
-    found, sums = products(program, folder, tensors, x, index, columns, blocks)
     values = [torch.from_numpy(_core.PackedTensor(data).dequantize()).double() for data in tensors]
+    check_values(program, folder, tensors, values, x, index, columns, blocks, bound)
+
+
+def check_values(program, folder, tensors, values, x, index, columns, blocks, bound, header=_HEADER):
+    found, sums = products(program, folder, tensors, values[0].shape[:2], x, index, columns, blocks, header)
     expected = torch.full(found.shape, float("nan"), dtype=torch.float64)
     for token, slot in np.ndindex(*index.shape):
         if 0 <= (expert := int(index[token, slot])) < len(values[0]):
@@ -121,3 +129,34 @@ def test_codebooks(grouped, tmp_path, planes, cases):
         x = torch.from_numpy(random.standard_normal((tokens, width), np.float32)).to(_TYPES[kind])
         index = routing(tokens, top_k, experts, seed)
         check(program, tmp_path, tensors, x, index, columns, blocks, 1e-3 if kind == 2 else 1e-5)
+
+
+def halves(codes, scales):
+    """Codes [E, R, C] and scales [E, R] in the order of operand A (cuda/coded_halves.cuh)."""
+    experts, rows, width = codes.shape
+    padded = np.zeros((experts, -(-rows // 16) * 16, -(-width // 16) * 16), np.float16)
+    padded[:, :rows, :width] = codes
+    # Axes: expert, row block, pair of rows, row of it, 16 columns, column / 4, column % 4.
+    parts = padded.reshape(experts, -1, 8, 2, padded.shape[2] // 16, 4, 4).transpose(0, 1, 4, 2, 6, 3, 5)
+    own = np.zeros(padded.shape[:2], np.float32)
+    own[:, :rows] = scales
+    head = own.reshape(experts, -1, 16).view(np.uint8).reshape(*parts.shape[:2], 64)
+    body = np.ascontiguousarray(parts).view(np.uint8).reshape(*parts.shape[:2], -1)
+    return np.concatenate([head, body], 2)
+
+
+@pytest.mark.parametrize("seed", range(len(CASES)))
+def test_decoded_integers(grouped, tmp_path, seed):
+    program = grouped("coded_grouped.cu", "CodedTiles")
+    tokens, top_k, experts, rows, width, columns, blocks, kind, gated = CASES[seed]
+    columns = 96 if columns == 64 else columns
+    random, tensors, values = np.random.default_rng(seed), [], []
+    for _ in range(1 + gated):
+        codes = random.integers(-127, 128, (experts, rows, width))
+        scales = random.uniform(0.5, 1.5, (experts, rows)).astype(np.float32) * np.float32(0.02 * width**-0.5)
+        tensors.append(halves(codes, scales))
+        values.append(torch.from_numpy(codes * scales[:, :, None].astype(np.float64)))
+    x = torch.from_numpy(random.standard_normal((tokens, width), np.float32)).to(_TYPES[kind])
+    index = routing(tokens, top_k, experts, seed)
+    bound = 1e-3 if kind == 2 else 1e-5
+    check_values(program, tmp_path, tensors, values, x, index, columns, blocks, bound, header=0)

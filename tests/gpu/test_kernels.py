@@ -15,6 +15,7 @@ from sass import DISASSEMBLER, INTEGER, disassemble
 from moepack.backends.gpu import (
     attention,
     clamped,
+    coded_launch,
     coded_upload,
     columns,
     compiler,
@@ -28,7 +29,6 @@ from moepack.backends.gpu import (
 )
 from moepack.backends.gpu import channels as channel_kernels
 from moepack.backends.gpu import codebook as codebook_kernels
-from moepack.backends.gpu import coded as coded_kernels
 from moepack.backends.gpu import groupwise as groupwise_kernels
 from moepack.backends.gpu import ternary as ternary_kernels
 from moepack.backends.gpu.families import FAMILIES
@@ -73,10 +73,12 @@ PROGRAMS = {
     "fsv8, long rows": ternary(0, 1, 32, True),
     "dict16": ternary(1, 1, 16),
     "dict16, 4 tokens": ternary(1, 4, 32),
-    "coded": coded_kernels._program(1),
-    "coded, 16 tokens": coded_kernels._program(16),
-    "coded, dependent": coded_kernels._program(1, True),
-    "coded, dependent, 16 tokens": coded_kernels._program(16, True),
+    "coded": coded_launch.program(1),
+    "coded, 16 tokens": coded_launch.program(16),
+    "coded, dependent": coded_launch.program(1, True),
+    "coded, dependent, 16 tokens": coded_launch.program(16, True),
+    "coded, many tokens": coded_launch.program(32, many=True),
+    "coded, dependent, many tokens": coded_launch.program(16, True, many=True),
     "step": step.program(),
     "attention": attention.program(0, False, 128, 128),
     "attention, wide heads": attention.program(1, False, 256, 256),
@@ -92,6 +94,7 @@ PROGRAMS = {
     "clamped": clamped.program(),
     "draw": draw.program(),
     "coded upload": coded_upload._program(),
+    "grouped coded": coded_launch.tiles_program(),
     "trellis": trellis.program(),
     "columns": columns.program(),
     **{f"channels of {bits} bits": channel_kernels._program(bits) for bits in (4, 8, 16)},
@@ -101,9 +104,16 @@ PROGRAMS = {
 
 PLAIN = {
     *("int3 by 64", "int8 by 64, 32 tokens", "int3 by 64 and factors", "codebook 4 bits", "fsv8", "dict16", "coded"),
-    *("coded, dependent, 16 tokens", "coded upload", "linear int4 by 64", "grouped int3 by 64", "grouped codebook"),
+    *(
+        "coded, dependent, 16 tokens",
+        "coded upload",
+        "linear int4 by 64",
+        "grouped int3 by 64",
+        "grouped codebook",
+        "grouped coded",
+    ),
     *("step", "attention", "attention, 8 bits", "prompt attention", "prompt attention, 8 bits", "router", "dense"),
-    *("channels of 8 bits", "clamped", "draw", "trellis", "columns"),
+    *("channels of 8 bits", "clamped", "draw", "trellis", "columns", "coded, dependent, many tokens"),
 }
 """A program of each source. The tests marked as slow compile the others, and all for other GPUs than H100s: sm_80, and
 sm_90, whose code newer GPUs get.
@@ -128,6 +138,7 @@ KERNELS = {
     "codebook_linear.cu": LINEAR,
     "groupwise_grouped.cu": GROUPED,
     "codebook_grouped.cu": GROUPED,
+    "coded_grouped.cu": GROUPED | {"gated_96", "project_96"},
 }
 """The kernels of sources that have no products of whole matrices."""
 
@@ -158,6 +169,7 @@ SPILLS = {
     "fsv8, long rows": 64,
     "coded, 16 tokens": 16,
     "coded, dependent, 16 tokens": 144,
+    "coded, dependent, many tokens": 144,
 }
 """Bytes of stack or of spills that a kernel may have. Two blocks of a multiprocessor leave 128 registers to a thread: a
 few bytes cost less than a block. They are read where a block goes from one round to the next, above all the tables of a
@@ -194,7 +206,8 @@ def test_kernels_keep_their_values_in_registers(name, arch, tmp_path, monkeypatc
             monkeypatch.setattr(compiler, "_folder", lambda: tmp_path)
             cubin = PROGRAMS[name].cubin(arch)
     kernels = _USE.findall(cubin.log)
-    wanted = KERNELS.get(PROGRAMS[name].source, {"gated", "combine", "dequantize"})
+    sums = "route" if "many tokens" in name else "combine"
+    wanted = KERNELS.get(PROGRAMS[name].source, {"gated", sums, "dequantize"})
     assert wanted <= {kernel for kernel, *_ in kernels}
     for kernel, *bytes_, registers in kernels:
         assert max(map(int, bytes_)) <= most, f"{kernel}: bytes of stack, stored and loaded: {bytes_}"
@@ -267,18 +280,22 @@ def test_a_linear_layer_takes_few_instructions(name, most):
 
 def test_every_family_has_programs():
     families = {f"{module}.cu" for module in FAMILIES.values()}
-    others = {
-        "attention.cu",
-        "clamped.cu",
-        "coded_upload.cu",
-        "columns.cu",
-        "dense.cu",
-        "draw.cu",
-        "prompt.cu",
-        "router.cu",
-        "step.cu",
-        "trellis.cu",
-    } | {f"{name}_{kind}.cu" for name in ("groupwise", "codebook") for kind in ("linear", "grouped")}
+    others = (
+        {
+            "attention.cu",
+            "clamped.cu",
+            "coded_upload.cu",
+            "columns.cu",
+            "dense.cu",
+            "draw.cu",
+            "prompt.cu",
+            "router.cu",
+            "step.cu",
+            "trellis.cu",
+        }
+        | {f"{name}_{kind}.cu" for name in ("groupwise", "codebook") for kind in ("linear", "grouped")}
+        | {"coded_grouped.cu"}
+    )
     assert {program.source for program in PROGRAMS.values()} == families | others
     assert {path.name for path in compiler.sources().glob("*.cu")} == {p.source for p in PROGRAMS.values()}
 

@@ -9,7 +9,17 @@ import torch
 
 from moepack import GroupwiseTensor, _core
 from moepack.backends.base import Between, Clamped
-from moepack.backends.gpu import codebook, coded, grouped, groupwise, groupwise_linear, layer, linear
+from moepack.backends.gpu import (
+    codebook,
+    coded,
+    coded_launch,
+    coded_layer,
+    grouped,
+    groupwise,
+    groupwise_linear,
+    layer,
+    linear,
+)
 from moepack.backends.gpu.matrix import DeviceMatrix
 from moepack.backends.gpu.program import Program
 
@@ -212,6 +222,8 @@ def coded_launches(monkeypatch):
         assert 1 <= grid <= 4 * 132 and block <= 1024
         if name == "scale_columns":
             scale_columns(*arguments)
+        elif name == "route":
+            found.append((name, arguments[0][0].copy(), None))
         elif not name.startswith("lay_out"):
             problem = arguments[0][0]
             rows = int(problem["tokens"]) * (int(problem["top_k"]["by"]) if name == "combine" else 1)
@@ -221,7 +233,10 @@ def coded_launches(monkeypatch):
 
     monkeypatch.setattr(Program, "launch", record)
     monkeypatch.setattr(Program, "load_all", lambda programs: None)
-    monkeypatch.setattr(coded, "_device", lambda index: (132, (227 << 10) - coded._STATIC_BYTES))
+    for module in (coded, coded_launch, coded_layer):
+        monkeypatch.setattr(
+            module, "processors_and_memory", lambda index: (132, (227 << 10) - coded_launch._STATIC_BYTES)
+        )
     return found
 
 
@@ -265,6 +280,40 @@ def test_coded_integers_multiply_activations_times_scales_of_columns(coded_launc
     coded.KERNELS.combine(up, of_slots, index, torch.rand(tokens, 3), torch.empty(tokens, 40))
     assert [name for name, *_ in coded_launches] == ["combine"]
     assert_slots_see(coded_launches[0], of_slots, index, second)
+
+
+@pytest.mark.parametrize("tokens", [10, 40])
+@pytest.mark.parametrize("columns", list(itertools.product((0, 1, 9), repeat=2)))
+def test_coded_layers_of_many_tokens_are_sorted_once(coded_launches, columns, tokens):
+    (gate, first), (up, second) = (coded_matrix((9, 40, 301), rows) for rows in columns)
+    down, _ = coded_matrix((9, 301, 40), 0)
+    x, index = torch.randn(tokens, 301), torch.rand(tokens, 10).argsort(1)[:, :3].contiguous()
+    out = coded_layer.experts([gate, up, down], x, index, torch.rand(tokens, 3))
+    assert out.shape == (tokens, 301) and out.dtype is torch.float32
+    (route, routes, _), *products, (last, _, _) = coded_launches
+    gated = ["gated"] if columns[0] == columns[1] else ["project", "project"]
+    names = [name for name, *_ in products]
+    assert (route, last) == ("route", "add_slots") and names == [*gated, "gate_slots", "project"]
+    for launch, scales in zip(products, (first, second)[: len(gated)], strict=False):
+        assert_slots_see(launch, x.repeat_interleave(3, 0), index, scales)
+    for name, problem, _ in products:
+        assert name == "gate_slots" or (problem["routes"] == routes and problem["cells"])
+
+
+def test_coded_layers_of_many_tokens_decode_weights_about_once(coded_launches):
+    matrices = [coded_matrix(shape, 0)[0] for shape in ((8, 40, 256), (8, 40, 256), (8, 256, 40))]
+    assert coded_layer.supports(matrices, 8 * 24) and not coded_layer.supports(matrices, 8 * 24 + 1)
+    assert not coded_layer.supports(matrices[1:], 8)
+
+
+@pytest.mark.parametrize(("largest", "small"), [(0, True), (300, True), (-300, True), (5000, False), (-5000, False)])
+def test_codes_with_several_corrections_are_known(coded_launches, largest, small):
+    codes = np.zeros((2, 20, 300), np.int32)
+    codes[1, 7, 200] = largest
+    data = torch.from_numpy(coded.uploaded(_core.encode_coded(codes, np.ones((1, 1), np.float32), ndim=3)))
+    own = DeviceMatrix(data, codes.shape, "coded", "coded", {"symbols": "plain"}, {})
+    coded.KERNELS.prepare(own)
+    assert bool(coded_launch.numbers(own)[-1]) == small
 
 
 @pytest.mark.parametrize("columns", [0, 1, 4])

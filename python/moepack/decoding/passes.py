@@ -240,8 +240,10 @@ class Passes:
                 logits = self._head(states[last.kept])
             kept: Tensor = made.output
             kept.copy_(logits)
-            likeliest = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
-            made.tokens.copy_(self._replacements.draw(logits, last.draws) if made.kind.draws else likeliest)
+            if made.kind.draws:
+                made.tokens.copy_(self._replacements.draw(logits, last.draws))
+            else:
+                made.tokens.copy_(torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1))
             if not made.kind.is_prompt:
                 (tokens,) = crossing([made.tokens], self._first)
                 self._chosen[: made.kind.size].copy_(tokens.clamp(min=0))

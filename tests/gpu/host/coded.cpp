@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "coded.cuh"
+#include "coded_halves.cuh"
 
 using namespace moepack;
 
@@ -75,10 +76,12 @@ struct Warp {
     // Writes the codes of 16 columns of 16 rows that are `columns` apart.
     void decode(const Copies& copies, int* to, u64 columns) {
         u32 words[2][WARP];  // the symbols of each thread's rows
+        u32 halves[HALVES_GROUP / 4];
         for (int thread = 0; thread < WARP; ++thread) {
             u32 a[4];
             lane[thread].decode(copies, 1, a);
             for (int row = 0; row < 2; ++row) words[row][thread] = symbols_of_row(a, row);
+            for (int i = 0; i < 4; ++i) halves[halves_at(thread / 4 + i % 2 * 8, thread % 4) / 4 + i / 2] = code_pair(a[i]);
             for (int row = 0; row < 2; ++row)
                 for (int step = 0; step < 4; ++step) {
                     int symbol = half_code(a[row + step / 2 * 2] >> step % 2 * 16 & 0xffff);
@@ -88,6 +91,16 @@ struct Warp {
                 }
         }
         for (int row = 0; row < 2; ++row) compare_turned(words[row], to + 8 * row * columns, columns);
+        for (int i = 0; i < CODED_BLOCK * CODED_GROUP; ++i) {
+            int row = i / 16, column = i % 16, at = halves_at(row, column % 4) / 2 + column / 4;
+            if (int(half_value(reinterpret_cast<u16*>(halves)[at])) != to[row * columns + column]) std::exit(5);
+        }
+    }
+
+    // The f16 codes of a word of operand A.
+    u32 code_pair(u32 symbols) const {
+        u16 factor = half_bits(note.dependent() ? 2.0f : 1.0f), lowest = half_bits(float(note.lowest()));
+        return codes_of(symbols, factor * 0x10001u, lowest * 0x10001u);
     }
 
     // Compares the codes that threads get by transposition with those that they have decoded.

@@ -3,7 +3,7 @@
 //
 // Usage: grouped WEIGHTS OFFSET BLOCK_BYTES X TYPE TOKENS ROWS COLUMNS BLOCKS DEPTH INDEX TOP_K EXPERTS PRODUCT GATED
 // [SECOND]: activations [TOKENS, COLUMNS, rounded up to 8] of a Type as it is stored; INDEX [TOKENS, TOP_K] i64; PRODUCT
-// columns per product (16, 32, 64); SECOND the weights of `up`. The standard output is the place of each slot (i32),
+// columns per product (16, 32, 64, 96); SECOND the weights of `up`. The standard output is the place of each slot (i32),
 // then [places, ROWS] f32, and [TOKENS, ROWS] f32, the sums over the experts of a token.
 #include "simt.hpp"
 
@@ -75,7 +75,8 @@ int main(int, char** a) {
     };
     if (product == 16) multiply.operator()<2>();
     else if (product == 32) multiply.operator()<4>();
-    else multiply.operator()<8>();
+    else if (product == 64) multiply.operator()<8>();
+    else multiply.operator()<12>();
     simt::launch({ceil_div(rows, 1024), tokens}, 256, 0,
                  [&] { add(routes.place, ones.data(), grouped.out, out, top_k, rows); });
     std::fwrite(routes.place, 4, slots, stdout);

@@ -190,6 +190,8 @@ extern u8 shared_memory[];
 
 constexpr u64 KEEP = 0;
 float4 load_of_block(Shared, int);
+// A launch runs one block at a time, so clusters have one.
+u64 load_number_of_block(Shared, int);
 template <bool>
 void wait_for_cluster();
 void copy_async(Shared, const void*);

@@ -5,13 +5,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moepack.backends.gpu.program import Program
+from moepack.backends.gpu.program import Program, is_hopper
 from moepack.backends.gpu.structs import TYPES, Struct
 
 __all__ = ["draw", "program"]
 
 _DRAW = Struct("draw.cu", "Draw")
-_THREADS = 1024
+_THREADS, _TEAM_THREADS = 1024, 512
+"""Threads of a block, alone and in a team."""
+
+_WIDE, _BLOCKS = 16384, 8
+"""Rows of this many logits have a team of blocks, a cluster."""
 
 
 def draw(logits: Tensor, draws: Tensor) -> Tensor:
@@ -27,10 +31,13 @@ def draw(logits: Tensor, draws: Tensor) -> Tensor:
     """
     logits, (rows, columns) = logits.contiguous(), logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    blocks = _BLOCKS if columns >= _WIDE and is_hopper(logits.device.index) else 1
     argument = _DRAW(
-        logits=logits, type=TYPES[logits.dtype], draws=draws.contiguous(), tokens=tokens, rows=rows, columns=columns
-    )
-    program().launch("choose", rows, _THREADS, [argument], early=True)
+        logits=logits, type=TYPES[logits.dtype], draws=draws.contiguous(), tokens=tokens, rows=rows, columns=columns,
+        blocks=blocks,
+    )  # fmt: skip
+    threads = _TEAM_THREADS if blocks > 1 else _THREADS
+    program().launch("choose", rows * blocks, threads, [argument], early=True, cluster=blocks)
     return tokens
 
 

@@ -4,7 +4,7 @@ Kernels sort the tokens by expert and decode weights for up to 64 tokens of an e
 shapes, so nothing synchronizes and calls can be captured in a CUDA graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,20 +16,19 @@ from moepack.backends.gpu.families import kernels_of
 from moepack.backends.gpu.layer import CHUNK, Grouped, LayerKernels, device_of, padded
 from moepack.backends.gpu.linear import TILE_ROWS
 from moepack.backends.gpu.matrix import DeviceMatrix
-from moepack.backends.gpu.program import Argument
+from moepack.backends.gpu.program import Argument, Program
+from moepack.backends.gpu.routes import COUNTED_EXPERTS, ROUTES, Routes
 from moepack.backends.gpu.structs import ACTIVATIONS, Struct, activations
 
-__all__ = ["experts", "supports", "supports_own"]
+__all__ = ["CHUNK", "add", "calls", "experts", "product", "supports", "supports_own"]
 
-_ROUTES = Struct("common/grouped.cuh", "Routes")
-_LAYOUT = Struct("common/grouped.cuh", "Layout", Activations=ACTIVATIONS, Routes=_ROUTES)
-_GROUPED = Struct("common/grouped.cuh", "Grouped", Routes=_ROUTES)
+_LAYOUT = Struct("common/grouped.cuh", "Layout", Activations=ACTIVATIONS, Routes=ROUTES)
+_GROUPED = Struct("common/grouped.cuh", "Grouped", Routes=ROUTES)
 
 _COLUMNS = {16: 10, 32: 24, 64: 1 << 31}
 """Tokens per product, and the most tokens per expert on average for which they are used: most experts then have their
 tokens in one tile, and few columns are empty."""
 
-_COUNTED_EXPERTS, _ROUTE_THREADS = 2048, 1024
 _LAYOUT_THREADS, _LAYOUT_PLACES = 256, 4
 _THREADS, _ADD_THREADS = 640, 256
 
@@ -46,7 +45,7 @@ def supports(matrices: Sequence[DeviceMatrix]) -> bool:
 
 def supports_own(matrices: Sequence[DeviceMatrix]) -> bool:
     """Return whether these kernels can multiply a layer with code of its own between its products."""
-    if matrices[0].shape[0] > _COUNTED_EXPERTS or not matrices[0].data.is_cuda:
+    if matrices[0].shape[0] > COUNTED_EXPERTS or not matrices[0].data.is_cuda:
         return False
     return device_of(matrices[0].data).has_warpgroups and None not in map(_format, matrices)
 
@@ -58,13 +57,16 @@ def experts(
 
     With `code`, as in `Backend.own_experts`.
     """
-    rows = matrices[-1].shape[1]
-    out = torch.empty((len(x), rows), dtype=torch.float32, device=x.device)
-    step = max(1, OUTPUT_BYTES // (4 * rows * index.shape[1]))
-    for first in range(0, len(x), step):
-        tokens = slice(first, first + step)
+    out = torch.empty((len(x), matrices[-1].shape[1]), dtype=torch.float32, device=x.device)
+    for tokens in calls(out, index.shape[1]):
         _experts(matrices, x[tokens], index[tokens], weights[tokens], out[tokens], code)
     return out
+
+
+def calls(out: Tensor, top_k: int) -> Iterator[slice]:
+    """Split the tokens of out [T, H], with `top_k` experts each, so that the outputs of a call fit in memory."""
+    step = max(1, OUTPUT_BYTES // (4 * out.shape[1] * top_k))
+    return (slice(first, first + step) for first in range(0, len(out), step))
 
 
 def _experts(
@@ -74,52 +76,31 @@ def _experts(
     *first, down = matrices
     slots, top_k, count = index.numel(), index.shape[1], down.shape[0]
     columns = next(columns for columns, mean in _COLUMNS.items() if slots <= mean * count)
-    routes = _Routes(slots, count, columns, x.device)
-    program = _known(down).program
-    order: list[Argument] = [routes.struct, index, slots, count, columns]
-    program.launch("route", 1, _ROUTE_THREADS, order, early=True)
+    routes, program = Routes(index, count, columns), _known(down).program
+    routes.sort(program)
     if code is None:
         hidden = _product(routes, "gated", first, x, top_k)
         outputs = _product(routes, "project", [down], hidden, 0)
     else:
-        expert, parts = routes.experts(count), [_product(routes, "project", [matrix], x, top_k) for matrix in first]
+        expert, parts = routes.experts(), [_product(routes, "project", [matrix], x, top_k) for matrix in first]
         hidden = clamped.between(code, parts, expert, count)
         outputs = _product(routes, "project", [down], hidden, 0)
         if code.clamped is not None:
             clamped.summed(code.clamped, outputs, index, weights, count, out, routes.place)
             return
         outputs = code.behind(outputs, expert).contiguous()
-    rows = out.shape[1]
-    grid = (-(-rows // (4 * _ADD_THREADS)), len(out))
-    arguments: list[Argument] = [np.uint64(routes.place), weights, outputs, out, top_k, rows]
+    add(program, routes, outputs, weights, out)
+
+
+def add(program: Program, routes: Routes, outputs: Tensor, weights: Tensor, out: Tensor) -> None:
+    """Sum outputs [places, H] of each token times weights [T, k] to out [T, H]."""
+    tokens, rows = out.shape
+    grid = (-(-rows // (4 * _ADD_THREADS)), tokens)
+    arguments: list[Argument] = [np.uint64(routes.place), weights, outputs, out, weights.shape[1], rows]
     program.launch("add", grid, _ADD_THREADS, arguments, early=True)
 
 
-class _Routes:
-    """Memory for the schedule of a launch.
-
-    Attributes:
-        columns: tokens per tile.
-        tiles: an upper bound of the number of tiles.
-        struct: the kernels' `Routes` structure.
-        place: the address of the place of each slot.
-    """
-
-    def __init__(self, slots: int, experts: int, columns: int, device: torch.device) -> None:
-        self.columns, self.tiles = columns, min(slots, slots // columns + experts)
-        sizes = {"count": 1, "expert": self.tiles, "tokens": self.tiles, "slot": self.tiles * columns, "place": slots}
-        starts = np.cumsum([0, *sizes.values()])
-        self._memory = torch.empty(int(starts[-1]), dtype=torch.int32, device=device)
-        at = {name: self._memory.data_ptr() + 4 * int(start) for name, start in zip(sizes, starts, strict=False)}
-        self.struct, self.place = _ROUTES(**at), at["place"]
-        self._experts = self._memory[starts[1] : starts[2]]
-
-    def experts(self, count: int) -> Tensor:
-        """The expert of each place, [places] int64; any for tiles without tokens."""
-        return self._experts.long().clamp(0, count - 1).repeat_interleave(self.columns)
-
-
-def _product(routes: _Routes, kernel: str, matrices: list[DeviceMatrix], x: Tensor, top_k: int) -> Tensor:
+def _product(routes: Routes, kernel: str, matrices: list[DeviceMatrix], x: Tensor, top_k: int) -> Tensor:
     """Multiply the activations of all slots by their experts' matrices.
 
     Args:
@@ -132,22 +113,33 @@ def _product(routes: _Routes, kernel: str, matrices: list[DeviceMatrix], x: Tens
     Returns:
         [places, R] float32; places without tokens are not written.
     """
-    first, (_, rows, width) = matrices[0], matrices[0].shape
-    formats, gpu = [_known(matrix) for matrix in matrices], device_of(first.data)
-    program, chunks, places = formats[0].program, -(-width // CHUNK), routes.tiles * routes.columns
-    kernels = kernels_of(first.kind)
+    first, kernels = matrices[0], kernels_of(matrices[0].kind)
     assert isinstance(kernels, LayerKernels)
     prepared, units = kernels.scaled(first, x)
-    prepared = padded(prepared)
+    return product(routes, kernel, [_known(matrix) for matrix in matrices], first.shape, padded(prepared), units, top_k)
+
+
+def product(
+    routes: Routes,
+    kernel: str,
+    formats: Sequence[Grouped],
+    shape: tuple[int, int, int],
+    x: Tensor,
+    units: Tensor | None,
+    top_k: int,
+) -> Tensor:
+    """Multiply activations by matrices of a shape, as `_product` does; `units` are those of rows of x, or None."""
+    (_, rows, width), gpu = shape, device_of(x)
+    program, chunks, places = formats[0].program, -(-width // CHUNK), routes.tiles * routes.columns
     cells = torch.empty(places * chunks * formats[0].cell_bytes, dtype=torch.uint8, device=x.device)
     scales = torch.empty(places, dtype=torch.float32, device=x.device)
     layout = _LAYOUT(
-        x=activations(prepared), routes=routes.struct, cells=cells, scales=scales, units=units, chunks=chunks,
+        x=activations(x), routes=routes.struct, cells=cells, scales=scales, units=units, chunks=chunks,
         columns=routes.columns, top_k=top_k,
     )  # fmt: skip
     program.launch("lay_out", places // _LAYOUT_PLACES, _LAYOUT_THREADS, [layout], early=True)
     out = torch.empty((places, rows), dtype=torch.float32, device=x.device)
-    row_tiles = -(-rows // (TILE_ROWS // len(matrices)))
+    row_tiles = -(-rows // (TILE_ROWS // len(formats)))
     grouped = _GROUPED(
         routes=routes.struct, cells=cells, scales=scales, out=out, rows=rows, chunks=chunks, row_tiles=row_tiles
     )
