@@ -1,4 +1,4 @@
-"""Launches the kernels of decoding steps other than products of packed weights at odd shapes, for compute-sanitizer.
+"""Launches kernels at odd shapes, for compute-sanitizer: of decoding steps, and of coded layers of many tokens.
 
 PYTHONPATH=python compute-sanitizer --tool memcheck python -m benches.gpu.sanitize
 PYTHONPATH=python compute-sanitizer --tool racecheck python -m benches.gpu.sanitize
@@ -7,8 +7,10 @@ PYTHONPATH=python compute-sanitizer --tool racecheck python -m benches.gpu.sanit
 import torch
 from torch import Tensor
 
-from moepack.backends.gpu import dense, prompt_attention, router, step
+from benches.gpu.cases import on_device, routing, specifications
+from moepack.backends.gpu import coded_layer, dense, prompt_attention, router, step
 from moepack.backends.gpu.attention import Attention
+from moepack.backends.gpu.draw import draw
 from moepack.backends.gpu.rooms import Rooms
 
 
@@ -79,8 +81,30 @@ def others() -> None:
         step.prepare_heads(rows, torch.full((1,), 11, device="cuda"), *buffers)
 
 
+def drawn() -> None:
+    """Rows of one block and of a team of blocks, with all settings."""
+    settings = [[0.8, 0, 1, 0, 0.3], [1, 40, 1, 0, 0.9], [1, 0, 0.7, 0.1, 0.6], [0, 0, 1, 0, 0]]
+    draws = torch.tensor(settings, dtype=torch.float64, device="cuda").T.contiguous()
+    for columns in (301, 16391, 32768):
+        for dtype in (torch.bfloat16, torch.float32):
+            draw(random(len(settings), columns, dtype=dtype), draws)
+
+
+def coded() -> None:
+    """Coded layers with outliers whose tokens are sorted once: decoded for tiles of tokens, and once."""
+    generator = torch.Generator().manual_seed(0)
+    for name in ("coded outliers", "coded 3 bits, dependent"):
+        make = specifications(("coded",))[name]
+        matrices = [on_device(make(5, *shape, seed)) for seed, shape in enumerate([(72, 520), (72, 520), (520, 72)])]
+        for tokens in (9, 40, 70, 300):
+            index, weights = routing(tokens, 3, 5, generator)
+            coded_layer.experts(matrices, random(tokens, 520), index, weights)
+
+
 if __name__ == "__main__":
     attention()
+    drawn()
+    coded()
     in_rooms()
     others()
     torch.cuda.synchronize()
