@@ -11,7 +11,7 @@ import moepack
 from moepack import GroupwiseTensor, _core
 from moepack.backends.base import Between
 from moepack.backends.cpu import CpuBackend
-from moepack.backends.gpu import backend, own, prompt
+from moepack.backends.gpu import backend, coded_layer, own, prompt
 from moepack.backends.gpu.backend import GpuBackend
 from moepack.backends.gpu.families import FAMILIES, kernels_of
 from moepack.backends.gpu.matrix import DeviceMatrix
@@ -113,7 +113,7 @@ def test_layers_equal_those_of_the_cpu(kernels, tokens, choices, path, dtype):
         assert kernels.calls[0] == (path if activation is functional.silu else other)
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("coded", 128), ("codebook", 256), ("ternary", 64)])
+@pytest.mark.parametrize(("kind", "tokens"), [("coded", 64), ("codebook", 256), ("ternary", 64)])
 def test_more_tokens_use_several_calls_while_that_is_faster(kernels, kind, tokens):
     cpu, gpu = matrices(layer(5, 16, 24), kinds=[kind] * 3)
     x, index, weights = routed(tokens, 2, 5, 24, torch.bfloat16)
@@ -125,6 +125,24 @@ def test_more_tokens_use_several_calls_while_that_is_faster(kernels, kind, token
     for more in (x.float().repeat(2, 1), x.repeat(2, 1)):  # float32 activations are not rounded
         GpuBackend().experts(gpu, more, index.repeat(2, 1), weights.repeat(2, 1), functional.silu, None)
     assert set(kernels.calls) == {"dequantize"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "tokens", "dtype", "sorted_once"),
+    [
+        (["coded"] * 3, 17, torch.bfloat16, True), (["coded"] * 3, 60, torch.float16, True),
+        (["coded"] * 3, 16, torch.bfloat16, False), (["coded"] * 3, 61, torch.bfloat16, False),
+        (["coded"] * 3, 60, torch.float32, False), (["coded", "coded", "ternary"], 60, torch.bfloat16, False),
+    ],
+)  # fmt: skip
+def test_coded_layers_of_many_tokens_are_sorted_once(kernels, monkeypatch, kinds, tokens, dtype, sorted_once):
+    """For up to 24 tokens per expert: 60 tokens with two of five experts."""
+    _, gpu = matrices(layer(5, 16, 24), kinds=kinds)
+    x, index, weights = routed(tokens, 2, 5, 24, dtype)
+    found = []
+    monkeypatch.setattr(coded_layer, "experts", lambda of, x, *_: found.append(len(of)) or torch.zeros(len(x), 24))
+    GpuBackend().experts(gpu, x, index, weights, functional.silu, None)
+    assert (found == [3]) == sorted_once and bool(kernels.calls) != sorted_once
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
