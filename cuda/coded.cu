@@ -275,7 +275,7 @@ struct CodedWarp {
         for_sums(work.unit(number), sums, [&](int token, int row, float sum) { to[token * CODED_BLOCK + row] = sum; });
     }
 
-    // Writes the outputs of a unit that has all segments: those of the second matrix follow those of the first.
+    // Writes the outputs of a unit that has all segments. Outputs of the second matrix follow all of the first.
     MOEPACK_DEVICE void write(u32 number, const Sums<N>& sums) {
         CodedUnit unit = work.unit(number);
         CodedMatrix of = matrix(unit.second);

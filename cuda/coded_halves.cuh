@@ -1,7 +1,7 @@
 // Row blocks of coded integers decoded to f16 codes in the order of operand A, which cuda/coded_grouped.cu multiplies.
 //
 // Layout of a row block: the scales of its 16 rows, f32, then 512 bytes for every 16 columns. In these, lane 4 g + t of
-// a warp has 16 bytes: the codes of columns t, 4 + t, 8 + t and 12 + t of row 2 g, then those of row 2 g + 1.
+// a warp has 16 bytes: the codes of columns t, 4 + t, 8 + t and 12 + t of row 2 g, then of row 2 g + 1.
 //
 // Codes are exact up to 2,048, and rounded to 11 bits above.
 #pragma once

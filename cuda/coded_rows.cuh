@@ -158,7 +158,7 @@ static_assert(HALVES_ROWS == CODED_BLOCK && HALVES_COLUMNS == CODED_GROUP);
 
 struct Halves {
     u8* block;
-    u8* to;  // those of the first row in the first 16 columns; those of the second are behind half of a group
+    u8* to;  // codes of the first row in the first 16 columns; the second row is half a group later
     BlockNote note;
     u32 factor, lowest;
 

@@ -129,8 +129,8 @@ struct Team {
         else wait_for_cluster<true>();
     }
 
-    // Gathers `count` numbers of each block from `own` in `sum`, where they follow those of the block before, or are
-    // added to them. A number is overwritten two turns later, when all blocks have read it.
+    // Gathers `count` numbers of each block from `own` in `sum`: one block after the other, or added up. A number is
+    // overwritten two turns later, when all blocks have read it.
     MOEPACK_DEVICE void gather(Shared& shared, int count, bool add) {
         meet();
         for (int i = threadIdx.x; i < BINS; i += blockDim.x) {

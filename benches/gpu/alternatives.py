@@ -12,7 +12,7 @@ beside the kernel of this project. Keys and values of FlashInfer are in pages of
 of "single", and its plan, which the host makes before each step, is not timed. Times are medians of replayed graphs in
 microseconds. FlashInfer compiles kernels with nvcc at first use.
 
-What fails is recorded with its error, and the others go on. Lines are added to those of an existing file of results.
+A measurement that fails is recorded with its error, and the others go on. Lines are added to an existing file of results.
 
     PYTHONPATH=python python -m benches.gpu.alternatives [--parts inductor flashinfer] [--batches 1 8 32]
         [--specification NAME] [--layers 8] [--modes default reduce-overhead] [--results FILE]
@@ -254,7 +254,7 @@ def paged(rows: Tensor, order: Tensor) -> Tensor:
 
 
 def attention(batch: int, context: int) -> dict[str, Any]:
-    """Microseconds of attention by FlashInfer's kernels and by those of this project."""
+    """Microseconds of attention by FlashInfer's kernels and by the project's."""
     decode = import_module("flashinfer.decode")
     found: dict[str, Any] = dict(operations.attention_times(batch, context))
     pairs, q = operations.pairs_of(batch, context), random(batch, HEADS, WIDTH)

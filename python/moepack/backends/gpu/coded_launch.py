@@ -37,7 +37,7 @@ THREADS = {1: 1024, 8: 1024, 16: 896, 32: 512}
 """The most threads per block by tokens per tile, limited by the registers that their sums need."""
 
 MANY_THREADS = {16: 896, 32: 704}
-"""The same in layers with many tokens."""
+"""The most threads per block by tokens per tile in layers with many tokens."""
 
 _ROW_THREADS, _ITEM_THREADS = 256, 512
 """Threads of a block of small launches."""

@@ -47,7 +47,8 @@ _COLUMNS = {16: 10, 32: 24}
 would be decoded more than once."""
 
 _DECODED_COLUMNS = {64: 48, 96: 1 << 31}
-"""The same for products of decoded weights, which are read again for every tile."""
+"""Tokens per tile of products with decoded weights, and the most tokens per expert on average for which they are used.
+Every tile reads its weights again."""
 
 _LAYOUT_THREADS = 256
 """Threads of a block that lays out the activations of a place."""
@@ -95,7 +96,7 @@ def _fused(matrices: Sequence[DeviceMatrix], x: Tensor, index: Tensor, weights: 
     (gate, up, down), slots = matrices, index.numel()
     routes = Routes(index, gate.shape[0], columns)
     routes.sort(program(columns, is_dependent(matrices), many=True))
-    # The outputs of gate, which become those of the first half of the layer, and of up.
+    # Outputs of the gate, which are gated in place, and of up.
     hidden = torch.empty((2, slots, gate.shape[1]), dtype=torch.float32, device=x.device)
     if _share_columns(gate, up):
         _launch("gated", [gate, up], x, index, hidden, index.shape[1], routes)

@@ -128,7 +128,7 @@ def product(
     units: Tensor | None,
     top_k: int,
 ) -> Tensor:
-    """Multiply activations by matrices of a shape, as `_product` does; `units` are those of rows of x, or None."""
+    """Multiply activations by matrices of a shape, as `_product` does; `units` are factors of rows of x, or None."""
     (_, rows, width), gpu = shape, device_of(x)
     program, chunks, places = formats[0].program, -(-width // CHUNK), routes.tiles * routes.columns
     cells = torch.empty(places * chunks * formats[0].cell_bytes, dtype=torch.uint8, device=x.device)
