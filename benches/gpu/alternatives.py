@@ -12,7 +12,8 @@ beside the kernel of this project. Keys and values of FlashInfer are in pages of
 of "single", and its plan, which the host makes before each step, is not timed. Times are medians of replayed graphs in
 microseconds. FlashInfer compiles kernels with nvcc at first use.
 
-A measurement that fails is recorded with its error, and the others go on. Lines are added to an existing file of results.
+A measurement that fails is recorded with its error, and the others go on. Lines are added to an existing file of
+results.
 
     PYTHONPATH=python python -m benches.gpu.alternatives [--parts inductor flashinfer] [--batches 1 8 32]
         [--specification NAME] [--layers 8] [--modes default reduce-overhead] [--results FILE]
