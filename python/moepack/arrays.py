@@ -34,14 +34,15 @@ def as_tensor(array: AnyTensor, what: str = "tensor") -> torch.Tensor:
         InvalidTensorError: `array` has no values (meta device), is not dense (sparse), or has a dtype that torch lacks.
     """
     if isinstance(array, torch.Tensor):
-        if array.layout != torch.strided or array.is_meta:
+        if array.layout != torch.strided or array.is_meta or array.is_nested:
             raise InvalidTensorError(f"the {what} is not dense in memory ({array.layout}, {array.device})")
         return array.detach().resolve_neg()
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"the {what} must be a torch tensor or a numpy array, not {type(array).__name__}")
     if array.dtype.kind not in _KINDS or array.dtype.itemsize > 8:
         raise InvalidTensorError(f"the {what} has dtype {array.dtype}, which torch lacks")
-    native = array.astype(array.dtype.newbyteorder("="), order="C", copy=not array.flags.writeable)
+    copied = not (array.flags.writeable and array.flags.aligned)
+    native = array.astype(array.dtype.newbyteorder("="), order="C", copy=copied)
     return torch.from_numpy(np.ascontiguousarray(native))
 
 

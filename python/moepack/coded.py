@@ -52,6 +52,9 @@ TRIALS, CLOSE = 10, 0.005
 STEEP = 1.25
 """Octaves of the step per bit of a trial. An octave saves one bit at high rates and less at low rates."""
 
+GREATEST = 1e19
+"""The largest magnitude of a weight; the core computes squares in float32."""
+
 _INTEGERS = (torch.int8, torch.int16, torch.int32)
 
 
@@ -246,9 +249,11 @@ class _Source:
                 place = [row, column] if given.ndim == 2 else [expert, row, column]
                 raise InvalidTensorError(f"holds {float(matrix[row, column])} at {place}")
             if values.numel():
-                squares += float(values.square().sum(dtype=torch.float64))
+                squares += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
                 self._largest = max(self._largest, float(values.abs().max()))
                 self._narrowest = min(self._narrowest, least_spread(values))
+        if self._largest > GREATEST:
+            raise InvalidTensorError(f"weights up to {self._largest} are too large: their squares exceed float32")
         mean = math.sqrt(squares / max(self.count, 1))
         self._unit = 2.0 ** round(math.log2(mean)) if mean else 1.0
 
@@ -280,7 +285,7 @@ class _Source:
         codes = torch.empty(self.stack.shape, dtype=dtype)
         for own, found in zip(codes, rounded, strict=True):
             own.copy_(found)
-        scale = torch.tensor([[scale_of(step, kind.dependent)]])
+        scale = torch.tensor([[scale_of(step, kind.dependent)]], dtype=torch.float32)
         symbols = coder_symbols(kind.profile.largest, kind.dependent)
         return _encode(codes[0] if self.ndim == 2 else codes, scale, None, symbols)
 
@@ -298,7 +303,7 @@ class _Source:
         zeros = math.log2(self._largest / self._unit) + 2  # All codes are zero.
         while trial < TRIALS or best is None:
             # Rounded to bfloat16, as the format stores it in two bytes.
-            step = float(torch.tensor(2.0**exponent * self._unit).bfloat16())
+            step = float(torch.tensor(2.0**exponent * self._unit, dtype=torch.float32).bfloat16())
             blob = self.packed(step, kind)
             found = 8 * len(blob) / self.count
             if found <= bits:

@@ -209,3 +209,10 @@ def test_commands_let_idle_threads_sleep_by_default(monkeypatch, given, kept):
 def test_the_command_line_starts_without_torch():
     code = "import sys, moepack.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
+
+
+def test_an_encoding_that_lacks_characters_is_no_error() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "moepack", "compress", "--help"]
+    found = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=120)
+    assert b"--bits-per-weight" in found.stdout and found.stdout.isascii()

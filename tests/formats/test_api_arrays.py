@@ -50,6 +50,11 @@ def swapped(array: np.ndarray) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder(">"))
 
 
+def unaligned(array: np.ndarray) -> np.ndarray:
+    """Values that start at an odd address."""
+    return np.frombuffer(b"\0" + array.tobytes(), np.uint8)[1:].view(array.dtype).reshape(array.shape)
+
+
 LAYOUTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "torch": lambda tensor: tensor,
     "torch, strided": strided,
@@ -60,6 +65,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "numpy, Fortran's order": lambda tensor: np.asfortranarray(tensor.numpy()),
     "numpy, negative strides": lambda tensor: negative(tensor.numpy()),
     "numpy, read-only": lambda tensor: read_only(tensor.numpy()),
+    "numpy, unaligned": lambda tensor: unaligned(tensor.numpy()),
     "numpy, other byte order": lambda tensor: swapped(tensor.numpy()),
 }
 

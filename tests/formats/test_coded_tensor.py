@@ -210,3 +210,11 @@ def test_wrong_arguments_are_typed_errors() -> None:
         encode_coded(codes, one, symbols="pairs")
     with pytest.raises(InvalidTensorError, match="no path of states"):
         encode_coded(codes, one, symbols="dependent")
+
+
+def test_weights_whose_squares_exceed_float32_are_refused() -> None:
+    weights = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    found, expected = (moepack.CodedTensor.quantize(weights * factor, 4.0).dequantize() for factor in (2.0**60, 1.0))
+    assert torch.equal(found / 2.0**60, expected)
+    with pytest.raises(InvalidTensorError, match=r"too large: their squares exceed float32"):
+        moepack.CodedTensor.quantize(weights * 5e37, 4.0)

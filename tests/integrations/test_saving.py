@@ -2,14 +2,19 @@
 
 import copy
 import os
+import pickle
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers
 
 import moepack
 import packed_support as support
-from moepack import OutputExistsError, SerializationError
+from moepack import MoepackWarning, OutputExistsError, SerializationError
 from moepack.format import MANIFEST
 
 
@@ -92,3 +97,40 @@ def test_push_to_hub_uploads_the_equal_directory(
     options = {"push_to_hub": True, "token": "secret", "commit_message": "packed"}
     model.save_pretrained(tmp_path / "saved", **options)  # type: ignore[attr-defined]
     assert Hub.uploaded == support.contents(tmp_path / "packed")
+
+
+def copied(model: Any) -> Any:
+    return copy.deepcopy(model)
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("through", [lambda model: model, copied, pickled], ids=["itself", "copied", "pickled"])
+def test_changes_that_are_not_saved_are_named(model: Any, tmp_path: Path, through: Callable[[Any], Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        through(model).save_pretrained(tmp_path / "unchanged")
+        through(model.to(torch.bfloat16)).save_pretrained(tmp_path / "unchanged")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    with pytest.warns(MoepackWarning, match=r"without the changes of 'model\.norm\.weight'$"):
+        through(model).save_pretrained(tmp_path / "saved")
+    model.added = torch.nn.Linear(2, 2)
+    with pytest.warns(MoepackWarning, match=r"without the changes of '[\w.]+' and of 2 other parameters$"):
+        through(model).save_pretrained(tmp_path / "saved")
+
+
+def test_another_class_of_model_is_named(model: Any, tmp_path: Path) -> None:
+    classes = transformers.AutoModelForSequenceClassification
+    classifier = classes.from_pretrained(tmp_path / "packed", num_labels=2, pad_token_id=0)
+    with pytest.warns(MoepackWarning, match=r"holds the weights of MixtralForCausalLM, not all of MixtralForSeq"):
+        classifier.save_pretrained(tmp_path / "saved")
+
+
+def test_the_generation_configuration_is_saved(model: Any, tmp_path: Path) -> None:
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path / "saved")
+    assert moepack.load(tmp_path / "saved").generation_config.max_new_tokens == 7
+    assert moepack.verify(tmp_path / "saved").ok

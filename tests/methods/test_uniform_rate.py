@@ -15,7 +15,7 @@ from moepack.errors import InvalidTensorError
 from moepack.format import PackedDirectory
 from moepack.methods import create
 from moepack.methods.rate import Rate
-from moepack.methods.rate.coder import Coder
+from moepack.methods.rate.coder import Coder, bound
 from moepack.methods.rate.sample import take_sample
 from moepack.methods.rate.step_size import find_step
 from places import NOVEL, TINY_MOE
@@ -140,7 +140,7 @@ def test_the_bound_holds() -> None:
     for shape in [(1, 1, 1), (1, 3, 15), (2, 65, 100), (0, 3, 4), (2, 5, 0)]:
         symbols = torch.randint(-(1 << 20), 1 << 20, shape, dtype=torch.int32).numpy()
         blob = _core.encode_coded(symbols, torch.ones(1, 1).numpy(), ndim=3)
-        assert blob.nbytes <= Rate(8.0).bound(shape)
+        assert blob.nbytes <= bound(shape)
 
 
 def calibrated(text: Path, bits: float = 3.0, **options: Any) -> Rate:

@@ -1,13 +1,16 @@
 """Results do not depend on the dtype that torch gives to new tensors, which programs set to that of their model."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
 
 import moepack
+from moepack.precision import single_precision
 from places import TINY_MOE
 
 TEXT = TINY_MOE.parent / "texts" / "white-fang.txt"
@@ -65,8 +68,37 @@ def coded() -> moepack.CodedTensor:
     return moepack.encode_coded((WEIGHTS * 3).round().to(torch.int8), torch.full((2, 64), 0.25, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("packed", [groupwise, ternary, coded])
+def rounded() -> moepack.CodedTensor:
+    return moepack.CodedTensor.quantize(WEIGHTS, 3.0)
+
+
+@pytest.mark.parametrize("packed", [groupwise, ternary, coded, rounded])
 def test_packed_tensors_are_the_same(packed: Callable[[], Any], in_bfloat16: Any) -> None:
     found, expected = in_bfloat16(packed), packed()
     assert torch.equal(torch.from_numpy(found.data), torch.from_numpy(expected.data))
     assert torch.equal(in_bfloat16(lambda: found.dequantize()), expected.dequantize())
+
+
+def test_the_setting_is_restored_after_blocks_in_several_threads(in_bfloat16: Any) -> None:
+    first_has_begun, second_has_begun = Event(), Event()
+
+    def first() -> None:
+        with single_precision():
+            first_has_begun.set()
+            second_has_begun.wait(10)
+
+    def second() -> None:
+        first_has_begun.wait(10)
+        with single_precision():
+            second_has_begun.set()
+            one.join(10)
+            assert torch.get_default_dtype() == torch.float32
+
+    one = Thread(target=first)
+
+    def run() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            one.start()
+            pool.submit(second).result()
+
+    in_bfloat16(run)

@@ -361,6 +361,17 @@ def test_too_little_space_is_reported_before_the_work(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_requested_bits_need_about_as_much_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than one and a half times the size, next to the constant part of few tensors."""
+    moepack.compress(TINY_MOE, tmp_path / "first", method="rate", bits_per_weight=3.0, calibration="none")
+    size = sum(file.stat().st_size for file in (tmp_path / "first").iterdir())
+    free = size * 3 // 2 + (2 << 20)
+    usage = shutil._ntuple_diskusage(10**12, 10**12 - free, free)  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    moepack.compress(TINY_MOE, tmp_path / "out", method="rate", bits_per_weight=3.0, calibration="none")
+    assert support.contents(tmp_path / "out") == support.contents(tmp_path / "first")
+
+
 def test_a_place_that_cannot_be_written_is_known_before_the_work(
     mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ returns it. Modules import heavy packages (torch, the pipeline) inside the funct
 Exit codes: 0 success, 1 an expected failure (one line on stderr) or damage found, 2 wrong usage, 130 Ctrl-C.
 """
 
+import io
 import os
 import sys
 import warnings
@@ -89,6 +90,8 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: the arguments after the program name; None uses `sys.argv`.
     """
     given = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding may lack characters of texts and paths
+        sys.stdout.reconfigure(errors="backslashreplace")
     _share_cores()
     try:
         with warnings.catch_warnings():

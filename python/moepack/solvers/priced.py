@@ -161,7 +161,7 @@ class Profile:
 
     def lengths(self, step: float, price: float = PRICE, dependent: bool = False) -> Lengths:
         """Find the code lengths of the weights rounded to a step by alternating rounding and counting."""
-        found = Lengths(torch.zeros(CLASSES, 2 * self.largest + 1), dependent)
+        found = Lengths(torch.zeros(CLASSES, 2 * self.largest + 1, dtype=torch.float32), dependent)
         for _ in range(ROUNDS):
             found = Lengths(_lengths(self._symbols(step, found, price)), dependent)
         return found
@@ -289,14 +289,14 @@ def round_priced(
 
 def _centers() -> Tensor:
     """Return the centers of a profile's bins, [BINS] float32 in root mean squares."""
-    return (torch.arange(BINS) + 0.5 - BINS / 2) * (2 * REACH / BINS)
+    return (torch.arange(BINS, dtype=torch.float32) + 0.5 - BINS / 2) * (2 * REACH / BINS)
 
 
 def _lengths(counts: Tensor) -> Tensor:
     """Return bits [CLASSES, symbols] float32 from symbol counts; empty classes use the nearest class."""
     seen = counts.sum(1).nonzero().flatten()
     if len(seen) == 0:
-        return torch.zeros(counts.shape)
+        return torch.zeros(counts.shape, dtype=torch.float32)
     nearest = (torch.arange(len(counts))[:, None] - seen).abs().argmin(1)
     counts = counts[seen][nearest] + HALF_COUNT
     return -torch.log2(counts / counts.sum(1, keepdim=True)).float()

@@ -30,10 +30,21 @@ MOST_CORRECTED = 0.25
 """Maximum fraction of a layer's bits by which it compensates for the sizes of earlier layers."""
 
 
-def bound(shape: Shape) -> int:
-    """Return the size of a coded tensor in bytes if every weight were an exception."""
+MARGIN = 1.25
+"""Bytes of a model that are reserved for coded tensors, relative to the requested bits."""
+
+
+def bound(shape: Shape, bits_per_weight: float | None = None) -> int:
+    """Return the bytes to reserve for a coded tensor: with requested bits, `MARGIN` of them and all metadata.
+
+    A tensor may take more, but a model then has others that take less. Otherwise, every weight may be an exception.
+    """
     experts, rows, columns = shape
-    return experts * rows * (10 * columns + 256) + 8192
+    if bits_per_weight is None:
+        return experts * rows * (10 * columns + 256) + 8192
+    return (
+        math.ceil(MARGIN * math.prod(shape) * bits_per_weight / 8) + experts * (16 * (rows + 16) + 4 * columns) + 8192
+    )
 
 
 def expected(weights: Weights, bits_per_weight: float) -> Expected:
@@ -90,8 +101,8 @@ class Coder(Packer):
         return dict(self.step.bits) if self.has_text else {name: self.step_of(name) for name in self.widths}
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the size if every weight were an exception."""
-        return bound(shape)
+        """Return the bytes to reserve; see `bound`."""
+        return bound(shape, self.given.bits_per_weight)
 
     def expected(self, weights: Weights) -> Expected:
         """Return the requested bits; see `expected`."""

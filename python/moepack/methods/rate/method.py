@@ -87,8 +87,8 @@ class Rate(RateSettings, Fitted, PinsBits, DefaultText, PacksLinears, Method):
         return True
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the size if every weight were an exception."""
-        return bound(shape)
+        """Return the bytes to reserve; see `bound` of a coder."""
+        return bound(shape, self.bits_per_weight)
 
     def expected(self, weights: Weights) -> Expected:
         """Return the requested bits; see `Coder.expected`."""

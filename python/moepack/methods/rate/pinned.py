@@ -95,8 +95,8 @@ class PinnedTensor(Calibrates, PacksLinears, Method):
         return "coded"
 
     def bound(self, shape: Shape, role: str = "experts") -> int:
-        """Return the size if every weight were an exception."""
-        return bound(shape)
+        """Return the bytes to reserve; see `bound` of a coder."""
+        return bound(shape, self.mean)
 
     def expected(self, weights: Weights) -> Expected:
         """Return the size at the given bits."""
