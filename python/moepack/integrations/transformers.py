@@ -34,6 +34,7 @@ from moepack.format.directory import check_listed
 from moepack.format.plausible import SMALL
 from moepack.integrations.decoding import decode_model, keep_scales
 from moepack.integrations.placement import Placement, has_gpu, reserve
+from moepack.integrations.resizing import Resizer
 from moepack.integrations.saving import Saver
 from moepack.modules.embedding import PackedEmbedding
 from moepack.modules.experts import (
@@ -231,6 +232,8 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
         watch(model)
         carried_of(model)
         model.save_pretrained = Saver(directory.path, model)
+        if any(isinstance(module, PackedEmbedding | PackedLinear) for module in _vocabulary(model)):
+            model.resize_token_embeddings = Resizer(model)
         del self._directory, self._modules, self._paths, self._tied, self._dtypes, self._model
         return model
 
@@ -247,6 +250,14 @@ class MoepackQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """True: gradients pass through packed weights to adapters (`moepack.integrations.lora`)."""
         return True
+
+
+def _vocabulary(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
+    """The embedding and the head of a model, if it has them."""
+    try:
+        return model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:
+        return None, None
 
 
 def install() -> None:
