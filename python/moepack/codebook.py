@@ -113,6 +113,8 @@ class CodebookTensor(BlobTensor):
         Raises:
             ValueError: wrong shape, unsupported dtype, or unknown mode.
         """
+        if activation_bits not in (None, 4, 8):
+            raise ValueError(f"products round activations to 4 or 8 bits, not {activation_bits}")
         return self._multiply(x, mode=mode, activation_bits=activation_bits)
 
     def __repr__(self) -> str:

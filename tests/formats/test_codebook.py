@@ -172,6 +172,14 @@ def test_the_runtime_multiplies_as_the_tensor_asks() -> None:
         np.testing.assert_allclose(matrix.matmul_grouped(x, offsets, "exact"), np.concatenate(products), atol=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["auto", "exact", "int8"])
+@pytest.mark.parametrize("activation_bits", [0, 5, 16])
+def test_products_round_activations_to_4_or_8_bits(mode: Any, activation_bits: int) -> None:
+    codes, books, x = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(4, 16), torch.zeros(2, 8)
+    with pytest.raises(ValueError, match=f"to 4 or 8 bits, not {activation_bits}"):
+        lut_matmul(codes, books, x, mode=mode, activation_bits=activation_bits)
+
+
 def test_invalid_settings_are_rejected(tmp_path: pathlib.Path) -> None:
     good = CodebookTensor.quantize(weight(3, 40))
     with pytest.raises(ValueError, match="bits"):
