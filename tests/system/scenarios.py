@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -251,13 +250,11 @@ def models_of_the_hub_stream(system: str, work: Path) -> None:
 def scanners_delay_a_job(system: str, work: Path) -> None:
     files.PATIENCE, stop, opened = 5.0, threading.Event(), []
 
-    def scan(number: int) -> None:
+    def scan() -> None:
         known: set[Path] = set()
         while not stop.is_set():
             for path in [path for path in work.rglob("*") if path not in known]:
                 known.add(path)
-                if zlib.crc32(path.name.encode()) % 4 != number:  # so that no file waits for others
-                    continue
                 if path.name.startswith("tmp"):  # nobody else can open a file of `tempfile` there
                     continue
                 try:
@@ -268,13 +265,11 @@ def scanners_delay_a_job(system: str, work: Path) -> None:
                     continue
             time.sleep(0.005)
 
-    scanners = [threading.Thread(target=scan, args=(number,)) for number in range(4)]
-    for scanner in scanners:
-        scanner.start()
+    scanner = threading.Thread(target=scan)
+    scanner.start()
     packed(work)
     stop.set()
-    for scanner in scanners:
-        scanner.join()
+    scanner.join()
     assert names(work) == {"packed"} and opened
     assert REFUSED or system != "win32"
 
