@@ -267,9 +267,11 @@ def scanners_delay_a_job(system: str, work: Path) -> None:
 
     scanner = threading.Thread(target=scan)
     scanner.start()
-    packed(work)
-    stop.set()
-    scanner.join()
+    try:
+        packed(work)
+    finally:
+        stop.set()
+        scanner.join()
     assert names(work) == {"packed"} and opened
     assert REFUSED or system != "win32"
 
