@@ -5,7 +5,8 @@
 // host adds what later blocks receive by matrix products. Matrices [experts, columns, rows] are stored columns first, so
 // that the threads of a warp read adjacent values.
 //
-// A value is `scale * (code - middle) + offset`; codes are rounded half to even and clamped to 0 .. 2^bits - 1.
+// A value is `scale * (code - middle) + offset`; codes are rounded half to even and clamped to 0 .. 2^bits - 1. Ternary
+// rows have the codes -1, 0 and 1, and a level for each sign; a value beyond half a level is rounded to it.
 #include "common/types.cuh"
 
 namespace moepack {
@@ -16,6 +17,7 @@ struct Grid {
     const int* groups;     // [experts, count], the group of each column
     int number, columns;   // groups of a row; from one expert to the next in `groups`, 0 if all have the same columns
     int middle, largest;  // the code of the value `offset`; the largest code
+    const float* levels;  // [experts, rows, 2], the negative and the positive one of ternary rows; null for integers
 };
 
 struct Rounding {
@@ -23,7 +25,7 @@ struct Rounding {
     float* errors;         // the same; on input the original weights, on output their difference from the values
     float* values;         // the same, output
     float* left;           // the same, output: the compensated weights minus the values
-    u8* codes;             // the same, output
+    u8* codes;             // the same, output; of ternary rows i8
     const float* factors;  // [experts, count, count], of F
     Grid grid;
     i64 of_free, of_errors, of_values, of_left, of_codes;  // from one expert to the next
@@ -52,15 +54,16 @@ struct Nearest {
     float code, value;
 };
 
-// Parameters of the groups of a row.
+// Parameters of the groups of a row, or its levels.
 struct Row {
-    const float *scales, *offsets;
+    const float *scales, *offsets, *levels;
     const int* groups;
     float middle, largest;
 
     MOEPACK_DEVICE Row(const Grid& grid, int expert, i64 row)
         : scales(grid.scales + row * grid.number),
           offsets(grid.offsets ? grid.offsets + row * grid.number : nullptr),
+          levels(grid.levels ? grid.levels + row * 2 : nullptr),
           groups(grid.groups + i64(expert) * grid.columns),
           middle(float(grid.middle)),
           largest(float(grid.largest)) {}
@@ -71,6 +74,11 @@ struct Row {
     }
 
     MOEPACK_DEVICE Nearest nearest(float wanted, int column) const {
+        if (levels) {
+            float low = levels[0], high = levels[1];
+            if (wanted > 0.5f * high) return {1, high};
+            return wanted < 0.5f * low ? Nearest{-1, low} : Nearest{0, 0};
+        }
         int group = groups[column];
         float scale = scales[group], offset = offsets ? offsets[group] : 0.0f;
         float steps = scale != 0 ? rintf((wanted - offset) / scale) : 0.0f;
@@ -106,7 +114,7 @@ MOEPACK_DEVICE void round(const Rounding& r) {
         errors[at] = error;
         r.values[expert * r.of_values + at + row] = found.value;
         r.left[expert * r.of_left + at + row] = wanted - found.value;
-        r.codes[expert * r.of_codes + at + row] = u8(found.code);
+        r.codes[expert * r.of_codes + at + row] = u8(int(found.code));
 #pragma unroll
         for (int j = i + 1; j < BLOCK; ++j) received[j] += error * factors[i][j];
     }

@@ -129,8 +129,9 @@ struct Team {
         else wait_for_cluster<true>();
     }
 
-    // Gathers `count` numbers of each block from `own` in `sum`: one block after the other, or added up. A number is
-    // overwritten two turns later, when all blocks have read it.
+    // Gathers `count` numbers of each block from `own` in `sum`: one block after the other, or added up. A number that
+    // other blocks read is overwritten two turns later, when they have read it. A block by itself needs one turn, and
+    // leaves the other one to blocks that still read.
     MOEPACK_DEVICE void gather(Shared& shared, int count, bool add) {
         meet();
         for (int i = threadIdx.x; i < BINS; i += blockDim.x) {
@@ -139,7 +140,7 @@ struct Team {
             for (int block = 0; add && block < blocks; ++block) number += load(shared.own[turn][i], block);
             shared.sum[0][i] = number;
         }
-        turn ^= 1;
+        turn ^= blocks > 1;
         __syncthreads();
     }
 };

@@ -1,14 +1,15 @@
 """Times compression on a GPU, by method, of a made-up checkpoint of Qwen3-30B-A3B's or DeepSeek-V3's layers.
 
-    python -m benches.gpu.packing [--shapes qwen3-30b] [--layers 1 3] [--methods auto qmoe finequant] [--samples 128]
-        [--bits 3] [--devices cuda cpu] [--threads 8] [--stacks] [--results FILE]
+    python -m benches.gpu.packing [--shapes qwen3-30b] [--layers 1 3] [--part 1] [--methods auto qmoe finequant]
+        [--samples 128] [--bits 3] [--devices cuda cpu] [--threads 8] [--stacks] [--kernels] [--results FILE]
 
 Each method packs a checkpoint of each number of layers, in a process of its own. The difference of their times over the
-difference of their layers is the time of a layer, which is independent of the embedding, the head and start-up. It is
-extrapolated to the layers of the model. The speeds of formats on the GPU, which `auto` asks for, are measured before.
-Processor seconds count all threads, which sleep while they are idle.
-`--stacks` also gives seconds by function, from samples. Weights are normal, the router is random, and the vocabulary
-has 4,096 tokens. This measures no quality.
+difference of their layers is the time of a layer, which is independent of the embedding, the head and start-up; with
+one number of layers, the time of a layer includes those. It is extrapolated to the layers of the model. The speeds of
+formats on the GPU, which `auto` asks for, are measured before. Processor seconds count all threads, which sleep while
+they are idle. `--part 4` leaves out three of four experts and three of four choices of a token, so that an expert has
+as many tokens. `--stacks` also gives seconds by function, from samples, and `--kernels` seconds by kernel. Weights are
+normal, the router is random, and the vocabulary has 4,096 tokens. This measures no quality.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # As in the command line; r
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 import moepack
@@ -45,16 +47,19 @@ LAYERS = {"qwen3-30b": 48, "deepseek-v3": 58}
 """Layers of experts of the whole model."""
 
 
-def config(shapes: str, layers: int) -> Any:
-    """The configuration of the model with a number of layers, all of them with experts."""
+def config(shapes: str, layers: int, part: int) -> Any:
+    """The configuration of the model with a number of layers, all of them with experts: one of `part` experts."""
     common = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "tie_word_embeddings": False}
+    common["num_experts_per_tok"] = 8 // part
     if shapes == "qwen3-30b":
         return Qwen3MoeConfig(
-            hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+            hidden_size=2048, moe_intermediate_size=768, num_experts=128 // part, norm_topk_prob=True,
             num_attention_heads=32, num_key_value_heads=4, head_dim=128, architectures=["Qwen3MoeForCausalLM"],
             **common,
         )  # fmt: skip
-    return DeepseekV3Config(first_k_dense_replace=0, architectures=["DeepseekV3ForCausalLM"], **common)
+    return DeepseekV3Config(
+        n_routed_experts=256 // part, first_k_dense_replace=0, architectures=["DeepseekV3ForCausalLM"], **common
+    )
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -66,9 +71,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
 
 
-def build(directory: Path, shapes: str, layers: int) -> None:
+def build(directory: Path, shapes: str, layers: int, part: int) -> None:
     """Write the checkpoint, one shard per layer and one for the rest."""
-    settings = config(shapes, layers)
+    settings = config(shapes, layers, part)
     settings.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     with torch.device("meta"):
@@ -124,11 +129,18 @@ def work(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     method = create(options.work, **asked)
     source, out = options.directory / f"model-{options.layers[0]}", options.directory / "packed"
-    with stacks or nullcontext():
+    kernels = profile(activities=[ProfilerActivity.CUDA]) if options.kernels else None
+    with stacks or nullcontext(), kernels or nullcontext():
         report = moepack.compress(source, out, method=method, threads=options.threads, check=False)
     figures: dict[str, Any] = {"seconds": time.perf_counter() - start, "bits": report.bits_per_weight}
     if stacks:
-        figures["stacks"] = stacks.seconds(40)
+        figures["stacks"] = stacks.seconds(60)
+    if kernels:
+        spent = {event.key: event.self_device_time_total / 1e6 for event in kernels.key_averages()}
+        figures["kernels"] = {
+            name[:100]: round(spent[name], 2) for name in sorted(spent, key=spent.__getitem__)[:-31:-1]
+        }
+        figures["kernels"]["all"] = round(sum(spent.values()), 2)
     used = resource.getrusage(resource.RUSAGE_SELF)
     figures |= {"memory": used.ru_maxrss * 1024, "processor_seconds": used.ru_utime + used.ru_stime}
     if torch.cuda.is_available():
@@ -141,7 +153,7 @@ def measure(method: str, device: str, layers: int, options: argparse.Namespace) 
     command = [sys.executable, "-m", __spec__.name, "--work", method, "--layers", str(layers), "--devices", device]
     for name in ("directory", "samples", "bits", "threads"):
         command += [f"--{name}", str(getattr(options, name))]
-    command += ["--stacks"] if options.stacks else []
+    command += [f"--{name}" for name in ("stacks", "kernels") if getattr(options, name)]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     shutil.rmtree(options.directory / "packed")
     figures: dict[str, Any] = json.loads(printed.splitlines()[-1])
@@ -153,7 +165,8 @@ def main() -> None:
     """Build the checkpoints, and measure every method on every device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=list(LAYERS), default="qwen3-30b")
-    parser.add_argument("--layers", type=int, nargs="+", default=[1, 3], help="two numbers of layers")
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 3], help="two numbers of layers, or one")
+    parser.add_argument("--part", type=int, default=1, choices=[1, 2, 4], help="one of this many experts, for profiles")
     parser.add_argument("--methods", nargs="+", default=["auto", "qmoe", "finequant"])
     parser.add_argument("--samples", type=int, default=128, help="calibration samples of 512 tokens")
     parser.add_argument("--bits", type=float, default=3.0, help="bits per weight, for `auto`, `rate` and `finequant`")
@@ -161,6 +174,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--directory", type=Path, help="folder for the checkpoints; default: a temporary directory")
     parser.add_argument("--stacks", action="store_true", help="sample stacks")
+    parser.add_argument("--kernels", action="store_true", help="profile kernels")
     parser.add_argument("--results", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -171,20 +185,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         options.directory = Path(directory)
         for layers in options.layers:
-            build(options.directory / f"model-{layers}", options.shapes, layers)
+            build(options.directory / f"model-{layers}", options.shapes, layers, options.part)
         for device in {*options.devices} - {"cpu"} if "auto" in options.methods else ():
             start = time.perf_counter()
             speeds_here(device)
             print(f"speeds on {device}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
         for method, device in ((method, device) for method in options.methods for device in options.devices):
-            few, many = (measure(method, device, layers, options) for layers in options.layers)
-            layer = (many["seconds"] - few["seconds"]) / (options.layers[1] - options.layers[0])
+            taken = [measure(method, device, layers, options) for layers in options.layers]
+            layer = taken[0]["seconds"] / options.layers[0]
+            if len(taken) > 1:
+                layer = (taken[1]["seconds"] - taken[0]["seconds"]) / (options.layers[1] - options.layers[0])
             row = {"shapes": options.shapes, "method": method, "on": device, "seconds_per_layer": round(layer, 2)}
             row["minutes"] = round(layer * LAYERS[options.shapes] / 60, 1)
-            rows.append({**row, "few": few, "many": many})
+            rows.append({**row, **dict(zip(("few", "many"), taken, strict=False))})
             print(json.dumps(rows[-1]), flush=True)
             if options.results:
                 what = {"layers": options.layers, "samples": options.samples, "bits": options.bits}
+                what["part"] = options.part
                 machine.save(options.results, options.threads, {**what, "rows": rows}, options.devices[0])
 
 

@@ -1,4 +1,4 @@
-"""Launches kernels at odd shapes, for compute-sanitizer: of decoding steps, and of coded layers of many tokens.
+"""Launches kernels at odd shapes, for compute-sanitizer: of decoding steps, and of layers of many tokens.
 
 PYTHONPATH=python compute-sanitizer --tool memcheck python -m benches.gpu.sanitize
 PYTHONPATH=python compute-sanitizer --tool racecheck python -m benches.gpu.sanitize
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benches.gpu.cases import on_device, routing, specifications
-from moepack.backends.gpu import coded_layer, dense, prompt_attention, router, step
+from moepack.backends.gpu import coded_layer, dense, grouped, prompt_attention, router, step
 from moepack.backends.gpu.attention import Attention
 from moepack.backends.gpu.draw import draw
 from moepack.backends.gpu.rooms import Rooms
@@ -31,7 +31,7 @@ def attention() -> None:
             attend(random(batch, groups * group, width), keys, values, mask, width**-0.5, given)
 
 
-def rooms(keys: list[Tensor], values: list[Tensor], read: list[tuple[int, int]], tile: int) -> Rooms:
+def rooms(keys: list[Tensor], values: list[Tensor], read: list[tuple[int, int]], tile: int, window: int) -> Rooms:
     """Buffers of sequences, and rows of their next tokens, given the first and the number; padded to tiles."""
     sequence, place = [], []
     for number, (first, count) in enumerate(read):
@@ -40,7 +40,9 @@ def rooms(keys: list[Tensor], values: list[Tensor], read: list[tuple[int, int]],
         place += [*range(first, first + count)] + [-1] * padding
     capacity = [buffer.shape[1] for buffer in keys]
     addresses = ([buffer.data_ptr() for buffer in buffers] for buffers in (keys, values))
-    return Rooms(*(torch.tensor(each, device="cuda") for each in (*addresses, capacity, sequence, place)))
+    return Rooms(
+        *(torch.tensor(each, device="cuda") for each in (*addresses, capacity, sequence, place)), window=window
+    )
 
 
 def in_rooms() -> None:
@@ -50,11 +52,11 @@ def in_rooms() -> None:
         heads, tile = groups * group, prompt_attention.tile_rows(group)
         for read, rows in [([(0, 100), (37, 1), (129, 65)], tile), ([(0, 1), (130, 1), (1000, 1)], 1)]:
             buffers = [[random(groups, first + count, width) for first, count in read] for _ in range(2)]
-            held = rooms(*buffers, read, rows)
-            total = len(held.place)
             attend = prompt_attention.attend if rows > 1 else steps.in_rooms
-            for sinks, window in ((None, 0), (random(heads), 19)):
-                attend(random(total, heads, width), held, groups, width**-0.5, sinks, window)
+            for sinks, window in ((random(heads), 19), (None, 0)):
+                held = rooms(*buffers, read, rows, window)
+                total = len(held.place)
+                attend(random(total, heads, width), held, groups, width**-0.5, sinks)
             norms, turns = (random(width), random(width)), (random(total, width), random(total, width))
             given = random(total, heads, width), random(total, groups, width), random(total, groups, width)
             step.prepare_heads_in_rooms(step.HeadRows(*given, *norms, 1e-6, *turns), held)
@@ -90,21 +92,22 @@ def drawn() -> None:
             draw(random(len(settings), columns, dtype=dtype), draws)
 
 
-def coded() -> None:
-    """Coded layers with outliers whose tokens are sorted once: decoded for tiles of tokens, and once."""
+def layers() -> None:
+    """Layers whose tokens are sorted: integers; coded ones with outliers, decoded for tiles of tokens, and once."""
     generator = torch.Generator().manual_seed(0)
-    for name in ("coded outliers", "coded 3 bits, dependent"):
-        make = specifications(("coded",))[name]
+    for name in ("int4 group 64 asymmetric", "int3 row symmetric", "coded outliers", "coded 3 bits, dependent"):
+        make = specifications(["groupwise", "coded"])[name]
         matrices = [on_device(make(5, *shape, seed)) for seed, shape in enumerate([(72, 520), (72, 520), (520, 72)])]
         for tokens in (9, 40, 70, 300):
             index, weights = routing(tokens, 3, 5, generator)
-            coded_layer.experts(matrices, random(tokens, 520), index, weights)
+            experts = coded_layer.experts if name.startswith("coded") else grouped.experts
+            experts(matrices, random(tokens, 520), index, weights)
 
 
 if __name__ == "__main__":
     attention()
     drawn()
-    coded()
+    layers()
     in_rooms()
     others()
     torch.cuda.synchronize()

@@ -8,7 +8,8 @@ import torch
 from emulation import Emulator
 
 from moepack.backends.gpu import columns
-from moepack.solvers.gptq import round_columns
+from moepack.solvers.gptq import gptq, round_columns
+from moepack.solvers.grids import TernaryGrid
 from moepack.solvers.integers import IN_TORCH, Groups, IntegerSettings, descend, solve_integers
 
 SHAPES = [(1, 3, 5), (2, 130, 16), (3, 257, 7)]
@@ -21,10 +22,14 @@ def program(tmp_path_factory):
 
 
 def grid_of(shape, settings, seed=0):
-    """Return the grid of random weights with 50 columns; the first row is zero."""
+    """Return the grid of random weights with 50 columns; the first row is zero. Without settings, it is ternary."""
     experts, rows, _ = shape
     weights = torch.randn(experts, rows, 50, generator=torch.Generator().manual_seed(seed))
     weights[:, 0] = 0
+    if settings is None:
+        grid = TernaryGrid()
+        grid.fit(0.3 * weights)
+        return grid
     return Groups.of(weights, settings)
 
 
@@ -32,11 +37,14 @@ def emulated(program, folder, kind, grid, groups, tensors):
     """Run a kernel on the host; return what it writes."""
     experts, rows, count = tensors[0].shape[0], tensors[0].shape[2], tensors[0].shape[1]
     files = []
-    for number, tensor in enumerate([*tensors, grid.scales, grid.offsets, groups.int()]):
+    ternary = isinstance(grid, TernaryGrid)
+    given = (None, None, None, grid.levels) if ternary else (grid.scales, grid.offsets, groups.int(), None)
+    for number, tensor in enumerate([*tensors, *given]):
         files.append("-" if tensor is None else folder / str(number))
         if tensor is not None:
             files[-1].write_bytes(tensor.contiguous().numpy().tobytes())
-    sizes = experts, rows, count, grid.scales.shape[2], grid.middle, 2**grid.bits - 1
+    own = (0, 0, 0) if ternary else (grid.scales.shape[2], grid.middle, 2**grid.bits - 1)
+    sizes = experts, rows, count, *own
     command = [program, kind, *files, *map(str, sizes)]
     return subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
 
@@ -45,7 +53,7 @@ def floats(printed, shape, number):
     return torch.from_numpy(np.frombuffer(printed, np.float32, number * shape.numel()).copy()).view(number, *shape)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", [*SETTINGS, None], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_columns_are_rounded_as_in_torch(program, tmp_path, shape, settings):
     experts, rows, count = shape
@@ -54,13 +62,13 @@ def test_columns_are_rounded_as_in_torch(program, tmp_path, shape, settings):
     errors = free + 0.1 * torch.randn(free.shape, generator=generator)
     upper = torch.eye(count) + (0.2 * torch.randn(experts, count, count, generator=generator)).triu(1)
     places = torch.stack([torch.randperm(50, generator=generator)[:count] for _ in range(experts)])
-    printed = emulated(program, tmp_path, "round", grid, places // grid.width, [free, errors, upper])
+    groups = None if settings is None else places // grid.width
+    printed = emulated(program, tmp_path, "round", grid, groups, [free, errors, upper])
     left = torch.empty_like(free)
     codes, values = round_columns(grid, free, errors, left, upper, places, torch.ones(experts, count))
     found = floats(printed, free.shape, 3)
-    assert torch.equal(
-        torch.from_numpy(np.frombuffer(printed, np.uint8)[-free.numel() :].copy()).view(free.shape), codes
-    )
+    written = torch.from_numpy(np.frombuffer(printed, np.uint8)[-free.numel() :].copy()).view(free.shape)
+    assert torch.equal(written.view(codes.dtype), codes) and (settings or len(codes.unique()) == 3)
     for mine, expected in zip(found, (errors, values, left), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 
@@ -93,3 +101,16 @@ def test_a_gpu_solves_as_well_as_torch(settings):
     found, expected = solve_integers(*given, columns.LOOPS), solve_integers(*given, IN_TORCH)
     assert (found.codes == expected.codes).float().mean() > 0.99
     torch.testing.assert_close(found.errors, expected.errors, rtol=2e-3, atol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_rounds_ternary_rows_as_torch():
+    generator = torch.Generator().manual_seed(4)
+    weights = torch.randn(3, 130, 300, generator=generator).cuda()
+    inputs = torch.randn(3, 500, 300, generator=generator).cuda()
+    grids = TernaryGrid(), TernaryGrid()
+    found = gptq(weights, inputs.mT @ inputs, grids[0], rounder=columns.round_columns)
+    expected = gptq(weights, inputs.mT @ inputs, grids[1])
+    assert found.codes.dtype == expected.codes.dtype and (found.codes == expected.codes).float().mean() > 0.99
+    losses = [torch.tensor([report.loss for report in result.reports]) for result in (found, expected)]
+    torch.testing.assert_close(*losses, rtol=2e-3, atol=0)

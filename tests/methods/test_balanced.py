@@ -23,6 +23,7 @@ from moepack.census.tiny import tiny_model
 from moepack.checkpoint import Checkpoint, describe
 from moepack.checkpoint.architectures.pre_normed import MODEL_TYPES
 from moepack.checkpoint.balanced import BalancedCheckpoint, balanced
+from moepack.checkpoint.model import Part
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.errors import CorruptionError, LoadError, UnsupportedModelError
 from moepack.export import export
@@ -72,6 +73,12 @@ def test_the_balanced_form_computes_the_same(architecture: str, tmp_path: Path) 
     changed = {name for name in form.names() if not torch.equal(form.tensor(name), checkpoint.tensor(name))}
     if architecture in support.ARCHITECTURES:
         assert everything(checkpoint) <= changed
+    for layer in describe(form).layers:
+        for part in layer.projections:
+            for expert in (0, layer.experts - 1):
+                assert torch.equal(part.expert(expert, torch.device("cpu")), part.expert(expert))
+            whole = Part(part.parts[0].tensor)
+            assert torch.equal(form.matrix(whole, torch.device("cpu")), form.tensor(whole.tensor))
     assert any((name.endswith("norm.weight") and ".layers." in name) or ".block." in name for name in changed)
     expected, found = (
         support.logits(model),

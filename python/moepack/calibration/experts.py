@@ -281,10 +281,12 @@ class ExpertsRun(LayerRun):
 
     def _weights(self, group: range) -> Group:
         """Return the group's original weights, float32 on the device."""
-        return {
-            name: torch.stack([tensor.expert(e).float() for e in group]).to(self.settings.device)
-            for name, tensor in self.tensors.items()
-        }
+        device, found = self.settings.device, {}
+        for name, tensor in self.tensors.items():
+            found[name] = torch.empty(len(group), *tensor.shape[1:], device=device)
+            for out, expert in zip(found[name], group, strict=True):
+                out.copy_(tensor.expert(expert, device))
+        return found
 
     def _answered(self, names: list[str]) -> Group:
         values = self._take()

@@ -168,10 +168,17 @@ class Skeleton:
             held.append(origin)
         return self._held[origin]
 
+    def _converted(self, name: str) -> Tensor | None:
+        """Return a tensor that transformers converts; on the device, if it has the memory for it."""
+        try:
+            return self._names.converted(name, self.module, self.device)
+        except torch.OutOfMemoryError:
+            return self._names.converted(name, self.module)
+
     def _fetch(self, name: str, like: Tensor) -> Tensor:
         """Return a tensor of the model, on the device."""
         source = self._names.plain.get(name) or self._names.plain.get(self._names.tied.get(name, ""))
-        value = self._names.converted(name, self.module) if source is None else self.checkpoint.tensor(source)
+        value = self._converted(name) if source is None else self.checkpoint.tensor(source)
         if value is None:
             raise CheckpointError(
                 "the model requires it, but the checkpoint does not have it", file=self.checkpoint.path, tensor=name

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from moepack.checkpoint import DenseLayer, MoeLayer
 from moepack.errors import DeviceMemoryError, InvalidTensorError
 
 __all__ = [
+    "Fetch",
     "Inputs",
     "LayerRun",
     "PackedLayer",
@@ -41,6 +42,12 @@ Shape = tuple[int, int, int]
 """Shape of a projection: experts, rows (outputs), columns (inputs)."""
 
 
+class Fetch(Protocol):
+    """Returns the weights of an expert, [rows, columns], in the checkpoint's dtype, on a device or mapped."""
+
+    def __call__(self, expert: int, device: torch.device | None = None, /) -> Tensor: ...  # noqa: D102
+
+
 @dataclass(frozen=True)
 class Weights:
     """The weights of one tensor to pack, loaded lazily.
@@ -48,7 +55,7 @@ class Weights:
     Attributes:
         name: name of the packed tensor, used in errors.
         shape: experts, rows, columns.
-        expert: returns expert i's weights, [rows, columns], in the checkpoint's dtype. Fetch one at a time.
+        expert: returns expert i's weights. Fetch one at a time.
         sources: for each expert, the checkpoint tensor that holds it, used in errors about its values.
         role: "experts", or the role of a linear layer outside the experts: "attention", "shared", "mlp" or "head". Such
             a layer is one matrix: its shape is [1, rows, columns], and the packed tensor is two-dimensional.
@@ -58,7 +65,7 @@ class Weights:
 
     name: str
     shape: Shape
-    expert: Callable[[int], Tensor]
+    expert: Fetch
     sources: tuple[str, ...]
     role: str = "experts"
     nbytes: int = 0
@@ -85,7 +92,7 @@ def layer_tensors(layer: PackedLayer) -> dict[str, Weights]:
         }
     return {
         linear.name: Weights(
-            linear.source, (1, *linear.shape), lambda _, linear=linear: linear.matrix(),  # type: ignore[misc]
+            linear.source, (1, *linear.shape), lambda _, device=None, linear=linear: linear.matrix(device),
             (linear.source,), linear.role, linear.nbytes, linear.checkpoint.info(linear.source).dtype,
         )
         for linear in layer.linears

@@ -43,13 +43,14 @@ class DenseLinear:
     source: str
     checkpoint: Checkpoint
 
-    def matrix(self) -> torch.Tensor:
-        """Return the mapped weights, shape (R, C), in the checkpoint's dtype.
+    def matrix(self, device: torch.device | None = None) -> torch.Tensor:
+        """Return the weights, shape (R, C), in the checkpoint's dtype, on a device or mapped.
 
         Raises:
             CheckpointError: the file changed after the checkpoint was opened.
         """
-        return self.checkpoint.tensor(self.source)
+        value = self.checkpoint.tensor(self.source)
+        return value if device is None else value.to(device)
 
     @cached_property
     def nbytes(self) -> int:

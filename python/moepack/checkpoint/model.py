@@ -41,6 +41,11 @@ class Part:
         matrix = tensor[self.index]
         return matrix.mT if self.transposed else matrix
 
+    def split(self) -> tuple[int | None, "Part"]:
+        """Return the number of the stored matrix in a stack, if the tensor is one, and the place in that matrix."""
+        first, *rest = self.index or (None,)
+        return (first, replace(self, index=tuple(rest))) if isinstance(first, int) else (None, self)
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -60,17 +65,13 @@ class Projection:
     parts: tuple[Part, ...]
     checkpoint: Checkpoint
 
-    def expert(self, index: int) -> torch.Tensor:
-        """Return the mapped matrix of one expert, shape (R, C), in the checkpoint's dtype.
+    def expert(self, index: int, device: torch.device | None = None) -> torch.Tensor:
+        """Return the matrix of one expert, shape (R, C), in the checkpoint's dtype, as `Checkpoint.matrix`.
 
         Raises:
             CheckpointError: the file changed after the checkpoint was opened.
         """
-        part = self.parts[index]
-        first, *rest = part.index or (None,)
-        if not isinstance(first, int):
-            return part.of(self.checkpoint.tensor(part.tensor))
-        return replace(part, index=tuple(rest)).of(self.checkpoint.part(part.tensor, first))
+        return self.checkpoint.matrix(self.parts[index], device)
 
     @cached_property
     def sources(self) -> tuple[str, ...]:

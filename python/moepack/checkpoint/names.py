@@ -121,8 +121,8 @@ class Names:
         self.unread = tuple(unread)
         self.plain = {parameter: found[None][0] for parameter, found in self.found.items() if None in found}
 
-    def converted(self, parameter: str, model: Any) -> torch.Tensor | None:
-        """Build a parameter that needs a conversion by transformers; None for any other parameter.
+    def converted(self, parameter: str, model: Any, device: torch.device | None = None) -> torch.Tensor | None:
+        """Build a parameter that needs a conversion by transformers, on a device; None for any other parameter.
 
         The tensors are read and not kept.
         """
@@ -134,7 +134,7 @@ class Names:
         first = parameter.replace(rule.target_patterns[number], rule.target_patterns[0], 1) if number else parameter
         for pattern, names in found.items():
             for name in sorted(names, key=_natural):
-                rule.add_tensor(first, name, pattern, partial(self._checkpoint.tensor, name))
+                rule.add_tensor(first, name, pattern, partial(self._checkpoint.matrix, Part(name), device))
         made = rule.convert(first, model=model, config=model.config).get(parameter)
         tensor: torch.Tensor | None = made[0] if isinstance(made, list) else made
         return tensor

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,9 @@ from moepack.format.hub import ADAPTER, INDEX
 from moepack.format.regular import read_json
 from moepack.format.side import may_hold_weights
 from moepack.format.weights import NAMED, pickle_files, weight_files
+
+if TYPE_CHECKING:
+    from moepack.checkpoint.model import Part
 
 __all__ = ["Checkpoint", "check_listed", "read_config"]
 
@@ -172,6 +175,12 @@ class Checkpoint:
         if not 0 <= expert < count:
             raise IndexError(f"expert index {expert} is out of range: '{name}' has {count} experts")
         return self.mapped(info.at(expert))
+
+    def matrix(self, part: "Part", device: torch.device | None = None) -> torch.Tensor:
+        """Return a part of a tensor, on a device, or mapped as by `tensor`. Errors as for `tensor`."""
+        expert, place = part.split()
+        value = place.of(self.tensor(part.tensor) if expert is None else self.part(part.tensor, expert))
+        return value if device is None else value.to(device)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of the tensor, shape (nbytes,), mapped from the file if they are contiguous in it.

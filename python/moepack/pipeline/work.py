@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from moepack import _core
-from moepack.arrays import magnitude
+from moepack.arrays import in_host_memory, magnitude, narrowed
 from moepack.calibration import LayerRun, Stage, Weights
-from moepack.calibration.stage import WholeTensor
+from moepack.calibration.stage import Fetch, WholeTensor
 from moepack.errors import MoepackWarning
 from moepack.memory import release_unused
 from moepack.methods import LayerPlan, MethodPlan, PackedBytes, Solution
@@ -120,14 +120,14 @@ class LayerWork:
         for plan in self.layer_plans.values():
             plan.begin(wave)
 
-    def _observed(self, name: str, weights: Weights) -> Callable[[int], Tensor]:
+    def _observed(self, name: str, weights: Weights) -> Fetch:
         """Return a function that returns an expert's float16 weights and records their magnitude.
 
         Methods may call it in threads.
         """
 
-        def expert(index: int) -> Tensor:
-            found = weights.expert(index)
+        def expert(index: int, device: torch.device | None = None) -> Tensor:
+            found = weights.expert(index, device)
             self.half[name].append(magnitude(found))
             return found
 
@@ -200,24 +200,12 @@ class LayerWork:
         kept = self.solutions[name].parts
         assert isinstance(kept, dict), "solutions of parts are created above"
         for key, part in solution.parts.items():
-            narrow = _narrowest(part)
+            narrow = in_host_memory(narrowed(part))  # codes of a whole layer are kept
             if key not in kept:
-                kept[key] = torch.empty((count, *part.shape[1:]), dtype=narrow)
-            elif kept[key].dtype != narrow:
-                kept[key] = kept[key].to(torch.promote_types(kept[key].dtype, narrow))
-            kept[key][_slice(experts)].copy_(part)
-
-
-def _narrowest(part: Tensor) -> torch.dtype:
-    """Return the narrowest dtype for the integers of a group, since codes of a whole layer are kept; or its dtype."""
-    if part.dtype not in (torch.int16, torch.int32) or not part.numel():
-        return part.dtype
-    low, high = (int(each) for each in part.aminmax())
-    return next(
-        kind
-        for kind in (torch.int8, torch.int16, torch.int32)
-        if high <= torch.iinfo(kind).max and low >= -torch.iinfo(kind).max
-    )
+                kept[key] = torch.empty((count, *part.shape[1:]), dtype=narrow.dtype)
+            elif kept[key].dtype != narrow.dtype:
+                kept[key] = kept[key].to(torch.promote_types(kept[key].dtype, narrow.dtype))
+            kept[key][_slice(experts)].copy_(narrow)
 
 
 def _slice(experts: range) -> slice:

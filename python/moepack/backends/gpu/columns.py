@@ -1,4 +1,4 @@
-"""The loops over columns of `moepack.solvers.integers` on a GPU (`cuda/columns.cu`), one launch per sub-block.
+"""The loops over columns of `moepack.solvers` on a GPU (`cuda/columns.cu`), one launch per sub-block.
 
 Products and sums are fused, and added in another order than torch's, so a code next to a tie may differ.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moepack.backends.gpu.program import Program
 from moepack.backends.gpu.structs import Struct, StructValue
-from moepack.solvers.grids import Grid
+from moepack.solvers.grids import Grid, TernaryGrid
 from moepack.solvers.integers import Groups, Loops
 
 __all__ = ["LOOPS", "descend", "program", "round_columns"]
@@ -30,12 +30,15 @@ def round_columns(
     Raises:
         DeviceError: the GPU cannot run the kernel.
     """
-    assert isinstance(grid, Groups)
-    codes = torch.empty(free.shape, dtype=torch.uint8, device=free.device)
+    if isinstance(grid, TernaryGrid):
+        own, dtype = _levels(grid), torch.int8
+    else:
+        assert isinstance(grid, Groups)
+        own, dtype = _grid(grid, (columns // grid.width).int()), torch.uint8
+    codes = torch.empty(free.shape, dtype=dtype, device=free.device)
     values = torch.empty_like(free, memory_format=torch.contiguous_format)
-    groups = (columns // grid.width).int()
     argument = _ROUNDING(
-        free=free, errors=errors, values=values, left=left, codes=codes, factors=upper, grid=_grid(grid, groups),
+        free=free, errors=errors, values=values, left=left, codes=codes, factors=upper, grid=own,
         of_free=free.stride(0), of_errors=errors.stride(0), of_values=values.stride(0), of_left=left.stride(0),
         of_codes=codes.stride(0), of_factors=upper.stride(0), line=upper.stride(1),
         rows=free.shape[2], count=free.shape[1],
@@ -74,7 +77,15 @@ def _grid(grid: Groups, groups: Tensor, columns: int | None = None) -> StructVal
     return _GRID(
         scales=grid.scales, offsets=grid.offsets, groups=groups, number=grid.scales.shape[2],
         columns=groups.stride(0) if columns is None else columns,
-        middle=grid.middle, largest=2**grid.bits - 1,
+        middle=grid.middle, largest=2**grid.bits - 1, levels=None,
+    )  # fmt: skip
+
+
+def _levels(grid: TernaryGrid) -> StructValue:
+    """Describe ternary rows."""
+    return _GRID(
+        scales=None, offsets=None, groups=None, number=0, columns=0, middle=0, largest=0,
+        levels=grid.levels.contiguous(),
     )  # fmt: skip
 
 

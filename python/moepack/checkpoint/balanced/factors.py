@@ -69,7 +69,7 @@ class Factors:
 
     def _rows(self, edge: Edge) -> Tensor:
         """Return the magnitudes of the rows of a matrix, whose columns are balanced first."""
-        matrix = self._matrix(edge.part)
+        matrix = self._checkpoint.matrix(edge.part)
         columns = torch.ones(matrix.shape[1])
         if (behind := self._behind.get(matrix_of(edge.part))) is not None:
             columns = behind[1].spread(self.of(behind[0]))
@@ -80,15 +80,9 @@ class Factors:
         count = min(len(edges), MATRICES)
         for number in range(count):
             edge = edges[number * len(edges) // count]
-            matrix = self._matrix(edge.part)
+            matrix = self._checkpoint.matrix(edge.part)
             rows = matrix[:: max(1, len(matrix) * count // ROWS)]
             yield edge.features(rows)
-
-    def _matrix(self, part: Part) -> Tensor:
-        first, *rest = part.index or (None,)
-        if not isinstance(first, int):
-            return part.of(self._checkpoint.tensor(part.tensor))
-        return Part(part.tensor, tuple(rest), part.transposed).of(self._checkpoint.part(part.tensor, first))
 
     def _most(self, seam: Seam) -> int:
         names = {edge.part.tensor for edge in (*seam.vectors, *seam.reads)}
@@ -97,5 +91,4 @@ class Factors:
 
 def matrix_of(part: Part) -> tuple[str, int | None]:
     """Return the tensor, and the number in a stack, of the stored matrix that holds a part."""
-    first = part.index[0] if part.index else None
-    return part.tensor, first if isinstance(first, int) else None
+    return part.tensor, part.split()[0]

@@ -86,14 +86,33 @@ class Balanced:
         changes = self._changes.get(name, {}).get(expert)
         return self._changed(value, changes, inside=True) if changes else value
 
+    def matrix(self, part: Part, device: torch.device) -> Tensor:
+        """Return a matrix on a device, where it is changed. The values are those of `tensor` and `part`."""
+        if not part.index and not self._changes.get(part.tensor, {}).keys() <= {None}:
+            return self.tensor(part.tensor).to(device)  # a stack of matrices
+        value, changes = self.checkpoint.matrix(part, device), self._inside(part)
+        if not changes:
+            return value
+        changed = value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
+        for change in changes:
+            self._scale(changed, change)
+        return changed
+
+    def _inside(self, part: Part) -> list[_Change]:
+        """Return the changes of a matrix, in order. Those of columns may name a matrix that it shares rows with."""
+        tensor, first = matrix_of(part)
+        return [
+            change
+            for change in self._changes.get(tensor, {}).get(first, ())
+            if (other := change.edge.part) == part
+            or (change.axis == 1 and other.index == part.index[: len(other.index)])
+        ]
+
     def factors_of(self, part: Part) -> tuple[Tensor | None, Tensor | None]:
         """Return by what the rows of a matrix, or a vector, are multiplied, and its columns divided; None for 1."""
         found: list[Tensor | None] = [None, None]
-        tensor, first = matrix_of(part)
-        for change in self._changes.get(tensor, {}).get(first, ()):
-            other = change.edge.part
-            if other == part or (change.axis == 1 and other.index == part.index[: len(other.index)]):
-                found[change.axis] = change.edge.spread(self.factors.of(change.seam))
+        for change in self._inside(part):
+            found[change.axis] = change.edge.spread(self.factors.of(change.seam))
         return found[0], found[1]
 
     def record(self, model: MoeModel, channels: bool = True) -> dict[str, Tensor]:
@@ -124,14 +143,18 @@ class Balanced:
         """Return a changed copy; `inside` if it is only the matrix that the changes' first index selects."""
         changed = value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
         for change in changes:
-            part, factors = change.edge.part, change.edge.spread(self.factors.of(change.seam))
+            part = change.edge.part
             view = changed[part.index[1:] if inside else part.index]
-            view = view.mT if part.transposed else view
-            if change.axis == 1:
-                view /= factors
-            else:
-                view *= factors if view.ndim == 1 else factors[:, None]
+            self._scale(view.mT if part.transposed else view, change)
         return changed
+
+    def _scale(self, view: Tensor, change: _Change) -> None:
+        """Change a matrix [R, C] or a vector in place."""
+        factors = change.edge.spread(self.factors.of(change.seam)).to(view.device)
+        if change.axis == 1:
+            view /= factors
+        else:
+            view *= factors if view.ndim == 1 else factors[:, None]
 
 
 class BalancedCheckpoint(RewrittenCheckpoint):
@@ -147,6 +170,14 @@ class BalancedCheckpoint(RewrittenCheckpoint):
             original,
             Rewriting(original.names(), form.source, form.tensor, form.dtype, {}, {}, IDENTITY, form.part),
         )
+
+    def matrix(self, part: Part, device: torch.device | None = None) -> Tensor:
+        """Return a matrix, on a device, where it is changed. Errors as for `tensor`."""
+        dtype = self.form.dtype(part.tensor)
+        if device is None:
+            return super().matrix(part)
+        value = self.form.matrix(part, device)
+        return value if dtype is None else value.to(dtype)
 
 
 def _short(factors: Tensor) -> Tensor:

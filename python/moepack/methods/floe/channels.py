@@ -32,9 +32,9 @@ class Channels(Projection):
     down: Projection
     twice: bool = False
 
-    def expert(self, index: int) -> torch.Tensor:
+    def expert(self, index: int, device: torch.device | None = None) -> torch.Tensor:
         """Return the records of one expert, [I, 2 H]."""
-        return torch.cat([self.gate.expert(index), self.down.expert(index).T], dim=1)
+        return torch.cat([self.gate.expert(index, device), self.down.expert(index, device).T], dim=1)
 
     @cached_property
     def nbytes(self) -> int:

@@ -242,8 +242,9 @@ class Floe(FloeSettings, Rearranges, SimpleMethod):
         if (order := self._order(layer)) is None:
             return weights
 
-        def expert(number: int) -> Tensor:
-            return weights.expert(number).index_select(_channel_axis(name), order[number])
+        def expert(number: int, device: torch.device | None = None) -> Tensor:
+            found = weights.expert(number, device)
+            return found.index_select(_channel_axis(name), order[number].to(found.device))
 
         return replace(weights, expert=expert)
 

@@ -210,7 +210,7 @@ class Milo(MiloSettings, Fitted, PinsBits, MeetsSize, PacksLinears, SimpleMethod
 
     def _fetch(self, weights: Weights, expert: int) -> torch.Tensor:
         """Return one matrix; checks its range here, where its source tensor is known."""
-        matrix = weights.expert(expert).to(self.device, torch.float32)
+        matrix = weights.expert(expert, torch.device(self.device)).float()
         check_range(matrix, self._specs[0].storage, weights.sources[expert])
         return matrix
 

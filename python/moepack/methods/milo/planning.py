@@ -60,7 +60,7 @@ class Source:
     def experts(self, which: Sequence[int], device: torch.device) -> Tensor:
         """Return some of its matrices, [n, R, C] float32."""
         if isinstance(self.part, Projection):
-            return torch.stack([self.part.expert(e).to(device, torch.float32) for e in which])
+            return torch.stack([self.part.expert(e, device).float() for e in which])
         return self.part.matrix().to(device, torch.float32)[None]
 
     def origin(self, expert: int) -> str:

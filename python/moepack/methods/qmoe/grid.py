@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moepack.backends.gpu import columns
+from moepack.backends.gpu.device import supports
 from moepack.calibration import Stage
 from moepack.methods.qmoe.forms import Form
 from moepack.solvers.drift import corrected
 from moepack.solvers.energy import energy_factors
 from moepack.solvers.gptq import ExpertReport, GptqSettings, gptq
-from moepack.solvers.grids import AffineGrid
+from moepack.solvers.grids import AffineGrid, TernaryGrid
 from moepack.solvers.refit import refit_groups
 
 __all__ = ["GridSolver", "Rounding"]
@@ -54,7 +56,8 @@ class GridSolver:
         weights = torch.cat(list(stage.weights.values()), dim=1)
         hessians, wanted = self._target(stage, weights)
         grid = form.grid()
-        result = gptq(wanted, hessians, grid, self.settings)
+        rounder = columns.round_columns if isinstance(grid, TernaryGrid) and supports(wanted.device) else None
+        result = gptq(wanted, hessians, grid, self.settings, rounder=rounder)
         values = result.values
         if self.refit and isinstance(grid, AffineGrid):
             values = refit_groups(wanted, result.codes, hessians, grid, self.settings.damping)

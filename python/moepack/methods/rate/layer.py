@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moepack.allocation import Curves, PricedBudget
+from moepack.arrays import in_host_memory, narrowed
 from moepack.backends.gpu import trellis
 from moepack.backends.gpu.device import supports
 from moepack.calibration import Stage
@@ -304,8 +305,8 @@ class LayerSolver:
         scales, device = self._scales.get(stage.tensors[tensor].name), stage.weights[tensor].device
         if scales is None:
             return torch.ones((), device=device)
-        rows, columns = scales.of(stage.experts)
-        return (rows[..., None] * columns[:, None]).to(device)
+        rows, columns = (each.to(device) for each in scales.of(stage.experts))
+        return rows[..., None] * columns[:, None]
 
     def _values(self, stage: Stage, tensor: str, codes: Tensor, scale: float) -> Tensor:
         """Return the values of codes [G, R, C] as stored."""
@@ -394,7 +395,7 @@ def _stored_bits(stage: Stage, codes: Tensor, largest: int, dependent: bool) -> 
     bits = 0.0
     for name, own in _by_tensor(stage, codes).items():
         shape = stage.tensors[name].shape
-        blob = encoded(own.cpu().contiguous(), largest, dependent)
+        blob = encoded(in_host_memory(narrowed(own)), largest, dependent)
         once, share = once_bytes(blob), len(own) / shape[0]
         bits += 8 * (blob.nbytes - once * (1 - share)) - free_bits(shape) * share
     return torch.full((len(codes),), bits / max(len(codes), 1), dtype=torch.float64)
