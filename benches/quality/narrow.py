@@ -1,12 +1,11 @@
 """Measures the loss of keys and values in 8 bits, and their memory.
 
     python -m benches.quality.narrow MODEL [MODEL ...] --text FILE [--text FILE] [--windows 8] [--length N] [--piece 64]
-        [--threads 1] [--out build/narrow.json]
+        [--device cuda] [--dtype float32] [--threads 1] [--out build/narrow.json]
 
-The unpacked models read windows in pieces, in float32, so later pieces attend to the stored keys and values of earlier
-ones. Without --length, a window has as many tokens as the model has positions, at most 2,048. Prints the loss with keys
-and values in float32, the increase in 8 bits in nats per token, and the bytes of a token's keys and values in all
-layers, in bfloat16 and in 8 bits.
+The models, packed or not, read windows in pieces, so later pieces attend to the stored keys and values of earlier ones. Without --length, a window has as many tokens as the model has positions, at most 2,048. Prints the loss with keys
+and values in the model's dtype, the increase in 8 bits in nats per token, and the bytes of a token's keys and values in
+all layers, in bfloat16 and in 8 bits.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ def row_bytes(cache: Any, wide: bool) -> int:
 
 def measured(path: Path, given: argparse.Namespace) -> dict[str, Any]:
     """The figures of a model."""
-    model, tokenizer = open_model(path, dtype="float32"), open_tokenizer(path)
+    model, tokenizer = open_model(path, dtype=given.dtype, device=given.device), open_tokenizer(path)
     length = given.length or min(model.config.max_position_embeddings, LONGEST)
-    figures: dict[str, Any] = {"model": path.name, "length": length, "windows": given.windows}
+    figures: dict[str, Any] = {"model": path.name, "length": length, "windows": given.windows, "dtype": given.dtype}
     for text in given.text:
-        texts, found = windows(tokenizer, text, given.windows, length), {}
+        texts, found = windows(tokenizer, text, given.windows, length).to(model.device), {}
         for bits in (None, 8):
             set_kv_bits(model, bits)
             found[bits], cache = loss(model, texts, given.piece)
@@ -69,11 +68,14 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int)
     parser.add_argument("--piece", type=int, default=64)
+    parser.add_argument("--device", help="a device for a packed model; the CPU by default")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("build/narrow.json"))
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    machine.save(given.out, given.threads, [measured(model, given) for model in given.models])
+    found = [measured(model, given) for model in given.models]
+    machine.save(given.out, given.threads, found, given.device or "cpu")
 
 
 if __name__ == "__main__":

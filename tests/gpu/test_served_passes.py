@@ -13,7 +13,7 @@ from moepack.integrations.loading import open_model, open_tokenizer
 from moepack.serving import step
 from moepack.serving.engine import Engine
 from moepack.serving.text.prompts import prompt_ids
-from moepack.serving.text.sampling import Sampling
+from moepack.serving.text.sampling import Sampler, Sampling
 
 TEXTS = ("The sea", "a wolf and a fire", "x", "She opened the door and saw that the others had gone on without her" * 3)
 
@@ -132,5 +132,31 @@ def test_cancelled_answers_leave_a_step_that_runs(model, tokenizer, flights):
             assert not other.ended.wait(0.01)
         engine.cancel(other.sequence)
         assert answer.text() == expected
+    finally:
+        engine.close()
+
+
+def test_the_device_draws_every_token(model, tokenizer, flights, monkeypatch):
+    settings = [{"temperature": 0.8, "top_p": 0.9, "seed": n, "max_new_tokens": 6} for n in range(2)]
+    expected = [alone(model, tokenizer, text, **own) for text, own in zip(TEXTS, settings, strict=False)]
+    monkeypatch.setattr(Sampler, "choose", None)
+    engine = Engine(model, tokenizer, slots=2).start()
+    try:
+        answers = [Answer(engine, text, **own) for text, own in zip(TEXTS, settings, strict=False)]
+        assert [answer.text() for answer in answers] == expected
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("temperatures", [(0.8, 0.8, 0.0), (0.0, 0.8, 0.8)])
+def test_answers_to_one_prompt_draw_their_own_tokens(model, tokenizer, flights, temperatures):
+    settings = [{"temperature": each, "seed": n, "max_new_tokens": 6} for n, each in enumerate(temperatures)]
+    expected = [alone(model, tokenizer, TEXTS[3], **own) for own in settings]
+    assert len(set(expected)) == 3
+    engine = Engine(model, tokenizer, slots=3)
+    answers = [Answer(engine, TEXTS[3], **own) for own in settings]
+    engine.start()
+    try:
+        assert [answer.text() for answer in answers] == expected
     finally:
         engine.close()

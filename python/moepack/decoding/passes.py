@@ -178,8 +178,13 @@ class Passes:
             spans, is_prompt: as in `states`.
             draws: how the next token of each span is drawn; None for the likeliest.
         """
-        made = self._run(spans, is_prompt, None, draws)
-        return Ready(made.output[: len(spans)], made.tokens[: len(spans)])
+        made = self._run(spans, is_prompt, None, None if is_prompt else draws)
+        logits, tokens = made.output[: len(spans)], made.tokens[: len(spans)]
+        if is_prompt and draws is not None:  # one launch, for which no recording of its own is worth its memory
+            with torch.inference_mode(), on(self._last):
+                given = torch.tensor(draws, dtype=torch.float64).T.contiguous()
+                tokens = self._replacements.draw(logits, given.to(self._last))
+        return Ready(logits, tokens)
 
     def _run(
         self, spans: Sequence[Span], is_prompt: bool, ids: Tensor | None, draws: Sequence[Draw] | None = None

@@ -166,8 +166,8 @@ class Sequence:
     def part(self, most: int | None) -> Part:
         """Return the next tokens to read, at most `most`; None returns all remaining tokens, for one pass."""
         ids, sampler = self.ids[self.read : None if most is None else self.read + most], self._sampler
-        is_next = self.generated > 0 and len(ids) == 1  # the host draws after a prompt, also one that is read again
-        draw = sampler.draw(len(self.ids)) if is_next and sampler.draws_anywhere else None
+        is_last = self.read + len(ids) == len(self.ids)
+        draw = sampler.draw(len(self.ids)) if is_last and sampler.draws_anywhere else None
         return Part(ids, self.read, self.cache, most is None, self.is_scored, self.wanted.adapter, draw, sampler)
 
     def begin(self, cache: Any) -> None:
@@ -211,8 +211,9 @@ class Sequence:
         self.read += len(part.ids)
         known = None
         if isinstance(logits, Chosen):
-            is_by_device = part.draw is not None or self._sampler.is_greedy
-            known = logits.token if logits.token >= 0 and is_by_device else None
+            # The part may be a leader's, whose draw is not this sequence's.
+            is_own = part.sampler is self._sampler if part.draw is not None else self._sampler.is_greedy
+            known = logits.token if logits.token >= 0 and is_own else None
             logits = logits.logits
         if part.is_scored:
             self._score_prompt(part, logits)

@@ -235,7 +235,7 @@ class Stepper:
             for group in _groups(parts, passes):
                 spans = [Span(part.ids, len(part.ids), part.position, held[id(part)]) for part in group]
                 is_prompt = len(group[0].ids) > 1
-                ready = passes.ready(spans, is_prompt, None if is_prompt else _draws(group))
+                ready = passes.ready(spans, is_prompt, _draws(group))
                 logits = ready.logits.clone()  # another pass of this size may follow
                 for part, row, token in zip(group, logits, ready.tokens(), strict=True):
                     found[id(part)] = Chosen(row, token)
