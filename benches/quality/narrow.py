@@ -3,9 +3,10 @@
     python -m benches.quality.narrow MODEL [MODEL ...] --text FILE [--text FILE] [--windows 8] [--length N] [--piece 64]
         [--device cuda] [--dtype float32] [--threads 1] [--out build/narrow.json]
 
-The models, packed or not, read windows in pieces, so later pieces attend to the stored keys and values of earlier ones. Without --length, a window has as many tokens as the model has positions, at most 2,048. Prints the loss with keys
-and values in the model's dtype, the increase in 8 bits in nats per token, and the bytes of a token's keys and values in
-all layers, in bfloat16 and in 8 bits.
+The models, packed or not, read windows in pieces, so later pieces attend to the stored keys and values of earlier ones.
+Without --length, a window has as many tokens as the model has positions, at most 2,048. Prints the loss with keys and
+values in the model's dtype, the increase in 8 bits in nats per token with its standard error, and the bytes of a
+token's keys and values in all layers, in bfloat16 and in 8 bits.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ LONGEST = 2048
 
 
 @torch.inference_mode()
-def loss(model: Any, texts: torch.Tensor, piece: int) -> tuple[float, Any]:
-    """The mean loss of tokens but the first of each window, and the cache of the last window."""
-    total, cache = 0.0, None
+def losses(model: Any, texts: torch.Tensor, piece: int) -> tuple[torch.Tensor, Any]:
+    """The losses of tokens but the first of each window, and the cache of the last window."""
+    found, cache = [], None
     for ids in texts:
         cache, rows = new_cache(model), []
         for part in ids.split(piece):
             rows.append(model(part[None], past_key_values=cache, use_cache=True).logits[0].float())
-        total += float(functional.cross_entropy(torch.cat(rows)[:-1], ids[1:], reduction="sum"))
-    return total / (len(texts) * (texts.shape[1] - 1)), cache
+        found.append(functional.cross_entropy(torch.cat(rows)[:-1], ids[1:], reduction="none"))
+    return torch.cat(found).double().cpu(), cache
 
 
 def row_bytes(cache: Any, wide: bool) -> int:
@@ -52,10 +53,13 @@ def measured(path: Path, given: argparse.Namespace) -> dict[str, Any]:
         texts, found = windows(tokenizer, text, given.windows, length).to(model.device), {}
         for bits in (None, 8):
             set_kv_bits(model, bits)
-            found[bits], cache = loss(model, texts, given.piece)
+            found[bits], cache = losses(model, texts, given.piece)
             figures["bytes in 8 bits" if bits else "bytes in bfloat16"] = row_bytes(cache, wide=bits is None)
-        figures[text.stem] = {"loss": found[None], "increase": found[8] - found[None]}
-        print(f"{path.name:<16} {text.stem:<16} {found[None]:.4f} {found[8] - found[None]:+.5f}", flush=True)
+        more = found[8] - found[None]
+        own = {"loss": found[None].mean(), "increase": more.mean(), "error": more.std() / len(more) ** 0.5}
+        figures[text.stem] = {name: float(value) for name, value in own.items()}
+        shown = "{loss:.4f} {increase:+.5f} (standard error {error:.5f})".format(**figures[text.stem])
+        print(f"{path.name:<16} {text.stem:<16} {shown}", flush=True)
     print(f"{path.name:<16} bytes per token: {figures['bytes in bfloat16']}, {figures['bytes in 8 bits']} in 8 bits")
     return figures
 
