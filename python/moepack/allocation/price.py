@@ -69,6 +69,11 @@ class PricedBudget:
             self._last = self._price(matrices)
         self._common = matrices
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the price does not depend on the bits that matrices take now."""
+        return self._common is not None
+
     def price(self, stage: str, matrices: range) -> float:
         """Return the price for matrices that are about to be solved; clears their bookings."""
         self._spent[stage][matrices.start : matrices.stop] = torch.nan

@@ -218,6 +218,8 @@ class LayerSolver:
             step = outlook.step_at(price)
             result = problem.solve(step, price, lengths or _expected(outlook, price, stage, problem.weights))
             lengths = CodeLengths.counted(result.codes, runs, self._settings.largest, dependent=outlook.dependent)
+            if number == 0 and budget.is_shared and outlook.step is not None:
+                continue  # the next pass pays the same price, and records its bits instead
             stored = _stored_bits(stage, result.codes, self._settings.largest, outlook.dependent)
             budget.record_bits(name, stage.experts, stored)
             excess = budget.excess()
