@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moepack.arrays import in_host_memory, narrowed
 from moepack.backends.threads import set_threads
 from moepack.calibration.experts import ExpertsRun, Shard
 from moepack.calibration.stage import PackedLayer, WholeTensor
@@ -137,19 +138,9 @@ class _Noting(LayerWork):
 
     def put(self, name: str, experts: range, solution: Solution) -> None:
         """Keep a solution, in CPU memory."""
-        parts = {key: _narrowed(part.cpu()) for key, part in solution.parts.items()}
+        parts = {key: in_host_memory(narrowed(part)) for key, part in solution.parts.items()}
         dtypes = {key: part.dtype for key, part in solution.parts.items()}
         self.noted.append((name, experts, replace(solution, parts=parts, values=None), dtypes))
-
-
-def _narrowed(part: torch.Tensor) -> torch.Tensor:
-    """Return integers in the narrowest dtype that holds them; other values unchanged."""
-    if part.dtype in (torch.int32, torch.int64) and part.numel():
-        low, high = (int(each) for each in part.aminmax())
-        for dtype in (torch.int8, torch.int16):
-            if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
-                return part.to(dtype)
-    return part
 
 
 def _done(threads: int, work: Callable[[], Any]) -> Done:
