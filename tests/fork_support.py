@@ -45,11 +45,13 @@ def run_script(script: Path, *arguments: object, folder: Path, timeout: float | 
 def _server() -> Any:
     """Start the server.
 
-    Python 3.11 does not tell it `sys.path`, and it silently goes on without a module that it does not find.
+    Python 3.11 does not tell it `sys.path`, and it silently goes on without a module that it does not find. Scripts
+    fork after torch has computed, so it has one thread: a child waits forever for the other threads of OpenMP.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path)):
+    path = os.pathsep.join(path for path in sys.path if path)
+    with patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
     return context
 

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -251,19 +251,20 @@ def scanners_delay_a_job(system: str, work: Path) -> None:
     files.PATIENCE, stop, opened = 5.0, threading.Event(), []
 
     def scan() -> None:
+        """Open new files, and keep them open: all until a rename was refused, afterwards each for 50 ms."""
         known: set[Path] = set()
-        while not stop.is_set():
-            for path in [path for path in work.rglob("*") if path not in known]:
-                known.add(path)
-                if path.name.startswith("tmp"):  # nobody else can open a file of `tempfile` there
-                    continue
-                try:
-                    with path.open("rb"):
-                        opened.append(path)
-                        time.sleep(0.05)
-                except OSError:
-                    continue
-            time.sleep(0.005)
+        with ExitStack() as kept:
+            while not stop.is_set():
+                for path in [path for path in work.rglob("*") if path not in known]:
+                    known.add(path)
+                    if path.name.startswith("tmp"):  # nobody else can open a file of `tempfile` there
+                        continue
+                    with suppress(OSError):
+                        opened.append(kept.enter_context(path.open("rb")))
+                if REFUSED or system != "win32":
+                    time.sleep(0.05)
+                    kept.close()
+                time.sleep(0.005)
 
     scanner = threading.Thread(target=scan)
     scanner.start()
