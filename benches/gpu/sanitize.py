@@ -3,9 +3,9 @@
 PYTHONPATH=python compute-sanitizer --tool memcheck python -m benches.gpu.sanitize
 PYTHONPATH=python compute-sanitizer --tool racecheck python -m benches.gpu.sanitize
 
-racecheck reports bulk copies into stages of a ring that warps have read (`gated_64` and `gated_96` of coded layers, whose
-rings are short enough to be used again). The reads come first: lanes meet in `__syncwarp`, one of them arrives at the
-barrier `empty`, and the copying warp waits for it (`common/tiles.cuh`). racecheck does not seem to follow this.
+racecheck reports bulk copies into stages of a ring that warps have read (`gated_64` and `gated_96` of coded layers,
+whose rings are short enough to be used again). The reads come first: lanes meet in `__syncwarp`, one of them arrives at
+the barrier `empty`, and the copying warp waits for it (`cuda/common/grouped.cuh`). racecheck seems not to follow this.
 """
 
 import torch

@@ -35,7 +35,7 @@ class Saver:
     """
 
     def __init__(self, directory: Path, model: Any, changed: Sequence[str] | None = None) -> None:
-        """Remember the model's parameters; a copy only knows those that had `changed` before it was made."""
+        """Record the model's parameters. A copy keeps the list of parameters that had `changed` when it was made."""
         self._directory = directory
         self._model = weakref.ref(model)
         self._changed = list(changed or ())

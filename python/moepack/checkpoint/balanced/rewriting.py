@@ -87,7 +87,7 @@ class Balanced:
         return self._changed(value, changes, inside=True) if changes else value
 
     def matrix(self, part: Part, device: torch.device) -> Tensor:
-        """Return a matrix on a device, where it is changed. The values are those of `tensor` and `part`."""
+        """Copy a matrix to a device, and change it there. The values are the same as from `tensor` and `part`."""
         if not part.index and not self._changes.get(part.tensor, {}).keys() <= {None}:
             return self.tensor(part.tensor).to(device)  # a stack of matrices
         value, changes = self.checkpoint.matrix(part, device), self._inside(part)
@@ -172,7 +172,7 @@ class BalancedCheckpoint(RewrittenCheckpoint):
         )
 
     def matrix(self, part: Part, device: torch.device | None = None) -> Tensor:
-        """Return a matrix, on a device, where it is changed. Errors as for `tensor`."""
+        """Return a matrix, changed on the device if one is given. Errors as for `tensor`."""
         dtype = self.form.dtype(part.tensor)
         if device is None:
             return super().matrix(part)
