@@ -4,7 +4,9 @@ import asyncio
 import http.client
 import json
 import math
+import re
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -179,6 +181,25 @@ def test_responses_follow_a_schema_or_are_cut(client):
     assert isinstance(found.output_parsed, Place)
     cut = client.responses.create(model="tiny", input="hi", max_output_tokens=2, temperature=0)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def test_a_long_history_loses_its_oldest_items_on_request(client, says):  # noqa: F811
+    says("Fog.")
+    asked = [{"role": "developer", "content": "Be kind."}]
+    for number in range(50):
+        asked += [{"role": "user", "content": f"{number} " * 20}, {"role": "assistant", "content": "x" * 60}]
+    asked.append({"role": "user", "content": "hi"})
+    create = partial(client.responses.create, model="tiny", max_output_tokens=40)
+    with pytest.raises(openai.BadRequestError, match="the context is") as caught:
+        create(input=asked)
+    found = create(input=asked, truncation="auto")
+    assert (found.output_text, found.truncation) == ("Fog.", "auto")
+    counts = [create(input=[asked[0], *asked[at:]]).usage.input_tokens for at in range(99, 59, -2)]
+    assert found.usage.input_tokens in counts
+    room = int(re.search(r"the context is (\d+)", str(caught.value))[1]) - 40
+    assert found.usage.input_tokens <= room < found.usage.input_tokens + counts[1] - counts[0]
+    with pytest.raises(openai.BadRequestError, match="the context is"):
+        create(input=[*asked, {"role": "user", "content": "x" * 9000}], truncation="auto")
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,6 @@ class ResponsesRequest(Fields):
     neutral: ClassVar = {
         "store": (False,),
         "background": (False,),
-        "truncation": ("disabled",),
         "service_tier": ("auto", "default"),
         "top_logprobs": (0,),
         "include": ([], ["reasoning.encrypted_content"]),
@@ -143,6 +142,7 @@ class ResponsesRequest(Fields):
     tools: list[Function] = Field([], max_length=512)
     tool_choice: dict[str, Any] = Field({"type": "auto"})
     parallel_tool_calls: bool = True
+    truncation: Literal["disabled", "auto"] = "disabled"
     text: TextOptions = Field(TextOptions.model_validate({}))
     reasoning: Reasoning = Field(Reasoning())
     chat_template_kwargs: dict[str, Any] = Field({})
@@ -244,7 +244,7 @@ async def responses(answers: Answers, request: HttpRequest) -> Any:
     """Answer a request."""
     body = await read(request, ResponsesRequest)
     answers.require_model(body.model)
-    prepared = await prepare(answers, body.turn())
+    prepared = await _fitting(answers, body)
     running = answers.run(body.sampled(), [prepared.ids], "input", lark=prepared.lark)
     head = _head(body)
     if body.stream:
@@ -259,6 +259,30 @@ async def responses(answers: Answers, request: HttpRequest) -> Any:
     ids = _Ids()
     output = [_item(block, ids(block), block.text, "completed") for block in blocks(prepared, answer.text)]
     return {**head, "output": output, **_ended(answers, running, answer.last, output)}
+
+
+async def _fitting(answers: Answers, body: ResponsesRequest) -> Prepared:
+    """Prepare a request; with `truncation: auto`, without the oldest items if they leave no room for an answer.
+
+    Leading system messages stay. The other items begin with a message of the user, at the latest with the last one.
+    """
+    prepared, most = await prepare(answers, body.turn()), answers.engine.context
+    most -= min(body.max_output_tokens or answers.settings.answer, most // 2)
+    if body.truncation == "disabled" or len(prepared.ids) <= most:
+        return prepared
+    roles = [item.role if item.type == "message" else None for item in body.input]
+    kept = next((at for at, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+    starts = [at for at, role in enumerate(roles) if role == "user" and at > kept]
+    first, last = 0, len(starts) - 1
+    # A bisection, because each attempt tokenizes all items that are left.
+    while first <= last:
+        middle = (first + last) // 2
+        left = [*body.input[:kept], *body.input[starts[middle] :]]
+        found = await prepare(answers, body.model_copy(update={"input": left}).turn())
+        fits = len(found.ids) <= most
+        first, last = (first, middle - 1) if fits else (middle + 1, last)
+        prepared = found if fits or first == len(starts) else prepared
+    return prepared
 
 
 def _head(body: ResponsesRequest) -> dict[str, Any]:
@@ -286,7 +310,7 @@ def _head(body: ResponsesRequest) -> dict[str, Any]:
         "tool_choice": body.tool_choice if "name" in body.tool_choice else body.tool_choice["type"],
         "tools": [tool.model_dump() for tool in body.tools],
         "top_p": body.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation,
         "usage": None,
     }
 
