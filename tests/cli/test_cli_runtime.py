@@ -64,6 +64,8 @@ def test_eval_saves_and_reuses_a_reference(run, packed, mixtral, text, tmp_path)
     other = run("eval", packed, "--text", text, "--chars", 1200, "--reference", reference)
     assert isinstance(other.exception, moepack.ReferenceMismatchError) and str(reference) in str(other.exception)
     assert run("eval", packed, *options, "--save-reference", reference).exit_code == 2
+    assert run("eval", packed, *options, "--shots", 2).exit_code == 2
+    assert run("eval", packed, "--tasks", "arc_easy", "--reference", mixtral).exit_code == 2
 
 
 def test_eval_table(run, mixtral, text):

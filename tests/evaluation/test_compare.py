@@ -58,6 +58,14 @@ def test_names_in_a_chart_are_text() -> None:
     assert "&lt;b&gt;" in draw("<b>", "MB", {"<i>": [(1.0, 0.1), (2.0, 0.0)], "none": []})
 
 
+def test_sizes_that_cannot_be_met_and_unusable_texts_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "compare", TINY_MOE, "--text", NOVEL, "--chars", 4000
+    code, out, error = run(capsys, *asked, "--methods", "rate", "--sizes", "40%", "--calibration", "absent.txt")
+    assert (code, out) == (1, "") and "absent.txt" in error
+    code, out, error = run(capsys, *asked, "--methods", "finequant", "--sizes", "2%", "--calibration", "none")
+    assert (code, out) == (2, "") and "finequant cannot meet" in error and "no method meets any" in error
+
+
 def test_unknown_methods_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     for options in (["--methods", "zip"], ["--sizes", "much"]):
         code, _, error = run(capsys, "compare", TINY_MOE, "--text", NOVEL, "--chars", 600, *options)

@@ -76,11 +76,15 @@ def test_dora_is_merged_and_other_methods_are_refused(tmp_path: Path) -> None:
     peft.get_peft_model(fresh("qwen3_moe")[1], config).save_pretrained(tmp_path / "ia3")
     with pytest.raises(UnsupportedModelError, match="only LoRA adapters"):
         export(directory, tmp_path / "ia3-out", adapter=tmp_path / "ia3")
+    config = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights="pissa")
+    peft.get_peft_model(fresh("qwen3_moe")[1], config).save_pretrained(tmp_path / "pissa")
+    with pytest.raises(UnsupportedModelError, match="init_lora_weights='pissa' changed the weights"):
+        export(directory, tmp_path / "pissa-out", adapter=tmp_path / "pissa")
     with pytest.raises(ValueError, match="bf16"):
         export(directory, tmp_path / "gguf", "gguf", adapter=tmp_path / "dora")
     with pytest.raises(LoadError, match="cannot load the adapter"):
         export(directory, tmp_path / "none", adapter=tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"dora", "ia3", "out"}
+    assert {path.name for path in tmp_path.iterdir()} == {"dora", "ia3", "out", "pissa"}
 
 
 @pytest.mark.parametrize("change", ["other sizes", "a layer more", "a layer less"])

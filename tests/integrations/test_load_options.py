@@ -31,6 +31,7 @@ def test_options_are_given_in_order_or_by_name(mixtral: Path) -> None:
 CONFLICTS = [
     ({"dtype": "int3"}, "dtype must be one of float32, bfloat16, float16 or auto, got 'int3'"),
     ({"device": "cpu", "device_map": "auto"}, "device and device_map are mutually exclusive"),
+    ({"device": "gpu"}, "device must be cpu, cuda or a GPU such as cuda:0, not 'gpu'"),
     ({"device_memory": "8GB"}, "device_memory needs a model on one GPU"),
     ({"device_memory": "8GB", "device": "cpu"}, "device_memory needs a model on one GPU"),
     ({"device_memory": "8GB", "device": "cuda", "resident": True}, "device_memory needs a model on one GPU"),

@@ -107,6 +107,8 @@ def test_texts_files_and_mappings_say_the_same(tmp_path: Path) -> None:
     for given in (str(file), f"@{file}", file, {"down_proj": 4, "experts.{0,1}": "8", "*": 3.0}, str(expected)):
         assert is_by_name(given) and split_bits(given) == (None, expected)
     assert split_bits("4,down_proj=8") == ("4", Overrides.parse("down_proj=8"))
+    assert split_bits("{up_proj,down_proj}=8") == (None, Overrides.parse("{up_proj,down_proj}=8"))
+    assert split_bits("4,{up_proj,down_proj}=8") == ("4", Overrides.parse("{up_proj,down_proj}=8"))
     for plain in (4, "4", "ternary", None):
         assert split_bits(plain) == (plain, Overrides())
 

@@ -167,6 +167,13 @@ def test_what_would_break_is_refused(mixtral: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_settings_replace_those_of_a_recipe() -> None:
+    known = Pruning(0.25, "merge")
+    assert Pruning.of(None, None, known) == known
+    assert Pruning.of(None, "drop", known) == Pruning(0.25, "drop")
+    assert Pruning.of("50%", None, known) == Pruning(0.5, "merge")
+
+
 def test_groups_of_a_router_keep_equal_sizes(saved: Callable[[str], Path]) -> None:
     model = describe(Checkpoint.open(saved("deepseek_v3")))
     experts = model.layers[0].experts

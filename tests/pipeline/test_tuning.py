@@ -315,6 +315,13 @@ def test_a_different_original_is_rejected(packed, text, tmp_path, recwarn):
         tune(packed[0], other, tmp_path / "again", **few)
 
 
+def test_a_pruned_model_is_tuned_by_its_predictions(mixtral, text, tmp_path):
+    few = {"calibration": str(text), "samples": 4, "sequence_length": 32}
+    compress(mixtral, tmp_path / "pruned", method=Rate(4, **few), prune="25%")
+    found = tune(tmp_path / "pruned", mixtral, tmp_path / "out", settings=TuneSettings(steps=1, batch=1), **few)
+    assert found.before.routers == 0 and moepack.verify(tmp_path / "out").ok
+
+
 def test_models_that_cannot_be_tuned_are_rejected(packed, mixtral, text, tmp_path):
 
     compress(mixtral, tmp_path / "ternary", method=Ternary())

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import tiny_models
 from adapter_support import expert_parameters, fresh, randomized
 from moepack.cli import app
-from moepack.errors import LoadError
+from moepack.errors import LoadError, UnsupportedModelError
 from moepack.integrations.loading import open_tokenizer
 from moepack.serving.adapters import Adapters
 from moepack.serving.engine import Engine
@@ -218,6 +218,13 @@ def test_adapters_that_do_not_fit_are_named(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(LoadError, match="other: the adapter does not fit the model"):
         Adapters(model, {"a": other})
+
+
+def test_adapters_that_changed_their_weights_are_refused(tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights="olora")
+    peft.get_peft_model(fresh("mixtral")[1], config).save_pretrained(tmp_path / "olora")
+    with pytest.raises(UnsupportedModelError, match="init_lora_weights='olora' changed the weights"):
+        Adapters(fresh("mixtral")[0], {"mine": tmp_path / "olora"})
 
 
 def test_an_adapter_without_weights_for_its_targets_is_refused(tmp_path: Path) -> None:

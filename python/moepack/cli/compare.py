@@ -11,6 +11,7 @@ from moepack.cli.console import plain_console
 from moepack.cli.placement import usable_device
 from moepack.cli.usage import require_place, wrong_usage
 from moepack.memory import importing
+from moepack.system.processes import interrupt_on_termination
 from moepack.units import byte_count, size
 
 __all__ = ["compare_command"]
@@ -42,6 +43,7 @@ def compare_command(
         from moepack.comparison import Comparison, draw, fittings
 
     quiet_transformers()
+    interrupt_on_termination()  # packed models are in temporary directories
     with wrong_usage():
         require_place(chart)
         names = [name.strip() for name in methods.split(",")]
@@ -55,6 +57,8 @@ def compare_command(
             points.append(point)
             if as_json:
                 print(json.dumps(point.to_json()), flush=True)
+        if not points:
+            raise ValueError("no method meets any of the sizes")
     if not as_json:
         table = Table("method", "size", "of the original", *(file.stem for file in text), box=None)
         for point in points:

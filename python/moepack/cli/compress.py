@@ -142,10 +142,10 @@ def run(
     console = plain_console(stderr=True)
     progress = terminal_progress(console, quiet)
     with wrong_usage():
-        known, pruning = None if recipe is None else Recipe.read(recipe), Pruning.of(prune, prune_by)
+        known = None if recipe is None else Recipe.read(recipe)
         if known is not None:
             mtp_bits = known.mtp_bits if mtp_bits is None else mtp_bits
-            pruning = pruning or known.pruning
+        pruning = Pruning.of(prune, prune_by, None if known is None else known.pruning)
         method, given = _asked(known, method, given)
         chosen = create(method, **given)
         if ray is not None:

@@ -74,6 +74,11 @@ def eval_command(
             raise ValueError("give either --text or --tasks")
         if save_reference is not None and reference is None:
             raise ValueError("--save-reference needs --reference")
+        of_tasks = {"--task-path": task_path, "--shots": shots, "--limit": limit}
+        if tasks is not None and reference is not None:
+            raise ValueError("--reference needs --text")
+        if tasks is None and (unused := [name for name, value in of_tasks.items() if value is not None]):
+            raise ValueError(f"{unused[0]} needs --tasks")
         caps = host_memory, device_memory, misses
         options = vars(loading(dtype, threads, mode, device, *caps, approximate=approximate))
         if tasks is not None:

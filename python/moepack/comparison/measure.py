@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -16,6 +17,7 @@ from moepack.checkpoint import describe
 from moepack.checkpoint.quantized import open_checkpoint
 from moepack.checkpoint.resolve import resolve_model
 from moepack.comparison.fitting import Wanted, fitted
+from moepack.errors import MoepackError, MoepackWarning
 from moepack.evaluation import evaluate
 from moepack.export import export
 from moepack.format.hub import BALANCE, PREDICTORS
@@ -25,6 +27,7 @@ from moepack.methods import Method
 from moepack.methods.auto.packer import Allocated
 from moepack.pipeline import compress
 from moepack.pipeline.estimate import estimate
+from moepack.units import size as size_text
 
 __all__ = ["Comparison", "Point"]
 
@@ -84,14 +87,21 @@ class Comparison:
         self.original = self._losses(open_model(self.path, torch.float32).to(device))
 
     def points(self, sizes: Collection[int], methods: Collection[str], text: dict[str, Any]) -> Iterator[Point]:
-        """Yield every method at every size that it can meet; `text` has the calibration settings, if any."""
+        """Yield every method at every size that it can meet; `text` has the calibration settings, if any.
+
+        A `MoepackWarning` names the others. Raises as `compress`, for instance for an unusable text.
+        """
         for size in sizes:
             for name in methods:
                 try:
                     method = fitted(name, Wanted(self.checkpoint, self.model, size, text))
-                    yield self.point(name, method, size)
-                except ValueError:
+                    found = self.point(name, method, size)
+                except ValueError as why:
+                    if isinstance(why, MoepackError):
+                        raise
+                    warnings.warn(f"{name} cannot meet {size_text(size)}: {why}", MoepackWarning, stacklevel=2)
                     continue
+                yield found
 
     def point(
         self, name: str, method: Method, wanted: int | None = None, then: Callable[[Path], Path] = lambda packed: packed

@@ -13,6 +13,7 @@ from moepack.export.bf16 import export_bf16
 from moepack.export.compressed_tensors import export_compressed_tensors
 from moepack.export.gguf import export_gguf
 from moepack.format.atomic import refuse_existing
+from moepack.format.manifest import MANIFEST
 
 __all__ = ["TARGETS", "export"]
 
@@ -42,7 +43,7 @@ def export(
         Number of bytes written.
 
     Raises:
-        ValueError: unknown format, or an adapter with a format other than bf16.
+        ValueError: unknown format, an adapter with a format other than bf16, or an output inside `directory`.
         UnsupportedModelError: the format cannot represent a packed tensor, or the adapter cannot be merged. The message
             names the tensor and the reason.
         LoadError, CorruptionError: the directory or the adapter cannot be read.
@@ -54,6 +55,9 @@ def export(
     if adapter is not None and to != "bf16":
         raise ValueError(f"an adapter can be merged only into decoded weights (bf16), not into the codes of {to}")
     refuse_existing(Path(out))
+    packed = (Path(directory) / MANIFEST).is_file()
+    if packed and Path(out).absolute().parent.resolve().is_relative_to(Path(directory).resolve()):
+        raise ValueError(f"{out} would be inside the packed directory")
     if adapter is not None:
         return export_bf16(Path(directory), Path(out), Path(adapter))
     return TARGETS[to](Path(directory), Path(out))

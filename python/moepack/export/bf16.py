@@ -25,7 +25,7 @@ def export_bf16(directory: Path, out: Path, adapter: Path | None = None) -> int:
     """
     source = PackedDirectory.open(directory)
     merged = None if adapter is None else Adapter(source, adapter)
-    shards = plain_shards(source, adapter=merged, balance=balance_of(directory))
+    shards = plain_shards(source, adapter=merged, balance=balance_of(directory), rounds=True)
     with ModelWriter(source, out, len(shards)) as writer:
         for shard in shards:
             writer.shard([*shard()])
@@ -39,6 +39,7 @@ def plain_shards(
     without: Set[str] = frozenset(),
     adapter: Adapter | None = None,
     balance: Balance = SAME,
+    rounds: bool = False,
 ) -> list[Callable[[], Iterable[Entry]]]:
     """Return a function per shard of the ordinary checkpoint that decodes the tensors of the shard.
 
@@ -47,6 +48,7 @@ def plain_shards(
         without: packed tensors to omit.
         adapter: adapter to merge.
         balance: factors of the directory, to return all weights to the scales of its source; `SAME` keeps the scales.
+        rounds: round linear layers and embeddings to bfloat16, as experts are; otherwise they are float32.
 
     Raises:
         CorruptionError, UnsupportedModelError: as for `experts_of`.
@@ -59,18 +61,18 @@ def plain_shards(
             ]
     for names in _linears(source):
         if left := [name for name in names if name not in without]:
-            shards.append(partial(_linear_entries, source, left, adapter, balance))
+            shards.append(partial(_linear_entries, source, left, adapter, balance, rounds))
     return shards + [partial(_dense_entries, entries, adapter, balance) for entries in dense_entries(source)]
 
 
 def _linear_entries(
-    source: PackedDirectory, names: list[str], adapter: Adapter | None, balance: Balance
+    source: PackedDirectory, names: list[str], adapter: Adapter | None, balance: Balance, rounds: bool
 ) -> Iterator[Entry]:
     for name in names:
         values = balance.restored(name, _values(source, name)[0])
         if adapter is not None:
             values = adapter.merged(f"{source.manifest.tensors[name].module}.weight", values)
-        yield tensor_entry(name, values)
+        yield tensor_entry(name, values.bfloat16() if rounds else values)
 
 
 def _dense_entries(entries: Iterable[Entry], adapter: Adapter | None, balance: Balance) -> Iterator[Entry]:

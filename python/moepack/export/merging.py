@@ -17,6 +17,7 @@ from moepack.checkpoint.names import Names
 from moepack.errors import LoadError, UnsupportedModelError
 from moepack.format.directory import PackedDirectory
 from moepack.integrations.decoding import CHANNELS, RESIDUALS
+from moepack.integrations.lora.refusals import refuse_start
 from moepack.modules.adapters import LowRank, by_projection
 
 __all__ = ["Adapter"]
@@ -158,6 +159,7 @@ def _with_adapter(source: PackedDirectory, directory: Path) -> Any:
         method = str(getattr(config.peft_type, "value", config.peft_type))
         if method != "LORA":
             raise UnsupportedModelError(f"only LoRA adapters can be merged, but this one is {method}", file=directory)
+        refuse_start(config, directory)
         model = meta_model(source.path, source.config)
         _without_memory(model)
         model = get_peft_model(model, config)

@@ -73,7 +73,7 @@ class LoadOptions:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)} or auto, got '{self.dtype}'")
         if self.device is not None and self.device_map is not None:
             raise ValueError("device and device_map are mutually exclusive")
-        on_gpu = self.device is not None and torch.device(self.device).type == "cuda"
+        on_gpu = self.device is not None and _device(self.device).type == "cuda"
         if self.device_cap is not None and (not on_gpu or self.resident):
             raise ValueError('device_memory needs a model on one GPU (device="cuda") that is not resident')
         if self.misses not in MISSES:
@@ -108,6 +108,14 @@ class LoadOptions:
         if self.device is not None and self.device_cap is None and torch.device(self.device).type != "cpu":
             return {"": torch.device(self.device)}
         return self.device_map if self.device_map is None or isinstance(self.device_map, str) else dict(self.device_map)
+
+
+def _device(name: torch.device | str) -> torch.device:
+    """Return a device by its name; raises ValueError for an unknown kind."""
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be cpu, cuda or a GPU such as cuda:0, not '{name}'") from error
 
 
 def keywords_of(

@@ -123,10 +123,10 @@ def split_bits(bits: Any) -> tuple[Any, Overrides]:
     text = fspath(bits)
     if "=" not in text:
         return None, Overrides.parse(read_text(Path(text.removeprefix("@"))))
-    first, _, rest = text.partition(",")
+    first, *rest = _SEPARATORS.split(text, maxsplit=1)
     if "=" in first or ":" in first:
         return None, Overrides.parse(text)
-    return first.strip(), Overrides.parse(rest)
+    return first.strip(), Overrides.parse("".join(rest))
 
 
 def _bits(pattern: str, given: Any) -> float:

@@ -68,9 +68,12 @@ class PackedEmbedding(PackedModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move and cast the module. The packed bytes stay on the CPU; other devices get a decoded table."""
         data = self._buffers.pop("packed", None)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            if data is not None:
+                self.register_buffer("packed", data)
         if data is not None:
-            self.register_buffer("packed", data)
             device = self.like.device
             self.table = None if device == _CPU else self._decoded(device)
         return self

@@ -8,7 +8,7 @@ model runs over the text once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,17 +50,23 @@ class Pruning:
             raise ValueError(f"prune_by must be {' or '.join(WAYS)}, not '{self.by}'")
 
     @classmethod
-    def of(cls, share: str | float | None, by: str | None) -> Pruning | None:
-        """Return a pruning from settings; None without a share. The share "auto" is chosen later.
+    def of(cls, share: str | float | None, by: str | None, known: Pruning | None = None) -> Pruning | None:
+        """Return a pruning from settings, which replace those of `known`; None without a share.
+
+        The share "auto" is chosen later.
 
         Raises:
             ValueError: a setting is invalid.
         """
-        if share is None:
+        if share is None and known is None:
             if by is not None:
                 raise ValueError("prune_by requires prune")
             return None
-        return cls(None if share == AUTO else parse_share(share), by or DROP)
+        way = by or (known.by if known is not None else DROP)
+        if share is None:
+            assert known is not None
+            return replace(known, by=way)
+        return cls(None if share == AUTO else parse_share(share), way)
 
 
 def parse_share(given: str | float) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moepack.errors import LoadError, MoepackError
+from moepack.integrations.lora.refusals import refuse_start
 
 __all__ = ["Adapters"]
 
@@ -43,7 +44,10 @@ class Adapters:
             except MoepackError:
                 raise
             except Exception as error:  # peft and safetensors raise all kinds
-                raise LoadError(f"{directory}: the adapter does not fit the model: {error}") from error
+                reason = str(error)
+                for own, key in self._keys.items():
+                    reason = reason.replace(f"'{key}'", f"'{own}'")
+                raise LoadError(f"{directory}: the adapter does not fit the model: {reason}") from error
         self._peft = adapted
         self._mixing: Any = None
         if self._keys:
@@ -111,6 +115,7 @@ def _loaded(adapted: Any, model: Any, directory: Path, key: str) -> Any:
     if kind != "LORA" or getattr(config, "alora_invocation_tokens", None):
         kind = "activated LoRA" if kind == "LORA" else kind
         raise LoadError(f"{directory}: only LoRA adapters can be served, but this is {kind}")
+    refuse_start(config, directory)
     with warnings.catch_warnings():
         # peft leaves adapters whose weights are missing at their random initial values.
         warnings.filterwarnings("error", message="Found missing adapter keys")

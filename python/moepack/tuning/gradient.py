@@ -39,7 +39,8 @@ class TuneSettings:
         steps: number of Adam steps.
         rate: learning rate relative to the largest centroid of a codebook. Scales and gains use `PACE` times this,
             relative to their initial values. It decays to a tenth.
-        router_weight: lambda, the weight of a router's divergence relative to that of the logits.
+        router_weight: lambda, the weight of a router's divergence relative to that of the logits. Routers of a pruned
+            model, which have fewer rows, are not compared.
         batch: samples per step.
         seed: seed of the order of samples.
     """
@@ -132,7 +133,12 @@ def tune_model(
             with torch.no_grad():
                 truth = teacher(input_ids=ids.to(device), use_cache=False).logits
             found = student(input_ids=ids.to(device), use_cache=False).logits
-            routers = [_divergence(truth, found) for truth, found in zip(expected, heard, strict=True)]
+            if truth.shape != found.shape:
+                message = f"the original predicts {truth.shape[-1]} tokens, the packed model {found.shape[-1]}"
+                raise UnsupportedModelError(message)
+            alike = [one.shape for one in expected] == [other.shape for other in heard]
+            pairs = zip(expected, heard, strict=True) if alike else ()  # a pruned model has fewer experts
+            routers = [_divergence(*pair) for pair in pairs] or [truth.new_zeros(())]
             return _divergence(truth, found), torch.stack(routers).mean()
 
         batches = _batches(samples[share:], settings, generator)

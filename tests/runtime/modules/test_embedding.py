@@ -88,6 +88,18 @@ def test_the_model_without_its_head(directory: Make) -> None:
     assert torch.isfinite(body(IDS).last_hidden_state).all()
 
 
+def test_a_failed_move_leaves_the_module_as_it_was(directory: Make) -> None:
+    embedding = moepack.load(directory("mixtral")).model.embed_tokens
+    rows = embedding(IDS)
+
+    def fail(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no driver")
+
+    with pytest.raises(RuntimeError, match="no driver"):
+        embedding._apply(fail)
+    assert torch.equal(embedding(IDS), rows)
+
+
 def test_casts_and_copies(directory: Make) -> None:
     embedding = moepack.load(directory("mixtral")).model.embed_tokens
     rows = embedding(IDS)

@@ -19,6 +19,7 @@ __all__ = [
     "refuse_replication",
     "refuse_rotated",
     "refuse_settings",
+    "refuse_start",
     "refuse_training",
 ]
 
@@ -76,6 +77,17 @@ def refuse_settings(config: Any, path: str) -> None:
     if (start := config.init_lora_weights) not in _PLAIN_STARTS:
         message = f"'{path}' is packed, and init_lora_weights={start!r} needs unpacked weights; True does not"
         raise UnsupportedModelError(message)
+
+
+def refuse_start(config: Any, directory: os.PathLike[str]) -> None:
+    """Check that a saved adapter does not belong to weights that its initial values changed, as those of PiSSA do.
+
+    Raises:
+        UnsupportedModelError: it does. Such adapters can be saved in a form for the original weights.
+    """
+    if (start := getattr(config, "init_lora_weights", True)) not in _PLAIN_STARTS:
+        message = f"init_lora_weights={start!r} changed the weights that the adapter belongs to; save it with peft's "
+        raise UnsupportedModelError(f"{message}path_initial_model_for_weight_conversion", file=directory)
 
 
 def refuse_for_parameters(config: Any, path: str) -> None:
