@@ -51,7 +51,7 @@ class Pruning:
 
     @classmethod
     def of(cls, share: str | float | None, by: str | None, known: Pruning | None = None) -> Pruning | None:
-        """Return a pruning from settings, which replace those of `known`; None without a share.
+        """Return a pruning. Settings that are None are taken from `known`; without any share, the result is None.
 
         The share "auto" is chosen later.
 

@@ -80,10 +80,10 @@ def refuse_settings(config: Any, path: str) -> None:
 
 
 def refuse_start(config: Any, directory: os.PathLike[str]) -> None:
-    """Check that a saved adapter does not belong to weights that its initial values changed, as those of PiSSA do.
+    """Check that the base weights were not changed when a saved adapter was created (PiSSA, OLoRA).
 
     Raises:
-        UnsupportedModelError: it does. Such adapters can be saved in a form for the original weights.
+        UnsupportedModelError: they were. peft can save such an adapter in a form for the original weights.
     """
     if (start := getattr(config, "init_lora_weights", True)) not in _PLAIN_STARTS:
         message = f"init_lora_weights={start!r} changed the weights that the adapter belongs to; save it with peft's "
