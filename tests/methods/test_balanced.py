@@ -35,6 +35,7 @@ from moepack.methods import Auto, CodeQuant, FineQuant, Method, Milo, PackedByte
 from moepack.methods.floe import Floe
 from moepack.methods.qmoe.ternary import Ternary
 from moepack.pipeline.estimate import estimate
+from moepack.solvers.balance import row_magnitudes
 from places import NOVEL
 
 FILE = "model.safetensors"
@@ -214,6 +215,17 @@ def test_damaged_and_missing_factors_are_reported(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(LoadError, match="missing"):
         balance_of(directory)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_magnitudes_of_rows_are_means_and_leave_the_rows(dtype: torch.dtype) -> None:
+    rows, columns = torch.randn(300, 2000).to(dtype), torch.rand(2000, dtype=torch.float64) + 0.5
+    rows[7] = 0
+    given = rows.clone()
+    expected = (rows.double().abs() / columns).mean(1)
+    expected[7] = 1
+    torch.testing.assert_close(row_magnitudes(rows, columns), expected)
+    assert torch.equal(rows, given)
 
 
 # ---- tensors packed elsewhere

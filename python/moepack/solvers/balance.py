@@ -108,7 +108,7 @@ def row_magnitudes(rows: Tensor, columns: Tensor) -> Tensor:
     inverse, height = 1 / columns, max(1, IN_CACHE // max(len(columns), 1))
     found = torch.zeros(len(rows), dtype=torch.float64)
     for first in range(0, len(rows), height):
-        magnitudes = rows[first : first + height].double().abs_().nan_to_num_(0.0, 0.0, 0.0)
+        magnitudes = rows[first : first + height].abs().double().nan_to_num_(0.0, 0.0, 0.0)
         found[first : first + height] = magnitudes @ inverse
     return _positive(found / max(len(columns), 1))
 

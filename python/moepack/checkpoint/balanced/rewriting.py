@@ -173,10 +173,9 @@ class BalancedCheckpoint(RewrittenCheckpoint):
 
     def matrix(self, part: Part, device: torch.device | None = None) -> Tensor:
         """Return a matrix, changed on the device if one is given. Errors as for `tensor`."""
-        dtype = self.form.dtype(part.tensor)
         if device is None:
             return super().matrix(part)
-        value = self.form.matrix(part, device)
+        value, dtype = self.form.matrix(part, device), self.form.dtype(part.tensor)
         return value if dtype is None else value.to(dtype)
 
 
