@@ -63,6 +63,44 @@ def test_the_names_of_the_package_load_no_optional_package() -> None:
     assert "torch" in loaded and [name for name in optional if name in loaded] == []
 
 
+def test_modules_import_without_extras() -> None:
+    """Only the modules that belong to an extra need its packages. `make vllm` runs without peft, as many users do."""
+    extras = {
+        "moepack.integrations.lora": "peft",
+        "moepack.serving.http": "fastapi uvicorn",
+        "moepack.vllm": "vllm",
+    }
+    code = """
+import importlib, pkgutil
+
+REFUSED = {"fastapi", "gguf", "llguidance", "lm_eval", "matplotlib", "peft", "prometheus_client", "prompt_toolkit"}
+REFUSED |= {"cupy", "ray", "uvicorn", "vllm"}
+
+class Refusal:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in REFUSED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refusal())
+import transformers.quantizers.auto
+import moepack
+
+names = [each.name for each in pkgutil.walk_packages(moepack.__path__, "moepack.", onerror=lambda name: None)]
+for name in names:
+    if name not in ("moepack.__main__", "moepack.system.kernel32"):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            print(name, error.name)
+print(len(names), "modules")
+"""
+    *failures, total = printed(code).splitlines()
+    assert int(total.split()[0]) > 300
+    for name, missing in map(str.split, failures):
+        extra = next((extra for extra in extras if name.startswith(extra)), None)
+        assert extra is not None and missing in extras[extra].split(), f"{name} needs {missing}"
+
+
 def test_the_prelude_refuses_connections() -> None:
     with pytest.raises(AssertionError, match="the network is used"):
         printed("import urllib.request\nurllib.request.urlopen('http://127.0.0.1:9')")

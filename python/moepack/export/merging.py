@@ -17,7 +17,7 @@ from moepack.checkpoint.names import Names
 from moepack.errors import LoadError, UnsupportedModelError
 from moepack.format.directory import PackedDirectory
 from moepack.integrations.decoding import CHANNELS, RESIDUALS
-from moepack.integrations.lora.refusals import refuse_start
+from moepack.integrations.refusals import refuse_start
 from moepack.modules.adapters import LowRank, by_projection
 
 __all__ = ["Adapter"]

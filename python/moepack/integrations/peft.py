@@ -6,7 +6,7 @@ through unchanged. For packed models:
 
 - While peft searches for target modules, it sees packed linear layers and the parameters of packed experts
   (`moepack.integrations.lora.appearance`). Its own rules apply, including "all-linear".
-- Unsupported targets are rejected before the model changes (`moepack.integrations.lora.refusals`).
+- Unsupported targets are rejected before the model changes (`moepack.integrations.refusals`).
 - LoRA uses layers that compute next to packed weights (`moepack.integrations.lora`).
 - While a model has adapters, it runs in the scales of its source (`moepack.integrations.lora.scales`).
 
@@ -111,7 +111,7 @@ def _inject(
 def _check_merge(original: Callable[..., None], tuner: Any) -> None:
     original(tuner)
     if _is_packed(tuner.model):
-        from moepack.integrations.lora.refusals import refuse_merging
+        from moepack.integrations.refusals import refuse_merging
 
         refuse_merging(tuner.model)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from moepack.errors import LoadError, MoepackError
-from moepack.integrations.lora.refusals import refuse_start
+from moepack.integrations.refusals import refuse_start
 
 __all__ = ["Adapters"]
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from moepack.integrations.lora.refusals import is_adaptable
+from moepack.integrations.refusals import is_adaptable
 from moepack.modules.embedding import PackedEmbedding
 from moepack.modules.linear import PackedLinear
 from moepack.stores.module import PackedModule

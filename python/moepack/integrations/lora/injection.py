@@ -14,7 +14,7 @@ from torch import nn
 
 from moepack.errors import UnsupportedModelError
 from moepack.integrations.lora.appearance import expert_parameters
-from moepack.integrations.lora.refusals import (
+from moepack.integrations.refusals import (
     is_adaptable,
     refuse,
     refuse_for_parameters,

@@ -11,7 +11,7 @@ from peft.tuners.lora.variants import ALoraLinearVariant, ArrowLinearVariant, Do
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from moepack.integrations.lora.refusals import merge_refusal
+from moepack.integrations.refusals import merge_refusal
 from moepack.modules.adapters import NONE, Adapters, LowRank, by_projection
 from moepack.modules.experts import PackedExpertProducts, PackedExperts, PackedOwnExperts
 from moepack.modules.linear import PackedLinear

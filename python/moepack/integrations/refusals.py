@@ -1,4 +1,7 @@
-"""Error messages for adapter settings that packed weights do not support, raised before a model is changed."""
+"""Error messages for adapter settings that packed weights do not support, raised before a model is changed.
+
+It does not need peft: commands that accept adapters import it without one.
+"""
 
 import os
 from typing import Any, NoReturn
