@@ -1,5 +1,6 @@
 """Parses and formats sizes, rates and times for users."""
 
+import math
 import re
 
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -16,10 +17,10 @@ def byte_count(text: str | float) -> int:
         number = float(found[1]) if found else 0.0
     except ValueError:
         number = 0.0
-    count = int(number * (1024 if found and found[3] else 1000) ** _PREFIXES[found[2] or ""]) if found else 0
-    if count < 1:
+    count = number * (1024 if found and found[3] else 1000) ** _PREFIXES[found[2] or ""] if found else 0.0
+    if not 1 <= count < math.inf:
         raise ValueError(f"{text!r} is not a size: write it as 8GB, 7.5GiB or a number of bytes")
-    return count
+    return int(count)
 
 
 def size(count: float) -> str:

@@ -182,6 +182,19 @@ def test_the_tokenizer_comes_from_the_file(tmp_path: Path, source: Callable[[str
     assert open_tokenizer(directory).encode(text) == open_tokenizer(original).encode(text)
 
 
+def test_a_file_of_another_name(tmp_path: Path, source: Callable[[str], Path]) -> None:
+    """Programs that store models by digest give them no ending."""
+    original = source("qwen3_moe")
+    blob = write_gguf(original, tmp_path / "model.gguf").rename(tmp_path / "sha256-0123")
+    directory = resolve_model(blob)
+    opened, expected = open_checkpoint(directory), Checkpoint.open(original)
+    assert set(opened.names()) == set(expected.names())
+    assert open_tokenizer(directory).encode("The cat") == open_tokenizer(original).encode("The cat")
+    (tmp_path / "notes").write_text("GGUX")
+    with pytest.raises(CheckpointError, match="notes: is a file, but none of"):
+        open_checkpoint(resolve_model(tmp_path / "notes"))
+
+
 @pytest.mark.parametrize("given", ["folder", "second part"])
 def test_split_files(given: str, source: Callable[[str], Path], tmp_path: Path) -> None:
     write_gguf(source("qwen2_moe"), tmp_path / "model.gguf", quantized("Q8_0"), split_max_tensors=9)

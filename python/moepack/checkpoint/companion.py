@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.checkpoint.gguf.config import configuration
-from moepack.checkpoint.gguf.files import SUFFIX, gguf_files, parts_of
+from moepack.checkpoint.gguf.files import SUFFIX, gguf_files, is_gguf, parts_of
 from moepack.checkpoint.gguf.model import GgufModel, read_model
 from moepack.errors import CheckpointError, DiskError
 from moepack.format.hub import CONFIG
@@ -37,14 +37,15 @@ def is_file(path: Path) -> bool:
     """Return whether a path is a file of weights, or a directory of a GGUF model without config.json."""
     if path.suffix in (SUFFIX, *_NAMES):
         return path.is_file()
-    return not (path / CONFIG).exists() and bool(gguf_files(path))
+    return is_gguf(path) or (not (path / CONFIG).exists() and bool(gguf_files(path)))
 
 
 def companion(path: Path, config: Path | None = None) -> Path:
     """Return the model directory of a file, which is built on the first call.
 
     Args:
-        path: a safetensors file, a PyTorch pickle, any part of a GGUF model, or the folder of one.
+        path: a safetensors file, a PyTorch pickle, any part of a GGUF model, or the folder of one. A GGUF file may have
+            any name.
         config: folder of config.json and tokenizer; None means the folder of the file if it has a config.json,
             otherwise the metadata of the GGUF file.
 
@@ -60,7 +61,7 @@ def companion(path: Path, config: Path | None = None) -> Path:
     model, sides = None, []
     if (folder / CONFIG).is_file():
         sides = [name for entry in sorted(folder.iterdir()) for name in side_names(entry)]
-    elif config is not None or first.suffix != SUFFIX:
+    elif config is not None or not is_gguf(first):
         advice = "" if config is not None else ", which the model needs; --config DIR gives one of another folder"
         raise CheckpointError(f"has no {CONFIG}{advice}", file=folder)
     else:
@@ -109,6 +110,8 @@ def _links(path: Path) -> dict[str, Path]:
     """Return the files of a model by their names in its directory."""
     if path.suffix in _NAMES and path.is_file():
         return {_NAMES[path.suffix]: path}
+    if path.is_file() and path.suffix != SUFFIX:
+        return {f"{path.name}{SUFFIX}": path}
     return {part.name: part for part in (parts_of(path) if path.is_file() else gguf_files(path))}
 
 
@@ -156,11 +159,12 @@ def _build(
             shutil.copyfile(folder / name, partial / name)
         if model is not None:
             config = configuration(model)
+            name = next(iter(links), model.file.name)
             if entries:
-                (partial / model.file.name).write_bytes(entries[:8] + bytes(8) + entries[16:])
-            _write_tokenizer(partial, model.file)
+                (partial / name).write_bytes(entries[:8] + bytes(8) + entries[16:])
+            _write_tokenizer(partial, name)
             if entries:
-                remove(partial / model.file.name)
+                remove(partial / name)
             (partial / CONFIG).write_bytes(json.dumps(config, indent=2).encode() + b"\n")
         with suppress(FileExistsError):  # another process was faster
             rename(partial, target)
@@ -171,14 +175,14 @@ def _build(
         remove_tree(partial, ignore_errors=True)
 
 
-def _write_tokenizer(folder: Path, file: Path) -> None:
-    """Write the tokenizer of a file, if transformers can convert it. Otherwise the folder has none."""
+def _write_tokenizer(folder: Path, file: str) -> None:
+    """Write the tokenizer of a GGUF file in a folder, if transformers can convert it. Otherwise the folder has none."""
     import transformers
 
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
         tokenizer.save_pretrained(folder)
     except Exception:  # transformers raises several kinds for vocabularies that it does not convert
         return

@@ -78,6 +78,8 @@ class Checkpoint:
             UnsupportedModelError: the weights are stored only in other files (`consolidated.00.pth`).
         """
         directory = Path(path)
+        if directory.is_file():
+            raise CheckpointError("is a file, but none of safetensors, PyTorch or GGUF", file=directory)
         if not directory.is_dir():
             what = "file" if directory.suffix == ".gguf" else "directory"
             raise CheckpointError(f"no such {what}, and not a Hub id (ORGANIZATION/NAME)", file=directory)

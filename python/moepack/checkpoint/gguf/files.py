@@ -7,13 +7,25 @@ from pathlib import Path
 from moepack.errors import CheckpointError
 from moepack.format.weights import pickle_files, weight_files
 
-__all__ = ["SUFFIX", "gguf_files", "gguf_models", "is_kind", "parts_of"]
+__all__ = ["SUFFIX", "gguf_files", "gguf_models", "is_gguf", "is_kind", "parts_of"]
 
 SUFFIX = ".gguf"
 
+_MAGIC = b"GGUF"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _NO_MODEL = ("mmproj", "imatrix")
 """Beginnings of the names of files that hold an image encoder or importances."""
+
+
+def is_gguf(file: Path) -> bool:
+    """Return whether a file is named as GGUF or, as in the stores of some programs, has another name and its magic."""
+    if file.suffix == SUFFIX or not file.is_file():
+        return file.suffix == SUFFIX
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
 
 
 def gguf_files(directory: Path) -> list[Path]:
