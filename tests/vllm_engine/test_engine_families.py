@@ -65,7 +65,7 @@ DIFFERENT: dict[str, Mapping[str, Any]] = {"deepseek_v2": LATENT, "deepseek_v3":
 """Sizes of families whose unpacked models get other answers from vLLM than from transformers, by name."""
 
 DECODED = {"gpt_oss": EXPERTS, "llama4_text": EXPERTS}
-"""Packed tensors that vLLM gets as bfloat16. The answers are then those of a model with these experts."""
+"""Packed tensors that vLLM gets as bfloat16. The reference model has the same experts in bfloat16."""
 
 NAMES = {"phimoe": "PhiMoEForCausalLM"}
 """Names by which vLLM knows a model, and published checkpoints name it, unlike transformers."""
