@@ -1,6 +1,6 @@
 """Error messages for adapter settings that packed weights do not support, raised before a model is changed.
 
-It does not need peft: commands that accept adapters import it without one.
+The module does not need peft, because commands that accept adapters import it without peft, too.
 """
 
 import os

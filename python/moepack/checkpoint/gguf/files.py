@@ -7,11 +7,12 @@ from pathlib import Path
 from moepack.errors import CheckpointError
 from moepack.format.weights import pickle_files, weight_files
 
-__all__ = ["SUFFIX", "gguf_files", "gguf_models", "is_gguf", "is_kind", "parts_of"]
+__all__ = ["MAGIC", "SUFFIX", "gguf_files", "gguf_models", "is_gguf", "is_kind", "parts_of"]
 
 SUFFIX = ".gguf"
 
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
+"""The first bytes of a file."""
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _NO_MODEL = ("mmproj", "imatrix")
 """Beginnings of the names of files that hold an image encoder or importances."""
@@ -23,7 +24,7 @@ def is_gguf(file: Path) -> bool:
         return file.suffix == SUFFIX
     try:
         with file.open("rb") as opened:
-            return opened.read(len(_MAGIC)) == _MAGIC
+            return opened.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
 

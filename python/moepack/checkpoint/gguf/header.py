@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from moepack.checkpoint.gguf.files import MAGIC
 from moepack.errors import CheckpointError, UnsupportedModelError
 from moepack.format.header import Header, TensorInfo, stamp_of
 from moepack.format.regular import IS_POINTER, is_pointer, open_regular
@@ -161,7 +162,7 @@ class _Bytes:
 
 def _parsed(data: _Bytes, size: int, stamp: str, sizes: Mapping[int, tuple[str, int, int]]) -> GgufHeader:
     file = data.file
-    if data.take(4) != b"GGUF":
+    if data.take(len(MAGIC)) != MAGIC:
         raise CheckpointError("is not a GGUF file", file=file)
     version = data.number("I")
     if version not in (2, 3):
