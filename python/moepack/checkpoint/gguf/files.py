@@ -10,9 +10,9 @@ from moepack.format.weights import pickle_files, weight_files
 __all__ = ["MAGIC", "SUFFIX", "gguf_files", "gguf_models", "is_gguf", "is_kind", "parts_of"]
 
 SUFFIX = ".gguf"
-
 MAGIC = b"GGUF"
 """The first bytes of a file."""
+
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _NO_MODEL = ("mmproj", "imatrix")
 """Beginnings of the names of files that hold an image encoder or importances."""
