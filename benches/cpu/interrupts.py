@@ -29,7 +29,7 @@ import moepack.serving.text.generation  # noqa: F401
 from moepack.cli import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MOMENTS = (0.05, 0.2, 0.8, 2.0)
+MOMENTS = (0.02, 0.1, 0.5, 2.0)
 """Seconds after the start at which a command is interrupted."""
 
 

@@ -97,7 +97,7 @@ def with_decoded_experts(packed: Path, out: Path) -> Path:
     """Write a checkpoint with the experts in bfloat16, as vLLM gets them, and linear layers in float32."""
     source = PackedDirectory.open(packed)
     shards = plain_shards(source)
-    with ModelWriter(source, out, len(shards)) as writer:
+    with ModelWriter.open(source, out, len(shards)) as writer:
         for shard in shards:
             writer.shard([*shard()])
         writer.finish(None)

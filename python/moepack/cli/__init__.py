@@ -20,6 +20,7 @@ import typer
 
 from moepack.cli.literal import LiteralCommand, LiteralGroup
 from moepack.errors import MoepackError, MoepackWarning
+from moepack.system.interrupts import interrupted_lately, interrupts_kept
 
 COMMANDS = {
     "run": "run",
@@ -94,11 +95,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     _share_cores()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), interrupts_kept():
             warnings.showwarning = partial(_show, warnings.showwarning)
             app(given)
     except Exception as error:
-        if _was_interrupted(error):
+        if interrupted_lately() or _was_interrupted(error):
             sys.exit(130)
         foreseen = _foreseen(error)
         if foreseen is None or "--debug" in given:
@@ -110,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _was_interrupted(error: BaseException | None) -> bool:
     """Return whether an error replaced a `KeyboardInterrupt`.
 
-    Python 3.11 does so where it names the attributes of a class (`__set_name__`), and extensions in their callbacks.
+    Python 3.11 does so where it names the attributes of a class (`__set_name__`).
     """
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__

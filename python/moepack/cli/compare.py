@@ -11,7 +11,7 @@ from moepack.cli.console import plain_console
 from moepack.cli.placement import usable_device
 from moepack.cli.usage import require_place, wrong_usage
 from moepack.memory import importing
-from moepack.system.processes import interrupt_on_termination
+from moepack.system.interrupts import interrupt_on_termination
 from moepack.units import byte_count, size
 
 __all__ = ["compare_command"]

@@ -26,7 +26,7 @@ def export_bf16(directory: Path, out: Path, adapter: Path | None = None) -> int:
     source = PackedDirectory.open(directory)
     merged = None if adapter is None else Adapter(source, adapter)
     shards = plain_shards(source, adapter=merged, balance=balance_of(directory), rounds=True)
-    with ModelWriter(source, out, len(shards)) as writer:
+    with ModelWriter.open(source, out, len(shards)) as writer:
         for shard in shards:
             writer.shard([*shard()])
         if merged is not None:

@@ -31,7 +31,7 @@ def export_compressed_tensors(directory: Path, out: Path) -> int:
     modules = [*_modules(source)]
     groups = _groups(source, modules)
     dense = [*dense_entries(source)]
-    with ModelWriter(source, out, len(modules) + len(dense)) as writer:
+    with ModelWriter.open(source, out, len(modules) + len(dense)) as writer:
         for packed in modules:
             writer.shard([*_entries(source, packed.name, packed.paths)])
         for entries in dense:

@@ -3,8 +3,8 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -23,35 +23,28 @@ __all__ = ["ModelWriter", "dense_entries", "entry_tensor", "tensor_entry"]
 
 
 class ModelWriter:
-    """Writes a model directory. Leaving the context without an error publishes it."""
+    """Writes a model directory in a working directory. `open` makes one and publishes its directory."""
 
-    def __init__(self, source: PackedDirectory, out: Path, shards: int) -> None:
-        """Start writing `out`, which must not exist, with `shards` shards.
-
-        Raises:
-            DiskError: the directory cannot be created.
-            ResumeError: it holds the unfinished work of another command.
-        """
-        self.out = Path(os.path.abspath(out))
+    def __init__(self, source: PackedDirectory, workspace: Workspace, shards: int) -> None:
+        """Write to `workspace` the small files of `source` and `shards` shards."""
         self.source, self.shards, self.written = source, shards, 0
+        self._workspace = workspace
         self._weight_map: dict[str, str] = {}
         self._total = 0
-        partial = self.out.with_name(self.out.name + PARTIAL)
-        self._workspace = Workspace.fresh(partial, "export")
 
-    def __enter__(self) -> Self:
-        return self
+    @classmethod
+    @contextmanager
+    def open(cls, source: PackedDirectory, out: Path, shards: int) -> Iterator[Self]:
+        """Start writing `out`, which must not exist. Leaving the context publishes it, or removes it after an error.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._workspace.publish(self.out)
-            else:
-                self._workspace.discard()
-        finally:
-            self._workspace.close()
+        Raises:
+            DiskError: the directory cannot be created or published.
+            ResumeError: it holds the unfinished work of another command.
+        """
+        out = Path(os.path.abspath(out))
+        with Workspace.fresh(out.with_name(out.name + PARTIAL), "export") as workspace:
+            yield cls(source, workspace, shards)
+            workspace.publish(out)
 
     def shard(self, entries: Sequence[Entry]) -> None:
         """Write the next shard."""

@@ -14,7 +14,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,19 +107,23 @@ class Workspace:
                 were modified since.
             DiskError: the directory cannot be created.
         """
-        with disk_errors(path, "create"):
-            path.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
         workspace = cls(path)
         try:
+            with disk_errors(path, "create"):
+                path.mkdir(parents=True, exist_ok=True)
             workspace._claim(fingerprint, resume, digests, stamps or {})
         except BaseException:
+            if not existed and workspace._lock is not None:  # without the lock, it may be another process's
+                workspace.discard()
             workspace.close()
             raise
         return workspace
 
     @classmethod
-    def fresh(cls, path: Path, command: str) -> "Workspace":
-        """Create `path` for work that cannot be resumed.
+    @contextmanager
+    def fresh(cls, path: Path, command: str) -> Iterator["Workspace"]:
+        """Create `path` for work that cannot be resumed. An exception in the context removes the directory.
 
         Leftovers of a killed run of the same command are removed; another job's unfinished work is not.
 
@@ -126,8 +131,14 @@ class Workspace:
             ResumeError, DiskError: as for `open`.
         """
         workspace = cls.open(path, {"method": command}, resume=True)
-        workspace.sweep(())
-        return workspace
+        try:
+            workspace.sweep(())
+            yield workspace
+        except BaseException:
+            workspace.discard()
+            raise
+        finally:
+            workspace.close()
 
     def close(self) -> None:
         """Release the lock."""

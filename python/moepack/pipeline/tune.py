@@ -81,17 +81,11 @@ def tune(
         warnings.warn(f"{message}; it is used as the reference all the same", MoepackWarning, stacklevel=2)
     windows = load_samples(checkpoint, calibration, samples, sequence_length)
     # Fail before the work starts if the location is not writable.
-    workspace = Workspace.fresh(target.with_name(target.name + PARTIAL), "tune")
-    try:
+    with Workspace.fresh(target.with_name(target.name + PARTIAL), "tune") as workspace:
         workspace.reserve(_space(source))
         tuned = _tuned(source, original, windows.inputs, settings, torch.device(device), progress or Silent())
         _write(source, workspace, tuned, {**asdict(settings), "calibration_sha256": windows.fingerprint()})
         workspace.publish(target)
-    except BaseException:
-        workspace.discard()
-        raise
-    finally:
-        workspace.close()
     return tuned
 
 

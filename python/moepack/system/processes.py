@@ -1,17 +1,14 @@
-"""The process itself: its end, its limits, and another program in its place."""
+"""The process itself: its limits, and another program in its place."""
 
 import os
-import signal
 import sys
 from typing import NoReturn
 
-__all__ = ["interrupt_on_termination", "raise_open_files", "run_instead"]
+__all__ = ["raise_open_files", "run_instead"]
 
 
 if sys.platform == "win32":
     import subprocess
-
-    _TERMINATION = (signal.SIGTERM, signal.SIGBREAK)  # Windows sends SIGBREAK when it closes the console
 
     def _raise_open_files(wanted: int) -> None:
         pass  # sockets are not limited there
@@ -29,8 +26,6 @@ else:
     import resource
     from contextlib import suppress
 
-    _TERMINATION = (signal.SIGTERM,)
-
     def _raise_open_files(wanted: int) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -40,12 +35,6 @@ else:
 
     def _run_instead(command: list[str]) -> NoReturn:
         os.execv(command[0], command)
-
-
-def interrupt_on_termination() -> None:
-    """Let a request to terminate raise `KeyboardInterrupt`, as Ctrl-C does. Call it in the main thread."""
-    for number in _TERMINATION:
-        signal.signal(number, signal.default_int_handler)
 
 
 def raise_open_files(wanted: int) -> None:

@@ -14,7 +14,8 @@ from moepack.serving.engine import Engine
 from moepack.serving.http.notify import notify
 from moepack.serving.http.refusal import Refusal
 from moepack.serving.http.unixsocket import unix_path, unix_socket
-from moepack.system.processes import interrupt_on_termination, raise_open_files
+from moepack.system.interrupts import interrupt_on_termination
+from moepack.system.processes import raise_open_files
 
 __all__ = ["DRAIN", "listen"]
 
