@@ -231,7 +231,8 @@ def test_progress_is_shown_in_tokens_and_a_short_text_is_reported(packed, text, 
     assert re.fullmatch(
         r"warning: .*text.txt: the text holds \d+ samples of 32 tokens, but 5000 were requested", lines[0]
     )
-    assert lines[1:] == ["192 tokens", "  0%  loading both models", "  0%  fine-tuning"], lines
+    stages = [line for line in lines[1:] if " s left" not in line]  # a slow machine prints more lines within a stage
+    assert stages == ["192 tokens", "  0%  loading both models", "  0%  fine-tuning"], lines
 
 
 def test_the_place_is_only_taken_from_another_run_of_tune(packed, text, tmp_path):
