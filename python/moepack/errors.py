@@ -8,6 +8,7 @@ A plain `ValueError` or `TypeError` is raised only for arguments that are invali
 """
 
 from os import PathLike, fspath
+from typing import Self
 
 __all__ = [
     "CalibrationError",
@@ -53,6 +54,12 @@ class MoepackError(Exception):
         self.detail = message
         places = [self.file, None if tensor is None else f"tensor '{tensor}'"]
         super().__init__(": ".join([place for place in places if place is not None] + [message]))
+
+    def at(self, file: str | PathLike[str]) -> Self:
+        """Return this error if it names a file, otherwise a copy that names `file`."""
+        if self.file is not None:
+            return self
+        return type(self)(self.detail, file=file, tensor=self.tensor)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.detail, self.file, self.tensor)

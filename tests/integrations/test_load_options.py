@@ -42,6 +42,8 @@ CONFLICTS = [
     ({"resident": True, "host_memory": "8GB"}, "host_memory needs a model on the CPU"),
     ({"host_memory": "8GB", "device": "cuda"}, "host_memory needs a model on the CPU"),
     ({"host_memory": "much"}, "much"),
+    ({"guess": False}, "guess=False needs host_memory"),
+    ({"guess": False, "host_memory": "8GB", "device_memory": "8GB", "device": "cuda"}, "guess=False needs host_memory"),
 ]
 
 

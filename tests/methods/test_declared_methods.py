@@ -65,6 +65,14 @@ class Toy(Fitted, SimpleMethod):
         return cls(8 if wanted.bits(()) > 8.5 else 4)
 
 
+@dataclass(frozen=True)
+class Fixed(SimpleMethod):
+    """A method whose attributes cannot be assigned."""
+
+    name: ClassVar[str] = "fixed"
+    bound, solve, pack = Toy.bound, Toy.solve, Toy.pack
+
+
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Register the toy method, and rebuild the command line as a program that registers it first would find it."""
@@ -93,6 +101,19 @@ def test_a_registered_method_is_used_from_python(toy: None, mixtral: Path, tmp_p
             create("toy", **wrong)
     with pytest.raises(ValueError, match="already a method 'toy'"):
         register(Toy)
+
+
+def test_a_tensor_without_a_solution_is_named(
+    toy: None, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Toy, "solve", lambda self, stage: {})
+    with pytest.raises(ValueError, match=r"the method toy returned no solution for model\.layers\.0.*gate_proj"):
+        moepack.compress(mixtral, tmp_path / "out", method="toy")
+
+
+def test_a_frozen_method_takes_bits_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "fixed", Fixed)
+    assert create("fixed", bits={"*": 4}).overrides == create("auto", bits={"*": 4}).overrides
 
 
 def test_a_registered_method_has_options_and_a_plan(

@@ -261,7 +261,7 @@ REFUSED = [
         "finequant",
         {"calibration": "none"},
         "embed_tokens=4",
-        "does not pack this tensor .embedding.; methods that give bits by name: auto",
+        "does not pack this tensor .embedding.; methods that give bits by name: auto 0.4 to 8; rate 0.4 to 8$",
     ),
     ("codequant", {"calibration": "built-in"}, "experts=8", "gives 2, 3 or 4"),
     ("qmoe", {"calibration": "built-in"}, "experts=0.3", "gives 0.4 to 2 for experts"),

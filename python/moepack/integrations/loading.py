@@ -95,9 +95,7 @@ def open_with(directory: Directory, options: LoadOptions) -> Any:
     model = _from_pretrained(config, directory, options)
     if options.mode is not None:
         set_compute_mode(options.mode, model)
-    if options.resident:
-        ResidentStore().take(model, [Path(directory) / name for name in weight_files(Path(directory), LoadError)])
-    _cap(model, Path(directory), gpu, options)
+    _place(model, Path(directory), gpu, options)
     watch(model)
     carried_of(model)
     if options.kv_bits is not None:
@@ -127,13 +125,18 @@ def _from_pretrained(config: Mapping[str, Any], directory: Path, options: LoadOp
     return model
 
 
-def _cap(model: Any, directory: Path, gpu: Gpu | None, options: LoadOptions) -> None:
-    """Keep the weights within the memory that they may take."""
+def _place(model: Any, directory: Path, gpu: Gpu | None, options: LoadOptions) -> None:
+    """Keep the weights in the memory that they may take."""
     memory, tier = options.host_cap, options.device_cap
-    if gpu is not None and tier is not None:
-        keep_on(model, gpu, tier, memory, options.misses)
-    elif memory is not None:
-        stream(model, memory)
+    try:
+        if options.resident:
+            ResidentStore().take(model, [directory / name for name in weight_files(directory, LoadError)])
+        if gpu is not None and tier is not None:
+            keep_on(model, gpu, tier, memory, options.misses)
+        elif memory is not None:
+            stream(model, memory)
+    except LoadError as error:
+        raise error.at(directory) from error
     if options.approximate or (options.guess and memory is not None and gpu is None):
         foresee(model, directory, options.approximate)
 

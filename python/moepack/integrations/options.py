@@ -40,7 +40,7 @@ class LoadOptions:
             RAM; experts are read from disk when chosen, and the remaining memory caches those of recent tokens
             (docs/offload.md). None maps the files. With `device_memory`, caps the pinned RAM for experts; None keeps
             all of them in RAM.
-        guess: with `host_memory`, prefetch the likely experts of the next layer. Outputs do not change.
+        guess: with `host_memory` on the CPU, prefetch the likely experts of the next layer. Outputs do not change.
         approximate: for experts stored by channels, select the channels with the input of the previous layer, so that
             their reads start one layer earlier. Outputs change.
         device_memory: caps the memory for weights on `device`, a GPU. Experts that do not fit are copied from RAM when
@@ -82,6 +82,8 @@ class LoadOptions:
             raise ValueError("misses needs device_memory")
         if self.resident and self.placement is not None:
             raise ValueError("resident weights are on the CPU; omit device and device_map")
+        if not self.guess and (self.host_cap is None or self.device_cap is not None):
+            raise ValueError("guess=False needs host_memory, and a model on the CPU")
         if self.host_cap is not None and (self.resident or self.placement is not None):
             raise ValueError("host_memory needs a model on the CPU that is not resident, or device_memory")
 

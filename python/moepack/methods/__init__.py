@@ -148,5 +148,5 @@ def create(name: str, **settings: Any) -> "Method":
     except TypeError as error:
         raise ValueError(f"method '{name}': {error}") from error
     if overrides:
-        method.overrides = overrides
+        object.__setattr__(method, "overrides", overrides)  # the method may be a frozen dataclass
     return method

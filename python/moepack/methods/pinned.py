@@ -94,12 +94,13 @@ def pinned(method: Method, checkpoint: Checkpoint, model: MoeModel) -> Method:
     pins = [Pin(name, roles[name], shapes[name][1], bits) for name, bits in decided.items() if name not in unpacked]
     if foreign := [pin for pin in pins if pin.role not in ("experts", *method.pinned_roles)]:
         raise OverrideError(
-            f"the method {method.name} does not pack this tensor ({foreign[0].role}); {_able()}", tensor=foreign[0].name
+            f"the method {method.name} does not pack this tensor ({foreign[0].role}); {_able(foreign[0].role)}",
+            tensor=foreign[0].name,
         )
     coded = [pin for pin in pins if method.is_coded(pin)]
     pins = [pin for pin in pins if pin not in coded]
     found = copy(method)
-    found.pinned = Pinned({}, unpacked)
+    _set(found, Pinned({}, unpacked))
     try:
         methods = method.pin(pins, checkpoint, without(model, unpacked)) if pins else {}
     except OverrideError:
@@ -107,8 +108,12 @@ def pinned(method: Method, checkpoint: Checkpoint, model: MoeModel) -> Method:
     except ValueError as error:
         raise OverrideError(f"the method {method.name} cannot give these bits: {error}") from error
     bits = {pin.name: pin.one for pin in pins if pin.one is not None}
-    found.pinned = Pinned({**methods, **_coded(found, coded)}, unpacked, bits)
+    _set(found, Pinned({**methods, **_coded(found, coded)}, unpacked, bits))
     return found
+
+
+def _set(method: Method, pinned: Pinned) -> None:
+    object.__setattr__(method, "pinned", pinned)  # the method may be a frozen dataclass
 
 
 def _coded(method: Method, pins: Sequence[Pin]) -> dict[str, Method]:
@@ -192,11 +197,14 @@ def _refuse_part(layer: MoeLayer, unpacked: Collection[str], decided: Mapping[st
         )
 
 
-def _able() -> str:
-    """Return the methods with bits by name, and the bits that each can give, in words."""
+def _able(role: str = "experts") -> str:
+    """Return the methods that give bits by name to tensors of a role, and the bits that each can give, in words."""
     from moepack.methods import METHODS, method_class
 
     able = {name: found for name in METHODS if issubclass(found := method_class(name), PinsBits)}
+    able = {name: found for name, found in able.items() if role in ("experts", *found.pinned_roles)}
+    if not able:
+        return "no method packs it"
     return "methods that give bits by name: " + "; ".join(f"{name} {found.pinned_bits}" for name, found in able.items())
 
 

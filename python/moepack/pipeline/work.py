@@ -153,7 +153,11 @@ class LayerWork:
                 part = replace(stage.only(names), plan=layer_plan, spent=self.spent, advance=self.advance)
                 for name in self.half.keys() & part.weights.keys():
                     self.half[name].append(magnitude(part.weights[name]))
-                for name, solution in plan.packer.solve(part.finite()).items():
+                solutions = plan.packer.solve(part.finite())
+                if missing := sorted({*names} - {*solutions}):
+                    full = ", ".join(stage.tensors[name].name for name in missing)
+                    raise ValueError(f"the method {plan.method.name} returned no solution for {full}")
+                for name, solution in solutions.items():
                     self.put(name, stage.experts, solution)
                     if solution.values is not None:
                         values[name] = solution.values
