@@ -51,6 +51,16 @@ def test_import_loads_no_other_package() -> None:
     assert len([name for name in loaded if name.startswith("moepack")]) < 6
 
 
+def test_the_modules_that_register_may_be_imported_first() -> None:
+    code = """
+import moepack.integrations.transformers, moepack.integrations.peft
+import transformers.models.mixtral.modeling_mixtral
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+print("moepack" in AUTO_QUANTIZER_MAPPING)
+"""
+    assert printed(code) == "True\n"
+
+
 def test_the_command_line_starts_without_torch() -> None:
     loaded = printed("import moepack.cli\nprint(*sys.modules)").split()
     assert [name for name in HEAVY if name in loaded] == ["rich", "typer"]

@@ -42,17 +42,19 @@ def _is_importing(target: str) -> bool:
 
 
 def _install(target: str) -> None:
+    module, function = _PLUGINS[target]
+    if _is_importing(module):  # our module was imported first, and imports the target: see `_AfterImport`
+        return
     sys.meta_path[:] = [
         finder for finder in sys.meta_path if not (isinstance(finder, _AfterImport) and finder.target == target)
     ]
-    module, function = _PLUGINS[target]
     getattr(import_module(module), function)()
 
 
 class _AfterImport(MetaPathFinder):
     """Delegates to the other finders and appends the registration to the loader that they find.
 
-    If the target is already being imported, it waits for the next imported module of the same library.
+    If the target or our module is already being imported, it waits for the next imported module of the same library.
     """
 
     def __init__(self, target: str) -> None:
