@@ -14,6 +14,7 @@ from safetensors import safe_open
 import moepack
 from moepack import GroupwiseTensor, OutputExistsError, ResumeError, UnsupportedModelError
 from moepack.checkpoint import Checkpoint, describe
+from moepack.checkpoint.quantized.opening import open_checkpoint
 from moepack.cli import main
 from moepack.export import export
 from moepack.export.compressed_tensors import pack_words
@@ -104,6 +105,41 @@ def test_nothing_is_overwritten_and_unknown_formats_are_refused(to: str, packed:
     with pytest.raises(moepack.LoadError):
         export(tmp_path, tmp_path / "out", to)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("targets", ["exported", "of classes", "of no class"])
+def test_integers_of_two_widths_are_read_again(targets: str, mixtral: Path, tmp_path: Path) -> None:
+    moepack.compress(mixtral, tmp_path / "packed", method=FineQuant(bits=4, group_size=16, dense_bits="attention=8"))
+    export(tmp_path / "packed", tmp_path / "out", "compressed-tensors")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    if targets != "exported":
+        for group in groups.values():
+            experts = ["Linear"] if targets == "of classes" else ["re:.*experts"]
+            group["targets"] = ["re:.*self_attn"] if group["weights"]["num_bits"] == 8 else experts
+        (tmp_path / "out/config.json").write_text(json.dumps(config))
+    assert {group["weights"]["num_bits"] for group in groups.values()} == {4, 8}
+    found, stored, decoded = open_checkpoint(tmp_path / "out"), tensors_of(tmp_path / "out"), 0
+    for name in found.names():
+        if (words := stored.get(f"{name}_packed")) is not None:
+            bits, scales = 8 if "self_attn" in name else 4, stored[f"{name}_scale"].float()
+            stream = np.unpackbits(words.numpy().view(np.uint8), axis=-1, bitorder="little")
+            codes = np.packbits(stream.reshape(len(words), -1, bits), axis=-1, bitorder="little")[..., 0]
+            values = (torch.from_numpy(codes).float() - 2 ** (bits - 1)) * scales.repeat_interleave(16, -1)
+            torch.testing.assert_close(found.tensor(name).float(), values, rtol=2**-8, atol=0)
+            decoded += 1
+    assert decoded == sum(name.endswith("_packed") for name in stored)
+
+
+def test_integers_that_no_group_describes_are_named(mixtral: Path, tmp_path: Path) -> None:
+    moepack.compress(mixtral, tmp_path / "packed", method=FineQuant(bits=4, group_size=16, dense_bits="attention=8"))
+    export(tmp_path / "packed", tmp_path / "out", "compressed-tensors")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["targets"] = ["re:.*self_attn"] if group["weights"]["num_bits"] == 8 else ["re:.*w[12]"]
+    (tmp_path / "out/config.json").write_text(json.dumps(config))
+    with pytest.raises(moepack.CheckpointError, match=r"model.layers.0.block_sparse_moe.experts.0.w3.weight_"):
+        open_checkpoint(tmp_path / "out")
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -1,22 +1,45 @@
 """Integer codes: gptq (arXiv 2210.17323), awq (arXiv 2306.00978), and the integers of compressed-tensors."""
 
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 
-from moepack.checkpoint.quantized.scheme import Scheme, Settings, Shapes, Tensors, groups, listed, require, unpacked
+from moepack.checkpoint.quantized.scheme import Scheme, Settings, Shapes, Tensors, groups, require, unpacked
 
 __all__ = ["awq", "gptq", "int8", "pack_quantized"]
 
 
-def pack_quantized(schemes: Collection[Settings]) -> Scheme:
-    """The scheme `pack-quantized` of compressed-tensors: codes in words, and zero points packed along the rows."""
-    bits = {scheme["num_bits"] for scheme in schemes}
-    require(
-        len(bits) == 1 and bits <= {4, 8},
-        f"groups of {listed(bits)} bits; only 4 or 8 bits, the same in all groups, are supported",
-    )
-    (width,) = bits
+def pack_quantized(found: Sequence[Settings]) -> list[Scheme]:
+    """Return the scheme `pack-quantized` of compressed-tensors for each width of the groups that were found.
+
+    With several widths, a weight has the width of the group whose targets match its module: its path, exactly or as a
+    regular expression, before its class (here always `Linear`).
+    """
+    widths = sorted({group["weights"]["num_bits"] for group in found})
+    if len(widths) == 1:
+        return [_packed(widths[0])]
+    targets = [(target, group["weights"]["num_bits"]) for group in found for target in group["targets"]]
+    require(all(isinstance(target, str) for target, _ in targets), "targets that are not text")
+    try:
+        patterns = [(re.compile(target[3:]), bits) for target, bits in targets if target.startswith("re:")]
+    except re.error as error:
+        raise ValueError(f"a target that is no regular expression: {error}") from error
+    exact = dict(reversed(targets))
+
+    def width(path: str) -> int | None:
+        matched = (bits for pattern, bits in patterns if pattern.match(path))
+        return exact.get(path) or next(matched, exact.get("Linear"))
+
+    def of(bits: int) -> Callable[[str], bool]:
+        return lambda path: width(path) == bits
+
+    return [replace(_packed(bits), selects=of(bits)) for bits in widths]
+
+
+def _packed(width: int) -> Scheme:
+    """Codes in words, and zero points packed along the rows."""
     zeros, order = "weight_zero_point", "weight_g_idx"
 
     def shape(shapes: Shapes) -> tuple[int, ...]:

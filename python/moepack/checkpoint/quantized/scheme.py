@@ -32,6 +32,7 @@ class Scheme:
         state: suffix of a companion whose bytes are a JSON object with the shape and dtype of the weight.
         described: computes shape and dtype from that object and the shapes of all tensors by suffix. Raises ValueError
             if they are damaged or inconsistent.
+        selects: tells from a module's path whether its weight has this scheme; None means all.
     """
 
     codes: str
@@ -44,6 +45,7 @@ class Scheme:
     dtype: torch.dtype | None = None
     state: str | None = None
     described: Callable[[dict[str, Any], Shapes], tuple[tuple[int, ...], torch.dtype]] | None = None
+    selects: Callable[[str], bool] | None = None
 
     @property
     def companions(self) -> tuple[str, ...]:
@@ -52,7 +54,9 @@ class Scheme:
 
     def holds(self, checkpoint: Checkpoint, name: str) -> bool:
         """Return whether a tensor holds codes of this scheme."""
-        return name.endswith(self.codes) and self.dtype in (None, checkpoint.info(name).dtype)
+        if not name.endswith(self.codes) or self.dtype not in (None, checkpoint.info(name).dtype):
+            return False
+        return self.selects is None or self.selects(name.removesuffix(self.codes).removesuffix("."))
 
     @property
     def sought(self) -> str:

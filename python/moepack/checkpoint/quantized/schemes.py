@@ -58,16 +58,16 @@ def _compressed_tensors(settings: Settings, names: Names) -> Found:
         known = (scheme.get("type") or "int") == kind and scheme["num_bits"] in bits
         found = f"{scheme['num_bits']}-bit numbers of type {scheme.get('type')!r} in groups of {own}"
         require(known, f"{found}; only {kind} of {' or '.join(map(str, bits))} bits are supported")
-        formats.setdefault(str(own), []).append(scheme)
-    makers: dict[str, Callable[[], Scheme]] = {
-        "nvfp4-pack-quantized": nvfp4_packed,
-        "mxfp4-pack-quantized": mxfp4_packed,
-        "int-quantized": int8,
-        "pack-quantized": lambda: pack_quantized(formats["pack-quantized"]),
-        "float-quantized": lambda: float_quantized(formats["float-quantized"]),
+        formats.setdefault(str(own), []).append(group)
+    makers: dict[str, Callable[[Sequence[Settings]], Found]] = {
+        "nvfp4-pack-quantized": lambda _: [nvfp4_packed()],
+        "mxfp4-pack-quantized": lambda _: [mxfp4_packed()],
+        "int-quantized": lambda _: [int8()],
+        "pack-quantized": pack_quantized,
+        "float-quantized": lambda groups: [float_quantized([group["weights"] for group in groups])],
     }
     require(not {"nvfp4-pack-quantized", "mxfp4-pack-quantized"} <= formats.keys(), "both NVFP4 and MXFP4")
-    return [make() for name, make in makers.items() if name in formats]
+    return [scheme for name, make in makers.items() if name in formats for scheme in make(formats[name])]
 
 
 _FORMATS: Mapping[Any, tuple[str, tuple[int, ...]]] = {
