@@ -160,6 +160,56 @@ def test_other_runtime_errors_are_no_failures_of_a_gpu(monkeypatch, packed):
         main(["generate", str(packed), "--prompt", "The sea"])
 
 
+def test_damaged_tokenizers_are_a_foreseen_failure(run, packed, tmp_path):
+    """They raise KeyError, TypeError and AttributeError in transformers and tokenizers."""
+    for number, (name, content) in enumerate(
+        [("tokenizer.json", "{}"), ("tokenizer.json", "[1, 2]"), ("tokenizer_config.json", "[]")]
+    ):
+        directory = shutil.copytree(packed, tmp_path / str(number))
+        (directory / name).write_text(content)
+        done = run("generate", str(directory), "--prompt", "a")
+        assert done.exit_code == 1 and f"{directory}: no tokenizer can be loaded: " in str(done.exception), done
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
+def test_a_seed_has_64_bits(run, packed, seed):
+    done = run("generate", str(packed), "--prompt", "a", "--seed", str(seed))
+    assert done.exit_code == 2 and "seed must be an integer of 64 bits" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "packed", "--reference", "x"], "--reference needs --text"),
+        (["compress", "packed", "out", "--bits", "x"], "--method auto takes --bits only as PATTERN=BITS"),
+    ],
+)
+def test_options_without_effect_are_wrong_usage(run, arguments, message):
+    done = run(*arguments)
+    assert done.exit_code == 2 and message in done.stderr, done.stderr
+
+
+def test_a_trace_that_does_not_exist_is_named(run, tmp_path):
+    done = run("trace", str(tmp_path / "absent.npz"))
+    assert done.exit_code == 1 and str(done.exception) == f"{tmp_path}/absent.npz: no such file"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code", "error"),
+    [
+        (["generate", "DIR", "--prompt", "-"], "<&-", 2, "the prompt has no tokens"),
+        (["generate", "DIR", "--prompt", "a"], ">&-", 0, "tokens/s"),
+        (["chat", "DIR"], "<&-", 0, ""),
+        (["generate", "DIR", "--prompt", "a"], "2>&-", 0, ""),
+    ],
+)
+def test_streams_may_be_closed(packed, arguments, closed, code, error):
+    command = [sys.executable, "-m", "moepack", *arguments]
+    line = " ".join([*command, closed]).replace("DIR", str(packed))
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=100)
+    assert done.returncode == code and error in done.stderr and "Traceback" not in done.stderr, done
+
+
 def test_generate_resident_writes_the_same_text(run, packed):
     arguments = "generate", packed, "--prompt", "The sea", "--max-new-tokens", 6
     mapped, resident = run(*arguments), run(*arguments, "--resident")

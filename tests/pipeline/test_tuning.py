@@ -221,6 +221,20 @@ def test_the_command(packed, text, tmp_path):
     assert again.exit_code == 2
 
 
+def test_side_files_may_change_before_tuning(packed, text, tmp_path):
+    directory, source = shutil.copytree(packed[0], tmp_path / "in"), packed[1]
+    changed = (directory / "generation_config.json").read_text() + "\n"
+    (directory / "generation_config.json").write_text(changed)
+    few = {"calibration": str(text), "samples": 3, "sequence_length": 32, "settings": TuneSettings(steps=1, batch=1)}
+    tune(directory, source, tmp_path / "changed", **few)
+    assert (tmp_path / "changed/generation_config.json").read_text() == changed
+    (directory / "generation_config.json").unlink()
+    tune(directory, source, tmp_path / "removed", **few)
+    for name in ("changed", "removed"):
+        report = moepack.verify(tmp_path / name)
+        assert report.ok and not report.side
+
+
 def test_progress_is_shown_in_tokens_and_a_short_text_is_reported(packed, text, tmp_path, capsys):
     arguments = ["tune", *map(str, packed), str(tmp_path / "out"), "--calibration", str(text), "--samples", "5000"]
     arguments += ["--sequence-length", "32", "--steps", "2", "--batch", "3"]

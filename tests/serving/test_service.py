@@ -29,6 +29,7 @@ pytest.importorskip("fastapi")
 import uvicorn
 
 from moepack.serving.engine import Engine
+from moepack.serving.http.address import require_free
 from moepack.serving.http.listening import _Server
 from moepack.serving.http.server import Settings, create_app
 from moepack.serving.http.unit import unit
@@ -171,6 +172,20 @@ def test_a_unix_host_without_a_path_is_wrong_usage(packed, monkeypatch):
     monkeypatch.setattr("moepack.cli.evaluate.quiet_transformers", lambda: None)
     result = CliRunner().invoke(app, ["serve", str(packed), "--host", "unix:"])
     assert result.exit_code == 2 and "needs a path" in result.stderr
+
+
+def test_an_address_that_cannot_be_used_is_named_before_the_model_is_loaded(packed, monkeypatch):
+    monkeypatch.setattr("moepack.cli.evaluate.quiet_transformers", lambda: None)
+    monkeypatch.setattr("moepack.integrations.loading.open_with", lambda *_: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for host in ("127.0.0.1", "localhost"):
+            done = CliRunner().invoke(app, ["serve", str(packed), "--host", host, "--port", str(port)])
+            assert f"{host}:{port}: cannot listen there: Address already in use" in str(done.exception), done
+    done = CliRunner().invoke(app, ["serve", str(packed), "--host", "no-such-host.invalid"])
+    assert "no-such-host.invalid:8000: cannot listen there: " in str(done.exception), done
+    require_free("127.0.0.1", port)
+    require_free("::" if socket.has_ipv6 else "127.0.0.1", 0)
 
 
 def test_the_unit_runs_what_was_asked_for_and_holds_no_key(packed, monkeypatch):

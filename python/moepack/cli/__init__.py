@@ -91,6 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: the arguments after the program name; None uses `sys.argv`.
     """
     given = sys.argv[1:] if arguments is None else arguments
+    _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # an encoding may lack characters of texts and paths
         sys.stdout.reconfigure(errors="backslashreplace")
     _share_cores()
@@ -106,6 +107,13 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         print(f"error: {foreseen}", file=sys.stderr)
         sys.exit(1)
+
+
+def _open_streams() -> None:
+    """Open standard streams that are closed, as some services start programs, on the null device."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

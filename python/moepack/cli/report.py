@@ -39,8 +39,9 @@ def report_command(
     if threads is not None:
         set_threads(threads)
     with wrong_usage(), progress_bar() as progress:
-        if prompt and text is None:
-            raise ValueError("--prompt needs --text")
+        for option, given in (("--prompt", prompt), ("--reference", reference)):
+            if given and text is None:
+                raise ValueError(f"{option} needs --text")
         options = {"chars": chars, "prompts": prompt or (), "base_model": base_model, "progress": progress}
         written = write_report(directory, reference, text, **options)
     print(f"report      {written.page}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moepack.methods import METHODS
+from moepack.methods import METHODS, method_class
 from moepack.methods.overrides import is_by_name
 from moepack.methods.settings import Setting, Users, settings_of
 
@@ -55,9 +55,18 @@ def refuse_foreign(method: str, given: Iterable[str]) -> None:
     if method not in METHODS:
         return
     if foreign := [flag(setting) for setting in given if flag(setting) not in options_of(method)]:
+        if foreign == [flag(BITS)] and _pins(method):
+            raise ValueError(f"--method {method} takes --bits only as PATTERN=BITS, for example 'down_proj=4'")
         raise ValueError(
             f"--method {method} does not take {', '.join(foreign)}; it takes {', '.join(options_of(method))}"
         )
+
+
+def _pins(method: str) -> bool:
+    """Return whether a method gives bits by name."""
+    from moepack.methods.pinned import PinsBits
+
+    return issubclass(method_class(method), PinsBits)
 
 
 def without_names(given: Mapping[str, Any]) -> list[str]:

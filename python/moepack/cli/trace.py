@@ -9,6 +9,7 @@ from rich.table import Table
 from moepack.cli.console import plain_console
 from moepack.cli.options import Dtype
 from moepack.cli.usage import require_place, wrong_usage
+from moepack.errors import LoadError
 from moepack.memory import importing
 
 __all__ = ["trace_command"]
@@ -36,6 +37,8 @@ def trace_command(
         require_place(out)
         if source.is_file():
             trace = Trace.open(source)
+        elif source.suffix == ".npz":
+            raise LoadError("no such file", file=source)
         elif text is None:
             raise ValueError("--text is needed to record a trace")
         else:

@@ -17,7 +17,7 @@ from moepack.checkpoint.names import Names
 from moepack.errors import LoadError, UnsupportedModelError
 from moepack.format.directory import PackedDirectory
 from moepack.integrations.decoding import CHANNELS, RESIDUALS
-from moepack.integrations.refusals import refuse_start
+from moepack.integrations.refusals import refuse_start, require_adapter
 from moepack.modules.adapters import LowRank, by_projection
 
 __all__ = ["Adapter"]
@@ -154,6 +154,7 @@ def _with_adapter(source: PackedDirectory, directory: Path) -> Any:
         from peft import PeftConfig, get_peft_model
     except ImportError as error:
         raise LoadError(f"peft is needed to read an adapter (pip install 'moepack[train]'): {error}") from error
+    require_adapter(directory)
     try:
         config = PeftConfig.from_pretrained(str(directory))
         method = str(getattr(config.peft_type, "value", config.peft_type))

@@ -197,8 +197,9 @@ def open_tokenizer(directory: str | PathLike[str]) -> Any:
     directory = resolve_model(directory)
     try:
         return transformers.AutoTokenizer.from_pretrained(fspath(directory), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise LoadError(f"no tokenizer can be loaded: {' '.join(str(error).split())}", file=directory) from error
+    except Exception as error:  # tokenizers raise arbitrary exceptions for damaged files
+        reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        raise LoadError(f"no tokenizer can be loaded: {' '.join(reason.split())}", file=directory) from error
 
 
 def is_packed(directory: str | PathLike[str]) -> bool:

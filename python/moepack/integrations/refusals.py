@@ -4,11 +4,13 @@ The module does not need peft, because commands that accept adapters import it w
 """
 
 import os
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
 
-from moepack.errors import UnsupportedModelError
+from moepack.errors import LoadError, UnsupportedModelError
+from moepack.format.hub import ADAPTER
 from moepack.modules.embedding import PackedEmbedding
 from moepack.modules.linear import PackedLinear
 from moepack.stores.module import PackedModule
@@ -24,6 +26,7 @@ __all__ = [
     "refuse_settings",
     "refuse_start",
     "refuse_training",
+    "require_adapter",
 ]
 
 _NEED_WEIGHTS = {
@@ -51,6 +54,16 @@ def is_adaptable(module: PackedModule) -> bool:
     if isinstance(module, PackedLinear):
         return True
     return module.takes_adapters and bool(module.stock) and not any("." in name for name in module.stock)
+
+
+def require_adapter(directory: Path) -> None:
+    """Check that a directory holds an adapter. Without this, peft looks for it on the Hub.
+
+    Raises:
+        LoadError: it holds none.
+    """
+    if not (directory / ADAPTER).is_file():
+        raise LoadError(f"there is no {ADAPTER}", file=directory)
 
 
 def refuse(path: str, module: PackedModule, method: str) -> NoReturn:

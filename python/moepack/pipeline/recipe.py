@@ -20,8 +20,8 @@ from moepack import _core
 from moepack.errors import RecipeError
 from moepack.format.side import RECIPE
 from moepack.methods import METHODS, Method, MethodPlan
-from moepack.methods.overrides import Overrides, split_bits
-from moepack.methods.settings import settings_of
+from moepack.methods.overrides import Overrides, is_by_name, split_bits
+from moepack.methods.settings import Setting, settings_of
 from moepack.pipeline.pruning import Pruning
 from moepack.pipeline.source import Source
 from moepack.textfile import NO_TEXT, read_text
@@ -129,7 +129,9 @@ class Recipe:
         path = Path(file)
         path = path / RECIPE if path.is_dir() else path
         try:
-            content = yaml.safe_load(read_text(path))
+            text = read_text(path)
+            content = yaml.safe_load(text)
+            _refuse_twice(yaml.compose(text, yaml.SafeLoader), path)
         except yaml.YAMLError as error:
             raise RecipeError(f"is not valid YAML: {' '.join(str(error).split())}", file=path) from error
         if not isinstance(content, dict):
@@ -139,8 +141,11 @@ class Recipe:
         if method not in METHODS:
             raise RecipeError(f"there is no method '{method}'{_near(method, METHODS)}", file=path)
         settings = _typed(content, "settings", dict, {}, path)
-        known = [each.name for each in settings_of(METHODS[method])]
+        known = {each.name: each for each in settings_of(METHODS[method])}
         _refuse_unknown(settings, known, f"setting of the method {method}", path)
+        for name, value in settings.items():
+            if not is_by_name(value):
+                _check(known[name], value, path)
         source = _typed(content, "source", dict, {}, path)
         _refuse_unknown(source, _TEXTS, "entry of the source", path)
         texts = {key: text for key in source if (text := _typed(source, key, str, None, path)) is not None}
@@ -232,6 +237,22 @@ def _typed(content: Mapping[str, Any], key: str, kind: type, default: Any, file:
 
 
 _KINDS = {str: "text", int: "a whole number", dict: "a mapping"}
+
+
+def _check(setting: Setting, value: Any, file: Path) -> None:
+    try:
+        setting.checked(value)
+    except ValueError as error:
+        raise RecipeError(str(error), file=file) from error
+
+
+def _refuse_twice(node: Any, file: Path) -> None:
+    """Reject entries that are given twice, which YAML's parser accepts: the entries of the file, and those in them."""
+    inner = [value for _, value in node.value] if node is not None and node.id == "mapping" else []
+    for each in (node, *inner):
+        names = [key.value for key, _ in each.value] if each is not None and each.id == "mapping" else []
+        if twice := [name for name in names if isinstance(name, str) and names.count(name) > 1]:
+            raise RecipeError(f"the entry {twice[0]} is given twice", file=file)
 
 
 def _refuse_unknown(content: Mapping[Any, Any], known: Iterable[str], what: str, file: Path) -> None:

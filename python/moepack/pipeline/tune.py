@@ -23,6 +23,7 @@ from moepack.format.header import read_header
 from moepack.format.hub import CONFIG, INDEX, config_bytes, index_bytes, quantization_config
 from moepack.format.manifest import MANIFEST, FileRecord, TensorRecord
 from moepack.format.shard import DTYPE_NAMES, Entry, write_shard
+from moepack.format.side import is_editable
 from moepack.integrations.loading import load, open_model
 from moepack.mapping import map_file
 from moepack.memory import PeakMemory
@@ -96,7 +97,8 @@ def _tunable(packed: Path) -> PackedDirectory:
         message = f"only {' and '.join(KINDS)} tensors can be fine-tuned, not {min(others)}"
         raise UnsupportedModelError(message, file=packed)
     for file, record in source.manifest.files.items():
-        check_size(source.path / file, record.size)
+        if not is_editable(file):
+            check_size(source.path / file, record.size)
     return source
 
 
@@ -150,8 +152,13 @@ def _write(source: PackedDirectory, workspace: Workspace, tuned: Tuned, settings
             written = write_shard(workspace.path / file, entries, {"format": "pt"})
             files[file] = FileRecord(written.size, written.sha256)
             tensors |= {name: replace(records[name], crc32=written.crc32[name]) for name in names}
+        elif is_editable(file) and not (source.path / file).is_file():
+            del files[file]
         elif file not in (CONFIG, INDEX):
-            write_inside(workspace.path, file, (source.path / file).read_bytes())
+            data = (source.path / file).read_bytes()
+            write_inside(workspace.path, file, data)
+            if is_editable(file):  # it may have changed since; a change of any other file is damage that verify finds
+                files[file] = FileRecord.of(data)
     tuning = {**settings, "before": list(tuned.before), "after": list(tuned.after)}
     _write_manifest(workspace, source, tensors, files, {**manifest.settings, "tuning": tuning})
 

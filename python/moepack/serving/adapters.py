@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from moepack.errors import LoadError, MoepackError
-from moepack.integrations.refusals import refuse_start
+from moepack.integrations.refusals import refuse_start, require_adapter
 
 __all__ = ["Adapters"]
 
@@ -108,8 +108,7 @@ def _loaded(adapted: Any, model: Any, directory: Path, key: str) -> Any:
         raise LoadError("adapters need peft: pip install 'moepack[train]'")
     from peft import PeftConfig, PeftModel
 
-    if not (directory / "adapter_config.json").is_file():
-        raise LoadError(f"{directory}: there is no adapter_config.json")
+    require_adapter(directory)
     config = PeftConfig.from_pretrained(str(directory))
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA" or getattr(config, "alora_invocation_tokens", None):

@@ -87,8 +87,9 @@ class Sampling:
             ("logit_bias", all(token >= 0 and math.isfinite(bias) for token, bias in self.logit_bias),
              "pairs of a token id and a finite number"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
+            ("seed", self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "an integer of 64 bits"),
             ("stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "token ids"),
-            ("stop", all(self.stop), "not an empty string"),
+            ("stop", all(self.stop), "text that is not empty"),
         ):  # fmt: skip
             if not is_sound:
                 raise ValueError(f"{name} must be {wanted}")
