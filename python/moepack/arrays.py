@@ -22,6 +22,10 @@ Array = TypeVar("Array", torch.Tensor, npt.NDArray[Any])
 _KINDS = "fiub"
 
 
+def _kind(tensor: torch.Tensor) -> str:
+    return "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.device}"
+
+
 def as_tensor(array: AnyTensor, what: str = "tensor") -> torch.Tensor:
     """Return a dense, detached torch tensor with the values of `array`, on the same device.
 
@@ -37,7 +41,7 @@ def as_tensor(array: AnyTensor, what: str = "tensor") -> torch.Tensor:
     """
     if isinstance(array, torch.Tensor):
         if array.layout != torch.strided or array.is_meta or array.is_nested:
-            raise InvalidTensorError(f"the {what} is not dense in memory ({array.layout}, {array.device})")
+            raise InvalidTensorError(f"the {what} is not dense in memory ({_kind(array)})")
         return array.detach().resolve_neg()
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"the {what} must be a torch tensor or a numpy array, not {type(array).__name__}")

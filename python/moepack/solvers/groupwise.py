@@ -14,7 +14,8 @@ weights.
 Shapes: `[..., R, C]` weights, G = ceil(C / group size) groups per row; the last group may be short.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from numbers import Integral
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -165,11 +166,15 @@ def _matrices(weight: AnyTensor, name: str | None) -> Tensor:
 
 def check_grid(bits: int, group_size: int | None) -> None:
     """Raise `ValueError` unless a format with these bits and this group size exists (None: the whole row)."""
-    if bits not in BITS:
-        raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {bits}")
-    if group_size is not None and group_size not in GROUP_SIZES:
+    if not _is_one(bits, BITS):
+        raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {bits!r}")
+    if group_size is not None and not _is_one(group_size, GROUP_SIZES):
         sizes = ", ".join(map(str, GROUP_SIZES))
-        raise ValueError(f"the group size must be one of {sizes} or the whole row, not {group_size}")
+        raise ValueError(f"the group size must be one of {sizes} or the whole row, not {group_size!r}")
+
+
+def _is_one(value: object, allowed: Collection[int]) -> bool:
+    return isinstance(value, Integral) and value in allowed
 
 
 def group_values(found: GroupwiseCodes, bits: int, group_size: int | None) -> Tensor:

@@ -132,7 +132,7 @@ fn pack(content: Content, layout: &Layout, number: usize, record: &mut [u8]) -> 
             for (out, &scale) in out.iter_mut().zip(scales) {
                 let stored = bf16::from_f32(scale);
                 if !scale.is_finite() || stored.to_f32() != scale {
-                    return place(format!("the scale {scale} is not a finite bfloat16"));
+                    return place(format!("the scale {scale} is not exactly a finite bfloat16"));
                 }
                 *out = stored.to_bits().to_le_bytes();
             }

@@ -88,7 +88,7 @@ fn stored(value: f32) -> Result<half::f16> {
     let half = half::f16::from_f32(value);
     match half.to_f32() == value && value.is_finite() {
         true => Ok(half),
-        false => invalid(format!("{value} is not a finite f16")),
+        false => invalid(format!("{value} is not exactly a finite float16")),
     }
 }
 

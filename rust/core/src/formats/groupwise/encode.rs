@@ -97,7 +97,7 @@ impl Source<'_> {
                 let kept = self.layout.spec().parameters;
                 let Some(stored) = kept.stored(value) else {
                     return invalid(format!(
-                        "parameter {value} of group {group} in {} is not a finite {}",
+                        "parameter {value} of group {group} in {} is not exactly a finite {}",
                         self.place(row),
                         kept.name()
                     ));
