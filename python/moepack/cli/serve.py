@@ -130,13 +130,11 @@ def serve_command(
         from moepack.serving.http.address import require_free
         from moepack.serving.http.listening import listen
         from moepack.serving.http.server import Settings, create_app
-        from moepack.serving.http.unixsocket import unix_path
 
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     with wrong_usage():
         is_private, path = _is_private(host), resolve_model(directory)
-        if unix_path(host) is None:
-            require_free(host, port)
+        require_free(host, port)
         settings = Settings(
             called, path, api_key, max_new_tokens, byte_count(max_body), LOCAL if host in LOCAL else (),
             tuple(cors_origin or ()), None if chat_template is None else read_text(chat_template),

@@ -1,8 +1,9 @@
-"""The TCP address that a server is going to listen on, checked before the model is loaded."""
+"""The address that a server is going to listen on, checked before the model is loaded."""
 
 import socket
 
 from moepack.errors import LoadError
+from moepack.serving.http.unixsocket import unix_path
 from moepack.system import sockets
 
 __all__ = ["require_free"]
@@ -11,9 +12,13 @@ __all__ = ["require_free"]
 def require_free(host: str, port: int) -> None:
     """Check that a server can listen on all addresses of a host: bind a socket to each, and close it.
 
+    The path of a Unix socket passes: `unix_socket` checks it.
+
     Raises:
         LoadError: the host is unknown or not this machine, the port is in use, or it needs more rights.
     """
+    if unix_path(host) is not None:
+        return
     name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
