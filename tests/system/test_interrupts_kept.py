@@ -13,7 +13,7 @@ import pytest
 import moepack.format
 from command_support import interruptible, run
 from moepack.errors import CorruptionError
-from moepack.system.interrupts import interrupt_on_termination, interrupts_kept
+from moepack.system.interrupts import interrupt_answered, interrupt_on_termination, interrupts_kept
 
 DROPPED = type("Dropped", (), {"exc_type": KeyboardInterrupt})()
 
@@ -87,8 +87,17 @@ def test_an_error_in_place_of_an_interrupt_is_an_interrupt(
             signal.raise_signal(signal.SIGINT)
         raise CorruptionError("could not determine the shape", file=tmp_path)
 
+    def answered(*_: object) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        interrupt_answered()
+        raise CorruptionError("is damaged", file=tmp_path)
+
     monkeypatch.setattr(moepack.format, "verify", replaced)
     with interruptible():
         assert run(capsys, "verify", tmp_path) == (130, "", "")
+    monkeypatch.setattr(moepack.format, "verify", answered)
+    with interruptible():
+        assert run(capsys, "verify", tmp_path)[0] == 1
     monkeypatch.undo()
     assert run(capsys, "verify", tmp_path)[0] == 1  # the next command's errors are its own

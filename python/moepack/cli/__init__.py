@@ -20,7 +20,7 @@ import typer
 
 from moepack.cli.literal import LiteralCommand, LiteralGroup
 from moepack.errors import MoepackError, MoepackWarning
-from moepack.system.interrupts import interrupted_lately, interrupts_kept
+from moepack.system.interrupts import interrupts_kept, was_interrupted
 
 COMMANDS = {
     "run": "run",
@@ -100,10 +100,12 @@ def main(arguments: list[str] | None = None) -> None:
             warnings.showwarning = partial(_show, warnings.showwarning)
             app(given)
     except Exception as error:
-        if interrupted_lately() or _was_interrupted(error):
+        if "--debug" in given:
+            raise
+        if was_interrupted() or _replaces_interrupt(error):
             sys.exit(130)
         foreseen = _foreseen(error)
-        if foreseen is None or "--debug" in given:
+        if foreseen is None:
             raise
         print(f"error: {foreseen}", file=sys.stderr)
         sys.exit(1)
@@ -116,7 +118,7 @@ def _open_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
-def _was_interrupted(error: BaseException | None) -> bool:
+def _replaces_interrupt(error: BaseException | None) -> bool:
     """Return whether an error replaced a `KeyboardInterrupt`.
 
     Python 3.11 does so where it names the attributes of a class (`__set_name__`).

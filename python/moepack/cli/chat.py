@@ -28,6 +28,7 @@ from moepack.cli.options import (
 from moepack.cli.placement import Device, DeviceMemory, HostMemory, KvBits, Misses, loading
 from moepack.cli.usage import require_place, wrong_usage
 from moepack.memory import importing
+from moepack.system.interrupts import interrupt_answered
 from moepack.textfile import standard_input
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def _talk(chat: "Conversation", read: Callable[[str], str]) -> None:
         except EOFError:
             return
         except KeyboardInterrupt:
+            interrupt_answered()
             _say("(Ctrl-D or /bye quits)")
             continue
         match text.strip():
@@ -124,6 +126,7 @@ def _answer(chat: "Conversation", text: str) -> None:
     try:
         chat.answer(text, write)
     except KeyboardInterrupt:
+        interrupt_answered()
         _say("\n(stopped)")
     except ValueError as error:
         _say(str(error))

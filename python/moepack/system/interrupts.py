@@ -4,29 +4,25 @@ Python's default handler raises `KeyboardInterrupt`, but two kinds of code lose 
 
 - Destructors, callbacks of weak references and some callbacks of extensions (pydantic's, while it builds the schema of
   a class) report exceptions to `sys.unraisablehook` and drop them. `interrupts_kept` raises a dropped one again.
-- Some extensions replace an exception in a callback with their own (safetensors, while torch makes a tensor), without
-  its cause. `interrupted_lately` tells that an error may be such a replacement.
+- Some code replaces it with an error of its own, without its cause: safetensors, while torch makes a tensor, and imports
+  that another module needs. `was_interrupted` tells that an error may be such a replacement.
 """
 
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["interrupt_on_termination", "interrupted_lately", "interrupts_kept"]
+__all__ = ["interrupt_answered", "interrupt_on_termination", "interrupts_kept", "was_interrupted"]
 
 _PAUSE = 0.02
 """Seconds until a dropped interrupt is raised again: the code that dropped it has ended by then."""
 
-_LATELY = 1.0
-"""Seconds after an interrupt in which an error counts as its consequence."""
-
-_last = float("-inf")
-"""`time.monotonic()` of the last interrupt."""
+_interrupted = False
+"""Whether an interrupt has arrived that the command has not answered."""
 
 if sys.platform == "win32":
     _TERMINATION = (signal.SIGTERM, signal.SIGBREAK)  # Windows sends SIGBREAK when it closes the console
@@ -42,14 +38,20 @@ else:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    global _last
-    _last = time.monotonic()
+    global _interrupted
+    _interrupted = True
     raise KeyboardInterrupt
 
 
-def interrupted_lately() -> bool:
+def was_interrupted() -> bool:
     """Return whether an error that is raised now may be the consequence of an interrupt."""
-    return time.monotonic() - _last < _LATELY
+    return _interrupted
+
+
+def interrupt_answered() -> None:
+    """Forget the interrupt: the command has caught it and goes on, so that later errors are its own."""
+    global _interrupted
+    _interrupted = False
 
 
 def interrupt_on_termination() -> None:
@@ -60,7 +62,7 @@ def interrupt_on_termination() -> None:
 
 @contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Raise interrupts that were dropped again, and note the time of each for `interrupted_lately`.
+    """Raise interrupts that were dropped again, and note each for `was_interrupted`.
 
     SIGINT keeps a handler that is not Python's default, and stays ignored if it was. Outside the main thread, which
     alone receives signals, nothing changes.
@@ -68,8 +70,7 @@ def interrupts_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    global _last
-    _last = float("-inf")
+    interrupt_answered()  # those of an earlier command
     handler, others = signal.getsignal(signal.SIGINT), sys.unraisablehook
     pending: list[threading.Timer] = []
 
