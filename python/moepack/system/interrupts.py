@@ -4,8 +4,8 @@ Python's default handler raises `KeyboardInterrupt`, but two kinds of code lose 
 
 - Destructors, callbacks of weak references and some callbacks of extensions (pydantic's, while it builds the schema of
   a class) report exceptions to `sys.unraisablehook` and drop them. `interrupts_kept` raises a dropped one again.
-- Some code replaces it with an error of its own, without its cause: safetensors, while torch makes a tensor, and imports
-  that another module needs. `was_interrupted` tells that an error may be such a replacement.
+- Some code replaces it with an error of its own that does not name it as the cause, such as safetensors while torch
+  makes a tensor. `was_interrupted` tells that an error may be such a replacement.
 """
 
 import signal
