@@ -171,6 +171,14 @@ def test_damaged_tokenizers_are_a_foreseen_failure(run, packed, tmp_path):
         assert done.exit_code == 1 and f"{directory}: no tokenizer can be loaded: " in str(done.exception), done
 
 
+@pytest.mark.parametrize("content", ["[1]", "{"])
+def test_a_damaged_generation_config_is_named(run, packed, tmp_path, content):
+    directory = shutil.copytree(packed, tmp_path / "packed")
+    (directory / "generation_config.json").write_text(content)
+    done = run("generate", str(directory), "--prompt", "a")
+    assert done.exit_code == 1 and str(done.exception).startswith(f"{directory}/generation_config.json: "), done
+
+
 @pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
 def test_a_seed_has_64_bits(run, packed, seed):
     done = run("generate", str(packed), "--prompt", "a", "--seed", str(seed))

@@ -11,6 +11,7 @@ from typing import Any
 from moepack.format.manifest import VERSION, Manifest, TensorRecord
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 """The configuration of a peft adapter. If it is present, transformers applies the adapter in the same directory."""

@@ -25,7 +25,7 @@ from moepack.decoding.vocabulary import watch
 from moepack.errors import CheckpointError, CorruptionError, DeviceError, LoadError, MoepackError, UnsupportedModelError
 from moepack.format.directory import check_listed, read_manifest
 from moepack.format.header import read_header
-from moepack.format.hub import ADAPTER, CONFIG
+from moepack.format.hub import ADAPTER, CONFIG, GENERATION
 from moepack.format.manifest import MANIFEST
 from moepack.format.plausible import check_config
 from moepack.format.regular import read_json
@@ -87,6 +87,8 @@ def open_with(directory: Directory, options: LoadOptions) -> Any:
     directory = resolve_model(directory)
     config = _read_config(directory)
     _refuse_absurd(config, Path(directory))
+    if (generation := Path(directory) / GENERATION).is_file():
+        read_json(generation, LoadError)  # transformers would fail without naming it
     if options.placement is not None and find_spec("accelerate") is None:
         raise DeviceError("placing models on devices needs accelerate: pip install 'moepack[gpu]'")
     if options.threads is not None:

@@ -20,6 +20,7 @@ from torch import nn
 from moepack.errors import MoepackWarning, OutputExistsError, SerializationError
 from moepack.format.atomic import TEMPORARY, disk_errors
 from moepack.format.directory import check_size, read_manifest
+from moepack.format.hub import GENERATION
 from moepack.format.manifest import MANIFEST, Manifest
 from moepack.format.side import is_editable, may_hold_weights, side_names
 from moepack.system import files
@@ -146,7 +147,7 @@ def _generates_otherwise(model: Any, directory: Path) -> bool:
     if live is None:
         return False
     stored = GenerationConfig.from_model_config(model.config)
-    if (directory / "generation_config.json").is_file():
+    if (directory / GENERATION).is_file():
         try:
             stored = GenerationConfig.from_pretrained(directory)
         except (OSError, TypeError, ValueError):  # transformers has loaded the model without it
