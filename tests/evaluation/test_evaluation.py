@@ -130,6 +130,16 @@ def test_another_vocabulary_is_refused(mixtral, switch, text):
         evaluate(mixtral, text, 600, reference=switch)
 
 
+def test_vocabularies_are_compared_before_a_model_is_loaded(mixtral, text, tmp_path, monkeypatch):
+    config = json.loads((mixtral / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
+    monkeypatch.setattr("moepack.evaluation.models.open_with", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(
+        moepack.ReferenceMismatchError, match=f"{tmp_path}: has a vocabulary of 7 tokens, but {mixtral}"
+    ):
+        evaluate(mixtral, text, 600, reference=tmp_path)
+
+
 def test_the_report_as_json(mixtral, text):
     report = json.loads(json.dumps(evaluate(mixtral, text, 600).to_json()))
     assert set(report) == {"tokens", "loss", "perplexity", "seconds", "peak_memory"}

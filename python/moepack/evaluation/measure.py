@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moepack.checkpoint.reader import read_config
 from moepack.decoding.vocabulary import require_known, vocabulary_of
 from moepack.errors import NonFiniteError, ReferenceMismatchError
 from moepack.evaluation.models import Progress, Source, open_source, run, tokenizer_of
@@ -99,6 +100,7 @@ def evaluate(
     options = {"tokenizer": tokenizer, "dtype": dtype, "progress": progress, **places}
     if own.host_cap is not None:
         options["memory"] = own.host_cap
+    _check_vocabularies(model, reference)
     known = None if reference is None else _reference(reference, text, chars, save_reference, options)
     loaded = open_source(model, own)
     windows = read_windows(Path(text), chars, tokenizer)
@@ -114,6 +116,22 @@ def evaluate(
             progress(done, len(windows), totals.loss / totals.tokens)
     seconds = time.perf_counter() - start
     return replace(totals.report(seconds), peak_memory=max(peak.bytes, 0 if known is None else known.peak_memory))
+
+
+def _check_vocabularies(model: Source, reference: Source | Reference | None) -> None:
+    """Compare the sizes of the vocabularies of two directories before either is loaded."""
+    places = [Path(each) for each in (model, reference) if isinstance(each, str | PathLike) and Path(each).is_dir()]
+    sizes = [_vocabulary(place) for place in places]
+    if len(sizes) == 2 and None not in sizes and sizes[0] != sizes[1]:
+        message = f"has a vocabulary of {sizes[1]} tokens, but {places[0]} has {sizes[0]}"
+        raise ReferenceMismatchError(message, file=places[1])
+
+
+def _vocabulary(directory: Path) -> int | None:
+    config = read_config(directory)
+    inner = config.get("text_config")
+    found = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    return found if isinstance(found, int) else None
 
 
 def _reference(
