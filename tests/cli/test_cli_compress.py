@@ -215,7 +215,6 @@ FOREIGN = [
     ("finequant", ["--rank", "uniform:16", "--codes", "plain"]),
     ("qmoe", ["--calibration", "x", "--codes", "plain"]),
     ("finequant", ["--size", "9GB"]),
-    ("auto", ["--bits", "4"]),
     ("milo", ["--alpha", "0.3"]),
     ("qmoe", ["--calibration", "x", "--activation-bits", "8"]),
     ("codequant", ["--calibration", "x", "--symmetric"]),

@@ -195,7 +195,7 @@ def test_every_command_accepts_a_checkpoint_with_a_stray_file(
     packed = moepack.compress(source, tmp_path / "packed", method="finequant", bits=8).path
     want, found = (open_model(place, torch.float32)(torch.arange(9)[None]).logits for place in (source, packed))
     assert (want - found).norm() < 0.05 * want.norm()
-    for words in (["eval", source, "--text", text], ["report", packed, "--reference", source]):
+    for words in (["eval", source, "--text", text], ["report", packed, "--reference", source, "--text", text]):
         with pytest.raises(SystemExit) as ended, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             main([str(word) for word in words])

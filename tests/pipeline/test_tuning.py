@@ -314,8 +314,8 @@ def test_a_place_that_cannot_be_written_to_is_known_before_the_work(packed, text
 def test_a_file_that_is_missing_is_known_before_the_work(packed, text, tmp_path, monkeypatch):
     monkeypatch.setattr("moepack.pipeline.tune.tune_model", lambda *arguments: pytest.fail("worked"))
     shutil.copytree(packed[0], tmp_path / "copy")
-    (tmp_path / "copy" / "generation_config.json").unlink()
-    with pytest.raises(CorruptionError, match=r"generation_config\.json: missing"):
+    (tmp_path / "copy" / "tokenizer.json").unlink()
+    with pytest.raises(CorruptionError, match=r"tokenizer\.json: missing"):
         tune(tmp_path / "copy", packed[1], tmp_path / "out", calibration=str(text))
 
 

@@ -62,11 +62,13 @@ def test_a_dropped_request_to_terminate_is_raised_again() -> None:
 
 def test_an_interrupt_that_the_program_ignores_stays_ignored() -> None:
     former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    termination = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another test may have left a handler
     try:
         with interrupts_kept():
             sys.unraisablehook(DROPPED)
             time.sleep(0.1)
     finally:
+        signal.signal(signal.SIGTERM, termination)
         signal.signal(signal.SIGINT, former)
 
 
