@@ -70,7 +70,7 @@ def interrupts_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupt_answered()  # those of an earlier command
+    interrupt_answered()  # an earlier command in this process may have left one
     handler, others = signal.getsignal(signal.SIGINT), sys.unraisablehook
     pending: list[threading.Timer] = []
 
